@@ -1,0 +1,35 @@
+# make demo: the main job.  make test: the whole test suite.  Both make .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check docs soak bench clean
+
+demo: .venv/.installed
+	$(BIN)/manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3
+
+test: .venv/.installed
+	$(BIN)/pytest -n 2
+
+check: .venv/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(MAKE) docs
+
+docs: .venv/.installed
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+soak: .venv/.installed
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -n 2 -m "soak or not soak"
+
+bench: .venv/.installed
+	$(BIN)/python benchmarks/import_time.py
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "manifoldagg needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cli,data,plots,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,35 @@
+"""What `import manifoldagg` costs beside `import torch`: fresh processes in turn, the ratio pair by pair."""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+
+
+def seconds(statement: str) -> float:
+    """The wall-clock time of a Python process that runs `statement`."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", statement], check=True)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Print medians and quartiles."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=11)
+    pairs = parser.parse_args().pairs
+    seconds("import torch, manifoldagg")
+    torch, ours = [], []
+    for _ in range(pairs):
+        torch.append(seconds("import torch"))
+        ours.append(seconds("import manifoldagg"))
+    ratios = sorted(b / a for a, b in zip(torch, ours, strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(f"import torch        {statistics.median(torch):6.3f} s (median of {pairs})")
+    print(f"import manifoldagg  {statistics.median(ours):6.3f} s")
+    print(f"ratio               {middle:6.3f}   (quartiles {low:.3f} to {high:.3f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The command line: `manifoldagg compare`."""
+
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Table
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: {missing.name} is not installed: pip install 'manifoldagg[cli]'")
+
+from manifoldagg import __version__
+from manifoldagg.errors import ManifoldAggError
+from manifoldagg.simulation.compare import Comparison, compare
+from manifoldagg.simulation.methods import methods as methods_by_name
+from manifoldagg.simulation.report import check_destination, write_report
+from manifoldagg.simulation.tasks import task
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
+)
+screen = Console()
+errors = Console(stderr=True, highlight=False)
+
+
+def main() -> None:
+    """The entry point: what is wrong is one line and exit code 2; Ctrl-C is said and is exit code 130."""
+    # A polite kill unwinds like Ctrl-C, so that it leaves no half-written file either.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        code = app(standalone_mode=False)
+    except (ManifoldAggError, typer.TyperException) as error:
+        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+        if message:
+            errors.print(f"error: {message}", markup=False, soft_wrap=True)
+        code = 2
+    sys.exit(code or 0)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        screen.print(f"manifoldagg {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Geometry for asynchronous federated optimisation.
+
+    A stale update is *corrected* into the tangent space of the current model, the model *steps* along the
+    curve that the update describes, and the models of a run are *averaged*.
+    """
+
+
+@app.command("compare")
+def compare_command(
+    data: Annotated[
+        str, typer.Option(help="The data set: `digits` (1,797 handwritten digits, 8 x 8, in scikit-learn).")
+    ] = "digits",
+    clients: Annotated[
+        int, typer.Option(help="Clients that share the data, split by label (see --concentration).")
+    ] = 30,
+    rounds: Annotated[int, typer.Option(help="Updates that the server takes in each run, one client's each.")] = 200,
+    seeds: Annotated[int, typer.Option(help="Repetitions with another split, initial model and order of events.")] = 3,
+    methods: Annotated[
+        str, typer.Option(help="What to compare, separated by commas: `fedasync`, `fedortho`, `fedgs`, `asyncbezier`.")
+    ] = "fedasync,fedortho,asyncbezier",
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Global learning rate for all methods (`0.5`) or one (`fedasync=0.5`); may be repeated. "
+            "The default of each was chosen by line search."
+        ),
+    ] = None,
+    concentration: Annotated[
+        float,
+        typer.Option(
+            help="Of the Dirichlet distribution that splits each label: 0 gives it to one client, large splits evenly."
+        ),
+    ] = 0.5,
+    target: Annotated[
+        float | None,
+        typer.Option(help="The accuracy in [0, 1] to count rounds to.  [default: the data set's]", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where reports go.")] = Path("runs"),
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="The report's folder in --out; one of that name is replaced.  [default: from the settings]",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Compare asynchronous methods in virtual time, on equal terms.
+
+    Every method sees the same split, the same initial model and the same order of events. Two workers train
+    the clients' models one minibatch a tick, out of a queue that favours clients with little data; a client
+    starts again from the server's model as soon as it has answered, and waits in the queue with it: that is
+    where staleness comes from.
+
+    Prints a table and writes `results.json` (equal settings give equal bits), `timing.json`, `accuracy.png`
+    and `plane.png` (the loss over the plane of one learned curve).
+
+    Example: `manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3`
+    """
+    chosen = methods_by_name([part.strip() for part in methods.split(",") if part.strip()], rate or [])
+    if name is not None and (os.sep in name or name in ("", ".", "..")):
+        raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
+    problem = task(data)
+    digest = hashlib.sha256(repr((chosen, concentration, target)).encode()).hexdigest()[:8]
+    folder = out / (name or f"{data}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
+    check_destination(folder)
+    try:
+        with Progress(*_columns(), console=screen) as bars:
+            tracks: dict[tuple[str, int], TaskID] = {}
+
+            def advance(method: str, seed: int) -> None:
+                if (method, seed) not in tracks:
+                    tracks[method, seed] = bars.add_task(f"{method}, seed {seed}", total=rounds)
+                bars.advance(tracks[method, seed])
+
+            comparison = compare(
+                problem,
+                chosen,
+                clients=clients,
+                rounds=rounds,
+                seeds=seeds,
+                concentration=concentration,
+                target=target,
+                progress=advance,
+            )
+        files = write_report(comparison, folder)
+    except KeyboardInterrupt:
+        errors.print("interrupted: nothing was written")
+        raise typer.Exit(130) from None
+    screen.print(table(comparison))
+    if comparison.landscape is None:
+        screen.print("No method learned a curve, so there is no plane.png.")
+    names = ", ".join(file.name for file in files)
+    screen.print(f"Written to {folder}: {names}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _columns() -> tuple[ProgressColumn, ...]:
+    return (
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+
+
+def table(comparison: Comparison) -> Table:
+    """The summary as a table for the terminal."""
+    settings, seconds = comparison.settings, comparison.seconds()
+    target, seeds = settings["target"], settings["seeds"]
+    assert isinstance(target, float)
+    assert isinstance(seeds, list)
+    grid = Table(
+        title=f"{settings['data']}: {settings['clients']} clients, {settings['rounds']} rounds, {len(seeds)} seeds"
+    )
+    grid.add_column("method", no_wrap=True)
+    for heading in (
+        "final acc. %",
+        "best acc. %",
+        f"rounds to {target:.0%}",
+        "staleness mean / max",
+        "Gini",
+        "seconds",
+    ):
+        grid.add_column(heading, justify="right")
+    for name, row in comparison.summary().items():
+        reached = row["rounds_to_target_mean"]
+        share = "" if row["reached_target"] == len(seeds) else f" ({row['reached_target']} of {len(seeds)})"
+        grid.add_row(
+            name,
+            _spread(row["final_mean"], row["final_sd"]),
+            _spread(row["best_mean"], row["best_sd"]),
+            "never" if reached is None else f"{reached:.0f}{share}",
+            f"{row['staleness_mean']:.1f} / {row['staleness_max']}",
+            f"{row['gini_mean']:.3f}",
+            f"{sum(seconds[name]):.0f}",
+        )
+    return grid
+
+
+def _spread(mean: float | int | None, deviation: float | int | None) -> str:
+    assert mean is not None
+    return f"{100 * mean:.1f}" + ("" if deviation is None else f" ± {100 * deviation:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The plane through a curve, and a function over it: the picture of a loss landscape."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from manifoldagg.curves.bezier import Bezier
+from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.kernels import combine, gram
+
+
+@dataclass(frozen=True)
+class Plane:
+    r"""Values of a function over the plane that a curve spans.
+
+    The plane has the curve's start at (0, 0), its end at (chord, 0), and the control point farthest from the
+    chord above it.
+
+    Attributes:
+        x: (columns,) coordinates along the chord, in units of the space.
+        y: (rows,) coordinates across it.
+        values: (rows, columns), the function at each grid point.
+        control: (n + 1, 2), the control points in the plane (projected, for degree above 2).
+        path: (m, 2), points of the curve at evenly spaced parameters.
+    """
+
+    x: Float64[Tensor, " columns"]
+    y: Float64[Tensor, " rows"]
+    values: Float64[Tensor, "rows columns"]
+    control: Float64[Tensor, "control 2"]
+    path: Float64[Tensor, "m 2"]
+
+    def plot(self, axes: Any, *, levels: int = 24, label: str = "loss") -> None:
+        """Draw contours, curve, chord and control points into matplotlib `axes`."""
+        shades = axes.contourf(self.x, self.y, self.values, levels=levels, cmap="viridis_r")
+        axes.contour(self.x, self.y, self.values, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
+        axes.figure.colorbar(shades, ax=axes, label=label)
+        ends = self.control[[0, -1]]
+        axes.plot(ends[:, 0], ends[:, 1], "--", color="crimson", linewidth=1.8, label="chord")
+        axes.plot(self.path[:, 0], self.path[:, 1], color="black", linewidth=2.2, label="learned curve")
+        axes.plot(self.control[:, 0], self.control[:, 1], ":", color="black", linewidth=0.8)
+        marks = [(0, "o", "base model"), (-1, "s", "client's model")]
+        marks += [(i, "^", "control point" if i == 1 else "_") for i in range(1, len(self.control) - 1)]
+        for i, mark, name in marks:
+            style = {"color": "white", "markeredgecolor": "black", "markersize": 8, "linestyle": "none", "zorder": 5}
+            axes.plot(self.control[i, 0], self.control[i, 1], mark, label=name, **style)
+        axes.set_xlabel("along the chord")
+        axes.set_ylabel("across the chord")
+        axes.set_aspect("equal", adjustable="datalim")
+
+
+def plane(
+    curve: Bezier,
+    phi: Float[Tensor, "control P"],
+    function: Callable[[Tensor], float],
+    *,
+    resolution: int = 31,
+    margin: float = 0.25,
+) -> Plane:
+    r"""Evaluate `function` over the plane through the ends of a curve and its farthest control point.
+
+    Coordinates by Gram-Schmidt on the Gram matrix of the displacements from $\varphi_0$: the first axis is the
+    chord's, the second that of the control point farthest from it.
+
+    Args:
+        curve: of degree 2 or more.
+        phi: control points (n + 1, P).
+        function: a point (P,) to a number, such as a loss over a data set.
+        resolution: grid points a side.
+        margin: how far the grid reaches beyond the control points, as a part of their extent.
+
+    Raises:
+        ArgumentError: if the degree is 1, the ends coincide, or the control points lie on one line.
+
+    Source: Manifold, Figure 1. Cost: `resolution`² calls of `function`.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat
+        >>> phi = torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]])
+        >>> picture = plane(Bezier(Flat(2)), phi, lambda theta: theta.square().sum().item(), resolution=5)
+        >>> picture.control.tolist()
+        [[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]]
+    """
+    check_count("resolution", resolution, at_least=2)
+    check_number("margin", margin, at_least=0)
+    path_at = torch.linspace(0, 1, 101, dtype=torch.float64)
+    path_weights = torch.tensor([curve.weights(t) for t in path_at.tolist()], dtype=torch.float64)
+    curve._check(phi)
+    if curve.degree < 2:
+        raise ArgumentError("curve: expected degree 2 or more, a line spans no plane")
+
+    start, rows = phi[0], list(phi[1:])
+    inner = gram(rows, minus=start)[0]
+    chord = inner[-1, -1].sqrt()
+    along = inner[-1] / chord if chord > 0 else torch.zeros_like(inner[-1])
+    across = (inner.diagonal() - along.square()).clamp(min=0)
+    across[-1] = 0
+    k = int(across.argmax())
+    height = across[k].sqrt()
+    if not (chord > 0 and height > 1e-7 * inner[k, k].sqrt()):
+        raise ArgumentError("phi: its ends coincide, or its control points lie on one line: they span no plane")
+    # Unit vectors of the plane as coefficients on the rows: the chord's, and row k's part orthogonal to it.
+    first = torch.zeros(len(rows), dtype=torch.float64)
+    first[-1] = 1 / chord
+    second = -along[k] / height * first
+    second[k] += 1 / height
+
+    control = torch.zeros(len(phi), 2, dtype=torch.float64)
+    control[1:, 0] = along
+    control[1:, 1] = inner @ second
+    control[-1, 1] = 0
+    low, high = control.amin(0), control.amax(0)
+    reach = margin * (high - low).max()
+    x = torch.linspace(low[0] - reach, high[0] + reach, resolution, dtype=torch.float64)
+    y = torch.linspace(low[1] - reach, high[1] + reach, resolution, dtype=torch.float64)
+    values = torch.tensor(
+        [[function(combine(start, rows, a * first + b * second, minus=start)) for a in x] for b in y],
+        dtype=torch.float64,
+    )
+    return Plane(x, y, values, control, path_weights @ control)

@@ -1,0 +1,140 @@
+"""What can go wrong, and the checks at the door that say so.
+
+Every error of this package is a [`ManifoldAggError`][manifoldagg.errors.ManifoldAggError]. A check takes the
+*name* of the argument first, so that the message can say which one it was, what was expected and what came.
+"""
+
+import math
+import operator
+from collections.abc import Collection
+from typing import SupportsFloat, SupportsIndex, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class ManifoldAggError(Exception):
+    """The family: `except ManifoldAggError` catches everything that this package raises on purpose."""
+
+
+class ArgumentError(ManifoldAggError, ValueError):
+    """An argument has a value, a shape or a type that cannot be used. The message names the argument."""
+
+
+class StateDictError(ArgumentError):
+    """The tensors of a model do not fit a layout. The message names the tensor."""
+
+
+class DivergenceError(ManifoldAggError, ArithmeticError):
+    """A computation left the finite numbers although its input was finite."""
+
+
+def check_number(
+    name: str,
+    value: SupportsFloat,
+    *,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+) -> float:
+    """`value` as a finite float in the stated range.
+
+    Raises:
+        ArgumentError: if `value` is no number, is NaN or infinite, or lies outside the range.
+
+    Example:
+        >>> check_number("rate", 0.5, above=0)
+        0.5
+        >>> check_number("rate", -1, above=0)
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: rate: expected a finite number > 0, got -1
+    """
+    bounds = [f"> {above:g}"] * (above > -math.inf) + [f">= {at_least:g}"] * (at_least > -math.inf)
+    bounds += [f"<= {at_most:g}"] * (at_most < math.inf)
+    expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
+    try:
+        if isinstance(value, str | bool):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ArgumentError(f"{name}: expected {expected}, got {value!r}") from None
+    if not (math.isfinite(number) and number >= at_least and number > above and number <= at_most):
+        raise ArgumentError(f"{name}: expected {expected}, got {value!r}")
+    return number
+
+
+def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
+    """`value` as an int that is at least `at_least`.
+
+    Raises:
+        ArgumentError: if `value` is no integer or too small.
+
+    Example:
+        >>> check_count("clients", 30)
+        30
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {value!r}") from None
+    if number < at_least:
+        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {value!r}")
+    return number
+
+
+def check_choice(name: str, value: T, choices: Collection[T]) -> T:
+    """`value`, which must be one of `choices`.
+
+    Raises:
+        ArgumentError: naming the choices.
+    """
+    if value not in choices:
+        listed = ", ".join(map(str, choices))
+        raise ArgumentError(f"{name}: expected one of {listed}; got {value!r}")
+    return value
+
+
+def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = False) -> Tensor:
+    """`tensor`, whose shape must be `shape`, after any batch dimensions with `batch`; `None` is any length.
+
+    Raises:
+        ArgumentError: if `tensor` is no floating tensor or its shape differs.
+    """
+    kind = "trailing shape" if batch else "shape"
+    expected = f"{kind} ({', '.join('any' if n is None else str(n) for n in shape)})"
+    if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+        given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ArgumentError(f"{name}: expected a floating tensor of {expected}, got {given}")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "on the meta device" if tensor.is_meta else tensor.layout
+        raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
+    extra = tensor.ndim - len(shape)
+    fits = extra >= 0 if batch else extra == 0
+    if not fits or any(n is not None and n != m for n, m in zip(shape, tensor.shape[extra:], strict=True)):
+        raise ArgumentError(f"{name}: expected {expected}, got {tuple(tensor.shape)}")
+    return tensor
+
+
+def check_finite(name: str, tensor: Tensor) -> Tensor:
+    """`tensor`, all of whose entries must be finite: one pass, no temporary of its size.
+
+    Raises:
+        ArgumentError: naming the tensor and one position.
+    """
+    if not is_finite(tensor):
+        where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+        raise ArgumentError(f"{name}: expected finite values, got {tensor[where].item()} at {where}")
+    return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every entry is finite (an empty tensor is)."""
+    if tensor.numel() == 0:
+        return True
+    low, high = tensor.detach().aminmax()
+    return math.isfinite(low.item()) and math.isfinite(high.item())

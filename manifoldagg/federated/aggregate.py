@@ -1,0 +1,175 @@
+"""The front door for other codebases: one server step on plain state dicts or lists of arrays."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, StateDictError, check_count, check_number, is_finite
+from manifoldagg.federated.contract import Rule, State, Update, check_rule
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.layout import OPAQUE
+
+Array = Tensor | np.ndarray | np.generic
+Model = Mapping[Any, Array] | Sequence[Array]
+"""A state dict, or a list of arrays."""
+
+
+def aggregate(
+    rule: Rule,
+    state: State,
+    current: Model,
+    base: Model,
+    update: Model | Sequence[Model],
+    *,
+    staleness: int = 0,
+    weight: float = 1.0,
+    samples: int = 1,
+    buffers: Sequence[str] = (),
+) -> tuple[Any, State, dict[str, float]]:
+    r"""One step of `rule`: take a client's (stale) model into the server's.
+
+    A model is a state dict, or a list of tensors or NumPy arrays; the result is of the same kind, in the same
+    order, dtypes and devices. Nothing that is passed in is written. For models in float32 or float64 it agrees with
+    a [`Server`][manifoldagg.Server] bit for bit; you keep the versions. (Narrower models are rounded at every
+    call, where a server keeps a float32 master.) Tensors that share storage are tied and count once; copies are not.
+
+    Args:
+        rule: such as `FedAsync(0.6)` or `AsyncBezier(threshold=1.0, rate=0.5)`.
+        state: what the last call returned; `None` the first time.
+        current: $\Theta^\tau$, the server's model now.
+        base: $\Theta^t$, the model that the client started from.
+        update: the client's model; for a curve a sequence of models, the control points
+            $\varphi_1, \dots, \varphi_n$ with the client's model last.
+        staleness: $\tau - t$ in versions.
+        weight: $w_i$, the client's share of the data.
+        samples: how many samples the client trained on.
+        buffers: glob patterns of floating entries that are no parameters, such as `"*running_*"`. Floating
+            buffers move linearly by the rule's step towards the client's; integer and boolean entries become
+            the client's.
+
+    Returns:
+        The new model, the rule's next state, and its numbers (such as `cosine`, `step`, `norm`).
+
+    Raises:
+        ArgumentError: naming the argument, and the tensor in it, that does not fit.
+
+    Example:
+        >>> import numpy as np
+        >>> from manifoldagg.federated.rules import FedAsync
+        >>> current, base, update = [np.array([1.0])], [np.array([0.0])], [np.array([3.0])]
+        >>> new, state, numbers = aggregate(FedAsync(0.5), None, current, base, update)
+        >>> new, numbers["norm"]
+        ([array([2.])], 1.0)
+    """
+    check_rule(rule)
+    check_count("staleness", staleness, at_least=0)
+    check_count("samples", samples)
+    check_number("weight", weight, above=0)
+    now, then = _tensors("current", current), _tensors("base", base)
+    updates: list[Any] = list(update) if _is_curve(current, update) else [update]
+    if not updates:
+        raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
+    models = [_tensors("update" if len(updates) == 1 else f"update[{i}]", model) for i, model in enumerate(updates)]
+    space = ParameterSpace.of_state_dict(now, buffers=buffers)
+    here = _point(space, "current", now)
+    points = [_point(space, "update" if len(models) == 1 else f"update[{i}]", m) for i, m in enumerate(models)]
+    step = Update(
+        client=None,
+        base=_point(space, "base", then).to(here.device),
+        current=here,
+        points=torch.stack(points).to(here.device),
+        staleness=staleness,
+        weight=weight,
+        samples=samples,
+    )
+    state, outcome = rule.step(space, rule.init(space, here) if state is None else state, step)
+    numbers = dict(outcome.numbers)
+    if outcome.model is None:
+        new = {name: tensor.clone() for name, tensor in now.items()}
+    else:
+        if not is_finite(outcome.model):
+            raise ArgumentError("update: the new model would not be finite")
+        part = min(max(numbers.get("step", 1.0), 0.0), 1.0)
+        carried = {
+            entry.name: _carry(entry.name, now[entry.name], models[-1][entry.name], part)
+            for entry in space.layout.carried
+        }
+        new = space.state_dict(outcome.model, carried)
+    return _like(current, new, now), state, numbers
+
+
+def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:
+    """A sequence whose entries are models of the kind of `current`."""
+    if isinstance(update, Mapping) or not isinstance(update, Sequence):
+        return False
+    inner = Mapping if isinstance(current, Mapping) else list | tuple
+    return len(update) == 0 or isinstance(update[0], inner)
+
+
+def _tensors(name: str, model: Any) -> dict[str, Tensor]:
+    """The entries of a model as tensors; arrays are copied, tensors are not."""
+    if isinstance(model, Mapping):
+        entries: dict[str, Any] = {str(key): array for key, array in model.items()}
+    elif isinstance(model, Sequence) and not isinstance(model, str):
+        entries = {str(i): array for i, array in enumerate(model)}
+    else:
+        raise ArgumentError(f"{name}: expected a state dict or a list of arrays, got {type(model).__name__}")
+    tensors = {}
+    for key, array in entries.items():
+        if key.rpartition(".")[2] == OPAQUE:
+            continue
+        if isinstance(array, np.ndarray | np.generic):
+            try:
+                array = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
+            except TypeError:
+                raise ArgumentError(f"{name}: {key}: expected a numeric array, got dtype {array.dtype}") from None
+        if not isinstance(array, Tensor):
+            raise ArgumentError(f"{name}: {key}: expected a tensor or an array, got {type(array).__name__}")
+        tensors[key] = array.detach()
+    return tensors
+
+
+def _point(space: ParameterSpace, name: str, tensors: dict[str, Tensor]) -> Tensor:
+    try:
+        return space.point(tensors)
+    except ArgumentError as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _carry(name: str, now: Tensor, latest: Tensor, part: float) -> Tensor:
+    """A buffer after the step: floating ones on the way to the client's, others the client's.
+
+    Raises:
+        StateDictError: if the client brings a value that is not finite and that the server does not have.
+    """
+    latest = latest.to(now.device)
+    if not now.dtype.is_floating_point or part == 1:
+        moved = latest.clone()
+    else:
+        moved = torch.where(latest == now, now, torch.lerp(now.double(), latest.double(), part).to(now.dtype))
+    if not is_finite(moved) and not torch.equal(moved, now):
+        raise StateDictError(f"update: {name}: expected finite values, or those of the current model")
+    return moved
+
+
+def _like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:
+    """`new` as the kind of `current`: its container, order, devices, arrays where arrays were."""
+    originals = current.items() if isinstance(current, Mapping) else enumerate(current)
+    entries: dict[Any, Any] = {}
+    for key, array in originals:
+        if str(key) not in new:  # what a module keeps beside its tensors
+            entries[key] = copy.copy(array)
+            continue
+        tensor = new[str(key)].to(now[str(key)].device)
+        entries[key] = tensor if isinstance(array, Tensor) else tensor.numpy().astype(array.dtype, copy=False)
+    if isinstance(current, dict):
+        same = copy.copy(current)
+        same.update(entries)
+        return same
+    if isinstance(current, Mapping):
+        return entries
+    return tuple(entries.values()) if isinstance(current, tuple) else list(entries.values())

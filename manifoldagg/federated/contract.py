@@ -1,0 +1,142 @@
+"""The contract between the parts: what a rule is, what a trainer is, and what passes between them.
+
+A server sends a [`Message`][manifoldagg.federated.Message], a trainer answers with a
+[`Payload`][manifoldagg.federated.Payload], the server adds what only it knows and hands the rule an
+[`Update`][manifoldagg.federated.Update]; the rule answers with an [`Outcome`][manifoldagg.federated.Outcome].
+Rules never see a loss, trainers never see the server's state.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds import Loss, Manifold
+
+State = Any
+"""A tree (nested dicts, lists, tuples) of tensors and numbers that a rule threads through its steps."""
+Memory = Any
+"""A tree of tensors and numbers that the server keeps for one client."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a client gets: the model to start from, and what its rule adds."""
+
+    start: Float[Tensor, " P"]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Payload:
+    r"""What a client returns.
+
+    Attributes:
+        points: the control points $\varphi_1, \dots, \varphi_n$ as points (n, P); a plain model is n = 1.
+        samples: how many samples it trained on.
+        tensors: further tensors that its rule asks for.
+        numbers: further numbers that its rule asks for.
+        memory: what the trainer wants to find again; who drives the client hands it to the next `train`.
+    """
+
+    points: Float[Tensor, "n P"]
+    samples: int
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    memory: Memory = None
+
+
+@dataclass(frozen=True)
+class Update:
+    r"""A payload with what the server knows about it.
+
+    Attributes:
+        client: who sent it.
+        base: $\Theta^t$ (P,), the model that the client started from.
+        current: $\Theta^\tau$ (P,), the model now.
+        points: as in the payload.
+        staleness: $\tau - t$ in versions, as the server recorded it.
+        weight: $w_i$, the client's share of the data.
+        samples: as in the payload.
+        tensors: as in the payload.
+        numbers: as in the payload.
+        memory: what the server keeps for this client.
+    """
+
+    client: Hashable
+    base: Float[Tensor, " P"]
+    current: Float[Tensor, " P"]
+    points: Float[Tensor, "n P"]
+    staleness: int = 0
+    weight: float = 1.0
+    samples: int = 1
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    memory: Memory = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rule makes of an update: the new model (`None`: buffered, it did not move), memory and numbers."""
+
+    model: Float[Tensor, " P"] | None
+    memory: Memory = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """How a server moves: pure methods of a frozen value."""
+
+    @property
+    def cohort(self) -> int:
+        """1: asynchronous; k: waits for k updates."""
+
+    def init(self, space: Manifold, start: Float[Tensor, " P"]) -> State:
+        """The state before the first step."""
+
+    def message(self, state: State, current: Float[Tensor, " P"], memory: Memory) -> Message:
+        """What a client is sent; `current` is handed on as it is, the server copies it."""
+
+    def step(
+        self, space: Manifold, state: State, update: Update, *, out: Float[Tensor, " P"] | None = None
+    ) -> tuple[State, Outcome]:
+        """Take one update. Nothing of the arguments is written but `out`, where the new model may go.
+
+        The tensors of `update` and `out` belong to the caller: what a rule keeps of them, it clones.
+        """
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """What a client does with a message and its data."""
+
+    def train(
+        self,
+        space: Manifold,
+        message: Message,
+        loss: Loss,
+        batches: Iterable[Any],
+        memory: Memory,
+        *,
+        generator: torch.Generator,
+    ) -> Payload:
+        """Train from `message.start` on `batches`, which can be iterated again and again."""
+
+
+def check_rule(rule: Rule) -> Rule:
+    """A rule: an instance that has `cohort`, `init`, `message` and `step`.
+
+    Raises:
+        ArgumentError: if something is missing, or a class was given for an instance.
+    """
+    if isinstance(rule, type):
+        raise ArgumentError(f"rule: expected an instance, got the class {rule.__name__}; write {rule.__name__}()")
+    if not isinstance(rule, Rule):
+        raise ArgumentError(f"rule: expected cohort, init, message and step; {rule!r} lacks some")
+    return rule

@@ -1,0 +1,46 @@
+"""AsyncBezier: step along the curve that a client learned, moved to the current model."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manifoldagg.corrections import Correction, OrthoDC
+from manifoldagg.errors import check_number
+from manifoldagg.federated.rules._step import ScheduledRule
+
+
+@dataclass(frozen=True)
+class AsyncBezier(ScheduledRule):
+    r"""$\Theta^{\tau+1} = \iota_\psi(s)$ on the corrected curve $\psi = \exp_{\varphi_{\Theta^\tau}}(\pi v)$.
+
+    $\pi$ is OrthoDC, control point by control point; the candidate is $\hat\Theta = \iota_\psi(1)$; the rate
+    $\rho = S\, w_i\, \eta_g(\tau)$ is pulled back to the smallest $s$ with
+    $\|\iota_\psi(s) - \Theta^\tau\| = \rho\,\|\hat\Theta - \Theta^\tau\|$.
+
+    Args:
+        rate: $\eta_g$: a number, or a function of the version $\tau$.
+        decay: $\alpha \in [0, 1]$, the strength of the staleness penalty $S$; 1 is AsyncBezierED.
+        penalty_limit: the largest $S$.
+        overshoot: what a $\rho$ above 1 means: `"clamp"` it to 1 or `"extend"` the curve.
+        threshold: $\vartheta \in [-1, 1]$ of OrthoDC.
+
+    Raises:
+        ArgumentError: naming the option that is out of range.
+
+    Source: Manifold (9)-(12), Algorithm 1. Cost: with n control points, n + 2 vectors are read twice and one
+    is written.
+
+    Example:
+        >>> AsyncBezier(threshold=1.0, rate=0.5)
+        AsyncBezier(rate=0.5, decay=0.0, penalty_limit=10.0, overshoot='clamp', threshold=1.0)
+    """
+
+    plain: ClassVar[bool] = False
+    threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("threshold", self.threshold, at_least=-1, at_most=1)
+
+    @property
+    def correction(self) -> Correction:
+        return OrthoDC(self.threshold)

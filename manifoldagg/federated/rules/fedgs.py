@@ -1,0 +1,43 @@
+"""FedGS: a linear step along an update whose conflict with the drift was removed (gradient surgery)."""
+
+from dataclasses import dataclass
+
+from manifoldagg.corrections import Correction, OrthoDC, Position
+from manifoldagg.errors import check_choice
+from manifoldagg.federated.rules._step import ScheduledRule
+
+READINGS = ("tangent", "position")
+
+
+@dataclass(frozen=True)
+class FedGS(ScheduledRule):
+    r"""$\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v$, $\pi$ = OrthoDC with $\vartheta = 0$,
+    $\rho = S\, w_i\, \eta_g(\tau)$.
+
+    Args:
+        rate: $\eta_g$: a number, or a function of the version $\tau$.
+        decay: $\alpha \in [0, 1]$, the strength of the staleness penalty $S$.
+        penalty_limit: the largest $S$.
+        overshoot: what a $\rho$ above 1 means: `"clamp"` it to 1 or `"extend"` the step.
+        reading: which update the surgery works on: the `"tangent"` $v$, or the `"position"` $v - g$.
+
+    Raises:
+        ArgumentError: naming the option that is out of range.
+
+    Source: Manifold §4.1; Yu et al. 2020.
+
+    Example:
+        >>> FedGS(rate=1.0).correction
+        OrthoDC(threshold=0.0)
+    """
+
+    reading: str = "tangent"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("reading", self.reading, READINGS)
+
+    @property
+    def correction(self) -> Correction:
+        surgery = OrthoDC(0.0)
+        return surgery if self.reading == "tangent" else Position() >> surgery

@@ -1,0 +1,51 @@
+"""Weights s(x) that an update of staleness x keeps."""
+
+from dataclasses import dataclass
+
+from manifoldagg.errors import check_number
+
+
+@dataclass(frozen=True)
+class Constant:
+    """$s(x) = 1$."""
+
+    def __call__(self, staleness: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """$s(x) = (x + 1)^{-a}$.
+
+    Example:
+        >>> Polynomial(0.5)(3)
+        0.5
+    """
+
+    a: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number("a", self.a, at_least=0)
+
+    def __call__(self, staleness: int) -> float:
+        return float((staleness + 1) ** -self.a)
+
+
+@dataclass(frozen=True)
+class Hinge:
+    r"""$s(x) = 1$ if $x \le b$, else $1 / (a (x - b) + 1)$.
+
+    Example:
+        >>> Hinge(a=1.0, b=4.0)(7)
+        0.25
+    """
+
+    a: float = 10.0
+    b: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_number("a", self.a, at_least=0)
+        check_number("b", self.b, at_least=0)
+
+    def __call__(self, staleness: int) -> float:
+        return 1.0 if staleness <= self.b else 1.0 / (self.a * (staleness - self.b) + 1)

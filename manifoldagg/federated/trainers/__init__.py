@@ -1,0 +1,6 @@
+"""Trainers: what a client does with a model and its data."""
+
+from manifoldagg.federated.trainers.curve import Curve
+from manifoldagg.federated.trainers.local import Local
+
+__all__ = ["Curve", "Local"]

@@ -1,0 +1,101 @@
+"""Flat space: every formula is the one that vectors know."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, check_count, check_shape
+from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
+
+
+class FlatGeometry(Manifold):
+    """The primitives of a space whose metric is the dot product of its coordinates."""
+
+    flat: ClassVar[bool] = True
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {
+            "inner",
+            "exp",
+            "log",
+            "transport",
+            "project_tangent",
+            "project",
+            "injectivity_radius",
+            "random_point",
+            "random_tangent",
+        }
+    )
+
+    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        self._check(x=x, u=u, v=v)
+        dims = tuple(range(-len(self.shape), 0))
+        return (u.double() * v.double()).sum(dims).to(torch.promote_types(u.dtype, v.dtype))
+
+    def exp(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        return x + u
+
+    def log(self, x: Point, y: Point) -> Tangent:
+        self._check(x=x, y=y)
+        return y - x
+
+    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        self._check(x=x, y=y, u=u)
+        return u.expand(torch.broadcast_shapes(x.shape, y.shape, u.shape))
+
+    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
+        self._check(x=x, u=u)
+        return u
+
+    def project(self, x: Point) -> Point:
+        self._check(x=x)
+        return x
+
+    def injectivity_radius(self, x: Point) -> Scalar:
+        self._check(x=x)
+        return x.new_full(x.shape[: x.ndim - len(self.shape)], math.inf)
+
+    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+        return torch.randn(*batch, *self.shape, generator=generator, dtype=dtype, device=generator.device)
+
+    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        self._check(x=x)
+        return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
+
+    def _check(self, **tensors: Tensor) -> None:
+        first, *_ = tensors.values()
+        for name, tensor in tensors.items():
+            check_shape(name, tensor, *self.shape, batch=True)
+            if tensor.device != first.device or tensor.dtype != first.dtype:
+                expected, given = f"{first.dtype} on {first.device}", f"{tensor.dtype} on {tensor.device}"
+                raise ArgumentError(f"{name}: expected {expected} as the other arguments, got {given}")
+
+
+@dataclass(frozen=True)
+class Flat(FlatGeometry):
+    r"""$\mathbb{R}^n$ with the dot product: exp is addition, log subtraction, transport the identity.
+
+    Args:
+        n: the dimension.
+
+    Raises:
+        ArgumentError: if `n` is no integer or negative.
+
+    Example:
+        >>> import torch
+        >>> space = Flat(2)
+        >>> space.log(torch.tensor([1.0, 1.0]), torch.tensor([4.0, 5.0]))
+        tensor([3., 4.])
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_count("n", self.n, at_least=0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.n,)

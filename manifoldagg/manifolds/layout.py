@@ -1,0 +1,204 @@
+"""Layout: where each tensor of a model lies in one contiguous point, and back, bit for bit."""
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from manifoldagg.errors import ArgumentError, StateDictError, check_choice, is_finite
+
+MASTER_DTYPES = (torch.float32, torch.float64)
+OPAQUE = "_extra_state"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Name, shape and dtype of one tensor of a state dict."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """How many numbers the tensor holds (a 0-dim tensor holds one)."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Layout:
+    r"""The bijection between the tensors of a model and (a point, what is carried beside it).
+
+    Args:
+        leaves: the parameters that are geometry, in the order in which they lie in a point.
+        carried: frozen parameters, buffers and counters: kept with a model, never moved.
+        aliases: (name, leaf) for each further name of a tied parameter.
+        dtype: of the point: float32, or float64 where a leaf needs it.
+
+    Two layouts are equal when names, shapes, dtypes and order are.
+    """
+
+    leaves: tuple[Entry, ...]
+    carried: tuple[Entry, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, MASTER_DTYPES)
+        for leaf in self.leaves:
+            if not leaf.dtype.is_floating_point:
+                raise StateDictError(f"{leaf.name}: expected a floating parameter, got {leaf.dtype}")
+            if leaf.dtype.itemsize > self.dtype.itemsize:
+                raise StateDictError(f"{leaf.name}: {leaf.dtype} does not fit a float32 point; use dtype=torch.float64")
+
+    @staticmethod
+    def of(model: nn.Module, dtype: torch.dtype | None = None) -> "Layout":
+        """The layout of a module: its parameters that require a gradient are the leaves."""
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"model: expected a torch.nn.Module, got {type(model).__name__}; see of_state_dict")
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        owner = {id(p): name for name, p in trainable.items()}
+        layout = _sort(tensors_of(model), lambda name, t: owner.get(id(t)), dtype)
+        odd = trainable.keys() ^ {leaf.name for leaf in layout.leaves}
+        if odd:
+            raise StateDictError(f"{_listed(odd)}: the state dict does not hold this parameter itself under its name")
+        return layout
+
+    @staticmethod
+    def of_state_dict(
+        state: Mapping[str, Tensor], buffers: Sequence[str] = (), dtype: torch.dtype | None = None
+    ) -> "Layout":
+        """The layout of a bare state dict: floating tensors whose name matches no pattern are the leaves."""
+        if isinstance(buffers, str) or not all(isinstance(pattern, str) for pattern in buffers):
+            raise ArgumentError(f"buffers: expected a sequence of glob patterns, got {buffers!r}")
+        first: dict[tuple[object, ...], str] = {}
+
+        def leaf(name: str, tensor: Tensor) -> str | None:
+            if not tensor.dtype.is_floating_point or any(fnmatch.fnmatchcase(name, p) for p in buffers):
+                return None
+            place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
+            return first.setdefault(place if tensor.numel() and tensor.data_ptr() else (name,), name)
+
+        return _sort(tensors_of(state), leaf, dtype)
+
+    @property
+    def size(self) -> int:
+        """P, how many numbers a point has."""
+        return sum(leaf.size for leaf in self.leaves)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The lengths of the leaves in a point: the segments of a per-tensor kernel."""
+        return [leaf.size for leaf in self.leaves]
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """The names, shapes and dtypes of `tensors` must be the layout's, and tied tensors equal.
+
+        Raises:
+            StateDictError: naming the first tensors that are missing, extra, misshaped, of another dtype or untied.
+        """
+        leaf_of = {leaf.name: leaf for leaf in self.leaves}
+        entries = leaf_of | {entry.name: entry for entry in self.carried}
+        _match(entries | {alias: leaf_of[name] for alias, name in self.aliases}, tensors)
+        for alias, name in self.aliases:
+            other, own = tensors[alias], tensors[name]
+            if other is not own and not torch.equal(other, own):
+                if not is_finite(other):
+                    raise StateDictError(f"{alias}: expected finite values, got NaN or infinity")
+                raise StateDictError(f"{alias}: tied to {name}, but their values differ")
+
+    def check_carried(self, tensors: Mapping[str, Tensor]) -> None:
+        """The names, shapes and dtypes of `tensors` must be those of what is carried.
+
+        Raises:
+            StateDictError: as `check`.
+        """
+        _match({entry.name: entry for entry in self.carried}, tensors)
+
+    def read(self, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Tensor:
+        """The point (P,) of checked `tensors`.
+
+        Raises:
+            StateDictError: naming a leaf that is not finite.
+        """
+        if device is None:
+            device = tensors[self.leaves[0].name].device if self.leaves else torch.device("cpu")
+        point = torch.empty(self.size, dtype=self.dtype, device=device)
+        with torch.no_grad():
+            for leaf, place in zip(self.leaves, point.split(self.sizes), strict=True):
+                place.copy_(tensors[leaf.name].detach().reshape(-1))
+        if not is_finite(point):
+            name = next(leaf.name for leaf in self.leaves if not is_finite(tensors[leaf.name]))
+            raise StateDictError(f"{name}: expected finite values, got NaN or infinity")
+        return point
+
+    def views(self, point: Tensor) -> dict[str, Tensor]:
+        """Each leaf, under all its names, in its own shape and dtype: a view of `point` (P,) where dtypes agree."""
+        pieces = point.split(self.sizes)
+        views = {
+            leaf.name: piece.view(leaf.shape).to(leaf.dtype) for leaf, piece in zip(self.leaves, pieces, strict=True)
+        }
+        return views | {alias: views[name] for alias, name in self.aliases}
+
+
+def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a module (its own, not copies) or of a state dict, by name.
+
+    Raises:
+        StateDictError: if an entry is no tensor, or a tensor without storage.
+        ArgumentError: if `source` is neither a module nor a mapping.
+    """
+    if isinstance(source, nn.Module):
+        entries = source.state_dict(keep_vars=True)
+    elif isinstance(source, Mapping):
+        entries = dict(source)
+    else:
+        raise ArgumentError(f"source: expected a torch.nn.Module or a state dict, got {type(source).__name__}")
+    tensors = {name: value for name, value in entries.items() if str(name).rpartition(".")[2] != OPAQUE}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise StateDictError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if nn.parameter.is_lazy(tensor):
+            raise StateDictError(f"{name}: not initialised yet; run the model once before it has a layout")
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            given = "on the meta device" if tensor.is_meta else tensor.layout
+            raise StateDictError(f"{name}: expected a dense tensor with values, got one {given}")
+    return tensors
+
+
+def _match(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> None:
+    """Exactly these names, with these shapes and dtypes."""
+    for problem, names in (("missing", entries.keys() - tensors.keys()), ("extra", tensors.keys() - entries.keys())):
+        if names:
+            raise StateDictError(f"{problem}: {_listed(names)}")
+    for name, entry in entries.items():
+        given = tensors[name]
+        if tuple(given.shape) != entry.shape:
+            raise StateDictError(f"{name}: expected shape {entry.shape}, got {tuple(given.shape)}")
+        if given.dtype != entry.dtype:
+            raise StateDictError(f"{name}: expected {entry.dtype}, got {given.dtype}")
+
+
+def _sort(tensors: Mapping[str, Tensor], leaf_name, dtype: torch.dtype | None) -> Layout:  # type: ignore[no-untyped-def]
+    """Sort named tensors into leaves, carried ones and aliases; `leaf_name(name, tensor)` is `None` for carried."""
+    leaves, carried, aliases = [], [], []
+    for name, tensor in tensors.items():
+        entry = Entry(name, tuple(tensor.shape), tensor.dtype)
+        owner = leaf_name(name, tensor)
+        if owner is None:
+            carried.append(entry)
+        elif owner == name:
+            leaves.append(entry)
+        else:
+            aliases.append((name, owner))
+    if dtype is None:
+        dtype = torch.float64 if any(leaf.dtype is torch.float64 for leaf in leaves) else torch.float32
+    return Layout(tuple(leaves), tuple(carried), tuple(aliases), dtype)
+
+
+def _listed(names: Iterable[str], most: int = 3) -> str:
+    ordered = sorted(names)
+    rest = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + rest

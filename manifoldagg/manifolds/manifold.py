@@ -1,0 +1,71 @@
+"""What a manifold is: a shape, a few primitives, and the declaration of which of them it has."""
+
+import abc
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Point = Float[Tensor, "..."]
+Tangent = Float[Tensor, "..."]
+Scalar = Float[Tensor, "..."]
+
+
+class Manifold(abc.ABC):
+    r"""A Riemannian manifold $M$ whose points are tensors of shape `(*batch, *shape)`.
+
+    A space implements the primitives it can and names them in `capabilities`; the others raise
+    `NotImplementedError` with the name of what is missing. The names are theorems: $\exp$ is geodesic with
+    $d\exp_x|_0 = \mathrm{id}$, $\log$ is its inverse inside the injectivity radius, `transport` is an
+    isometry, `project_tangent` is idempotent and metric-orthogonal. What is less than that has another name.
+
+    A manifold is a frozen value: hashable, and equal by content.
+    """
+
+    capabilities: ClassVar[frozenset[str]] = frozenset()
+    flat: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one point."""
+
+    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        r"""$\langle u, v \rangle_x$, one number for each point: (*batch,)."""
+        raise self._lacks("inner")
+
+    def exp(self, x: Point, u: Tangent) -> Point:
+        r"""$\exp_x u$: where the geodesic from `x` with velocity `u` is at time 1."""
+        raise self._lacks("exp")
+
+    def log(self, x: Point, y: Point) -> Tangent:
+        r"""$\log_x y$: the shortest tangent at `x` whose exponential is `y`."""
+        raise self._lacks("log")
+
+    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        r"""$P_{x \to y} u$: parallel transport along the geodesic from `x` to `y`, an isometry."""
+        raise self._lacks("transport")
+
+    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
+        """The tangent at `x` nearest to `u`."""
+        raise self._lacks("project_tangent")
+
+    def project(self, x: Point) -> Point:
+        """The point of the manifold nearest to `x`."""
+        raise self._lacks("project")
+
+    def injectivity_radius(self, x: Point) -> Scalar:
+        """Within which distance of `x` the exponential map is one-to-one: (*batch,)."""
+        raise self._lacks("injectivity_radius")
+
+    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+        """Draw points of shape (*batch, *shape)."""
+        raise self._lacks("random_point")
+
+    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        """Draw a standard normal tangent at each point of `x`."""
+        raise self._lacks("random_tangent")
+
+    def _lacks(self, primitive: str) -> NotImplementedError:
+        return NotImplementedError(f"{self} has no {primitive}")

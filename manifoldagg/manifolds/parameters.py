@@ -1,0 +1,185 @@
+"""The parameter space: a model's trainable parameters as one point of a manifold."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from manifoldagg.errors import StateDictError, check_finite, check_shape, is_finite
+from manifoldagg.manifolds.flat import FlatGeometry
+from manifoldagg.manifolds.layout import Layout, tensors_of
+
+Loss = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class ParameterSpace(FlatGeometry):
+    r"""$M_\Theta = \mathbb{R}^P$: the trainable parameters of a model, in one contiguous point (P,).
+
+    Parameters that require no gradient, buffers and counters are not geometry: they are *carried*. Tied
+    parameters are one leaf. bf16 and fp16 parameters have a float32 master; a model with a float64 parameter
+    has a float64 point. Model to point to model is the identity, bit for bit.
+
+    Args:
+        layout: names, shapes, order and dtypes of the model's tensors.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 2)
+        >>> space = ParameterSpace.of(model)
+        >>> space.shape, [leaf.name for leaf in space.layout.leaves]
+        ((8,), ['weight', 'bias'])
+        >>> point = space.point(model)
+        >>> _ = space.load(model, point + 1)
+        >>> torch.equal(space.point(model), point + 1)
+        True
+    """
+
+    layout: Layout
+
+    @staticmethod
+    def of(model: nn.Module, *, dtype: torch.dtype | None = None) -> "ParameterSpace":
+        """The space of a module's parameters that require a gradient.
+
+        Args:
+            model: any module.
+            dtype: of points: float32 or float64; the default is the narrower one that holds every leaf exactly.
+
+        Raises:
+            StateDictError: naming a parameter that is complex, uninitialised or too wide for `dtype`.
+        """
+        return ParameterSpace(Layout.of(model, dtype))
+
+    @staticmethod
+    def of_state_dict(
+        state: Mapping[str, Tensor], *, buffers: Sequence[str] = (), dtype: torch.dtype | None = None
+    ) -> "ParameterSpace":
+        """The space of a bare state dict, for servers that hold no module.
+
+        Args:
+            state: name to tensor. Tensors that share storage, shape and strides are tied.
+            buffers: glob patterns of floating tensors that are no parameters, such as `"*running_*"`;
+                integer and boolean tensors never are.
+            dtype: of points, as in `of`.
+
+        Raises:
+            StateDictError: naming an entry that is no tensor or too wide for `dtype`.
+
+        Example:
+            >>> import torch
+            >>> state = torch.nn.BatchNorm1d(4).state_dict()
+            >>> space = ParameterSpace.of_state_dict(state, buffers=("*running_*", "*num_batches*"))
+            >>> [entry.name for entry in space.layout.carried]
+            ['running_mean', 'running_var', 'num_batches_tracked']
+        """
+        return ParameterSpace(Layout.of_state_dict(state, buffers, dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.layout.size,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of points: float32 or float64."""
+        return self.layout.dtype
+
+    def point(
+        self, source: nn.Module | Mapping[str, Tensor], *, device: torch.device | None = None
+    ) -> Float[Tensor, " P"]:
+        """The point of a module or a state dict: a copy, on the device of the first leaf or on `device`.
+
+        Raises:
+            StateDictError: naming a tensor that is missing, extra, misshaped, of another dtype or not finite.
+        """
+        tensors = tensors_of(source)
+        self.layout.check(tensors)
+        return self.layout.read(tensors, device)
+
+    def carried(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of what is no geometry: frozen parameters, buffers, counters, by name.
+
+        Raises:
+            StateDictError: as [`point`][manifoldagg.ParameterSpace.point].
+        """
+        tensors = tensors_of(source)
+        self.layout.check(tensors)
+        return {entry.name: tensors[entry.name].detach().clone() for entry in self.layout.carried}
+
+    def state_dict(self, point: Float[Tensor, " P"], carried: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The state dict at `point`: new tensors in the leaves' dtypes, tied names sharing one.
+
+        Args:
+            point: (P,), finite.
+            carried: as from [`carried`][manifoldagg.ParameterSpace.carried]; left out of the result where not given.
+
+        Raises:
+            ArgumentError: if `point` does not lie in the space.
+            StateDictError: naming a tensor of `carried` that is not the layout's, or a leaf whose dtype overflows.
+        """
+        if carried is not None:
+            self.layout.check_carried(carried)
+        leaves = {name: view.clone() for name, view in self._views(point).items()}
+        leaves |= {alias: leaves[name] for alias, name in self.layout.aliases}
+        return leaves | {name: tensor.detach().clone() for name, tensor in (carried or {}).items()}
+
+    def load(self, model: nn.Module, point: Float[Tensor, " P"]) -> nn.Module:
+        """Copy `point` into the parameters of `model`, which is returned; what is carried stays as it is.
+
+        Raises:
+            StateDictError: if the tensors of `model` are not the layout's, or a leaf's dtype overflows.
+            ArgumentError: if `point` does not lie in the space. The model is untouched then.
+        """
+        tensors = tensors_of(model)
+        self.layout.check(tensors)
+        views = self._views(point)
+        with torch.no_grad():
+            for name, view in views.items():
+                tensors[name].copy_(view)
+        return model
+
+    def loss(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Loss:
+        r"""The loss of a point on a batch: $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$.
+
+        One forward through `torch.func.functional_call`; `model` lends its code and mode (train or eval) but
+        is never written: its parameters are views of `theta`, its buffers are copies that live with the loss.
+
+        Args:
+            model: a module with this layout.
+            criterion: (output, target) to a scalar.
+
+        Returns:
+            `loss(theta, batch)` for `theta` (P,) and `batch` a pair (inputs, targets): a scalar.
+
+        Raises:
+            StateDictError: if `model` does not have this layout.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Linear(3, 2)
+            >>> space = ParameterSpace.of(model)
+            >>> loss = space.loss(model, torch.nn.functional.mse_loss)
+            >>> loss(torch.zeros(8), (torch.ones(5, 3), torch.ones(5, 2)))
+            tensor(1.)
+        """
+        self.layout.check(tensors_of(model))
+        leaves = {leaf.name for leaf in self.layout.leaves}
+        buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in leaves}
+
+        def loss(theta: Tensor, batch: Any) -> Tensor:
+            check_shape("theta", theta, *self.shape)
+            inputs, targets = batch
+            output = torch.func.functional_call(model, self.layout.views(theta) | buffers, (inputs,))
+            return criterion(output, targets)
+
+        return loss
+
+    def _views(self, point: Tensor) -> dict[str, Tensor]:
+        """The leaves of a checked point, finite in their own dtypes too."""
+        views = self.layout.views(check_finite("point", check_shape("point", point, *self.shape).detach()))
+        for name, view in views.items():
+            if view.dtype.itemsize < point.dtype.itemsize and not is_finite(view):
+                raise StateDictError(f"{name}: a value of the point overflows {view.dtype}")
+        return views

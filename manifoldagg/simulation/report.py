@@ -1,0 +1,156 @@
+"""The folder that a comparison leaves behind: numbers and pictures, whole or not at all."""
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.compare import Comparison
+
+FILES = ("results.json", "timing.json", "accuracy.png", "plane.png")
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+
+
+def require_plots() -> None:
+    """Fail early where matplotlib is missing.
+
+    Raises:
+        ArgumentError: saying what to install.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise ArgumentError("plots: pictures need matplotlib: pip install 'manifoldagg[plots]'") from None
+
+
+def write_report(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write `results.json`, `timing.json`, `accuracy.png` and, where a curve was learned, `plane.png`.
+
+    The files are made beside `folder` and put in its place at the end: it never holds half a report.
+
+    Returns:
+        The files, in that order.
+
+    Raises:
+        ArgumentError: if `folder` is there but holds something other than a report, or cannot be written.
+    """
+    folder = Path(folder)
+    check_destination(folder)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        fresh = draft / "report"
+        fresh.mkdir()
+        _write_json(fresh / FILES[0], comparison.results())
+        _write_json(fresh / FILES[1], {"seconds": comparison.seconds()} | _machine())
+        _draw_accuracy(comparison, fresh / FILES[2])
+        if comparison.landscape is not None:
+            _draw_landscape(comparison, fresh / FILES[3])
+        (draft / "report").chmod(0o755)
+        if folder.exists():
+            os.replace(folder, draft / "before")
+        os.replace(draft / "report", folder)
+    except OSError as error:
+        raise ArgumentError(f"out: {folder} cannot be written: {error}") from error
+    finally:
+        if (draft / "before").exists() and not folder.exists():
+            os.replace(draft / "before", folder)
+        shutil.rmtree(draft, ignore_errors=True)
+    return [folder / file for file in FILES if (folder / file).exists()]
+
+
+def check_destination(folder: Path) -> None:
+    """A folder that a report can be written to: its parent is made, and what is there already is a report.
+
+    Raises:
+        ArgumentError: if it holds something else, or cannot be made.
+    """
+    require_plots()
+    try:
+        if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and _is_report(folder))):
+            raise ArgumentError(f"name: {folder} exists and is not a report; choose another name")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent):
+            pass
+    except OSError as error:
+        raise ArgumentError(f"out: {folder} cannot be written: {error}") from None
+
+
+def _is_report(folder: Path) -> bool:
+    return all(entry.name in FILES and entry.is_file() for entry in folder.iterdir())
+
+
+def _write_json(path: Path, tree: object) -> None:
+    path.write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
+
+
+def _machine() -> dict[str, object]:
+    from manifoldagg import __version__
+
+    return {
+        "versions": {
+            "manifoldagg": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
+    }
+
+
+def _figure(width: float, height: float, columns: int) -> tuple[Any, Any]:
+    """A figure that needs no display and touches no global state of matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def _draw_accuracy(comparison: Comparison, path: Path) -> None:
+    """Mean over the seeds, and a band of one standard deviation."""
+    figure, (axes,) = _figure(8, 4.5, 1)
+    for i, (name, runs) in enumerate(comparison.runs.items()):
+        curves = 100 * np.array([run.accuracy for run in runs])
+        mean, rounds = curves.mean(0), np.arange(curves.shape[1])
+        colour = COLOURS[i % len(COLOURS)]
+        axes.plot(rounds, mean, color=colour, label=name)
+        if len(runs) > 1:
+            spread = curves.std(0, ddof=1)
+            axes.fill_between(rounds, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0)
+    settings = comparison.settings
+    target = settings["target"]
+    assert isinstance(target, float)
+    axes.axhline(100 * target, color="grey", linestyle=":", linewidth=1)
+    axes.text(0, 100 * target + 0.8, f"target {target:.0%}", color="grey", fontsize="small")
+    axes.set_xlabel("round (one client's update each)")
+    axes.set_ylabel("accuracy on held-out samples, %")
+    seeds = settings["seeds"]
+    assert isinstance(seeds, list)
+    band = " (mean, band ± 1 sd)" if len(seeds) > 1 else ""
+    axes.set_title(f"{settings['data']}, {settings['clients']} clients, {len(seeds)} seeds{band}")
+    axes.set_xlim(0, settings["rounds"])
+    axes.set_ylim(0, 100)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower right")
+    figure.savefig(path)
+
+
+def _draw_landscape(comparison: Comparison, path: Path) -> None:
+    landscape = comparison.landscape
+    assert landscape is not None
+    figure, (left, right) = _figure(13, 5.2, 2)
+    landscape.local.plot(left, label="cross-entropy")
+    left.set_title(f"(a) training data of client {landscape.client}")
+    landscape.held_out.plot(right, label="cross-entropy")
+    right.set_title("(b) held-out data of all clients")
+    left.legend(loc="best", fontsize="small", framealpha=0.9)
+    figure.suptitle(f"{landscape.method}: the curve learned in round {landscape.round}")
+    figure.savefig(path)

@@ -1,0 +1,106 @@
+"""Tasks: a data set, the model that learns it, and batches of it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manifoldagg.errors import ArgumentError, check_choice, check_count
+
+
+@dataclass(frozen=True)
+class Task:
+    """A classification task.
+
+    Attributes:
+        name: of the data set.
+        inputs: (samples, ...) in float32.
+        labels: (samples,) in int64.
+        model: makes an untrained model.
+        target: an accuracy worth timing how long it takes to reach.
+    """
+
+    name: str
+    inputs: Tensor
+    labels: Tensor
+    model: Callable[[], nn.Module]
+    target: float
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Minibatches of a client's samples, reshuffled at every pass.
+
+    Args:
+        inputs: (samples, ...).
+        labels: (samples,).
+        size: samples a batch; the last one can be smaller.
+        generator: draws the order.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    size: int
+    generator: np.random.Generator
+
+    @property
+    def samples(self) -> int:
+        """How many samples one pass has."""
+        return len(self.labels)
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.from_numpy(self.generator.permutation(self.samples))
+        for index in order.split(self.size):
+            yield self.inputs[index], self.labels[index]
+
+
+def task(name: str) -> Task:
+    """The task of that name: `"digits"`.
+
+    Raises:
+        ArgumentError: if the name is unknown, or the package that carries its data is not installed.
+    """
+    check_choice("data", name, tuple(TASKS))
+    return TASKS[name]()
+
+
+def small_cnn(classes: int = 10) -> nn.Module:
+    """Two convolutions and two dense layers for 8 x 8 grey images: the shape of Manifold's Figure 5, smaller."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
+        nn.Linear(64, classes),
+    )
+
+
+def seeded_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A model whose initial weights depend on `seed` alone; torch's own generator is left as it was."""
+    check_count("seed", seed, at_least=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def _digits() -> Task:
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        raise ArgumentError("data: digits come with scikit-learn: pip install 'manifoldagg[data]'") from None
+    pixels, labels = load_digits(return_X_y=True)
+    inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
+    return Task("digits", inputs, torch.from_numpy(labels).to(torch.int64), small_cnn, target=0.85)
+
+
+TASKS: dict[str, Callable[[], Task]] = {"digits": _digits}

@@ -1,0 +1,30 @@
+"""Shapes and types of every call are checked in the tests; hypothesis is derandomised in CI."""
+
+import os
+
+import hypothesis
+import jaxtyping
+import pytest
+
+CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+jaxtyping.install_import_hook("manifoldagg", CHECKER)
+
+COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, **COMMON)
+hypothesis.settings.register_profile("dev", max_examples=25, **COMMON)
+hypothesis.settings.register_profile("soak", max_examples=1000, **COMMON)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture
+def as_shipped(monkeypatch):
+    """Without the shape checks: what a user sees who hands in what does not fit."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def pytest_collection_modifyitems(config, items):
+    """`soak` tests run when they are asked for."""
+    if "soak" not in (config.option.markexpr or ""):
+        for item in items:
+            if "soak" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="make soak runs it"))

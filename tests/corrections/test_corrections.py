@@ -1,0 +1,219 @@
+"""Laws of the corrections, proved on symbolic Gram matrices and tested on numbers."""
+
+import pytest
+import sympy
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.corrections import Frame, OrthoDC, Position, Tangent
+from manifoldagg.corrections.frame import congruence
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds import Flat
+from tests.support import draw, relative, rotation, scales, seeds
+
+thresholds = st.sampled_from([-1.0, -0.5, 0.0, 0.3, 1.0])
+
+
+def setting(seed, size=12, k=3, dtype=torch.float64):
+    base, current = draw(seed, 2, size, dtype=dtype)
+    return Flat(size), base, current, draw(seed + 1, k, size, dtype=dtype)
+
+
+def symbolic(n=2):
+    """The Gram matrix of v₁ … v_n, g with symbols as entries."""
+    return [[sympy.Symbol(f"G{min(i, j)}{max(i, j)}", real=True) for j in range(n + 1)] for i in range(n + 1)]
+
+
+def test_proof_that_at_threshold_one_the_result_is_orthogonal_to_the_drift():
+    inner = symbolic()
+    lines, _ = OrthoDC(1.0).coefficients(inner)
+    for line in lines:
+        assert sympy.simplify(sum(c * inner[j][2] for j, c in enumerate(line))) == 0
+
+
+def test_proof_that_at_threshold_one_tangent_and_position_coincide():
+    inner = symbolic()
+    after_position, _ = (Position() >> OrthoDC(1.0)).coefficients(inner)
+    after_tangent, _ = (Tangent() >> OrthoDC(1.0)).coefficients(inner)
+    alone, _ = OrthoDC(1.0).coefficients(inner)
+    for i in range(2):
+        for j in range(3):
+            assert sympy.simplify(after_position[i][j] - alone[i][j]) == 0
+            assert sympy.simplify(after_tangent[i][j] - alone[i][j]) == 0
+
+
+def test_proof_of_pythagoras_and_idempotence():
+    inner = symbolic(1)
+    lines, _ = OrthoDC(1.0).coefficients(inner)
+    left = congruence(lines, inner)[0][0]
+    removed = lines[0][1] ** 2 * inner[1][1]
+    assert sympy.simplify(left + removed - inner[0][0]) == 0
+    twice, _ = (OrthoDC(1.0) >> OrthoDC(1.0)).coefficients(inner)
+    assert all(sympy.simplify(a - b) == 0 for a, b in zip(twice[0], lines[0], strict=True))
+
+
+@given(seeds)
+def test_the_readings_are_displacement_and_difference(seed):
+    space, base, current, v = setting(seed)
+    assert torch.equal(Tangent()(space, base, current, v), v)
+    assert relative(Position()(space, base, current, v), v - (current - base)) <= 1e-15
+
+
+@given(seeds, thresholds, scales)
+def test_a_displacement_is_projected_exactly_where_it_conflicts(seed, threshold, scale):
+    space, base, current, v = setting(seed)
+    v = scale * v
+    g = current - base
+    found = OrthoDC(threshold)(space, base, current, v)
+    for row, out in zip(v, found, strict=True):
+        cosine = (row @ g / (row.norm() * g.norm())).item()
+        projected = row - (row @ g) / (g @ g) * g
+        expected = projected if threshold == 1 or (cosine <= threshold and threshold != -1) else row
+        assert relative(out, expected) <= 1e-13
+
+
+@given(seeds, thresholds)
+def test_it_is_idempotent_homogeneous_and_turns_with_space(seed, threshold):
+    space, base, current, v = setting(seed)
+    correct = OrthoDC(threshold)
+    once, q = correct(space, base, current, v), rotation(seed + 2, 12)
+    # A projected row has cosine 0 up to rounding: projecting it again moves it by ε, or not at all.
+    assert relative(correct(space, base, current, once), once) <= 1e-13
+    assert relative(correct(space, base, current, 1024 * v), 1024 * once) <= 1e-13
+    assert relative(correct(space, base, base + 8 * (current - base), v), once) <= 1e-13
+    assert relative(correct(space, base @ q, current @ q, v @ q), once @ q) <= 1e-12
+
+
+@given(seeds)
+def test_the_projection_is_linear_self_adjoint_and_shortens(seed):
+    space, base, current, (u, v, w) = setting(seed)
+
+    def project(x):
+        return OrthoDC(1.0)(space, base, current, x[None])[0]
+
+    assert relative(project(2 * u - 3 * v), 2 * project(u) - 3 * project(v)) <= 1e-13
+    assert (project(u) @ w).item() == pytest.approx((u @ project(w)).item(), abs=1e-12)
+    assert project(u).norm() <= u.norm() * (1 + 1e-14)
+
+
+@given(seeds, seeds)
+def test_the_projection_is_the_nearest_orthogonal_vector(seed, other):
+    """OrthoFL Lemma C.1: in distance, and in angle."""
+    space, base, current, v = setting(seed, k=1)
+    found = OrthoDC(1.0)(space, base, current, v)[0]
+    g = current - base
+    rival = draw(other, 12)
+    rival = rival - (rival @ g) / (g @ g) * g
+    assert (found - v[0]).norm() <= (rival - v[0]).norm() + 1e-12
+    angles = torch.nn.functional.cosine_similarity(v, torch.stack([found, rival]))
+    assert angles[0] >= angles[1] - 1e-12
+
+
+@given(seeds, thresholds)
+def test_zero_displacements_and_zero_drifts_are_left_alone(seed, threshold):
+    space, base, current, v = setting(seed)
+    assert torch.equal(OrthoDC(threshold)(space, base, base, v), v)
+    assert not OrthoDC(threshold)(space, base, current, 0 * v).any()
+
+
+@given(seeds, st.floats(0.01, 100), st.sampled_from([-1, 1]))
+def test_what_is_parallel_to_the_drift(seed, factor, sign):
+    space, base, current, _ = setting(seed)
+    v = sign * factor * (current - base)[None]
+    assert OrthoDC(1.0)(space, base, current, v).norm() <= 1e-14 * v.norm()
+    assert torch.equal(OrthoDC(-1.0)(space, base, current, v), v)
+    kept = OrthoDC(0.0)(space, base, current, v)
+    assert torch.equal(kept, v) if sign > 0 else kept.norm() <= 1e-14 * v.norm()
+
+
+@given(seeds, st.floats(-6, -2))
+def test_nearly_parallel_float32_vectors_come_out_orthogonal(seed, exponent):
+    space, base, current, noise = setting(seed, size=1000, k=1, dtype=torch.float32)
+    g = current.double() - base.double()
+    v = (g + 10**exponent * g.norm() / noise.norm() * noise).float()
+    out = OrthoDC(1.0)(space, base, current, v)[0].double()
+    assert abs(out @ g) <= 1e-6 * out.norm() * g.norm()
+
+
+@given(seeds)
+def test_each_control_point_is_corrected_by_itself(seed):
+    space, base, current, v = setting(seed)
+    joint = OrthoDC(0.0)(space, base, current, v)
+    alone = torch.cat([OrthoDC(0.0)(space, base, current, row[None]) for row in v])
+    assert torch.equal(joint, alone)
+
+
+@given(seeds)
+def test_gradient_surgery_is_two_corrections(seed):
+    """PCGrad([v, g]) = OrthoDC₀(v; g) + OrthoDC₀(g; v)."""
+    space, zero, _, (v, g, _) = setting(seed)
+    zero = 0 * zero
+
+    def surgery(a, b):
+        return a - min(0.0, (a @ b).item()) / (b @ b) * b
+
+    ours = OrthoDC(0.0)(space, zero, g, v[None]) + OrthoDC(0.0)(space, zero, v, g[None])
+    assert relative(ours[0], surgery(v, g) + surgery(g, v)) <= 1e-13
+
+
+@given(seeds, st.floats(-30, 30))
+def test_units_do_not_matter(seed, exponent):
+    space, base, current, v = setting(seed)
+    unit = 10.0**exponent
+    found = OrthoDC(0.3)(space, unit * base, unit * current, unit * v)
+    assert relative(found, unit * OrthoDC(0.3)(space, base, current, v)) <= 1e-12
+
+
+def test_what_cancels_down_to_rounding_has_no_direction_to_conflict_with():
+    space, base, current, _ = setting(0)
+    v = 3 * (current - base)[None]
+    out = (OrthoDC(1.0) >> OrthoDC(0.5))(space, base, current, v)
+    assert out.norm() <= 1e-14 * v.norm()
+
+
+def test_the_projection_is_linear_at_zero_too():
+    space, base, current, v = setting(0, k=1)
+    _, slope = torch.func.jvp(lambda d: OrthoDC(1.0)(space, base, current, d), (0 * v,), (v,))
+    assert relative(slope, OrthoDC(1.0)(space, base, current, v)) <= 1e-14
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_what_overflows_float64_is_refused():
+    with pytest.raises(ArgumentError, match="displacements and drift: inner products: expected finite"):
+        OrthoDC(1.0)(
+            Flat(1), torch.zeros(1).double(), torch.ones(1).double(), torch.full((1, 1), 3e200, dtype=torch.float64)
+        )
+
+
+def test_the_same_lines_run_on_torch_numbers_and_are_differentiable():
+    space, base, current, v = setting(0)
+    inputs = [t.clone().requires_grad_() for t in (base, current, v)]
+    for correction in (Tangent(), Position(), OrthoDC(1.0), OrthoDC(0.3), Position() >> OrthoDC(0.0)):
+        assert torch.autograd.gradcheck(lambda b, c, d, f=correction: f(space, b, c, d), inputs)
+        assert relative(correction(space, *inputs).detach(), correction(space, base, current, v)) <= 1e-14
+
+
+def test_a_frame_of_points_is_the_frame_of_their_displacements():
+    space, base, current, v = setting(3)
+    points = base + v
+    a, b = Frame.of_points(points, base, current), Frame.of_displacements(points - base, base, current)
+    assert relative(a.gram(), b.gram()) <= 1e-15
+    assert space.shape == (12,)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: OrthoDC(1.5), "threshold: expected a finite number >= -1 and <= 1, got 1.5"),
+        (lambda: OrthoDC(float("nan")), "threshold: expected"),
+        (lambda: Tangent()("R", torch.zeros(2), torch.zeros(2), torch.zeros(1, 2)), "space: expected a flat manifold"),
+        (lambda: Tangent()(Flat(2), torch.zeros(2), torch.zeros(2), torch.zeros(2)), "displacements: expected shape"),
+        (lambda: Tangent()(Flat(2), torch.zeros(3), torch.zeros(2), torch.zeros(1, 2)), "base: expected shape"),
+        (lambda: Tangent()(Flat(2), torch.zeros(2), torch.full((2,), torch.inf), torch.zeros(1, 2)), "current: expected finite"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()

@@ -1,0 +1,209 @@
+"""The front door: the same kind out, inputs untouched, the server's bits."""
+
+import copy
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from manifoldagg import aggregate
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Message, Outcome, Payload, Server, Update
+from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedGS, FedOrtho
+from manifoldagg.manifolds import ParameterSpace
+from tests.support import seeds
+
+BUFFERS = ("*running_*",)
+RULES = [FedAsync(0.5), FedOrtho(0.5), FedGS(0.5), AsyncBezier(0.5, threshold=0.0)]
+
+
+def model(seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
+        net[1](torch.randn(8, 4))
+    return net.state_dict()
+
+
+def states(seed, count=3):
+    return [model(seed % 1000 + i) for i in range(count)]
+
+
+def arrays(state):
+    return [tensor.float().numpy() for name, tensor in state.items() if "num_batches" not in name]
+
+
+@given(seeds, st.sampled_from(RULES))
+def test_it_is_the_rule_on_the_points_of_the_models(seed, rule):
+    base, current, mine = states(seed)
+    space = ParameterSpace.of_state_dict(base, buffers=BUFFERS)
+    new, state, numbers = aggregate(rule, None, current, base, mine, staleness=1, weight=0.5, buffers=BUFFERS)
+    here = space.point(current)
+    update = Update("late", space.point(base), here, space.point(mine)[None], staleness=1, weight=0.5)
+    after, outcome = rule.step(space, rule.init(space, here), update)
+    assert all(torch.equal(new[name], tensor) for name, tensor in space.state_dict(outcome.model).items())
+    assert (state, numbers) == (after, dict(outcome.numbers))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_it_agrees_with_the_server_bit_for_bit(rule):
+    base, other, mine = (
+        {name: t.float() if t.is_floating_point() else t for name, t in state.items()} for state in states(5)
+    )
+    space = ParameterSpace.of_state_dict(base, buffers=BUFFERS)
+    server = Server(space, rule, space.point(base), weights="uniform")
+    late, quick = server.dispatch("late"), server.dispatch("quick")
+    state, current = None, base
+    for staleness, (ticket, update) in enumerate(((quick, other), (late, mine))):
+        receipt = server.receive(ticket.id, Payload(space.point(update)[None], 1))
+        current, state, numbers = aggregate(
+            rule, state, current, base, update, staleness=staleness, weight=0.5, buffers=BUFFERS
+        )
+        assert numbers["norm"] == receipt.norm
+        assert torch.equal(space.point(current), server.model)
+
+
+@given(seeds, st.sampled_from(RULES))
+def test_inputs_are_untouched_and_results_are_new(seed, rule):
+    inputs = states(seed)
+    kept = copy.deepcopy(inputs)
+    new, _, _ = aggregate(rule, None, *inputs, buffers=BUFFERS)
+    for tensor in new.values():
+        tensor.zero_()
+    for before, after in zip(kept, inputs, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_kind_comes_back_as_it_went_in():
+    current, base, update = states(0)
+    new, _, _ = aggregate(FedAsync(0.5), None, current, base, update, buffers=BUFFERS)
+    assert isinstance(new, OrderedDict)
+    assert list(new) == list(current)
+    assert {name: (t.dtype, t.shape) for name, t in new.items()} == {n: (t.dtype, t.shape) for n, t in current.items()}
+    assert type(aggregate(FedAsync(0.5), None, dict(current), base, update, buffers=BUFFERS)[0]) is dict
+    lists = [arrays(state) for state in (current, base, update)]
+    as_list, _, _ = aggregate(FedAsync(0.5), None, *lists)
+    assert isinstance(as_list, list)
+    assert all(
+        isinstance(a, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape
+        for a, b in zip(as_list, lists[0], strict=True)
+    )
+    assert isinstance(aggregate(FedAsync(0.5), None, tuple(lists[0]), lists[1], lists[2])[0], tuple)
+    tensors = [[torch.from_numpy(a.copy()) for a in entry] for entry in lists]
+    as_tensors, _, _ = aggregate(FedAsync(0.5), None, *tensors)
+    assert all(
+        isinstance(t, torch.Tensor) and np.array_equal(t.numpy(), a) for t, a in zip(as_tensors, as_list, strict=True)
+    )
+
+
+def test_arrays_may_be_read_only_strided_or_zero_dimensional():
+    current = [np.ones((3, 4), np.float32).T, np.float32(1.0), np.array(3, np.int64)]
+    current[0].flags.writeable = False
+    update = [np.full((4, 3), 3, np.float32), np.array(5.0, np.float32), np.array(7, np.int64)]
+    new, _, _ = aggregate(FedAsync(0.5), None, current, current, update)
+    assert new[0].tolist() == np.full((4, 3), 2.0).tolist()
+    assert (new[1].item(), new[2].item(), new[2].dtype) == (3.0, 7, np.int64)
+
+
+def test_buffers_follow_the_step_and_counters_the_client():
+    current, base, update = states(0)
+    new, _, numbers = aggregate(FedAsync(0.25), None, current, base, update, buffers=BUFFERS)
+    assert numbers["step"] == 0.25
+    assert torch.allclose(new["1.running_mean"], torch.lerp(current["1.running_mean"], update["1.running_mean"], 0.25))
+    assert new["1.num_batches_tracked"] == update["1.num_batches_tracked"]
+
+
+def test_a_mask_of_infinities_stays_and_a_broken_statistic_is_refused():
+    mask = torch.tensor([0.0, -float("inf")])
+    state = {"w": torch.ones(2), "mask": mask}
+    new, _, _ = aggregate(FedAsync(0.5), None, state, state, state | {"w": torch.zeros(2)}, buffers=["mask"])
+    assert torch.equal(new["mask"], mask)
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ArgumentError, match="update: mask: expected finite values, or those of the current"):
+            aggregate(FedAsync(0.5), None, state, state, state | {"mask": torch.tensor([0.0, bad])}, buffers=["mask"])
+
+
+def test_whatever_a_state_dict_has_beside_its_tensors_comes_back():
+    current = nn.Linear(2, 1).state_dict()
+    current["_extra_state"] = {"version": 3}
+    new, _, _ = aggregate(FedAsync(0.5), None, current, current, current)
+    assert new["_extra_state"] == {"version": 3}
+    assert new._metadata == current._metadata
+    numbered = {0: torch.ones(2), 1: np.ones(2, ">f4")}
+    new, _, _ = aggregate(FedAsync(0.5), None, numbered, numbered, {0: torch.zeros(2), 1: np.zeros(2, ">f4")})
+    assert (new[0].tolist(), new[1].tolist(), new[1].dtype.str) == ([0.5, 0.5], [0.5, 0.5], ">f4")
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_model_that_would_overflow_is_refused():
+    low, high = {"w": torch.tensor([-3e38])}, {"w": torch.tensor([3e38])}
+    with pytest.raises(ArgumentError, match="update: the new model would not be finite"):
+        aggregate(FedOrtho(9.0, overshoot="extend"), None, low, low, high)
+    half = [{"w": torch.tensor([x], dtype=torch.float16)} for x in (6e4, 0.0, 6e4)]
+    with pytest.raises(ArgumentError, match="w: a value of the point overflows torch.float16"):
+        aggregate(FedGS(1.0), None, *half)
+
+
+def test_a_curve_is_a_sequence_of_models():
+    current, base, control, end = states(0, 4)
+    space = ParameterSpace.of_state_dict(base, buffers=BUFFERS)
+    new, _, _ = aggregate(AsyncBezier(0.5), None, current, base, [control, end], buffers=BUFFERS)
+    points = torch.stack([space.point(control), space.point(end)])
+    update = Update(None, space.point(base), space.point(current), points)
+    _, outcome = AsyncBezier(0.5).step(space, {"version": 0}, update)
+    assert all(torch.equal(new[name], t) for name, t in space.state_dict(outcome.model).items())
+    lists = [arrays(state) for state in (current, base, control, end)]
+    from_lists, _, _ = aggregate(AsyncBezier(0.5), None, lists[0], lists[1], lists[2:])
+    assert isinstance(from_lists[0], np.ndarray)
+
+
+def test_a_rule_that_buffers_returns_a_copy_of_the_current_model():
+    class Waits:
+        cohort = 1
+
+        def init(self, space, start):
+            return 0
+
+        def message(self, state, current, memory):
+            return Message(current)
+
+        def step(self, space, state, update, *, out=None):
+            return state + 1, Outcome(None)
+
+    current = {"w": torch.ones(2)}
+    new, state, numbers = aggregate(Waits(), None, current, current, {"w": torch.zeros(2)})
+    assert (new["w"].tolist(), state, numbers) == ([1.0, 1.0], 1, {})
+    assert new["w"] is not current["w"]
+
+
+W = {"w": torch.ones(2)}
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: aggregate(FedAsync(), None, W, W, {"v": torch.ones(2)}), "update: missing: w"),
+        (lambda: aggregate(FedAsync(), None, W, {"w": torch.ones(3)}, W), r"base: w: expected shape \(2,\)"),
+        (lambda: aggregate(FedAsync(), None, W, W, {"w": torch.tensor([1.0, float("nan")])}), "update: w: expected finite"),
+        (lambda: aggregate(FedAsync(), None, {"w": torch.tensor([float("inf")])}, W, W), "current: w: expected finite"),
+        (lambda: aggregate(FedAsync(), None, W, W, {"w": torch.ones(2).double()}), "update: w: expected torch.float32"),
+        (lambda: aggregate(FedAsync(), None, W, W, []), "update: expected a model or a sequence of models"),
+        (lambda: aggregate(FedAsync(), None, W, W, [W, W]), "points: FedAsync expects one model"),
+        (lambda: aggregate(AsyncBezier(), None, W, W, [W, {"v": torch.ones(2)}]), r"update\[1\]: missing: w"),
+        (lambda: aggregate(FedAsync(), None, "w", W, W), "current: expected a state dict or a list of arrays, got str"),
+        (lambda: aggregate(FedAsync(), None, [np.array("a")], W, W), "current: 0: expected a numeric array"),
+        (lambda: aggregate(FedAsync(), None, [1.0], W, W), "current: 0: expected a tensor or an array, got float"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, staleness=-1), "staleness: expected"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, weight=0.0), "weight: expected"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, samples=0), "samples: expected"),
+        (lambda: aggregate("FedAsync", None, W, W, W), "rule: expected"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()

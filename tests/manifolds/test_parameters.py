@@ -1,0 +1,285 @@
+"""Model to point to model is the identity, bit for bit, whatever the model is made of."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.manifolds import ParameterSpace
+from tests.support import draw, seeds
+
+STATISTICS = ("*running_*", "*num_batches*")
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a frozen layer, a buffer, 0-dim and empty parameters, two dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.out = nn.Linear(3, 5, bias=False)
+        self.out.weight = self.embed.weight
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.narrow = nn.Linear(3, 3).to(torch.bfloat16)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("minus_infinity", torch.tensor([float("-inf")]))
+
+    def forward(self, x):
+        hidden = self.norm(self.frozen(self.embed(x)).tanh())
+        return self.scale * self.out(self.narrow(hidden.bfloat16()).float())
+
+
+def build(kind: str, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        match kind:
+            case "tied":
+                return Tied()
+            case "double":
+                return nn.Sequential(nn.Linear(3, 4).double(), nn.Linear(4, 2))
+            case "half":
+                return nn.Sequential(nn.Linear(3, 4).half(), nn.Linear(4, 2).bfloat16())
+            case "convolution":
+                model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.LazyLinear(4))
+                model(torch.zeros(2, 2, 5, 5))
+                return model.to(memory_format=torch.channels_last)
+            case "parametrised":
+                return nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+            case "empty":
+                return nn.ReLU()
+    raise AssertionError(kind)
+
+
+KINDS = st.sampled_from(["tied", "double", "half", "convolution", "parametrised", "empty"])
+
+
+def bits(tensors):
+    return {
+        name: (t.dtype, tuple(t.shape), t.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
+        for name, t in tensors.items()
+    }
+
+
+@given(KINDS, seeds)
+def test_the_round_trip_is_the_identity_bit_for_bit(kind, seed):
+    model = build(kind, seed)
+    before = bits(model.state_dict())
+    space = ParameterSpace.of(model)
+    point = space.point(model)
+    assert point.is_contiguous()
+    assert point.shape == space.shape
+    other = build(kind, seed + 1)
+    space.load(other, point)
+    leaves = {leaf.name for leaf in space.layout.leaves} | {alias for alias, _ in space.layout.aliases}
+    after = bits(other.state_dict())
+    assert {name: after[name] for name in leaves} == {name: before[name] for name in leaves}
+    assert bits(space.state_dict(point, space.carried(model))) == before
+    assert torch.equal(space.point(other), point)
+
+
+@given(KINDS, seeds)
+def test_a_state_dict_gives_the_points_of_its_module(kind, seed):
+    model = build(kind, seed)
+    state = model.state_dict()
+    frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
+    bare = ParameterSpace.of_state_dict(state, buffers=(*STATISTICS, *frozen, "minus_infinity"))
+    assert bare == ParameterSpace.of(model)
+    assert hash(bare) == hash(ParameterSpace.of(model))
+    assert torch.equal(bare.point(state), ParameterSpace.of(model).point(model))
+
+
+def test_tied_weights_are_one_leaf():
+    model = Tied()
+    layout = ParameterSpace.of(model).layout
+    assert ("out.weight", "embed.weight") in layout.aliases
+    assert layout.size == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    state = ParameterSpace(layout).state_dict(torch.zeros(layout.size))
+    assert state["out.weight"] is state["embed.weight"]
+
+
+def test_only_what_learns_is_geometry():
+    layout = ParameterSpace.of(Tied()).layout
+    carried = {entry.name for entry in layout.carried}
+    assert carried == {"frozen.weight", "frozen.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "mask", "minus_infinity"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("tied", torch.float32), ("half", torch.float32), ("double", torch.float64)]
+)
+def test_the_master_dtype_holds_every_leaf_exactly(kind, dtype):
+    model = build(kind, 0)
+    assert ParameterSpace.of(model).point(model).dtype == dtype
+    assert ParameterSpace.of(model, dtype=torch.float64).point(model).dtype == torch.float64
+
+
+def test_the_loss_is_that_of_the_model_and_leaves_it_alone():
+    model = Tied().train()
+    space = ParameterSpace.of(model)
+    batch = torch.tensor([0, 1, 2, 4]), torch.tensor([1, 0, 3, 2])
+    before = bits(model.state_dict())
+    theta = space.point(model).requires_grad_()
+    value = space.loss(model, nn.functional.cross_entropy)(theta, batch)
+    (slope,) = torch.autograd.grad(value, theta)
+    assert bits(model.state_dict()) == before
+    assert all(p.grad is None for p in model.parameters())
+    twin = copy.deepcopy(model)
+    expected = nn.functional.cross_entropy(twin(batch[0]), batch[1])
+    expected.backward()
+    assert torch.equal(value, expected)
+    parameters = dict(twin.named_parameters())
+    used = [parameters[leaf.name] for leaf in space.layout.leaves if leaf.size]
+    gradients = torch.cat([p.grad.float().reshape(-1) for p in used])
+    assert torch.equal(slope, gradients)
+
+
+def spoil(name, tensor):
+    def change(state):
+        state[name] = tensor if tensor is not None else state.pop(name)
+        if tensor is None:
+            del state[name]
+
+    return change
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.pop("scale"), "missing: scale"),
+        (lambda s: s.update(more=torch.ones(1)), "extra: more"),
+        (lambda s: s.update(scale=torch.ones(1)), r"scale: expected shape \(\), got \(1,\)"),
+        (lambda s: s.update(scale=torch.tensor(1.0).double()), "scale: expected torch.float32, got torch.float64"),
+        (lambda s: s.update(scale=torch.tensor(float("nan"))), "scale: expected finite values"),
+        (lambda s: s.update({"narrow.bias": torch.full((3,), float("inf"), dtype=torch.bfloat16)}), "narrow.bias: expected finite"),
+        (lambda s: s.update({"out.weight": torch.zeros(5, 3)}), "out.weight: tied to embed.weight"),
+        (lambda s: s.update(scale=1.5), "scale: expected a torch.Tensor, got float"),
+        (lambda s: s.update(scale=torch.empty((), device="meta")), "scale: expected a dense tensor with values"),
+        (lambda s: s.update({"half": torch.ones(2).to_sparse()}), "half: expected a dense tensor"),
+        (lambda s: s.update({"out.weight": torch.full((5, 3), float("nan"))}), "out.weight: expected finite"),
+    ],
+)  # fmt: skip
+def test_a_state_dict_that_does_not_fit_is_refused_by_tensor(change, words):
+    model = Tied()
+    space = ParameterSpace.of(model)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    change(state)
+    with pytest.raises(StateDictError, match=words):
+        space.point(state)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_point_that_does_not_fit_leaves_the_model_alone():
+    model = Tied()
+    space = ParameterSpace.of(model)
+    before = bits(model.state_dict())
+    for bad, words in (
+        (torch.zeros(3), "point: expected shape"),
+        (torch.full(space.shape, float("nan")), "point: expected finite values"),
+        (torch.zeros(2, *space.shape), "point: expected shape"),
+        ("point", "point: expected a floating tensor"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            space.load(model, bad)
+    with pytest.raises(StateDictError, match="missing: embed.weight"):
+        space.load(nn.Linear(3, 2), torch.zeros(space.shape))
+    assert bits(model.state_dict()) == before
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_models_that_have_no_point_are_refused():
+    with pytest.raises(StateDictError, match="weight: not initialised"):
+        ParameterSpace.of(nn.LazyLinear(3))
+    with pytest.raises(StateDictError, match=r"0\.weight: torch.float64 does not fit a float32 point"):
+        ParameterSpace.of(build("double", 0), dtype=torch.float32)
+    with pytest.raises(StateDictError, match="weight: expected a floating parameter, got torch.complex64"):
+        ParameterSpace.of(nn.Linear(2, 2, dtype=torch.complex64))
+    with pytest.raises(StateDictError, match="running_mean: not initialised"):
+        ParameterSpace.of(nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(ArgumentError, match="model: expected a torch.nn.Module, got dict; see of_state_dict"):
+        ParameterSpace.of({})
+    with pytest.raises(ArgumentError, match="buffers: expected a sequence of glob patterns"):
+        ParameterSpace.of_state_dict({}, buffers="*running_*")
+    with pytest.raises(ArgumentError, match="source: expected a torch.nn.Module or a state dict, got list"):
+        ParameterSpace.of_state_dict([torch.ones(2)])
+    with pytest.raises(ArgumentError, match="dtype: expected one of"):
+        ParameterSpace.of(nn.Linear(2, 2), dtype=torch.float16)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_value_that_a_narrow_leaf_cannot_hold_is_refused():
+    model = nn.Linear(2, 1).half()
+    space = ParameterSpace.of(model)
+    before = bits(model.state_dict())
+    with pytest.raises(StateDictError, match="weight: a value of the point overflows torch.float16"):
+        space.load(model, torch.tensor([1.0, 1e6, 0.0]))
+    assert bits(model.state_dict()) == before
+
+
+def test_weights_that_are_equal_but_not_tied_are_all_loaded():
+    tied, untied = Tied(), Tied()
+    untied.out.weight = nn.Parameter(untied.embed.weight.detach().clone())
+    space = ParameterSpace.of(tied)
+    space.load(untied, torch.zeros(space.shape))
+    assert not untied.out.weight.any()
+    batch = torch.tensor([0, 1]), torch.tensor([1, 0])
+    theta = draw(0, *space.shape, dtype=torch.float32)
+    losses = [space.loss(model, nn.functional.cross_entropy) for model in (tied, untied)]
+    untied.load_state_dict(tied.state_dict())
+    assert torch.equal(losses[0](theta, batch), space.loss(untied, nn.functional.cross_entropy)(theta, batch))
+
+
+def test_a_buffer_that_was_made_geometry_is_part_of_theta():
+    model = nn.BatchNorm1d(2).eval()
+    space = ParameterSpace.of_state_dict(model.state_dict())
+    theta = space.point(model)
+    batch = torch.zeros(3, 2), torch.zeros(3, 2)
+    loss = space.loss(model, nn.functional.mse_loss)
+    assert loss(theta, batch) == 0
+    assert loss(theta + torch.tensor([0.0, 0, 0, 0, 5, 5, 0, 0]), batch) > 1
+
+
+def test_extra_state_is_no_tensor_and_names_that_end_like_it_are():
+    class Stateful(nn.Linear):
+        def get_extra_state(self):
+            return {"version": 3}
+
+        def set_extra_state(self, state):
+            pass
+
+    model = Stateful(2, 1)
+    assert ParameterSpace.of(model).point(model.state_dict()).shape == (3,)
+    assert ParameterSpace.of_state_dict({"rnn_extra_state": torch.ones(2)}).shape == (2,)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_state_dict_hook_that_hides_a_parameter_is_refused():
+    model = nn.Linear(2, 1)
+    model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(bias=state["bias"].clone()))
+    with pytest.raises(StateDictError, match="bias: the state dict does not hold this parameter itself"):
+        ParameterSpace.of(model)
+
+
+def test_what_is_carried_is_copied_and_checked():
+    model = nn.BatchNorm1d(2)
+    space, carried = ParameterSpace.of(model), ParameterSpace.of(model).carried(model)
+    state = space.state_dict(space.point(model), carried)
+    state["running_mean"].fill_(9)
+    assert not carried["running_mean"].any()
+    with pytest.raises(StateDictError, match="extra: weight"):
+        space.state_dict(space.point(model), carried | {"weight": torch.ones(2)})
+
+
+def test_points_move_through_a_model_without_loss_of_sign_or_denormals():
+    values = torch.tensor([[0.0, -0.0, 1e-42, -3.4e38, 1.0]])
+    model = nn.Linear(5, 1, bias=False)
+    space = ParameterSpace.of(model)
+    space.load(model, values[0])
+    assert bits({"w": model.weight}) == bits({"w": values})
+    assert torch.equal(space.point(model), values[0])

@@ -1,0 +1,238 @@
+"""Runs and comparisons: equal terms, equal bits, whole reports."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from manifoldagg.errors import ArgumentError, DivergenceError
+from manifoldagg.federated import Payload
+from manifoldagg.simulation import Batches, Federation, Method, Task, run, task
+from manifoldagg.simulation.compare import compare
+from manifoldagg.simulation.methods import RATES, method, methods
+from manifoldagg.simulation.report import check_destination, write_report
+from manifoldagg.simulation.tasks import seeded_model
+from tests.support import draw
+
+
+def clusters() -> Task:
+    """Three clouds of points in the plane: a task that a tiny model learns in a moment."""
+    centres = torch.tensor([[2.0, 0.0], [-1.0, 1.7], [-1.0, -1.7]])
+    labels = torch.arange(3).repeat(40)
+    inputs = centres[labels] + 0.4 * draw(0, 120, 2, dtype=torch.float32)
+    return Task("clusters", inputs, labels, lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), 0.9)
+
+
+def one_label() -> Task:
+    return replace(clusters(), labels=torch.zeros(120, dtype=torch.int64))
+
+
+NAMES = ["fedasync", "fedortho", "fedgs", "asyncbezier"]
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return compare(clusters(), methods(NAMES), clients=6, rounds=30, seeds=2)
+
+
+def test_every_method_sees_the_same_order_of_events(comparison):
+    first, *others = comparison.runs.values()
+    for runs in others:
+        for a, b in zip(first, runs, strict=True):
+            assert (a.clients, a.staleness, a.accuracy[0]) == (b.clients, b.staleness, b.accuracy[0])
+    assert first[0].clients != first[1].clients
+
+
+def test_every_method_learns(comparison):
+    for name, row in comparison.summary().items():
+        assert row["best_mean"] > 0.8, name
+        assert row["refused"] == 0
+
+
+def test_equal_seeds_give_equal_bits(comparison):
+    again = compare(clusters(), methods(NAMES), clients=6, rounds=30, seeds=2)
+    assert json.dumps(again.results()) == json.dumps(comparison.results())
+
+
+def test_staleness_is_what_the_clock_makes_it(comparison):
+    """A client that was dispatched after round a and answers in round b missed b - a - 1 versions."""
+    for runs in comparison.runs.values():
+        for one in runs:
+            last = dict.fromkeys(range(6), 0)
+            for round_, (client, late) in enumerate(zip(one.clients, one.staleness, strict=True), start=1):
+                assert late == round_ - 1 - last[client]
+                last[client] = round_
+
+
+def test_the_summary_is_taken_from_the_runs(comparison):
+    runs, row = comparison.runs["FedOrtho"], comparison.summary()["FedOrtho"]
+    assert row["final_mean"] == pytest.approx(np.mean([r.accuracy[-1] for r in runs]))
+    assert row["final_sd"] == pytest.approx(np.std([r.accuracy[-1] for r in runs], ddof=1))
+    assert row["staleness_max"] == max(max(r.staleness) for r in runs)
+    reached = [r.rounds_to(0.9) for r in runs]
+    assert row["reached_target"] == sum(r is not None for r in reached)
+    for one in runs:
+        hit = one.rounds_to(0.9)
+        assert hit is None or (one.accuracy[hit] >= 0.9 and max(one.accuracy[:hit], default=0) < 0.9)
+
+
+def test_a_report_is_written_whole(comparison, tmp_path):
+    folder = tmp_path / "runs" / "name"
+    files = write_report(comparison, folder)
+    assert [file.name for file in files] == ["results.json", "timing.json", "accuracy.png", "plane.png"]
+    assert sorted(folder.iterdir()) == sorted(files)
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[2:])
+    results = json.loads(files[0].read_text())
+    assert results == json.loads(json.dumps(comparison.results()))
+    assert "seconds" not in files[0].read_text()
+    assert list(json.loads(files[1].read_text())["seconds"]) == list(comparison.runs)
+    before = files[0].read_bytes()
+    write_report(comparison, folder)
+    assert files[0].read_bytes() == before
+    assert [entry.name for entry in (tmp_path / "runs").iterdir()] == ["name"]
+
+
+def test_a_report_does_not_replace_what_is_none(comparison, tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(ArgumentError, match="is not a report"):
+        write_report(comparison, tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_report_that_fails_leaves_the_one_before(comparison, tmp_path, monkeypatch):
+    folder = tmp_path / "name"
+    (file, *_) = write_report(comparison, folder)
+    before = file.read_bytes()
+    real = os.replace
+
+    def fails(source, target):
+        if Path(source).name == "report":
+            raise OSError("no space")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(ArgumentError, match="out: .* cannot be written: no space"):
+        write_report(comparison, folder)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_destination_that_cannot_be_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "odd" / "results.json").mkdir(parents=True)
+    for folder in (
+        tmp_path / "file",
+        tmp_path / "file" / "x",
+        tmp_path / "link",
+        tmp_path / "odd",
+        tmp_path / ("x" * 300),
+    ):
+        with pytest.raises(ArgumentError, match="^(name|out): "):
+            check_destination(folder)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_infinite_concentration_can_be_written(tmp_path):
+    even = compare(clusters(), methods(["fedasync"]), clients=3, rounds=2, seeds=1, concentration=float("inf"))
+    assert json.loads(write_report(even, tmp_path / "even")[0].read_text())["settings"]["concentration"] == "inf"
+
+
+def test_a_report_that_fails_leaves_nothing(comparison, tmp_path, monkeypatch):
+    monkeypatch.setattr("manifoldagg.simulation.report._draw_landscape", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_report(comparison, tmp_path / "name")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_client_that_diverges_is_dropped_and_comes_back():
+    class Diverges:
+        calls = 0
+
+        def train(self, space, message, loss, batches, memory, *, generator):
+            self.calls += 1
+            if self.calls % 3 == 0:
+                raise DivergenceError("the loss is nan at step 0")
+            if self.calls % 3 == 1:
+                return Payload(torch.full((1, *space.shape), float("nan")), 1)
+            return Payload(message.start[None] + 0.01, 1)
+
+    federation = Federation.split(clusters(), 4, concentration=1.0, seed=0)
+    one = run(federation, Method("odd", method("fedasync").rule, Diverges()), rounds=12)
+    assert one.refused == 8
+    assert len(one.accuracy) == 13
+
+
+def test_held_out_samples_are_nobodys_training_samples():
+    federation = Federation.split(task("digits"), 30, concentration=0.5, seed=0)
+    everything = [*federation.train, *federation.held_out]
+    assert sorted(np.concatenate(everything).tolist()) == list(range(1797))
+    assert federation.scheduled == [i for i, part in enumerate(federation.train) if len(part)]
+
+
+def test_clients_without_samples_never_take_part():
+    federation = Federation.split(clusters(), 30, concentration=0.01, seed=0)
+    assert len(federation.scheduled) < 30
+    one = run(federation, method("fedasync"), rounds=20)
+    assert set(one.clients) <= set(federation.scheduled)
+
+
+def test_batches_are_reshuffled_and_repeatable():
+    federation = Federation.split(clusters(), 3, concentration=1.0, seed=0)
+    first, again, other = (list(federation.batches(0, i)) for i in (1, 1, 2))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
+    assert not all(torch.equal(a[0], b[0]) for a, b in zip(first, other, strict=True))
+    inputs = torch.arange(9.0)
+    batches = Batches(inputs, inputs, 4, np.random.default_rng(0))
+    passes = [torch.cat([x for x, _ in batches]) for _ in range(2)]
+    assert not torch.equal(*passes)
+    assert all(torch.equal(p.sort().values, inputs) for p in passes)
+
+
+def test_models_depend_on_their_seed_alone():
+    state = torch.random.get_rng_state()
+    a, b = (seeded_model(lambda: nn.Linear(3, 3), 5) for _ in range(2))
+    assert torch.equal(a.weight, b.weight)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_methods_by_name():
+    assert [m.name for m in methods(NAMES)] == ["FedAsync", "FedOrtho", "FedGS", "AsyncBezier"]
+    assert [method(name).rule.rate for name in NAMES] == list(RATES.values())
+    assert [m.rule.rate for m in methods(["fedasync", "fedgs"], ["0.5", "fedgs=0.25"])] == [0.5, 0.25]
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: method("fedavg"), "method: expected one of fedasync, fedortho, fedgs, asyncbezier; got 'fedavg'"),
+        (lambda: methods([]), "methods: expected some of"),
+        (lambda: methods(["fedgs", "fedgs"]), "methods: fedgs is given twice"),
+        (lambda: methods(["fedgs"], ["fast"]), "rate: expected a number or METHOD=NUMBER"),
+        (lambda: methods(["fedgs"], ["-1"]), "rate: expected a finite number > 0, got -1.0"),
+        (lambda: methods(["fedgs"], ["fedasync=1"]), "rate: expected one of fedgs; got 'fedasync'"),
+        (lambda: task("imagenet"), "data: expected one of digits; got 'imagenet'"),
+        (lambda: compare(clusters(), []), "methods: expected at least one"),
+        (lambda: compare(clusters(), methods(["fedgs"]), clients=121), "clients: expected at most one for each of 120"),
+        (
+            lambda: compare(one_label(), methods(["fedgs"]), clients=120, concentration=float("inf")),
+            "clients: 120 clients have too few samples",
+        ),
+        (lambda: compare(clusters(), methods(["fedgs"]), seeds=0), "seeds: expected"),
+        (lambda: compare(clusters(), methods(["fedgs"]), rounds=0), "rounds: expected"),
+        (lambda: compare(clusters(), methods(["fedgs"]), target=1.5), "target: expected"),
+        (lambda: Federation.split(clusters(), 3, concentration=1.0, seed=-1), "seed: expected"),
+        (lambda: Federation.split(clusters(), 3, concentration=1.0, seed=0, batch=0), "batch: expected"),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()

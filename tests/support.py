@@ -1,0 +1,29 @@
+"""Draws that several test files share: tensors come from a seeded generator, hypothesis draws its seed."""
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.sampled_from([1, 2, 3, 7, 64, 1023, 16383, 16384, 16385, 40009])
+small_sizes = st.integers(1, 40)
+scales = st.floats(-6, 6).map(lambda exponent: 10.0**exponent)
+dtypes = st.sampled_from([torch.float32, torch.float64])
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
+    """A normal tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def rotation(seed: int, size: int) -> Tensor:
+    """A random orthogonal matrix in float64."""
+    return torch.linalg.qr(draw(seed, size, size)).Q
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖ / max(‖a‖, ‖b‖), 0 for two zeros."""
+    a, b = a.double(), b.double()
+    scale = max(a.norm().item(), b.norm().item())
+    return 0.0 if scale == 0 else (a - b).norm().item() / scale

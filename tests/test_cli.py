@@ -1,0 +1,93 @@
+"""The command line, as a user runs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+COMMAND = [sys.executable, "-W", "error", "-m", "manifoldagg.cli"]
+SMALL = ["--clients", "5", "--rounds", "4", "--seeds", "2"]
+WIDE = os.environ | {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+def call(*arguments, folder):
+    return subprocess.run([*COMMAND, *arguments], cwd=folder, env=WIDE, capture_output=True, text=True, timeout=300)
+
+
+def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
+    done = call("compare", *SMALL, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in (
+        "FedAsync",
+        "FedOrtho",
+        "AsyncBezier",
+        "final acc. %",
+        "rounds to 85%",
+        "Gini",
+        "seconds",
+        "plane.png",
+    ):
+        assert words in done.stdout
+    assert [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith("Written to runs/digits-5-clients-4-rounds-2-seeds-")
+    ]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert {file.name for file in folder.iterdir()} == {"results.json", "timing.json", "accuracy.png", "plane.png"}
+    first = (folder / "results.json").read_bytes()
+    assert json.loads(first)["settings"]["clients"] == 5
+    assert call("compare", *SMALL, "--name", "again", folder=tmp_path).returncode == 0
+    assert (tmp_path / "runs" / "again" / "results.json").read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--methods", "fedasync,sgd"], "method: expected one of fedasync, fedortho, fedgs, asyncbezier; got 'sgd'"),
+        (["--data", "imagenet"], "data: expected one of digits; got 'imagenet'"),
+        (["--rate", "-1"], "rate: expected a finite number > 0, got -1.0"),
+        (["--rate", "fedasync=-1"], "rate: expected a finite number > 0, got -1.0"),
+        (["--clients", "2000"], "clients: expected at most one for each of 1797 samples, got 2000"),
+        (["--clients", "0"], "clients: expected an integer >= 1, got 0"),
+        (["--rounds", "0"], "rounds: expected an integer >= 1, got 0"),
+        (["--seeds", "-1"], "seeds: expected an integer >= 1, got -1"),
+        (["--concentration", "-0.5"], "concentration: expected a number >= 0, got -0.5"),
+        (["--target", "2"], "target: expected"),
+        (["--name", "a/b"], "--name"),
+        (["--rounds", "many"], "--rounds"),
+        (["--colour", "red"], "--colour"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(arguments, words, tmp_path):
+    done = call("compare", *arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert not [file for file in tmp_path.rglob("*") if file.name != "runs"]
+
+
+def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
+    running = subprocess.Popen(
+        [*COMMAND, "compare", "--rounds", "100000"], cwd=tmp_path, env=WIDE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(12)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert errors == "interrupted: nothing was written\n"
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(("arguments", "words"), [(["--help"], "compare"), (["compare", "--help"], "--concentration")])
+def test_help_reads_like_documentation(arguments, words, tmp_path):
+    done = call(*arguments, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert words in done.stdout
+    assert call("--version", folder=tmp_path).stdout.startswith("manifoldagg 0.")
