@@ -17,7 +17,7 @@ check: .venv/.installed
 	$(MAKE) docs
 
 docs: .venv/.installed
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 soak: .venv/.installed
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -n 2 -m "soak or not soak"

@@ -9,6 +9,7 @@ from typing import Annotated
 
 try:
     import typer
+    from rich import box
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -113,7 +114,7 @@ def compare_command(
     """Compare asynchronous methods in virtual time, on equal terms.
 
     Every method sees the same split, the same initial model and the same order of events. Two workers train
-    the clients' models one minibatch a tick, out of a queue that favours clients with little data; a client
+    the clients' models, out of a queue that favours clients with little data; a client
     starts again from the server's model as soon as it has answered, and waits in the queue with it: that is
     where staleness comes from.
 
@@ -175,22 +176,21 @@ def table(comparison: Comparison) -> Table:
     target, seeds = settings["target"], settings["seeds"]
     assert isinstance(target, float)
     assert isinstance(seeds, list)
-    grid = Table(
-        title=f"{settings['data']}: {settings['clients']} clients, {settings['rounds']} rounds, {len(seeds)} seeds"
-    )
+    title = f"{settings['data']}: {settings['clients']} clients, {settings['rounds']} rounds, {len(seeds)} seeds"
+    grid = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, caption="accuracies in %, staleness in versions")
     grid.add_column("method", no_wrap=True)
     for heading in (
-        "final acc. %",
-        "best acc. %",
-        f"rounds to {target:.0%}",
-        "staleness mean / max",
+        "final\nacc.",
+        "best\nacc.",
+        f"rounds\nto {target:.0%}",
+        "staleness\nmean / max",
         "Gini",
         "seconds",
     ):
-        grid.add_column(heading, justify="right")
+        grid.add_column(heading, justify="right", no_wrap=True)
     for name, row in comparison.summary().items():
         reached = row["rounds_to_target_mean"]
-        share = "" if row["reached_target"] == len(seeds) else f" ({row['reached_target']} of {len(seeds)})"
+        share = "" if row["reached_target"] == len(seeds) else f" ({row['reached_target']}/{len(seeds)})"
         grid.add_row(
             name,
             _spread(row["final_mean"], row["final_sd"]),

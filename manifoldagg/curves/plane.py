@@ -12,6 +12,9 @@ from manifoldagg.curves.bezier import Bezier
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.kernels import combine, gram
 
+SQUARENESS = 0.5
+"""The shorter side of the control points' box counts as at least this part of the longer one."""
+
 
 @dataclass(frozen=True)
 class Plane:
@@ -36,9 +39,16 @@ class Plane:
 
     def plot(self, axes: Any, *, levels: int = 24, label: str = "loss") -> None:
         """Draw contours, curve, chord and control points into matplotlib `axes`."""
-        shades = axes.contourf(self.x, self.y, self.values, levels=levels, cmap="viridis_r")
-        axes.contour(self.x, self.y, self.values, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
-        axes.figure.colorbar(shades, ax=axes, label=label)
+        from matplotlib.colors import PowerNorm
+
+        # Levels crowd towards the minimum, where a landscape is flat.
+        low, high = self.values.min().item(), self.values.max().item()
+        steps = low + (high - low) * torch.linspace(0, 1, levels + 1, dtype=torch.float64) ** 2
+        shades = axes.contourf(
+            self.x, self.y, self.values, levels=steps, cmap="viridis_r", norm=PowerNorm(0.5, low, high)
+        )
+        axes.contour(self.x, self.y, self.values, levels=steps, colors="white", linewidths=0.4, alpha=0.6)
+        axes.figure.colorbar(shades, ax=axes, label=label, format="%.2g")
         ends = self.control[[0, -1]]
         axes.plot(ends[:, 0], ends[:, 1], "--", color="crimson", linewidth=1.8, label="chord")
         axes.plot(self.path[:, 0], self.path[:, 1], color="black", linewidth=2.2, label="learned curve")
@@ -50,7 +60,7 @@ class Plane:
             axes.plot(self.control[i, 0], self.control[i, 1], mark, label=name, **style)
         axes.set_xlabel("along the chord")
         axes.set_ylabel("across the chord")
-        axes.set_aspect("equal", adjustable="datalim")
+        axes.set_aspect("equal")
 
 
 def plane(
@@ -115,9 +125,11 @@ def plane(
     control[1:, 1] = inner @ second
     control[-1, 1] = 0
     low, high = control.amin(0), control.amax(0)
-    reach = margin * (high - low).max()
-    x = torch.linspace(low[0] - reach, high[0] + reach, resolution, dtype=torch.float64)
-    y = torch.linspace(low[1] - reach, high[1] + reach, resolution, dtype=torch.float64)
+    extent = high - low
+    reach = margin * extent.max() + (SQUARENESS * extent.max() - extent).clamp(min=0) / 2
+    x, y = (
+        torch.linspace(a, b, resolution, dtype=torch.float64) for a, b in zip(low - reach, high + reach, strict=True)
+    )
     values = torch.tensor(
         [[function(combine(start, rows, a * first + b * second, minus=start)) for a in x] for b in y],
         dtype=torch.float64,
