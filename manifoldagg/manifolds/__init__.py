@@ -2,7 +2,27 @@
 
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry, Layout
-from manifoldagg.manifolds.manifold import Manifold
+from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold
+from manifoldagg.manifolds.mean import Mean, karcher_mean
+from manifoldagg.manifolds.operations import distance, geodesic, norm, pole_ladder, schild_ladder
 from manifoldagg.manifolds.parameters import Loss, ParameterSpace
+from manifoldagg.manifolds.sphere import Sphere
 
-__all__ = ["MASTER_DTYPES", "Entry", "Flat", "Layout", "Loss", "Manifold", "ParameterSpace"]
+__all__ = [
+    "MASTER_DTYPES",
+    "PRIMITIVES",
+    "Entry",
+    "Flat",
+    "Layout",
+    "Loss",
+    "Manifold",
+    "Mean",
+    "ParameterSpace",
+    "Sphere",
+    "distance",
+    "geodesic",
+    "karcher_mean",
+    "norm",
+    "pole_ladder",
+    "schild_ladder",
+]

@@ -5,29 +5,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_shape
-from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
+from manifoldagg.errors import check_count
+from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 
 
 class FlatGeometry(Manifold):
     """The primitives of a space whose metric is the dot product of its coordinates."""
 
     flat: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[str]] = frozenset(
-        {
-            "inner",
-            "exp",
-            "log",
-            "transport",
-            "project_tangent",
-            "project",
-            "injectivity_radius",
-            "random_point",
-            "random_tangent",
-        }
-    )
+    symmetric: ClassVar[bool] = True
+    capabilities: ClassVar[frozenset[str]] = PRIMITIVES
 
     def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         self._check(x=x, u=u, v=v)
@@ -64,14 +52,6 @@ class FlatGeometry(Manifold):
     def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         self._check(x=x)
         return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
-
-    def _check(self, **tensors: Tensor) -> None:
-        first, *_ = tensors.values()
-        for name, tensor in tensors.items():
-            check_shape(name, tensor, *self.shape, batch=True)
-            if tensor.device != first.device or tensor.dtype != first.dtype:
-                expected, given = f"{first.dtype} on {first.device}", f"{tensor.dtype} on {tensor.device}"
-                raise ArgumentError(f"{name}: expected {expected} as the other arguments, got {given}")
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg.errors import ArgumentError, check_shape
+
 Point = Float[Tensor, "..."]
 Tangent = Float[Tensor, "..."]
 Scalar = Float[Tensor, "..."]
+
+
+PRIMITIVES = frozenset(
+    {
+        "inner",
+        "exp",
+        "log",
+        "transport",
+        "project_tangent",
+        "project",
+        "injectivity_radius",
+        "random_point",
+        "random_tangent",
+    }
+)
+"""The names that a space can declare in its `capabilities`."""
 
 
 class Manifold(abc.ABC):
@@ -20,11 +38,13 @@ class Manifold(abc.ABC):
     $d\exp_x|_0 = \mathrm{id}$, $\log$ is its inverse inside the injectivity radius, `transport` is an
     isometry, `project_tangent` is idempotent and metric-orthogonal. What is less than that has another name.
 
+    `flat` says that points and tangents are added as vectors, `symmetric` that geodesic reflections are isometries.
     A manifold is a frozen value: hashable, and equal by content.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     flat: ClassVar[bool] = False
+    symmetric: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -66,6 +86,15 @@ class Manifold(abc.ABC):
     def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         """Draw a standard normal tangent at each point of `x`."""
         raise self._lacks("random_tangent")
+
+    def _check(self, **tensors: Tensor) -> None:
+        """Trailing shapes are the space's, dtypes and devices agree."""
+        first, *_ = tensors.values()
+        for name, tensor in tensors.items():
+            check_shape(name, tensor, *self.shape, batch=True)
+            if tensor.device != first.device or tensor.dtype != first.dtype:
+                expected, given = f"{first.dtype} on {first.device}", f"{tensor.dtype} on {tensor.device}"
+                raise ArgumentError(f"{name}: expected {expected} as the other arguments, got {given}")
 
     def _lacks(self, primitive: str) -> NotImplementedError:
         return NotImplementedError(f"{self} has no {primitive}")

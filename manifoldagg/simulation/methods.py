@@ -10,7 +10,7 @@ from manifoldagg.simulation.run import Method
 LOCAL = trainers.Local(epochs=4, rate=0.01, proximal=1e-3)
 CURVE = trainers.Curve(epochs=(4, 2), rate=0.01, control_rate=1e-3, proximal=1e-3)
 
-RATES: Mapping[str, float] = {"fedasync": 3.0, "fedortho": 5.0, "fedgs": 2.0, "asyncbezier": 5.0}
+RATES: Mapping[str, float] = {"fedasync": 3.0, "fedortho": 5.0, "fedgs": 2.5, "asyncbezier": 3.0}
 """The best of the grid .25, .5, 1, 1.5, 2, 2.5, 3, 5 by `benchmarks/rates.py`, on seeds that no comparison uses."""
 
 _RULES: Mapping[str, tuple[str, Callable[[float], Rule], trainers.Local | trainers.Curve]] = {

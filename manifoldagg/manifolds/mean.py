@@ -1,0 +1,103 @@
+"""Karcher means: the points that minimise a weighted sum of squared distances."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape
+from manifoldagg.manifolds.manifold import Manifold, Point
+from manifoldagg.manifolds.operations import norm
+
+
+@dataclass(frozen=True)
+class Mean:
+    r"""A mean and its certificate.
+
+    Attributes:
+        point: $m$ (*batch, *shape).
+        residual: $\|\sum_i w_i \log_m x_i\|$ (*batch,) in float64: 0 where the objective is stationary.
+        steps: how many were taken.
+        converged: whether every residual is within the tolerance.
+    """
+
+    point: Point
+    residual: Float[Tensor, "*batch"]
+    steps: int
+    converged: bool
+
+
+def karcher_mean(
+    space: Manifold,
+    points: Float[Tensor, "..."],
+    weights: Float[Tensor, "..."] | None = None,
+    *,
+    tolerance: float = 1e-12,
+    max_steps: int = 100,
+) -> Mean:
+    r"""$\arg\min_m \sum_i w_i\, d(m, x_i)^2$ by the fixed point $m \leftarrow \exp_m \sum_i w_i \log_m x_i$.
+
+    It starts at the heaviest point, runs in float64 and is cast back. Where all points of one mean lie in a
+    ball within a quarter of $\pi/\sqrt{K}$, $K > 0$ the largest curvature, the minimiser is unique and found; without
+    positive curvature it always is. Outside, `converged` and `residual` say what was reached. On a flat space one
+    step gives the weighted arithmetic mean.
+
+    Args:
+        space: with exp, log, inner and project.
+        points: (*batch, k, *shape): k points for each mean.
+        weights: (*batch, k) or (k,), not negative, not all zero; they are normalised. Equal where not given.
+        tolerance: on the residual.
+        max_steps: give up after so many.
+
+    Returns:
+        The means (*batch, *shape), residuals (*batch,), steps, and whether all converged.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Source: Karcher 1977; Afsari, Tron, Vidal 2013 for the step of size 1.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Sphere
+        >>> mean = karcher_mean(Sphere(2), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        >>> mean.point, mean.converged
+        (tensor([0.7071, 0.7071]), True)
+    """
+    check_shape("points", points, None, *space.shape, batch=True)
+    check_number("tolerance", tolerance, at_least=0)
+    check_count("max_steps", max_steps)
+    spread = points.ndim - len(space.shape)
+    # Points of a narrower dtype lie on the manifold only up to its rounding; in float64 that would show.
+    x, w = space.project(points.double()), _normalised(weights, points.shape[:spread], points)
+    heaviest = w.argmax(-1).reshape(*w.shape[:-1], *(1 for _ in range(len(space.shape) + 1)))
+    m = x.take_along_dim(heaviest, spread - 1)
+    factor = w.reshape(*w.shape, *(1 for _ in space.shape))
+    step = (factor * space.log(m.expand_as(x), x)).sum(spread - 1, keepdim=True)
+    residual, steps = norm(space, m, step), 0
+    while steps < max_steps and bool((residual > tolerance).any()):
+        m = space.exp(m, step)
+        step = (factor * space.log(m.expand_as(x), x)).sum(spread - 1, keepdim=True)
+        residual, steps = norm(space, m, step), steps + 1
+    done = bool((residual <= tolerance).all())
+    return Mean(m.squeeze(spread - 1).to(points.dtype), residual.squeeze(-1), steps, done)
+
+
+def _normalised(weights: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
+    """The weights in float64 with sum 1, one for each point."""
+    if shape[-1] == 0:
+        raise ArgumentError("points: expected at least one point for each mean, got none")
+    if weights is None:
+        return torch.full(shape, 1 / shape[-1], dtype=torch.float64, device=like.device)
+    check_shape("weights", weights, shape[-1], batch=True)
+    try:
+        w = weights.to(like.device, torch.float64).expand(shape)
+    except RuntimeError:
+        raise ArgumentError(
+            f"weights: expected shape {tuple(shape)} or ({shape[-1]},), got {tuple(weights.shape)}"
+        ) from None
+    total = w.sum(-1, keepdim=True)
+    if not bool((torch.isfinite(w) & (w >= 0)).all() and (total > 0).all()):
+        raise ArgumentError("weights: expected finite numbers >= 0 with a positive sum for each mean")
+    return w / total

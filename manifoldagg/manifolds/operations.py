@@ -1,0 +1,115 @@
+"""What follows from the primitives, written once for every space."""
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import check_count
+from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
+
+
+def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
+    r"""$\|u\|_x = \sqrt{\langle u, u\rangle_x}$: (*batch,), with gradient 0 at $u = 0$.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat
+        >>> norm(Flat(2), torch.zeros(2), torch.tensor([3.0, 4.0]))
+        tensor(5.)
+    """
+    square = space.inner(x, u, u)
+    positive = square > 0
+    return torch.where(
+        positive, torch.where(positive, square, torch.ones_like(square)).sqrt(), torch.zeros_like(square)
+    )
+
+
+def distance(space: Manifold, x: Point, y: Point) -> Scalar:
+    r"""$d(x, y) = \|\log_x y\|_x$, inside the injectivity radius: (*batch,), with gradient 0 at $y = x$.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Sphere
+        >>> distance(Sphere(2), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+        tensor(1.5708)
+    """
+    return norm(space, x, space.log(x, y))
+
+
+def geodesic(space: Manifold, x: Point, y: Point, t: float | Tensor) -> Point:
+    r"""$\gamma(t) = \exp_x(t \log_x y)$: from `x` at 0 to `y` at 1, at constant speed.
+
+    Args:
+        space: with exp and log.
+        x: (*batch, *shape).
+        y: (*batch, *shape).
+        t: a number, or (*batch,) numbers.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat
+        >>> geodesic(Flat(1), torch.tensor([1.0]), torch.tensor([3.0]), 0.25)
+        tensor([1.5000])
+    """
+    velocity = space.log(x, y)
+    if isinstance(t, Tensor):
+        t = t.to(velocity.dtype).reshape(*t.shape, *(1 for _ in space.shape))
+    return space.exp(x, t * velocity)
+
+
+def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int = 1) -> Tangent:
+    r"""Transport `u` from `x` to `y` by reflection in midpoints; exact where the space is symmetric.
+
+    One rung takes $u$ at $x$ to $-\log_y(\exp_m(-\log_m(\exp_x u)))$, with $m$ the midpoint; `rungs` of them cut the
+    geodesic into equal pieces. In general the error of a rung is of third order in the sizes of $u$ and of
+    the piece.
+
+    Raises:
+        ArgumentError: if `rungs` is no positive integer.
+
+    Source: Lorenzi, Pennec 2014.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat
+        >>> pole_ladder(Flat(1), torch.tensor([0.0]), torch.tensor([2.0]), torch.tensor([0.5]))
+        tensor([0.5000])
+    """
+
+    def rung(start: Point, end: Point, v: Tangent) -> Tangent:
+        middle = geodesic(space, start, end, 0.5)
+        return -space.log(end, space.exp(middle, -space.log(middle, space.exp(start, v))))
+
+    return _climb(rung, space, x, y, u, rungs)
+
+
+def schild_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int = 1) -> Tangent:
+    r"""Transport `u` from `x` to `y` by geodesic parallelograms.
+
+    One rung takes $u$ at $x$ to $\log_y(\exp_x(2 \log_x m))$, with $m$ the midpoint of $\exp_x u$ and $y$.
+
+    Raises:
+        ArgumentError: if `rungs` is no positive integer.
+
+    Source: Ehlers, Pirani, Schild 1972.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat
+        >>> schild_ladder(Flat(1), torch.tensor([0.0]), torch.tensor([2.0]), torch.tensor([0.5]))
+        tensor([0.5000])
+    """
+
+    def rung(start: Point, end: Point, v: Tangent) -> Tangent:
+        middle = geodesic(space, space.exp(start, v), end, 0.5)
+        return space.log(end, space.exp(start, 2 * space.log(start, middle)))
+
+    return _climb(rung, space, x, y, u, rungs)
+
+
+def _climb(rung, space: Manifold, x: Point, y: Point, u: Tangent, rungs: int) -> Tangent:  # type: ignore[no-untyped-def]
+    """`rungs` ladder steps along the geodesic from `x` to `y`."""
+    start = x
+    for i in range(1, check_count("rungs", rungs) + 1):
+        end = y if i == rungs else geodesic(space, x, y, i / rungs)
+        start, u = end, rung(start, end, u)
+    return u

@@ -1,0 +1,44 @@
+"""Functions of a squared length that are smooth at 0, where the functions of the length itself have no derivative."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+NEAR = 1e-3
+"""Squared lengths below which a series is used: six of its terms leave an error below 1e-18 there."""
+
+
+def cos_of_square(s: Tensor) -> Tensor:
+    r"""$\cos\sqrt{s}$ for $s \ge 0$."""
+    return _joined(s, [(-1) ** k / math.factorial(2 * k) for k in range(6)], torch.cos)
+
+
+def sinc_of_square(s: Tensor) -> Tensor:
+    r"""$\sin(\sqrt{s}) / \sqrt{s}$ for $s \ge 0$."""
+    return _joined(s, [(-1) ** k / math.factorial(2 * k + 1) for k in range(6)], lambda t: torch.sin(t) / t)
+
+
+def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
+    r"""$t / \sin t$ for the angle $t \in [0, \pi)$ with $\sin^2 t = s$ and the given cosine."""
+    # arcsin(r)/r = Σ (2k)! / (4^k (k!)² (2k+1)) r^(2k); it is the small angle's only where the cosine is positive.
+    series = [math.comb(2 * k, k) / (4**k * (2 * k + 1)) for k in range(6)]
+    near = (s < NEAR) & (cosine > 0)
+    root = torch.where(near, torch.ones_like(s), s).sqrt()
+    return torch.where(
+        near, _polynomial(torch.where(near, s, torch.zeros_like(s)), series), torch.atan2(root, cosine) / root
+    )
+
+
+def _joined(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
+    near = s < NEAR
+    root = torch.where(near, torch.ones_like(s), s).sqrt()
+    return torch.where(near, _polynomial(torch.where(near, s, torch.zeros_like(s)), series), function(root))
+
+
+def _polynomial(s: Tensor, coefficients: Sequence[float]) -> Tensor:
+    value = torch.zeros_like(s)
+    for coefficient in reversed(coefficients):
+        value = value * s + coefficient
+    return value

@@ -1,0 +1,106 @@
+"""The unit sphere: closed forms that hold from the smallest angle to the cut locus."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import check_count
+from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.smooth import angle_per_sine, cos_of_square, sinc_of_square
+
+
+@dataclass(frozen=True)
+class Sphere(Manifold):
+    r"""The unit sphere $S^{n-1} \subset \mathbb{R}^n$ with the metric of $\mathbb{R}^n$.
+
+    With $t = \|u\|$, and $\theta$ the angle between $x$ and $y$:
+
+    $$\exp_x u = \cos t\; x + \tfrac{\sin t}{t}\, u, \qquad
+      \log_x y = \tfrac{\theta}{\sin\theta}\,(y - \langle x, y\rangle x), \qquad
+      P_{x \to y} u = u - \tfrac{\langle y, u\rangle}{1 + \langle x, y\rangle}\,(x + y).$$
+
+    $y - \langle x, y\rangle x$ is formed from $y - x$, so that a small angle keeps its digits, and
+    $\theta = \operatorname{atan2}(\sin\theta, \langle x, y\rangle)$. Everything is computed in float64 and cast
+    back, and is smooth at $u = 0$ and $y = x$. At $y = -x$, the cut locus, `log` and `transport` have no value:
+    NaN.
+
+    Args:
+        n: the dimension of the surrounding space, at least 1.
+
+    Raises:
+        ArgumentError: if `n` is no positive integer.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+        >>> Sphere(2).log(x, y)
+        tensor([0.0000, 1.5708])
+    """
+
+    n: int
+    capabilities: ClassVar[frozenset[str]] = PRIMITIVES
+    symmetric: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("n", self.n)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.n,)
+
+    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        self._check(x=x, u=u, v=v)
+        return _dot(u.double(), v.double()).squeeze(-1).to(u.dtype)
+
+    def exp(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        a, v = x.double(), u.double()
+        square = _dot(v, v)
+        return (cos_of_square(square) * a + sinc_of_square(square) * v).to(x.dtype)
+
+    def log(self, x: Point, y: Point) -> Tangent:
+        self._check(x=x, y=y)
+        a, b = x.double(), y.double()
+        across = _across(a, b - a)
+        return (angle_per_sine(_dot(across, across), _dot(a, b)) * across).to(x.dtype)
+
+    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        self._check(x=x, y=y, u=u)
+        a, b, v = x.double(), y.double(), u.double()
+        # 1 + <x, y> = |x + y|² / 2 keeps its digits near the cut locus.
+        middle = a + b
+        return (v - 2 * _dot(b, v) / _dot(middle, middle) * middle).to(u.dtype)
+
+    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
+        self._check(x=x, u=u)
+        a = x.double()
+        # Twice: after one pass what is left along x is ε‖u‖, after two it is ε of what remains.
+        return _across(a, _across(a, u.double())).to(u.dtype)
+
+    def project(self, x: Point) -> Point:
+        self._check(x=x)
+        a = x.double()
+        return (a / _dot(a, a).sqrt()).to(x.dtype)
+
+    def injectivity_radius(self, x: Point) -> Scalar:
+        self._check(x=x)
+        return x.new_full(x.shape[:-1], math.pi)
+
+    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+        return self.project(torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device))
+
+    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device)
+        return self.project_tangent(x, noise.to(x.device))
+
+
+def _dot(u: Tensor, v: Tensor) -> Tensor:
+    return (u * v).sum(-1, keepdim=True)
+
+
+def _across(x: Tensor, u: Tensor) -> Tensor:
+    """The part of `u` orthogonal to the unit vector `x`."""
+    return u - _dot(x, u) * x

@@ -1,0 +1,117 @@
+"""`check_manifold`: every law that a space declares, at many distances and in both dtypes, as a readable verdict."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from manifoldagg.errors import ManifoldAggError, check_count
+from manifoldagg.manifolds import Manifold
+from manifoldagg.testing.laws import LAWS, Setting
+
+DISTANCES = (1e-7, 1e-3, 0.1, 0.7, 2.0)
+NEAREST_FLOAT32 = 1e-3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How a law fared: the worst violation relative to what it allows, and where; or what was raised."""
+
+    law: str
+    ratio: float
+    where: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the law was kept everywhere."""
+        return self.ratio <= 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The findings of every law that is about what the space declares."""
+
+    space: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every law was kept."""
+        return all(finding.holds for finding in self.findings)
+
+    @property
+    def broken(self) -> list[str]:
+        """The names of the laws that were not."""
+        return [finding.law for finding in self.findings if not finding.holds]
+
+    def __str__(self) -> str:
+        kept = sum(finding.holds for finding in self.findings)
+        lines = [f"{self.space}: {kept} of {len(self.findings)} laws hold"]
+        for finding in self.findings:
+            mark, name = "holds " if finding.holds else "BROKEN", finding.law.replace("_", " ")
+            lines.append(f"  {mark} {name:<60} {finding.ratio:9.3g} of what is allowed{finding.where}")
+        return "\n".join(lines)
+
+
+def check_manifold(
+    space: Manifold,
+    *,
+    condition: float = 50.0,
+    seeds: int = 3,
+    dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64),
+    laws: Iterable[str] | None = None,
+    verbose: bool = True,
+) -> Verdict:
+    r"""Hold a space to every law that is about the primitives it declares.
+
+    Tangents have the lengths 1e-7 (1e-3 in float32), 1e-3, 0.1, 0.7, 2 and nine tenths of the injectivity radius
+    (10 where it is infinite), as far as they are below it.
+
+    Args:
+        space: with `random_point` and `random_tangent`, which make the cases.
+        condition: $\kappa$, how much the space's formulas may enlarge rounding errors.
+        seeds: how many draws at each distance.
+        dtypes: which to try.
+        laws: names of laws to try; all where not given.
+        verbose: print the verdict.
+
+    Returns:
+        The verdict; `verdict.holds` is what a test asserts.
+
+    Example:
+        >>> from manifoldagg.manifolds import Sphere
+        >>> check_manifold(Sphere(3), verbose=False).holds
+        True
+    """
+    check_count("seeds", seeds)
+    chosen = {name: entry for name, entry in LAWS.items() if laws is None or name in set(laws)}
+    findings = []
+    for name, (primitives, law) in chosen.items():
+        if not primitives <= space.capabilities:
+            continue
+        worst = Finding(name, 0.0, "")
+        for dtype in dtypes:
+            for t in _distances(space, dtype):
+                for seed in range(seeds):
+                    where = f" (t = {t:.3g}, {dtype}, seed {seed})"
+                    try:
+                        found, allowed = law(Setting(space, seed, dtype, t, condition))
+                        ratio = found / allowed if allowed > 0 else (0.0 if found == 0 else math.inf)
+                    except (ManifoldAggError, RuntimeError, NotImplementedError) as error:
+                        ratio, where = math.inf, f"{where}: {type(error).__name__}: {error}"
+                    if not ratio <= worst.ratio:
+                        worst = Finding(name, math.inf if math.isnan(ratio) else ratio, where)
+        findings.append(worst)
+    verdict = Verdict(str(space), tuple(findings))
+    if verbose:
+        print(verdict)
+    return verdict
+
+
+def _distances(space: Manifold, dtype: torch.dtype) -> list[float]:
+    point = space.random_point(1, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    radius = space.injectivity_radius(point).min().item()
+    near = 0.9 * radius if math.isfinite(radius) else 10.0
+    least = NEAREST_FLOAT32 if dtype is torch.float32 else 0.0
+    return sorted({t for t in (*DISTANCES, near) if least <= t <= near})

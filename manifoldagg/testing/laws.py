@@ -1,0 +1,318 @@
+r"""The laws of a manifold, one function each: what the names of its primitives promise.
+
+A law takes a [`Setting`][manifoldagg.testing.Setting] and returns the largest violation and what it may be.
+Tolerances are functions of the dtype, of the space's condition $\kappa$ and of the distance $t$: a relative error of
+$\kappa\,\varepsilon\,(1 + 1/t) / \min(1, r - t)$, $r$ the injectivity radius.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from manifoldagg.manifolds import Manifold, distance, geodesic, karcher_mean, norm, pole_ladder
+
+Violation = tuple[float, float]
+"""The largest error found, and the largest that the law allows."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Points and tangents at one distance, in one dtype.
+
+    Attributes:
+        space: under test.
+        seed: of every draw.
+        dtype: float32 or float64.
+        t: the length of the tangents `u` and `v`, and so the distance of `x` and `y`.
+        condition: how much the space's formulas enlarge rounding errors.
+    """
+
+    space: Manifold
+    seed: int
+    dtype: torch.dtype
+    t: float
+    condition: float = 50.0
+    batch: int = 4
+    x: Tensor = field(init=False, repr=False)
+    u: Tensor = field(init=False, repr=False)
+    v: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        x = self.space.random_point(self.batch, generator=generator, dtype=self.dtype)
+        object.__setattr__(self, "x", x)
+        for name in ("u", "v"):
+            tangent = self.space.random_tangent(x, generator)
+            object.__setattr__(self, name, self.times(self.t / norm(self.space, x, tangent), tangent))
+
+    @property
+    def y(self) -> Tensor:
+        """Where `u` leads from `x`."""
+        return self.space.exp(self.x, self.u)
+
+    @property
+    def room(self) -> float:
+        """How far the cut locus is, at most 1: what the errors of log and transport grow against."""
+        return min(1.0, self.space.injectivity_radius(self.x).min().item() - self.t)
+
+    @property
+    def rounding(self) -> float:
+        """The relative error of an operation that does not look back along a geodesic."""
+        return self.condition * torch.finfo(self.dtype).eps
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error that is allowed in a tangent that is seen from its end."""
+        return self.rounding * (1 + 1 / self.t) / self.room
+
+    @property
+    def absolute(self) -> float:
+        """The error that is allowed in a coordinate of a point."""
+        return self.rounding * max(1.0, self.t, self.x.double().abs().max().item()) / self.room
+
+    def times(self, factor: Tensor | float, u: Tensor) -> Tensor:
+        """`factor` (batch,) times tangents."""
+        if isinstance(factor, Tensor):
+            factor = factor.reshape(*factor.shape, *(1 for _ in self.space.shape))
+        return factor * u
+
+    def size(self, x: Tensor, u: Tensor) -> float:
+        """The largest norm of tangents `u` at `x`."""
+        return norm(self.space, x, u).max().item()
+
+    def apart(self, a: Tensor, b: Tensor) -> float:
+        """The largest difference of two points, in coordinates."""
+        return (a - b).double().abs().max().item()
+
+
+Law = Callable[[Setting], Violation]
+LAWS: dict[str, tuple[frozenset[str], Law]] = {}
+"""Every law by name, with the primitives that it is about."""
+
+GEODESIC = {"inner", "exp", "log"}
+PARALLEL = GEODESIC | {"transport"}
+
+
+def law(*primitives: str) -> Callable[[Law], Law]:
+    """Register a law that is about these primitives."""
+
+    def register(function: Law) -> Law:
+        LAWS[function.__name__] = (frozenset(primitives), function)
+        return function
+
+    return register
+
+
+@law("inner", "random_tangent")
+def inner_is_a_scalar_product(s: Setting) -> Violation:
+    """Symmetric, bilinear, positive."""
+    p, (x, u, v) = s.space, (s.x, s.u, s.v)
+    skew = (p.inner(x, u, v) - p.inner(x, v, u)).abs().max().item()
+    sum_ = p.inner(x, u, 2 * u - 3 * v) - 2 * p.inner(x, u, u) + 3 * p.inner(x, u, v)
+    negative = (-p.inner(x, u, u)).clamp(min=0).max().item()
+    return max(skew, sum_.abs().max().item(), negative) / s.t**2, 10 * s.rounding
+
+
+@law(*GEODESIC)
+def log_inverts_exp(s: Setting) -> Violation:
+    """log_x(exp_x u) = u."""
+    return s.size(s.x, s.space.log(s.x, s.y) - s.u) / s.t, s.tolerance
+
+
+@law(*GEODESIC)
+def exp_goes_as_far_as_its_tangent_is_long(s: Setting) -> Violation:
+    """d(x, exp_x u) = ‖u‖, seen from either end."""
+    seen = torch.stack([distance(s.space, s.x, s.y), distance(s.space, s.y, s.x)])
+    return (seen - s.t).abs().max().item() / s.t, s.tolerance
+
+
+@law(*GEODESIC)
+def the_derivative_of_exp_at_zero_is_the_identity(s: Setting) -> Violation:
+    """exp_x(hu) - exp_x(-hu) = 2hu + O(h³), in coordinates."""
+    if s.dtype is not torch.float64:
+        return 0.0, 0.0
+    unit, h = s.u / s.t, 1e-4
+    slope = (s.space.exp(s.x, h * unit) - s.space.exp(s.x, -h * unit)) / (2 * h)
+    # The cubic term is curvature times h²; rounding is ε/h.
+    return s.apart(slope, unit) / unit.abs().max().item(), 10 * h**2 + s.rounding / h
+
+
+@law(*GEODESIC)
+def geodesics_have_constant_speed(s: Setting) -> Violation:
+    """d(γ(a), γ(b)) = |b - a| d(x, y)."""
+    a, b = geodesic(s.space, s.x, s.y, 0.2), geodesic(s.space, s.x, s.y, 0.7)
+    return (distance(s.space, a, b) / s.t - 0.5).abs().max().item(), 4 * s.tolerance
+
+
+@law(*GEODESIC)
+def geodesics_can_be_walked_back(s: Setting) -> Violation:
+    """The geodesic from y to x at 1 - t is the one from x to y at t."""
+    there, back = geodesic(s.space, s.x, s.y, 0.3), geodesic(s.space, s.y, s.x, 0.7)
+    return s.apart(there, back), 2 * s.absolute
+
+
+@law(*GEODESIC)
+def distance_is_symmetric_and_keeps_the_triangle_inequality(s: Setting) -> Violation:
+    """d(x, y) = d(y, x), d(x, x) = 0 and d(x, z) <= d(x, y) + d(y, z)."""
+    z, d = s.space.exp(s.x, 0.5 * s.v), distance
+    skew = (d(s.space, s.x, s.y) - d(s.space, s.y, s.x)).abs().max().item()
+    short = (d(s.space, s.y, z) - d(s.space, s.y, s.x) - d(s.space, s.x, z)).clamp(min=0).max().item()
+    self_ = d(s.space, s.x, s.x).max().item()
+    return max(skew / s.t, short / s.t, self_), 2 * s.tolerance
+
+
+@law(*GEODESIC)
+def distance_grows_against_the_log(s: Setting) -> Violation:
+    """The gradient of d(·, y)² at x is -2 log_x y: metric, exp and log belong together."""
+    if s.dtype is not torch.float64 or s.t < 1e-2:
+        return 0.0, 0.0
+    w, h = s.v / s.t, 1e-4
+    ahead, behind = (distance(s.space, s.space.exp(s.x, e * h * w), s.y).square() for e in (1, -1))
+    slope = (ahead - behind) / (2 * h)
+    expected = -2 * s.space.inner(s.x, w, s.space.log(s.x, s.y))
+    return (slope - expected).abs().max().item() / s.t, (10 * h**2 / s.t**2 + s.rounding / h / s.t) / s.room**2
+
+
+@law("exp", "project")
+def exp_lands_on_the_manifold(s: Setting) -> Violation:
+    """Points are their own projections."""
+    return s.apart(s.space.project(s.y), s.y), s.rounding * s.y.abs().max().item()
+
+
+@law("project", "project_tangent", "random_tangent")
+def projections_are_idempotent(s: Setting) -> Violation:
+    """Projecting twice is projecting once, for points and for tangents; drawn tangents are tangent."""
+    noise = s.x + 0.1 * torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed), dtype=s.dtype)
+    point, tangent = s.space.project(noise), s.space.project_tangent(s.x, noise)
+    found = max(
+        s.apart(s.space.project(point), point),
+        s.apart(s.space.project_tangent(s.x, tangent), tangent),
+        s.apart(s.space.project_tangent(s.x, s.u), s.u) / s.t,
+    )
+    return found, s.rounding * max(1.0, noise.abs().max().item())
+
+
+@law("inner", "project_tangent")
+def what_project_tangent_removes_is_orthogonal(s: Setting) -> Violation:
+    """<w - Pw, v> = 0 for every tangent v."""
+    w = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed + 1), dtype=s.dtype)
+    removed = w - s.space.project_tangent(s.x, w)
+    found = s.space.inner(s.x, removed, s.v).abs().max().item() / s.t
+    return found, s.rounding * max(1.0, w.abs().max().item())
+
+
+@law("log", "transport", "project_tangent")
+def logs_and_transports_are_tangent(s: Setting) -> Violation:
+    """They are their own projections."""
+    log, moved = s.space.log(s.x, s.y), s.space.transport(s.x, s.y, s.v)
+    at_x = s.apart(s.space.project_tangent(s.x, log), log)
+    at_y = s.apart(s.space.project_tangent(s.y, moved), moved)
+    return max(at_x, at_y), s.tolerance * s.t
+
+
+@law(*PARALLEL)
+def transport_is_an_isometry(s: Setting) -> Violation:
+    """<Pu, Pv> = <u, v>, at every distance."""
+    moved = [s.space.transport(s.x, s.y, w) for w in (s.u, s.v)]
+    found = [
+        s.space.inner(s.y, moved[i], moved[j]) - s.space.inner(s.x, (s.u, s.v)[i], (s.u, s.v)[j])
+        for i, j in ((0, 0), (0, 1), (1, 1))
+    ]
+    return torch.stack(found).abs().max().item() / s.t**2, 4 * s.tolerance
+
+
+@law(*PARALLEL)
+def transport_there_and_back_is_the_identity(s: Setting) -> Violation:
+    """P from y to x inverts P from x to y; to x itself it does nothing."""
+    back = s.space.transport(s.y, s.x, s.space.transport(s.x, s.y, s.v))
+    stay = s.space.transport(s.x, s.x, s.v)
+    return max(s.size(s.x, back - s.v), s.size(s.x, stay - s.v)) / s.t, 4 * s.tolerance
+
+
+@law(*PARALLEL)
+def transport_is_linear(s: Setting) -> Violation:
+    """P(2u - 3v) = 2Pu - 3Pv."""
+    p = s.space
+    joint = p.transport(s.x, s.y, 2 * s.u - 3 * s.v)
+    apart = 2 * p.transport(s.x, s.y, s.u) - 3 * p.transport(s.x, s.y, s.v)
+    return s.size(s.y, joint - apart) / s.t, 10 * s.tolerance
+
+
+@law(*PARALLEL)
+def transport_carries_the_velocity(s: Setting) -> Violation:
+    """P log_x y = -log_y x, and what is left of the way is left after a part of it."""
+    moved = s.space.transport(s.x, s.y, s.u)
+    half = geodesic(s.space, s.x, s.y, 0.5)
+    rest = s.space.exp(half, 0.5 * s.space.transport(s.x, half, s.u))
+    turned = s.size(s.y, moved + s.space.log(s.y, s.x)) / s.t
+    return max(turned / s.tolerance, s.apart(rest, s.y) / s.absolute), 4.0
+
+
+@law(*PARALLEL)
+def the_pole_ladder_transports(s: Setting) -> Violation:
+    """On a symmetric space the pole ladder is parallel transport: a projection that is sold as one is not."""
+    if not s.space.symmetric or 2 * s.t >= 0.9 * s.space.injectivity_radius(s.x).min().item():
+        return 0.0, 0.0
+    ladder = pole_ladder(s.space, s.x, s.y, s.v)
+    return s.size(s.y, ladder - s.space.transport(s.x, s.y, s.v)) / s.t, 10 * s.tolerance
+
+
+@law(*GEODESIC)
+def gradients_are_finite_where_lengths_vanish(s: Setting) -> Violation:
+    """At u = 0 and y = x, in every argument."""
+    x = s.x.clone().requires_grad_()
+    y, zero = s.x.clone().requires_grad_(), torch.zeros_like(s.u).requires_grad_()
+    values = (s.space.exp(x, zero), s.space.log(x, y), distance(s.space, x, y), norm(s.space, x, zero))
+    slopes = torch.autograd.grad([value.sum() for value in values], [x, y, zero])
+    return float(sum((~slope.isfinite()).sum().item() for slope in slopes)), 0.0
+
+
+@law(*GEODESIC)
+def a_batch_is_a_loop(s: Setting) -> Violation:
+    """Points and tangents of a batch do not see one another."""
+    x, y, u, v = s.x, s.y, s.u, s.v
+    calls: list[Callable[[int | slice], Tensor]] = [
+        lambda i: s.space.exp(x[i], u[i]),
+        lambda i: s.space.log(x[i], y[i]),
+        lambda i: s.space.inner(x[i], u[i], v[i]),
+    ]
+    if "transport" in s.space.capabilities:
+        calls.append(lambda i: s.space.transport(x[i], y[i], v[i]))
+    found = 0.0
+    for call in calls:
+        together = call(slice(None))
+        alone = torch.stack([call(i) for i in range(s.batch)])
+        if together.shape != alone.shape:
+            return math.inf, 0.0
+        found = max(found, s.apart(together, alone))
+    return found, s.absolute
+
+
+@law(*GEODESIC, "project")
+def the_mean_of_two_points_is_the_middle(s: Setting) -> Violation:
+    """A Karcher mean is stationary; of two points it lies on their geodesic; of equal points it is one of them."""
+    if 2 * s.t >= s.space.injectivity_radius(s.x).min().item():
+        return 0.0, 0.0
+    pair, weights = torch.stack([s.x, s.y], 1), torch.tensor([0.75, 0.25], dtype=s.dtype)
+    mean = karcher_mean(s.space, pair, weights, tolerance=s.tolerance * s.t / 10)
+    same = karcher_mean(s.space, torch.stack([s.x, s.x, s.x], 1))
+    if not mean.converged:
+        return math.inf, 0.0
+    found = max(s.apart(mean.point, geodesic(s.space, s.x, s.y, 0.25)), s.apart(same.point, s.x))
+    return found, 10 * s.absolute
+
+
+@law("random_point", "random_tangent")
+def draws_follow_their_generator(s: Setting) -> Violation:
+    """The same seed gives the same point, another seed another one."""
+
+    def draw(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        point = s.space.random_point(3, generator=generator, dtype=s.dtype)
+        return torch.stack([point, s.space.random_tangent(point, generator)])
+
+    different = not torch.equal(draw(1), draw(2)) or math.prod(s.space.shape) == 0
+    return 0.0 if torch.equal(draw(1), draw(1)) and different else 1.0, 0.0

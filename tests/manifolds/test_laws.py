@@ -1,0 +1,70 @@
+"""The law suite: it holds for the spaces, and catches what is wrong."""
+
+import pytest
+import torch
+
+from manifoldagg.manifolds import PRIMITIVES, Flat, ParameterSpace, Sphere
+from manifoldagg.testing import LAWS, check_manifold
+from tests.manifolds.mutants import MUTANTS
+
+SPACES = [
+    *(Flat(n) for n in (1, 3, 40)),
+    ParameterSpace.of(torch.nn.Linear(3, 2).double()),
+    *(Sphere(n) for n in (2, 3, 30)),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=lambda space: str(space)[:30])
+def test_every_law_holds(space):
+    verdict = check_manifold(space, verbose=False)
+    assert verdict.holds, f"\n{verdict}"
+    assert len(verdict.findings) == len(LAWS)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_mutant_is_caught_by_its_laws(name):
+    mutant, laws = MUTANTS[name]
+    verdict = check_manifold(mutant(3), laws=laws, seeds=2, verbose=False)
+    assert sorted(verdict.broken) == sorted(laws), f"\n{verdict}"
+
+
+@pytest.mark.soak
+def test_which_law_catches_which_mutant(capsys):
+    """Every law on every mutant: each is caught, and each law that mutants name catches one."""
+    caught = {name: check_manifold(mutant(3), verbose=False).broken for name, (mutant, _) in MUTANTS.items()}
+    with capsys.disabled():
+        print("\n" + "\n".join(f"{name:<42} {', '.join(laws)}" for name, laws in caught.items()))
+    assert all(caught.values())
+
+
+def test_there_are_enough_mutants():
+    assert len(MUTANTS) >= 25
+    assert {law for _, laws in MUTANTS.values() for law in laws} <= set(LAWS)
+
+
+def test_laws_are_chosen_by_what_a_space_declares():
+    class Shy(Sphere):
+        capabilities = PRIMITIVES - {"transport"}
+
+    verdict = check_manifold(Shy(3), verbose=False)
+    assert verdict.holds
+    assert {finding.law for finding in verdict.findings} == {
+        name for name, (primitives, _) in LAWS.items() if "transport" not in primitives
+    }
+
+
+def test_what_is_declared_and_missing_is_broken():
+    class Boastful(Flat):
+        def transport(self, x, y, u):
+            raise self._lacks("transport")
+
+    verdict = check_manifold(Boastful(2), verbose=False)
+    assert "transport_is_an_isometry" in verdict.broken
+    assert "has no transport" in str(verdict)
+
+
+def test_the_verdict_can_be_read(capsys):
+    check_manifold(Sphere(3), laws=["log_inverts_exp"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Sphere(n=3): 1 of 1 laws hold"
+    assert lines[1].startswith("  holds  log inverts exp")

@@ -1,0 +1,160 @@
+"""Ladders and means: orders by slope, certificates by stationarity."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds import Flat, Sphere, distance, geodesic, karcher_mean, norm, pole_ladder, schild_ladder
+from tests.support import draw, relative, rotation, seeds
+
+SPHERE = Sphere(4)
+
+
+def around(seed, radius, k=6, space=SPHERE):
+    """k points within `radius` of a centre."""
+    generator = torch.Generator().manual_seed(seed)
+    centre = space.random_point(generator=generator, dtype=torch.float64).expand(k, -1)
+    u = space.random_tangent(centre, generator)
+    return space.exp(
+        centre, radius * torch.rand(k, 1, generator=generator, dtype=torch.float64) * u / u.norm(dim=-1, keepdim=True)
+    )
+
+
+def slope(error, scales):
+    """The exponent with which an error falls."""
+    a, b = (error(h) for h in scales)
+    return math.log(a / b) / math.log(scales[0] / scales[1])
+
+
+@given(seeds)
+def test_schilds_ladder_is_of_third_order_and_projection_of_second(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = SPHERE.random_point(generator=generator, dtype=torch.float64)
+    u, v = (SPHERE.random_tangent(x, generator) for _ in range(2))
+    u, v = u / u.norm(), v / v.norm()
+
+    def apart(transport, h):
+        y = SPHERE.exp(x, h * u)
+        return (transport(x, y, h * v) - SPHERE.transport(x, y, h * v)).norm().item()
+
+    def along(h):
+        return apart(lambda a, b, w: schild_ladder(SPHERE, a, b, w), h)
+
+    def projected(h):
+        return apart(lambda a, b, w: SPHERE.project_tangent(b, w), h)
+
+    # Relative to a tangent of length h, a projection is off by h², an error of h³ in all; so is one rung of Schild.
+    assert slope(along, (0.02, 0.01)) == pytest.approx(3, abs=0.2)
+    assert slope(projected, (0.02, 0.01)) == pytest.approx(3, abs=0.2)
+
+
+@given(seeds, st.integers(1, 5))
+def test_the_pole_ladder_is_exact_on_the_sphere_however_many_rungs(seed, rungs):
+    generator = torch.Generator().manual_seed(seed)
+    x = SPHERE.random_point(generator=generator, dtype=torch.float64)
+    u, v = (0.4 * SPHERE.random_tangent(x, generator).sign() @ torch.eye(4).double() for _ in range(2))
+    u, v = SPHERE.project_tangent(x, u), SPHERE.project_tangent(x, v)
+    y = SPHERE.exp(x, u)
+    assert relative(pole_ladder(SPHERE, x, y, v, rungs=rungs), SPHERE.transport(x, y, v)) <= 1e-12
+
+
+@given(seeds, st.floats(0.01, 0.7))
+def test_a_mean_is_stationary_and_better_than_its_neighbours(seed, radius):
+    points = around(seed, radius)
+    weights = draw(seed, 6).abs()
+    mean = karcher_mean(SPHERE, points, weights)
+    assert mean.converged
+    assert mean.residual.item() <= 1e-12
+
+    def cost(m):
+        return (weights * distance(SPHERE, m.expand(6, -1), points).square()).sum().item()
+
+    generator = torch.Generator().manual_seed(seed + 1)
+    for _ in range(5):
+        beside = SPHERE.exp(mean.point, 1e-3 * SPHERE.random_tangent(mean.point, generator))
+        assert cost(mean.point) < cost(beside)
+
+
+@given(seeds, st.floats(0.01, 0.7))
+def test_a_mean_does_not_depend_on_order_and_turns_with_space(seed, radius):
+    points, weights, q = around(seed, radius), draw(seed, 6).abs(), rotation(seed, 4)
+    mean = karcher_mean(SPHERE, points, weights).point
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+    assert relative(karcher_mean(SPHERE, points[order], weights[order]).point, mean) <= 1e-11
+    assert relative(karcher_mean(SPHERE, points @ q, weights).point, mean @ q) <= 1e-11
+    assert relative(karcher_mean(SPHERE, points, 7 * weights).point, mean) <= 1e-11
+
+
+@given(seeds, st.floats(0, 1))
+def test_the_mean_of_two_points_is_on_their_geodesic(seed, part):
+    x, y = around(seed, 0.7, k=2)
+    mean = karcher_mean(SPHERE, torch.stack([x, y]), torch.tensor([1 - part, part], dtype=torch.float64))
+    assert relative(mean.point, geodesic(SPHERE, x, y, part)) <= 1e-11
+
+
+@given(seeds, st.integers(1, 5))
+def test_a_flat_mean_is_the_weighted_mean(seed, k):
+    points, weights = draw(seed, k, 7), draw(seed + 1, k).abs()
+    mean = karcher_mean(Flat(7), points, weights)
+    assert relative(mean.point, weights @ points / weights.sum()) <= 1e-14
+    assert mean.steps <= 2
+
+
+def test_many_means_at_once():
+    points = torch.stack([around(seed, 0.5) for seed in range(6)]).reshape(2, 3, 6, 4)
+    weights = draw(0, 2, 3, 6).abs()
+    means = karcher_mean(SPHERE, points, weights)
+    assert means.point.shape == (2, 3, 4)
+    assert means.residual.shape == (2, 3)
+    for i in range(2):
+        for j in range(3):
+            assert relative(means.point[i, j], karcher_mean(SPHERE, points[i, j], weights[i, j]).point) <= 1e-12
+    shared = karcher_mean(SPHERE, points, weights[0, 0])
+    assert relative(shared.point[1, 2], karcher_mean(SPHERE, points[1, 2], weights[0, 0]).point) <= 1e-12
+
+
+def test_float32_points_have_float32_means():
+    points = around(0, 0.5).float()
+    mean = karcher_mean(SPHERE, points)
+    assert mean.point.dtype == torch.float32
+    assert mean.residual.dtype == torch.float64
+    assert mean.converged
+
+
+def test_what_does_not_converge_is_said():
+    mean = karcher_mean(SPHERE, around(0, 0.7), max_steps=1)
+    assert not mean.converged
+    assert mean.steps == 1
+    assert mean.residual.item() > 1e-12
+
+
+def test_norms_are_those_of_the_inner_product():
+    u = draw(0, 3, 4)
+    assert torch.allclose(norm(Flat(4), u, u), u.norm(dim=-1))
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: karcher_mean(SPHERE, torch.ones(4)), r"points: expected trailing shape \(any, 4\)"),
+        (lambda: karcher_mean(SPHERE, torch.ones(0, 4)), "points: expected at least one point"),
+        (lambda: karcher_mean(SPHERE, torch.ones(2, 4), torch.ones(3)), "weights: expected trailing shape"),
+        (lambda: karcher_mean(SPHERE, torch.ones(2, 4), torch.ones(5, 2)), "weights: expected shape"),
+        (
+            lambda: karcher_mean(SPHERE, torch.ones(2, 4), torch.tensor([1.0, -1.0])),
+            "weights: expected finite numbers >= 0",
+        ),
+        (lambda: karcher_mean(SPHERE, torch.ones(2, 4), torch.zeros(2)), "weights: expected finite numbers >= 0"),
+        (lambda: karcher_mean(SPHERE, torch.ones(2, 4), tolerance=-1.0), "tolerance: expected"),
+        (lambda: karcher_mean(SPHERE, torch.ones(2, 4), max_steps=0), "max_steps: expected"),
+        (lambda: pole_ladder(SPHERE, *torch.ones(3, 4), rungs=0), "rungs: expected"),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
