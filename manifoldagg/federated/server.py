@@ -119,6 +119,7 @@ class Server:
         check_choice("start: dtype", start.dtype, dtypes)
         self.space, self.rule = space, rule
         self._weights = dict(weights) if isinstance(weights, Mapping) else weights
+        self._all_samples = sum(weights.values()) if isinstance(weights, Mapping) else 0
         self._max_staleness = max_staleness
         self._lock = threading.RLock()
         self._version = 0
@@ -128,6 +129,7 @@ class Server:
         self._issued = 0
         self._open: dict[str, tuple[Hashable, int]] = {}
         self._samples: dict[Hashable, int | None] = {}
+        self._seen = self._seen_samples = 0
         self._memory: dict[Hashable, Memory] = {}
         self._history: list[dict[str, object]] = []
         self._refused: Counter[str] = Counter()
@@ -219,14 +221,13 @@ class Server:
             raise ArgumentError(f"staleness: expected at most {self._max_staleness}, got {staleness}")
         base, current = self._versions[version], self._versions[self._version]
         points, samples = self._admit(payload, current)
-        seen = self._samples | {client: samples}
         update = Update(
             client=client,
             base=base,
             current=current,
             points=points,
             staleness=staleness,
-            weight=self._weight(client, seen),
+            weight=self._weight(client, samples),
             samples=samples,
             tensors=payload.tensors,
             numbers=payload.numbers,
@@ -246,7 +247,9 @@ class Server:
             self._versions.add(self._version + 1, model)
             self._versions.release(self._version)
             self._version += 1
-        self._state, self._samples = state, seen
+        self._state = state
+        self._seen, self._seen_samples = self._counted(client, samples)
+        self._samples[client] = samples
         self._memory[client] = outcome.memory
         del self._open[ticket_id]
         self._versions.release(version)
@@ -267,10 +270,15 @@ class Server:
         points = check_finite("points", points.detach().to(current.device))
         return points, check_count("samples", payload.samples)
 
-    def _weight(self, client: Hashable, seen: Mapping[Hashable, int | None]) -> float:
+    def _weight(self, client: Hashable, samples: int) -> float:
         if isinstance(self._weights, dict):
-            return self._weights[client] / sum(self._weights.values())
+            return self._weights[client] / self._all_samples
         if self._weights == "uniform":
-            return 1 / len(seen)
-        known = [amount for amount in seen.values() if amount is not None]
-        return seen[client] * len(known) / (len(seen) * sum(known))  # type: ignore[operator]
+            return 1 / len(self._samples)
+        seen, total = self._counted(client, samples)
+        return samples * seen / (len(self._samples) * total)
+
+    def _counted(self, client: Hashable, samples: int) -> tuple[int, int]:
+        """How many clients have told their samples, and how many in all, with this one's latest word."""
+        before = self._samples[client]
+        return self._seen + (before is None), self._seen_samples - (before or 0) + samples

@@ -36,7 +36,7 @@ def karcher_mean(
     tolerance: float = 1e-12,
     max_steps: int = 100,
 ) -> Mean:
-    r"""$\arg\min_m \sum_i w_i\, d(m, x_i)^2$ by the fixed point $m \leftarrow \exp_m \sum_i w_i \log_m x_i$.
+    r"""$\operatorname{argmin}_m \sum_i w_i\, d(m, x_i)^2$ by the fixed point $m \leftarrow \exp_m \sum_i w_i \log_m x_i$.
 
     It starts at the heaviest point, runs in float64 and is cast back. Where all points of one mean lie in a
     ball within a quarter of $\pi/\sqrt{K}$, $K > 0$ the largest curvature, the minimiser is unique and found; without

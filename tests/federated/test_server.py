@@ -88,6 +88,9 @@ def test_weights():
     tickets = [observed.dispatch(name) for name in "abcd"]
     assert observed.receive(tickets[0].id, payload(samples=10)).weight == pytest.approx(1 / 4)
     assert observed.receive(tickets[1].id, payload(samples=30)).weight == pytest.approx(30 / (4 * 20))
+    again = observed.dispatch("a")
+    assert observed.receive(again.id, payload(samples=50)).weight == pytest.approx(50 / (4 * 40))
+    assert observed.receive(tickets[2].id, payload(samples=10)).weight == pytest.approx(10 / (4 * 30))
 
 
 def test_a_receipt_says_what_happened():
