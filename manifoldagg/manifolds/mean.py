@@ -38,10 +38,10 @@ def karcher_mean(
 ) -> Mean:
     r"""The minimiser of $\sum_i w_i\, d(m, x_i)^2$.
 
-    By the fixed point $m \leftarrow \exp_m \sum_i w_i \log_m x_i$. It starts at the heaviest point, runs in float64 and is cast back. Where all points of one mean lie in a
-    ball within a quarter of $\pi/\sqrt{K}$, $K > 0$ the largest curvature, the minimiser is unique and found; without
-    positive curvature it always is. Outside, `converged` and `residual` say what was reached. On a flat space one
-    step gives the weighted arithmetic mean.
+    By the fixed point $m \leftarrow \exp_m \sum_i w_i \log_m x_i$. It starts at the heaviest point, runs in float64
+    and is cast back. Where all points of one mean lie in a ball within a quarter of $\pi/\sqrt{K}$, $K > 0$ the
+    largest curvature, the minimiser is unique and found; without positive curvature it always is. Outside,
+    `converged` and `residual` say what was reached. On a flat space one step gives the weighted arithmetic mean.
 
     Args:
         space: with exp, log, inner and project.
