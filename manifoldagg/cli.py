@@ -183,9 +183,9 @@ def table(comparison: Comparison) -> Table:
         "final\nacc.",
         "best\nacc.",
         f"rounds\nto {target:.0%}",
-        "staleness\nmean / max",
+        "staleness\nmean/max",
         "Gini",
-        "seconds",
+        "time\ns",
     ):
         grid.add_column(heading, justify="right", no_wrap=True)
     for name, row in comparison.summary().items():
@@ -196,7 +196,7 @@ def table(comparison: Comparison) -> Table:
             _spread(row["final_mean"], row["final_sd"]),
             _spread(row["best_mean"], row["best_sd"]),
             "never" if reached is None else f"{reached:.0f}{share}",
-            f"{row['staleness_mean']:.1f} / {row['staleness_max']}",
+            f"{row['staleness_mean']:.1f}/{row['staleness_max']}",
             f"{row['gini_mean']:.3f}",
             f"{sum(seconds[name]):.0f}",
         )
