@@ -12,12 +12,12 @@ NEAR = 1e-3
 
 def cos_of_square(s: Tensor) -> Tensor:
     r"""$\cos\sqrt{s}$ for $s \ge 0$."""
-    return _joined(s, [(-1) ** k / math.factorial(2 * k) for k in range(6)], torch.cos)
+    return joined(s, [(-1) ** k / math.factorial(2 * k) for k in range(6)], torch.cos)
 
 
 def sinc_of_square(s: Tensor) -> Tensor:
     r"""$\sin(\sqrt{s}) / \sqrt{s}$ for $s \ge 0$."""
-    return _joined(s, [(-1) ** k / math.factorial(2 * k + 1) for k in range(6)], lambda t: torch.sin(t) / t)
+    return joined(s, [(-1) ** k / math.factorial(2 * k + 1) for k in range(6)], lambda t: torch.sin(t) / t)
 
 
 def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
@@ -31,7 +31,8 @@ def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
     )
 
 
-def _joined(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
+def joined(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
+    r"""A function of $\sqrt{s}$ by its series in $s$ near 0 (six terms), and by `function` beyond."""
     near = s < NEAR
     root = torch.where(near, torch.ones_like(s), s).sqrt()
     return torch.where(near, _polynomial(torch.where(near, s, torch.zeros_like(s)), series), function(root))

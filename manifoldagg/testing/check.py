@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from manifoldagg.errors import ManifoldAggError, check_count
+from manifoldagg.errors import ManifoldAggError, check_count, check_number
 from manifoldagg.manifolds import Manifold
 from manifoldagg.testing.laws import LAWS, Setting
 
@@ -58,6 +58,7 @@ def check_manifold(
     space: Manifold,
     *,
     condition: float = 50.0,
+    farthest: float | None = None,
     seeds: int = 3,
     dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64),
     laws: Iterable[str] | None = None,
@@ -66,11 +67,12 @@ def check_manifold(
     r"""Hold a space to every law that is about the primitives it declares.
 
     Tangents have the lengths 1e-7 (1e-3 in float32), 1e-3, 0.1, 0.7, 2 and nine tenths of the injectivity radius
-    (10 where it is infinite), as far as they are below it.
+    (10 where it is infinite) or `farthest`, as far as they are below it.
 
     Args:
         space: with `random_point` and `random_tangent`, which make the cases.
         condition: $\kappa$, how much the space's formulas may enlarge rounding errors.
+        farthest: where to stop: coordinates of a space that grows exponentially determine its points no further.
         seeds: how many draws at each distance.
         dtypes: which to try.
         laws: names of laws to try; all where not given.
@@ -85,6 +87,9 @@ def check_manifold(
         True
     """
     check_count("seeds", seeds)
+    check_number("condition", condition, above=0)
+    if farthest is not None:
+        check_number("farthest", farthest, above=0)
     chosen = {name: entry for name, entry in LAWS.items() if laws is None or name in set(laws)}
     findings = []
     for name, (primitives, law) in chosen.items():
@@ -92,7 +97,7 @@ def check_manifold(
             continue
         worst = Finding(name, 0.0, "")
         for dtype in dtypes:
-            for t in _distances(space, dtype):
+            for t in _distances(space, dtype, farthest):
                 for seed in range(seeds):
                     where = f" (t = {t:.3g}, {dtype}, seed {seed})"
                     try:
@@ -109,9 +114,9 @@ def check_manifold(
     return verdict
 
 
-def _distances(space: Manifold, dtype: torch.dtype) -> list[float]:
+def _distances(space: Manifold, dtype: torch.dtype, farthest: float | None) -> list[float]:
     point = space.random_point(1, generator=torch.Generator().manual_seed(0), dtype=dtype)
     radius = space.injectivity_radius(point).min().item()
-    near = 0.9 * radius if math.isfinite(radius) else 10.0
+    last = min(0.9 * radius if math.isfinite(radius) else 10.0, math.inf if farthest is None else farthest)
     least = NEAREST_FLOAT32 if dtype is torch.float32 else 0.0
-    return sorted({t for t in (*DISTANCES, near) if least <= t <= near})
+    return sorted({t for t in (*DISTANCES, last) if least <= t <= last})

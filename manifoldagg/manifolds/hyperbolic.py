@@ -1,0 +1,286 @@
+"""Hyperbolic space in two models: closed forms that hold from the smallest distance to where floats end."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.smooth import joined
+
+FARTHEST_DRAW = 0.6
+"""How far from the centre of a ball its points are drawn, in radii."""
+
+
+@dataclass(frozen=True)
+class PoincareBall(Manifold):
+    r"""The ball $\{x \in \mathbb{R}^n : k|x|^2 < 1\}$ of curvature $-k$, conformal to $\mathbb{R}^n$.
+
+    $\langle u, v\rangle_x = \lambda_x^2\, u \cdot v$ with $\lambda_x = 2 / (1 - k|x|^2)$. For $k = 1$ (the others
+    follow by the scale $\sqrt{k}$) with $\alpha = 1 - |x|^2$, $\beta = 1 - |y|^2$, $d = y - x$,
+    $q = |d|^2 / \alpha\beta$ and $p = \tanh(|u|/\alpha)\, u/|u|$:
+
+    $$\exp_x u = x + \alpha\,\frac{p + |p|^2 x}{1 + 2\,x \cdot p + |x|^2|p|^2}, \qquad
+      \log_x y = \frac{\operatorname{arsinh}\sqrt{q}}{\sqrt{q}}\,\frac{\alpha d - |d|^2 x}{\beta\sqrt{1 + q}},$$
+
+    $$P_{x \to y} v = \frac{\beta}{\alpha}\Bigl(v + 2\,\frac{(\alpha\, d \cdot v - |d|^2\, x \cdot v)\,x
+      - ((\beta + |d|^2)\, x \cdot v + |x|^2\, d \cdot v)\,d}{|d|^2 + \alpha\beta}\Bigr).$$
+
+    They are $x \oplus p$, the inverse of that, and the gyration $\operatorname{gyr}[y, -x]$, written in $d$, so that a
+    small distance keeps its digits. Everything is computed in float64 and cast back, and is smooth at $u = 0$ and
+    $y = x$.
+
+    A point at distance $r$ of the centre is $1 - \sqrt{k}|x| \approx 2e^{-\sqrt{k}r}$ of a radius away from the
+    boundary: whatever the formula, rounding its coordinates moves it by about $\varepsilon e^{\sqrt{k}r}/4$.
+    At $\sqrt{k}r \approx 38$ float64 rounds it onto the boundary (float32: 18), which is not of the space: what starts
+    there is infinite or NaN. `project` brings what is outside back to $4\varepsilon$ of the boundary, as an open ball
+    has no nearest point.
+
+    Args:
+        n: the dimension, at least 1.
+        curvature: $-k$, negative.
+
+    Raises:
+        ArgumentError: if `n` is no positive integer, or `curvature` no negative number.
+
+    Source: Ungar 2008; Ganea et al. 2018.
+
+    Example:
+        >>> import torch
+        >>> PoincareBall(2).exp(torch.zeros(2), torch.tensor([0.5, 0.0]))
+        tensor([0.4621, 0.0000])
+    """
+
+    n: int
+    curvature: float = -1.0
+    capabilities: ClassVar[frozenset[str]] = PRIMITIVES
+    symmetric: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("n", self.n)
+        if check_number("curvature", self.curvature) >= 0:
+            raise ArgumentError(f"curvature: expected a finite number < 0, got {self.curvature!r}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.n,)
+
+    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        self._check(x=x, u=u, v=v)
+        a = self._unit(x)
+        return (_dot(u.double(), v.double()) * (2 / (1 - _dot(a, a))).square()).squeeze(-1).to(u.dtype)
+
+    def exp(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        a, v = self._unit(x), self._unit(u)
+        square = _dot(a, a)
+        alpha = 1 - square
+        v = v / alpha
+        p = _tanhc_of_square(_dot(v, v)) * v
+        far = _dot(p, p)
+        step = alpha * (p + far * a) / (1 + 2 * _dot(a, p) + square * far)
+        return self._scaled(a + step, x)
+
+    def log(self, x: Point, y: Point) -> Tangent:
+        self._check(x=x, y=y)
+        a, b = self._unit(x), self._unit(y)
+        d = b - a
+        alpha, beta, apart = 1 - _dot(a, a), 1 - _dot(b, b), _dot(d, d)
+        q = apart / (alpha * beta)
+        return self._scaled(_arsinhc_of_square(q) * (alpha * d - apart * a) / (beta * (1 + q).sqrt()), x)
+
+    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        self._check(x=x, y=y, u=u)
+        a, b, v = self._unit(x), self._unit(y), u.double()
+        d = b - a
+        square, beta, apart = _dot(a, a), 1 - _dot(b, b), _dot(d, d)
+        alpha, outward, onward = 1 - square, _dot(a, v), _dot(d, v)
+        plane = (alpha * onward - apart * outward) * a - ((beta + apart) * outward + square * onward) * d
+        return (beta / alpha * (v + 2 * plane / (apart + alpha * beta))).to(u.dtype)
+
+    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
+        self._check(x=x, u=u)
+        return u
+
+    def project(self, x: Point) -> Point:
+        self._check(x=x)
+        a, eps = self._unit(x), torch.finfo(x.dtype).eps
+        square = _dot(a, a)
+        # Rounding a coordinate to x's dtype moves a length by less than ε: what was brought back stays inside.
+        outside = square >= (1 - 2 * eps) ** 2
+        length = torch.where(outside, square, torch.ones_like(square)).sqrt()
+        return torch.where(outside, self._scaled((1 - 4 * eps) / length * a, x), x)
+
+    def injectivity_radius(self, x: Point) -> Scalar:
+        self._check(x=x)
+        return x.new_full(x.shape[:-1], math.inf)
+
+    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+        """Draw uniformly, in coordinates, from the ball of six tenths of the radius."""
+        noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
+        level = torch.rand(*batch, 1, generator=generator, dtype=torch.float64, device=generator.device)
+        a = noise.double()
+        return self._scaled(FARTHEST_DRAW * level ** (1 / self.n) * a / _dot(a, a).sqrt(), noise)
+
+    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        self._check(x=x)
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
+        a = self._unit(x)
+        return ((1 - _dot(a, a)) / 2 * noise.double()).to(x.dtype)
+
+    def _unit(self, x: Tensor) -> Tensor:
+        """In the ball of radius 1 and curvature -1."""
+        return math.sqrt(-self.curvature) * x.double()
+
+    def _scaled(self, a: Tensor, like: Tensor) -> Tensor:
+        """Back from the ball of radius 1."""
+        return (a / math.sqrt(-self.curvature)).to(like.dtype)
+
+
+@dataclass(frozen=True)
+class Lorentz(Manifold):
+    r"""The hyperboloid $\{x \in \mathbb{R}^{n+1} : \langle x, x\rangle = -1, x_0 > 0\}$ of curvature $-1$.
+
+    $\langle u, v\rangle = -u_0v_0 + \vec u \cdot \vec v$, the time coordinate first. With $t^2 = \langle u, u\rangle$:
+
+    $$\exp_x u = \cosh t\; x + \tfrac{\sinh t}{t}\, u, \qquad
+      P_{x \to y} u = u + \tfrac{\langle y, u\rangle}{1 - \langle x, y\rangle}\,(x + y),$$
+
+    and $\log$ is taken at the origin, where it is $\vec z \operatorname{arsinh}|\vec z| / |\vec z|$: the boost that
+    takes $x$ there takes $y$ to $\vec z = \vec d - (d_0 - \vec x \cdot \vec d / (1 + x_0))\,\vec x$, $d = y - x$.
+
+    Everything is computed in float64 and cast back, and is smooth at $u = 0$ and $y = x$. Points and tangents are
+    read from their space coordinates; of the time coordinate, which then follows
+    ($x_0 = \sqrt{1 + |\vec x|^2}$, $u_0 = \vec x \cdot \vec u / x_0$), only `inner` and `project_tangent` take notice,
+    as they know vectors that are not tangent. `project` keeps the space coordinates.
+
+    Rounding a tangent at $x$ to $\varepsilon$ changes its $\langle u, u\rangle$ by $\varepsilon x_0^2$ and what
+    `project_tangent` makes of it by $\varepsilon x_0^3$, $x_0 = \cosh r$ at distance $r$ of the origin: whatever the
+    formula, $n + 1$ rounded coordinates hold no more.
+
+    Args:
+        n: the dimension of the hyperboloid, at least 1; points have n + 1 coordinates.
+
+    Raises:
+        ArgumentError: if `n` is no positive integer.
+
+    Source: Nickel, Kiela 2018.
+
+    Example:
+        >>> import torch
+        >>> Lorentz(1).exp(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+        tensor([1.5431, 1.1752])
+    """
+
+    n: int
+    capabilities: ClassVar[frozenset[str]] = PRIMITIVES
+    symmetric: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("n", self.n)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.n + 1,)
+
+    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        self._check(x=x, u=u, v=v)
+        return _minkowski(u.double(), v.double()).squeeze(-1).to(u.dtype)
+
+    def exp(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        (a0, a), v = _read(x), u[..., 1:].double()
+        at_origin = v - _dot(a, v) / (a0 * (1 + a0)) * a
+        square = _dot(at_origin, at_origin)
+        return _point(_cosh_of_square(square) * a + _sinhc_of_square(square) * v).to(x.dtype)
+
+    def log(self, x: Point, y: Point) -> Tangent:
+        self._check(x=x, y=y)
+        (a0, a), (b0, b) = _read(x), _read(y)
+        d = b - a
+        d0 = _dot(d, a + b) / (a0 + b0)
+        z = d - (d0 - _dot(a, d) / (1 + a0)) * a
+        return _from_origin(a0, a, _arsinhc_of_square(_dot(z, z)) * z).to(x.dtype)
+
+    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        self._check(x=x, y=y, u=u)
+        (a0, a), (b0, b), v = _read(x), _read(y), u[..., 1:].double()
+        d = b - a
+        # <y, u> = <y - x, u>, which keeps its digits where y is near.
+        ahead = _dot(d, v) - _dot(d, a + b) / (a0 + b0) * _dot(a, v) / a0
+        moved = v + ahead / (1 + a0 * b0 - _dot(a, b)) * (a + b)
+        return torch.cat([_dot(b, moved) / b0, moved], -1).to(u.dtype)
+
+    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
+        self._check(x=x, u=u)
+        a, v = torch.cat(_read(x), -1), u.double()
+        # Twice: after one pass what is left along x is ε|u|, after two it is ε of what remains.
+        for _ in range(2):
+            v = v + _minkowski(a, v) * a
+        return v.to(u.dtype)
+
+    def project(self, x: Point) -> Point:
+        self._check(x=x)
+        return _point(x[..., 1:].double()).to(x.dtype)
+
+    def injectivity_radius(self, x: Point) -> Scalar:
+        self._check(x=x)
+        return x.new_full(x.shape[:-1], math.inf)
+
+    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+        """Draw from the image, under exp at the origin, of a normal tangent with mean square length 1."""
+        noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
+        v = noise.double() / math.sqrt(self.n)
+        return _point(_sinhc_of_square(_dot(v, v)) * v).to(noise.dtype)
+
+    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        self._check(x=x)
+        shape = (*x.shape[:-1], self.n)
+        noise = torch.randn(shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
+        return _from_origin(*_read(x), noise.double()).to(x.dtype)
+
+
+def _dot(u: Tensor, v: Tensor) -> Tensor:
+    return (u * v).sum(-1, keepdim=True)
+
+
+def _minkowski(u: Tensor, v: Tensor) -> Tensor:
+    return _dot(u[..., 1:], v[..., 1:]) - u[..., :1] * v[..., :1]
+
+
+def _read(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The time and the space coordinates of a point, in float64: the former from the latter."""
+    a = x[..., 1:].double()
+    return (1 + _dot(a, a)).sqrt(), a
+
+
+def _point(a: Tensor) -> Tensor:
+    """The point of the hyperboloid with these space coordinates."""
+    return torch.cat([(1 + _dot(a, a)).sqrt(), a], -1)
+
+
+def _from_origin(a0: Tensor, a: Tensor, v: Tensor) -> Tensor:
+    """The space coordinates of a tangent at the origin, transported to a point."""
+    outward = _dot(a, v)
+    return torch.cat([outward, v + outward / (1 + a0) * a], -1)
+
+
+def _cosh_of_square(s: Tensor) -> Tensor:
+    return joined(s, [1 / math.factorial(2 * k) for k in range(6)], torch.cosh)
+
+
+def _sinhc_of_square(s: Tensor) -> Tensor:
+    return joined(s, [1 / math.factorial(2 * k + 1) for k in range(6)], lambda t: torch.sinh(t) / t)
+
+
+def _tanhc_of_square(s: Tensor) -> Tensor:
+    series = [1, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925]
+    return joined(s, series, lambda t: torch.tanh(t) / t)
+
+
+def _arsinhc_of_square(s: Tensor) -> Tensor:
+    series = [(-1) ** k * math.comb(2 * k, k) / (4**k * (2 * k + 1)) for k in range(6)]
+    return joined(s, series, lambda t: torch.asinh(t) / t)
