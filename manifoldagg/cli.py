@@ -114,9 +114,8 @@ def compare_command(
     """Compare asynchronous methods in virtual time, on equal terms.
 
     Every method sees the same split, the same initial model and the same order of events. Two workers train
-    the clients' models, out of a queue that favours clients with little data; a client
-    starts again from the server's model as soon as it has answered, and waits in the queue with it: that is
-    where staleness comes from.
+    the clients' models, out of a queue that favours clients with little data; a client starts again from the
+    server's model as soon as it has answered, and waits in the queue with it: that is where staleness comes from.
 
     Prints a table and writes `results.json` (equal settings give equal bits), `timing.json`, `accuracy.png`
     and `plane.png` (the loss over the plane of one learned curve).

@@ -118,8 +118,7 @@ class Server:
         dtypes = (space.dtype,) if isinstance(space, ParameterSpace) else MASTER_DTYPES
         check_choice("start: dtype", start.dtype, dtypes)
         self.space, self.rule = space, rule
-        self._weights = dict(weights) if isinstance(weights, Mapping) else weights
-        self._all_samples = sum(weights.values()) if isinstance(weights, Mapping) else 0
+        self._weights = weights if isinstance(weights, str) else _shares(weights)
         self._max_staleness = max_staleness
         self._lock = threading.RLock()
         self._version = 0
@@ -272,7 +271,7 @@ class Server:
 
     def _weight(self, client: Hashable, samples: int) -> float:
         if isinstance(self._weights, dict):
-            return self._weights[client] / self._all_samples
+            return self._weights[client]
         if self._weights == "uniform":
             return 1 / len(self._samples)
         seen, total = self._counted(client, samples)
@@ -282,3 +281,9 @@ class Server:
         """How many clients have told their samples, and how many in all, with this one's latest word."""
         before = self._samples[client]
         return self._seen + (before is None), self._seen_samples - (before or 0) + samples
+
+
+def _shares(samples: Mapping[Any, int]) -> dict[Hashable, float]:
+    """Each client's part of all samples."""
+    total = sum(samples.values())
+    return {client: amount / total for client, amount in samples.items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
-from manifoldagg.manifolds.smooth import joined
+from manifoldagg.manifolds.smooth import dot, joined
 
 FARTHEST_DRAW = 0.6
 """How far from the centre of a ball its points are drawn, in radii."""
@@ -71,24 +71,24 @@ class PoincareBall(Manifold):
     def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         self._check(x=x, u=u, v=v)
         a = self._unit(x)
-        return (_dot(u.double(), v.double()) * (2 / (1 - _dot(a, a))).square()).squeeze(-1).to(u.dtype)
+        return (dot(u.double(), v.double()) * (2 / (1 - dot(a, a))).square()).squeeze(-1).to(u.dtype)
 
     def exp(self, x: Point, u: Tangent) -> Point:
         self._check(x=x, u=u)
         a, v = self._unit(x), self._unit(u)
-        square = _dot(a, a)
+        square = dot(a, a)
         alpha = 1 - square
         v = v / alpha
-        p = _tanhc_of_square(_dot(v, v)) * v
-        far = _dot(p, p)
-        step = alpha * (p + far * a) / (1 + 2 * _dot(a, p) + square * far)
+        p = _tanhc_of_square(dot(v, v)) * v
+        far = dot(p, p)
+        step = alpha * (p + far * a) / (1 + 2 * dot(a, p) + square * far)
         return self._scaled(a + step, x)
 
     def log(self, x: Point, y: Point) -> Tangent:
         self._check(x=x, y=y)
         a, b = self._unit(x), self._unit(y)
         d = b - a
-        alpha, beta, apart = 1 - _dot(a, a), 1 - _dot(b, b), _dot(d, d)
+        alpha, beta, apart = 1 - dot(a, a), 1 - dot(b, b), dot(d, d)
         q = apart / (alpha * beta)
         return self._scaled(_arsinhc_of_square(q) * (alpha * d - apart * a) / (beta * (1 + q).sqrt()), x)
 
@@ -96,8 +96,8 @@ class PoincareBall(Manifold):
         self._check(x=x, y=y, u=u)
         a, b, v = self._unit(x), self._unit(y), u.double()
         d = b - a
-        square, beta, apart = _dot(a, a), 1 - _dot(b, b), _dot(d, d)
-        alpha, outward, onward = 1 - square, _dot(a, v), _dot(d, v)
+        square, beta, apart = dot(a, a), 1 - dot(b, b), dot(d, d)
+        alpha, outward, onward = 1 - square, dot(a, v), dot(d, v)
         plane = (alpha * onward - apart * outward) * a - ((beta + apart) * outward + square * onward) * d
         return (beta / alpha * (v + 2 * plane / (apart + alpha * beta))).to(u.dtype)
 
@@ -108,7 +108,7 @@ class PoincareBall(Manifold):
     def project(self, x: Point) -> Point:
         self._check(x=x)
         a, eps = self._unit(x), torch.finfo(x.dtype).eps
-        square = _dot(a, a)
+        square = dot(a, a)
         # Rounding a coordinate to x's dtype moves a length by less than ε: what was brought back stays inside.
         outside = square >= (1 - 2 * eps) ** 2
         length = torch.where(outside, square, torch.ones_like(square)).sqrt()
@@ -123,13 +123,13 @@ class PoincareBall(Manifold):
         noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
         level = torch.rand(*batch, 1, generator=generator, dtype=torch.float64, device=generator.device)
         a = noise.double()
-        return self._scaled(FARTHEST_DRAW * level ** (1 / self.n) * a / _dot(a, a).sqrt(), noise)
+        return self._scaled(FARTHEST_DRAW * level ** (1 / self.n) * a / dot(a, a).sqrt(), noise)
 
     def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         self._check(x=x)
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
         a = self._unit(x)
-        return ((1 - _dot(a, a)) / 2 * noise.double()).to(x.dtype)
+        return ((1 - dot(a, a)) / 2 * noise.double()).to(x.dtype)
 
     def _unit(self, x: Tensor) -> Tensor:
         """In the ball of radius 1 and curvature -1."""
@@ -193,26 +193,26 @@ class Lorentz(Manifold):
     def exp(self, x: Point, u: Tangent) -> Point:
         self._check(x=x, u=u)
         (a0, a), v = _read(x), u[..., 1:].double()
-        at_origin = v - _dot(a, v) / (a0 * (1 + a0)) * a
-        square = _dot(at_origin, at_origin)
+        at_origin = v - dot(a, v) / (a0 * (1 + a0)) * a
+        square = dot(at_origin, at_origin)
         return _point(_cosh_of_square(square) * a + _sinhc_of_square(square) * v).to(x.dtype)
 
     def log(self, x: Point, y: Point) -> Tangent:
         self._check(x=x, y=y)
         (a0, a), (b0, b) = _read(x), _read(y)
         d = b - a
-        d0 = _dot(d, a + b) / (a0 + b0)
-        z = d - (d0 - _dot(a, d) / (1 + a0)) * a
-        return _from_origin(a0, a, _arsinhc_of_square(_dot(z, z)) * z).to(x.dtype)
+        d0 = dot(d, a + b) / (a0 + b0)
+        z = d - (d0 - dot(a, d) / (1 + a0)) * a
+        return _from_origin(a0, a, _arsinhc_of_square(dot(z, z)) * z).to(x.dtype)
 
     def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         self._check(x=x, y=y, u=u)
         (a0, a), (b0, b), v = _read(x), _read(y), u[..., 1:].double()
         d = b - a
         # <y, u> = <y - x, u>, which keeps its digits where y is near.
-        ahead = _dot(d, v) - _dot(d, a + b) / (a0 + b0) * _dot(a, v) / a0
-        moved = v + ahead / (1 + a0 * b0 - _dot(a, b)) * (a + b)
-        return torch.cat([_dot(b, moved) / b0, moved], -1).to(u.dtype)
+        ahead = dot(d, v) - dot(d, a + b) / (a0 + b0) * dot(a, v) / a0
+        moved = v + ahead / (1 + a0 * b0 - dot(a, b)) * (a + b)
+        return torch.cat([dot(b, moved) / b0, moved], -1).to(u.dtype)
 
     def project_tangent(self, x: Point, u: Tangent) -> Tangent:
         self._check(x=x, u=u)
@@ -234,7 +234,7 @@ class Lorentz(Manifold):
         """Draw from the image, under exp at the origin, of a normal tangent with mean square length 1."""
         noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
         v = noise.double() / math.sqrt(self.n)
-        return _point(_sinhc_of_square(_dot(v, v)) * v).to(noise.dtype)
+        return _point(_sinhc_of_square(dot(v, v)) * v).to(noise.dtype)
 
     def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         self._check(x=x)
@@ -243,28 +243,24 @@ class Lorentz(Manifold):
         return _from_origin(*_read(x), noise.double()).to(x.dtype)
 
 
-def _dot(u: Tensor, v: Tensor) -> Tensor:
-    return (u * v).sum(-1, keepdim=True)
-
-
 def _minkowski(u: Tensor, v: Tensor) -> Tensor:
-    return _dot(u[..., 1:], v[..., 1:]) - u[..., :1] * v[..., :1]
+    return dot(u[..., 1:], v[..., 1:]) - u[..., :1] * v[..., :1]
 
 
 def _read(x: Tensor) -> tuple[Tensor, Tensor]:
     """The time and the space coordinates of a point, in float64: the former from the latter."""
     a = x[..., 1:].double()
-    return (1 + _dot(a, a)).sqrt(), a
+    return (1 + dot(a, a)).sqrt(), a
 
 
 def _point(a: Tensor) -> Tensor:
     """The point of the hyperboloid with these space coordinates."""
-    return torch.cat([(1 + _dot(a, a)).sqrt(), a], -1)
+    return torch.cat([(1 + dot(a, a)).sqrt(), a], -1)
 
 
 def _from_origin(a0: Tensor, a: Tensor, v: Tensor) -> Tensor:
     """The space coordinates of a tangent at the origin, transported to a point."""
-    outward = _dot(a, v)
+    outward = dot(a, v)
     return torch.cat([outward, v + outward / (1 + a0) * a], -1)
 
 

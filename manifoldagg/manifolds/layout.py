@@ -1,7 +1,7 @@
 """Layout: where each tensor of a model lies in one contiguous point, and back, bit for bit."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -181,7 +181,9 @@ def _match(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> None:
             raise StateDictError(f"{name}: expected {entry.dtype}, got {given.dtype}")
 
 
-def _sort(tensors: Mapping[str, Tensor], leaf_name, dtype: torch.dtype | None) -> Layout:  # type: ignore[no-untyped-def]
+def _sort(
+    tensors: Mapping[str, Tensor], leaf_name: Callable[[str, Tensor], str | None], dtype: torch.dtype | None
+) -> Layout:
     """Sort named tensors into leaves, carried ones and aliases; `leaf_name(name, tensor)` is `None` for carried."""
     leaves, carried, aliases = [], [], []
     for name, tensor in tensors.items():

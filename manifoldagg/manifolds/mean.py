@@ -74,12 +74,16 @@ def karcher_mean(
     heaviest = w.argmax(-1).reshape(*w.shape[:-1], *(1 for _ in range(len(space.shape) + 1)))
     m = x.take_along_dim(heaviest, spread - 1)
     factor = w.reshape(*w.shape, *(1 for _ in space.shape))
-    step = (factor * space.log(m.expand_as(x), x)).sum(spread - 1, keepdim=True)
-    residual, steps = norm(space, m, step), 0
+
+    def pull(m: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted sum of the logs at `m`, and its norm."""
+        step = (factor * space.log(m.expand_as(x), x)).sum(spread - 1, keepdim=True)
+        return step, norm(space, m, step)
+
+    (step, residual), steps = pull(m), 0
     while steps < max_steps and bool((residual > tolerance).any()):
         m = space.exp(m, step)
-        step = (factor * space.log(m.expand_as(x), x)).sum(spread - 1, keepdim=True)
-        residual, steps = norm(space, m, step), steps + 1
+        (step, residual), steps = pull(m), steps + 1
     done = bool((residual <= tolerance).all())
     return Mean(m.squeeze(spread - 1).to(points.dtype), residual.squeeze(-1), steps, done)
 

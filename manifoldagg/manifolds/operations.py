@@ -1,5 +1,7 @@
 """What follows from the primitives, written once for every space."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -106,7 +108,10 @@ def schild_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int
     return _climb(rung, space, x, y, u, rungs)
 
 
-def _climb(rung, space: Manifold, x: Point, y: Point, u: Tangent, rungs: int) -> Tangent:  # type: ignore[no-untyped-def]
+Rung = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _climb(rung: Rung, space: Manifold, x: Point, y: Point, u: Tangent, rungs: int) -> Tangent:
     """`rungs` ladder steps along the geodesic from `x` to `y`."""
     start = x
     for i in range(1, check_count("rungs", rungs) + 1):

@@ -1,4 +1,4 @@
-"""Functions of a squared length that are smooth at 0, where the functions of the length itself have no derivative."""
+"""Squared lengths, and functions of them that are smooth at 0, where functions of the length have no derivative."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,6 +8,11 @@ from torch import Tensor
 
 NEAR = 1e-3
 """Squared lengths below which a series is used: six of its terms leave an error below 1e-18 there."""
+
+
+def dot(u: Tensor, v: Tensor) -> Tensor:
+    """The sum of products of coordinates: (*batch, 1)."""
+    return (u * v).sum(-1, keepdim=True)
 
 
 def cos_of_square(s: Tensor) -> Tensor:

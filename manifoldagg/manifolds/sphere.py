@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manifoldagg.errors import check_count
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
-from manifoldagg.manifolds.smooth import angle_per_sine, cos_of_square, sinc_of_square
+from manifoldagg.manifolds.smooth import angle_per_sine, cos_of_square, dot, sinc_of_square
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,26 @@ class Sphere(Manifold):
 
     def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         self._check(x=x, u=u, v=v)
-        return _dot(u.double(), v.double()).squeeze(-1).to(u.dtype)
+        return dot(u.double(), v.double()).squeeze(-1).to(u.dtype)
 
     def exp(self, x: Point, u: Tangent) -> Point:
         self._check(x=x, u=u)
         a, v = x.double(), u.double()
-        square = _dot(v, v)
+        square = dot(v, v)
         return (cos_of_square(square) * a + sinc_of_square(square) * v).to(x.dtype)
 
     def log(self, x: Point, y: Point) -> Tangent:
         self._check(x=x, y=y)
         a, b = x.double(), y.double()
         across = _across(a, b - a)
-        return (angle_per_sine(_dot(across, across), _dot(a, b)) * across).to(x.dtype)
+        return (angle_per_sine(dot(across, across), dot(a, b)) * across).to(x.dtype)
 
     def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         self._check(x=x, y=y, u=u)
         a, b, v = x.double(), y.double(), u.double()
         # 1 + <x, y> = |x + y|² / 2 keeps its digits near the cut locus.
         middle = a + b
-        return (v - 2 * _dot(b, v) / _dot(middle, middle) * middle).to(u.dtype)
+        return (v - 2 * dot(b, v) / dot(middle, middle) * middle).to(u.dtype)
 
     def project_tangent(self, x: Point, u: Tangent) -> Tangent:
         self._check(x=x, u=u)
@@ -83,7 +83,7 @@ class Sphere(Manifold):
     def project(self, x: Point) -> Point:
         self._check(x=x)
         a = x.double()
-        return (a / _dot(a, a).sqrt()).to(x.dtype)
+        return (a / dot(a, a).sqrt()).to(x.dtype)
 
     def injectivity_radius(self, x: Point) -> Scalar:
         self._check(x=x)
@@ -97,10 +97,6 @@ class Sphere(Manifold):
         return self.project_tangent(x, noise.to(x.device))
 
 
-def _dot(u: Tensor, v: Tensor) -> Tensor:
-    return (u * v).sum(-1, keepdim=True)
-
-
 def _across(x: Tensor, u: Tensor) -> Tensor:
     """The part of `u` orthogonal to the unit vector `x`."""
-    return u - _dot(x, u) * x
+    return u - dot(x, u) * x

@@ -8,6 +8,7 @@ $\kappa\,\varepsilon\,(1 + 1/t) / \min(1, r - t)$, $r$ the injectivity radius.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,12 +49,12 @@ class Setting:
             tangent = self.space.random_tangent(x, generator)
             object.__setattr__(self, name, self.times(self.t / norm(self.space, x, tangent), tangent))
 
-    @property
+    @cached_property
     def y(self) -> Tensor:
         """Where `u` leads from `x`."""
         return self.space.exp(self.x, self.u)
 
-    @property
+    @cached_property
     def room(self) -> float:
         """How far the cut locus is, at most 1: what the errors of log and transport grow against."""
         return min(1.0, self.space.injectivity_radius(self.x).min().item() - self.t)
