@@ -105,19 +105,22 @@ def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = Fal
     Raises:
         ArgumentError: if `tensor` is no floating tensor or its shape differs.
     """
-    kind = "trailing shape" if batch else "shape"
-    expected = f"{kind} ({', '.join('any' if n is None else str(n) for n in shape)})"
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
         given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise ArgumentError(f"{name}: expected a floating tensor of {expected}, got {given}")
+        raise ArgumentError(f"{name}: expected a floating tensor of {_expected(shape, batch)}, got {given}")
     if tensor.layout is not torch.strided or tensor.is_meta:
         what = "on the meta device" if tensor.is_meta else tensor.layout
         raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
     extra = tensor.ndim - len(shape)
     fits = extra >= 0 if batch else extra == 0
     if not fits or any(n is not None and n != m for n, m in zip(shape, tensor.shape[extra:], strict=True)):
-        raise ArgumentError(f"{name}: expected {expected}, got {tuple(tensor.shape)}")
+        raise ArgumentError(f"{name}: expected {_expected(shape, batch)}, got {tuple(tensor.shape)}")
     return tensor
+
+
+def _expected(shape: tuple[int | None, ...], batch: bool) -> str:
+    listed = ", ".join("any" if n is None else str(n) for n in shape)
+    return f"{'trailing shape' if batch else 'shape'} ({listed})"
 
 
 def check_finite(name: str, tensor: Tensor) -> Tensor:

@@ -28,3 +28,19 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "soak" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="make soak runs it"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Which law catches which mutant, from the tests that recorded it."""
+    caught = sorted(
+        (report.fspath, name, laws)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for key, (name, laws) in report.user_properties
+        if key == "caught"
+    )
+    if caught:
+        terminalreporter.section("mutants, and what catches them")
+        for _, name, laws in caught:
+            terminalreporter.write_line(f"{name:<42} {', '.join(laws)}")

@@ -85,7 +85,14 @@ PUBLIC = [
     *(f"manifoldagg.corrections.{name}" for name in ("Tangent", "Position", "OrthoDC")),
     *(f"manifoldagg.federated.rules.{name}" for name in ("FedAsync", "FedOrtho", "FedGS", "AsyncBezier")),
     *(f"manifoldagg.simulation.{name}" for name in ("gini", "theil", "dirichlet_partition")),
-    "manifoldagg.manifolds.Flat",
+    *(
+        f"manifoldagg.manifolds.{name}"
+        for name in (
+            *("Flat", "Sphere", "PoincareBall", "Lorentz", "Stiefel", "Grassmann", "SpecialOrthogonal", "Product"),
+            *("SymmetricPositiveDefinite", "from_geoopt", "karcher_mean", "distance", "geodesic", "norm"),
+            *("pole_ladder", "schild_ladder"),
+        )
+    ),
     "manifoldagg.curves.parameter_at_distance",
 ]
 

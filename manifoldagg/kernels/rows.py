@@ -98,8 +98,10 @@ def is_transformed(tensors: Sequence[Tensor]) -> bool:
     """Whether a derivative or a functorch transform follows any of `tensors`.
 
     The fused kernels are inference-only: a custom operator would hand a transform silent zeros, so such
-    calls take the plain torch path.
+    calls take the plain torch path. So do calls that `torch.compile` traces, which sees through nothing else.
     """
+    if torch.compiler.is_compiling():
+        return True
     recording = torch.is_grad_enabled()
     return any(
         (recording and row.requires_grad)

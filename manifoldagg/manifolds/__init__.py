@@ -1,37 +1,64 @@
 """Where models live: manifolds whose points are tensors."""
 
+from typing import TYPE_CHECKING, Any
+
 from manifoldagg.manifolds.flat import Flat
+from manifoldagg.manifolds.grassmann import Grassmann
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry, Layout
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold
-from manifoldagg.manifolds.mean import Mean, karcher_mean
+from manifoldagg.manifolds.mean import Mean, RunningMean, karcher_mean
 from manifoldagg.manifolds.operations import distance, geodesic, norm, pole_ladder, schild_ladder
 from manifoldagg.manifolds.parameters import Loss, ParameterSpace
+from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.rotations import SpecialOrthogonal
 from manifoldagg.manifolds.sphere import Sphere
+from manifoldagg.manifolds.stiefel import Log, Stiefel
 from manifoldagg.manifolds.symmetric import SymmetricPositiveDefinite
+from manifoldagg.manifolds.validate import Validated, check_point, check_tangent
+
+if TYPE_CHECKING:
+    from manifoldagg.manifolds.geoopt import from_geoopt
 
 __all__ = [
     "MASTER_DTYPES",
     "PRIMITIVES",
     "Entry",
     "Flat",
+    "Grassmann",
     "Layout",
+    "Log",
     "Lorentz",
     "Loss",
     "Manifold",
     "Mean",
     "ParameterSpace",
     "PoincareBall",
+    "Power",
     "Product",
+    "RunningMean",
     "SpecialOrthogonal",
     "Sphere",
+    "Stiefel",
     "SymmetricPositiveDefinite",
+    "Validated",
+    "check_point",
+    "check_tangent",
     "distance",
+    "from_geoopt",
     "geodesic",
     "karcher_mean",
     "norm",
     "pole_ladder",
     "schild_ladder",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`from_geoopt`, when it is asked for: loading geoopt takes longer than loading this package."""
+    if name == "from_geoopt":
+        from manifoldagg.manifolds.geoopt import from_geoopt
+
+        return from_geoopt
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

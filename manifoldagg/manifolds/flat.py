@@ -10,12 +10,34 @@ from manifoldagg.errors import check_count
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 
 
-class FlatGeometry(Manifold):
-    """The primitives of a space whose metric is the dot product of its coordinates."""
+@dataclass(frozen=True)
+class Flat(Manifold):
+    r"""$\mathbb{R}^n$ with the dot product: exp is addition, log subtraction, transport the identity.
 
+    Args:
+        n: the dimension.
+
+    Raises:
+        ArgumentError: if `n` is no integer or negative.
+
+    Example:
+        >>> import torch
+        >>> space = Flat(2)
+        >>> space.log(torch.tensor([1.0, 1.0]), torch.tensor([4.0, 5.0]))
+        tensor([3., 4.])
+    """
+
+    n: int
     flat: ClassVar[bool] = True
     symmetric: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[str]] = PRIMITIVES
+
+    def __post_init__(self) -> None:
+        check_count("n", self.n, at_least=0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.n,)
 
     def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         self._check(x=x, u=u, v=v)
@@ -42,6 +64,9 @@ class FlatGeometry(Manifold):
         self._check(x=x)
         return x
 
+    def retract(self, x: Point, u: Tangent) -> Point:
+        return self.exp(x, u)
+
     def injectivity_radius(self, x: Point) -> Scalar:
         self._check(x=x)
         return x.new_full(x.shape[: x.ndim - len(self.shape)], math.inf)
@@ -52,30 +77,3 @@ class FlatGeometry(Manifold):
     def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         self._check(x=x)
         return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
-
-
-@dataclass(frozen=True)
-class Flat(FlatGeometry):
-    r"""$\mathbb{R}^n$ with the dot product: exp is addition, log subtraction, transport the identity.
-
-    Args:
-        n: the dimension.
-
-    Raises:
-        ArgumentError: if `n` is no integer or negative.
-
-    Example:
-        >>> import torch
-        >>> space = Flat(2)
-        >>> space.log(torch.tensor([1.0, 1.0]), torch.tensor([4.0, 5.0]))
-        tensor([3., 4.])
-    """
-
-    n: int
-
-    def __post_init__(self) -> None:
-        check_count("n", self.n, at_least=0)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.n,)

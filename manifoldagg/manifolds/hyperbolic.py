@@ -1,6 +1,7 @@
 """Hyperbolic space in two models: closed forms that hold from the smallest distance to where floats end."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +33,8 @@ class PoincareBall(Manifold):
     They are $x \oplus p$, the inverse of that, and the gyration $\operatorname{gyr}[y, -x]$, written in $d$, so that a
     small distance keeps its digits. Everything is computed in float64 and cast back, and is smooth at $u = 0$ and
     $y = x$.
+
+    `retract` takes $p = v / \sqrt{1 + |v|^2}$, $v = u / \alpha$, in place of the hyperbolic tangent.
 
     A point at distance $r$ of the centre is $1 - \sqrt{k}|x| \approx 2e^{-\sqrt{k}r}$ of a radius away from the
     boundary: whatever the formula, rounding its coordinates moves it by about $\varepsilon e^{\sqrt{k}r}/4$.
@@ -75,14 +78,7 @@ class PoincareBall(Manifold):
 
     def exp(self, x: Point, u: Tangent) -> Point:
         self._check(x=x, u=u)
-        a, v = self._unit(x), self._unit(u)
-        square = dot(a, a)
-        alpha = 1 - square
-        v = v / alpha
-        p = _tanhc_of_square(dot(v, v)) * v
-        far = dot(p, p)
-        step = alpha * (p + far * a) / (1 + 2 * dot(a, p) + square * far)
-        return self._scaled(a + step, x)
+        return self._moved(x, u, _tanhc_of_square)
 
     def log(self, x: Point, y: Point) -> Tangent:
         self._check(x=x, y=y)
@@ -114,6 +110,15 @@ class PoincareBall(Manifold):
         length = torch.where(outside, square, torch.ones_like(square)).sqrt()
         return torch.where(outside, self._scaled((1 - 4 * eps) / length * a, x), x)
 
+    def retract(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        return self._moved(x, u, lambda square: (1 + square).rsqrt())
+
+    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        self._check(x=x, derivative=derivative)
+        a = self._unit(x)
+        return (((1 - dot(a, a)) / 2).square() * derivative.double()).to(x.dtype)
+
     def injectivity_radius(self, x: Point) -> Scalar:
         self._check(x=x)
         return x.new_full(x.shape[:-1], math.inf)
@@ -130,6 +135,17 @@ class PoincareBall(Manifold):
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
         a = self._unit(x)
         return ((1 - dot(a, a)) / 2 * noise.double()).to(x.dtype)
+
+    def _moved(self, x: Tensor, u: Tensor, shorten: Callable[[Tensor], Tensor]) -> Tensor:
+        """x + p with the addition of Möbius, p being v = u / (1 - |x|²) times a function of |v|² that ends within 1."""
+        a, v = self._unit(x), self._unit(u)
+        square = dot(a, a)
+        alpha = 1 - square
+        v = v / alpha
+        p = shorten(dot(v, v)) * v
+        far = dot(p, p)
+        step = alpha * (p + far * a) / (1 + 2 * dot(a, p) + square * far)
+        return self._scaled(a + step, x)
 
     def _unit(self, x: Tensor) -> Tensor:
         """In the ball of radius 1 and curvature -1."""
@@ -155,7 +171,8 @@ class Lorentz(Manifold):
     Everything is computed in float64 and cast back, and is smooth at $u = 0$ and $y = x$. Points and tangents are
     read from their space coordinates; of the time coordinate, which then follows
     ($x_0 = \sqrt{1 + |\vec x|^2}$, $u_0 = \vec x \cdot \vec u / x_0$), only `inner` and `project_tangent` take notice,
-    as they know vectors that are not tangent. `project` keeps the space coordinates.
+    as they know vectors that are not tangent. `project` keeps the space coordinates;
+    `retract` is $\sqrt{1 + t^2}\; x + u$.
 
     Rounding a tangent at $x$ to $\varepsilon$ changes its $\langle u, u\rangle$ by $\varepsilon x_0^2$ and what
     `project_tangent` makes of it by $\varepsilon x_0^3$, $x_0 = \cosh r$ at distance $r$ of the origin: whatever the
@@ -193,8 +210,7 @@ class Lorentz(Manifold):
     def exp(self, x: Point, u: Tangent) -> Point:
         self._check(x=x, u=u)
         (a0, a), v = _read(x), u[..., 1:].double()
-        at_origin = v - dot(a, v) / (a0 * (1 + a0)) * a
-        square = dot(at_origin, at_origin)
+        square = _square(a0, a, v)
         return _point(_cosh_of_square(square) * a + _sinhc_of_square(square) * v).to(x.dtype)
 
     def log(self, x: Point, y: Point) -> Tangent:
@@ -226,6 +242,15 @@ class Lorentz(Manifold):
         self._check(x=x)
         return _point(x[..., 1:].double()).to(x.dtype)
 
+    def retract(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        (a0, a), v = _read(x), u[..., 1:].double()
+        return _point((1 + _square(a0, a, v)).sqrt() * a + v).to(x.dtype)
+
+    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        self._check(x=x, derivative=derivative)
+        return self.project_tangent(x, torch.cat([-derivative[..., :1], derivative[..., 1:]], -1))
+
     def injectivity_radius(self, x: Point) -> Scalar:
         self._check(x=x)
         return x.new_full(x.shape[:-1], math.inf)
@@ -251,6 +276,12 @@ def _read(x: Tensor) -> tuple[Tensor, Tensor]:
     """The time and the space coordinates of a point, in float64: the former from the latter."""
     a = x[..., 1:].double()
     return (1 + dot(a, a)).sqrt(), a
+
+
+def _square(a0: Tensor, a: Tensor, v: Tensor) -> Tensor:
+    """<v, v> of the tangent at a point with these space coordinates, taken at the origin."""
+    at_origin = v - dot(a, v) / (a0 * (1 + a0)) * a
+    return dot(at_origin, at_origin)
 
 
 def _point(a: Tensor) -> Tensor:

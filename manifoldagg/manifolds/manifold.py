@@ -1,6 +1,7 @@
 """What a manifold is: a shape, a few primitives, and the declaration of which of them it has."""
 
 import abc
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,7 @@ PRIMITIVES = frozenset(
         "transport",
         "project_tangent",
         "project",
+        "retract",
         "injectivity_radius",
         "random_point",
         "random_tangent",
@@ -36,7 +38,8 @@ class Manifold(abc.ABC):
     A space implements the primitives it can and names them in `capabilities`; the others raise
     `NotImplementedError` with the name of what is missing. The names are theorems: $\exp$ is geodesic with
     $d\exp_x|_0 = \mathrm{id}$, $\log$ is its inverse inside the injectivity radius, `transport` is an
-    isometry, `project_tangent` is idempotent and metric-orthogonal. What is less than that has another name.
+    isometry, `project_tangent` is idempotent and metric-orthogonal. What is less than that has another name:
+    `retract` agrees with $\exp$ to second order only.
 
     `flat` says that points and tangents are added as vectors, `symmetric` that geodesic reflections are isometries.
     A manifold is a frozen value: hashable, and equal by content.
@@ -49,7 +52,7 @@ class Manifold(abc.ABC):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of one point."""
+        """The shape of one point; -1 for an axis of any length."""
 
     def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         r"""$\langle u, v \rangle_x$, one number for each point: (*batch,)."""
@@ -75,6 +78,10 @@ class Manifold(abc.ABC):
         """The point of the manifold nearest to `x`."""
         raise self._lacks("project")
 
+    def retract(self, x: Point, u: Tangent) -> Point:
+        r"""A cheaper point near $\exp_x u$: the error in `u` is of third order in its length."""
+        raise self._lacks("retract")
+
     def injectivity_radius(self, x: Point) -> Scalar:
         """Within which distance of `x` the exponential map is one-to-one: (*batch,)."""
         raise self._lacks("injectivity_radius")
@@ -87,11 +94,27 @@ class Manifold(abc.ABC):
         """Draw a standard normal tangent at each point of `x`."""
         raise self._lacks("random_tangent")
 
+    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        r"""The tangent $g$ with $\langle g, v\rangle_x = e \cdot v$ for every tangent $v$, $e$ the derivative.
+
+        $e$ is a derivative by coordinates. This is the one of a metric that is their dot product.
+        """
+        return self.project_tangent(x, derivative)
+
+    def invariant(self, x: Point) -> Tensor:
+        """What all representatives of a point share: `x` itself, unless points are classes of tensors."""
+        return x
+
+    def leaves(self, x: Tensor) -> Iterator[tuple[str, "Manifold", Tensor]]:
+        """The factors that are no products: name (empty where there is but one), space, and their part of `x`."""
+        yield "", self, x
+
     def _check(self, **tensors: Tensor) -> None:
         """Trailing shapes are the space's, dtypes and devices agree."""
         first, *_ = tensors.values()
+        shape = [None if n < 0 else n for n in self.shape]
         for name, tensor in tensors.items():
-            check_shape(name, tensor, *self.shape, batch=True)
+            check_shape(name, tensor, *shape, batch=True)
             if tensor.device != first.device or tensor.dtype != first.dtype:
                 expected, given = f"{first.dtype} on {first.device}", f"{tensor.dtype} on {tensor.device}"
                 raise ArgumentError(f"{name}: expected {expected} as the other arguments, got {given}")

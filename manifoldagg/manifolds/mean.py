@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape
 from manifoldagg.manifolds.manifold import Manifold, Point
-from manifoldagg.manifolds.operations import norm
+from manifoldagg.manifolds.operations import geodesic, norm
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def karcher_mean(
         space: with exp, log, inner and project.
         points: (*batch, k, *shape): k points for each mean.
         weights: (*batch, k) or (k,), not negative, not all zero; they are normalised. Equal where not given.
-        tolerance: on the residual.
+        tolerance: on the residual, relative to the largest coordinate of the points where that is over 1.
         max_steps: give up after so many.
 
     Returns:
@@ -80,12 +80,57 @@ def karcher_mean(
         step = (factor * space.log(m.expand_as(x), x)).sum(spread - 1, keepdim=True)
         return step, norm(space, m, step)
 
+    allowed = tolerance * x.detach().abs().flatten(spread - 1).amax(-1).clamp(min=1).unsqueeze(-1)
     (step, residual), steps = pull(m), 0
-    while steps < max_steps and bool((residual > tolerance).any()):
+    while steps < max_steps and bool((residual > allowed).any()):
         m = space.exp(m, step)
         (step, residual), steps = pull(m), steps + 1
-    done = bool((residual <= tolerance).all())
+    done = bool((residual <= allowed).all())
     return Mean(m.squeeze(spread - 1).to(points.dtype), residual.squeeze(-1), steps, done)
+
+
+@dataclass(frozen=True)
+class RunningMean:
+    r"""A mean of points that come one after the other, of which none is kept.
+
+    $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$, $W$ the weight so far: the weighted arithmetic mean on
+    a flat space; elsewhere it depends on the order, and differs from the Karcher mean by a term of third order in the
+    spread of the points.
+
+    Attributes:
+        space: with exp and log.
+        point: (*batch, *shape), the mean so far.
+        weight: $W$, of all points so far.
+
+    Source: Sturm 2003, inductive means.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat
+        >>> mean = RunningMean(Flat(1), torch.tensor([1.0])).updated(torch.tensor([2.0])).updated(torch.tensor([6.0]))
+        >>> mean.point, mean.weight
+        (tensor([3.]), 3.0)
+    """
+
+    space: Manifold
+    point: Point
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.space._check(point=self.point)
+        check_number("weight", self.weight, at_least=0)
+
+    def updated(self, x: Point, weight: float = 1.0) -> "RunningMean":
+        """With one more point (*batch, *shape) of this weight.
+
+        Raises:
+            ArgumentError: if `x` does not fit the mean, or `weight` is negative or no number.
+        """
+        self.space._check(point=self.point, x=x)
+        total = self.weight + check_number("weight", weight, at_least=0)
+        if weight == 0:
+            return self
+        return RunningMean(self.space, geodesic(self.space, self.point, x, weight / total), total)
 
 
 def _normalised(weights: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:

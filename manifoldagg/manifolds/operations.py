@@ -19,10 +19,9 @@ def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
         tensor(5.)
     """
     square = space.inner(x, u, u)
-    positive = square > 0
-    return torch.where(
-        positive, torch.where(positive, square, torch.ones_like(square)).sqrt(), torch.zeros_like(square)
-    )
+    # What rounding made negative is 0; NaN stays NaN.
+    none = square <= 0
+    return torch.where(none, torch.zeros_like(square), torch.where(none, torch.ones_like(square), square).sqrt())
 
 
 def distance(space: Manifold, x: Point, y: Point) -> Scalar:
@@ -63,7 +62,8 @@ def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int =
 
     One rung takes $u$ at $x$ to $-\log_y(\exp_m(-\log_m(\exp_x u)))$, with $m$ the midpoint; `rungs` of them cut the
     geodesic into equal pieces. In general the error of a rung is of third order in the sizes of $u$ and of
-    the piece.
+    the piece together: elsewhere shorten $u$ with the pieces, as in `k * pole_ladder(space, x, y, u / k, rungs=k)`,
+    whose error falls with the square of k.
 
     Raises:
         ArgumentError: if `rungs` is no positive integer.

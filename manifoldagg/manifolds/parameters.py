@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,15 +10,23 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from manifoldagg.errors import StateDictError, check_finite, check_shape, is_finite
-from manifoldagg.manifolds.flat import FlatGeometry
+from manifoldagg.manifolds.assign import Assignment, assigned, declared
+from manifoldagg.manifolds.delegate import Delegate
+from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.layout import Layout, tensors_of
+from manifoldagg.manifolds.manifold import Manifold
+from manifoldagg.manifolds.product import Product
+from manifoldagg.manifolds.validate import check_point
 
 Loss = Callable[[Tensor, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class ParameterSpace(FlatGeometry):
-    r"""$M_\Theta = \mathbb{R}^P$: the trainable parameters of a model, in one contiguous point (P,).
+class ParameterSpace(Delegate):
+    r"""$M_\Theta$: the trainable parameters of a model, in one contiguous point (P,).
+
+    It is $\mathbb{R}^P$, unless some parameters live on manifolds of their own: then it is the product of those and
+    of the flat rest, each curved leaf a view of the point in its own shape.
 
     Parameters that require no gradient, buffers and counters are not geometry: they are *carried*. Tied
     parameters are one leaf. bf16 and fp16 parameters have a float32 master; a model with a float64 parameter
@@ -25,6 +34,7 @@ class ParameterSpace(FlatGeometry):
 
     Args:
         layout: names, shapes, order and dtypes of the model's tensors.
+        manifolds: (leaf, space) for each curved leaf, in the order of the layout.
 
     Example:
         >>> import torch
@@ -39,34 +49,57 @@ class ParameterSpace(FlatGeometry):
     """
 
     layout: Layout
+    manifolds: tuple[tuple[str, Manifold], ...] = ()
 
     @staticmethod
-    def of(model: nn.Module, *, dtype: torch.dtype | None = None) -> "ParameterSpace":
+    def of(
+        model: nn.Module, manifolds: Assignment | None = None, *, dtype: torch.dtype | None = None
+    ) -> "ParameterSpace":
         """The space of a module's parameters that require a gradient.
+
+        A `geoopt.ManifoldParameter` brings its manifold.
 
         Args:
             model: any module.
+            manifolds: name or glob pattern to the space of those leaves, a name before a pattern and an earlier
+                pattern before a later one; it overrides what parameters bring. The trailing axes of a leaf have the
+                shape of the space, further ones are copies of it. A geoopt manifold takes its sizes from each leaf.
             dtype: of points: float32 or float64; the default is the narrower one that holds every leaf exactly.
 
         Raises:
             StateDictError: naming a parameter that is complex, uninitialised or too wide for `dtype`.
+            ArgumentError: if a pattern matches no leaf, or a space does not fit the leaf, naming both.
+
+        Example:
+            >>> import torch
+            >>> from manifoldagg.manifolds import Sphere
+            >>> space = ParameterSpace.of(torch.nn.Linear(3, 2), {"weight": Sphere(3)})
+            >>> space.manifolds
+            (('weight', Power(space=Sphere(n=3), copies=(2,))),)
         """
-        return ParameterSpace(Layout.of(model, dtype))
+        layout = Layout.of(model, dtype)
+        return ParameterSpace(layout, assigned(layout, manifolds, declared(model)))
 
     @staticmethod
     def of_state_dict(
-        state: Mapping[str, Tensor], *, buffers: Sequence[str] = (), dtype: torch.dtype | None = None
+        state: Mapping[str, Tensor],
+        manifolds: Assignment | None = None,
+        *,
+        buffers: Sequence[str] = (),
+        dtype: torch.dtype | None = None,
     ) -> "ParameterSpace":
         """The space of a bare state dict, for servers that hold no module.
 
         Args:
             state: name to tensor. Tensors that share storage, shape and strides are tied.
+            manifolds: as in `of`.
             buffers: glob patterns of floating tensors that are no parameters, such as `"*running_*"`;
                 integer and boolean tensors never are.
             dtype: of points, as in `of`.
 
         Raises:
             StateDictError: naming an entry that is no tensor or too wide for `dtype`.
+            ArgumentError: as `of`.
 
         Example:
             >>> import torch
@@ -75,11 +108,21 @@ class ParameterSpace(FlatGeometry):
             >>> [entry.name for entry in space.layout.carried]
             ['running_mean', 'running_var', 'num_batches_tracked']
         """
-        return ParameterSpace(Layout.of_state_dict(state, buffers, dtype))
+        layout = Layout.of_state_dict(state, buffers, dtype)
+        return ParameterSpace(layout, assigned(layout, manifolds))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.layout.size,)
+    @cached_property
+    def inside(self) -> Manifold:
+        """The geometry alone: flat, or the product of the curved leaves and of the runs of flat ones between."""
+        curved, factors, run = dict(self.manifolds), dict[str, Manifold](), 0
+        for leaf in self.layout.leaves:
+            if leaf.name not in curved:
+                run += leaf.size
+                continue
+            if run:
+                factors[f"before {leaf.name}"] = Flat(run)
+            factors[leaf.name], run = curved[leaf.name], 0
+        return Product(factors | ({"rest": Flat(run)} if run else {})) if curved else Flat(self.layout.size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,15 +130,26 @@ class ParameterSpace(FlatGeometry):
         return self.layout.dtype
 
     def point(
-        self, source: nn.Module | Mapping[str, Tensor], *, device: torch.device | None = None
+        self, source: nn.Module | Mapping[str, Tensor], *, device: torch.device | None = None, validate: bool = True
     ) -> Float[Tensor, " P"]:
         """The point of a module or a state dict: a copy, on the device of the first leaf or on `device`.
 
+        Args:
+            source: with this layout.
+            device: of the point.
+            validate: check that curved leaves lie on their manifolds, to the square root of the rounding of the
+                dtype of the leaf.
+
         Raises:
             StateDictError: naming a tensor that is missing, extra, misshaped, of another dtype or not finite.
+            ArgumentError: naming a leaf that is off its manifold, and how far.
         """
         tensors = tensors_of(source)
         self.layout.check(tensors)
+        if validate:
+            for name, space in self.manifolds:
+                leaf = tensors[name].detach()
+                check_point(space, leaf.to(self.dtype), name=name, tolerance=torch.finfo(leaf.dtype).eps ** 0.5)
         return self.layout.read(tensors, device)
 
     def carried(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Products of named spaces: one tensor that holds a point of each."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
@@ -127,6 +127,10 @@ class Product(Manifold):
         self._check(x=x)
         return self.join(self._leafwise(Manifold.project, x))
 
+    def retract(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        return self.join(self._leafwise(Manifold.retract, x, u))
+
     def injectivity_radius(self, x: Point) -> Scalar:
         self._check(x=x)
         return reduce(torch.minimum, self._leafwise(Manifold.injectivity_radius, x).values())
@@ -139,6 +143,20 @@ class Product(Manifold):
     def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         parts = self.split(x)
         return self.join({name: space.random_tangent(parts[name], generator) for name, space in self.factors})
+
+    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        self._check(x=x, derivative=derivative)
+        return self.join(self._leafwise(Manifold.gradient, x, derivative))
+
+    def invariant(self, x: Point) -> Tensor:
+        batch = x.shape[:-1]
+        return torch.cat([part.reshape(*batch, -1) for part in self._leafwise(Manifold.invariant, x).values()], -1)
+
+    def leaves(self, x: Tensor) -> Iterator[tuple[str, Manifold, Tensor]]:
+        parts = self.split(x)
+        for name, space in self.factors:
+            for inner, leaf, part in space.leaves(parts[name]):
+                yield f"{name}.{inner}" if inner else name, leaf, part
 
     @property
     def _sizes(self) -> list[int]:

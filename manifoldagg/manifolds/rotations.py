@@ -28,6 +28,8 @@ class SpecialOrthogonal(Manifold):
     Where an angle is $\pi$, the cut locus, `log` and `transport` have no value. The injectivity radius is
     $\pi\sqrt{2}$, infinite for $n = 1$, which is a single point.
 
+    `retract` is the Cayley transform $x\,(1 - A/2)^{-1}(1 + A/2)$.
+
     `project` is the nearest rotation: of an SVD $x = U \Sigma V^\top$ it is $U \operatorname{diag}(1, \dots, 1, \det
     U V) V^\top$; it is differentiable where no two singular values agree. `random_point` is uniform (Haar).
 
@@ -87,6 +89,14 @@ class SpecialOrthogonal(Manifold):
         sign = torch.linalg.det((left @ right).detach()).sign()
         point: Tensor = torch.cat([left[..., :-1], left[..., -1:] * sign[..., None, None]], -1) @ right
         return point.to(x.dtype)
+
+    def retract(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        a = x.double()
+        half = _skew(a.mT @ u.double()) / 2
+        eye = torch.eye(self.n, dtype=a.dtype, device=a.device)
+        turn: Tensor = torch.linalg.solve(eye - half, eye + half)
+        return (a @ turn).to(x.dtype)
 
     def injectivity_radius(self, x: Point) -> Scalar:
         self._check(x=x)

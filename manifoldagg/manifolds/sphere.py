@@ -85,6 +85,10 @@ class Sphere(Manifold):
         a = x.double()
         return (a / dot(a, a).sqrt()).to(x.dtype)
 
+    def retract(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        return self.project(x.double() + u.double()).to(x.dtype)
+
     def injectivity_radius(self, x: Point) -> Scalar:
         self._check(x=x)
         return x.new_full(x.shape[:-1], math.pi)

@@ -29,6 +29,8 @@ class SymmetricPositiveDefinite(Manifold):
     skew part of an argument is ignored. `random_point` draws condition numbers up to 100, `random_tangent` is
     standard normal in the metric at its point.
 
+    `retract` is $x + u + \tfrac12 u x^{-1} u$, which is positive definite for every `u`.
+
     A matrix with an eigenvalue $\le 0$ has no nearest point, the set being open: `project` takes the symmetric part
     and lifts eigenvalues to $4 n \varepsilon$ times the largest modulus, $\varepsilon$ that of the dtype.
 
@@ -96,6 +98,17 @@ class SymmetricPositiveDefinite(Manifold):
         point: Tensor = symmetric + lift
         return point.to(x.dtype)
 
+    def retract(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        factor = _cholesky("x", x)
+        step = _whiten(factor, _sym(u.double()))
+        return _restore(factor, _identity(step) + step + step @ step / 2).to(x.dtype)
+
+    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        self._check(x=x, derivative=derivative)
+        a = _sym(x.double())
+        return _sym(a @ _sym(derivative.double()) @ a).to(x.dtype)
+
     def injectivity_radius(self, x: Point) -> Scalar:
         self._check(x=x)
         return x.new_full(x.shape[:-2], math.inf)
@@ -131,6 +144,10 @@ class SymmetricPositiveDefinite(Manifold):
 
 def _sym(u: Tensor) -> Tensor:
     return (u + u.mT) / 2
+
+
+def _identity(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
 def _cholesky(name: str, x: Tensor) -> Tensor:

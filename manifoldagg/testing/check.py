@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from manifoldagg.errors import ManifoldAggError, check_count, check_number
-from manifoldagg.manifolds import Manifold
+from manifoldagg.errors import ManifoldAggError, check_choice, check_count, check_number
+from manifoldagg.manifolds import Manifold, Validated
 from manifoldagg.testing.laws import LAWS, Setting
 
 DISTANCES = (1e-7, 1e-3, 0.1, 0.7, 2.0)
@@ -62,6 +62,7 @@ def check_manifold(
     seeds: int = 3,
     dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64),
     laws: Iterable[str] | None = None,
+    validate: bool = True,
     verbose: bool = True,
 ) -> Verdict:
     r"""Hold a space to every law that is about the primitives it declares.
@@ -76,6 +77,8 @@ def check_manifold(
         seeds: how many draws at each distance.
         dtypes: which to try.
         laws: names of laws to try; all where not given.
+        validate: check every point and tangent on the way, as
+            [`Validated`][manifoldagg.manifolds.Validated] does.
         verbose: print the verdict.
 
     Returns:
@@ -90,7 +93,9 @@ def check_manifold(
     check_number("condition", condition, above=0)
     if farthest is not None:
         check_number("farthest", farthest, above=0)
-    chosen = {name: entry for name, entry in LAWS.items() if laws is None or name in set(laws)}
+    names = set(LAWS) if laws is None else {check_choice("laws", name, LAWS) for name in laws}
+    chosen = {name: entry for name, entry in LAWS.items() if name in names}
+    subject = Validated(space) if validate else space
     findings = []
     for name, (primitives, law) in chosen.items():
         if not primitives <= space.capabilities:
@@ -101,7 +106,7 @@ def check_manifold(
                 for seed in range(seeds):
                     where = f" (t = {t:.3g}, {dtype}, seed {seed})"
                     try:
-                        found, allowed = law(Setting(space, seed, dtype, t, condition))
+                        found, allowed = law(Setting(subject, seed, dtype, t, condition))
                         ratio = found / allowed if allowed > 0 else (0.0 if found == 0 else math.inf)
                     except (ManifoldAggError, RuntimeError, NotImplementedError) as error:
                         ratio, where = math.inf, f"{where}: {type(error).__name__}: {error}"

@@ -85,8 +85,12 @@ class Setting:
         return norm(self.space, x, u).max().item()
 
     def apart(self, a: Tensor, b: Tensor) -> float:
-        """The largest difference of two points, in coordinates."""
+        """The largest difference of two tensors, in coordinates."""
         return (a - b).double().abs().max().item()
+
+    def points_apart(self, a: Tensor, b: Tensor) -> float:
+        """The largest difference of two points, whatever represents them."""
+        return self.apart(*(self.space.invariant(point.double()) for point in (a, b)))
 
 
 Law = Callable[[Setting], Violation]
@@ -152,13 +156,15 @@ def geodesics_have_constant_speed(s: Setting) -> Violation:
 def geodesics_can_be_walked_back(s: Setting) -> Violation:
     """The geodesic from y to x at 1 - t is the one from x to y at t."""
     there, back = geodesic(s.space, s.x, s.y, 0.3), geodesic(s.space, s.y, s.x, 0.7)
-    return s.apart(there, back), 2 * s.absolute
+    return s.points_apart(there, back), 2 * s.absolute
 
 
 @law(*GEODESIC)
 def distance_is_symmetric_and_keeps_the_triangle_inequality(s: Setting) -> Violation:
     """d(x, y) = d(y, x), d(x, x) = 0 and d(x, z) <= d(x, y) + d(y, z)."""
-    z, d = s.space.exp(s.x, 0.5 * s.v), distance
+    # As far as z can be without y being beyond its cut locus.
+    reach = min(0.5 * s.t, (s.space.injectivity_radius(s.x).min().item() - s.t) / 2)
+    z, d = s.space.exp(s.x, reach / s.t * s.v), distance
     skew = (d(s.space, s.x, s.y) - d(s.space, s.y, s.x)).abs().max().item()
     short = (d(s.space, s.y, z) - d(s.space, s.y, s.x) - d(s.space, s.x, z)).clamp(min=0).max().item()
     self_ = d(s.space, s.x, s.x).max().item()
@@ -180,7 +186,20 @@ def distance_grows_against_the_log(s: Setting) -> Violation:
 @law("exp", "project")
 def exp_lands_on_the_manifold(s: Setting) -> Violation:
     """Points are their own projections."""
-    return s.apart(s.space.project(s.y), s.y), s.rounding * s.y.abs().max().item()
+    return s.points_apart(s.space.project(s.y), s.y), s.rounding * s.y.abs().max().item()
+
+
+@law(*GEODESIC, "retract")
+def retractions_agree_with_exp_to_second_order(s: Setting) -> Violation:
+    """log_x(retract_x(hu)) - hu shrinks with the third power of h, and what is retracted lies on the manifold."""
+    if s.dtype is not torch.float64:
+        return 0.0, 0.0
+    unit, far, near = s.u / s.t, 2e-2, 1e-2
+    gaps = [s.size(s.x, s.space.log(s.x, s.space.retract(s.x, h * unit)) - h * unit) for h in (far, near)]
+    if gaps[0] <= s.rounding:
+        return 0.0, 0.0
+    slope = math.log2(gaps[0] / max(gaps[1], s.rounding / 100))
+    return max(0.0, 3 - slope), 0.2
 
 
 @law("project", "project_tangent", "random_tangent")
@@ -189,7 +208,7 @@ def projections_are_idempotent(s: Setting) -> Violation:
     noise = s.x + 0.1 * torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed), dtype=s.dtype)
     point, tangent = s.space.project(noise), s.space.project_tangent(s.x, noise)
     found = max(
-        s.apart(s.space.project(point), point),
+        s.points_apart(s.space.project(point), point),
         s.apart(s.space.project_tangent(s.x, tangent), tangent),
         s.apart(s.space.project_tangent(s.x, s.u), s.u) / s.t,
     )
@@ -203,6 +222,18 @@ def what_project_tangent_removes_is_orthogonal(s: Setting) -> Violation:
     removed = w - s.space.project_tangent(s.x, w)
     found = s.space.inner(s.x, removed, s.v).abs().max().item() / s.t
     return found, s.rounding * max(1.0, w.abs().max().item())
+
+
+@law("inner", "project_tangent")
+def the_gradient_represents_the_derivative(s: Setting) -> Violation:
+    """<gradient(e), v> = e · v for every tangent v."""
+    e = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed + 2), dtype=s.dtype)
+    axes = tuple(range(1, s.x.ndim))
+    expected = (e.double() * s.v.double()).sum(axes)
+    found = s.space.inner(s.x, s.space.gradient(s.x, e), s.v).double() - expected
+    # The sum has the size of its terms, whatever the metric makes of the tangent's length.
+    size = e.double().square().sum(axes).sqrt() * s.v.double().square().sum(axes).sqrt()
+    return (found / size).abs().max().item(), s.rounding
 
 
 @law("log", "transport", "project_tangent")
@@ -249,7 +280,7 @@ def transport_carries_the_velocity(s: Setting) -> Violation:
     half = geodesic(s.space, s.x, s.y, 0.5)
     rest = s.space.exp(half, 0.5 * s.space.transport(s.x, half, s.u))
     turned = s.size(s.y, moved + s.space.log(s.y, s.x)) / s.t
-    return max(turned / s.tolerance, s.apart(rest, s.y) / s.absolute), 4.0
+    return max(turned / s.tolerance, s.points_apart(rest, s.y) / s.absolute), 4.0
 
 
 @law(*PARALLEL)
@@ -302,7 +333,8 @@ def the_mean_of_two_points_is_the_middle(s: Setting) -> Violation:
     same = karcher_mean(s.space, torch.stack([s.x, s.x, s.x], 1))
     if not mean.converged:
         return math.inf, 0.0
-    found = max(s.apart(mean.point, geodesic(s.space, s.x, s.y, 0.25)), s.apart(same.point, s.x))
+    middle = geodesic(s.space, s.x, s.y, 0.25)
+    found = max(s.points_apart(mean.point, middle), s.points_apart(same.point, s.x))
     return found, 10 * s.absolute
 
 

@@ -30,6 +30,7 @@ def case(space, seed, t):
     return x, u * (t / root / norm(space, x, u)), root
 
 
+@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("space", BALLS, ids=str)
 def test_every_law_holds_on_the_ball(space):
     # Points at distance r of the centre lose e^r / 4 of their digits. They are drawn within 1.4, laws walk on by t,
@@ -38,6 +39,7 @@ def test_every_law_holds_on_the_ball(space):
     assert verdict.holds, f"\n{verdict}"
 
 
+@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("space", HYPERBOLOIDS, ids=str)
 def test_every_law_holds_on_the_hyperboloid(space):
     # A rounded tangent at distance r of the origin is tangent to cosh(r)^3, up to 1e5 where r <= 4.5: t <= 3.

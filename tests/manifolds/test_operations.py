@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds import Flat, Sphere, distance, geodesic, karcher_mean, norm, pole_ladder, schild_ladder
+from manifoldagg.manifolds import (
+    Flat,
+    RunningMean,
+    Sphere,
+    distance,
+    geodesic,
+    karcher_mean,
+    norm,
+    pole_ladder,
+    schild_ladder,
+)
 from tests.support import draw, relative, rotation, seeds
 
 SPHERE = Sphere(4)
@@ -132,6 +142,45 @@ def test_what_does_not_converge_is_said():
     assert mean.residual.item() > 1e-12
 
 
+@given(seeds, st.integers(1, 6))
+def test_a_running_mean_is_the_weighted_mean_where_space_is_flat(seed, k):
+    points, weights = draw(seed, k, 7), draw(seed + 1, k).abs() + 0.1
+    running = RunningMean(Flat(7), points[0], weights[0].item())
+    for point, weight in zip(points[1:], weights[1:].tolist(), strict=True):
+        running = running.updated(point, weight)
+    assert relative(running.point, karcher_mean(Flat(7), points, weights).point) <= 1e-14
+    assert running.weight == pytest.approx(weights.sum().item())
+
+
+@given(seeds)
+def test_a_running_mean_differs_from_the_mean_at_third_order(seed):
+    gaps = []
+    for radius in (0.04, 0.02):
+        points = around(seed, radius, k=4)
+        running = RunningMean(SPHERE, points[0])
+        for point in points[1:]:
+            running = running.updated(point)
+        gaps.append(distance(SPHERE, running.point, karcher_mean(SPHERE, points).point).item())
+    assert math.log2(gaps[0] / gaps[1]) == pytest.approx(3, abs=0.2)
+
+
+def test_a_point_without_weight_changes_nothing():
+    x, y = around(0, 0.5, k=2)
+    assert RunningMean(SPHERE, x).updated(y, 0.0) == RunningMean(SPHERE, x)
+
+
+def test_large_coordinates_converge_to_their_own_rounding():
+    assert karcher_mean(Flat(3), 1e8 + draw(0, 4, 3)).converged
+
+
+def test_what_has_no_log_has_no_distance_and_no_mean():
+    x = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    assert distance(SPHERE, x, -x).isnan()
+    mean = karcher_mean(SPHERE, torch.stack([x, -x]))
+    assert not mean.converged
+    assert mean.residual.isnan()
+
+
 def test_norms_are_those_of_the_inner_product():
     u = draw(0, 3, 4)
     assert torch.allclose(norm(Flat(4), u, u), u.norm(dim=-1))
@@ -152,6 +201,9 @@ def test_norms_are_those_of_the_inner_product():
         (lambda: karcher_mean(SPHERE, torch.ones(2, 4), torch.zeros(2)), "weights: expected finite numbers >= 0"),
         (lambda: karcher_mean(SPHERE, torch.ones(2, 4), tolerance=-1.0), "tolerance: expected"),
         (lambda: karcher_mean(SPHERE, torch.ones(2, 4), max_steps=0), "max_steps: expected"),
+        (lambda: RunningMean(SPHERE, torch.ones(3)), "point: expected trailing shape"),
+        (lambda: RunningMean(SPHERE, torch.ones(4)).updated(torch.ones(3)), "x: expected trailing shape"),
+        (lambda: RunningMean(SPHERE, torch.ones(4)).updated(torch.ones(4), -1.0), "weight: expected"),
         (lambda: pole_ladder(SPHERE, *torch.ones(3, 4), rungs=0), "rungs: expected"),
     ],
 )

@@ -6,17 +6,20 @@ import pytest
 import torch
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds import PRIMITIVES, Flat, ParameterSpace, Product, Sphere
-from manifoldagg.manifolds.flat import FlatGeometry
+from manifoldagg.manifolds import PRIMITIVES, Flat, ParameterSpace, Power, Product, Sphere
+from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.testing import LAWS, check_manifold
 from tests.support import draw
 
 
-class Grid(FlatGeometry):
+class Grid(Delegate):
     """Flat matrices, and no transport."""
 
-    shape = (2, 3)
+    inside = Power(Flat(3), (2,))
     capabilities = PRIMITIVES - {"transport"}
+
+    def transport(self, x, y, u):
+        raise self._lacks("transport")
 
 
 MIXED = Product({"a": Sphere(3), "b": Flat(4), "c": Sphere(2)})
@@ -24,6 +27,7 @@ NESTED = Product((("inside", MIXED), ("none", Flat(0)), ("one", Flat(1))))
 SPACES = [MIXED, NESTED, Product({"only": Sphere(5)}), Product({"p": Flat(2), "q": Flat(3)})]
 
 
+@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("space", SPACES, ids=lambda space: str(space)[:40])
 def test_every_law_holds(space):
     verdict = check_manifold(space, seeds=1, verbose=False)
@@ -67,6 +71,7 @@ def test_inner_products_accumulate_in_float64():
     assert many.inner(u, u, u).item() == 2.0**24 + 16
 
 
+@pytest.mark.usefixtures("as_shipped")
 def test_it_declares_what_all_leaves_can():
     grids = Product({"grid": Grid(), "sphere": Sphere(2)})
     assert grids.capabilities == PRIMITIVES - {"transport"}

@@ -46,6 +46,7 @@ def error(found, exact):
     return max(abs(mpmath.mpf(found[i, j].item()) - exact[i, j]) for i in range(n) for j in range(n))
 
 
+@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_every_law_holds(n):
     verdict = check_manifold(SpecialOrthogonal(n), seeds=1, verbose=False)

@@ -45,6 +45,7 @@ def error(found, exact):
     return max(abs(mpmath.mpf(found[i, j].item()) - exact[i, j]) for i in range(n) for j in range(n))
 
 
+@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_every_law_holds_to_a_distance_of_2(n):
     """Further out a float does not determine the point: at t = 10 the condition number of y is up to 1e2 e^14."""

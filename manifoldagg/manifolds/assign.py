@@ -1,0 +1,66 @@
+"""Which leaf of a model lives on which manifold."""
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds.flat import Flat
+from manifoldagg.manifolds.layout import Entry, Layout
+from manifoldagg.manifolds.manifold import Manifold
+from manifoldagg.manifolds.power import Power
+
+Assignment = Mapping[str, Any]
+"""Name or glob pattern to a `Manifold`, or to a geoopt manifold."""
+
+
+def declared(model: nn.Module) -> dict[str, Any]:
+    """The manifolds that a module's parameters bring themselves, by name."""
+    brought = {name: getattr(parameter, "manifold", None) for name, parameter in model.named_parameters()}
+    return {name: manifold for name, manifold in brought.items() if manifold is not None}
+
+
+def assigned(
+    layout: Layout, manifolds: Assignment | None, brought: Assignment | None = None
+) -> tuple[tuple[str, Manifold], ...]:
+    """(leaf, space) for each curved leaf.
+
+    Args:
+        layout: of the model.
+        manifolds: by a leaf's own name, by one that is tied to it, or by the first pattern that matches.
+        brought: for leaves that `manifolds` does not speak of.
+
+    Raises:
+        ArgumentError: if a pattern matches no leaf, or a space does not fit a leaf.
+    """
+    if not isinstance(manifolds, Mapping | None):
+        raise ArgumentError(f"manifolds: expected a mapping of name or pattern to space, got {manifolds!r}")
+    said, pairs, matched = manifolds or {}, [], set()
+    for leaf in layout.leaves:
+        names = [leaf.name, *(alias for alias, name in layout.aliases if name == leaf.name)]
+        patterns = [name for name in names if name in said]
+        patterns += [p for p in said if p not in patterns and any(fnmatch.fnmatchcase(name, p) for name in names)]
+        matched |= set(patterns)
+        space = _fitted(leaf, said[patterns[0]]) if patterns else _fitted(leaf, (brought or {}).get(leaf.name))
+        if not space.flat:
+            pairs.append((leaf.name, space))
+    if odd := [pattern for pattern in said if pattern not in matched]:
+        raise ArgumentError(f"manifolds: no leaf is called {', '.join(map(repr, odd))}")
+    return tuple(pairs)
+
+
+def _fitted(leaf: Entry, space: Any) -> Manifold:
+    """The space of a whole leaf: `space` itself, or as many copies as the leaf has further axes for."""
+    if space is None:
+        return Flat(leaf.size)
+    if not isinstance(space, Manifold):
+        # Only where one is given: loading geoopt takes longer than loading this package.
+        from manifoldagg.manifolds.geoopt import from_geoopt
+
+        return from_geoopt(space, leaf.shape)
+    copies = leaf.shape[: max(0, len(leaf.shape) - len(space.shape))]
+    if copies + space.shape != leaf.shape:
+        raise ArgumentError(f"manifolds: {space} has points of shape {space.shape}, {leaf.name} has {leaf.shape}")
+    return Power(space, copies) if copies else space

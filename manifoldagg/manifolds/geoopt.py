@@ -1,0 +1,393 @@
+"""Manifolds of geoopt as spaces: ours where we have the same one, else as much as geoopt's formulas keep."""
+
+import copy
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manifoldagg.errors import ArgumentError, check_number
+from manifoldagg.manifolds.flat import Flat
+from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
+from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.power import Power
+from manifoldagg.manifolds.product import Product
+from manifoldagg.manifolds.sphere import Sphere
+from manifoldagg.manifolds.stiefel import Stiefel
+from manifoldagg.manifolds.symmetric import SymmetricPositiveDefinite
+
+with warnings.catch_warnings():
+    # One for each function that it compiles.
+    warnings.simplefilter("ignore")
+    import geoopt  # type: ignore[import-untyped]
+
+BALLS = (
+    geoopt.PoincareBall,
+    geoopt.PoincareBallExact,
+    geoopt.SphereProjection,
+    geoopt.SphereProjectionExact,
+    geoopt.Stereographic,
+    geoopt.StereographicExact,
+)
+EXACT = {geoopt.SphereExact: geoopt.Sphere, geoopt.EuclideanStiefelExact: geoopt.EuclideanStiefel}
+PRODUCTS = (geoopt.ProductManifold, geoopt.StereographicProductManifold)
+REFUSED = {
+    geoopt.Scaled: "its expmap is scaled, its inner is not",
+    geoopt.CanonicalStiefel: "its proju is no projection and its expmap no geodesic; EuclideanStiefel has both",
+    geoopt.BirkhoffPolytope: "its proju is no projection, its expmap a retraction, its projx an iteration cut short",
+    geoopt.UpperHalf: "its points are complex",
+    geoopt.BoundedDomain: "its points are complex",
+}
+METHODS = {"inner": "inner", "exp": "expmap", "log": "logmap", "transport": "transp", "retract": "retr"}
+METHODS |= {"project": "projx", "project_tangent": "proju", "gradient": "egrad2rgrad"}
+"""What geoopt calls the primitives."""
+
+BASIC = frozenset({"inner", "project", "project_tangent", "random_tangent"})
+
+
+def from_geoopt(
+    manifold: geoopt.Manifold | geoopt.ManifoldTensor,
+    shape: tuple[int, ...] | None = None,
+    *,
+    capabilities: Collection[str] | None = None,
+    injectivity_radius: float | None = None,
+) -> Manifold:
+    r"""The space of a geoopt manifold, or of a tensor that lives on one.
+
+    Where we have the same space it is ours, whose formulas hold to rounding:
+
+    | geoopt, or the same called `Exact` | here |
+    | --- | --- |
+    | `Euclidean`, whatever its `ndim` | `Flat(n)`, or `Power(Flat(n), copies)` |
+    | `Sphere` | `Sphere(n)` |
+    | `PoincareBall`, `Stereographic` with $k < 0$ | `PoincareBall(n, curvature=k)` |
+    | `Lorentz` with $k = 1$ | `Lorentz(n - 1)` |
+    | `EuclideanStiefel` | `Stiefel(n, p)` |
+    | `SymmetricPositiveDefinite`, affine-invariant | `SymmetricPositiveDefinite(n)` |
+    | `ProductManifold` | `Product`, with factors "0", "1", ... |
+
+    Otherwise it is a `GeooptManifold` that declares what geoopt's formulas keep. Those of `SphereProjection`, and of
+    `Stereographic` with $k \ge 0$, keep everything (`retract` is exp). A `Sphere` in a subspace lacks exp, log and
+    transport: gradients at 0 are NaN, its transp is a projection. A class that is not geoopt's own is taken at its
+    word for inner, projx, proju, egrad2rgrad and random only: its expmap may be a retraction, its transp a projection.
+
+    The space is a copy: a curvature that is learned is read once, and carries no gradient.
+
+    Args:
+        manifold: a geoopt manifold; or a `ManifoldTensor` or `ManifoldParameter`, which brings its manifold and shape.
+        shape: of a whole leaf. The axes before the manifold's own are copies of it; a single number, (), is a point of
+            `Flat(1)`. Without it sizes stay open, and are -1 in the shape of the space, which then draws no points.
+        capabilities: for a class that is not geoopt's own, the primitives whose theorems it keeps: the caller vouches
+            for them, and [`check_manifold`][manifoldagg.testing.check_manifold] tries them.
+        injectivity_radius: likewise, the same at every point, possibly infinite.
+
+    Raises:
+        ArgumentError: if `manifold` is none, has several curvatures, or keeps too little to be a space, saying what it
+            breaks; if `shape` does not fit it; if something is vouched for that is known.
+
+    Example:
+        >>> from_geoopt(geoopt.PoincareBall(), (1000, 16))
+        Power(space=PoincareBall(n=16, curvature=-1.0), copies=(1000,))
+    """
+    if isinstance(manifold, geoopt.ManifoldTensor):
+        if shape is not None and shape != tuple(manifold.shape):
+            raise ArgumentError(f"shape: expected {tuple(manifold.shape)} as the tensor's, got {shape!r}")
+        manifold, shape = manifold.manifold, tuple(manifold.shape)
+    if not isinstance(manifold, geoopt.Manifold):
+        raise ArgumentError(f"manifold: expected a geoopt manifold or a tensor on one, got {manifold!r}")
+    known = _is_known(manifold, vouched=capabilities is not None or injectivity_radius is not None)
+    if known and type(manifold) in PRODUCTS:
+        leaves = zip(manifold.manifolds, manifold.shapes, strict=True)
+        product = Product(tuple((str(i), from_geoopt(*leaf)) for i, leaf in enumerate(leaves)))
+        copies = () if shape is None else _fitting("shape", manifold, shape)[:-1]
+        return Power(product, copies) if copies else product
+    snapshot = _read(manifold) if known else _vouched(manifold, capabilities, injectivity_radius)
+    module = snapshot.module
+    if shape is None:
+        if module.ndim == 0:
+            raise ArgumentError(f"shape: expected the shape of a leaf: {snapshot} has points without axes")
+        return GeooptManifold(snapshot, (-1,) * int(module.ndim))
+    sizes = _fitting("shape", module, shape) or (1,)
+    own = 0 if type(module) is geoopt.Euclidean else len(sizes) - module.ndim
+    space = snapshot.space(sizes[own:])
+    return Power(space, sizes[:own]) if own else space
+
+
+@dataclass(frozen=True, repr=False)
+class Snapshot:
+    """A geoopt manifold as a value: a copy in float64 that no one trains, and what of it holds.
+
+    Attributes:
+        module: the copy.
+        declared: which primitives geoopt's own formulas keep; None where the space is ours.
+        radius: the injectivity radius, if it is known.
+        symmetric: whether geodesic reflections are isometries.
+    """
+
+    module: Any = field(compare=False)
+    declared: frozenset[str] | None = None
+    radius: float | None = None
+    symmetric: bool = False
+    content: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        module = copy.deepcopy(self.module).cpu().double().requires_grad_(False)
+        object.__setattr__(self, "module", module)
+        object.__setattr__(self, "content", _content(module))
+
+    def __repr__(self) -> str:
+        numbers = [f"{name}={value.item():g}" for name, value in self.module.state_dict().items() if value.ndim == 0]
+        return f"geoopt.{type(self.module).__name__}({', '.join(numbers)})"
+
+    def space(self, sizes: tuple[int, ...]) -> Manifold:
+        """The space of points of this shape."""
+        if self.declared is None:
+            return OURS[type(self.module)](self.module, *sizes)
+        return GeooptManifold(self, sizes)
+
+
+@dataclass(frozen=True)
+class GeooptManifold(Manifold):
+    """A space whose primitives are geoopt's methods, as far as they are declared; or one of any size.
+
+    Everything is computed in float64 and cast back. Points are drawn by geoopt, from a seed that the generator gives;
+    `random_tangent` is standard normal in the metric, and calls proju and inner once for each coordinate.
+
+    Args:
+        manifold: what is asked.
+        sizes: the shape of a point. Where it is -1, each call is answered by the space of the size that it sees, which
+            is ours where we have it; only random_point is missing.
+
+    Example:
+        >>> sphere = from_geoopt(geoopt.Sphere())
+        >>> sphere.shape, sphere.log(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+        ((-1,), tensor([0.0000, 1.5708]))
+    """
+
+    manifold: Snapshot
+    sizes: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sizes
+
+    @property
+    def capabilities(self) -> frozenset[str]:  # type: ignore[override]  # of the manifold, not of the class
+        """What holds of geoopt's formulas or of ours, or is vouched for."""
+        if self._open:
+            return self.manifold.space((2,) * len(self.sizes)).capabilities - {"random_point"}
+        return self.manifold.declared or frozenset()
+
+    @property
+    def symmetric(self) -> bool:  # type: ignore[override]  # as above
+        """Whether the manifold is known to be."""
+        return self.manifold.symmetric
+
+    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        return self._ask("inner", x=x, u=u, v=v)
+
+    def exp(self, x: Point, u: Tangent) -> Point:
+        return self._ask("exp", x=x, u=u)
+
+    def log(self, x: Point, y: Point) -> Tangent:
+        return self._ask("log", x=x, y=y)
+
+    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        return self._ask("transport", x=x, y=y, u=u)
+
+    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
+        return self._ask("project_tangent", x=x, u=u)
+
+    def project(self, x: Point) -> Point:
+        return self._ask("project", x=x)
+
+    def retract(self, x: Point, u: Tangent) -> Point:
+        return self._ask("retract", x=x, u=u)
+
+    def injectivity_radius(self, x: Point) -> Scalar:
+        return self._ask("injectivity_radius", x=x)
+
+    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        return self._ask("gradient", x=x, derivative=derivative)
+
+    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+        self._need("random_point")
+        module, radius = self.manifold.module, self.manifold.radius or math.inf
+        # Where a sphere is projected from, coordinates are infinite: half a radian from the origin is far enough.
+        near = type(module) is geoopt.StereographicExact and radius < math.inf
+        seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            draw = module.random(*batch, *self.sizes, dtype=torch.float64, **({"std": radius / 12} if near else {}))
+        point: Tensor = draw.detach().as_subclass(Tensor)
+        return point.to(generator.device, dtype or torch.get_default_dtype())
+
+    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        self._need("random_tangent")
+        self._check(x=x)
+        if self._open:
+            return self._at(x).random_tangent(x, generator)
+        a, size, batch = x.detach().double(), math.prod(self.sizes), self._batch(x.shape)
+        # B takes coordinates e_i to tangents P e_i; B (B*B)^(-1/2), on the range of B*B, is an isometry.
+        units = torch.eye(size, dtype=a.dtype, device=a.device).reshape(size, *(1 for _ in batch), *self.sizes)
+        tangents = self.project_tangent(a, units.expand(size, *x.shape))
+        gram = torch.stack([self.inner(a, tangent, tangents) for tangent in tangents], -1).movedim(0, -1)
+        values, basis = torch.linalg.eigh(gram)
+        kept = values > size * torch.finfo(a.dtype).eps * values.amax(-1, keepdim=True)
+        weights = torch.where(kept, values, math.inf).rsqrt()
+        noise = torch.randn(*batch, size, 1, generator=generator, dtype=a.dtype, device=generator.device).to(x.device)
+        weighted = (basis * weights.unsqueeze(-2)) @ (basis.mT @ noise)
+        along = weighted.squeeze(-1).movedim(-1, 0).reshape(size, *batch, *(1 for _ in self.sizes))
+        return self.project_tangent(a, (along * tangents).sum(0)).to(x.dtype)
+
+    @property
+    def _open(self) -> bool:
+        return -1 in self.sizes
+
+    def _at(self, x: Tensor) -> Manifold:
+        """The space of the size of these points."""
+        return self.manifold.space(_fitting("x", self.manifold.module, x.shape[x.ndim - len(self.sizes) :]))
+
+    def _ask(self, primitive: str, **tensors: Tensor) -> Tensor:
+        self._need("project_tangent" if primitive == "gradient" else primitive)
+        self._check(**tensors)
+        x = tensors["x"]
+        if self._open:
+            return getattr(self._at(x), primitive)(**tensors)  # type: ignore[no-any-return]  # a name is no type
+        if primitive == "injectivity_radius":
+            return x.new_full(self._batch(x.shape), self.manifold.radius or math.nan)
+        module = self.manifold.module
+        method = getattr(module if x.is_cpu else copy.deepcopy(module).to(x.device), METHODS[primitive])
+        parts = torch.broadcast_tensors(*(tensor.as_subclass(Tensor).double() for tensor in tensors.values()))
+        # Without keepdim a Stereographic's inner has another shape on a batch.
+        value: Tensor = method(*parts, keepdim=True) if primitive == "inner" else method(*parts)
+        return value.reshape(self._batch(parts[0].shape) if primitive == "inner" else parts[0].shape).to(x.dtype)
+
+    def _need(self, primitive: str) -> None:
+        if primitive not in self.capabilities:
+            raise self._lacks(primitive)
+
+    def _batch(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(shape[: len(shape) - len(self.sizes)])
+
+
+OURS: dict[Any, Callable[..., Manifold]] = {
+    geoopt.Euclidean: lambda _, *sizes: Power(Flat(sizes[-1]), sizes[:-1]) if sizes[1:] else Flat(*sizes),
+    geoopt.Sphere: lambda _, n: Sphere(n),
+    geoopt.Stereographic: lambda manifold, n: PoincareBall(n, curvature=manifold.k.item()),
+    geoopt.Lorentz: lambda _, n: Lorentz(n - 1),
+    geoopt.EuclideanStiefel: lambda _, n, p: Stiefel(n, p),
+    geoopt.SymmetricPositiveDefinite: lambda _, n, m: SymmetricPositiveDefinite(n),
+}
+
+
+def _is_known(manifold: Any, *, vouched: bool) -> bool:
+    """Whether the class itself is geoopt's, and what holds of it is not for others to say."""
+    kind = type(manifold)
+    for refused, reason in REFUSED.items():
+        if kind is refused or (isinstance(manifold, refused) and not vouched):
+            raise ArgumentError(f"manifold: geoopt.{refused.__name__} keeps too little to be a space: {reason}")
+    known = kind in {*OURS, *EXACT, *BALLS, *PRODUCTS}
+    if known and vouched:
+        raise ArgumentError(f"capabilities: expected None: what holds of geoopt.{kind.__name__} is known")
+    return known
+
+
+def _read(manifold: Any) -> Snapshot:
+    """What holds of a manifold of geoopt, in one form for each geometry."""
+    kind = type(manifold)
+    if kind in BALLS:
+        k = _curvature(manifold)
+        if k.item() < 0:
+            return Snapshot(geoopt.Stereographic(k))
+        radius = math.pi / math.sqrt(k.item()) if k.item() > 0 else math.inf
+        return Snapshot(geoopt.StereographicExact(k), PRIMITIVES, radius, symmetric=True)
+    if kind is geoopt.Lorentz:
+        k = _curvature(manifold)
+        if k.item() != 1:
+            # With velocity 0 its expmap moves a point by 1e-8, and its logmap has no digits below 1e-4.
+            raise ArgumentError(f"manifold: expected geoopt.Lorentz with k = 1, got {k:g}; a PoincareBall has any")
+        return Snapshot(geoopt.Lorentz(k))
+    if isinstance(manifold, geoopt.Sphere) and manifold.projector is not None:
+        return _subsphere(manifold.projector)
+    if isinstance(manifold, geoopt.SymmetricPositiveDefinite) and manifold.default_metric.value != "AIM":
+        given = f"{manifold.default_metric.value}, whose expmap and inner are those of AIM"
+        raise ArgumentError(f"manifold: expected geoopt.SymmetricPositiveDefinite with the metric AIM, got {given}")
+    return Snapshot(EXACT[kind]() if kind in EXACT else manifold)
+
+
+def _vouched(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> Snapshot:
+    """A manifold that only its author knows."""
+    if not isinstance(manifold.ndim, int):
+        raise ArgumentError(f"manifold: expected one with an ndim, got {manifold.ndim!r}")
+    if not isinstance(capabilities, Collection | None):
+        raise ArgumentError(f"capabilities: expected names of primitives, got {capabilities!r}")
+    draws = {"random_point"} if type(manifold).random is not geoopt.Manifold.random else set()
+    declared = BASIC | draws if capabilities is None else frozenset(capabilities)
+    if radius is not None:
+        radius = radius if radius == math.inf else check_number("injectivity_radius", radius, above=0)
+        declared |= {"injectivity_radius"}
+    elif "injectivity_radius" in declared:
+        raise ArgumentError("injectivity_radius: expected a number, as the capabilities name it")
+    odd = sorted(map(str, declared - PRIMITIVES))
+    if odd:
+        raise ArgumentError(f"capabilities: expected some of {', '.join(sorted(PRIMITIVES))}; got {', '.join(odd)}")
+    if "random_tangent" in declared and not {"inner", "project_tangent"} <= declared:
+        raise ArgumentError("capabilities: random_tangent needs inner and project_tangent")
+    return Snapshot(manifold, declared, radius)
+
+
+def _curvature(manifold: Any) -> Tensor:
+    """The one k of a manifold, as geoopt computes it."""
+    if manifold.k.numel() != 1:
+        raise ArgumentError(f"manifold: expected one curvature, got {manifold.k.tolist()}")
+    return torch.tensor(check_number("manifold: k", manifold.k.item()), dtype=torch.float64)
+
+
+def _subsphere(projector: Tensor) -> Snapshot:
+    """The unit sphere of the range of a projector."""
+    if projector.ndim != 2:
+        raise ArgumentError(f"manifold: expected a Sphere in one subspace, got projectors {tuple(projector.shape)}")
+    sphere, p = geoopt.Sphere(), projector.detach().double()
+    for _ in range(2):
+        # It takes the eigenvalues to 0 and 1, with twice the digits each time.
+        p = 3 * p @ p - 2 * p @ p @ p
+    sphere.projector = (p + p.mT) / 2
+    return Snapshot(sphere, BASIC | {"retract", "injectivity_radius", "random_point"}, math.pi, symmetric=True)
+
+
+def _fitting(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape`, if points of the manifold, or copies of them, have it."""
+    if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
+        raise ArgumentError(f"{name}: expected a shape of positive integers, got {shape!r}")
+    sizes, kind, ndim = tuple(shape), type(manifold), manifold.ndim
+    if len(sizes) < ndim:
+        raise ArgumentError(f"{name}: expected a shape of at least {ndim} axes for {manifold}, got {sizes}")
+    fits, reason = manifold.check_point(torch.empty(sizes, device="meta"), explain=True)
+    square = kind is not geoopt.SymmetricPositiveDefinite or sizes[-1] == sizes[-2]
+    if not (fits and square and (kind is not geoopt.Lorentz or sizes[-1] > 1)):
+        raise ArgumentError(f"{name}: expected a shape that fits {manifold}, got {sizes}" + f": {reason}" * (not fits))
+    return sizes
+
+
+def _content(value: Any) -> Hashable:
+    """What makes two values equal: classes, numbers and tensors, whatever holds them."""
+    match value:
+        case nn.Module():
+            own = vars(value).keys() - vars(nn.Module()).keys() | {"_parameters", "_buffers", "_modules"}
+            return type(value), _content({name: vars(value)[name] for name in own})
+        case Tensor():
+            return str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes()
+        case dict():
+            return tuple((key, _content(value[key])) for key in sorted(value, key=str))
+        case list() | tuple():
+            return tuple(_content(item) for item in value)
+        case Hashable():
+            return value
+        case _:
+            return pickle.dumps(value)

@@ -1,0 +1,197 @@
+"""Subspaces of a dimension: points that are classes of orthonormal bases."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.matrix import matrix_exp
+
+
+@dataclass(frozen=True)
+class Grassmann(Manifold):
+    r"""Subspaces of $\mathbb{R}^n$ of dimension $p$, with $\langle u, v \rangle_x = \operatorname{tr}(u^\top v)$.
+
+    A point is a class of $n \times p$ matrices with orthonormal columns: $x$ and $x q$, $q \in O(p)$, span the same
+    subspace, and what they share is the projector $x x^\top$. Any representative will do; tangents at the
+    representative $x$ are horizontal, $x^\top u = 0$, and $u q$ at $x q$ is the same tangent. With $S = u^\top u$, the
+    SVD $y^\top x = A \cos\Theta\, R^\top$ of principal angles $\Theta$, the representative $\hat y = y q$ that is
+    nearest to $x$, $q = A R^\top$, and $m = x + \hat y$,
+
+    $$\exp_x u = x \cos\sqrt{S} + u \operatorname{sinc}\sqrt{S}, \qquad
+      \log_x y = (1 - x x^\top)(\hat y - x)\, R \tfrac{\Theta}{\sin\Theta} R^\top, \qquad
+      P_{x \to y} u = (u - 2 m (m^\top m)^{-1} m^\top u)\, q^\top.$$
+
+    Both functions of $\sqrt{S}$ are entire in $S$. The first is $x V \cos\Sigma V^\top + U \sin\Sigma V^\top$ for
+    $u = U \Sigma V^\top$; the last is the formula of [`Sphere`][manifoldagg.manifolds.Sphere] with a matrix for the
+    cosine. $\sin\Theta$ is formed from $\hat y - x$, so that a small angle keeps its digits. Everything is computed in
+    float64 and cast back. `log` depends on the class of $y$ only. `exp` has all derivatives; those of
+    `log`, `transport`, `project` and `retract` are right up to the second, also at $y = x$ and where angles or
+    singular values repeat; the third and higher ones are not. Where an angle is $\pi/2$, the cut locus, `log` and
+    `transport` have no value: NaN, or, where rounding hides the right angle, those of one of the shortest geodesics.
+
+    The injectivity radius is $\pi/2$, infinite for $p = n$, which is a single point with no tangent but 0.
+
+    `project` is the polar factor: of all orthonormal bases the nearest. Where the columns of $x$ are dependent there is
+    none: NaN, or, where rounding hides it, one of several.
+    `retract` is $(x + u)(1 + u^\top u)^{-1/2}$, the polar factor of $x + u$. `random_point` is uniform.
+
+    Args:
+        n: the dimension of the surrounding space.
+        p: that of the subspaces, from 1 to n.
+
+    Raises:
+        ArgumentError: if `n` or `p` is no positive integer, or `p` exceeds `n`.
+
+    Source: Edelman, Arias, Smith 1998 for exp and transport; Bendokat, Zimmermann, Absil 2024, section 5.2, for log.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.6], [0.8]])
+        >>> Grassmann(2, 1).log(x, y)
+        tensor([[0.0000],
+                [0.9273]])
+        >>> torch.equal(Grassmann(2, 1).log(x, y), Grassmann(2, 1).log(x, -y))
+        True
+    """
+
+    n: int
+    p: int
+    capabilities: ClassVar[frozenset[str]] = PRIMITIVES
+    symmetric: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if check_count("p", self.p) > check_count("n", self.n):
+            raise ArgumentError(f"p: expected an integer from 1 to n = {self.n}, got {self.p}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.n, self.p)
+
+    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        self._check(x=x, u=u, v=v)
+        return (u.double() * v.double()).sum((-2, -1)).to(u.dtype)
+
+    def exp(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        v = u.double()
+        cosine, sinc = _cos_and_sinc(v.mT @ v)
+        return (x.double() @ cosine + v @ sinc).to(x.dtype)
+
+    def log(self, x: Point, y: Point) -> Tangent:
+        self._check(x=x, y=y)
+        a, b = x.double(), y.double()
+        turn, cosines, basis = _polar(b.mT @ a)
+        step = b @ turn - a
+        # Small angles keep their digits here; Θ / sin Θ is smooth in the cosine, and loses none to it.
+        across = _across(a, step)
+        _, sinc = _cos_and_sinc(_squares(_eye(turn) + _sym(a.mT @ step), cosines.clamp(max=1).acos(), basis))
+        tangent: Tensor = torch.linalg.solve(sinc, across, left=False)
+        return tangent.to(x.dtype)
+
+    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        self._check(x=x, y=y, u=u)
+        a, b, v = x.double(), y.double(), u.double()
+        turn, _, _ = _polar(b.mT @ a)
+        middle = a + b @ turn
+        reflected: Tensor = v - 2 * middle @ torch.linalg.solve(middle.mT @ middle, middle.mT @ v)
+        return (reflected @ turn.mT).to(u.dtype)
+
+    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
+        self._check(x=x, u=u)
+        return _across(x.double(), u.double()).to(u.dtype)
+
+    def project(self, x: Point) -> Point:
+        self._check(x=x)
+        point, _, _ = _polar(x.double())
+        return point.to(x.dtype)
+
+    def retract(self, x: Point, u: Tangent) -> Point:
+        self._check(x=x, u=u)
+        return self.project(x.double() + u.double()).to(x.dtype)
+
+    def injectivity_radius(self, x: Point) -> Scalar:
+        self._check(x=x)
+        return x.new_full(x.shape[:-2], math.inf if self.p == self.n else math.pi / 2)
+
+    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+        noise = torch.randn(*batch, *self.shape, generator=generator, dtype=torch.float64, device=generator.device)
+        return self.project(noise).to(dtype or torch.get_default_dtype())
+
+    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        self._check(x=x)
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=generator.device)
+        return _across(x.double(), noise.to(x.device)).to(x.dtype)
+
+    def invariant(self, x: Point) -> Tensor:
+        r"""The projector $x x^\top$ (*batch, n, n) onto the subspace."""
+        self._check(x=x)
+        a = x.double()
+        return (a @ a.mT).to(x.dtype)
+
+
+def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
+    """cos √S and sin(√S)/√S for a symmetric S >= 0: the upper blocks of exp [[0, 1], [-S, 0]]."""
+    # With √‖S‖ on either side the norm of the matrix is that of √S: fewer digits cancel.
+    scale = s.detach().square().sum((-2, -1), keepdim=True).pow(0.25).clamp(min=1.0)
+    zero, p = torch.zeros_like(s), s.shape[-1]
+    rows = torch.cat([zero, scale * _eye(s)], -1), torch.cat([-s / scale, zero], -1)
+    upper = matrix_exp(torch.cat(rows, -2))[..., :p, :]
+    return _sym(upper[..., :p]), _sym(upper[..., p:]) / scale
+
+
+def _squares(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
+    """The S with cos √S = `cosine`, whose angles and eigenvectors are known, with its first two derivatives.
+
+    Newton's step adds nothing at a solution, and one right order to the derivatives each time that it is taken.
+    """
+    mean, half = (angles.unsqueeze(-1) + angles.unsqueeze(-2)) / 2, (angles.unsqueeze(-1) - angles.unsqueeze(-2)) / 2
+    # (cos a - cos b) / (a² - b²), with no difference to divide by.
+    slopes = -torch.sinc(mean / math.pi) * torch.sinc(half / math.pi) / 2
+    s = (basis * angles.square().unsqueeze(-2)) @ basis.mT
+    for _ in range(2):
+        residual = cosine - _cos_and_sinc(s)[0]
+        s = s + basis @ ((basis.mT @ (residual - residual.detach()) @ basis) / slopes) @ basis.mT
+    return s
+
+
+def _polar(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The nearest matrix with orthonormal columns, with its first two derivatives; singular values; right vectors.
+
+    Of z = q h, h symmetric, a change e of z makes the change q Ω + (1 - q qᵀ) e h⁻¹ of q, where Ω h + h Ω is twice the
+    skew part of qᵀ e. It is taken for the residual z - q h, which vanishes, as Newton's step.
+    """
+    with torch.no_grad():
+        # An SVD refuses what is not finite, for the whole batch; the residual brings it back.
+        left, values, right = torch.linalg.svd(torch.where(z.isfinite(), z, 0.0).detach(), full_matrices=False)
+    basis, eye = right.mT, _eye(right)
+    inverse, pairs = 1 / values.unsqueeze(-2), values.unsqueeze(-1) + values.unsqueeze(-2)
+    # The product of an SVD is off by some tens of ε; the step takes them away where it would bring no more.
+    sound = (values[..., -1:] > 1e-8 * values[..., :1]).unsqueeze(-1)
+    start = q = left @ right
+    for _ in range(2):
+        residual = z - q @ _sym(q.mT @ z)
+        change = (residual - torch.where(sound, 0.0, residual.detach())) @ basis
+        along = basis.mT @ start.mT @ change
+        q = q + (start @ basis @ ((along - along.mT) / pairs) + _across(start, change) * inverse) @ right
+        # An error in qᵀ q is squared.
+        q = q @ (3 * eye - q.mT @ q) / 2
+    return q, values, basis
+
+
+def _across(x: Tensor, u: Tensor) -> Tensor:
+    """The part of `u` orthogonal to the columns of `x`; twice: after one pass ε‖u‖ is left, then ε of what remains."""
+    once = u - x @ (x.mT @ u)
+    return once - x @ (x.mT @ once)
+
+
+def _sym(u: Tensor) -> Tensor:
+    return (u + u.mT) / 2
+
+
+def _eye(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)

@@ -1,0 +1,74 @@
+"""Powers of a space: many points of one space as one point, such as the rows of an embedding table."""
+
+from dataclasses import dataclass
+
+import torch
+
+from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.manifolds.delegate import Delegate
+from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
+
+
+@dataclass(frozen=True)
+class Power(Delegate):
+    r"""$M^k$ for $k = k_1 \cdots k_m$ copies of one space, with the product metric.
+
+    A point has shape (*batch, *copies, *space.shape): the primitives of the space see the copies as a batch, and
+
+    $$\langle u, v\rangle_x = \sum_i \langle u_i, v_i\rangle_{x_i}, \qquad
+      \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
+
+    A log needs each copy within its own radius only.
+
+    Args:
+        space: of one copy.
+        copies: how many there are, along each leading axis.
+
+    Raises:
+        ArgumentError: if `space` is no manifold, or `copies` no tuple of positive integers.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Sphere
+        >>> rows = Power(Sphere(2), (3,))
+        >>> rows.shape
+        (3, 2)
+        >>> x = torch.tensor([1.0, 0.0]).expand(3, 2)
+        >>> u = torch.tensor([0.0, 1.0]).expand(3, 2)
+        >>> rows.inner(x, u, u)
+        tensor(3.)
+    """
+
+    space: Manifold
+    copies: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.space, Manifold):
+            raise ArgumentError(f"space: expected a Manifold, got {self.space!r}")
+        if not isinstance(self.copies, tuple) or not self.copies:
+            raise ArgumentError(f"copies: expected a tuple of positive integers, got {self.copies!r}")
+        for count in self.copies:
+            check_count("copies", count)
+
+    @property
+    def inside(self) -> Manifold:
+        return self.space
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.copies, *self.space.shape)
+
+    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        self._check(x=x, u=u, v=v)
+        return self.space.inner(x.double(), u.double(), v.double()).sum(self._axes).to(u.dtype)
+
+    def injectivity_radius(self, x: Point) -> Scalar:
+        self._check(x=x)
+        return self.space.injectivity_radius(x).amin(self._axes)
+
+    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+        return self.space.random_point(*batch, *self.copies, generator=generator, dtype=dtype)
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        return tuple(range(-len(self.copies), 0))
