@@ -2,32 +2,42 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg.curves.arc import Speed, bernstein, minimiser, quadratic_root, square
+from manifoldagg.curves.path import Curve, Parameter, Path, Phi, Points, parameter
 from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape
-from manifoldagg.manifolds import Manifold
-
-Parameter = float | Float[Tensor, "*batch"]
+from manifoldagg.kernels import combine, gram
+from manifoldagg.manifolds import Manifold, geodesic
 
 
 @dataclass(frozen=True)
-class Bezier:
-    r"""The curve $\iota_\varphi(t) = \sum_{i=0}^{n} \binom{n}{i} t^i (1-t)^{n-i}\, \varphi_i$ on a flat space.
+class Bezier(Curve):
+    r"""The Bézier curve of $\varphi_0, \dots, \varphi_n$: de Casteljau's algorithm along geodesics,
 
-    It starts at $\varphi_0$, ends at $\varphi_n$ (both exactly) and stays in the convex hull of its control
-    points. It is differentiable in $\varphi$ and $t$; $t$ outside [0, 1] extends the polynomial.
+    $$\varphi_i^{k}(t) = \gamma(\varphi_i^{k-1}, \varphi_{i+1}^{k-1}; t), \qquad
+      \gamma(x, y; t) = \exp_x(t \log_x y), \qquad \iota_\varphi(t) = \varphi_0^n(t).$$
+
+    On a flat space that is $\sum_i \binom{n}{i} t^i (1-t)^{n-i} \varphi_i$, which is what is computed there; the curve
+    then stays in the convex hull of its control points.
+
+    It starts at $\varphi_0$ and ends at $\varphi_n$: exactly on a flat space, to rounding on others (where points
+    are classes of tensors, in another representative). $t$ outside [0, 1] extends it. It is differentiable in
+    $\varphi$ and $t$.
 
     Args:
-        space: a flat space of shape (P,).
-        degree: $n \ge 1$; $\varphi$ has shape (n + 1, P).
+        space: flat, or with exp and log. Neighbouring control points, and those of every level, must be within each
+            other's injectivity radius.
+        degree: $n \ge 1$; $\varphi$ has shape (n + 1, *space.shape).
 
     Raises:
-        ArgumentError: if `degree` is not a positive integer or `space` is curved.
+        ArgumentError: if `degree` is not a positive integer, or `space` is curved and has no exp or log.
 
-    Source: Manifold (8).
+    Source: Manifold (8); Park, Ravani 1995.
 
     Example:
         >>> import torch
@@ -45,56 +55,294 @@ class Bezier:
 
     def __post_init__(self) -> None:
         check_count("degree", self.degree)
-        if not (isinstance(self.space, Manifold) and self.space.flat):
-            raise ArgumentError(f"space: expected a flat manifold, got {self.space}")
+        check_space(self.space)
 
-    def __call__(self, phi: Float[Tensor, "control P"], t: Parameter) -> Float[Tensor, "*batch P"]:
+    @property
+    def size(self) -> int:
+        return self.degree + 1
+
+    def __call__(self, phi: Phi, t: Parameter) -> Points:
         """The point of the curve at `t`.
 
         Args:
-            phi: control points (degree + 1, P).
+            phi: control points (degree + 1, *space.shape).
             t: a number or a tensor (*batch,).
 
         Returns:
-            (*batch, P), in the dtype of `phi`.
+            (*batch, *space.shape), in the dtype of `phi`.
 
         Raises:
             ArgumentError: if `phi` has another shape, or a number `t` is not finite.
         """
-        self._check(phi)
-        return _sum(_bernstein(self.degree, t, phi), phi)
+        self._check_phi(phi)
+        place = parameter(t, phi)
+        return weighted(bernstein(self.degree, place), phi) if self.space.flat else de_casteljau(self.space, phi, place)
 
-    def velocity(self, phi: Float[Tensor, "control P"], t: Parameter) -> Float[Tensor, "*batch P"]:
-        r"""$\iota_\varphi'(t) = n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i)$.
+    def velocity(self, phi: Phi, t: Parameter) -> Points:
+        r"""$\iota_\varphi'(t)$, on a flat space $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i}
+        (\varphi_{i+1} - \varphi_i)$: the hodograph, a Bézier curve of degree n - 1.
 
-        The hodograph: a Bézier curve of degree n - 1. Arguments, result and errors as for a call.
+        Arguments, result and errors as for a call. At the ends it is $n \log_{\varphi_0} \varphi_1$ and
+        $-n \log_{\varphi_n} \varphi_{n-1}$.
         """
-        self._check(phi)
-        return _sum(_bernstein(self.degree - 1, t, phi), self.degree * phi.diff(dim=0))
+        self._check_phi(phi)
+        if not self.space.flat:
+            return super().velocity(phi, t)
+        return weighted(bernstein(self.degree - 1, parameter(t, phi)), self.degree * phi.diff(dim=0))
 
-    def collapse(self, point: Float[Tensor, " P"]) -> Float[Tensor, "control P"]:
-        r"""The control points $\varphi_\Theta$ whose curve is the single point $\Theta$."""
-        check_shape("point", point, *self.space.shape)
-        return point.expand(self.degree + 1, -1).clone()
+    def acceleration(self, phi: Phi, t: Parameter) -> Points:
+        r"""$\nabla_{\iota'} \iota'$, on a flat space $\iota_\varphi''(t)$, the hodograph of the hodograph.
+
+        Arguments, result and errors as for a call.
+        """
+        self._check_phi(phi)
+        if not self.space.flat:
+            return super().acceleration(phi, t)
+        place, n = parameter(t, phi), self.degree
+        if n == 1:
+            return phi.new_zeros(*place.shape, *phi.shape[1:])
+        return weighted(bernstein(n - 2, place), n * (n - 1) * phi.diff(n=2, dim=0))
 
     def weights(self, t: float) -> list[float]:
-        """The degree + 1 Bernstein weights at `t`, as numbers: what the control points are summed with."""
+        """The degree + 1 Bernstein weights at `t`, as numbers: what control points of a flat space are summed with."""
         return [math.comb(self.degree, i) * t**i * (1 - t) ** (self.degree - i) for i in range(self.degree + 1)]
 
+    def pull_phi(self, phi: Phi, x: Parameter, w: Points) -> Points:
+        r"""What a derivative `w` at $\iota_\varphi(x)$ is for the control points: $b_i(x)\, w$ on a flat space.
+
+        Args:
+            phi: control points (degree + 1, *space.shape).
+            x: a number or a tensor (*batch,).
+            w: (*batch, *space.shape); the result is the sum over the batch.
+        """
+        self._check_phi(phi)
+        if not self.space.flat:
+            return super().pull_phi(phi, x, w)
+        place = parameter(x, phi)
+        check_shape("w", w, *place.shape, *phi.shape[1:])
+        lines = bernstein(self.degree, place).reshape(-1, self.size)
+        if len(lines) == 1:
+            return torch.outer(lines[0].to(phi.dtype), w.to(phi.dtype).flatten()).reshape(phi.shape)
+        return weighted(lines.mT, w.reshape(len(lines), *phi.shape[1:]))
+
+    def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
+        r"""Control points of $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$: the triangle's two sides.
+
+        On a curved space these agree with the curve to third order in its size; their ends are on it.
+
+        Args:
+            phi: control points (degree + 1, *space.shape).
+            t: where to cut.
+
+        Returns:
+            Two tensors of the shape of `phi`; the last point of the one is the first of the other.
+
+        Raises:
+            ArgumentError: if `phi` has another shape, or `t` is not finite.
+
+        Example:
+            >>> from manifoldagg.manifolds import Flat
+            >>> Bezier(Flat(1)).split(torch.tensor([[0.0], [2.0], [0.0]]), 0.5)[0].tolist()
+            [[0.0], [1.0], [1.0]]
+        """
+        self._check_phi(phi)
+        t, n = check_number("t", t), self.degree
+        if self.space.flat:
+            left = torch.zeros(n + 1, n + 1, dtype=torch.float64, device=phi.device)
+            right, at = torch.zeros_like(left), parameter(t, phi)
+            for k in range(n + 1):
+                left[k, : k + 1] = bernstein(k, at)
+                right[k, k:] = bernstein(n - k, at)
+            return weighted(left, phi), weighted(right, phi)
+        row, before, after = phi, [phi[0]], [phi[-1]]
+        while len(row) > 1:
+            row = geodesic(self.space, row[:-1], row[1:], t)
+            before.append(row[0])
+            after.append(row[-1])
+        return torch.stack(before), torch.stack(after[::-1])
+
+    def elevate(self, phi: Phi, times: int = 1) -> Points:
+        r"""Control points of the same curve with a higher degree: $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$.
+
+        They belong to `Bezier(space, degree + times)`. On a curved space the curves agree to third order in their
+        size; the ends are the same.
+
+        Args:
+            phi: control points (degree + 1, *space.shape).
+            times: by how much the degree rises.
+
+        Returns:
+            (degree + 1 + times, *space.shape).
+
+        Raises:
+            ArgumentError: if `phi` has another shape, or `times` is no integer or negative.
+
+        Example:
+            >>> from manifoldagg.manifolds import Flat
+            >>> Bezier(Flat(1), 1).elevate(torch.tensor([[0.0], [2.0]])).tolist()
+            [[0.0], [1.0], [2.0]]
+        """
+        self._check_phi(phi)
+        for n in range(self.size, self.size + check_count("times", times, at_least=0)):
+            back = torch.arange(1, n, dtype=torch.float64, device=phi.device) / n
+            if self.space.flat:
+                shares = back.reshape(-1, *(1 for _ in phi.shape[1:]))
+                inner = ((1 - shares) * phi[1:].double() + shares * phi[:-1].double()).to(phi.dtype)
+            else:
+                inner = geodesic(self.space, phi[1:], phi[:-1], back)
+            phi = torch.cat([phi[:1], inner, phi[-1:]])
+        return phi
+
+    def through(
+        self, points: Points, parameters: Float[Tensor, " m"] | None = None, *, fixed_ends: bool = False
+    ) -> Points:
+        r"""Control points of the curve nearest to points: $\min_\varphi \sum_j |\iota_\varphi(t_j) - p_j|^2$.
+
+        With degree + 1 points the curve goes through each of them.
+
+        Args:
+            points: (m, *space.shape), m > degree.
+            parameters: $t_j$ (m,); by chord length from 0 to 1 where not given.
+            fixed_ends: start at the first point and end at the last, exactly, and fit the rest.
+
+        Returns:
+            (degree + 1, *space.shape), summed in float64; differentiable in `points` at given parameters.
+
+        Raises:
+            ArgumentError: if the space is curved, there are too few points, or the parameters are no m finite numbers
+                or so few different ones that they do not determine the curve.
+
+        Example:
+            >>> from manifoldagg.manifolds import Flat
+            >>> Bezier(Flat(1)).through(torch.tensor([[0.0], [1.0], [2.0]])).tolist()
+            [[0.0], [1.0], [2.0]]
+        """
+        if not self.space.flat:
+            raise ArgumentError(f"space: least squares need a flat space, got {self.space}")
+        check_shape("points", points, None, *self.space.shape)
+        if len(points) <= self.degree:
+            raise ArgumentError(f"points: expected at least {self.size} for degree {self.degree}, got {len(points)}")
+        rows = list(points.reshape(len(points), math.prod(points.shape[1:])))
+        if parameters is None:
+            parameters = _chord_parameters(rows)
+        check_shape("parameters", parameters, len(points))
+        if not bool(parameters.isfinite().all()):
+            raise ArgumentError("parameters: expected finite numbers")
+        weights = bernstein(self.degree, parameters.detach().cpu())
+        free = weights[:, 1:-1] if fixed_ends else weights
+        if free.shape[1] and int(torch.linalg.matrix_rank(free)) < free.shape[1]:
+            raise ArgumentError(f"parameters: expected {self.size} different numbers, got {parameters.tolist()}")
+        target = torch.eye(len(points), dtype=torch.float64)
+        if fixed_ends:
+            target[:, 0] -= weights[:, 0]
+            target[:, -1] -= weights[:, -1]
+        lines = torch.linalg.lstsq(free, target).solution if free.shape[1] else target[:0]
+        fitted = [combine(None, rows, line.to(points.device)).reshape(points.shape[1:]) for line in lines]
+        return torch.stack([points[0], *fitted, points[-1]] if fixed_ends else fitted)
+
+    def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
+        r"""The $t \in [0, 1]$ whose point is nearest, and the distance, for points (*batch, *space.shape).
+
+        On a flat space the squared distance is a polynomial of degree 2n whose Bernstein coefficients are read from
+        one Gram matrix a point. Its minimum is global: intervals are halved until no coefficient is below the
+        least value by more than 1e-14 of the largest. On other spaces
+        it is the best of 32 places a control point, refined to rounding, which is not certified.
+
+        Returns:
+            Parameters (*batch,) in float64, without a derivative, and distances (*batch,), differentiable in `phi`
+            and `point`.
+
+        Raises:
+            ArgumentError: if a shape does not fit, or the squared distances are not finite in float64.
+        """
+        self._check_phi(phi)
+        if not self.space.flat:
+            return super().nearest(phi, point)
+        points, batch = self._points(point).flatten(1), point.shape[: point.ndim - len(self.space.shape)]
+        rows = list(phi.flatten(1))
+        squares = [gram([row.detach() for row in rows], minus=p.detach())[0] for p in points]
+        inner = torch.stack(squares) if squares else points.new_zeros(0, self.size, self.size, dtype=torch.float64)
+        if not bool(inner.isfinite().all()):
+            raise ArgumentError("phi, point: expected finite values whose squares are finite in float64")
+        t = minimiser(square(inner))
+        away = [combine(None, rows, b, minus=p) for b, p in zip(bernstein(self.degree, t), points, strict=True)]
+        lengths = [offset.double().norm() for offset in away]
+        found = torch.stack(lengths) if lengths else t
+        return t.reshape(batch), found.to(phi.dtype).reshape(batch)
+
+    def at(self, phi: Phi) -> "Path[Bezier]":
+        self._check_phi(phi)
+        return Path(self, phi)
+
+    def _speed(self, phi: Tensor) -> Speed:
+        if not self.space.flat:
+            return super()._speed(phi)
+        inner = differences_gram(phi)
+        return lambda t: self.degree * quadratic_root(inner, bernstein(self.degree - 1, t.cpu())).to(t.device)
+
     def _check(self, phi: Tensor) -> None:
-        check_shape("phi", phi, self.degree + 1, *self.space.shape)
+        self._check_phi(phi)
 
 
-def _sum(weights: Tensor, points: Tensor) -> Tensor:
-    """The weighted sum of points, in their own dtype under autocast too."""
+def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
+    r"""The point at `t` of the curve of a polygon, along geodesics.
+
+    Args:
+        space: with exp and log.
+        polygon: (n + 1, *space.shape), or one for each parameter: (*batch, n + 1, *space.shape).
+        t: (*batch,).
+
+    Returns:
+        (*batch, *space.shape). Cost: n (n + 1) / 2 geodesics for each parameter.
+
+    Example:
+        >>> from manifoldagg.manifolds import Flat
+        >>> de_casteljau(Flat(1), torch.tensor([[0.0], [2.0], [0.0]]), torch.tensor(0.5))
+        tensor([1.])
+    """
+    axis = -1 - len(space.shape)
+    shares = t.double().reshape(*t.shape, *(1 for _ in range(-axis)))
+    while (n := polygon.shape[axis]) > 1:
+        start, end = polygon.narrow(axis, 0, n - 1), polygon.narrow(axis, 1, n - 1)
+        step = (shares * space.log(start, end)).to(polygon.dtype)
+        polygon = space.exp(start.expand_as(step), step)
+    return polygon.squeeze(axis)
+
+
+def weighted(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
+    """Weighted sums (*batch, *shape) of points (k, *shape), in their own dtype under autocast too."""
     with torch.autocast(points.device.type, enabled=False):
-        return weights @ points
+        sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))
+    return sums.reshape(*weights.shape[:-1], *points.shape[1:])
 
 
-def _bernstein(degree: int, t: Parameter, like: Tensor) -> Tensor:
-    """The Bernstein weights (*batch, degree + 1), computed in float64, in the dtype of `like`."""
-    if not isinstance(t, Tensor):
-        t = torch.tensor(check_number("t", t), dtype=torch.float64)
-    t = t.to(like.device, torch.float64)
-    powers = [math.comb(degree, i) * t**i * (1 - t) ** (degree - i) for i in range(degree + 1)]
-    return torch.stack(powers, dim=-1).to(like.dtype)
+def differences_gram(phi: Float[Tensor, "control ..."]) -> Float[Tensor, "n n"]:
+    r"""$\langle \varphi_{i+1} - \varphi_i,\, \varphi_{j+1} - \varphi_j \rangle$ in float64, on the CPU: one pass."""
+    rows = list(phi.reshape(len(phi), math.prod(phi.shape[1:])))
+    inner = gram(rows[1:], minus=rows[:-1])[0].cpu()
+    if not bool(inner.isfinite().all()):
+        raise ArgumentError("phi: expected finite values whose squares are finite in float64")
+    return inner
+
+
+def check_space(space: Manifold) -> None:
+    """A space on which curves can be drawn.
+
+    Raises:
+        ArgumentError: saying what is missing.
+    """
+    if not isinstance(space, Manifold):
+        raise ArgumentError(f"space: expected a Manifold, got {space!r}")
+    missing = sorted({"exp", "log"} - space.capabilities)
+    if missing and not space.flat:
+        raise ArgumentError(f"space: expected a flat manifold or one with exp and log; {space} has no {missing[0]}")
+
+
+def _chord_parameters(rows: list[Tensor]) -> Tensor:
+    """From 0 to 1, as far apart as neighbouring points are."""
+    with torch.no_grad():
+        steps = [gram([b.detach()], minus=a.detach()).sqrt().item() for a, b in pairwise(rows)]
+    reached = torch.tensor([0.0, *steps], dtype=torch.float64).cumsum(0)
+    if not 0 < reached[-1] < math.inf:
+        raise ArgumentError(f"points: expected different, finite ones; they are {reached[-1].item()} apart in all")
+    return reached / reached[-1]

@@ -9,6 +9,7 @@ from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry, Layout
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold
 from manifoldagg.manifolds.mean import Mean, RunningMean, karcher_mean
 from manifoldagg.manifolds.operations import distance, geodesic, norm, pole_ladder, schild_ladder
+from manifoldagg.manifolds.optimizers import RiemannianAdam, RiemannianSGD
 from manifoldagg.manifolds.parameters import Loss, ParameterSpace
 from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.product import Product
@@ -37,6 +38,8 @@ __all__ = [
     "PoincareBall",
     "Power",
     "Product",
+    "RiemannianAdam",
+    "RiemannianSGD",
     "RunningMean",
     "SpecialOrthogonal",
     "Sphere",

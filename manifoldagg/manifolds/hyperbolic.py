@@ -141,19 +141,20 @@ class PoincareBall(Manifold):
         a, v = self._unit(x), self._unit(u)
         square = dot(a, a)
         alpha = 1 - square
-        v = v / alpha
-        p = shorten(dot(v, v)) * v
-        far = dot(p, p)
-        step = alpha * (p + far * a) / (1 + 2 * dot(a, p) + square * far)
-        return self._scaled(a + step, x)
+        speed = dot(v, v) / alpha.square()
+        short = shorten(speed)
+        far = short.square() * speed
+        # x + α (p + |p|² x) / (1 + 2 x·p + |x|²|p|²), in which p is short / α times v.
+        scale = 1 / (1 + 2 * short / alpha * dot(a, v) + square * far)
+        return self._scaled(torch.addcmul((1 + alpha * far * scale) * a, short * scale, v), x)
 
     def _unit(self, x: Tensor) -> Tensor:
         """In the ball of radius 1 and curvature -1."""
-        return math.sqrt(-self.curvature) * x.double()
+        return x.double() if self.curvature == -1 else math.sqrt(-self.curvature) * x.double()
 
     def _scaled(self, a: Tensor, like: Tensor) -> Tensor:
         """Back from the ball of radius 1."""
-        return (a / math.sqrt(-self.curvature)).to(like.dtype)
+        return (a if self.curvature == -1 else a / math.sqrt(-self.curvature)).to(like.dtype)
 
 
 @dataclass(frozen=True)
@@ -210,16 +211,19 @@ class Lorentz(Manifold):
     def exp(self, x: Point, u: Tangent) -> Point:
         self._check(x=x, u=u)
         (a0, a), v = _read(x), u[..., 1:].double()
-        square = _square(a0, a, v)
-        return _point(_cosh_of_square(square) * a + _sinhc_of_square(square) * v).to(x.dtype)
+        along = dot(a, v) / a0
+        square = _square(a0, a, v, along)
+        far, onward = _cosh_of_square(square), _sinhc_of_square(square)
+        return torch.cat([far * a0 + onward * along, torch.addcmul(far * a, onward, v)], -1).to(x.dtype)
 
     def log(self, x: Point, y: Point) -> Tangent:
         self._check(x=x, y=y)
         (a0, a), (b0, b) = _read(x), _read(y)
         d = b - a
-        d0 = dot(d, a + b) / (a0 + b0)
-        z = d - (d0 - dot(a, d) / (1 + a0)) * a
-        return _from_origin(a0, a, _arsinhc_of_square(dot(z, z)) * z).to(x.dtype)
+        onward = dot(a, d)
+        d0 = (dot(d, d) + 2 * onward) / (a0 + b0)
+        z = torch.addcmul(d, d0 - onward / (1 + a0), a, value=-1)
+        return (_arsinhc_of_square(dot(z, z)) * _from_origin(a0, a, z)).to(x.dtype)
 
     def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         self._check(x=x, y=y, u=u)
@@ -245,7 +249,7 @@ class Lorentz(Manifold):
     def retract(self, x: Point, u: Tangent) -> Point:
         self._check(x=x, u=u)
         (a0, a), v = _read(x), u[..., 1:].double()
-        return _point((1 + _square(a0, a, v)).sqrt() * a + v).to(x.dtype)
+        return _point((1 + _square(a0, a, v, dot(a, v) / a0)).sqrt() * a + v).to(x.dtype)
 
     def gradient(self, x: Point, derivative: Tangent) -> Tangent:
         self._check(x=x, derivative=derivative)
@@ -278,9 +282,9 @@ def _read(x: Tensor) -> tuple[Tensor, Tensor]:
     return (1 + dot(a, a)).sqrt(), a
 
 
-def _square(a0: Tensor, a: Tensor, v: Tensor) -> Tensor:
-    """<v, v> of the tangent at a point with these space coordinates, taken at the origin."""
-    at_origin = v - dot(a, v) / (a0 * (1 + a0)) * a
+def _square(a0: Tensor, a: Tensor, v: Tensor, along: Tensor) -> Tensor:
+    """<v, v> of the tangent at a point with these space coordinates and time coordinate, taken at the origin."""
+    at_origin = torch.addcmul(v, along / (1 + a0), a, value=-1)
     return dot(at_origin, at_origin)
 
 
@@ -292,7 +296,7 @@ def _point(a: Tensor) -> Tensor:
 def _from_origin(a0: Tensor, a: Tensor, v: Tensor) -> Tensor:
     """The space coordinates of a tangent at the origin, transported to a point."""
     outward = dot(a, v)
-    return torch.cat([outward, v + outward / (1 + a0) * a], -1)
+    return torch.cat([outward, torch.addcmul(v, outward / (1 + a0), a)], -1)
 
 
 def _cosh_of_square(s: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from manifoldagg.kernels import is_transformed
+
 NEAR = 1e-3
 """Squared lengths below which a series is used: six of its terms leave an error below 1e-18 there."""
 
@@ -29,16 +31,20 @@ def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
     r"""$t / \sin t$ for the angle $t \in [0, \pi)$ with $\sin^2 t = s$ and the given cosine."""
     # arcsin(r)/r = Σ (2k)! / (4^k (k!)² (2k+1)) r^(2k); it is the small angle's only where the cosine is positive.
     series = [math.comb(2 * k, k) / (4**k * (2 * k + 1)) for k in range(6)]
-    near = (s < NEAR) & (cosine > 0)
-    root = torch.where(near, torch.ones_like(s), s).sqrt()
-    return torch.where(
-        near, _polynomial(torch.where(near, s, torch.zeros_like(s)), series), torch.atan2(root, cosine) / root
-    )
+    return _joined(s, series, lambda t: torch.atan2(t, cosine) / t, cosine > 0)
 
 
 def joined(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
     r"""A function of $\sqrt{s}$ by its series in $s$ near 0 (six terms), and by `function` beyond."""
-    near = s < NEAR
+    return _joined(s, series, function, s >= 0)
+
+
+def _joined(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor], may_be_near: Tensor) -> Tensor:
+    if not is_transformed([s]):
+        # Only derivatives need the series: of the value, division by the root loses nothing but at 0 itself.
+        root = s.sqrt()
+        return torch.where((root == 0) & may_be_near, series[0], function(root))
+    near = (s < NEAR) & may_be_near
     root = torch.where(near, torch.ones_like(s), s).sqrt()
     return torch.where(near, _polynomial(torch.where(near, s, torch.zeros_like(s)), series), function(root))
 

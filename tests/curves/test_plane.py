@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from manifoldagg.curves import Bezier, plane
+from manifoldagg.curves.piecewise import Piecewise
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds import Flat
+from manifoldagg.manifolds import Flat, Power, Sphere
 from tests.support import draw, seeds
 
 
@@ -52,6 +53,43 @@ def test_it_draws():
     }
 
 
+@given(seeds, st.integers(1, 3), st.integers(1, 2))
+def test_another_curve_is_projected(seed, degree, pieces):
+    """Coordinates of its points are their inner products with the unit vectors of the plane."""
+    phi = draw(seed, 3, 7)
+    curve, other, points = Bezier(Flat(7)), Piecewise(Flat(7), degree, pieces), draw(seed + 1, pieces * degree + 1, 7)
+    picture = plane(curve, phi, squared_norm, resolution=2, others={"other": (other, points)})
+    first = (phi[2] - phi[0]) / (phi[2] - phi[0]).norm()
+    across = (phi[1] - phi[0]) - ((phi[1] - phi[0]) @ first) * first
+    second = across / across.norm()
+    away = other(points, torch.linspace(0, 1, 101, dtype=torch.float64)) - phi[0]
+    expected = torch.stack([away @ first, away @ second], -1)
+    # Heights of the control point come from a difference of squares; 7 dimensions keep it from vanishing.
+    assert torch.allclose(picture.others["other"], expected, atol=1e-8)
+
+
+def test_a_polygon_has_a_plane_and_itself_for_a_path():
+    phi = torch.tensor([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [2.0, 0.0, 1.0]])
+    picture = plane(Piecewise(Flat(3), 1, 2), phi, squared_norm, resolution=2, others={"it": (Bezier(Flat(3)), phi)})
+    assert torch.allclose(picture.path[[0, 25, 50, 100]], torch.tensor([[0, 0], [0.5, 0.5], [1, 1], [2, 0]]).double())
+    assert torch.allclose(picture.others["it"][50], torch.tensor([1, 0.5]).double())
+
+
+def test_points_have_the_shape_of_the_space():
+    shapes = set()
+    space = Power(Flat(2), (3,))
+    plane(Bezier(space), draw(0, 3, 3, 2), lambda theta: shapes.add(tuple(theta.shape)) or 0.0, resolution=2)
+    assert shapes == {(3, 2)}
+
+
+def test_its_ends_are_called_as_one_likes():
+    axes = Figure().subplots()
+    curve, phi = Bezier(Flat(4)), draw(0, 3, 4)
+    other = {"cubic": (Bezier(Flat(4), 3), draw(1, 4, 4))}
+    plane(curve, phi, squared_norm, resolution=3, others=other).plot(axes, ends=("A", "B"))
+    assert {"A", "B", "cubic"} <= {line.get_label() for line in axes.lines}
+
+
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     ("call", "words"),
@@ -61,6 +99,14 @@ def test_it_draws():
         (lambda: plane(Bezier(Flat(2)), torch.arange(6.0).view(3, 2), squared_norm), "phi: its ends coincide, or"),
         (lambda: plane(Bezier(Flat(2)), torch.zeros(2, 2), squared_norm), "phi: expected shape"),
         (lambda: plane(Bezier(Flat(2)), draw(0, 3, 2), squared_norm, resolution=1), "resolution: expected"),
+        (lambda: plane(Bezier(Sphere(2)), draw(0, 3, 2), squared_norm), "curve: expected a curve on one flat space"),
+        (lambda: plane(Flat(2), draw(0, 3, 2), squared_norm), "curve: expected a curve on one flat space"),
+        (
+            lambda: plane(
+                Bezier(Flat(2)), draw(0, 3, 2), squared_norm, others={"it": (Bezier(Flat(3)), draw(0, 3, 3))}
+            ),
+            "it: expected a curve on one flat space",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(call, words):

@@ -1,12 +1,12 @@
 """The client of AsyncBezier: learn a curve whose end is the local model."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from manifoldagg.curves import Bezier, fit
+from manifoldagg.curves import Bezier, Sharpness, fit
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.contract import Memory, Message, Payload
 from manifoldagg.manifolds import Loss, Manifold
@@ -34,6 +34,11 @@ class Curve:
     freeze_end: bool = True
     control_start: str = "chord"
     proximal: float = 0.0
+    alternate: bool = False
+    control_projection: float = 0.0
+    sampling: str = "uniform"
+    samples: int = 1
+    sharpness: Sharpness | None = None
 
     def train(
         self,
@@ -54,21 +59,9 @@ class Curve:
             ArgumentError: as [`fit`][manifoldagg.fit].
             DivergenceError: if a loss is not finite.
         """
-        learned = fit(
-            Bezier(space, self.degree),
-            loss,
-            batches,
-            start=message.start,
-            epochs=self.epochs,
-            steps=self.steps,
-            optimizer=self.optimizer,
-            rate=self.rate,
-            control_rate=self.control_rate,
-            freeze_end=self.freeze_end,
-            control_start=self.control_start,
-            proximal=self.proximal,
-            generator=generator,
-        )
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "degree"}
+        curve = Bezier(space, self.degree)
+        learned = fit(curve, loss, batches, start=message.start, generator=generator, **options)
         return Payload(learned.phi[1:], count_samples(batches))
 
 

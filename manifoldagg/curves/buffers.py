@@ -1,0 +1,104 @@
+"""BatchNorm statistics for a point of a curve: those of the models that made the curve do not fit it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from manifoldagg.errors import ArgumentError, DivergenceError, check_finite, check_shape
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.layout import tensors_of
+
+
+def refresh_buffers(
+    space: ParameterSpace, model: nn.Module, point: Float[Tensor, " P"], batches: Iterable[Any]
+) -> dict[str, Tensor]:
+    """What `model` carries, with BatchNorm statistics that are means over `batches` at `point`.
+
+    Every batch counts alike, as in `torch.optim.swa_utils.update_bn`. The other layers compute as in evaluation, so
+    nothing is dropped out and nothing is drawn. The model lends its code: its parameters, buffers and modes are what
+    they were when this returns. Without BatchNorm the batches are not read.
+
+    Args:
+        space: of the model's parameters.
+        model: with this layout.
+        point: (P,), where the statistics are wanted.
+        batches: each the model's inputs: a tensor; or a tuple or list that begins with it, as (inputs, targets); or a
+            mapping of keyword arguments.
+
+    Returns:
+        Buffers and frozen parameters by name, as from [`carried`][manifoldagg.ParameterSpace.carried]: what
+        `space.state_dict(point, carried)` takes.
+
+    Raises:
+        ArgumentError: if `point` does not lie in the space, a batch has another form, or there is none.
+        StateDictError: if `model` does not have the layout of the space.
+        DivergenceError: if a statistic is not finite, naming it.
+
+    Source: Izmailov et al. 2018, after (2).
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        >>> space = ParameterSpace.of(model)
+        >>> point = torch.zeros(10)
+        >>> carried = refresh_buffers(space, model, point, [torch.ones(4, 2)])
+        >>> _ = model.load_state_dict(space.state_dict(point, carried))
+        >>> model[1].running_mean, int(model[1].num_batches_tracked)
+        (tensor([0., 0.]), 1)
+    """
+    carried = space.carried(model)
+    check_finite("point", check_shape("point", point, *space.shape))
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    if not norms:
+        return carried
+    leaves = {leaf.name for leaf in space.layout.leaves}
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in leaves}
+    fresh = {id(b): buffers[name] for name, b in model.named_buffers() if name not in leaves}
+    for norm in norms.values():
+        for buffer, value in ((norm.running_mean, 0), (norm.running_var, 1), (norm.num_batches_tracked, 0)):
+            fresh[id(buffer)].fill_(value)
+    tensors = space.layout.views(point.detach()) | buffers
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [(norm, norm.momentum) for norm in norms.values()]
+    read = False
+    try:
+        for module, _ in modes:
+            module.training = False
+        for norm in norms.values():
+            norm.training, norm.momentum = True, None
+        with torch.no_grad():
+            for batch in batches:
+                args, options = _inputs(batch)
+                torch.func.functional_call(model, tensors, args, options)
+                read = True
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for norm, momentum in momenta:
+            norm.momentum = momentum
+    if not read:
+        raise ArgumentError("batches: expected at least one batch, got none")
+    given = tensors_of(model)
+    carried = {name: fresh[id(given[name])].clone() if id(given[name]) in fresh else t for name, t in carried.items()}
+    for name, tensor in carried.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise DivergenceError(f"{name}: the statistics at this point are not finite")
+    return carried
+
+
+def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with."""
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list) and batch:
+        return (batch[0],), {}
+    raise ArgumentError(
+        f"batches: expected tensors, tuples or lists that begin with the inputs, or mappings of keyword arguments; "
+        f"got {type(batch).__name__}"
+    )

@@ -1,0 +1,276 @@
+"""What a path over a landscape is like: how high it climbs, what it gains on the straight line, how much it bends."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from manifoldagg.curves.arc import arc_length
+from manifoldagg.curves.bezier import Bezier
+from manifoldagg.curves.frames import coordinates, sharpest, slowest
+from manifoldagg.curves.path import Curve, Phi
+from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
+from manifoldagg.manifolds import Flat, geodesic, norm
+
+BY = ("parameter", "length")
+RESTING = 1e-12
+"""Of the mean speed of a path: what is slower has no direction that rounding has left."""
+JUST_BEFORE = 2.0**-48
+"""A corner: more than what a parameter is rounded by, and nothing to a direction."""
+
+
+@dataclass(frozen=True, eq=False)
+class Barrier:
+    r"""Losses $L$ along a curve and along its chord, from the same start to the same end.
+
+    Attributes:
+        t: (m,), where on the curve each loss was taken.
+        part: (m,), how much of the way lies before it: `t` itself, or the part of the length. The chord's losses
+            are those at this part of the chord.
+        losses: (m,), along the curve.
+        chord: (m,), along the chord: the straight line, or the geodesic.
+    """
+
+    t: Float64[Tensor, " m"]
+    part: Float64[Tensor, " m"]
+    losses: Float64[Tensor, " m"]
+    chord: Float64[Tensor, " m"]
+
+    @property
+    def height(self) -> float:
+        r"""$\max_t\, L(\iota(t)) - (1 - t) L(\iota(0)) - t L(\iota(1))$, the barrier of the curve: 0 or more."""
+        return self._excess(self.losses).max().item()
+
+    @property
+    def at(self) -> float:
+        """The `t` where the curve is highest above the line between the losses at its ends."""
+        return self.t[self._excess(self.losses).argmax()].item()
+
+    @property
+    def chord_height(self) -> float:
+        """The barrier of the chord."""
+        return self._excess(self.chord).max().item()
+
+    @property
+    def chord_at(self) -> float:
+        """The part of the chord where it is highest above that line."""
+        return self.part[self._excess(self.chord).argmax()].item()
+
+    def plot(self, axes: Any, *, label: str = "loss", name: str = "learned curve", color: str = "black") -> None:
+        """Draw both profiles, and the line from which their heights are measured, into matplotlib `axes`."""
+        axes.plot(self.part, self.chord, "--", color="crimson", linewidth=1.8, label="chord")
+        axes.plot(self.part, self.losses, color=color, linewidth=2.2, label=name)
+        axes.plot([0, 1], self.losses[[0, -1]], ":", color="grey", linewidth=1, label="between the ends")
+        axes.set_xlim(0, 1)
+        axes.set_xlabel("part of the way")
+        axes.set_ylabel(label)
+
+    def _excess(self, losses: Tensor) -> Tensor:
+        """Above the line between the ends; there it is 0 whatever the rounding."""
+        excess = losses - torch.lerp(losses[0], losses[-1], self.part)
+        excess[[0, -1]] = 0
+        return excess
+
+
+@dataclass(frozen=True, eq=False)
+class Curvature:
+    r"""How a path bends, $k$ being the length of its curvature vector.
+
+    Attributes:
+        t: (m,) places.
+        values: (m,), $k(t)$ there, in 1 / units of the space.
+        total: $\int k\, ds$ with the angles at corners, in radians: how far it turns in all.
+    """
+
+    t: Float64[Tensor, " m"]
+    values: Float64[Tensor, " m"]
+    total: float
+
+    @property
+    def greatest(self) -> float:
+        """The largest of `values`."""
+        return self.values.max().item()
+
+    @property
+    def at(self) -> float:
+        """Where that is."""
+        return self.t[self.values.argmax()].item()
+
+
+def barrier(
+    curve: Curve, phi: Phi, function: Callable[[Tensor], float], *, points: int = 101, by: str = "parameter"
+) -> Barrier:
+    r"""How high the loss rises on the way from one end of a curve to the other, and on the straight way:
+
+    $$\max_{t}\; L(\iota_\varphi(t)) - \big( (1 - t)\, L(\iota_\varphi(0)) + t\, L(\iota_\varphi(1)) \big).$$
+
+    The maximum is over the places looked at, both ends among them, so that no barrier is negative.
+
+    Args:
+        curve: on any space; on a curved one the chord is the geodesic between the ends.
+        phi: what draws it, (size, *space.shape).
+        function: a point (*space.shape) to a number, such as the loss over a data set.
+        points: how many places of each way to look at.
+        by: whether the places are evenly spaced in t (`"parameter"`) or along the curve (`"length"`).
+
+    Raises:
+        ArgumentError: naming the argument that does not fit; if `function` gives no finite number, saying where.
+
+    Source: Frankle et al. 2020, section 2, for two unequal ends; Garipov et al. 2018. Cost: 2 `points` - 2 calls of
+        `function`.
+
+    Example:
+        A ridge between two valleys, and a way around its top.
+
+        >>> import torch
+        >>> from manifoldagg.curves import Bezier
+        >>> phi = torch.tensor([[-1.0, 0.0], [0.0, 2.0], [1.0, 0.0]])
+        >>> found = barrier(Bezier(Flat(2)), phi, lambda theta: torch.exp(-theta.square().sum() * 3).item())
+        >>> round(found.chord_height, 3), found.chord_at
+        (0.95, 0.5)
+        >>> round(found.height, 3)
+        0.056
+    """
+    if not isinstance(curve, Curve):
+        raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {curve!r}")
+    check_count("points", points, at_least=2)
+    check_choice("by", by, BY)
+    phi = phi.detach()
+    part = torch.linspace(0, 1, points, dtype=torch.float64)
+    t = part if by == "parameter" else curve.parameter_at_length(phi, part).cpu()
+    start, end = curve(phi, 0.0), curve(phi, 1.0)
+    ends = [_value(function, start, "t = 0"), _value(function, end, "t = 1")]
+    inner = list(zip(t[1:-1].tolist(), part[1:-1].tolist(), strict=True))
+    losses = [_value(function, curve(phi, s), f"t = {s:g}") for s, _ in inner]
+    chord = [_value(function, geodesic(curve.space, start, end, s), f"{s:g} of the chord") for _, s in inner]
+    along, straight = (torch.tensor([ends[0], *values, ends[1]], dtype=torch.float64) for values in (losses, chord))
+    return Barrier(t, part, along, straight)
+
+
+def chord_ratio(profile: Barrier) -> float:
+    r"""$\int_0^1 \frac{L(\hat\gamma(\lambda))}{L(\gamma(\lambda))}\, d\lambda$: how many times better than the chord
+    $\hat\gamma$ the curve $\gamma$ is, on average.
+
+    It estimates the quality $Q$ of a learned manifold: the Report assumes that the loss a given part $\lambda$ of the
+    length along its geodesic is at most $1/Q$ of that at the same part of the chord. (As printed it asks for that at
+    every $\lambda$: at the ends the ratio is 1, so that no such $Q$ exceeds 1.)
+
+    Args:
+        profile: from [`barrier`][manifoldagg.curves.diagnostics.barrier] with `by="length"`, of a positive loss.
+
+    Returns:
+        The mean by the trapezoidal rule; above 1 where the curve is the better way.
+
+    Raises:
+        ArgumentError: if a loss is 0 or negative.
+
+    Source: Report, assumption 6.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.curves import Bezier
+        >>> phi = torch.tensor([[-1.0, 0.0], [0.0, 2.0], [1.0, 0.0]])
+        >>> ridge = lambda theta: 1 + torch.exp(-theta.square().sum() * 3).item()
+        >>> round(chord_ratio(barrier(Bezier(Flat(2)), phi, ridge, by="length")), 3)
+        1.396
+    """
+    low = min(profile.losses.min().item(), profile.chord.min().item())
+    if low <= 0:
+        raise ArgumentError(f"profile: expected positive losses to divide by, got {low:g}")
+    return torch.trapezoid(profile.chord / profile.losses, profile.part).item()
+
+
+def curvature(curve: Curve, phi: Phi, *, points: int = 101) -> Curvature:
+    r"""How a path bends: with velocity $v$ and covariant acceleration $a$
+
+    $$k = \frac{\| a - \langle a, v \rangle v / \|v\|^2 \|}{\|v\|^2}, \qquad
+      \int k\, ds = \int_0^1 k\, \|v\|\, dt + \sum \angle,$$
+
+    the sum being over the corners of a piecewise curve. A geodesic has $k = 0$; where a path rests, $\|v\|$ below 1e-12
+    of its mean, it counts as straight. The length of a path is [`Curve.length`][manifoldagg.curves.path.Curve.length].
+
+    Args:
+        curve: on any space.
+        phi: what draws it, (size, *space.shape).
+        points: how many evenly spaced places to look at. The sharpest place of a Bézier curve on a flat space is
+            found among the roots of a polynomial, and added to them.
+
+    Returns:
+        The curvature at each place, and the total by quadrature.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Cost: on a flat space two passes over `phi`, then small algebra.
+
+    Example:
+        The two legs of this control polygon meet at a right angle.
+
+        >>> import torch
+        >>> from manifoldagg.curves import Bezier
+        >>> found = curvature(Bezier(Flat(2)), torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]]))
+        >>> round(found.total, 6), round(found.greatest, 6), found.at
+        (1.570796, 1.0, 0.5)
+    """
+    if not isinstance(curve, Curve):
+        raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {curve!r}")
+    check_count("points", points, at_least=2)
+    curve._check_phi(phi)
+    slow = RESTING * curve.length(phi.detach()).item()
+    curve, phi, known = _coordinates(curve, phi.detach(), slow)
+    even = torch.linspace(0, 1, points, dtype=torch.float64, device=phi.device)
+    places = torch.cat([even, even.new_tensor(known)]).unique()
+    with torch.no_grad():
+        speed, turning = _turning(curve, phi, places, slow)
+        values = turning / torch.where(speed > slow, speed, 1)
+        # One radian more, to which the rounding of a path that hardly turns is nothing: it is not to be resolved.
+        total = arc_length(lambda t: 1 + _turning(curve, phi, t, slow)[1], curve.breaks).item() - 1
+        corners = torch.tensor(curve.breaks[1:-1], dtype=torch.float64, device=phi.device)
+        if len(corners):
+            total += _angles(curve, phi, corners, slow).sum().item()
+    return Curvature(places.cpu(), values.double().cpu(), total)
+
+
+def _value(function: Callable[[Tensor], float], point: Tensor, where: str) -> float:
+    return check_number(f"function at {where}", function(point))
+
+
+def _coordinates(curve: Curve, phi: Tensor, slow: float) -> tuple[Curve, Float[Tensor, "size ..."], list[float]]:
+    """The same curve in as few coordinates as its points need, and where it is sharpest, if that is known.
+
+    On a curved space it is what it was, in float64.
+    """
+    if not curve.space.flat:
+        return curve, phi.double(), []
+    control = coordinates(phi)
+    small: Curve = replace(curve, space=Flat(control.shape[1]))  # type: ignore[type-var]  # every curve is a dataclass
+    known = isinstance(curve, Bezier) and slowest(control)[1] > slow
+    return small, control, [sharpest(control)[0]] if known else []
+
+
+def _turning(curve: Curve, phi: Tensor, t: Tensor, slow: float) -> tuple[Tensor, Tensor]:
+    """The speed, and by how many radians the direction turns a unit of t; 0 where the path rests."""
+    place = t.flatten()
+    here, v, a = curve(phi, place), curve.velocity(phi, place), curve.acceleration(phi, place)
+    speed = norm(curve.space, here, v)
+    moves = speed > slow
+    square = torch.where(moves, speed, 1).square()
+    share = (curve.space.inner(here, a, v) / square).reshape(-1, *(1 for _ in phi.shape[1:]))
+    turning = torch.where(moves, norm(curve.space, here, a - share * v) / square.sqrt(), 0)
+    return speed.reshape(t.shape), turning.reshape(t.shape)
+
+
+def _angles(curve: Curve, phi: Tensor, t: Tensor, slow: float) -> Tensor:
+    """Between the directions in which a path comes to places and leaves them, in [0, π]; 0 where it rests."""
+    here = curve(phi, t)
+    before, after = curve.velocity(phi, t - JUST_BEFORE), curve.velocity(phi, t)
+    sizes = [norm(curve.space, here, v) for v in (before, after)]
+    # Of equal length, so that half the angle is that between their sum and their difference.
+    u, w = (
+        size.reshape(-1, *(1 for _ in phi.shape[1:])) * v for size, v in zip(sizes[::-1], (before, after), strict=True)
+    )
+    angles = 2 * torch.atan2(norm(curve.space, here, w - u), norm(curve.space, here, w + u))
+    return torch.where(torch.minimum(*sizes) > slow, angles, 0)

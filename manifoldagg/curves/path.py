@@ -1,0 +1,333 @@
+"""Curves: what every embedding of [0, 1] can do, and `Path`, one curve with its control points."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from manifoldagg.curves.arc import Speed, arc_length, crossing, parameter_at_arc_length
+from manifoldagg.curves.embedding import Embedding
+from manifoldagg.errors import ArgumentError, check_number, check_shape
+from manifoldagg.manifolds import Flat, Manifold, distance, norm
+
+Parameter = float | Float[Tensor, "*batch"]
+Phi = Float[Tensor, "control ..."]
+Points = Float[Tensor, "..."]
+
+SAMPLES = 32
+"""Places a control point, among which a search on a curved space begins."""
+
+
+class Curve(Embedding):
+    r"""An embedding of [0, 1], whose places are numbers $t$; $t$ outside of [0, 1] extends it.
+
+    What is here needs the primitives of the space alone; on a flat space a subclass has closed forms.
+    """
+
+    @property
+    def domain(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def breaks(self) -> tuple[float, ...]:
+        """Parameters between which the curve is smooth."""
+        return (0.0, 1.0)
+
+    def velocity(self, phi: Phi, t: Parameter) -> Points:
+        r"""$\iota_\varphi'(t)$, a tangent at $\iota_\varphi(t)$: (*batch, *space.shape). One jvp."""
+        return self._drawn(phi, t)[1]
+
+    def acceleration(self, phi: Phi, t: Parameter) -> Points:
+        r"""$\nabla_{\iota'} \iota'$ at $t$, the covariant acceleration: (*batch, *space.shape).
+
+        It is the second derivative of $\log_{\iota(t)} \iota(t + s)$ at s = 0: in normal coordinates the connection
+        vanishes at the centre. Two nested jvps.
+        """
+        self._check_phi(phi)
+        place = parameter(t, phi)
+        here, ones = self(phi, place).detach(), torch.ones_like(place)
+
+        def velocity(s: Tensor) -> Tensor:
+            slope: Tensor = torch.func.jvp(lambda r: self.space.log(here, self(phi, r)), (s,), (ones,))[1]
+            return slope
+
+        bend: Tensor = torch.func.jvp(velocity, (place,), (ones,))[1]
+        return bend
+
+    def length(self, phi: Phi, a: float = 0.0, b: float = 1.0) -> Float[Tensor, ""]:
+        r"""$\int_a^b \|\iota_\varphi'(t)\|\, dt$ to a relative error of 1e-12 in float64, negative for b < a.
+
+        It is differentiable in $\varphi$. On a flat space it costs one pass over $\varphi$: speeds are read from the
+        Gram matrix of the differences of control points; what is shorter than 1e-150 there counts as none.
+
+        Args:
+            phi: control points (size, *space.shape).
+            a: where to begin.
+            b: where to end.
+
+        Raises:
+            ArgumentError: if `a` or `b` is not finite, or the length is not.
+        """
+        self._check_phi(phi)
+        a, b = check_number("a", a), check_number("b", b)
+        low, high = min(a, b), max(a, b)
+        edges = [low, *(edge for edge in self.breaks if low < edge < high), high]
+        length = arc_length(self._speed(phi), edges).to(phi)
+        return -length if b < a else length
+
+    def parameter_at_length(self, phi: Phi, part: Parameter) -> Float64[Tensor, "*batch"]:
+        r"""The $t$ with length(0, t) = part · length(0, 1): by it a curve is followed at constant speed.
+
+        Args:
+            phi: control points (size, *space.shape).
+            part: of the length, in [0, 1]: a number, or (*batch,) numbers.
+
+        Returns:
+            (*batch,) in float64, without a derivative; 0 and 1 exactly for part 0 and 1; `part` where the curve is a
+            single point.
+
+        Raises:
+            ArgumentError: if a part lies outside of [0, 1], or the length is not finite.
+        """
+        self._check_phi(phi)
+        parts = parameter(part, phi, "part")
+        if not bool(((parts >= 0) & (parts <= 1)).all()):
+            raise ArgumentError(f"part: expected numbers in [0, 1], got {part}")
+        return parameter_at_arc_length(self._speed(phi.detach()), self.breaks, parts.detach()).to(phi.device)
+
+    def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
+        r"""The $t \in [0, 1]$ whose point is nearest, and the distance, for points (*batch, *space.shape).
+
+        The best of 32 places a control point, then the zero of $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$
+        between its neighbours: exact to rounding where these have one minimum between them. The search is not
+        certified: a minimum narrower than the places are apart can be missed.
+
+        Returns:
+            Parameters (*batch,) in float64, without a derivative, and distances (*batch,), differentiable in `phi`
+            and `point`.
+        """
+        self._check_phi(phi)
+        points = self._points(point)
+        with torch.no_grad():
+            t = self._search(phi.detach(), points.detach())
+        batch = point.shape[: point.ndim - len(self.space.shape)]
+        return t.reshape(batch), distance(self.space, points, self(phi, t)).reshape(batch)
+
+    def contains(self, phi: Phi, point: Points, *, tolerance: float = 1e-6) -> Bool[Tensor, "*batch"]:
+        """Whether points (*batch, *space.shape) lie within `tolerance` of the curve, in units of the space: (*batch,).
+
+        Raises:
+            ArgumentError: if `tolerance` is negative or a shape does not fit.
+        """
+        check_number("tolerance", tolerance, at_least=0)
+        return self.nearest(phi, point)[1] <= tolerance
+
+    def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "*batch"]:
+        device = None if generator is None else generator.device
+        return torch.rand(*batch, generator=generator, dtype=torch.float64, device=device)
+
+    def at(self, phi: Phi) -> "Path[Any]":
+        """The curve of one `phi`, as a value with methods of $t$ alone."""
+        self._check_phi(phi)
+        return Path(self, phi)
+
+    def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
+        """Control points of the parts before and after `t`."""
+        raise NotImplementedError(f"{type(self).__name__} has no split")
+
+    def reverse(self, phi: Phi) -> Points:
+        r"""Control points of $t \mapsto \iota_\varphi(1 - t)$: the same ones from the last to the first."""
+        self._check_phi(phi)
+        return phi.flip(0)
+
+    def _speed(self, phi: Tensor) -> Speed:
+        """The speed as a function of parameters."""
+        return lambda t: norm(self.space, *self._drawn(phi, t)).to(t.device)
+
+    def _drawn(self, phi: Tensor, t: Parameter) -> tuple[Tensor, Tensor]:
+        """Point and velocity in one jvp."""
+        self._check_phi(phi)
+        # Forward mode refuses a tensor whose entries share memory.
+        place = parameter(t, phi).contiguous()
+        drawn = torch.func.jvp(lambda s: self(phi, s), (place,), (torch.ones_like(place),))
+        point, slope = drawn[0], drawn[1]
+        # Where points are classes of tensors, the representative may turn while the point rests.
+        tangent = self.space.project_tangent(point, slope) if "project_tangent" in self.space.capabilities else slope
+        return point, tangent
+
+    def _points(self, point: Tensor) -> Tensor:
+        """Checked points as one batch (m, *space.shape)."""
+        check_shape("point", point, *self._sizes, batch=True)
+        return point.reshape(-1, *point.shape[point.ndim - len(self._sizes) :])
+
+    def _search(self, phi: Tensor, points: Tensor) -> Tensor:
+        places = torch.linspace(0, 1, SAMPLES * self.size + 1, dtype=torch.float64, device=phi.device)
+        trace = self(phi, places)
+        both = (len(points), len(places), *points.shape[1:])
+        away = distance(self.space, points.unsqueeze(1).expand(both), trace.expand(both))
+        k = away.nan_to_num(torch.inf).argmin(-1)
+        best, low, high = places[k], places[(k - 1).clamp(min=0)], places[(k + 1).clamp(max=len(places) - 1)]
+
+        def fall(t: Tensor) -> Tensor:
+            """Half the rate at which the squared distance shrinks."""
+            here, onward = self._drawn(phi, t)
+            return self.space.inner(here, self.space.log(here, points), onward)
+
+        t = crossing(fall, low, high)
+        closer = distance(self.space, points, self(phi, t)) < distance(self.space, points, self(phi, best))
+        return torch.where(closer, t, best)
+
+
+C = TypeVar("C", bound=Curve)
+
+
+@dataclass(frozen=True, eq=False)
+class Path(Generic[C]):
+    r"""The image of one $\varphi$: $t \mapsto \iota_\varphi(t)$, from `curve.at(phi)`.
+
+    Args:
+        curve: how control points draw it.
+        phi: control points (size, *space.shape).
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.curves import Bezier
+        >>> path = Bezier(Flat(2), degree=2).at(torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]]))
+        >>> path(0.5), path.velocity(0.5)
+        (tensor([1.0000, 0.5000]), tensor([2., 0.]))
+        >>> path.length()
+        tensor(2.2956)
+    """
+
+    curve: C
+    phi: Tensor
+
+    def __call__(self, t: Parameter) -> Points:
+        """The point at `t`: (*batch, *space.shape)."""
+        return self.curve(self.phi, t)
+
+    def velocity(self, t: Parameter) -> Points:
+        """The tangent at `t`."""
+        return self.curve.velocity(self.phi, t)
+
+    def acceleration(self, t: Parameter) -> Points:
+        """The covariant acceleration at `t`."""
+        return self.curve.acceleration(self.phi, t)
+
+    def length(self, a: float = 0.0, b: float = 1.0) -> Float[Tensor, ""]:
+        """The length from `a` to `b`."""
+        return self.curve.length(self.phi, a, b)
+
+    def parameter_at_length(self, part: Parameter) -> Float64[Tensor, "*batch"]:
+        """Where `part` of the length is behind."""
+        return self.curve.parameter_at_length(self.phi, part)
+
+    def nearest(self, point: Points) -> tuple[Tensor, Tensor]:
+        """The parameter of the nearest point, and the distance."""
+        return self.curve.nearest(self.phi, point)
+
+    def contains(self, point: Points, *, tolerance: float = 1e-6) -> Bool[Tensor, "*batch"]:
+        """Whether points lie within `tolerance` of the path."""
+        return self.curve.contains(self.phi, point, tolerance=tolerance)
+
+    def split(self, t: float) -> tuple["Path[C]", "Path[C]"]:
+        """The parts before and after `t`, each over [0, 1]."""
+        left, right = self.curve.split(self.phi, t)
+        return Path(self.curve, left), Path(self.curve, right)
+
+    def reverse(self) -> "Path[C]":
+        """The path from its end to its start."""
+        return Path(self.curve, self.curve.reverse(self.phi))
+
+    def plot(self, axes: Any = None, function: Callable[[Tensor], float] | None = None, *, resolution: int = 31) -> Any:
+        r"""Draw the path and its control polygon in the plane through start, end and farthest control point.
+
+        On a curved space that is a plane of the tangent space at $\varphi_0$, where everything is drawn by its log.
+
+        Args:
+            axes: of matplotlib; new ones where not given.
+            function: of a point, such as a loss: its contours are drawn below.
+            resolution: grid points a side, for `function`.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ArgumentError: if there is a function and the control points span no plane.
+        """
+        from matplotlib import pyplot
+
+        from manifoldagg.curves.plane import Plane
+
+        axes = pyplot.subplots()[1] if axes is None else axes
+        phi, space = self.phi.detach(), self.curve.space
+        control, first, second = _projected(space, phi)
+        t = torch.linspace(0, 1, 101, dtype=torch.float64, device=phi.device)
+        if space.flat:
+            path = replace(self.curve, space=Flat(2))(control, t)  # type: ignore[type-var]  # every curve is a dataclass
+        else:
+            path = _coordinates(space, phi[0], _logs(space, phi[0], self.curve(phi, t)), (first, second))
+        control, path = control.cpu(), path.cpu()
+        if function is None:
+            axes.plot(path[:, 0], path[:, 1], color="black", linewidth=2.2, label="path")
+            axes.plot(control[:, 0], control[:, 1], ":^", color="black", linewidth=0.8, label="control points")
+            axes.set_aspect("equal", adjustable="datalim")
+            return axes
+        if not bool(second.any()):
+            raise ArgumentError("phi: its control points lie on one line: there is no plane to draw a function on")
+        low, high = torch.cat([control, path]).aminmax(dim=0)
+        reach = 0.25 * (high - low).max()
+        x, y = (torch.linspace(*ends, resolution, dtype=torch.float64) for ends in _ends(low - reach, high + reach))
+        values = [[function(space.exp(phi[0], (a * first + b * second).to(phi.dtype))) for a in x] for b in y]
+        Plane(x, y, torch.tensor(values, dtype=torch.float64), control, path).plot(axes, label="function")
+        return axes
+
+
+def parameter(t: Parameter, phi: Tensor, name: str = "t") -> Float64[Tensor, "*batch"]:
+    """A number or a tensor of numbers as float64 on the device of `phi`.
+
+    Raises:
+        ArgumentError: if a number is not finite.
+    """
+    if not isinstance(t, Tensor):
+        return torch.tensor(check_number(name, t), dtype=torch.float64, device=phi.device)
+    return t.to(phi.device, torch.float64)
+
+
+def _ends(low: Tensor, high: Tensor) -> list[tuple[float, float]]:
+    return list(zip(low.tolist(), high.tolist(), strict=True))
+
+
+def _logs(space: Manifold, x: Tensor, points: Tensor) -> Tensor:
+    """The logs at one point, in float64."""
+    return space.log(x.expand_as(points), points).double()
+
+
+def _coordinates(space: Manifold, x: Tensor, tangents: Tensor, axes: Sequence[Tensor]) -> Tensor:
+    """(m, 2) inner products of tangents at one point with unit tangents there."""
+    at = x.double().expand_as(tangents)
+    return torch.stack([space.inner(at, tangents, axis.expand_as(tangents)) for axis in axes], -1)
+
+
+def _projected(space: Manifold, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Coordinates of the control points, and the unit tangents at the first whose plane they lie or are seen in.
+
+    The first points to the end, or to the farthest control point where the ends meet; the second to what is farthest
+    from that line, and is zero where nothing is.
+    """
+    rows = _logs(space, phi[0], phi)
+    lengths = norm(space, phi[0].double().expand_as(rows), rows)
+    zero = torch.zeros_like(rows[0])
+    tiny = 1e-7 * lengths.max()
+    end = rows[-1] if lengths[-1] > tiny else rows[lengths.argmax()]
+    size = norm(space, phi[0].double(), end)
+    first = end / size if size > 0 else zero
+    along = _coordinates(space, phi[0], rows, (first,))
+    across = rows - along.reshape(-1, *(1 for _ in zero.shape)) * first
+    heights = norm(space, phi[0].double().expand_as(rows), across)
+    k = heights.argmax()
+    second = across[k] / heights[k] if heights[k] > tiny else zero
+    return _coordinates(space, phi[0], rows, (first, second)), first, second

@@ -1,0 +1,156 @@
+"""Piecewise Bézier curves: one after the other, with shared joints."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manifoldagg.curves.arc import Speed, bernstein, quadratic_root
+from manifoldagg.curves.bezier import Bezier, check_space, de_casteljau, differences_gram, weighted
+from manifoldagg.curves.path import Curve, Parameter, Path, Phi, Points, parameter
+from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.manifolds import Manifold, geodesic
+
+
+@dataclass(frozen=True)
+class Piecewise(Curve):
+    r"""m Bézier curves of one degree n, each over an m-th of [0, 1], each beginning where the one before it ends.
+
+    $\varphi$ has $mn + 1$ points, of which every n-th is a joint: the curve is continuous whatever they are. Its
+    velocity is continuous where the neighbours of a joint mirror each other, which `smooth` makes them do; at a joint,
+    derivatives are those of the piece that begins there.
+
+    Args:
+        space: flat, or with exp and log.
+        degree: n, of each piece.
+        pieces: m.
+
+    Raises:
+        ArgumentError: if `degree` or `pieces` is not a positive integer, or `space` is curved and has no exp or log.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat
+        >>> curve = Piecewise(Flat(1), degree=1, pieces=2)
+        >>> curve(torch.tensor([[0.0], [4.0], [5.0]]), torch.tensor([0.25, 0.5, 1.0])).flatten()
+        tensor([2., 4., 5.])
+    """
+
+    space: Manifold
+    degree: int = 2
+    pieces: int = 2
+
+    def __post_init__(self) -> None:
+        check_count("degree", self.degree)
+        check_count("pieces", self.pieces)
+        check_space(self.space)
+
+    @property
+    def size(self) -> int:
+        return self.pieces * self.degree + 1
+
+    @property
+    def breaks(self) -> tuple[float, ...]:
+        return tuple(k / self.pieces for k in range(self.pieces + 1))
+
+    def __call__(self, phi: Phi, t: Parameter) -> Points:
+        """The point of the curve at `t`: phi (size, *space.shape), t (*batch,) to (*batch, *space.shape)."""
+        self._check_phi(phi)
+        piece, s = self._local(parameter(t, phi))
+        if self.space.flat:
+            return self._sum(bernstein(self.degree, s), piece, phi)
+        places = (self.degree * piece).unsqueeze(-1) + torch.arange(self.degree + 1, device=phi.device)
+        return de_casteljau(self.space, phi[places], s)
+
+    def velocity(self, phi: Phi, t: Parameter) -> Points:
+        r"""$\iota_\varphi'(t)$, a tangent at $\iota_\varphi(t)$; at a joint that of the piece that begins there."""
+        self._check_phi(phi)
+        if not self.space.flat:
+            return super().velocity(phi, t)
+        piece, s = self._local(parameter(t, phi))
+        rate = self.pieces * self.degree
+        return self._sum(bernstein(self.degree - 1, s), piece, rate * phi.diff(dim=0))
+
+    def acceleration(self, phi: Phi, t: Parameter) -> Points:
+        r"""$\nabla_{\iota'} \iota'$ at $t$; at a joint that of the piece that begins there."""
+        self._check_phi(phi)
+        if not self.space.flat:
+            return super().acceleration(phi, t)
+        piece, s = self._local(parameter(t, phi))
+        if self.degree == 1:
+            return phi.new_zeros(*s.shape, *phi.shape[1:])
+        rate = self.pieces**2 * self.degree * (self.degree - 1)
+        return self._sum(bernstein(self.degree - 2, s), piece, rate * phi.diff(n=2, dim=0))
+
+    def smooth(self, phi: Phi) -> Points:
+        r"""Control points whose curve has a continuous velocity: what follows a joint mirrors what precedes it.
+
+        From the start on, the control point after each joint $J$ becomes $\exp_J(-\log_J \varphi_{-})$, the
+        reflection of the one before it. The first piece, the joints and all other control points stay. Of degree 2 each
+        piece then follows from the one before it, so that a reflection is handed on to the end.
+
+        Args:
+            phi: control points (size, *space.shape).
+
+        Returns:
+            A tensor of the same shape; `smooth` does nothing more to it.
+
+        Raises:
+            ArgumentError: if the degree is 1 and there is a joint: a polygon has corners.
+
+        Example:
+            >>> from manifoldagg.manifolds import Flat
+            >>> Piecewise(Flat(1)).smooth(torch.tensor([[0.0], [1.0], [4.0], [0.0], [9.0]])).flatten().tolist()
+            [0.0, 1.0, 4.0, 7.0, 9.0]
+        """
+        self._check_phi(phi)
+        if self.degree == 1 and self.pieces > 1:
+            raise ArgumentError("degree: expected 2 or more for smooth joints, got 1")
+        points = list(phi)
+        for joint in range(self.degree, self.size - 1, self.degree):
+            points[joint + 1] = geodesic(self.space, points[joint], points[joint - 1], -1.0)
+        return torch.stack(points)
+
+    def piece(self, phi: Phi, k: int) -> Path[Bezier]:
+        """The k-th piece, from 0 on, as a Bézier curve of its own over [0, 1].
+
+        Raises:
+            ArgumentError: if there is no such piece.
+        """
+        self._check_phi(phi)
+        if check_count("k", k, at_least=0) >= self.pieces:
+            raise ArgumentError(f"k: expected one of {self.pieces} pieces, from 0 on; got {k}")
+        return Bezier(self.space, self.degree).at(phi[k * self.degree : (k + 1) * self.degree + 1])
+
+    def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
+        """The parameter of the nearest point, and the distance: the best piece's, as `Bezier.nearest` finds them."""
+        found = [self.piece(phi, k).nearest(point) for k in range(self.pieces)]
+        places = torch.stack([(k + s) / self.pieces for k, (s, _) in enumerate(found)])
+        distances, best = torch.stack([d for _, d in found]).min(0)
+        return places.gather(0, best.unsqueeze(0)).squeeze(0), distances
+
+    def at(self, phi: Phi) -> "Path[Piecewise]":
+        self._check_phi(phi)
+        return Path(self, phi)
+
+    def _speed(self, phi: Tensor) -> Speed:
+        if not self.space.flat:
+            return super()._speed(phi)
+        inner = torch.stack([differences_gram(self.piece(phi, k).phi) for k in range(self.pieces)])
+
+        def speed(t: Tensor) -> Tensor:
+            piece, s = self._local(t.cpu())
+            root = quadratic_root(inner[piece], bernstein(self.degree - 1, s))
+            return self.pieces * self.degree * root.to(t.device)
+
+        return speed
+
+    def _local(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Which piece a parameter belongs to, and where it is in it; before the first and past the last it extends."""
+        piece = (t.detach() * self.pieces).floor().clamp(0, self.pieces - 1).nan_to_num(0)
+        return piece.long(), t * self.pieces - piece
+
+    def _sum(self, local: Tensor, piece: Tensor, rows: Tensor) -> Tensor:
+        """Sums of consecutive rows from each piece's first on, (*batch, k) weights at a time."""
+        places = (self.degree * piece).unsqueeze(-1) + torch.arange(local.shape[-1], device=rows.device)
+        return weighted(local.new_zeros(*piece.shape, len(rows)).scatter(-1, places, local), rows)

@@ -1,0 +1,399 @@
+"""Tunnels: a curve with a ball in its normal space at every point."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from manifoldagg.curves.bezier import Bezier
+from manifoldagg.curves.embedding import Coordinates, Embedding
+from manifoldagg.curves.frames import (
+    by_length,
+    coordinates,
+    crossing,
+    curvature,
+    derivative,
+    log_tube,
+    nearest_disk,
+    rotation_minimising,
+    rounding,
+    sharpest,
+    shrink,
+    slowest,
+    span,
+    uniform_draws,
+)
+from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number, check_shape
+from manifoldagg.kernels import gram
+from manifoldagg.manifolds import Manifold, distance, norm
+
+CELLS = 64
+"""Pieces of [0, 1] in each of which a curved space's membership looks for one foot."""
+
+Phi = Float[Tensor, "size ..."]
+Generator = torch.Generator | None
+Function = Callable[[Tensor], float]
+
+
+@dataclass(frozen=True)
+class Tunnel(Embedding):
+    r"""The $\varepsilon$-tunnel of a curve $b$: at each $b(t)$ the ball of radius $r$ in the normal space of $b'(t)$.
+
+    $$r = \varepsilon\, |\varphi_n - \varphi_0| ,$$
+
+    so that a collapsed $\varphi$ draws a single point. A place is one tensor $x = (t, \xi)$:
+
+    - *ambient*, (1 + P,): $\iota(t, \xi) = \exp_{b(t)}(\xi)$ with a tangent $\xi \perp b'(t)$, $|\xi| \le r$, all
+      coordinates of a point in one row. Nothing is larger than a place.
+    - *subspace*, (n,): the control points span n dimensions, $\xi \in \mathbb{R}^{n-1}$ is in units of the chord,
+      $|\xi| \le \varepsilon$, so that $M = [0, 1] \times B_\varepsilon$ does not depend on $\varphi$, and
+      $\iota(t, \xi) = b(t) + |\varphi_n - \varphi_0|\, R(t)\, \xi$ with $R$ the rotation-minimising orthonormal frame
+      that starts as the frame of Gram and Schmidt on the control points. Flat spaces only.
+
+    Lines of constant $\xi$ follow the curve; $\xi = 0$ is the curve. The ends are flat. A call takes $x$ as it comes:
+    that $\xi$ is normal and short is a property of places that are drawn or found here.
+
+    Args:
+        curve: $b$, of degree n.
+        radius: $\varepsilon \ge 0$, in units of the chord.
+        form: `"ambient"` or `"subspace"`.
+        steps: grid steps of the frame; its error is of fourth order in 1 / steps.
+
+    Raises:
+        ArgumentError: where an argument does not fit, or a subspace is asked for in a curved space or in one of fewer
+            than n dimensions. `NotImplementedError` where a curved space has no such formula.
+
+    Source: Dold et al. 2025; Weyl 1939, Hotelling 1939 (volumes).
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat
+        >>> tunnel = Tunnel(Bezier(Flat(2), degree=2), radius=0.1, form="subspace")
+        >>> phi = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 1.0]])
+        >>> tunnel(phi, torch.tensor([0.0, 0.1]))
+        tensor([0.0000, 0.2236])
+        >>> bool(tunnel.contains(phi, torch.tensor([0.5, 0.1])))
+        True
+    """
+
+    curve: Bezier
+    radius: float
+    form: str = "ambient"
+    steps: int = 64
+    space: Manifold = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.curve, Bezier):
+            raise ArgumentError(f"curve: expected a Bezier, got {self.curve!r}")
+        object.__setattr__(self, "radius", check_number("radius", self.radius, at_least=0))
+        check_choice("form", self.form, ("ambient", "subspace"))
+        check_count("steps", self.steps)
+        object.__setattr__(self, "space", self.curve.space)
+        if self.form == "subspace" and not self.space.flat:
+            raise ArgumentError(f"form: a subspace needs a flat space, got {self.space}; use 'ambient'")
+        if self.form == "subspace" and (n := self.curve.degree) > math.prod(self.space.shape):
+            raise ArgumentError(f"form: a curve of degree {n} does not span {n} dimensions in {self.space}")
+
+    @property
+    def size(self) -> int:
+        return self.curve.degree + 1
+
+    @property
+    def domain(self) -> tuple[int, ...]:
+        return (self.curve.degree,) if self.form == "subspace" else (1 + math.prod(self.space.shape),)
+
+    def __call__(self, phi: Phi, x: Coordinates) -> Float[Tensor, "..."]:
+        """The point at a place `x` (*batch, *domain): (*batch, *space.shape), in the dtype of `phi`.
+
+        Raises:
+            ArgumentError: if a shape does not fit, or (subspace) the control points span less than n dimensions.
+        """
+        self._check_phi(phi)
+        t, xi = self._split(x)
+        center = self.curve(phi, t)
+        if self.form == "ambient":
+            return self.space.exp(center, xi.reshape(center.shape).to(center.dtype))
+        if not (phi[-1] != phi[0]).any():
+            return center
+        basis, control = self._span(phi)
+        return center + (self._offset(control, t, xi) @ basis).reshape(center.shape).to(center.dtype)
+
+    def sample(self, *batch: int, generator: Generator = None) -> Float64[Tensor, "..."]:
+        """Places (*batch, n) of the subspace form, uniform in the product of [0, 1] and the ball; no point is needed.
+
+        Raises:
+            NotImplementedError: for the ambient form, whose normal spaces are those of one `phi`: see `sample_in`.
+        """
+        if self.form == "ambient":
+            raise NotImplementedError("an ambient place depends on phi: use sample_in(phi, ...)")
+        generator = torch.default_generator if generator is None else generator
+        return self._disks(uniform_draws(2, *batch, generator=generator), generator)
+
+    @torch.no_grad()
+    def sample_in(
+        self, phi: Phi, *batch: int, generator: Generator = None, uniform: str = "product"
+    ) -> Float[Tensor, "..."]:
+        r"""Places of the tunnel of one $\varphi$.
+
+        A normal vector $z$ is made uniform in the ball as $r z / \sqrt{|z|^2 + 2E}$, $E$ standard exponential: the
+        shadow of a sphere of two dimensions more, which needs no count of dimensions. By volume, $t$ has the density
+        $|b'(t)|$, and $\xi$ is turned to $-\xi$ with probability $\frac{1}{2} (1 + \langle \xi, k(t) \rangle)$, which
+        makes its density $1 - \langle \xi, k(t) \rangle$; both exactly.
+
+        Args:
+            phi: control points.
+            *batch: of the result.
+            generator: torch's default one where not given.
+            uniform: `"product"`: in $[0, 1] \times B$; `"volume"`: in the image, counted with multiplicity.
+
+        Returns:
+            (*batch, *domain): float64 for the subspace form, the dtype of `phi` for the ambient one.
+
+        Raises:
+            ArgumentError: as `check`; on a curved space if the velocity is 0 where a place is drawn.
+        """
+        check_choice("uniform", uniform, ("product", "volume"))
+        if uniform == "volume":
+            self._needs_flat("uniform='volume'")
+        generator = self._admit(phi, generator)
+        if uniform == "volume":
+            t = by_length(coordinates(phi), math.prod(batch), generator).reshape(batch)
+        else:
+            t = uniform_draws(*batch, generator=generator).to(phi.device)
+        return self._places(phi, t, generator, by_volume=uniform == "volume")
+
+    def check(self, phi: Phi) -> float:
+        r"""That the tunnel of $\varphi$ is regular: $r \max_t |k(t)|$, which is below 1.
+
+        Both $\min |b'|$ and $\max |k|$ are found among the roots of polynomials, not on a grid. Where r = 0 the tunnel
+        is the curve, whatever that is.
+
+        Raises:
+            ArgumentError: if `phi` has another shape or is not finite, the tunnel folds, or $b'(t) = 0$, naming t.
+        """
+        self._needs_flat("check")
+        self._check_phi(phi)
+        control = coordinates(check_finite("phi", phi))
+        reach = self.radius * float(control[-1].norm())
+        if reach == 0:
+            return 0.0
+        t, speed = slowest(control)
+        if speed <= 2 * self.curve.degree * rounding(phi):
+            raise ArgumentError(f"phi: the curve stands still at t = {t:.6g}, where it has no normal space")
+        self._check_span(phi, control)
+        t, bend = sharpest(control)
+        if not reach * bend < 1:
+            raise ArgumentError(
+                f"radius: the tunnel folds at t = {t:.6g}, its radius {reach:g} times the curvature {bend:g} being "
+                f"{reach * bend:g}; expected below 1, a radius below {self.radius / (reach * bend):g}"
+            )
+        return reach * bend
+
+    def volume_element(self, phi: Phi, x: Coordinates) -> Float64[Tensor, "*batch"]:
+        r"""The volume that a unit of places is drawn as: $|b'(t)|\,(1 - \langle \xi, k(t)\rangle)$, in float64.
+
+        $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ is the curvature vector. In the subspace form, whose $\xi$ is in
+        chords, times $|\varphi_n - \varphi_0|^{n-1}$: the root of the determinant of the pullback metric.
+        """
+        self._needs_flat("volume_element")
+        self._check_phi(phi)
+        t, xi = self._split(x)
+        scale: Tensor | float = 1.0
+        if self.form == "ambient":
+            control, offset = phi.flatten(1).double(), xi.double()
+        else:
+            _, control = self._span(phi)
+            offset, scale = self._offset(control, t, xi), control[-1].norm() ** (self.curve.degree - 1)
+        bend = (offset * curvature(control, t)).sum(-1)
+        return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - bend))
+
+    def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
+        r"""$\log(L\, V_m(r))$, $L$ the length of the curve and $V_m$ the volume of a ball in its m normal dimensions.
+
+        Weyl and Hotelling: exact for every regular curve with $r \max |k| < 1$, counted with multiplicity where the
+        tunnel meets itself. m is n - 1 for the subspace form and P - 1 for the ambient one. In float64 and
+        differentiable in $\varphi$; $-\infty$ for a radius of 0 (but for m = 0).
+
+        Raises:
+            ArgumentError: as `check`.
+        """
+        self.check(phi)
+        points, n = phi.flatten(1), self.curve.degree
+        normal = (n if self.form == "subspace" else points.shape[1]) - 1
+        inner = gram([*points[1:], points[-1]], minus=[*points[:-1], points[0]])[0]
+        return log_tube(n * n * inner[:n, :n], normal, self.radius * inner[n, n].sqrt())
+
+    def volume(self, phi: Phi) -> Float64[Tensor, ""]:
+        """The exponential of `log_volume`: 0 or infinite where that leaves float64."""
+        return self.log_volume(phi).exp()
+
+    @torch.no_grad()
+    def nearest(self, phi: Phi, point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
+        r"""The place nearest to a point, and their distance.
+
+        It lies at a foot of the point on the curve, $\langle y - b(t), b'(t)\rangle = 0$, or in an end: of all roots of
+        that polynomial and both ends the one whose disk is nearest. No derivatives.
+
+        Args:
+            phi: control points.
+            point: (*batch, *space.shape).
+
+        Returns:
+            Places (*batch, *domain), and distances (*batch,) in float64, 0 in the tunnel up to rounding.
+
+        Raises:
+            ArgumentError: as `check`, or if `point` has another shape or is not finite.
+        """
+        self._needs_flat("nearest")
+        self.check(phi)
+        check_finite("point", check_shape("point", point, *self.space.shape, batch=True))
+        batch = point.shape[: point.ndim - len(self.space.shape)]
+        basis, control = span(phi)
+        away = point.reshape(math.prod(batch), phi[0].numel()).double() - phi[0].flatten().double()
+        inside = away @ basis.mT
+        away = away - inside @ basis
+        chord, ambient = control[-1].norm(), self.form == "ambient"
+        reach, off = self.radius * chord, away.norm(dim=-1, keepdim=True)
+        t, normal, distances = nearest_disk(control, inside, reach, off, fills=ambient)
+        xi = normal @ basis + away if ambient else (self._frame(control, t).mT @ normal[..., None]).squeeze(-1)
+        size = xi.norm(dim=-1, keepdim=True)
+        xi = torch.where(size > reach, reach / size, torch.ones_like(size)) * xi
+        if not ambient and chord > 0:
+            xi = xi / chord
+        x = torch.cat([t[:, None], xi], -1).reshape(*batch, *self.domain)
+        return x.to(torch.promote_types(phi.dtype, point.dtype)) if ambient else x, distances.reshape(batch)
+
+    @torch.no_grad()
+    def contains(self, phi: Phi, point: Float[Tensor, "..."]) -> Tensor:
+        r"""Whether points (*batch, *space.shape) lie in the tunnel: (*batch,).
+
+        For some t in [0, 1], $\log_{b(t)} y$ is orthogonal to $b'(t)$ and no longer than $r$: the ends are flat, and
+        $\varepsilon = 0$ is the curve. Points at most $4 (n + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$ away count
+        as inside, $u$ the rounding of the coarser dtype: as far as storing it may move a point. On a curved space the
+        allowance is $50\,u\,(1 + r)$, and one foot is looked for in each of 64 pieces of the curve.
+
+        Raises:
+            ArgumentError: as `nearest`.
+        """
+        if self.space.flat:
+            away = self.nearest(phi, point)[1]
+            return away <= 4 * self.size * (1 + 2 * self.radius) * rounding(phi, point)
+        self._check_phi(phi)
+        self.space._check(phi=phi, point=point)
+        reach, batch = self._reach(phi), point.shape[: point.ndim - len(self.space.shape)]
+
+        def look(t: Tensor) -> tuple[Tensor, Tensor]:
+            center, velocity = self.curve(phi, t), self.curve.velocity(phi, t)
+            away = self.space.log(center, point.expand_as(center))
+            ahead = self.space.inner(center, away, velocity) / norm(self.space, center, velocity)
+            return ahead, norm(self.space, center, away)
+
+        grid = torch.linspace(0, 1, CELLS + 1, dtype=torch.float64, device=phi.device)
+        grid = grid.reshape(-1, *(1 for _ in batch)).repeat(1, *batch)
+        t = crossing(lambda t: look(t)[0], grid[:-1], grid[1:])
+        ahead, size = look(torch.cat([grid[:1], t, grid[-1:]]))
+        slack = 50 * torch.finfo(phi.dtype).eps * (1 + reach)
+        return ((ahead.abs() <= slack) & (size <= reach + slack)).any(0)
+
+    @torch.no_grad()
+    def profile(
+        self, phi: Phi, function: Function, *, points: int = 11, draws: int = 16, generator: Generator = None
+    ) -> tuple[Float64[Tensor, " points"], Float64[Tensor, " points"], Float64[Tensor, " points"]]:
+        """Mean and maximum of a function over cross-sections, from points drawn uniformly from the ball of each.
+
+        Args:
+            phi: control points.
+            function: a point to a number, such as a loss over a data set; called `points` * `draws` times.
+            points: cross-sections, evenly spaced in t, both ends among them.
+            draws: from each.
+            generator: torch's default one where not given.
+
+        Returns:
+            Parameters, means and maxima, each (points,).
+        """
+        check_count("points", points, at_least=2)
+        check_count("draws", draws)
+        generator = self._admit(phi, generator)
+        t = torch.linspace(0, 1, points, dtype=torch.float64, device=phi.device)
+        rows = [self(phi, self._places(phi, at.repeat(draws), generator)) for at in t]
+        values = torch.tensor([[float(function(theta)) for theta in row] for row in rows], dtype=torch.float64)
+        return t.cpu(), values.mean(1), values.amax(1)
+
+    def _places(self, phi: Tensor, t: Tensor, generator: torch.Generator, *, by_volume: bool = False) -> Tensor:
+        """Places at parameters `t`, uniform in the ball or by the volume element."""
+        batch, (tail, coin) = t.shape, uniform_draws(2, *t.shape, generator=generator).to(t.device)
+        if self.form == "subspace":
+            x = self._disks(torch.stack([t, tail]), generator)
+            if by_volume:
+                _, control = self._span(phi)
+                bend = (self._offset(control, t, x[..., 1:]) * curvature(control, t)).sum(-1)
+                x[..., 1:] *= torch.where(2 * coin < 1 + bend, -1.0, 1.0)[..., None]
+            return x
+        center, reach = self.curve(phi, t), self._reach(phi)
+        xi = torch.zeros_like(center)
+        if reach > 0:
+            velocity = self.curve.velocity(phi, t)
+            square = self.space.inner(center, velocity, velocity)
+            for still in t[~(square > 0)]:
+                raise ArgumentError(f"phi: the curve stands still at t = {still:.6g}, where it has no normal space")
+            xi = self.space.random_tangent(center, generator)
+            for _ in range(2):
+                xi = xi - self._times(self.space.inner(center, xi, velocity) / square, velocity)
+            xi = self._times(reach * shrink(norm(self.space, center, xi).double(), tail), xi)
+            if by_volume:
+                bend = (xi.reshape(*batch, phi[0].numel()) * curvature(phi.flatten(1).double(), t)).sum(-1)
+                xi = self._times(torch.where(2 * coin < 1 + bend, -1.0, 1.0), xi)
+        return torch.cat([t[..., None].to(center), xi.reshape(*batch, phi[0].numel())], -1)
+
+    def _disks(self, draws: Tensor, generator: torch.Generator) -> Tensor:
+        """Places of the subspace form from (t, tail), two uniform numbers each."""
+        t, tail = draws
+        z = torch.randn(*t.shape, self.curve.degree - 1, generator=generator, dtype=t.dtype, device=generator.device)
+        return torch.cat(
+            [t[..., None], self.radius * shrink(z.norm(dim=-1).to(t.device), tail)[..., None] * z.to(t.device)], -1
+        )
+
+    def _admit(self, phi: Tensor, generator: Generator) -> torch.Generator:
+        self._check_phi(phi)
+        if self.space.flat:
+            self.check(phi)
+        return torch.default_generator if generator is None else generator
+
+    def _split(self, x: Coordinates) -> tuple[Tensor, Tensor]:
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"x: expected a tensor of trailing shape {self.domain}, got {x!r}")
+        check_shape("x", x, *self.domain, batch=True)
+        return x[..., 0].double(), x[..., 1:]
+
+    def _span(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        basis, control = span(phi)
+        self._check_span(phi, control)
+        return basis, control
+
+    def _check_span(self, phi: Tensor, control: Tensor) -> None:
+        least = control[1:].diagonal().abs().min().item()
+        if self.form == "subspace" and not least > 4 * self.size * rounding(phi):
+            raise ArgumentError(
+                f"phi: expected control points spanning {self.curve.degree} dimensions, or form='ambient'"
+            )
+
+    def _frame(self, control: Tensor, t: Tensor) -> Tensor:
+        # The first axis of the span is that of b'(0).
+        start = torch.eye(control.shape[1]).to(control)[:, 1:]
+        return rotation_minimising(control, t, start=start, steps=self.steps)
+
+    def _offset(self, control: Tensor, t: Tensor, xi: Tensor) -> Tensor:
+        return torch.mul(control[-1].norm(), (self._frame(control, t) @ xi.double()[..., None]).squeeze(-1))
+
+    def _reach(self, phi: Tensor) -> float:
+        return self.radius * float(distance(self.space, phi[0].double(), phi[-1].double()))
+
+    def _times(self, factor: Tensor, u: Tensor) -> Tensor:
+        return factor.to(u).reshape(*factor.shape, *(1 for _ in self.space.shape)) * u
+
+    def _needs_flat(self, what: str) -> None:
+        if not self.space.flat:
+            raise NotImplementedError(f"{what} needs a flat space, where a tunnel has formulas; got {self.space}")

@@ -1,0 +1,334 @@
+"""What each option of `fit` does: a property it must have, on losses whose answer is known."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.curves.bezier import Bezier
+from manifoldagg.curves.embedding import Embedding
+from manifoldagg.curves.fit import fit
+from manifoldagg.curves.sampling import places
+from manifoldagg.curves.sharpness import ASAM, SAM
+from manifoldagg.curves.simplex import Simplex
+from manifoldagg.curves.tunnel import Tunnel
+from manifoldagg.errors import ArgumentError, DivergenceError
+from manifoldagg.manifolds import Flat, Lorentz, Product, Sphere, check_point, distance, geodesic
+from manifoldagg.manifolds.optimizers import RiemannianAdam
+from tests.support import draw, relative, seeds
+
+SGD = torch.optim.SGD
+CURVE = Bezier(Flat(3))
+
+
+def square(theta, batch):
+    return (theta - batch).square().sum() / 2
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+DATA = list(draw(9, 4, 3))
+QUICK = {"optimizer": SGD, "rate": 0.1, "start": draw(8, 3)}
+
+
+@given(seeds, st.integers(1, 6))
+def test_strata_hold_one_place_each(seed, samples):
+    drawn = list(places(CURVE, draw(0, 3, 3), "stratified", samples, seeded(seed)))
+    assert [int(x * samples) for _, x in drawn] == list(range(samples))
+    assert sum(weight for weight, _ in drawn) == pytest.approx(1)
+
+
+@given(st.integers(1, 6))
+def test_a_quadrature_is_exact_for_polynomials(samples):
+    nodes = list(places(CURVE, draw(0, 3, 3), "quadrature", samples, None))
+    for power in range(2 * samples):
+        assert sum(w * x**power for w, x in nodes) == pytest.approx(1 / (power + 1), rel=1e-13)
+
+
+def test_strata_vary_less_than_independent_places():
+    """The mean of x² over four places: by strata its variance falls with the cube of their number."""
+    spread = {}
+    for sampling in ("uniform", "stratified"):
+        generator = seeded()
+        means = torch.tensor(
+            [sum(w * x * x for w, x in places(CURVE, DATA[0], sampling, 4, generator)) for _ in range(400)]
+        )
+        # The error of a mean of 400 is below 5 standard deviations; the variance of x² is 4/45.
+        assert abs(means.mean() - 1 / 3) <= 5 * (4 / 45 / 4 / 400) ** 0.5
+        spread[sampling] = means.var()
+    assert spread["stratified"] < spread["uniform"] / 8
+
+
+@given(seeds, st.booleans(), st.booleans())
+def test_frozen_points_rest_and_free_ones_move(seed, freeze_start, freeze_end):
+    before = draw(seed, 4, 3)
+    after = fit(
+        Bezier(Flat(3), 3), square, DATA, phi=before, steps=(0, 2), freeze_start=freeze_start, freeze_end=freeze_end,
+        rate=0.1, generator=seeded(seed),
+    ).phi  # fmt: skip
+    moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert moved == [not freeze_start, True, True, not freeze_end]
+
+
+@given(seeds, st.sets(st.integers(-5, -1), min_size=1))
+def test_free_names_the_points_that_move(seed, free):
+    before = draw(seed, 5, 3)
+    kept = before.clone()
+    after = fit(Bezier(Flat(3), 4), square, DATA, phi=before, free=sorted(free), steps=(0, 1), optimizer=SGD).phi
+    assert {i - 5 for i in range(5) if not torch.equal(before[i], after[i])} == free
+    assert torch.equal(before, kept)
+
+
+@given(seeds, st.sampled_from([0.0, 0.3, 1.0]), st.booleans())
+def test_a_step_with_projection_is_the_gradient_by_the_displacement(seed, gamma, freeze_end):
+    """φ₁ = M + δ − γ proj δ: one step by autograd through that formula."""
+    start, end = draw(seed, 3), draw(seed + 1, 3)
+    options = {"freeze_end": freeze_end, "control_projection": gamma, "alternate": True, "optimizer": SGD}
+    after = fit(CURVE, square, DATA, start=start, end=end, steps=(0, 1), rate=0.1, generator=seeded(5), **options).phi
+
+    def bent(end, shift):
+        chord = end - start
+        return (start + end) / 2 + shift - gamma * (shift @ chord) / (chord @ chord) * chord
+
+    moving, shift = end.clone().requires_grad_(), torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    s = torch.rand((), generator=seeded(5)).item()
+    square(CURVE(torch.stack([start, bent(moving, shift), moving]), s), DATA[0]).backward()
+    with torch.no_grad():
+        moving -= 0 if freeze_end else 0.1 * moving.grad
+        shift -= 0.1 * shift.grad
+    assert relative(after, torch.stack([start, bent(moving, shift), moving]).detach()) <= 1e-14
+
+
+def test_a_full_projection_leaves_no_displacement_along_the_chord():
+    options = {"steps": (9, 30), "generator": seeded(), "control_rate": 1.0, **QUICK}
+    for gamma, expected in ((1.0, True), (0.0, False)):
+        for alternate in (True, False):
+            phi = fit(CURVE, square, DATA, control_projection=gamma, alternate=alternate, **options).phi
+            chord = phi[2] - phi[0]
+            along = (phi[1] - (phi[0] + phi[2]) / 2) @ chord / chord.norm()
+            assert bool(abs(along) <= 1e-14) is expected
+
+
+def test_alternating_epochs_take_turns():
+    seen = []
+
+    def loss(theta, batch):
+        seen.append((batch, bool(torch.equal(theta, ends[-1]))))
+        return theta.square().sum()
+
+    ends = [torch.ones(3)]
+    result = fit(
+        CURVE, loss, "ab", start=torch.ones(3), epochs=(3, 2), alternate=True, rate=0.1, generator=seeded(),
+        callback=lambda step, value, phi: ends.append(phi[-1]),
+    )  # fmt: skip
+    assert seen == [(batch, at_end) for at_end in (True, False, True, False, True) for batch in "ab"]
+    assert len(result.losses) == 10
+
+
+def test_a_control_point_follows_its_end_between_turns():
+    """An epoch of the end carries the control point along: its displacement from the chord is kept."""
+    seen = []
+    fit(
+        CURVE, square, DATA, epochs=(2, 1), alternate=True, generator=seeded(), **QUICK,
+        callback=lambda step, value, phi: seen.append(phi),
+    )  # fmt: skip
+    before, after = seen[7], seen[11]
+    assert not torch.equal(before[2], after[2])
+    bends = [phi[1] - (phi[0] + phi[2]) / 2 for phi in (before, after)]
+    assert bends[0].norm() > 0.01
+    assert relative(*bends) <= 1e-13
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
+def test_any_optimiser_of_torch_learns(optimizer):
+    result = fit(CURVE, square, DATA[:1], start=DATA[1], steps=(60, 60), rate=0.05, optimizer=optimizer)
+    assert result.losses[59] < 0.1 * result.losses[0]
+    assert torch.isfinite(result.phi).all()
+
+
+@pytest.mark.parametrize("sharpness", [SAM(0.1), ASAM(0.1)])
+def test_sharpness_takes_the_gradient_uphill(sharpness):
+    start = QUICK["start"]
+    end = fit(CURVE, square, DATA, steps=(1, 0), sharpness=sharpness, **QUICK).phi[-1]
+    uphill = sharpness.perturbed(Flat(3), start, start - DATA[0])
+    assert relative(end, start - 0.1 * (uphill - DATA[0])) <= 1e-14
+
+
+class Disc(Embedding):
+    """A centre and two axes: φ₀ + x₁ φ₁ + x₂ φ₂ for x in [0, 1]²."""
+
+    def __init__(self, space):
+        self.space = space
+
+    @property
+    def size(self):
+        return 3
+
+    @property
+    def domain(self):
+        return (2,)
+
+    def __call__(self, phi, x):
+        return phi[0] + x.to(phi.dtype) @ phi[1:]
+
+    def sample(self, *batch, generator=None):
+        return torch.rand(*batch, 2, generator=generator, dtype=torch.float64)
+
+
+def test_any_embedding_is_learned_by_the_gradient_through_it():
+    disc, before = Disc(Flat(3)), draw(0, 3, 3)
+    after = fit(disc, square, DATA, phi=before, free=[0, 2], steps=(0, 1), optimizer=SGD, rate=0.1,
+                control_rate=0.2, generator=seeded(4), samples=2).phi  # fmt: skip
+    phi, generator = before.clone().requires_grad_(), seeded(4)
+    x, y = disc.sample(generator=generator), disc.sample(generator=generator)
+    ((square(disc(phi, x), DATA[0]) + square(disc(phi, y), DATA[0])) / 2).backward()
+    rates = torch.tensor([[0.1], [0.0], [0.1]], dtype=torch.float64)
+    assert relative(after, before - rates * phi.grad) <= 1e-14
+
+
+def test_a_tunnel_learns_the_control_points_of_its_curve():
+    """One step is the gradient through the tunnel at the place that was drawn."""
+    tunnel, before = Tunnel(Bezier(Flat(3)), 0.05), draw(0, 3, 3)
+    after = fit(tunnel, square, DATA, phi=before, steps=(0, 1), optimizer=SGD, rate=0.1, generator=seeded(4)).phi
+    phi = before.clone().requires_grad_()
+    square(tunnel(phi, tunnel.sample_in(before, 1, generator=seeded(4))[0]), DATA[0]).backward()
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
+    assert relative(after[1], before[1] - 0.1 * phi.grad[1]) <= 1e-13
+
+
+def test_a_simplex_grows_by_its_volume():
+    """With a loss that is 0 in a plane the new vertex runs along it; the given ones rest."""
+    simplex, vertices = Simplex(Flat(3), 3), torch.eye(3, dtype=torch.float64)
+
+    def loss(theta, batch):
+        return 10 * theta[2].square()
+
+    results = [
+        fit(
+            simplex,
+            loss,
+            [None],
+            phi=vertices,
+            free=[-1],
+            volume=weight,
+            steps=(0, 60),
+            rate=0.05,
+            samples=4,
+            generator=seeded(),
+        ).phi
+        for weight in (0.0, 0.1)
+    ]
+    for phi in results:
+        assert torch.equal(phi[:2], vertices[:2])
+        assert abs(phi[2, 2]) < 0.3
+    assert simplex.volume(results[1]) > 1.5 * simplex.volume(results[0])
+
+
+def test_a_simplex_without_volume_is_refused():
+    flat = torch.zeros(3, 3, dtype=torch.float64)
+    with pytest.raises(ArgumentError, match=r"volume: the log of it is -inf; begin with points in general position"):
+        fit(Simplex(Flat(3), 3), square, DATA, phi=flat, free=[-1], volume=0.1, steps=(0, 1))
+
+
+@pytest.mark.parametrize("space", [Sphere(3), Lorentz(2), Product({"a": Sphere(3), "b": Flat(2)})], ids=str)
+@pytest.mark.parametrize("optimizer", [SGD, torch.optim.Adam, functools.partial(RiemannianAdam, betas=(0.8, 0.9))])
+def test_on_a_curved_space_the_end_reaches_the_minimum_and_points_stay(space, optimizer):
+    generator = seeded(1)
+    start = space.random_point(generator=generator, dtype=torch.float64)
+    u = space.random_tangent(start, generator)
+    target = space.exp(start, 0.5 * u / space.inner(start, u, u).sqrt())
+    result = fit(
+        Bezier(space), lambda theta, batch: distance(space, target, theta).square() / 2, [None], start=start,
+        optimizer=optimizer, rate=0.05, steps=(60, 5), generator=seeded(),
+    )  # fmt: skip
+    assert distance(space, result.phi[2], target) < 0.1
+    check_point(space, result.phi, tolerance=1e-12)
+    assert relative(result.phi[0], start) == 0
+
+
+def test_on_a_curved_space_control_points_begin_on_the_geodesic():
+    space = Sphere(3)
+    start, end = space.random_point(2, generator=seeded(), dtype=torch.float64)
+    phi = fit(Bezier(space, 3), square, DATA, start=start, end=end, steps=(0, 0)).phi
+    for i in (1, 2):
+        assert relative(phi[i], geodesic(space, start, end, i / 3)) <= 1e-15
+
+
+def test_the_proximal_term_is_in_the_metric_of_the_space():
+    """Without a loss it is ½ μ d², whose gradient −μ log is followed for a share of the way home."""
+    space = Sphere(3)
+    start, end = space.random_point(2, generator=seeded(), dtype=torch.float64)
+    result = fit(
+        Bezier(space), lambda theta, batch: 0 * theta.sum(), [None], start=start, end=end, steps=(1, 0), optimizer=SGD,
+        rate=0.1, proximal=2.0,
+    )  # fmt: skip
+    assert relative(result.phi[-1], geodesic(space, end, start, 0.2)) <= 1e-14
+
+
+def test_a_callback_sees_every_step_and_can_stop():
+    seen = []
+
+    def callback(step, value, phi):
+        seen.append((step, value, phi))
+        phi.zero_()  # a copy
+        return step == 4
+
+    result = fit(CURVE, square, DATA, steps=(3, 9), callback=callback, generator=seeded(), **QUICK)
+    assert [(step, value) for step, value, _ in seen] == list(enumerate(result.losses))
+    assert len(seen) == 5
+    assert not result.converged
+    plain = fit(CURVE, square, DATA, steps=(3, 2), generator=seeded(), **QUICK)
+    assert torch.equal(result.phi, plain.phi)
+
+
+EYE = torch.eye(3)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"curve": 3}, "curve: expected an Embedding"),
+        ({"sampling": "sobol"}, "sampling: expected one of uniform, stratified, quadrature"),
+        ({"samples": 0}, "samples: expected an integer >= 1"),
+        ({"curve": Simplex(Flat(3), 3), "sampling": "quadrature"}, "sampling: quadrature needs a curve"),
+        ({"end": torch.ones(2)}, "end: expected shape"),
+        ({"end": torch.ones(3).double()}, "end: expected torch.float32"),
+        ({"phi": torch.ones(2, 3)}, r"phi: expected shape \(3, 3\)"),
+        ({"phi": EYE, "end": EYE[0]}, "end: phi has its own last point"),
+        ({"phi": EYE * torch.inf}, "phi: expected finite"),
+        ({"free": [3]}, "free: expected different indices of 3 points"),
+        ({"free": [0, -3]}, "free: expected different indices"),
+        ({"free": []}, "free: expected different indices"),
+        ({"free": 1}, "free: expected different indices"),
+        ({"control_projection": 1.5}, "control_projection: expected"),
+        ({"control_projection": 0.5, "curve": Bezier(Sphere(3)), "start": EYE[0]}, "control_projection: needs a curve"),
+        ({"alternate": True, "curve": Bezier(Flat(3), 1), "freeze_end": False}, "alternate: needs a curve with inner"),
+        ({"alternate": True, "control_start": "base"}, "control_start: alternate begins at the chord"),
+        ({"alternate": True, "free": [1]}, "free: does not go with alternate"),
+        ({"volume": 0.1}, "volume: Bezier.* has no log_volume"),
+        ({"volume": -0.1}, "volume: expected"),
+        ({"sharpness": 0.1}, "sharpness: expected SAM, ASAM or None"),
+        ({"sharpness": SAM}, "sharpness: expected SAM, ASAM or None"),
+        ({"sharpness": ASAM(), "curve": Bezier(Sphere(3)), "start": EYE[0]}, "sharpness: ASAM scales coordinates"),
+        ({"patience": 0}, "patience: expected"),
+        ({"plateau": -1.0}, "plateau: expected"),
+        ({"resume": {"phi": 3}}, "resume: expected the state of a Fit"),
+        ({"optimizer": torch.optim.AdamW, "curve": Bezier(Sphere(3)), "start": EYE[0]}, "optimizer: expected SGD"),
+        ({"curve": Bezier(Sphere(3))}, "start: expected a point of"),
+    ],
+)
+def test_bad_input_is_refused_by_name(options, words):
+    curve = options.get("curve", CURVE)
+    rest = {name: value for name, value in options.items() if name != "curve"}
+    with pytest.raises(ArgumentError, match=words):
+        fit(curve, square, [torch.ones(3)], **({"start": torch.ones(3)} | rest))
+
+
+def test_a_slope_that_is_not_finite_stops_a_fit_on_a_curved_space():
+    with pytest.raises(DivergenceError, match="the gradient is not finite at step 0"):
+        fit(Bezier(Sphere(3)), lambda theta, batch: (theta * 0).square().sum().sqrt(), [None], start=EYE[0])
