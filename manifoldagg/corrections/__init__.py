@@ -1,8 +1,34 @@
 """Corrections: what takes a stale update to the current model, as algebra on a Gram matrix."""
 
-from manifoldagg.corrections.correction import Correction
-from manifoldagg.corrections.delay import Position, Tangent
+from manifoldagg.corrections.automatic import AutoThreshold
+from manifoldagg.corrections.calibration import calibrate
+from manifoldagg.corrections.correction import Composition, Corrected, Correction
+from manifoldagg.corrections.delay import DelayCompensated, Position, Tangent
+from manifoldagg.corrections.dynamic import OrthoDyn
 from manifoldagg.corrections.frame import Frame
-from manifoldagg.corrections.orthogonal import OrthoDC
+from manifoldagg.corrections.orthogonal import OrthoCorrect, OrthoDC, OrthoGrad, OrthoPos, OrthoStrict
+from manifoldagg.corrections.place import Transport
+from manifoldagg.corrections.rotation import rotate_control
+from manifoldagg.corrections.surgery import GradientSurgery, Pairwise
 
-__all__ = ["Correction", "Frame", "OrthoDC", "Position", "Tangent"]
+__all__ = [
+    "AutoThreshold",
+    "Composition",
+    "Corrected",
+    "Correction",
+    "DelayCompensated",
+    "Frame",
+    "GradientSurgery",
+    "OrthoCorrect",
+    "OrthoDC",
+    "OrthoDyn",
+    "OrthoGrad",
+    "OrthoPos",
+    "OrthoStrict",
+    "Pairwise",
+    "Position",
+    "Tangent",
+    "Transport",
+    "calibrate",
+    "rotate_control",
+]

@@ -1,10 +1,17 @@
-"""The two readings of a stale update: what it moved (tangent), and where it went (position)."""
+"""Readings of a stale update: what it moved, where it went, and what it would have moved from here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from manifoldagg.corrections.correction import Correction, identity
-from manifoldagg.corrections.frame import Matrix
+import torch
+
+from manifoldagg.corrections.algebra import identity
+from manifoldagg.corrections.correction import Correction, Lines
+from manifoldagg.corrections.frame import Frame, Matrix
+from manifoldagg.errors import check_number
+
+EPSILON = 1e-7
+"""Added to the mean square of the gradient under the root: Zheng et al."""
 
 
 @dataclass(frozen=True)
@@ -14,13 +21,21 @@ class Tangent(Correction):
     Source: Manifold (AsyncTan).
     """
 
-    def coefficients(self, gram: Matrix, state: Any = None) -> tuple[list[list[Any]], Any]:
-        return identity(len(gram) - 1), state
+    def coefficients(
+        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
+    ) -> tuple[list[list[Any]], Any]:
+        return identity(self._displacements(gram, displacements), len(gram)), state
 
 
 @dataclass(frozen=True)
 class Position(Correction):
-    r"""Trust the model that was reached: $\pi v = v - g$, the displacement from the current model to it (FedAsync).
+    r"""Trust the model that was reached: the displacement from the current model to it (FedAsync).
+
+    $$\pi v = v - g$$
+
+    On a curved space it is $\log_{\Theta^\tau}(\exp_{\Theta^t} v)$, which differs from $v - g$ with $v$ transported at
+    third order: the frame has these tangents as rows of their own. After another correction, $v$ is taken
+    back to the base first.
 
     Source: Manifold (AsyncPos).
 
@@ -32,5 +47,109 @@ class Position(Correction):
         tensor([[2.]])
     """
 
-    def coefficients(self, gram: Matrix, state: Any = None) -> tuple[list[list[Any]], Any]:
-        return identity(len(gram) - 1, drift=-1.0), state
+    def derives(self, frame: Frame | None = None) -> bool:
+        return frame is not None and frame.place is not None
+
+    def extend(self, frame: Frame, state: Any = None) -> Frame:
+        if frame.place is None:
+            return frame
+        original = frame.original
+        if original is None:
+            rows = torch.stack(frame.rows[: frame.displacements])
+            original = frame.place.depart(rows.view(-1, *frame.place.base.shape))
+        for i, row in enumerate(frame.place.position(original).flatten(1)):
+            frame = frame.extended(f"p{i + 1}", row)
+        return frame
+
+    def coefficients(
+        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
+    ) -> tuple[list[list[Any]], Any]:
+        n, k = self._displacements(gram, displacements), len(gram)
+        if k == 2 * n + 1 and n:
+            return identity(k, k)[n + 1 :], state
+        lines = identity(n, k)
+        for line in lines:
+            line[n] = -1
+        return lines, state
+
+
+@dataclass(frozen=True)
+class DelayCompensated(Correction):
+    r"""Expand the client's gradient to first order about the base, its Hessian replaced by $\lambda\, e \odot e$.
+
+    With the gradient $e = -v$, $\pi v = -(e + \lambda\, e \odot e \odot g)$, that is
+
+    $$\pi v = v - \lambda\; v \odot v \odot g.$$
+
+    The products are rows of the frame, formed in float64, one for each displacement. With `adaptive` (DC-ASGD-a),
+    $\lambda$ is $\lambda_0 / \sqrt{m + 10^{-7}}$ elementwise, with $m \leftarrow .95\, m + .05\, v \odot v$ of the
+    last displacement, that is of the end point: the products are divided by the root. $m$ is the state.
+
+    Args:
+        strength: $\lambda \ge 0$, or $\lambda_0$.
+        adaptive: scale by the mean square of the gradient.
+        decay: of that mean.
+
+    Raises:
+        ArgumentError: if `strength` or `decay` is out of range; when applied to a curved space: an elementwise product
+            depends on coordinates.
+
+    Source: Zheng et al. 2017, DC-ASGD-c and -a; Report (12).
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat
+        >>> base, current = torch.zeros(2), torch.tensor([1.0, 0.0])
+        >>> DelayCompensated(0.5)(Flat(2), base, current, torch.tensor([[2.0, 3.0]]))
+        tensor([[0., 3.]])
+    """
+
+    strength: float = 0.04
+    adaptive: bool = field(default=False, kw_only=True)
+    decay: float = field(default=0.95, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_number("strength", self.strength, at_least=0)
+        check_number("decay", self.decay, at_least=0, at_most=1)
+
+    @property
+    def keeps_state(self) -> bool:  # type: ignore[override]  # of the option
+        """Whether the mean square is followed."""
+        return self.adaptive
+
+    def derives(self, frame: Frame | None = None) -> bool:
+        return True
+
+    def added(self, displacements: int) -> int:
+        return displacements
+
+    def extend(self, frame: Frame, state: Any = None) -> Frame:
+        frame.require_flat("DelayCompensated, an elementwise product,")
+        n = frame.displacements
+        scale = self._mean_square(frame, state).add_(EPSILON).sqrt_() if self.adaptive and n else None
+        drift = frame.row(n)
+        for i in range(n):
+            v = frame.row(i)
+            row = v * v * drift
+            frame = frame.extended(f"v{i + 1}*v{i + 1}*g", row if scale is None else row / scale)
+        return frame
+
+    def coefficients(
+        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
+    ) -> tuple[list[list[Any]], Any]:
+        n = self._displacements(gram, displacements)
+        lines = identity(n, len(gram))
+        for i, line in enumerate(lines):
+            line[n + 1 + i] = -self.strength
+        return lines, state
+
+    def remember(self, frame: Frame, lines: Lines, state: Any) -> Any:
+        if not (self.adaptive and frame.displacements):
+            return state
+        wide = torch.promote_types(frame.rows[0].dtype, torch.float32)
+        return {"mean_square": self._mean_square(frame, state).to(wide)}
+
+    def _mean_square(self, frame: Frame, state: Any) -> torch.Tensor:
+        """The mean square with this update in it, in float64: a new tensor."""
+        fresh = frame.row(frame.displacements - 1).square() * (1 - self.decay)
+        return fresh if state is None else fresh + self.decay * state["mean_square"].double()

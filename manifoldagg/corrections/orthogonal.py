@@ -1,11 +1,12 @@
 """Orthogonal corrections: remove from an update what lies along the drift."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from manifoldagg.corrections.correction import Correction, identity
-from manifoldagg.corrections.frame import Matrix
-from manifoldagg.errors import check_number
+from manifoldagg.corrections.algebra import identity
+from manifoldagg.corrections.correction import Correction
+from manifoldagg.corrections.frame import GRANULARITIES, Matrix
+from manifoldagg.errors import ArgumentError, check_choice, check_number
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,11 @@ class OrthoDC(Correction):
 
     Args:
         threshold: $\vartheta \in [-1, 1]$.
+        granularity: `"model"`, or `"tensor"`: each named tensor by itself. Parts that are orthogonal one by one are
+            so as a whole.
 
     Raises:
-        ArgumentError: if `threshold` is outside [-1, 1].
+        ArgumentError: if `threshold` is outside [-1, 1], or `granularity` another word.
 
     Source: Manifold, Algorithm 3.
 
@@ -36,22 +39,155 @@ class OrthoDC(Correction):
     """
 
     threshold: float = 1.0
+    granularity: str = "model"
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, at_least=-1, at_most=1)
+        check_choice("granularity", self.granularity, GRANULARITIES)
 
-    def coefficients(self, gram: Matrix, state: Any = None) -> tuple[list[list[Any]], Any]:
-        n = len(gram) - 1
-        lines, drift = identity(n), gram[n][n]
+    def __repr__(self) -> str:
+        finer = "" if self.granularity == "model" else f", granularity={self.granularity!r}"
+        return f"OrthoDC(threshold={self.threshold}{finer})"
+
+    def coefficients(
+        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
+    ) -> tuple[list[list[Any]], Any]:
+        n = self._displacements(gram, displacements)
+        lines, drift = identity(n, len(gram)), gram[n][n]
         for i in range(n):
-            if drift != 0 and self._conflicts(gram[i][i], gram[i][n], drift):
+            if drift != 0 and conflicts(self.threshold, gram[i][i], gram[i][n], drift):
                 lines[i][n] = -gram[i][n] / drift
         return lines, state
 
-    def _conflicts(self, square: Any, along: Any, drift: Any) -> bool:
-        """Whether cos(v, g), clipped to [-1, 1], is at most the threshold."""
-        if abs(self.threshold) == 1:
-            return self.threshold == 1
-        if square <= 0:  # no displacement, or one that cancelled down to rounding
-            return False
-        return bool(along <= self.threshold * square**0.5 * drift**0.5)
+
+@dataclass(frozen=True)
+class OrthoCorrect(Correction):
+    r"""Project where the displacement conflicts with the drift, and subtract $\alpha$ times the drift elsewhere.
+
+    $$\pi v = \begin{cases} v - \dfrac{\langle v, g\rangle}{\langle g, g\rangle}\, g & \cos(v, g) \le \vartheta\\
+    v - \alpha\, g & \text{otherwise} \end{cases}$$
+
+    $\alpha = 0$ is [`OrthoDC`][manifoldagg.corrections.OrthoDC]. As printed it jumps where $v$ begins to conflict, so
+    that rounding decides on a $v$ which is orthogonal to $g$ already;
+    with `clip` it removes $\min(\langle v, g\rangle / \langle g, g\rangle,\, \alpha)\, g$, which is continuous. Where
+    $v$ or $g$ is zero there is no angle, and $v$ is left as it is.
+
+    Args:
+        alpha: $\alpha$.
+        threshold: $\vartheta \in [-1, 1]$.
+        clip: the continuous form, for $\vartheta = 0$ and $\alpha \ge 0$.
+        granularity: `"model"` or `"tensor"`.
+
+    Raises:
+        ArgumentError: naming the option that is out of range.
+
+    Source: Report §3, with the signs of displacements.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat
+        >>> base, current, v = torch.zeros(2), torch.tensor([1.0, 0.0]), torch.tensor([[0.5, 4.0]])
+        >>> OrthoCorrect(1.0, 0.0)(Flat(2), base, current, v)
+        tensor([[-0.5000,  4.0000]])
+        >>> OrthoCorrect(1.0, 0.0, clip=True)(Flat(2), base, current, v)
+        tensor([[0., 4.]])
+    """
+
+    alpha: float = 0.0
+    threshold: float = 0.0
+    clip: bool = field(default=False, kw_only=True)
+    granularity: str = field(default="model", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, **({"at_least": 0} if self.clip else {}))
+        check_number("threshold", self.threshold, at_least=-1, at_most=1)
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        if self.clip and self.threshold != 0:
+            raise ArgumentError(
+                f"clip: the continuous form is that of threshold 0, got a threshold of {self.threshold}"
+            )
+
+    def coefficients(
+        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
+    ) -> tuple[list[list[Any]], Any]:
+        n = self._displacements(gram, displacements)
+        lines, drift = identity(n, len(gram)), gram[n][n]
+        for i in range(n):
+            square, along = gram[i][i], gram[i][n]
+            if drift == 0:
+                continue
+            if conflicts(self.threshold, square, along, drift):
+                lines[i][n] = -along / drift
+            elif self.alpha != 0 and square > 0:
+                share = along / drift
+                lines[i][n] = -share if self.clip and share <= self.alpha else -self.alpha
+        return lines, state
+
+
+@dataclass(frozen=True)
+class OrthoGrad(OrthoCorrect):
+    r"""Gradient surgery of the displacement against the drift: $(\alpha, \vartheta) = (0, 0)$.
+
+    Source: Report §3.
+
+    Example:
+        >>> OrthoGrad().coefficients([[5.0, 1.0], [1.0, 2.0]])[0]
+        [[1, 0]]
+    """
+
+    alpha: float = field(default=0.0, init=False)
+    threshold: float = field(default=0.0, init=False)
+
+
+@dataclass(frozen=True)
+class OrthoPos(OrthoCorrect):
+    r"""The position reading, projected where the displacement conflicts: $(\alpha, \vartheta) = (1, 0)$.
+
+    As printed it differs from surgery on $v - g$ where $0 < \langle v, g\rangle < \langle g, g\rangle$; with `clip` it
+    never does.
+
+    Source: Report §3.
+
+    Example:
+        >>> OrthoPos().coefficients([[5.0, 1.0], [1.0, 2.0]])[0]
+        [[1, -1.0]]
+    """
+
+    alpha: float = field(default=1.0, init=False)
+    threshold: float = field(default=0.0, init=False)
+
+
+@dataclass(frozen=True)
+class OrthoStrict(OrthoCorrect):
+    r"""Only what is orthogonal to the drift, always: $\vartheta = 1$, any $\alpha$.
+
+    Source: Report §3.
+
+    Example:
+        >>> OrthoStrict().coefficients([[5.0, 1.0], [1.0, 2.0]])[0]
+        [[1, -0.5]]
+    """
+
+    alpha: float = field(default=0.0, init=False)
+    threshold: float = field(default=1.0, init=False)
+    clip: bool = field(default=False, init=False)
+
+
+def conflicts(threshold: float, square: Any, along: Any, drift: Any) -> bool:
+    r"""Whether $\cos(v, g)$, clipped to [-1, 1], is at most the threshold; never at -1, always at 1.
+
+    Args:
+        threshold: $\vartheta$.
+        square: $\langle v, v\rangle$.
+        along: $\langle v, g\rangle$.
+        drift: $\langle g, g\rangle > 0$.
+
+    Example:
+        >>> conflicts(0.5, square=1.0, along=1.0, drift=4.0)
+        True
+    """
+    if abs(threshold) == 1:
+        return threshold == 1
+    if square <= 0:  # no displacement, or one that cancelled down to rounding
+        return False
+    return bool(along <= threshold * square**0.5 * drift**0.5)

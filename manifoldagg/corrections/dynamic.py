@@ -1,0 +1,135 @@
+"""A correction that changes as the run converges: from trusting displacements to trusting positions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from manifoldagg.corrections.correction import Correction, Lines
+from manifoldagg.corrections.delay import Tangent
+from manifoldagg.corrections.frame import GRANULARITIES, Frame, Matrix
+from manifoldagg.corrections.orthogonal import OrthoGrad, OrthoPos
+from manifoldagg.errors import ArgumentError, check_choice, check_number
+
+PHASES = ("gradient", "tangent", "position")
+
+
+@dataclass(frozen=True)
+class OrthoDyn(Correction):
+    r"""OrthoGrad while the model travels, the tangent reading in between, OrthoPos once it circles a minimum.
+
+    The statistic of how straight the way is, over the corrected end points $u$,
+
+    $$r = \|\operatorname{EMA}(u)\| \,/\, \operatorname{EMA}(\|u\|) \in [0, 1],$$
+
+    is 1 on a straight line and small on a circle. A run begins with OrthoGrad, leaves it once r is below `upper`, and
+    the tangent reading once r is below `lower`, each by at least `hysteresis`; it never goes back. The mean vector is
+    a row of the frame, and its tensor, the mean length, the phase and the number of updates are the state.
+
+    Args:
+        schedule: instead of the statistic: a function of the number of updates $\tau = 0, 1, \dots$ to `"gradient"`,
+            `"tangent"` or `"position"`.
+        upper: where OrthoGrad ends.
+        lower: where OrthoPos begins.
+        hysteresis: how far below a bound r has to be.
+        decay: of the means.
+        clip: use the continuous form of OrthoPos.
+        granularity: of the projections; the statistic is always the model's.
+
+    Raises:
+        ArgumentError: naming the option that is out of range; when applied with the statistic to a curved space: its
+            steps lie in the tangent spaces of different points and have no mean.
+
+    Source: Report (16); the statistic is this project's.
+
+    Example:
+        >>> OrthoDyn(schedule=lambda version: "gradient" if version < 100 else "position").keeps_state
+        True
+    """
+
+    schedule: Callable[[int], str] | None = None
+    upper: float = field(default=0.5, kw_only=True)
+    lower: float = field(default=0.3, kw_only=True)
+    hysteresis: float = field(default=0.05, kw_only=True)
+    decay: float = field(default=0.98, kw_only=True)
+    clip: bool = field(default=False, kw_only=True)
+    granularity: str = field(default="model", kw_only=True)
+
+    keeps_state = True
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None and not callable(self.schedule):
+            raise ArgumentError(f"schedule: expected a function of an int, got {self.schedule!r}")
+        check_number("upper", self.upper, at_least=0, at_most=1)
+        check_number("lower", self.lower, at_least=0, at_most=self.upper)
+        check_number("hysteresis", self.hysteresis, at_least=0, at_most=1)
+        check_number("decay", self.decay, at_least=0, at_most=1)
+        check_choice("granularity", self.granularity, GRANULARITIES)
+
+    def added(self, displacements: int) -> int:
+        return int(self.schedule is None)
+
+    def extend(self, frame: Frame, state: Any = None) -> Frame:
+        if self.schedule is not None:
+            return frame
+        frame.require_flat("OrthoDyn without a schedule, the mean of steps from different points,")
+        if state is None:
+            return frame.extended("mean step", frame.current, frame.current)
+        return frame.extended("mean step", state["mean"])
+
+    def coefficients(
+        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
+    ) -> tuple[list[list[Any]], Any]:
+        lines, state = self.segmented([gram], state, self._displacements(gram, displacements))
+        return lines[0], state
+
+    def segmented(self, grams: Any, state: Any, displacements: int) -> tuple[Lines, Any]:
+        state = {"version": 0, "phase": "gradient", "length": 0.0} if state is None else state
+        version, phase, length = state["version"], state["phase"], state["length"]
+        if self.schedule is not None:
+            phase = check_choice(f"schedule({version})", self.schedule(version), PHASES)
+        lines, _ = self.correction(phase).segmented(grams, None, displacements)
+        if self.schedule is None and displacements:
+            length, phase = self._follow(grams, lines, length, phase)
+        return lines, {**state, "version": version + 1, "phase": phase, "length": length}
+
+    def correction(self, phase: str) -> Correction:
+        """What is used in a phase."""
+        if phase == "tangent":
+            return Tangent()
+        if phase == "gradient":
+            return OrthoGrad(granularity=self.granularity)
+        return OrthoPos(clip=self.clip, granularity=self.granularity)
+
+    def remember(self, frame: Frame, lines: Lines, state: Any) -> Any:
+        if self.schedule is not None or not frame.displacements:
+            return state
+        weights = [self._weights(line[-1], self.decay) for line in lines]
+        mean = torch.empty_like(frame.current, dtype=torch.promote_types(frame.current.dtype, torch.float32))
+        return {**state, "mean": frame.combine(None, weights if len(weights) > 1 else weights[0], out=mean)}
+
+    def _weights(self, line: list[Any], decay: float) -> list[Any]:
+        """The next mean step on the rows of the frame: the mean step is the last of them."""
+        return [*((1 - decay) * c for c in line[:-1]), (1 - decay) * line[-1] + decay]
+
+    def _follow(self, grams: Any, lines: Lines, length: Any, phase: str) -> tuple[Any, str]:
+        """The mean length and the phase after this step."""
+        step, mean = 0, 0
+        for gram, line in zip(grams, lines, strict=True):
+            step = step + _square(line[-1], gram)
+            mean = mean + _square(self._weights(line[-1], self.decay), gram)
+        length = self.decay * length + (1 - self.decay) * max(step, 0 * step) ** 0.5
+        if length == 0:
+            return length, phase
+        straight = max(mean, 0 * mean) ** 0.5 / length
+        if phase == "gradient" and straight < self.upper - self.hysteresis:
+            phase = "tangent"
+        if phase == "tangent" and straight < self.lower - self.hysteresis:
+            phase = "position"
+        return length, phase
+
+
+def _square(line: list[Any], gram: Any) -> Any:
+    r"""$c^\top G c$."""
+    return sum(a * b * gram[i][j] for i, a in enumerate(line) for j, b in enumerate(line))

@@ -1,0 +1,102 @@
+"""A control point that turns with the chord of its curve."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from manifoldagg.corrections.frame import require_flat
+from manifoldagg.errors import check_finite, check_shape
+from manifoldagg.kernels import combine, gram
+from manifoldagg.manifolds import Manifold
+
+NEARLY_OPPOSITE = 1e-3
+"""Below this $1 + \\cos$ the inner products alone lose the plane: the second direction is formed and read again."""
+
+
+def rotate_control(
+    control: Float[Tensor, "..."],
+    base: Float[Tensor, "..."],
+    end: Float[Tensor, "..."],
+    current: Float[Tensor, "..."],
+    corrected_end: Float[Tensor, "..."],
+    *,
+    space: Manifold | None = None,
+) -> Float[Tensor, "..."]:
+    r"""The control point of a curve whose chord was corrected, at the same place relative to the chord.
+
+    $$\hat\varphi = \tfrac12 (\Theta^\tau + \hat\Theta) + R\left(\varphi - \tfrac12 (\Theta^t + \Theta_i)\right)$$
+
+    $R$ turns the plane of the two chords so that the unit vector $a$ of $\Theta_i - \Theta^t$ becomes that $b$ of
+    $\hat\Theta - \Theta^\tau$, and leaves what is orthogonal to it. With Gram-Schmidt coordinates of that plane,
+
+    $$R\, x = x - \frac{\langle a + b, x\rangle}{1 + \langle a, b\rangle}\,(a + b) + 2 \langle a, x\rangle\, b.$$
+
+    Opposite chords have no plane: then $R$ flips the component along $a$ only. They count as opposite where the sine of
+    their angle is below $\varepsilon^{3/4}$ of the dtype, rounding. A chord of length 0 has no direction: $R$ is the
+    identity, as it is for the tangent correction, whose chords are parallel.
+
+    Args:
+        control: $\varphi$, the interior control point of a curve of degree 2.
+        base: $\Theta^t$, where the update started.
+        end: $\Theta_i$, where it ended.
+        current: $\Theta^\tau$, where the server is.
+        corrected_end: $\hat\Theta$, the corrected end point: compute it first.
+        space: a curved one is refused: a rotation of points needs flat leaves.
+
+    Returns:
+        $\hat\varphi$, of the shape and dtype of `control`, summed in float64 and rounded once.
+
+    Raises:
+        ArgumentError: if shapes differ, a value is not finite, or `space` is curved.
+
+    Source: Report (17). Cost: $O(P)$, one pass that reads and one that writes.
+
+    Example:
+        >>> import torch
+        >>> zero, right, up = torch.zeros(2), torch.tensor([2.0, 0.0]), torch.tensor([0.0, 2.0])
+        >>> rotate_control(torch.tensor([1.0, 1.0]), zero, right, zero, up)
+        tensor([-1.,  1.])
+    """
+    if space is not None:
+        require_flat(space)
+    given = {"control": control, "base": base, "end": end, "current": current, "corrected_end": corrected_end}
+    for name, point in given.items():
+        check_finite(name, check_shape(name, point, *control.shape))
+    phi, start, stop, now, goal = (point.flatten() for point in given.values())
+    rows, minus = [phi, stop, goal], [start, start, now]
+    inner = gram(rows, minus=minus)[0]
+    pp, pd, pe = inner[0]
+    dd, ee, de = inner[1, 1], inner[2, 2], inner[1, 2]
+    # On rows φ − Θᵗ, d = Θᵢ − Θᵗ, e = Θ̂ − Θ^τ: x = φ − Θᵗ − d/2, and the midpoint is Θ^τ + e/2.
+    weights = [torch.ones_like(pp), -0.5 * torch.ones_like(pp), 0.5 * torch.ones_like(pp)]
+    if bool(dd > 0) and bool(ee > 0):
+        a, b = dd.rsqrt(), ee.rsqrt()
+        along_a, along_b = a * (pd - dd / 2), b * (pe - de / 2)
+        cosine = (a * b * de).clamp(-1, 1)
+        if bool(cosine < NEARLY_OPPOSITE - 1):
+            return _turned_about(phi, start, stop, now, goal).view(control.shape)
+        share = (along_a + along_b) / (1 + cosine)
+        weights[1] = weights[1] - share * a
+        weights[2] = weights[2] + (2 * along_a - share) * b
+    moved = combine(now, rows, torch.stack(weights), minus=minus)
+    return moved.to(control.dtype).view(control.shape)
+
+
+def _turned_about(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
+    """The same for nearly opposite chords: the plane by Gram-Schmidt on vectors, made orthogonal twice."""
+    e1 = stop.double() - start.double()
+    e1 = e1 / e1.norm()
+    unit = goal.double() - now.double()
+    unit = unit / unit.norm()
+    e2 = unit - (e1 @ unit) * e1
+    e2 = e2 - (e1 @ e2) * e1
+    cosine, sine = e1 @ unit, e2.norm()
+    x = phi.double() - (start.double() + stop.double()) / 2
+    middle = (now.double() + goal.double()) / 2
+    if bool(sine <= torch.finfo(phi.dtype).eps ** 0.75):
+        turned = x - 2 * (e1 @ x) * e1
+        return torch.add(middle, turned).to(phi.dtype)
+    e2 = e2 / sine
+    p, q = e1 @ x, e2 @ x
+    turned = x + ((cosine - 1) * p - sine * q) * e1 + (sine * p + (cosine - 1) * q) * e2
+    return torch.add(middle, turned).to(phi.dtype)

@@ -1,0 +1,345 @@
+"""Deliberately wrong corrections: each must be caught by the laws named beside it."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from manifoldagg.corrections import (
+    AutoThreshold,
+    DelayCompensated,
+    Frame,
+    GradientSurgery,
+    OrthoCorrect,
+    OrthoDC,
+    OrthoDyn,
+    OrthoPos,
+    Pairwise,
+    Position,
+    Tangent,
+    calibrate,
+    rotate_control,
+)
+from manifoldagg.corrections.algebra import identity
+from manifoldagg.corrections.correction import Composition
+
+MUTANTS = {}
+
+
+def caught_by(name, *laws):
+    def register(thing):
+        made = dataclass(frozen=True, repr=False, eq=False)(thing) if isinstance(thing, type) else thing
+        MUTANTS[thing.__name__] = ({name: made}, laws)
+        return thing
+
+    return register
+
+
+@caught_by("Tangent", "tangent_is_the_displacement")
+class TangentBackwards(Tangent):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        lines, state = super().coefficients(gram, state, displacements=displacements)
+        return [[-c for c in line] for line in lines], state
+
+
+@caught_by("Position", "position_is_the_way_to_the_model_that_was_reached")
+class PositionWithTheWrongSignOfDrift(Position):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        lines, state = super().coefficients(gram, state, displacements=displacements)
+        return [[*line[:-1], -line[-1]] for line in lines], state
+
+
+@caught_by("Position", "position_on_a_sphere_is_the_way_to_the_model_that_was_reached")
+class PositionIsTheDifferenceOfRowsEverywhere(Position):
+    def extend(self, frame, state=None):
+        return frame
+
+
+@caught_by("OrthoDC", "what_is_projected_is_orthogonal_to_the_drift", "pythagoras")
+class OrthoDCWithTheWrongSignOfDrift(OrthoDC):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        lines, state = super().coefficients(gram, state, displacements=displacements)
+        return [[*line[:-1], -line[-1]] for line in lines], state
+
+
+@caught_by("OrthoDC", "what_is_removed_lies_along_the_drift", "what_is_projected_is_orthogonal_to_the_drift")
+class OrthoDCDividesByTheDisplacement(OrthoDC):
+    """Projects the other vector."""
+
+    def coefficients(self, gram, state=None, *, displacements=None):
+        lines, state = super().coefficients(gram, state, displacements=displacements)
+        n = len(lines)
+        return [[*line[:-1], line[-1] * gram[n][n] / gram[i][i]] for i, line in enumerate(lines)], state
+
+
+@caught_by("OrthoDC", "what_is_projected_is_orthogonal_to_the_drift", "pythagoras")
+class OrthoDCProjectsTwiceAsFar(OrthoDC):
+    """A reflection."""
+
+    def coefficients(self, gram, state=None, *, displacements=None):
+        lines, state = super().coefficients(gram, state, displacements=displacements)
+        return [[*line[:-1], 2 * line[-1]] for line in lines], state
+
+
+class Comparing(OrthoDC):
+    """OrthoDC by a cosine that is compared as it comes out."""
+
+    def far(self, cosine):
+        return cosine > self.threshold
+
+    def coefficients(self, gram, state=None, *, displacements=None):
+        n = len(gram) - 1
+        lines = identity(n, n + 1)
+        for i in range(n):
+            scale = (gram[i][i] * gram[n][n]) ** 0.5
+            if scale != 0 and not self.far(gram[i][n] / scale):
+                lines[i][n] = -gram[i][n] / gram[n][n]
+        return lines, state
+
+
+@caught_by("OrthoDC", "the_ends_of_the_threshold_do_not_look_at_the_cosine")
+class OrthoDCWithoutTheClipOfTheCosine(Comparing):
+    pass
+
+
+@caught_by("OrthoDC", "a_threshold_splits_by_the_cosine")
+class OrthoDCComparesTheOtherWay(Comparing):
+    def far(self, cosine):
+        return abs(self.threshold) < 1 and cosine < self.threshold
+
+
+@caught_by("OrthoDC", "a_threshold_splits_by_the_cosine")
+class OrthoDCComparesTheAbsoluteCosine(Comparing):
+    def far(self, cosine):
+        return abs(cosine) > self.threshold
+
+
+@caught_by("OrthoDC", "a_threshold_splits_by_the_cosine")
+class OrthoDCComparesTheSquare(Comparing):
+    def far(self, cosine):
+        return cosine * abs(cosine) > self.threshold
+
+
+@caught_by("OrthoDC", "a_threshold_splits_by_the_cosine")
+class OrthoDCComparesTheInnerProduct(OrthoDC):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        n = len(gram) - 1
+        lines = identity(n, n + 1)
+        for i in range(n):
+            if gram[n][n] != 0 and gram[i][n] <= self.threshold:
+                lines[i][n] = -gram[i][n] / gram[n][n]
+        return lines, state
+
+
+@caught_by("OrthoDC", "tensors_are_corrected_one_by_one")
+class OrthoDCOfTheWholeModel(OrthoDC):
+    def segmented(self, grams, state, displacements):
+        lines, state = self.coefficients(torch.tensor(grams).sum(0).tolist(), state, displacements=displacements)
+        return [lines for _ in grams], state
+
+
+@caught_by("OrthoDC", "zero_vectors_are_left_alone")
+class OrthoDCDividesByZero(OrthoDC):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        n = len(gram) - 1
+        lines = identity(n, n + 1)
+        for i in range(n):
+            lines[i][n] = -(torch.tensor(gram[i][n]) / torch.tensor(gram[n][n])).item()
+        return lines, state
+
+
+@caught_by("OrthoDC", "what_is_projected_is_orthogonal_to_the_drift")
+class OrthoDCWithAnEpsilonInTheDenominator(OrthoDC):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        gram = [list(row) for row in gram]
+        gram[-1][-1] += 1e-8 * (gram[-1][-1] > 0)
+        return super().coefficients(gram, state, displacements=displacements)
+
+
+@caught_by("OrthoDC", "composition_is_one_after_the_other")
+class CompositionInTheWrongOrder(OrthoDC):
+    def __rshift__(self, after):
+        return Composition(after, self)
+
+
+@caught_by(
+    "DelayCompensated", "delay_compensation_is_its_formula", "delay_compensation_vanishes_to_first_order_on_quartics"
+)
+class DelayCompensatedWithTheWrongSign(DelayCompensated):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        lines, state = super().coefficients(gram, state, displacements=displacements)
+        n = len(lines)
+        return [[*line[: n + 1], *(-c for c in line[n + 1 :])] for line in lines], state
+
+
+@caught_by("DelayCompensated", "delay_compensation_is_its_formula")
+class DelayCompensatedWithoutTheSquare(DelayCompensated):
+    def extend(self, frame, state=None):
+        n = frame.displacements
+        for i in range(n):
+            frame = frame.extended("v*g", frame.row(i) * frame.row(n))
+        return frame
+
+
+@caught_by("DelayCompensated", "delay_compensation_follows_the_mean_square")
+class MeanSquareOfTheUpdateBefore(DelayCompensated):
+    """Staleness off by one: the mean square does not know this update."""
+
+    def _mean_square(self, frame, state):
+        fresh = super()._mean_square(frame, state)
+        known = fresh if state is None else state["mean_square"].double().clone()
+        return known
+
+
+@caught_by("DelayCompensated", "delay_compensation_follows_the_mean_square")
+class MeanSquareForgetsAll(DelayCompensated):
+    def _mean_square(self, frame, state):
+        return super()._mean_square(frame, None)
+
+
+@caught_by("OrthoCorrect", "ortho_correct_is_its_formula")
+class OrthoCorrectAddsTheDrift(OrthoCorrect):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        lines, state = super().coefficients(gram, state, displacements=displacements)
+        return [[*line[:-1], -line[-1] if line[-1] == -self.alpha else line[-1]] for line in lines], state
+
+
+@caught_by("OrthoCorrect", "zero_vectors_are_left_alone")
+class OrthoCorrectMovesWhatStands(OrthoCorrect):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        lines, state = super().coefficients(gram, state, displacements=displacements)
+        return [[*line[:-1], line[-1] if gram[i][i] else -self.alpha] for i, line in enumerate(lines)], state
+
+
+@caught_by("OrthoPos", "the_named_members_are_their_parameters")
+class OrthoPosWithHalfTheDrift(OrthoPos):
+    alpha: float = field(default=0.5, init=False)
+
+
+@caught_by("OrthoPos", "the_clipped_position_is_surgery_on_the_position")
+class OrthoPosNeverClips(OrthoPos):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        return OrthoCorrect(1.0, 0.0).coefficients(gram, state, displacements=displacements)
+
+
+@caught_by("GradientSurgery", "surgery_goes_through_the_rows_in_turn")
+class SurgeryAtOnce(GradientSurgery):
+    """All conflicts are judged by the row as it came in."""
+
+    def coefficients(self, gram, state=None, *, displacements=None):
+        n = len(gram) - 1
+        lines = identity(n, n + 1)
+        for i, line in enumerate(lines):
+            for j in range(n + 1):
+                if j != i and gram[i][j] < 0:
+                    line[j] -= gram[i][j] / gram[j][j]
+        return lines, state
+
+
+@caught_by("GradientSurgery", "surgery_goes_through_the_rows_in_turn")
+class SurgeryWithoutTheDrift(GradientSurgery):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        gram = [list(row) for row in gram]
+        gram[-1][-1] = 0.0
+        return super().coefficients(gram, state, displacements=displacements)
+
+
+@caught_by("Pairwise", "pairwise_is_orthogonal_to_every_other")
+class PairwiseOneByOne(Pairwise):
+    """Removes the component along each as if they were orthogonal."""
+
+    def coefficients(self, gram, state=None, *, displacements=None):
+        n, k = displacements, len(gram)
+        lines = identity(n, k)
+        for i in range(n):
+            for j in range(n + 1, k):
+                lines[i][j] = -gram[i][j] / gram[j][j]
+        return lines, state
+
+
+@caught_by("Pairwise", "pairwise_is_orthogonal_to_every_other")
+class PairwiseForgetsTheLast(Pairwise):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        lines, state = super().coefficients(gram, state, displacements=displacements)
+        return [[*line[:-3], 0, 0, 0] for line in lines], state
+
+
+@caught_by("OrthoDyn", "dynamic_correction_changes_with_the_way")
+class OrthoDynGoesBack(OrthoDyn):
+    def _follow(self, grams, lines, length, phase):
+        return super()._follow(grams, lines, length, "gradient")
+
+
+@caught_by("OrthoDyn", "dynamic_correction_changes_with_the_way")
+class OrthoDynWithoutHysteresis(OrthoDyn):
+    hysteresis: float = field(default=0.0, kw_only=True)
+
+
+@caught_by("AutoThreshold", "the_chosen_threshold_is_nearest_to_the_fresh_update")
+class AutoThresholdWithHalfTheBound(AutoThreshold):
+    def coefficients(self, gram, state=None, *, displacements=None):
+        lines, state = super().coefficients(gram, state, displacements=displacements)
+        n, beta = len(lines), state["slope"]
+        if gram[n - 1][n] ** 2 > beta * gram[n][n] * gram[n - 1][n] and state["threshold"] == 1:
+            lines, state["threshold"] = identity(n, len(gram)), -1
+        return lines, state
+
+
+@caught_by("AutoThreshold", "the_chosen_threshold_is_nearest_to_the_fresh_update")
+class AutoThresholdComparesWithCurrent(AutoThreshold):
+    """The base of an update taken to be where the server is."""
+
+    def remember(self, frame, lines, state):
+        moved = super().remember(frame, lines, state)
+        return {**moved, "base": moved["base"] + frame.row(frame.displacements)}
+
+
+@caught_by("rotate_control", "a_rotated_control_keeps_its_place_beside_the_chord", "parallel_chords_turn_nothing")
+def rotation_about_the_start(control, base, end, current, corrected_end):
+    return rotate_control(control, base, end, current, corrected_end) + (corrected_end - current) / 2
+
+
+@caught_by("rotate_control", "a_rotated_control_keeps_its_place_beside_the_chord")
+def rotation_backwards(control, base, end, current, corrected_end):
+    return rotate_control(control, base, corrected_end - current + base, current, current + end - base)
+
+
+@caught_by("rotate_control", "a_rotated_control_keeps_its_place_beside_the_chord")
+def no_rotation(control, base, end, current, corrected_end):
+    return control - (base + end) / 2 + (current + corrected_end) / 2
+
+
+@caught_by("rotate_control", "opposite_chords_flip_only_what_lies_along_them")
+def half_a_turn_of_everything(control, base, end, current, corrected_end):
+    a, b = end - base, corrected_end - current
+    if a @ b <= -0.999999 * a.norm() * b.norm():
+        return (current + corrected_end) / 2 - (control - (base + end) / 2)
+    return rotate_control(control, base, end, current, corrected_end)
+
+
+@caught_by("calibrate", "calibration_adds_what_is_orthogonal_to_the_own_update")
+def calibration_projects_the_other_vector(start, global_shift, client_shift, *args, **kwargs):
+    return calibrate(start, client_shift, global_shift, *args, **kwargs)
+
+
+@caught_by("calibrate", "calibration_adds_what_is_orthogonal_to_the_own_update")
+def calibration_of_the_whole_model(start, global_shift, client_shift, granularity="tensor", against=None, **kwargs):
+    return calibrate(start, global_shift, client_shift, "model", against, **kwargs)
+
+
+@caught_by("calibrate", "calibration_against_others_projects_the_own_update")
+def calibration_ignores_the_others(start, global_shift, client_shift, granularity="tensor", against=None, **kwargs):
+    return calibrate(start, global_shift, client_shift, granularity, **kwargs)
+
+
+@caught_by("Tangent", "rows_on_a_sphere_are_transported")
+class TangentByProjection(Tangent):
+    def __call__(self, space, base, current, displacements):
+        return super().__call__(space, base, current, displacements, transport=None if space.flat else "projection")
+
+
+@caught_by("Tangent", "rows_on_a_sphere_are_transported")
+class TangentWithoutTransport(Tangent):
+    def apply(self, frame, state=None):
+        if frame.place is not None:
+            frame = Frame((*frame.original.flatten(1), frame.rows[-1]), frame.minus, frame.segments, (), frame.place)
+        return super().apply(frame, state)

@@ -1,0 +1,34 @@
+"""The laws hold for the corrections, and catch what is wrong."""
+
+import pytest
+
+from tests.corrections.laws import LAWS, kit
+from tests.corrections.mutants import MUTANTS
+
+pytestmark = pytest.mark.usefixtures("as_shipped")
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_holds(law):
+    LAWS[law](kit())
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_mutant_is_caught_by_its_laws(name, record_property):
+    changes, laws = MUTANTS[name]
+    broken = [law for law in laws if breaks(law, kit(**changes))]
+    assert broken == list(laws)
+    record_property("caught", (name, broken))
+
+
+def breaks(law, wrong):
+    try:
+        LAWS[law](wrong)
+    except (AssertionError, ArithmeticError):
+        return True
+    return False
+
+
+def test_there_are_enough_mutants():
+    assert len(MUTANTS) >= 40
+    assert {law for _, laws in MUTANTS.values() for law in laws} <= set(LAWS)

@@ -1,0 +1,141 @@
+"""Control points that turn with their chord."""
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.corrections import OrthoDC, Position, Tangent, rotate_control
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds import Flat, Sphere
+from tests.support import draw, relative, rotation, seeds
+
+SIZE = 12
+
+
+@given(seeds, st.floats(-8, 0), st.sampled_from([False, True]))
+def test_it_is_the_rotation_of_the_plane(seed, exponent, near_opposite):
+    """A chord turned by a known angle in a known plane: nearly parallel, and nearly opposite."""
+    base, current, phi, a, e = draw(seed, 5, SIZE)
+    e = e - (e @ a) / (a @ a) * a
+    e = e / e.norm()
+    angle = torch.tensor(10.0**exponent).double()
+    sine, cosine = angle.sin(), angle.cos() * (-1 if near_opposite else 1)
+    unit = a / a.norm()
+    chord = 3 * (cosine * unit + sine * e)
+    out = rotate_control(phi, base, base + a, current, current + chord)
+    x = phi - base - a / 2
+    p, q = x @ unit, x @ e
+    turned = x + ((cosine - 1) * p - sine * q) * unit + (sine * p + (cosine - 1) * q) * e
+    # The plane of two vectors at angle t is known to ε/t, and a half turn in it moves by twice that.
+    allowed = 1e-13 / sine.item() if near_opposite else 1e-13
+    assert relative(out - current - chord / 2, turned) <= max(allowed, 1e-13)
+
+
+@given(seeds)
+def test_lengths_and_angles_to_the_chord_stay(seed):
+    base, end, current, goal, phi = draw(seed, 5, SIZE)
+    out = rotate_control(phi, base, end, current, goal)
+    x, y, a, b = phi - (base + end) / 2, out - (current + goal) / 2, end - base, goal - current
+    assert y.norm().item() == pytest.approx(x.norm().item(), rel=1e-12)
+    assert (y @ b / b.norm()).item() == pytest.approx((x @ a / a.norm()).item(), abs=1e-11)
+
+
+@given(seeds)
+def test_it_is_undone_by_the_way_back(seed):
+    base, end, current, goal, phi = draw(seed, 5, SIZE)
+    out = rotate_control(phi, base, end, current, goal)
+    assert relative(rotate_control(out, current, goal, base, end), phi) <= 1e-11
+
+
+@given(seeds)
+def test_an_isometry_goes_through(seed):
+    points, q, shift = draw(seed, 5, SIZE), rotation(seed, SIZE), draw(seed + 1, SIZE)
+    assert relative(rotate_control(*(points @ q + shift)), rotate_control(*points) @ q + shift) <= 1e-11
+
+
+@given(seeds)
+def test_it_is_the_identity_for_the_tangent_correction(seed):
+    space, (base, current, phi, end) = Flat(SIZE), draw(seed, 4, SIZE)
+    goal = current + Tangent()(space, base, current, (end - base)[None])[0]
+    assert relative(rotate_control(phi, base, end, current, goal), phi + current - base) <= 1e-13
+
+
+def test_control_points_on_the_chord_stay_there():
+    space, (base, current, end) = Flat(SIZE), draw(4, 3, SIZE)
+    for correction in (Position(), OrthoDC(1.0)):
+        goal = current + correction(space, base, current, (end - base)[None])[0]
+        middle = rotate_control((base + end) / 2, base, end, current, goal)
+        assert relative(middle, (current + goal) / 2) <= 1e-13
+
+
+def test_opposite_chords_flip_the_first_component_only():
+    a = draw(3, SIZE)
+    base, current, phi = draw(5, 3, SIZE)
+    for dtype in (torch.float32, torch.float64):
+        given = [t.to(dtype) for t in (phi, base, base + a, current)]
+        out = rotate_control(*given, current.to(dtype) - 2 * (given[2] - given[1]))
+        x = phi - base - a / 2
+        flipped = current - a + x - 2 * (x @ a) / (a @ a) * a
+        assert relative(out, flipped) <= 16 * torch.finfo(dtype).eps
+
+
+def test_chords_without_length_turn_nothing():
+    base, end, current, phi = draw(3, 4, SIZE)
+    assert relative(rotate_control(phi, base, base, current, end), phi - base + (current + end) / 2) <= 1e-15
+    still = rotate_control(phi, base, end, current, current)
+    assert relative(still, phi - (base + end) / 2 + current) <= 1e-15
+
+
+@pytest.mark.parametrize("unit", [1e-30, 1e-10, 1e30])
+def test_units_do_not_matter(unit):
+    points = draw(3, 5, SIZE)
+    assert relative(rotate_control(*(unit * points)), unit * rotate_control(*points)) <= 1e-12
+    narrow = rotate_control(*(unit * points).float())
+    assert relative(narrow, unit * rotate_control(*points)) <= 1e-6
+
+
+def test_it_agrees_with_forty_digits():
+    with mpmath.workdps(40):
+        points = [mpmath.matrix(row.tolist()) for row in draw(6, 5, 3)]
+        phi, base, end, current, goal = points
+        a, b, x = end - base, goal - current, phi - (base + end) / 2
+        a, b = a / mpmath.norm(a), b / mpmath.norm(b)
+        dot = lambda u, v: (u.T * v)[0]  # noqa: E731
+        c = dot(a, b)
+        e = b - c * a
+        e = e / mpmath.norm(e)
+        s, p, q = mpmath.sqrt(1 - c * c), dot(a, x), dot(e, x)
+        y = x + ((c - 1) * p - s * q) * a + (s * p + (c - 1) * q) * e + (current + goal) / 2
+        exact = torch.tensor([float(z) for z in y], dtype=torch.float64)
+    assert relative(rotate_control(*draw(6, 5, 3)), exact) <= 1e-15
+
+
+def test_derivatives_go_through():
+    assert torch.autograd.gradcheck(rotate_control, [p.requires_grad_() for p in draw(3, 5, 4).unbind()])
+
+
+def test_shapes_and_dtypes_come_back():
+    points = draw(3, 5, 2, 3).bfloat16()
+    out = rotate_control(*points)
+    assert (out.shape, out.dtype) == ((2, 3), torch.bfloat16)
+    wide = rotate_control(*points.double())
+    assert ((out.double() - wide).abs() <= 0.51 * 2.0**-7 * wide.abs()).all()
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: rotate_control(*draw(1, 5, 3), space=Sphere(3)), "space: expected a flat manifold"),
+        (lambda: rotate_control(*draw(1, 4, 3), torch.zeros(2).double()), r"corrected_end: expected shape \(3\)"),
+        (
+            lambda: rotate_control(*draw(1, 4, 3), torch.full((3,), torch.nan).double()),
+            "corrected_end: expected finite",
+        ),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
