@@ -25,6 +25,7 @@ soak: .venv/.installed
 bench: .venv/.installed
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/manifolds.py
+	$(BIN)/python benchmarks/curve_step.py
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "manifoldagg needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

@@ -80,9 +80,13 @@ def test_importing_loads_nothing_heavy_and_warns_of_nothing():
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
 
 
+CORRECTIONS = [
+    *("Frame", "Tangent", "Position", "DelayCompensated", "OrthoDC", "OrthoCorrect", "OrthoGrad", "OrthoPos"),
+    *("OrthoStrict", "OrthoDyn", "GradientSurgery", "Pairwise", "AutoThreshold", "rotate_control", "calibrate"),
+]
 PUBLIC = [
     *(f"manifoldagg.{name}" for name in ("ParameterSpace", "Bezier", "fit", "Server", "aggregate")),
-    *(f"manifoldagg.corrections.{name}" for name in ("Tangent", "Position", "OrthoDC")),
+    *(f"manifoldagg.corrections.{name}" for name in CORRECTIONS),
     *(f"manifoldagg.federated.rules.{name}" for name in ("FedAsync", "FedOrtho", "FedGS", "AsyncBezier")),
     *(f"manifoldagg.simulation.{name}" for name in ("gini", "theil", "dirichlet_partition")),
     *(
@@ -93,6 +97,10 @@ PUBLIC = [
             *("pole_ladder", "schild_ladder"),
         )
     ),
+    *(
+        f"manifoldagg.curves.{name}"
+        for name in ("Embedding", "Bezier", "Tunnel", "Simplex", "fit", "plane", "barrier", "refresh_buffers")
+    ),
     "manifoldagg.curves.parameter_at_distance",
 ]
 
@@ -101,7 +109,7 @@ PUBLIC = [
 def test_public_names_import_as_written_and_are_documented(name):
     module, _, attribute = name.rpartition(".")
     value = getattr(__import__(module, fromlist=[attribute]), attribute)
-    assert ">>>" in value.__doc__ or name.endswith("Tangent")
+    assert ">>>" in value.__doc__ or name.endswith(("Tangent", "Embedding"))
 
 
 def snippets():

@@ -1,0 +1,231 @@
+"""What a step of learning a curve costs beside a plain step of the same model on the same batch.
+
+Three ways to take a step with Adam, in turn in one process, the ratios round by round:
+
+- *plain*: the network alone, forward, backward, step.
+- *ours*: `fit`, whose optimiser works on flat control points: draw S, form the model at S, forward and backward through
+  `functional_call`, hand the gradient to the control points, step.
+- *layers*: the other way to do it: every layer holds each of its control points as a Parameter and mixes them at every
+  forward; autograd follows the mixing.
+
+The ends rest in both. Memory is that of a linear model so wide that its activations are small beside it: the most that
+all tensors held at once (parameters, control points, gradients, moments of Adam, scratch), also in units of one model.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from manifoldagg import Bezier, ParameterSpace, fit
+from manifoldagg.simulation.compare import one_thread
+
+RATE = 1e-4
+WIDTH = 2048
+Step = Callable[[int], None]
+Make = Callable[[], nn.Sequential]
+
+
+class CurveLayer(nn.Module):
+    """A layer whose weights lie on a curve: its control points are its own Parameters, mixed at every forward."""
+
+    def __init__(self, layer: nn.Module, degree: int) -> None:
+        super().__init__()
+        self.layer, self.weights = layer, [1.0]
+        self.names = [name for name, _ in layer.named_parameters()]
+        self.points = nn.ParameterDict()
+        for name, parameter in list(layer.named_parameters()):
+            for i in range(degree + 1):
+                self.points[f"{name}{i}"] = nn.Parameter(parameter.detach().clone(), requires_grad=0 < i < degree)
+            delattr(layer, name)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The layer at the place that `weights` say."""
+        for name in self.names:
+            mixed = sum(w * self.points[f"{name}{i}"] for i, w in enumerate(self.weights))
+            setattr(self.layer, name, mixed)
+        return self.layer(inputs)
+
+
+def cnn() -> nn.Sequential:
+    """Two convolutions and two dense layers for 28 x 28 grey images."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 49, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def wide() -> nn.Sequential:
+    """4 million parameters and few activations."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+
+
+def descend(model: nn.Module, batch: tuple[Tensor, Tensor], prepare: Callable[[], None] = lambda: None) -> Step:
+    """Steps of Adam on the parameters of `model` that learn."""
+    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    losses: list[float] = []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            prepare()
+            optimiser.zero_grad()
+            loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+            losses.append(loss.item())
+            optimiser.step()
+
+    return steps
+
+
+def plain(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
+    """Steps of the network alone."""
+    return descend(make(), batch)
+
+
+def ours(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
+    """Steps of `fit` in its second phase."""
+    model = make()
+    space = ParameterSpace.of(model)
+    curve, loss, start = Bezier(space, degree), space.loss(model, nn.functional.cross_entropy), space.point(model)
+
+    def steps(count: int) -> None:
+        fit(curve, loss, [batch], start=start, steps=(0, count), rate=RATE)
+
+    return steps
+
+
+def layers(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
+    """Steps of a network of `CurveLayer`s."""
+    model = make()
+    curve = Bezier(ParameterSpace.of(model), degree)
+    wrapped = nn.Sequential(*(CurveLayer(m, degree) if list(m.parameters()) else m for m in model))
+    mixers = [m for m in wrapped if isinstance(m, CurveLayer)]
+
+    def prepare() -> None:
+        weights = curve.weights(torch.rand(()).item())
+        for mixer in mixers:
+            mixer.weights = weights
+
+    return descend(wrapped, batch, prepare)
+
+
+WAYS = {"plain": plain, "ours": ours, "layers": layers}
+
+
+def seconds(steps: Step, count: int) -> float:
+    """Of processor time that one of `count` steps takes: what else the machine does counts less."""
+    started = time.process_time()
+    steps(count)
+    return (time.process_time() - started) / count
+
+
+def peak(make: Callable[[], Step]) -> int:
+    """The most bytes that tensors held during three steps, from the allocator's own record."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        make()(3)
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes))
+
+
+def quartiles(ratios: list[float]) -> dict[str, float]:
+    """The lower one, the median and the upper one."""
+    return dict(zip(("low", "median", "high"), statistics.quantiles(ratios, n=4), strict=True))
+
+
+def timing(degree: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds a step of each way, and its ratio to a plain step of the same round."""
+    batch = torch.rand(options.batch, 1, 28, 28), torch.randint(10, (options.batch,))
+    ways = {name: way(cnn, batch, degree) for name, way in WAYS.items()}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for steps in ways.values():
+        steps(options.steps)
+    for turn in range(options.rounds):
+        # No way always runs first.
+        names = list(ways)[turn % 3 :] + list(ways)[: turn % 3]
+        for name in names:
+            taken[name].append(seconds(ways[name], options.steps))
+    return {
+        name: {
+            "milliseconds": 1000 * statistics.median(times),
+            "ratio": quartiles([t / p for t, p in zip(times, taken["plain"], strict=True)]),
+        }
+        for name, times in taken.items()
+    }
+
+
+def memory(degree: int) -> dict[str, Any]:
+    """Bytes at the peak of each way for the wide model, and how many of its models these are."""
+    batch = torch.rand(1, WIDTH), torch.randint(WIDTH, (1,))
+    size = 4 * sum(p.numel() for p in wide().parameters())
+    most = {name: peak(partial(way, wide, batch, degree)) for name, way in WAYS.items()}
+    return {name: {"bytes": count, "models": count / size} for name, count in most.items()}
+
+
+def main() -> None:
+    """Print a table and write it, and its numbers, into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--steps", type=int, default=20, help="in a row, in each round")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--degrees", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    parameters = sum(p.numel() for p in cnn().parameters())
+    lines = [
+        f"CNN of {parameters} parameters, batch {options.batch}, Adam, one thread, torch {torch.__version__}; "
+        f"{options.rounds} rounds of {options.steps} steps",
+        f"{'degree':>6}  {'way':<7} {'ms/step':>8} {'ratio':>7} {'quartiles':>16} {'peak MB':>9} {'models':>7}",
+    ]
+    print(*lines, sep="\n", flush=True)
+    numbers = {}
+    for degree in options.degrees:
+        with one_thread():
+            times, held = timing(degree, options), memory(degree)
+        numbers[str(degree)] = {"time": times, "memory": held}
+        for name in WAYS:
+            t, m = times[name], held[name]
+            spread = f"{t['ratio']['low']:.3f} to {t['ratio']['high']:.3f}"
+            lines.append(
+                f"{degree:>6}  {name:<7} {t['milliseconds']:>8.2f} {t['ratio']['median']:>7.3f} {spread:>16} "
+                f"{m['bytes'] / 1e6:>9.1f} {m['models']:>7.2f}"
+            )
+            print(lines[-1], flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "batch": options.batch,
+        "parameters": parameters,
+        "torch": torch.__version__,
+        "machine": platform.platform(),
+    }
+    (options.out / "curve_step.txt").write_text("\n".join(lines) + "\n")
+    (options.out / "curve_step.json").write_text(
+        json.dumps({"settings": settings, "degrees": numbers}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

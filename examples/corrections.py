@@ -1,0 +1,237 @@
+"""Two clients that pull a model to two places, and what each correction makes of their stale updates.
+
+Each client has a quadratic loss in the plane. The two take turns, and every update started from the model of `delay`
+versions ago. Prints how far each method is from the joint optimum after 50 updates, and how much is lost by letting
+`AutoThreshold` choose instead of knowing the best fixed threshold; draws the trajectories.
+
+    python examples/corrections.py --out corrections.png
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg.corrections import (
+    AutoThreshold,
+    Correction,
+    DelayCompensated,
+    Frame,
+    OrthoDC,
+    Position,
+    Tangent,
+    calibrate,
+)
+from manifoldagg.manifolds import Flat
+
+PLANE = Flat(2)
+DELAYS = (1, 3, 10)
+UPDATES, LOCAL_STEPS, LOCAL_RATE, SERVER_RATE = 50, 5, 0.2, 0.5
+FIXED = ("ASGD = OrthoDC(-1)", "OrthoDC(0)", "OrthoDC(1)")
+METHODS: dict[str, Correction] = {
+    "FedAsync": Position(),
+    "ASGD = OrthoDC(-1)": Tangent(),
+    "DC-ASGD": DelayCompensated(0.5),
+    "OrthoDC(0)": OrthoDC(0.0),
+    "OrthoDC(1)": OrthoDC(1.0),
+    "AutoThreshold": AutoThreshold(),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    r"""Clients with the losses $\frac12 (x - m_i)^\top H_i (x - m_i)$."""
+
+    hessians: tuple[Tensor, ...]
+    minima: tuple[Tensor, ...]
+    start: Tensor
+
+    @property
+    def optimum(self) -> Tensor:
+        """Where the sum of the losses is least."""
+        pulls = [h @ m for h, m in zip(self.hessians, self.minima, strict=True)]
+        return torch.linalg.solve(torch.stack(self.hessians).sum(0), torch.stack(pulls).sum(0))
+
+    def loss(self, x: Tensor, client: int) -> Tensor:
+        """The loss of one client at points (..., 2)."""
+        away = x - self.minima[client]
+        return (away @ self.hessians[client] * away).sum(-1) / 2
+
+    def train(self, client: int, x: Tensor) -> Tensor:
+        """A few steps of gradient descent from `x`."""
+        for _ in range(LOCAL_STEPS):
+            x = x - LOCAL_RATE * self.hessians[client] @ (x - self.minima[client])
+        return x
+
+
+def problem(seed: int) -> Problem:
+    """Curvatures 1 and 0.1 to 0.5 along random axes, minima about (1, 0) and (-1, 0), a start 3 from the middle."""
+    draw = np.random.default_rng(seed)
+    hessians, minima = [], []
+    for client in range(2):
+        a, flat = draw.uniform(0, math.pi), 10 ** draw.uniform(-1, -0.3)
+        axes = torch.tensor([[math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)]], dtype=torch.float64)
+        hessians.append(axes @ torch.tensor([1.0, flat], dtype=torch.float64).diag() @ axes.T)
+        minima.append(polar(1.0, math.pi * client + draw.uniform(-0.5, 0.5)))
+    return Problem(tuple(hessians), tuple(minima), polar(3.0, draw.uniform(0, 2 * math.pi)))
+
+
+def polar(radius: float, angle: float) -> Tensor:
+    """A point of the plane."""
+    return radius * torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
+
+
+Turns = Callable[[int], int]
+
+
+def take_turns(update: int) -> int:
+    """Both clients are equally fast."""
+    return update % 2
+
+
+def by_chance(seed: int) -> Turns:
+    """Either client, with probability one half."""
+    order = np.random.default_rng(seed + 1000).integers(2, size=UPDATES).tolist()
+    return lambda update: order[update]
+
+
+def run(task: Problem, correction: Correction, delay: int, turns: Turns = take_turns) -> Tensor:
+    """The server's models: (UPDATES + 1, 2)."""
+    models, state = [task.start], None
+    for update in range(UPDATES):
+        base, current = models[max(0, update - delay)], models[-1]
+        displacement = task.train(turns(update), base) - base
+        corrected = correction.apply(Frame.of(PLANE, base, current, displacement[None]), state)
+        state = corrected.state
+        models.append(current + SERVER_RATE * corrected.displacements()[0])
+    return torch.stack(models)
+
+
+def run_orthofl(task: Problem, delay: int, turns: Turns = take_turns, rate: float = 0.6, power: float = 0.5) -> Tensor:
+    """OrthoFL's moving average; each client goes on from its own, calibrated model of `delay` versions ago."""
+    models = [task.start]
+    handed = [[(0, task.start)], [(0, task.start)]]
+    for update in range(UPDATES):
+        client, current = turns(update), models[-1]
+        version, start = next(job for job in reversed(handed[client]) if job[0] <= max(0, update - delay))
+        model = task.train(client, start)
+        weight = rate * (update - version + 1) ** -power
+        models.append((1 - weight) * current + weight * model)
+        handed[client].append((update + 1, calibrate(model, current - models[version], model - start)))
+    return torch.stack(models)
+
+
+def distance(task: Problem, models: Tensor) -> float:
+    """How far the last model is from the joint optimum."""
+    return float((models[-1] - task.optimum).norm())
+
+
+def distances(
+    seed: int, delay: int, *, chance: bool = False, names: Iterable[str] = tuple(METHODS)
+) -> dict[str, float]:
+    """How far each correction ends from the joint optimum."""
+    task, turns = problem(seed), by_chance(seed) if chance else take_turns
+    return {name: distance(task, run(task, METHODS[name], delay, turns)) for name in names}
+
+
+def regret(found: dict[str, float]) -> float:
+    """What AutoThreshold loses against the best fixed threshold, as a part of the spread from best to worst."""
+    fixed = [found[name] for name in FIXED]
+    return (found["AutoThreshold"] - min(fixed)) / (max(fixed) - min(fixed))
+
+
+def table(seeds: int) -> str:
+    """Median distances, and median regrets."""
+    middle = statistics.median
+    turns = {delay: [distances(seed, delay) for seed in range(seeds)] for delay in DELAYS}
+    lines = [f"distance to the joint optimum after {UPDATES} updates, median of {seeds} problems"]
+    lines.append(f"{'':<26}" + "".join(f"{f'delay {delay}':>10}" for delay in DELAYS))
+    medians = {name: [middle(found[name] for found in turns[delay]) for delay in DELAYS] for name in METHODS}
+    tasks = [problem(seed) for seed in range(seeds)]
+    medians["OrthoFL"] = [middle(distance(task, run_orthofl(task, delay)) for task in tasks) for delay in DELAYS]
+    lines += [f"{name:<26}" + "".join(f"{value:>10.3f}" for value in values) for name, values in medians.items()]
+    lines += ["", "median regret of AutoThreshold, in parts of the spread of fixed thresholds"]
+    names = ("AutoThreshold", *FIXED)
+    chance = {delay: [distances(seed, delay, chance=True, names=names) for seed in range(seeds)] for delay in DELAYS}
+    for label, runs in (("clients take turns", turns), ("clients come by chance", chance)):
+        lines.append(f"{label:<26}" + "".join(f"{middle(map(regret, runs[delay])):>10.1%}" for delay in DELAYS))
+    return "\n".join(lines)
+
+
+def draw(task: Problem, path: Path) -> None:
+    """Contours of the two losses, and the way of each method, a panel for each delay."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = {
+        "FedAsync": ("tab:green", 1.2),
+        "ASGD = OrthoDC(-1)": ("tab:blue", 1.2),
+        "DC-ASGD": ("tab:cyan", 1.2),
+        "OrthoDC(0)": ("tab:orange", 1.2),
+        "OrthoDC(1)": ("tab:red", 1.2),
+        "OrthoFL": ("tab:purple", 1.2),
+        "AutoThreshold": ("black", 2.0),
+    }
+    corners = torch.stack([task.start, task.optimum, *task.minima])
+    x, y = ((corners.amin(0) + corners.amax(0)) / 2).tolist()
+    span = float((corners.amax(0) - corners.amin(0)).max()) / 2 + 0.6
+    axis = torch.linspace(-4 * span, 4 * span, 321, dtype=torch.float64)
+    xs, ys = torch.meshgrid(axis, axis, indexing="xy")
+    grid = torch.stack([xs, ys], -1)
+    size = 5.2
+    figure, panels = plt.subplots(
+        1, len(DELAYS), figsize=(size * len(DELAYS), size + 0.8), layout="constrained", sharey=True
+    )
+    for panel, delay in zip(panels, DELAYS, strict=True):
+        for client, colour in enumerate(("goldenrod", "slategray")):
+            levels = [0.05, 0.2, 0.5, 1.0, 1.75, 2.75, 4.0]
+            panel.contour(
+                xs.numpy(),
+                ys.numpy(),
+                task.loss(grid, client).numpy(),
+                levels=levels,
+                colors=colour,
+                linewidths=0.8,
+                alpha=0.45,
+                zorder=1,
+            )
+            name = f"minimum of client {'AB'[client]}"
+            panel.plot(*task.minima[client].tolist(), "^", color=colour, ms=10, mec="black", zorder=5, label=name)
+        panel.plot(*task.start.tolist(), "s", color="white", mec="black", ms=8, label="start", zorder=6)
+        panel.plot(*task.optimum.tolist(), "*", color="gold", ms=17, mec="black", label="joint optimum", zorder=6)
+        for name, (colour, width) in shown.items():
+            models = run_orthofl(task, delay) if name == "OrthoFL" else run(task, METHODS[name], delay)
+            panel.plot(*models.T.tolist(), color=colour, linewidth=width, label=name, alpha=0.85, zorder=3)
+            panel.plot(*models[-1].tolist(), "o", color=colour, ms=7, mec="white", zorder=7)
+        panel.set(title=f"delay {delay}", aspect="equal")
+        panel.set(xlim=(x - span, x + span), ylim=(y - span, y + span))
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Print the table; draw where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where to write the picture, a PNG; needs matplotlib")
+    parser.add_argument("--seeds", type=int, default=20, help="how many problems are drawn")
+    parser.add_argument("--seed", type=int, default=0, help="the problem of the picture")
+    options = parser.parse_args()
+    print(table(options.seeds))
+    if options.out:
+        path = options.out.with_suffix(".png")
+        draw(problem(options.seed), path)
+        print(f"\nwrote {path}")
+
+
+if __name__ == "__main__":
+    main()

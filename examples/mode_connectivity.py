@@ -1,0 +1,226 @@
+"""Two networks trained apart, and the ways between them: the chord, learned curves, a tunnel and two simplices.
+
+    python examples/mode_connectivity.py --data folder/with/mnist --out pictures
+
+The networks begin at different seeds and see batches in different orders. On the straight line between them the loss is
+high; a curve with a learned control point goes around. All weights of the network are one point of a flat space.
+
+Prints a table: accuracies on held-out images at both ends of each path, in its middle and at its worst place; the
+barrier, by how much the loss rises above the line between its ends; and Q, how many times better than the chord the
+path is on average. Draws the planes of both curves and the losses along all paths.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from torch import Tensor, nn
+
+from manifoldagg import Bezier, ParameterSpace, fit
+from manifoldagg.curves import Barrier, Complex, Curve, Embedding, Piecewise, Plane, Tunnel, barrier, chord_ratio, plane
+from manifoldagg.manifolds import Loss
+from manifoldagg.simulation import images, task
+
+BATCH = 64
+COLOURS = {"chord": "crimson", "quadratic": "black", "cubic": "#0072b2", "tunnel": "#009e73", "simplices": "#e69f00"}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training batches, and held-out images with their labels."""
+
+    batches: list[tuple[Tensor, Tensor]]
+    held_out: tuple[Tensor, Tensor]
+
+
+def network() -> nn.Module:
+    """A small CNN for grey images of any size from 8 x 8 on: 9,802 parameters, no BatchNorm."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(256, 32),
+        nn.ReLU(),
+        nn.Linear(32, 10),
+    )
+
+
+def load(folder: Path | None, part: float) -> Data:
+    """The ten thousand test images of MNIST, or the digits of scikit-learn; `part` of them."""
+    if folder is None:
+        print("no --data given: the 8 x 8 digits of scikit-learn in place of MNIST")
+        digits = task("digits")
+        inputs, labels = digits.inputs, digits.labels
+    else:
+        inputs, labels = images(folder)
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))[: int(part * len(inputs))]
+    held, train = order[: len(order) // 5], order[len(order) // 5 :]
+    batches = [(inputs[i], labels[i]) for i in train.split(BATCH)]
+    return Data(batches, (inputs[held], labels[held]))
+
+
+def trained(space: ParameterSpace, loss: Loss, data: Data, seed: int, epochs: int) -> Tensor:
+    """A network of its own seed, trained on batches in an order of its own: the end of a curve of degree 1."""
+    torch.manual_seed(seed)
+    start = space.point(network())
+    batches = [data.batches[i] for i in torch.randperm(len(data.batches))]
+    return fit(Bezier(space, 1), loss, batches, start=start, epochs=(epochs, 0), rate=2e-3).phi[-1]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A path between the two networks, with its profiles, and the accuracy of models drawn from around it."""
+
+    name: str
+    length: float
+    loss: Barrier
+    error: Barrier
+    inside: list[float]
+
+    def row(self) -> str:
+        """A line of the table."""
+        start, middle, end = (100 - 100 * self.error.losses[i].item() for i in (0, len(self.error.losses) // 2, -1))
+        worst = 100 - 100 * self.error.losses.max().item()
+        drawn = f"{fmean(self.inside):>8.1f} {min(self.inside):>7.1f}" if self.inside else f"{'':>8} {'':>7}"
+        return (
+            f"{self.name:<10} {self.length:>7.1f} {self.loss.height:>8.3f} {start:>6.1f} {middle:>7.1f} {worst:>6.1f} "
+            f"{end:>6.1f} {drawn} {chord_ratio(self.loss):>6.2f}"
+        )
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What held-out images say of a point: its cross-entropy, and the part that it gets wrong."""
+
+    space: ParameterSpace
+    model: nn.Module
+    images: Tensor
+    labels: Tensor
+
+    @torch.no_grad()
+    def loss(self, theta: Tensor) -> float:
+        """Cross-entropy."""
+        return nn.functional.cross_entropy(self._outputs(theta), self.labels).item()
+
+    @torch.no_grad()
+    def error(self, theta: Tensor) -> float:
+        """The part of the images whose label is missed."""
+        return (self._outputs(theta).argmax(1) != self.labels).double().mean().item()
+
+    def way(self, name: str, curve: Curve, phi: Tensor, drawn: Iterable[Tensor] = (), *, points: int) -> Way:
+        """A path and its profiles at equal parts of its length."""
+        loss, error = (barrier(curve, phi, f, points=points, by="length") for f in (self.loss, self.error))
+        inside = [100 - 100 * self.error(theta) for theta in drawn]
+        return Way(name, curve.length(phi).item(), loss, error, inside)
+
+    def _outputs(self, theta: Tensor) -> Tensor:
+        return self.space.load(self.model, theta)(self.images)
+
+
+def picture(planes: dict[str, Plane], ways: Sequence[Way], file: Path) -> None:
+    """The planes of curves, and the losses along all ways."""
+    figure = Figure(figsize=(6.2 * len(planes) + 5, 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    *left, right = figure.subplots(1, len(planes) + 1, width_ratios=[6.2] * len(planes) + [5])
+    for axes, (name, drawn) in zip(left, planes.items(), strict=True):
+        drawn.plot(axes, label="held-out cross-entropy", ends=("first network", "second network"))
+        axes.set_title(f"the plane of the {name} curve")
+        axes.legend(loc="best", fontsize="small", framealpha=0.9)
+    for way in ways:
+        style = "--" if way.name == "chord" else "-"
+        right.plot(way.loss.part, way.loss.losses, style, color=COLOURS[way.name], linewidth=1.8, label=way.name)
+    right.set_yscale("log")
+    right.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    right.yaxis.set_major_formatter("{x:g}")
+    right.yaxis.set_minor_formatter("{x:g}")
+    right.set_xlim(0, 1)
+    right.set_xlabel("part of the way, by length")
+    right.set_ylabel("held-out cross-entropy")
+    right.set_title("along the ways between")
+    right.grid(alpha=0.25, which="both")
+    right.legend(loc="best", fontsize="small")
+    figure.savefig(file)
+
+
+def main() -> None:
+    """Train, connect, print the table, draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--data", type=Path, help="folder of IDX files, such as MNIST's; digits of scikit-learn if absent"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/mode-connectivity"), help="folder for the picture")
+    parser.add_argument("--epochs", type=int, default=12, help="of training each network")
+    parser.add_argument("--curve-epochs", type=int, default=10, help="of learning each way between")
+    parser.add_argument("--radius", type=float, default=0.1, help="of the tunnel, in units of the chord")
+    parser.add_argument("--quick", action="store_true", help="a few steps on little data: does it run?")
+    options = parser.parse_args()
+    epochs, curve_epochs, points, resolution, draws, part = (
+        (1, 1, 5, 4, 2, 0.05) if options.quick else (options.epochs, options.curve_epochs, 21, 21, 20, 1.0)
+    )
+    torch.set_num_threads(1)  # The network is too small to gain by more.
+    began = time.perf_counter()
+    data = load(options.data, part)
+    model = network()
+    space = ParameterSpace.of(model)
+    loss = space.loss(model, nn.functional.cross_entropy)
+    judge = Judge(space, network(), *data.held_out)
+    a, b = (trained(space, loss, data, seed, epochs) for seed in (1, 2))
+
+    def learn(embedding: Embedding, **given: Any) -> Tensor:
+        """Points of an embedding that has the two networks in it."""
+        generator = torch.Generator().manual_seed(0)
+        options = {"epochs": (0, curve_epochs), "rate": 2e-3, "generator": generator}
+        return fit(embedding, loss, data.batches, **options, **given).phi
+
+    line, quadratic, cubic = (Bezier(space, degree) for degree in (1, 2, 3))
+    tunnel = Tunnel(quadratic, options.radius)
+    # Two triangles, from either network to a common edge: the chord lies in neither.
+    simplices, bent = Complex(space, faces=((0, 2, 3), (1, 2, 3))), Piecewise(space, degree=1, pieces=2)
+    phi2, phi3, phi_t = (learn(embedding, start=a, end=b) for embedding in (quadratic, cubic, tunnel))
+    phi_s = learn(simplices, phi=torch.stack([a, b, quadratic(phi2, 0.5), cubic(phi3, 0.5)]), free=[2, 3], volume=1e-3)
+    middle = phi_s[2:].mean(0)
+
+    generator = torch.Generator().manual_seed(1)
+    from_tunnel = tunnel(phi_t, tunnel.sample_in(phi_t, draws, generator=generator))
+    from_simplices = simplices(phi_s, simplices.sample(draws, generator=generator))
+    way = functools.partial(judge.way, points=points)
+    ways = [
+        way("chord", line, torch.stack([a, b])),
+        way("quadratic", quadratic, phi2),
+        way("cubic", cubic, phi3),
+        way("tunnel", quadratic, phi_t, from_tunnel),
+        way("simplices", bent, torch.stack([a, middle, b]), from_simplices),
+    ]
+    print(f"{'':<27} accuracy on {len(data.held_out[1])} held-out images, %")
+    print(
+        f"{'way':<10} {'length':>7} {'barrier':>8} {'start':>6} {'middle':>7} {'worst':>6} {'end':>6} "
+        f"{'inside':>8} {'worst':>7} {'Q':>6}"
+    )
+    print(*(found.row() for found in ways), sep="\n")
+    print(f"inside: {draws} models drawn from the tunnel and from the simplices")
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    planes = {
+        "quadratic": plane(
+            quadratic, phi2, judge.loss, resolution=resolution, others={"cubic, projected": (cubic, phi3)}
+        ),
+        "cubic": plane(cubic, phi3, judge.loss, resolution=resolution),
+    }
+    picture(planes, ways, options.out / "mode_connectivity.png")
+    print(f"{options.out / 'mode_connectivity.png'} ({time.perf_counter() - began:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()
