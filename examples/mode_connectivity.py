@@ -59,8 +59,9 @@ def network() -> nn.Module:
 
 def load(folder: Path | None, part: float) -> Data:
     """The ten thousand test images of MNIST, or the digits of scikit-learn; `part` of them."""
-    if folder is None:
-        print("no --data given: the 8 x 8 digits of scikit-learn in place of MNIST")
+    if folder is None or not folder.is_dir():
+        why = "no --data given" if folder is None else f"there is no folder {folder}"
+        print(f"{why}: the 8 x 8 digits of scikit-learn in place of MNIST")
         digits = task("digits")
         inputs, labels = digits.inputs, digits.labels
     else:

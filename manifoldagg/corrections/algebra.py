@@ -49,6 +49,11 @@ def total(matrices: Sequence[Matrix]) -> Matrix:
     return [[sum((m[i][j] for m in others), start=x) for j, x in enumerate(row)] for i, row in enumerate(first)]
 
 
+def untracked(value: Any) -> Any:
+    """A number without the derivatives that follow it."""
+    return value.detach() if isinstance(value, Tensor) else value
+
+
 def top_left(matrix: Matrix, size: int) -> list[list[Any]]:
     """The first `size` rows and columns."""
     return [[matrix[i][j] for j in range(size)] for i in range(size)]

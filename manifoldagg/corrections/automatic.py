@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from manifoldagg.corrections.algebra import identity
+from manifoldagg.corrections.algebra import identity, untracked
 from manifoldagg.corrections.correction import Correction, Lines
 from manifoldagg.corrections.frame import Frame, Matrix
-from manifoldagg.errors import check_number
+from manifoldagg.errors import check_number, check_shape
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,10 @@ class AutoThreshold(Correction):
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         frame.require_flat("AutoThreshold, a fit to updates from different points,")
-        if state is None:
+        if state is None or "base" not in state:
             return frame.extended("mean v", frame.base, frame.base).extended("base - mean", frame.base, frame.base)
+        for name in ("displacement", "base"):
+            check_shape(f"state[{name!r}]", state[name], *frame.rows[0].shape)
         return frame.extended("mean v", state["displacement"]).extended("base - mean", frame.base, state["base"])
 
     def coefficients(
@@ -89,7 +91,7 @@ class AutoThreshold(Correction):
         if n == 0:
             return lines, state
         mean, moved, end = n + 1, n + 2, n - 1
-        if state is None:
+        if state is None or "covariance" not in state:
             covariance = variance = 0 * gram[n][n]
             state = {}
         else:
@@ -97,23 +99,24 @@ class AutoThreshold(Correction):
             covariance = self.decay * (state["covariance"] + gain * (gram[end][moved] - gram[mean][moved]))
             variance = self.decay * (state["variance"] + gain * gram[moved][moved])
         beta = slope(covariance, variance)
-        if gram[n][n] != 0 and gram[end][n] * (gram[end][n] - 2 * beta * gram[n][n]) <= 0:
+        if gram[n][n] != 0 and 0 <= gram[end][n] / gram[n][n] <= 2 * beta:
             for i, line in enumerate(lines):
                 line[n] = -gram[i][n] / gram[n][n]
             threshold = 1
         else:
             threshold = -1
         numbers = {"covariance": covariance, "variance": variance, "slope": beta, "threshold": threshold}
-        return lines, {**state, **numbers}
+        return lines, {**state, **{name: untracked(value) for name, value in numbers.items()}}
 
     def remember(self, frame: Frame, lines: Lines, state: Any) -> Any:
-        n = frame.displacements
+        n, frame = frame.displacements, frame.detached()
         if n == 0:
             return state
         wide = torch.promote_types(frame.rows[0].dtype, torch.float32)
         seen = {"displacement": frame.row(n - 1), "base": frame.base.double()}
         if "base" not in state:
-            means = {name: value.to(wide) for name, value in seen.items()}
+            # A copy: the caller may write into the tensors that were handed in.
+            means = {name: value.to(wide, copy=True) for name, value in seen.items()}
         else:
             means = {name: state[name].double().lerp(x, 1 - self.decay).to(wide) for name, x in seen.items()}
         return {**state, **means}

@@ -1,7 +1,7 @@
 """OrthoFL's calibration: where a client starts next, so that the others' progress does not undo its own."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from manifoldagg.corrections.frame import GRANULARITIES, Matrix, require_flat
 from manifoldagg.corrections.orthogonal import OrthoDC
 from manifoldagg.corrections.place import leaves_of
 from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape
-from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels import combine, gram, is_transformed
 from manifoldagg.kernels.rows import bounds
 from manifoldagg.manifolds import Layout, Manifold, ParameterSpace
 
@@ -89,10 +89,14 @@ def calibrate(
         {'w': tensor([1., 4.])}
     """
     check_choice("granularity", granularity, GRANULARITIES)
+    if not (against is None or isinstance(against, Sequence | Tensor)):
+        raise ArgumentError(f"against: expected a sequence of updates, got {type(against).__name__}")
     if space is not None:
         require_flat(space)
     if isinstance(start, Mapping):
-        return _calibrate_state(start, global_shift, client_shift, granularity, against, space, segments)
+        return _calibrate_state(
+            start, global_shift, client_shift, granularity, cast("Sequence[State] | None", against), space, segments
+        )
     shape = check_shape("start", start, *getattr(start, "shape", ())).shape
     rows = {"start": start, "global_shift": global_shift, "client_shift": client_shift}
     rows |= {f"against[{i}]": row for i, row in enumerate(() if against is None else against)}
@@ -125,6 +129,8 @@ def _calibrate_state(
     for name, state in states.items():
         if not isinstance(state, Mapping):
             raise ArgumentError(f"{name}: expected named tensors as in start, got {type(state).__name__}")
+        if extra := sorted(map(str, state.keys() - start.keys())):
+            raise ArgumentError(f"{name}: start has no {', '.join(extra)}")
         for leaf in layout.leaves:
             if leaf.name not in state:
                 raise ArgumentError(f"{name}: expected a tensor {leaf.name!r} as in start")
@@ -139,17 +145,23 @@ def _calibrate_state(
 
 def _moved(pieces: Sequence[Sequence[Tensor]], granularity: str, *, pairwise: bool) -> list[Tensor]:
     r"""$W + C r$ for each piece (W, Δ, Δₘ, others)."""
-    grams: list[Matrix] = [gram(rows)[0].tolist() for _, *rows in pieces]
-    for i, inner in enumerate(grams):
-        check_finite(f"shifts: inner products of tensor {i}", torch.as_tensor(inner))
+    tensors = [gram(rows)[0] for _, *rows in pieces]
+    for i, inner in enumerate(tensors):
+        check_finite(f"shifts: inner products of tensor {i}", inner.detach())
+    # Numbers that a derivative follows stay on its path.
+    grams: list[Matrix] = [inner if is_transformed([inner]) else inner.tolist() for inner in tensors]
     if granularity == "model" and grams:
         grams = [total(grams)] * len(grams)
 
-    def weights(inner: Any) -> list[float]:
+    def weights(inner: Any) -> list[Any]:
         others = range(2, len(inner))
         if not pairwise:
             return OrthoDC(1.0).coefficients(inner)[0][0]
         along = [inner[1][j] for j in others]
         return [1.0, 0.0, *(-x for x in span_coefficients([[inner[i][j] for j in others] for i in others], along))]
 
-    return [combine(start, rows, weights(inner)) for (start, *rows), inner in zip(pieces, grams, strict=True)]
+    moved = [combine(start, rows, weights(inner)) for (start, *rows), inner in zip(pieces, grams, strict=True)]
+    for i, piece in enumerate(moved):
+        if not is_transformed([piece]):
+            check_finite(f"the calibrated start: tensor {i}", piece)
+    return moved

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg.corrections.algebra import congruence, identity, product, top_left, total
-from manifoldagg.corrections.frame import Frame, Matrix, require_flat
+from manifoldagg.corrections.frame import CANCELLED, Frame, Matrix, require_flat
 from manifoldagg.corrections.place import RUNGS
 from manifoldagg.errors import ArgumentError, check_finite
 from manifoldagg.kernels import is_transformed
@@ -45,7 +45,8 @@ class Corrected:
                 weights = torch.stack([torch.stack([zero + c for c in piece]) for piece in line])
                 rows.append(self.frame.combine(None, weights if len(line) > 1 else weights[0]))
             else:
-                rows.append(self.frame.combine(None, line if len(line) > 1 else line[0]))
+                row = self.frame.combine(None, line if len(line) > 1 else line[0])
+                rows.append(row if is_transformed([row]) else check_finite("corrected displacements", row))
         return torch.stack(rows) if rows else self.frame.rows[0].new_empty(0, *self.frame.rows[0].shape)
 
 
@@ -110,14 +111,23 @@ class Correction(abc.ABC):
 
         Cost: one pass that reads the rows (beside those that the correction makes); `displacements` is another.
         """
+        extended, numbers = self._read(frame, state)
+        lines, state = self.segmented(numbers, state, frame.displacements)
+        return Corrected(extended, lines, self.remember(extended, lines, state))
+
+    def loses(self, grams: Sequence[Matrix], displacements: int) -> bool:
+        """Whether inner products of what is corrected first are rounding, so that nothing can be decided from them."""
+        return False
+
+    def _read(self, frame: Frame, state: Any) -> tuple[Frame, list[Any]]:
+        """The frame with this correction's rows, and its Gram matrices: floats, or torch numbers where followed."""
+        if frame.extra:
+            raise ArgumentError(f"frame: expected displacements and the drift alone, got also {', '.join(frame.extra)}")
         extended = self.extend(frame, state)
         inner = extended.gram(self.granularity)
         check_finite("displacements and drift: inner products", inner.detach())
         grams = inner if self.granularity == "tensor" else inner[None]
-        numbers = list(grams) if is_transformed([inner]) else grams.tolist()
-        n = frame.displacements
-        lines, state = self.segmented(numbers, state, n)
-        return Corrected(extended, lines, self.remember(extended, lines, state))
+        return extended, list(grams) if is_transformed([inner]) else grams.tolist()
 
     def __call__(
         self,
@@ -173,8 +183,9 @@ class Correction(abc.ABC):
 class Composition(Correction):
     r"""One correction after another: $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$; $\bar C_a$ keeps the drift.
 
-    Where `after` makes rows of the displacements, or one of the two keeps a state, what `before` made of them is formed
-    in between, which takes another pass.
+    Where `after` makes rows of the displacements, one of the two keeps a state, or `before` leaves so little of a
+    displacement that $\bar C_a G \bar C_a^\top$ is rounding, what `before` made of them is formed in between, which
+    takes another pass.
     """
 
     before: Correction
@@ -229,9 +240,20 @@ class Composition(Correction):
         state = None if first is None and second is None else (first, second)
         return [product(a, b) for a, b in zip(outer, carried, strict=True)], state
 
+    def loses(self, grams: Sequence[Matrix], displacements: int) -> bool:
+        n, size = displacements, displacements + 1 + self.before.added(displacements)
+        inner = [top_left(gram, size) for gram in grams]
+        for lines, gram in zip(self.before.segmented(inner, None, n)[0], inner, strict=True):
+            moved = congruence(lines, gram)
+            if any(bool(moved[i][i] < CANCELLED * gram[i][i]) for i in range(n)):
+                return True
+        return self.before.loses(inner, n)
+
     def apply(self, frame: Frame, state: Any = None) -> Corrected:
         if not self.staged(frame):
-            return super().apply(frame, state)
+            extended, numbers = self._read(frame, state)
+            if not self.loses(numbers, frame.displacements):
+                return Corrected(extended, self.segmented(numbers, state, frame.displacements)[0], None)
         first, second = state or (None, None)
         middle = self.before.apply(frame, first)
         end = self.after.apply(frame.moved(middle.displacements()), second)

@@ -8,7 +8,7 @@ import torch
 from manifoldagg.corrections.algebra import identity
 from manifoldagg.corrections.correction import Correction, Lines
 from manifoldagg.corrections.frame import Frame, Matrix
-from manifoldagg.errors import check_number
+from manifoldagg.errors import check_number, check_shape
 
 EPSILON = 1e-7
 """Added to the mean square of the gradient under the root: Zheng et al."""
@@ -147,9 +147,11 @@ class DelayCompensated(Correction):
         if not (self.adaptive and frame.displacements):
             return state
         wide = torch.promote_types(frame.rows[0].dtype, torch.float32)
-        return {"mean_square": self._mean_square(frame, state).to(wide)}
+        return {"mean_square": self._mean_square(frame.detached(), state).to(wide)}
 
     def _mean_square(self, frame: Frame, state: Any) -> torch.Tensor:
         """The mean square with this update in it, in float64: a new tensor."""
         fresh = frame.row(frame.displacements - 1).square() * (1 - self.decay)
-        return fresh if state is None else fresh + self.decay * state["mean_square"].double()
+        if state is None:
+            return fresh
+        return fresh + self.decay * check_shape("state['mean_square']", state["mean_square"], *fresh.shape).double()

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from manifoldagg.corrections.algebra import untracked
 from manifoldagg.corrections.correction import Correction, Lines
 from manifoldagg.corrections.delay import Tangent
 from manifoldagg.corrections.frame import GRANULARITIES, Frame, Matrix
 from manifoldagg.corrections.orthogonal import OrthoGrad, OrthoPos
-from manifoldagg.errors import ArgumentError, check_choice, check_number
+from manifoldagg.errors import ArgumentError, check_choice, check_number, check_shape
 
 PHASES = ("gradient", "tangent", "position")
 
@@ -74,8 +75,9 @@ class OrthoDyn(Correction):
         if self.schedule is not None:
             return frame
         frame.require_flat("OrthoDyn without a schedule, the mean of steps from different points,")
-        if state is None:
+        if state is None or "mean" not in state:
             return frame.extended("mean step", frame.current, frame.current)
+        check_shape("state['mean']", state["mean"], *frame.rows[0].shape)
         return frame.extended("mean step", state["mean"])
 
     def coefficients(
@@ -92,7 +94,7 @@ class OrthoDyn(Correction):
         lines, _ = self.correction(phase).segmented(grams, None, displacements)
         if self.schedule is None and displacements:
             length, phase = self._follow(grams, lines, length, phase)
-        return lines, {**state, "version": version + 1, "phase": phase, "length": length}
+        return lines, {**state, "version": version + 1, "phase": phase, "length": untracked(length)}
 
     def correction(self, phase: str) -> Correction:
         """What is used in a phase."""
@@ -105,7 +107,8 @@ class OrthoDyn(Correction):
     def remember(self, frame: Frame, lines: Lines, state: Any) -> Any:
         if self.schedule is not None or not frame.displacements:
             return state
-        weights = [self._weights(line[-1], self.decay) for line in lines]
+        frame = frame.detached()
+        weights = [[float(untracked(c)) for c in self._weights(line[-1], self.decay)] for line in lines]
         mean = torch.empty_like(frame.current, dtype=torch.promote_types(frame.current.dtype, torch.float32))
         return {**state, "mean": frame.combine(None, weights if len(weights) > 1 else weights[0], out=mean)}
 

@@ -172,6 +172,11 @@ class Frame:
         """This frame with one row more."""
         return replace(self, rows=(*self.rows, plus), minus=(*self.minus, minus), extra=(*self.extra, name))
 
+    def detached(self) -> "Frame":
+        """The same rows, which no derivative follows."""
+        minus = tuple(None if row is None else row.detach() for row in self.minus)
+        return replace(self, rows=tuple(row.detach() for row in self.rows), minus=minus)
+
     def moved(self, displacements: Float[Tensor, "n P"]) -> "Frame":
         """The frame of other tangents at the same current point: its displacements and the drift, without the rest."""
         n = self.displacements
@@ -196,7 +201,7 @@ class Frame:
         """
         check_choice("granularity", granularity, GRANULARITIES)
         if self.place is not None:
-            grams = self.place.gram(torch.stack(self.rows))
+            grams = self.place.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             return grams.sum(0) if granularity == "model" else grams
         if granularity == "model":
             return gram(self.rows, minus=self.minus)[0]
@@ -221,6 +226,8 @@ class Frame:
         if isinstance(coefficients, Tensor):
             segments = self.segments if coefficients.ndim > 1 else None
             return combine(base, self.rows, coefficients, minus=self.minus, segments=segments, out=out)
+        if len(coefficients) == 0:
+            raise ArgumentError(f"coefficients: expected {len(self.rows)} numbers, one a row; got none")
         nested = isinstance(coefficients[0], Sequence)
         lines = [[*line] if isinstance(line, Sequence) else [line] for line in coefficients]
         lines = lines if nested else [[c for line in lines for c in line]]

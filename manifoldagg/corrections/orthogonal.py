@@ -188,6 +188,8 @@ def conflicts(threshold: float, square: Any, along: Any, drift: Any) -> bool:
     """
     if abs(threshold) == 1:
         return threshold == 1
+    if threshold == 0:
+        return bool(along <= 0)
     if square <= 0:  # no displacement, or one that cancelled down to rounding
         return False
     return bool(along <= threshold * square**0.5 * drift**0.5)

@@ -11,6 +11,8 @@ from manifoldagg.manifolds import Manifold
 
 NEARLY_OPPOSITE = 1e-3
 """Below this $1 + \\cos$ the inner products alone lose the plane: the second direction is formed and read again."""
+SMALL = 1e-280
+"""Squares below this have lost digits, or all of them."""
 
 
 def rotate_control(
@@ -36,18 +38,18 @@ def rotate_control(
     identity, as it is for the tangent correction, whose chords are parallel.
 
     Args:
-        control: $\varphi$, the interior control point of a curve of degree 2.
+        control: $\varphi$, the interior control point of a curve of degree 2: (P,), or of the shape of `space`.
         base: $\Theta^t$, where the update started.
         end: $\Theta_i$, where it ended.
         current: $\Theta^\tau$, where the server is.
         corrected_end: $\hat\Theta$, the corrected end point: compute it first.
-        space: a curved one is refused: a rotation of points needs flat leaves.
+        space: of the points; a curved one is refused: a rotation of points needs flat leaves.
 
     Returns:
         $\hat\varphi$, of the shape and dtype of `control`, summed in float64 and rounded once.
 
     Raises:
-        ArgumentError: if shapes differ, a value is not finite, or `space` is curved.
+        ArgumentError: if shapes differ, a value is not finite or too large for its square, or `space` is curved.
 
     Source: Report (17). Cost: $O(P)$, one pass that reads and one that writes.
 
@@ -57,42 +59,48 @@ def rotate_control(
         >>> rotate_control(torch.tensor([1.0, 1.0]), zero, right, zero, up)
         tensor([-1.,  1.])
     """
-    if space is not None:
+    if space is None:
+        check_shape("control", control, None)
+    else:
         require_flat(space)
+        check_shape("control", control, *(None if n < 0 else n for n in space.shape))
     given = {"control": control, "base": base, "end": end, "current": current, "corrected_end": corrected_end}
     for name, point in given.items():
         check_finite(name, check_shape(name, point, *control.shape))
     phi, start, stop, now, goal = (point.flatten() for point in given.values())
     rows, minus = [phi, stop, goal], [start, start, now]
     inner = gram(rows, minus=minus)[0]
+    check_finite("points: inner products", inner.detach())
     pp, pd, pe = inner[0]
     dd, ee, de = inner[1, 1], inner[2, 2], inner[1, 2]
     # On rows φ − Θᵗ, d = Θᵢ − Θᵗ, e = Θ̂ − Θ^τ: x = φ − Θᵗ − d/2, and the midpoint is Θ^τ + e/2.
     weights = [torch.ones_like(pp), -0.5 * torch.ones_like(pp), 0.5 * torch.ones_like(pp)]
-    if bool(dd > 0) and bool(ee > 0):
-        a, b = dd.rsqrt(), ee.rsqrt()
-        along_a, along_b = a * (pd - dd / 2), b * (pe - de / 2)
-        cosine = (a * b * de).clamp(-1, 1)
-        if bool(cosine < NEARLY_OPPOSITE - 1):
-            return _turned_about(phi, start, stop, now, goal).view(control.shape)
-        share = (along_a + along_b) / (1 + cosine)
-        weights[1] = weights[1] - share * a
-        weights[2] = weights[2] + (2 * along_a - share) * b
+    if bool(dd < SMALL) or bool(ee < SMALL):
+        return _turned_about(phi, start, stop, now, goal).view(control.shape)
+    a, b = dd.rsqrt(), ee.rsqrt()
+    along_a, along_b = a * (pd - dd / 2), b * (pe - de / 2)
+    cosine = (a * de * b).clamp(-1, 1)
+    if bool(cosine < NEARLY_OPPOSITE - 1):
+        return _turned_about(phi, start, stop, now, goal).view(control.shape)
+    share = (along_a + along_b) / (1 + cosine)
+    weights[1] = weights[1] - share * a
+    weights[2] = weights[2] + (2 * along_a - share) * b
+    # In the wider dtype where the two differ: it is rounded once, at the end.
+    now = now if now.dtype == control.dtype else now.double()
     moved = combine(now, rows, torch.stack(weights), minus=minus)
     return moved.to(control.dtype).view(control.shape)
 
 
 def _turned_about(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
-    """The same for nearly opposite chords: the plane by Gram-Schmidt on vectors, made orthogonal twice."""
-    e1 = stop.double() - start.double()
-    e1 = e1 / e1.norm()
-    unit = goal.double() - now.double()
-    unit = unit / unit.norm()
+    """The same for chords that are nearly opposite, or tiny: the plane by Gram-Schmidt on vectors, orthogonal twice."""
+    e1, unit = _direction(stop.double() - start.double()), _direction(goal.double() - now.double())
     e2 = unit - (e1 @ unit) * e1
     e2 = e2 - (e1 @ e2) * e1
     cosine, sine = e1 @ unit, e2.norm()
     x = phi.double() - (start.double() + stop.double()) / 2
     middle = (now.double() + goal.double()) / 2
+    if not (bool(e1.any()) and bool(unit.any())):
+        return torch.add(middle, x).to(phi.dtype)
     if bool(sine <= torch.finfo(phi.dtype).eps ** 0.75):
         turned = x - 2 * (e1 @ x) * e1
         return torch.add(middle, turned).to(phi.dtype)
@@ -100,3 +108,13 @@ def _turned_about(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: T
     p, q = e1 @ x, e2 @ x
     turned = x + ((cosine - 1) * p - sine * q) * e1 + (sine * p + (cosine - 1) * q) * e2
     return torch.add(middle, turned).to(phi.dtype)
+
+
+def _direction(v: Tensor) -> Tensor:
+    """The unit vector, whatever the scale; zero of zero."""
+    largest = v.detach().abs().amax() if v.numel() else v.new_ones(())
+    if not bool(largest > 0):
+        return torch.zeros_like(v)
+    v = v / largest
+    unit: Tensor = v / v.norm()
+    return unit

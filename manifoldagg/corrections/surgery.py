@@ -99,6 +99,8 @@ class Pairwise(Correction):
     tolerance: float = RANK
 
     def __post_init__(self) -> None:
+        if not isinstance(self.others, Tensor):
+            object.__setattr__(self, "others", tuple(self.others))
         check_choice("granularity", self.granularity, GRANULARITIES)
         check_number("tolerance", self.tolerance, above=0, at_most=1)
         if isinstance(self.others, Tensor) and self.others.ndim == 0:

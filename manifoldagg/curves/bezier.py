@@ -14,6 +14,9 @@ from manifoldagg.errors import ArgumentError, check_count, check_number, check_s
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold, geodesic
 
+HIGHEST = 1000
+"""The degree beyond which binomial coefficients overflow."""
+
 
 @dataclass(frozen=True)
 class Bezier(Curve):
@@ -54,7 +57,8 @@ class Bezier(Curve):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        check_count("degree", self.degree)
+        if check_count("degree", self.degree) > HIGHEST:
+            raise ArgumentError(f"degree: expected at most {HIGHEST}, whose binomials float64 holds, got {self.degree}")
         check_space(self.space)
 
     @property
@@ -249,8 +253,8 @@ class Bezier(Curve):
         it is the best of 32 places a control point, refined to rounding, which is not certified.
 
         Returns:
-            Parameters (*batch,) in float64, without a derivative, and distances (*batch,), differentiable in `phi`
-            and `point`.
+            Parameters (*batch,) in float64, without a derivative, and distances (*batch,), whose first derivatives in
+            `phi` and `point` are right; higher ones are not, as they take the parameter for fixed.
 
         Raises:
             ArgumentError: if a shape does not fit, or the squared distances are not finite in float64.

@@ -138,6 +138,7 @@ def barrier(
         raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {curve!r}")
     check_count("points", points, at_least=2)
     check_choice("by", by, BY)
+    curve._check_phi(phi)
     phi = phi.detach()
     part = torch.linspace(0, 1, points, dtype=torch.float64)
     t = part if by == "parameter" else curve.parameter_at_length(phi, part).cpu()

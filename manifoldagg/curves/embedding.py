@@ -60,7 +60,7 @@ class Embedding(abc.ABC):
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], u: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
         r"""$d\iota_\varphi(x)\, u$: what a tangent `u` (*batch, *domain) is drawn as; one jvp."""
-        pushed: Tensor = torch.func.jvp(lambda place: self(phi, place), (x,), (u,))[1]
+        pushed: Tensor = torch.func.jvp(lambda place: self(phi, place), (x.contiguous(),), (u.contiguous(),))[1]
         return pushed
 
     def pull(

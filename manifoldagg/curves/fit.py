@@ -17,6 +17,7 @@ from manifoldagg.curves.sharpness import Sharpness, check_sharpness, sharp_gradi
 from manifoldagg.errors import (
     ArgumentError,
     DivergenceError,
+    ManifoldAggError,
     check_choice,
     check_count,
     check_number,
@@ -30,7 +31,7 @@ CONTROL_STARTS = ("chord", "base")
 STATE = frozenset({"phi", "shift", "optimizer", "losses", "schedule", "plateaus", "generator"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fit:
     """A learned embedding.
 
@@ -125,7 +126,8 @@ def fit(
         volume: $\lambda \ge 0$, in the second phase, for an embedding that has a `log_volume`.
         sharpness: [`SAM`][manifoldagg.curves.sharpness.SAM] or [`ASAM`][manifoldagg.curves.sharpness.ASAM]: gradients
             of the loss are taken uphill, for two passes each.
-        patience: end a phase when the running mean of its losses has not improved for so many steps.
+        patience: end a phase when the running mean of its losses has not improved for so many steps; a phase that has
+            ended so stays ended where a fit is resumed.
         plateau: the relative improvement that counts.
         callback: called as `callback(step, loss, phi)` after every step, counted from 0, with a copy of the points;
             the fit stops where it returns `True`.
@@ -194,7 +196,12 @@ def fit(
         straighten(space, points, control_start)
 
     learner = FreePoints(space, points, moving, gamma if relative else None)
-    descent = optimizer_on(space, optimizer)(learner.groups(rate, control_rate), lr=rate)
+    try:
+        descent = optimizer_on(space, optimizer)(learner.groups(rate, control_rate), lr=rate)
+    except ManifoldAggError:
+        raise
+    except (TypeError, ValueError) as problem:
+        raise ArgumentError(f"optimizer: expected one that takes parameter groups and lr; {problem}") from None
     schedule = Schedule(
         batches, amounts, count_steps=steps is not None, alternate=alternate, generator=generator,
         resume=None if resume is None else resume["schedule"],
@@ -205,6 +212,10 @@ def fit(
         losses.extend(resume["losses"])
         learner.load(resume["shift"])
         try:
+            if [group.keys() for group in descent.param_groups] != [
+                g.keys() for g in resume["optimizer"]["param_groups"]
+            ]:
+                raise ValueError("its optimizer has other options")
             descent.load_state_dict(copy.deepcopy(resume["optimizer"]))
         except ValueError as problem:
             raise ArgumentError(f"resume: expected the state of a fit with the same arguments; {problem}") from None

@@ -106,8 +106,8 @@ class Curve(Embedding):
         certified: a minimum narrower than the places are apart can be missed.
 
         Returns:
-            Parameters (*batch,) in float64, without a derivative, and distances (*batch,), differentiable in `phi`
-            and `point`.
+            Parameters (*batch,) in float64, without a derivative, and distances (*batch,), whose first derivatives in
+            `phi` and `point` are right; higher ones are not, as they take the parameter for fixed.
         """
         self._check_phi(phi)
         points = self._points(point)
@@ -116,12 +116,19 @@ class Curve(Embedding):
         batch = point.shape[: point.ndim - len(self.space.shape)]
         return t.reshape(batch), distance(self.space, points, self(phi, t)).reshape(batch)
 
-    def contains(self, phi: Phi, point: Points, *, tolerance: float = 1e-6) -> Bool[Tensor, "*batch"]:
-        """Whether points (*batch, *space.shape) lie within `tolerance` of the curve, in units of the space: (*batch,).
+    def contains(self, phi: Phi, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
+        r"""Whether points (*batch, *space.shape) lie within `tolerance` of the curve, in units of the space: (*batch,).
+
+        Where it is not given it is what rounding may do: $\sqrt\varepsilon$ of the coarser dtype on a curved space,
+        $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat one.
 
         Raises:
             ArgumentError: if `tolerance` is negative or a shape does not fit.
         """
+        if tolerance is None:
+            eps = max(torch.finfo(phi.dtype).eps, torch.finfo(point.dtype).eps)
+            lengths = phi.detach().double().flatten(1).norm(dim=1)
+            tolerance = 4 * self.size * eps * lengths.max().item() if self.space.flat else eps**0.5
         check_number("tolerance", tolerance, at_least=0)
         return self.nearest(phi, point)[1] <= tolerance
 
@@ -229,7 +236,7 @@ class Path(Generic[C]):
         """The parameter of the nearest point, and the distance."""
         return self.curve.nearest(self.phi, point)
 
-    def contains(self, point: Points, *, tolerance: float = 1e-6) -> Bool[Tensor, "*batch"]:
+    def contains(self, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
         """Whether points lie within `tolerance` of the path."""
         return self.curve.contains(self.phi, point, tolerance=tolerance)
 

@@ -147,8 +147,9 @@ class Piecewise(Curve):
 
     def _local(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Which piece a parameter belongs to, and where it is in it; before the first and past the last it extends."""
-        piece = (t.detach() * self.pieces).floor().clamp(0, self.pieces - 1).nan_to_num(0)
-        return piece.long(), t * self.pieces - piece
+        joints = torch.tensor(self.breaks[1:-1], dtype=t.dtype, device=t.device)
+        piece = torch.bucketize(t.detach(), joints, right=True).clamp(max=self.pieces - 1)
+        return piece, t * self.pieces - piece
 
     def _sum(self, local: Tensor, piece: Tensor, rows: Tensor) -> Tensor:
         """Sums of consecutive rows from each piece's first on, (*batch, k) weights at a time."""

@@ -53,8 +53,11 @@ def places(
         return
     for k in range(samples):
         if embedding.domain:
-            draw = getattr(embedding, "sample_in", None)
-            drawn = embedding.sample(1, generator=generator) if draw is None else draw(phi, 1, generator=generator)
+            try:
+                drawn = embedding.sample(1, generator=generator)
+            except NotImplementedError:
+                # An ambient tunnel's places depend on its curve.
+                drawn = embedding.sample_in(phi, 1, generator=generator, validate=False)  # type: ignore[attr-defined]
             yield 1 / samples, drawn[0]
         else:
             u = torch.rand((), generator=generator, device=None if generator is None else generator.device).item()

@@ -159,7 +159,8 @@ class Simplex(Embedding):
 
         Returns:
             For points (*batch, *space.shape) $x$ (*batch, k + 1), without derivatives, and the distances (*batch,),
-            both float64. Distances have the derivatives of the minimum in `phi` and `point`, 0 where they vanish.
+            both float64. Distances have the first derivatives of the minimum in `phi` and `point`, 0 where they vanish;
+            higher ones take $x$ for fixed.
 
         Raises:
             ArgumentError: if the space is curved, or a shape differs or a value is not finite.

@@ -134,7 +134,7 @@ class Tunnel(Embedding):
 
     @torch.no_grad()
     def sample_in(
-        self, phi: Phi, *batch: int, generator: Generator = None, uniform: str = "product"
+        self, phi: Phi, *batch: int, generator: Generator = None, uniform: str = "product", validate: bool = True
     ) -> Float[Tensor, "..."]:
         r"""Places of the tunnel of one $\varphi$.
 
@@ -148,6 +148,7 @@ class Tunnel(Embedding):
             *batch: of the result.
             generator: torch's default one where not given.
             uniform: `"product"`: in $[0, 1] \times B$; `"volume"`: in the image, counted with multiplicity.
+            validate: refuse a tunnel that folds; while one is learned, its curve may bend more sharply for some steps.
 
         Returns:
             (*batch, *domain): float64 for the subspace form, the dtype of `phi` for the ambient one.
@@ -158,7 +159,7 @@ class Tunnel(Embedding):
         check_choice("uniform", uniform, ("product", "volume"))
         if uniform == "volume":
             self._needs_flat("uniform='volume'")
-        generator = self._admit(phi, generator)
+        generator = self._admit(phi, generator, validate=validate or uniform == "volume")
         if uniform == "volume":
             t = by_length(coordinates(phi), math.prod(batch), generator).reshape(batch)
         else:
@@ -270,10 +271,9 @@ class Tunnel(Embedding):
     def contains(self, phi: Phi, point: Float[Tensor, "..."]) -> Tensor:
         r"""Whether points (*batch, *space.shape) lie in the tunnel: (*batch,).
 
-        For some t in [0, 1], $\log_{b(t)} y$ is orthogonal to $b'(t)$ and no longer than $r$: the ends are flat, and
-        $\varepsilon = 0$ is the curve. Points at most $4 (n + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$ away count
-        as inside, $u$ the rounding of the coarser dtype: as far as storing it may move a point. On a curved space the
-        allowance is $50\,u\,(1 + r)$, and one foot is looked for in each of 64 pieces of the curve.
+        For some t, $\log_{b(t)} y$ is orthogonal to $b'(t)$ and no longer than $r$: the ends are flat. Points at
+        most $4 (n + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$ away, $u$ the rounding of the coarser dtype, count as
+        inside; on a curved space $50\,u\,(1 + r)$, and one foot is looked for in each of 64 pieces of the curve.
 
         Raises:
             ArgumentError: as `nearest`.
@@ -288,7 +288,8 @@ class Tunnel(Embedding):
         def look(t: Tensor) -> tuple[Tensor, Tensor]:
             center, velocity = self.curve(phi, t), self.curve.velocity(phi, t)
             away = self.space.log(center, point.expand_as(center))
-            ahead = self.space.inner(center, away, velocity) / norm(self.space, center, velocity)
+            speed = norm(self.space, center, velocity)
+            ahead = self.space.inner(center, away, velocity) / torch.where(speed > 0, speed, 1.0)
             return ahead, norm(self.space, center, away)
 
         grid = torch.linspace(0, 1, CELLS + 1, dtype=torch.float64, device=phi.device)
@@ -356,9 +357,9 @@ class Tunnel(Embedding):
             [t[..., None], self.radius * shrink(z.norm(dim=-1).to(t.device), tail)[..., None] * z.to(t.device)], -1
         )
 
-    def _admit(self, phi: Tensor, generator: Generator) -> torch.Generator:
+    def _admit(self, phi: Tensor, generator: Generator, *, validate: bool = True) -> torch.Generator:
         self._check_phi(phi)
-        if self.space.flat:
+        if self.space.flat and validate:
             self.check(phi)
         return torch.default_generator if generator is None else generator
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
-from manifoldagg.manifolds.matrix import matrix_exp
+from manifoldagg.manifolds.matrix import across, matrix_exp, polar
 
 
 @dataclass(frozen=True)
@@ -85,29 +85,30 @@ class Grassmann(Manifold):
     def log(self, x: Point, y: Point) -> Tangent:
         self._check(x=x, y=y)
         a, b = x.double(), y.double()
-        turn, cosines, basis = _polar(b.mT @ a)
+        turn, cosines, basis = polar(b.mT @ a)
         step = b @ turn - a
         # Small angles keep their digits here; Θ / sin Θ is smooth in the cosine, and loses none to it.
-        across = _across(a, step)
+        beside = across(a, step)
         _, sinc = _cos_and_sinc(_squares(_eye(turn) + _sym(a.mT @ step), cosines.clamp(max=1).acos(), basis))
-        tangent: Tensor = torch.linalg.solve(sinc, across, left=False)
+        # An inverse: forward derivatives of a solve carry no derivatives themselves.
+        tangent: Tensor = beside @ torch.linalg.inv(sinc)
         return tangent.to(x.dtype)
 
     def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         self._check(x=x, y=y, u=u)
         a, b, v = x.double(), y.double(), u.double()
-        turn, _, _ = _polar(b.mT @ a)
+        turn, _, _ = polar(b.mT @ a)
         middle = a + b @ turn
-        reflected: Tensor = v - 2 * middle @ torch.linalg.solve(middle.mT @ middle, middle.mT @ v)
+        reflected: Tensor = v - 2 * middle @ torch.linalg.inv(middle.mT @ middle) @ (middle.mT @ v)
         return (reflected @ turn.mT).to(u.dtype)
 
     def project_tangent(self, x: Point, u: Tangent) -> Tangent:
         self._check(x=x, u=u)
-        return _across(x.double(), u.double()).to(u.dtype)
+        return across(x.double(), u.double()).to(u.dtype)
 
     def project(self, x: Point) -> Point:
         self._check(x=x)
-        point, _, _ = _polar(x.double())
+        point, _, _ = polar(x.double())
         return point.to(x.dtype)
 
     def retract(self, x: Point, u: Tangent) -> Point:
@@ -125,7 +126,7 @@ class Grassmann(Manifold):
     def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         self._check(x=x)
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=generator.device)
-        return _across(x.double(), noise.to(x.device)).to(x.dtype)
+        return across(x.double(), noise.to(x.device)).to(x.dtype)
 
     def invariant(self, x: Point) -> Tensor:
         r"""The projector $x x^\top$ (*batch, n, n) onto the subspace."""
@@ -157,36 +158,6 @@ def _squares(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
         residual = cosine - _cos_and_sinc(s)[0]
         s = s + basis @ ((basis.mT @ (residual - residual.detach()) @ basis) / slopes) @ basis.mT
     return s
-
-
-def _polar(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The nearest matrix with orthonormal columns, with its first two derivatives; singular values; right vectors.
-
-    Of z = q h, h symmetric, a change e of z makes the change q Ω + (1 - q qᵀ) e h⁻¹ of q, where Ω h + h Ω is twice the
-    skew part of qᵀ e. It is taken for the residual z - q h, which vanishes, as Newton's step.
-    """
-    with torch.no_grad():
-        # An SVD refuses what is not finite, for the whole batch; the residual brings it back.
-        left, values, right = torch.linalg.svd(torch.where(z.isfinite(), z, 0.0).detach(), full_matrices=False)
-    basis, eye = right.mT, _eye(right)
-    inverse, pairs = 1 / values.unsqueeze(-2), values.unsqueeze(-1) + values.unsqueeze(-2)
-    # The product of an SVD is off by some tens of ε; the step takes them away where it would bring no more.
-    sound = (values[..., -1:] > 1e-8 * values[..., :1]).unsqueeze(-1)
-    start = q = left @ right
-    for _ in range(2):
-        residual = z - q @ _sym(q.mT @ z)
-        change = (residual - torch.where(sound, 0.0, residual.detach())) @ basis
-        along = basis.mT @ start.mT @ change
-        q = q + (start @ basis @ ((along - along.mT) / pairs) + _across(start, change) * inverse) @ right
-        # An error in qᵀ q is squared.
-        q = q @ (3 * eye - q.mT @ q) / 2
-    return q, values, basis
-
-
-def _across(x: Tensor, u: Tensor) -> Tensor:
-    """The part of `u` orthogonal to the columns of `x`; twice: after one pass ε‖u‖ is left, then ε of what remains."""
-    once = u - x @ (x.mT @ u)
-    return once - x @ (x.mT @ once)
 
 
 def _sym(u: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ class PoincareBall(Manifold):
 
     n: int
     curvature: float = -1.0
+    open: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[str]] = PRIMITIVES
     symmetric: ClassVar[bool] = True
 
@@ -78,7 +79,7 @@ class PoincareBall(Manifold):
 
     def exp(self, x: Point, u: Tangent) -> Point:
         self._check(x=x, u=u)
-        return self._moved(x, u, _tanhc_of_square)
+        return self._moved(x, u, _tanhc_of_square, lambda square: _cosh_of_square(square).square().reciprocal())
 
     def log(self, x: Point, y: Point) -> Tangent:
         self._check(x=x, y=y)
@@ -112,7 +113,7 @@ class PoincareBall(Manifold):
 
     def retract(self, x: Point, u: Tangent) -> Point:
         self._check(x=x, u=u)
-        return self._moved(x, u, lambda square: (1 + square).rsqrt())
+        return self._moved(x, u, lambda square: (1 + square).rsqrt(), lambda square: (1 + square).reciprocal())
 
     def gradient(self, x: Point, derivative: Tangent) -> Tangent:
         self._check(x=x, derivative=derivative)
@@ -136,17 +137,25 @@ class PoincareBall(Manifold):
         a = self._unit(x)
         return ((1 - dot(a, a)) / 2 * noise.double()).to(x.dtype)
 
-    def _moved(self, x: Tensor, u: Tensor, shorten: Callable[[Tensor], Tensor]) -> Tensor:
-        """x + p with the addition of Möbius, p being v = u / (1 - |x|²) times a function of |v|² that ends within 1."""
+    def _moved(
+        self, x: Tensor, u: Tensor, shorten: Callable[[Tensor], Tensor], rest: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """x + p with the addition of Möbius.
+
+        p is v = u / (1 - |x|²), times what `shorten` makes of |v|², so that it ends within 1; `rest` is 1 - |p|².
+        """
         a, v = self._unit(x), self._unit(u)
         square = dot(a, a)
         alpha = 1 - square
         speed = dot(v, v) / alpha.square()
         short = shorten(speed)
-        far = short.square() * speed
-        # x + α (p + |p|² x) / (1 + 2 x·p + |x|²|p|²), in which p is short / α times v.
-        scale = 1 / (1 + 2 * short / alpha * dot(a, v) + square * far)
-        return self._scaled(torch.addcmul((1 + alpha * far * scale) * a, short * scale, v), x)
+        far, onward, left = short.square() * speed, short / alpha * dot(a, v), rest(speed)
+        # x + α (p + |p|² x) / (1 + 2 x·p + |x|²|p|²); inward, its denominator |x + p|² + α (1 - |p|²) does not cancel.
+        p = short / alpha * v
+        both = a + p
+        inward = onward < 0
+        scale = alpha / torch.where(inward, dot(both, both) + alpha * left, 1 + 2 * onward + square * far)
+        return self._scaled(a + scale * torch.where(inward, both - left * a, p + far * a), x)
 
     def _unit(self, x: Tensor) -> Tensor:
         """In the ball of radius 1 and curvature -1."""

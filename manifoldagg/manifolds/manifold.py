@@ -41,13 +41,15 @@ class Manifold(abc.ABC):
     isometry, `project_tangent` is idempotent and metric-orthogonal. What is less than that has another name:
     `retract` agrees with $\exp$ to second order only.
 
-    `flat` says that points and tangents are added as vectors, `symmetric` that geodesic reflections are isometries.
+    `flat` says that points and tangents are added as vectors, `symmetric` that geodesic reflections are isometries,
+    `open` that its points are an open set of their coordinates.
     A manifold is a frozen value: hashable, and equal by content.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     flat: ClassVar[bool] = False
     symmetric: ClassVar[bool] = False
+    open: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

@@ -37,3 +37,43 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
     x = value + solve(target - target.detach())
     residual = target - matrix_exp(x)
     return x + solve(residual - residual.detach())
+
+
+def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The nearest matrix with orthonormal columns, with its first two derivatives; singular values; right vectors.
+
+    Of z = q h, h symmetric, a change e of z makes the change q Ω + (1 - q qᵀ) e h⁻¹ of q, where Ω h + h Ω is twice the
+    skew part of qᵀ e. It is taken for the residual z - q h, which vanishes, as Newton's step.
+
+    Args:
+        z: (*batch, n, p).
+        proper: of square matrices, the nearest of determinant 1: h then has a negative eigenvalue where det z < 0.
+    """
+    with torch.no_grad():
+        # An SVD refuses what is not finite, for the whole batch; the residual brings it back.
+        left, values, right = torch.linalg.svd(torch.where(z.isfinite(), z, 0.0).detach(), full_matrices=False)
+        if proper:
+            sign = torch.linalg.det(left @ right).sign()[..., None]
+            values = torch.cat([values[..., :-1], values[..., -1:] * sign], -1)
+            left = torch.cat([left[..., :-1], left[..., -1:] * sign[..., None]], -1)
+    basis = right.mT
+    eye = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
+    inverse, pairs = 1 / values.unsqueeze(-2), values.unsqueeze(-1) + values.unsqueeze(-2)
+    # The product of an SVD is off by some tens of ε; the step takes them away where it would bring no more.
+    sound = (values[..., -1:].abs() > 1e-8 * values[..., :1]).unsqueeze(-1)
+    start = q = left @ right
+    for _ in range(2):
+        h = q.mT @ z
+        residual = z - q @ (h + h.mT) / 2
+        change = (residual - torch.where(sound, 0.0, residual.detach())) @ basis
+        along = basis.mT @ start.mT @ change
+        q = q + (start @ basis @ ((along - along.mT) / pairs) + across(start, change) * inverse) @ right
+        # An error in qᵀ q is squared.
+        q = q @ (3 * eye - q.mT @ q) / 2
+    return q, values, basis
+
+
+def across(x: Tensor, u: Tensor) -> Tensor:
+    """The part of `u` orthogonal to the columns of `x`; twice: after one pass ε‖u‖ is left, then ε of what remains."""
+    once = u - x @ (x.mT @ u)
+    return once - x @ (x.mT @ once)

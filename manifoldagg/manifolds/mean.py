@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape
+from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number, check_shape
 from manifoldagg.manifolds.manifold import Manifold, Point
 from manifoldagg.manifolds.operations import geodesic, norm
 
@@ -38,9 +38,11 @@ def karcher_mean(
 ) -> Mean:
     r"""The minimiser of $\sum_i w_i\, d(m, x_i)^2$.
 
-    By the fixed point $m \leftarrow \exp_m \sum_i w_i \log_m x_i$. It starts at the heaviest point, runs in float64
+    By the fixed point $m \leftarrow \exp_m s \sum_i w_i \log_m x_i$, with $s = 1$, halved where the sum does not
+    become shorter. It starts at the heaviest point, runs in float64
     and is cast back. Where all points of one mean lie in a ball within a quarter of $\pi/\sqrt{K}$, $K > 0$ the
-    largest curvature, the minimiser is unique and found; without positive curvature it always is. Outside,
+    largest curvature, the minimiser is unique and found; without positive curvature it always is, in more steps
+    the farther they lie apart. Outside,
     `converged` and `residual` say what was reached. On a flat space one step gives the weighted arithmetic mean.
 
     Args:
@@ -66,6 +68,7 @@ def karcher_mean(
         (tensor([0.7071, 0.7071]), True)
     """
     check_shape("points", points, None, *space.shape, batch=True)
+    check_finite("points", points)
     check_number("tolerance", tolerance, at_least=0)
     check_count("max_steps", max_steps)
     spread = points.ndim - len(space.shape)
@@ -77,14 +80,25 @@ def karcher_mean(
 
     def pull(m: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum of the logs at `m`, and its norm."""
-        step = (factor * space.log(m.expand_as(x), x)).sum(spread - 1, keepdim=True)
+        logs = torch.where(factor == 0, 0.0, factor * space.log(m.expand_as(x), x))
+        step = logs.sum(spread - 1, keepdim=True)
         return step, norm(space, m, step)
 
     allowed = tolerance * x.detach().abs().flatten(spread - 1).amax(-1).clamp(min=1).unsqueeze(-1)
     (step, residual), steps = pull(m), 0
+    share = torch.ones_like(residual)
     while steps < max_steps and bool((residual > allowed).any()):
-        m = space.exp(m, step)
-        (step, residual), steps = pull(m), steps + 1
+        there = space.exp(m, share.reshape(*share.shape, *(1 for _ in space.shape)) * step)
+        (onward, left), steps = pull(there), steps + 1
+        # Where curvature makes a whole step overshoot, half of it is tried.
+        better = (left < residual) | (left <= allowed) | residual.isnan()
+        share = torch.where(better, (1.5 * share).clamp(max=1), share / 2)
+        keep = better.reshape(*better.shape, *(1 for _ in space.shape))
+        m, step, residual = (
+            torch.where(keep, there, m),
+            torch.where(keep, onward, step),
+            torch.where(better, left, residual),
+        )
     done = bool((residual <= allowed).all())
     return Mean(m.squeeze(spread - 1).to(points.dtype), residual.squeeze(-1), steps, done)
 
@@ -117,6 +131,8 @@ class RunningMean:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.space, Manifold):
+            raise ArgumentError(f"space: expected a Manifold, got {self.space!r}")
         self.space._check(point=self.point)
         check_number("weight", self.weight, at_least=0)
 
@@ -126,7 +142,7 @@ class RunningMean:
         Raises:
             ArgumentError: if `x` does not fit the mean, or `weight` is negative or no number.
         """
-        self.space._check(point=self.point, x=x)
+        self.space._check(point=self.point, x=check_shape("x", x, *self.point.shape))
         total = self.weight + check_number("weight", weight, at_least=0)
         if weight == 0:
             return self

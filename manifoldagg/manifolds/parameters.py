@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from manifoldagg.errors import StateDictError, check_finite, check_shape, is_finite
+from manifoldagg.errors import ArgumentError, StateDictError, check_finite, check_shape, is_finite
 from manifoldagg.manifolds.assign import Assignment, assigned, declared
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.flat import Flat
@@ -17,6 +17,9 @@ from manifoldagg.manifolds.layout import Layout, tensors_of
 from manifoldagg.manifolds.manifold import Manifold
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.validate import check_point
+
+BEFORE, AFTER = "..before", "..after"
+"""Runs of flat leaves; no parameter is called so."""
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -111,6 +114,14 @@ class ParameterSpace(Delegate):
         layout = Layout.of_state_dict(state, buffers, dtype)
         return ParameterSpace(layout, assigned(layout, manifolds))
 
+    def __post_init__(self) -> None:
+        shapes = {leaf.name: leaf.shape for leaf in self.layout.leaves}
+        for name, space in self.manifolds:
+            if name not in shapes:
+                raise ArgumentError(f"manifolds: no leaf is called {name!r}")
+            if not isinstance(space, Manifold) or space.shape != shapes[name]:
+                raise ArgumentError(f"manifolds: {name} has shape {shapes[name]}, which is not that of {space}")
+
     @cached_property
     def inside(self) -> Manifold:
         """The geometry alone: flat, or the product of the curved leaves and of the runs of flat ones between."""
@@ -120,9 +131,9 @@ class ParameterSpace(Delegate):
                 run += leaf.size
                 continue
             if run:
-                factors[f"before {leaf.name}"] = Flat(run)
+                factors[f"{leaf.name} {BEFORE}"] = Flat(run)
             factors[leaf.name], run = curved[leaf.name], 0
-        return Product(factors | ({"rest": Flat(run)} if run else {})) if curved else Flat(self.layout.size)
+        return Product(factors | ({AFTER: Flat(run)} if run else {})) if curved else Flat(self.layout.size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -233,6 +244,9 @@ class ParameterSpace(Delegate):
     def _views(self, point: Tensor) -> dict[str, Tensor]:
         """The leaves of a checked point, finite in their own dtypes too."""
         views = self.layout.views(check_finite("point", check_shape("point", point, *self.shape).detach()))
+        for name, space in self.manifolds:
+            leaf = views[name]
+            check_point(space, leaf.to(point.dtype), name=name, tolerance=torch.finfo(leaf.dtype).eps ** 0.5)
         for name, view in views.items():
             if view.dtype.itemsize < point.dtype.itemsize and not is_finite(view):
                 raise StateDictError(f"{name}: a value of the point overflows {view.dtype}")

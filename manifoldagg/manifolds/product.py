@@ -150,7 +150,7 @@ class Product(Manifold):
 
     def invariant(self, x: Point) -> Tensor:
         batch = x.shape[:-1]
-        return torch.cat([part.reshape(*batch, -1) for part in self._leafwise(Manifold.invariant, x).values()], -1)
+        return torch.cat([part.flatten(len(batch)) for part in self._leafwise(Manifold.invariant, x).values()], -1)
 
     def leaves(self, x: Tensor) -> Iterator[tuple[str, Manifold, Tensor]]:
         parts = self.split(x)

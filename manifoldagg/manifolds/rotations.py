@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manifoldagg.errors import check_count
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
-from manifoldagg.manifolds.matrix import differentiable_log, matrix_exp
+from manifoldagg.manifolds.matrix import differentiable_log, matrix_exp, polar
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class SpecialOrthogonal(Manifold):
     `retract` is the Cayley transform $x\,(1 - A/2)^{-1}(1 + A/2)$.
 
     `project` is the nearest rotation: of an SVD $x = U \Sigma V^\top$ it is $U \operatorname{diag}(1, \dots, 1, \det
-    U V) V^\top$; it is differentiable where no two singular values agree. `random_point` is uniform (Haar).
+    U V) V^\top$; its derivatives are right up to the second, where no two singular values sum to 0.
+    `random_point` is uniform (Haar).
 
     Args:
         n: the number of rows.
@@ -85,9 +86,7 @@ class SpecialOrthogonal(Manifold):
 
     def project(self, x: Point) -> Point:
         self._check(x=x)
-        left, _, right = torch.linalg.svd(x.double())
-        sign = torch.linalg.det((left @ right).detach()).sign()
-        point: Tensor = torch.cat([left[..., :-1], left[..., -1:] * sign[..., None, None]], -1) @ right
+        point, _, _ = polar(x.double(), proper=True)
         return point.to(x.dtype)
 
     def retract(self, x: Point, u: Tangent) -> Point:
@@ -95,7 +94,8 @@ class SpecialOrthogonal(Manifold):
         a = x.double()
         half = _skew(a.mT @ u.double()) / 2
         eye = torch.eye(self.n, dtype=a.dtype, device=a.device)
-        turn: Tensor = torch.linalg.solve(eye - half, eye + half)
+        # An inverse: forward derivatives of a solve carry no derivatives themselves.
+        turn: Tensor = torch.linalg.inv(eye - half) @ (eye + half)
         return (a @ turn).to(x.dtype)
 
     def injectivity_radius(self, x: Point) -> Scalar:
@@ -115,10 +115,13 @@ class SpecialOrthogonal(Manifold):
 def _velocity(x: Tensor, y: Tensor) -> Tensor:
     """The skew log of xᵀ y."""
     rotation = x.mT @ y
+    # Eigenvalues of what is not finite are refused for a whole batch: only the element itself is NaN.
+    whole = rotation.detach().isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    rotation = torch.where(whole, rotation, torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
     with torch.no_grad():
         middle = (rotation + rotation.mT).detach() / 2
         cosines, basis = torch.linalg.eigh(middle)
-        across = _skew((x.mT @ (y - x)).detach())
+        across = torch.where(whole, _skew((x.mT @ (y - x)).detach()), 0.0)
         # |K v| = sin θ keeps the digits that arccos loses near 0 and π.
         sines = (across @ basis).square().sum(-2).sqrt()
         ratios = torch.where(sines == 0, 1.0, torch.atan2(sines, cosines) / torch.where(sines == 0, 1.0, sines))
@@ -131,7 +134,7 @@ def _velocity(x: Tensor, y: Tensor) -> Tensor:
     def solve(e: Tensor) -> Tensor:
         return _skew((frame @ ((frame.mH @ e.to(frame.dtype) @ frame) / slopes) @ frame.mH).real)
 
-    return differentiable_log(value, rotation, solve)
+    return torch.where(whole, differentiable_log(value, rotation, solve), math.nan)
 
 
 def _skew(u: Tensor) -> Tensor:

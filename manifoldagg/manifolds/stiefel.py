@@ -126,7 +126,7 @@ class Stiefel(Manifold):
 
     def log(self, x: Point, y: Point, *, certificate: bool = False) -> Tangent | Log:
         self._check(x=x, y=y)
-        a, b = x.double(), y.double()
+        a, b = torch.broadcast_tensors(x.double(), y.double())
         for _ in range(3):
             a, b = _orthonormal(a), _orthonormal(b)
         tangent = _log(a, b)

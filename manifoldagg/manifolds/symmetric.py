@@ -52,6 +52,7 @@ class SymmetricPositiveDefinite(Manifold):
     """
 
     n: int
+    open: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[str]] = PRIMITIVES
     symmetric: ClassVar[bool] = True
 

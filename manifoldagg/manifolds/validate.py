@@ -11,6 +11,9 @@ from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.operations import norm
 
+MARGIN = 64
+"""Roundings by which a point of an open set may miss its own projection: it is brought back a little further in."""
+
 
 def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float | None = None) -> Point:
     r"""`x`, whose points must lie on the manifold: $|\operatorname{project}(x) - x|$ small, leaf by leaf.
@@ -20,7 +23,8 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
         x: (*batch, *shape).
         name: of the argument, for the message.
         tolerance: on the largest coordinate of the difference, relative to the largest of the point where that is
-            over 1; $\sqrt\varepsilon$ of the dtype where not given.
+            over 1; where not given $\sqrt\varepsilon$ of the dtype, and 64 $\varepsilon$ of the largest coordinate for
+            a space that is an open set of coordinates: what lies beyond its border is no point at all.
 
     Raises:
         ArgumentError: naming the argument, its leaf and the size of the violation.
@@ -38,11 +42,16 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
     for leaf, factor, part in space.leaves(x.detach()):
         if factor.flat or part.numel() == 0 or "project" not in factor.capabilities:
             continue
-        away = (factor.project(part) - part).double().abs().max().item()
-        allowed = _allowed(part, tolerance)
-        if not away <= allowed:
+        away, size = _largest(factor, factor.project(part) - part), _largest(factor, part)
+        if factor.open and tolerance is None:
+            allowed = MARGIN * torch.finfo(part.dtype).eps * size
+        else:
+            allowed = _root(part, tolerance) * size.clamp(min=1)
+        if not bool((away <= allowed).all()):
+            i = (away - allowed).nan_to_num(math.inf).argmax()
             raise ArgumentError(
-                f"{name}: expected a point of {factor}{_of(leaf)}, got one {away:.3g} away (allowed: {allowed:.3g})"
+                f"{name}: expected a point of {factor}{_of(leaf)}, got one {away.flatten()[i].item():.3g} away "
+                f"(allowed: {allowed.flatten()[i].item():.3g})"
             )
     return x
 
@@ -72,14 +81,14 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
     for (leaf, factor, base), (_, _, part) in zip(space.leaves(x), space.leaves(u_), strict=True):
         if factor.flat or part.numel() == 0 or "project_tangent" not in factor.capabilities:
             continue
-        normal = (factor.project_tangent(base, part) - part).double().abs().max().item()
+        normal, size = _largest(factor, factor.project_tangent(base, part) - part), _largest(factor, part)
         # A hyperboloid's projection magnifies the rounding of u by the square of the point's coordinates.
-        magnified = max(1.0, base.double().abs().max().item()) ** 2
-        allowed = _allowed(part, tolerance, at_least=0.0) * magnified
-        if not normal <= allowed:
+        allowed = _root(part, tolerance) * size * _largest(factor, base).clamp(min=1).square()
+        if not bool((normal <= allowed).all()):
+            i = (normal - allowed).nan_to_num(math.inf).argmax()
             raise ArgumentError(
-                f"{name}: expected a tangent of {factor}{_of(leaf)} at x, got one with a normal part of {normal:.3g} "
-                f"(allowed: {allowed:.3g})"
+                f"{name}: expected a tangent of {factor}{_of(leaf)} at x, got one with a normal part of "
+                f"{normal.flatten()[i].item():.3g} (allowed: {allowed.flatten()[i].item():.3g})"
             )
     return u
 
@@ -108,6 +117,10 @@ class Validated(Delegate):
 
     space: Manifold
     tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.space, Manifold):
+            raise ArgumentError(f"space: expected a Manifold, got {self.space!r}")
 
     @property
     def inside(self) -> Manifold:
@@ -174,9 +187,13 @@ def _check_reach(space: Manifold, x: Tensor, log: Tensor) -> None:
             )
 
 
-def _allowed(part: Tensor, tolerance: float | None, at_least: float = 1.0) -> float:
-    scale = max(at_least, part.double().abs().max().item())
-    return (math.sqrt(torch.finfo(part.dtype).eps) if tolerance is None else tolerance) * scale
+def _root(part: Tensor, tolerance: float | None) -> float:
+    return math.sqrt(torch.finfo(part.dtype).eps) if tolerance is None else tolerance
+
+
+def _largest(space: Manifold, x: Tensor) -> Tensor:
+    """The largest coordinate of each point, in float64."""
+    return x.double().abs().flatten(x.ndim - len(space.shape)).amax(-1)
 
 
 def _of(leaf: str) -> str:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from manifoldagg.errors import ManifoldAggError, check_choice, check_count, check_number
-from manifoldagg.manifolds import Manifold, Validated
-from manifoldagg.testing.laws import LAWS, Setting
+from manifoldagg.errors import ArgumentError, ManifoldAggError, check_choice, check_count, check_number
+from manifoldagg.manifolds import Manifold, Validated, norm
+from manifoldagg.testing.laws import LAWS, Setting, reach
 
 DISTANCES = (1e-7, 1e-3, 0.1, 0.7, 2.0)
 NEAREST_FLOAT32 = 1e-3
@@ -94,6 +94,9 @@ def check_manifold(
     if farthest is not None:
         check_number("farthest", farthest, above=0)
     names = set(LAWS) if laws is None else {check_choice("laws", name, LAWS) for name in laws}
+    dtypes = tuple(dtypes)
+    if not (dtypes and names):
+        raise ArgumentError("dtypes, laws: expected at least one of each")
     chosen = {name: entry for name, entry in LAWS.items() if name in names}
     subject = Validated(space) if validate else space
     findings = []
@@ -120,8 +123,13 @@ def check_manifold(
 
 
 def _distances(space: Manifold, dtype: torch.dtype, farthest: float | None) -> list[float]:
-    point = space.random_point(1, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    radius = space.injectivity_radius(point).min().item()
+    generator = torch.Generator().manual_seed(0)
+    point = space.random_point(1, generator=generator, dtype=dtype)
+    if {"inner", "random_tangent"} <= space.capabilities:
+        tangent = space.random_tangent(point, generator)
+        if norm(space, point, tangent).max().item() < 1e-12:
+            raise ArgumentError(f"space: {space} has no tangents but 0: there is nothing to hold it to")
+    radius = reach(space, point)
     last = min(0.9 * radius if math.isfinite(radius) else 10.0, math.inf if farthest is None else farthest)
     least = NEAREST_FLOAT32 if dtype is torch.float32 else 0.0
     return sorted({t for t in (*DISTANCES, last) if least <= t <= last})

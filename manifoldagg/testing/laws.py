@@ -57,7 +57,7 @@ class Setting:
     @cached_property
     def room(self) -> float:
         """How far the cut locus is, at most 1: what the errors of log and transport grow against."""
-        return min(1.0, self.space.injectivity_radius(self.x).min().item() - self.t)
+        return min(1.0, reach(self.space, self.x) - self.t)
 
     @property
     def rounding(self) -> float:
@@ -99,6 +99,11 @@ LAWS: dict[str, tuple[frozenset[str], Law]] = {}
 
 GEODESIC = {"inner", "exp", "log"}
 PARALLEL = GEODESIC | {"transport"}
+
+
+def reach(space: Manifold, x: Tensor) -> float:
+    """The least injectivity radius, infinite where none is declared."""
+    return space.injectivity_radius(x).min().item() if "injectivity_radius" in space.capabilities else math.inf
 
 
 def law(*primitives: str) -> Callable[[Law], Law]:
@@ -163,8 +168,8 @@ def geodesics_can_be_walked_back(s: Setting) -> Violation:
 def distance_is_symmetric_and_keeps_the_triangle_inequality(s: Setting) -> Violation:
     """d(x, y) = d(y, x), d(x, x) = 0 and d(x, z) <= d(x, y) + d(y, z)."""
     # As far as z can be without y being beyond its cut locus.
-    reach = min(0.5 * s.t, (s.space.injectivity_radius(s.x).min().item() - s.t) / 2)
-    z, d = s.space.exp(s.x, reach / s.t * s.v), distance
+    far = min(0.5 * s.t, (reach(s.space, s.x) - s.t) / 2)
+    z, d = s.space.exp(s.x, far / s.t * s.v), distance
     skew = (d(s.space, s.x, s.y) - d(s.space, s.y, s.x)).abs().max().item()
     short = (d(s.space, s.y, z) - d(s.space, s.y, s.x) - d(s.space, s.x, z)).clamp(min=0).max().item()
     self_ = d(s.space, s.x, s.x).max().item()
@@ -286,7 +291,7 @@ def transport_carries_the_velocity(s: Setting) -> Violation:
 @law(*PARALLEL)
 def the_pole_ladder_transports(s: Setting) -> Violation:
     """On a symmetric space the pole ladder is parallel transport: a projection that is sold as one is not."""
-    if not s.space.symmetric or 2 * s.t >= 0.9 * s.space.injectivity_radius(s.x).min().item():
+    if not s.space.symmetric or 2 * s.t >= 0.9 * reach(s.space, s.x):
         return 0.0, 0.0
     ladder = pole_ladder(s.space, s.x, s.y, s.v)
     return s.size(s.y, ladder - s.space.transport(s.x, s.y, s.v)) / s.t, 10 * s.tolerance
@@ -326,7 +331,7 @@ def a_batch_is_a_loop(s: Setting) -> Violation:
 @law(*GEODESIC, "project")
 def the_mean_of_two_points_is_the_middle(s: Setting) -> Violation:
     """A Karcher mean is stationary; of two points it lies on their geodesic; of equal points it is one of them."""
-    if 2 * s.t >= s.space.injectivity_radius(s.x).min().item():
+    if 2 * s.t >= reach(s.space, s.x):
         return 0.0, 0.0
     pair, weights = torch.stack([s.x, s.y], 1), torch.tensor([0.75, 0.25], dtype=s.dtype)
     mean = karcher_mean(s.space, pair, weights, tolerance=s.tolerance * s.t / 10)

@@ -129,3 +129,14 @@ def test_inputs_are_untouched():
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+def test_derivatives_are_those_of_the_map():
+    start, shift, own = draw(0, 3, 4).requires_grad_()
+    assert torch.autograd.gradcheck(lambda *points: calibrate(*points), (start, shift, own))
+
+
+def test_names_that_start_has_not_are_refused():
+    one = {"w": torch.ones(2)}
+    with pytest.raises(ArgumentError, match="global_shift: start has no typo"):
+        calibrate(one, {**one, "typo": torch.ones(1)}, one)

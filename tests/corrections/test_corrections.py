@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg.corrections import Frame, OrthoDC, Position, Tangent
+from manifoldagg.corrections import AutoThreshold, DelayCompensated, Frame, OrthoDC, OrthoDyn, Position, Tangent
 from manifoldagg.corrections.frame import congruence
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat
@@ -217,3 +217,61 @@ def test_a_frame_of_points_is_the_frame_of_their_displacements():
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+def test_a_state_is_not_the_tensors_that_were_handed_in():
+    base, current = draw(0, 2, 4)
+    state = AutoThreshold().apply(Frame.of(Flat(4), base, current, draw(1, 2, 4))).state
+    kept = state["base"].clone()
+    base.zero_()
+    assert torch.equal(state["base"], kept)
+
+
+def test_states_carry_no_derivatives():
+    base, current = draw(0, 2, 4)
+    v = draw(1, 2, 4).requires_grad_()
+    for correct in (AutoThreshold(), OrthoDyn(), DelayCompensated(0.3, adaptive=True)):
+        state = None
+        for _ in range(3):
+            state = correct.apply(Frame.of(Flat(4), base, current, v), state).state
+        assert not any(isinstance(value, torch.Tensor) and value.requires_grad for value in state.values())
+
+
+def test_rows_that_are_not_its_own_are_refused():
+    base, current = draw(0, 2, 4)
+    frame = Frame.of(Flat(4), base, current, draw(1, 1, 4)).extended("mine", draw(2, 4))
+    with pytest.raises(ArgumentError, match="frame: expected displacements and the drift alone, got also mine"):
+        Position().apply(frame)
+
+
+def test_a_forced_curved_frame_reads_differences_too():
+    state, other = None, None
+    for seed in range(4):
+        base, current = draw(seed, 2, 4)
+        v = draw(seed + 10, 2, 4)
+        flat = AutoThreshold().apply(Frame.of(Flat(4), base, current, v), state)
+        curved = AutoThreshold().apply(Frame.of(Flat(4), base, current, v, flat=False), other)
+        state, other = flat.state, curved.state
+        assert relative(flat.displacements(), curved.displacements()) <= 1e-12
+        assert state["slope"] == pytest.approx(other["slope"], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+@pytest.mark.parametrize("distance", [1e-7, 1e-9, 1e-11])
+def test_what_is_left_of_a_cancelled_displacement_is_read_anew(threshold, distance):
+    """Position of a model close to the current one, after a drift of order 1: as one correction after the other."""
+    for seed in range(20):
+        base, (current, offset) = torch.zeros(3, dtype=torch.float64), draw(seed, 2, 3)
+        model = current + distance * offset
+        joint = (Position() >> OrthoDC(threshold))(Flat(3), base, current, (model - base)[None])
+        left = (model - current)[None]
+        alone = OrthoDC(threshold)(Flat(3), base, current, left)
+        assert (joint - alone).norm() <= 1e-6 * left.norm() + 1e-15
+
+
+def test_what_overflows_is_refused():
+    half = torch.float16
+    with pytest.raises(ArgumentError, match="corrected displacements: expected finite values"):
+        Position()(
+            Flat(1), torch.zeros(1, dtype=half), torch.tensor([-6e4], dtype=half), torch.tensor([[6e4]], dtype=half)
+        )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from manifoldagg.corrections import OrthoDC, Position, Tangent, rotate_control
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds import Flat, Sphere
+from manifoldagg.manifolds import Flat, Power, Sphere
 from tests.support import draw, relative, rotation, seeds
 
 SIZE = 12
@@ -118,9 +118,10 @@ def test_derivatives_go_through():
 
 def test_shapes_and_dtypes_come_back():
     points = draw(3, 5, 2, 3).bfloat16()
-    out = rotate_control(*points)
+    space = Power(Flat(3), (2,))
+    out = rotate_control(*points, space=space)
     assert (out.shape, out.dtype) == ((2, 3), torch.bfloat16)
-    wide = rotate_control(*points.double())
+    wide = rotate_control(*points.double(), space=space)
     assert ((out.double() - wide).abs() <= 0.51 * 2.0**-7 * wide.abs()).all()
 
 
@@ -139,3 +140,28 @@ def test_shapes_and_dtypes_come_back():
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+def test_any_scale_turns_alike():
+    """Inner products of the chords under- and overflow long before the points do."""
+    zero = torch.zeros(2, dtype=torch.float64)
+    control, right, up = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+    for scale in (1e-200, 1e-161, 1e-155, 1e-30, 1.0, 1e100):
+        found = rotate_control(scale * control, zero, scale * right, zero, scale * up)
+        assert torch.allclose(found / scale, torch.tensor([-1.0, 1.0], dtype=torch.float64), rtol=1e-12)
+    with pytest.raises(ArgumentError, match="points: inner products"):
+        rotate_control(1e155 * control, zero, 1e155 * right, zero, 1e155 * up)
+
+
+def test_a_batch_is_not_one_point():
+    points = draw(0, 5, 3, 4)
+    with pytest.raises(ArgumentError, match="control: expected shape"):
+        rotate_control(*points)
+    with pytest.raises(ArgumentError, match="control: expected shape"):
+        rotate_control(*points, space=Flat(4))
+
+
+def test_a_narrow_current_does_not_narrow_the_result():
+    zero, control, end, goal = torch.zeros(2), torch.tensor([1.001, 1.003]), torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0])  # fmt: skip
+    narrow = rotate_control(control, zero, end, torch.ones(2, dtype=torch.bfloat16), goal)
+    assert torch.equal(narrow, rotate_control(control, zero, end, torch.ones(2), goal))

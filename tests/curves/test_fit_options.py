@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.curves.bezier import Bezier
+from manifoldagg.curves.complexes import Complex
 from manifoldagg.curves.embedding import Embedding
 from manifoldagg.curves.fit import fit
 from manifoldagg.curves.sampling import places
@@ -332,3 +333,38 @@ def test_bad_input_is_refused_by_name(options, words):
 def test_a_slope_that_is_not_finite_stops_a_fit_on_a_curved_space():
     with pytest.raises(DivergenceError, match="the gradient is not finite at step 0"):
         fit(Bezier(Sphere(3)), lambda theta, batch: (theta * 0).square().sum().sqrt(), [None], start=EYE[0])
+
+
+@pytest.mark.parametrize("form", ["ambient", "subspace"])
+def test_a_tunnel_may_fold_while_it_is_learned(form):
+    """The loss pulls the control point so far that the tunnel folds on the way."""
+    phi = torch.tensor([[0.0, 0.0], [0.5, 0.1], [1.0, 0.0]])
+    found = fit(
+        Tunnel(Bezier(Flat(2)), 0.3, form), lambda theta, batch: (theta - batch).square().sum(),
+        [torch.tensor([0.5, 5.0])], phi=phi, steps=(0, 100), rate=0.05, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    assert found.phi.isfinite().all()
+    with pytest.raises(ArgumentError, match="folds"):
+        Tunnel(Bezier(Flat(2)), 0.3).check(found.phi)
+
+
+def test_a_complex_of_curved_triangles_is_learned():
+    vertices = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.2, 0.0], [1.0, 0.0, 0.2], [1.0, 0.2, 0.2]])
+    phi = torch.nn.functional.normalize(vertices, dim=-1)
+    found = fit(
+        Complex(Sphere(3), ((0, 1, 2), (1, 2, 3))), lambda theta, batch: (theta - batch).square().sum(),
+        [torch.tensor([0.0, 0.0, 1.0])], phi=phi, free=[1, 2], steps=(0, 20), rate=0.05,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    assert torch.equal(found.phi[[0, 3]], phi[[0, 3]])
+    assert found.losses[-1] < found.losses[0]
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    arguments = {"start": torch.zeros(2), "steps": (3, 6)}
+    loss = lambda theta, batch: (theta - batch).square().sum()  # noqa: E731
+    state = fit(Bezier(Flat(2)), loss, [torch.ones(2)], optimizer=torch.optim.SGD, **arguments).state
+    with pytest.raises(ArgumentError, match="resume: .* other options"):
+        fit(Bezier(Flat(2)), loss, [torch.ones(2)], resume=state, **arguments)
+    with pytest.raises(ArgumentError, match="optimizer: "):
+        fit(Bezier(Flat(2)), loss, [torch.ones(2)], optimizer=torch.optim.LBFGS, **arguments)

@@ -112,3 +112,16 @@ def test_axes_are_made_where_none_are_given():
 def test_bad_input_is_refused_by_name(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_curve_contains_its_points_in_any_dtype(dtype):
+    curve, phi = Bezier(Flat(1000)), 3 * draw(0, 3, 1000, dtype=dtype)
+    assert curve.contains(phi, curve(phi, torch.linspace(0, 1, 11))).all()
+
+
+def test_places_whose_entries_share_memory():
+    t = torch.tensor(0.5, dtype=torch.float64).expand(4)
+    phi = draw(0, 3, 2)
+    assert torch.allclose(Bezier(Flat(2)).push(phi, t, torch.ones_like(t)), Bezier(Flat(2)).velocity(phi, t))
+    assert Bezier(Sphere(3)).velocity(torch.eye(3, dtype=torch.float64), t).shape == (4, 3)

@@ -159,3 +159,12 @@ def test_past_its_ends_it_extends_the_outer_pieces():
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+def test_a_joint_belongs_to_the_piece_that_begins_there():
+    """Whatever k/m times m rounds to: 1/49 · 49 < 1."""
+    phi = torch.arange(50.0, dtype=torch.float64)[:, None].clone()
+    phi[2:] += 10
+    curve = Piecewise(Flat(1), 1, 49)
+    for k in range(49):
+        assert curve.velocity(phi, k / 49).item() == pytest.approx(49 * (phi[k + 1] - phi[k]).item())

@@ -695,3 +695,10 @@ def test_a_line_of_one_parameter_has_no_normal_space():
     assert x[:, 1].abs().max() <= 8 * EPS
     assert tunnel.volume(phi).item() == pytest.approx(3, rel=1e-15)
     assert tunnel.contains(phi, torch.tensor([[1.5], [3.01]]).double()).tolist() == [True, False]
+
+
+def test_a_tunnel_whose_curve_rests_contains_that_point():
+    e = torch.eye(3, dtype=torch.float64)
+    tunnel = Tunnel(Bezier(Sphere(3)), 0.1)
+    assert tunnel.contains(tunnel.collapse(e[0]), e[0])
+    assert tunnel.contains(torch.stack([e[0], e[0], e[1]]), e[0])

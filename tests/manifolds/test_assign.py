@@ -46,10 +46,10 @@ def test_leaves_live_where_they_are_said_to():
     assert SPACE.capabilities == PRIMITIVES
     names = [(name, space) for name, space, _ in SPACE.leaves(SPACE.point(Net()))]
     assert names == [
-        ("before turn.weight", Flat(16)),
+        ("turn.weight ..before", Flat(16)),
         ("turn.weight", SpecialOrthogonal(4)),
         ("table.weight", PoincareBall(3)),
-        ("rest", Flat(8)),
+        ("..after", Flat(8)),
     ]
 
 
@@ -123,6 +123,31 @@ def test_a_model_off_its_manifold_is_refused_by_leaf():
     with pytest.raises(ArgumentError, match=r"turn.weight: expected a point of SpecialOrthogonal\(n=4\), got one"):
         SPACE.point(model)
     assert SPACE.point(model, validate=False).shape == SPACE.shape
+
+
+def test_a_point_off_its_manifold_leaves_the_model_alone():
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for call in (SPACE.load, lambda _, point: SPACE.state_dict(point)):
+        with pytest.raises(ArgumentError, match=r"turn.weight: expected a point of SpecialOrthogonal\(n=4\)"):
+            call(model, torch.zeros(SPACE.shape))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_leaves_may_be_called_anything():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rest = nn.Parameter(torch.tensor([1.0, 0.0, 0.0]))
+            self.other = nn.Parameter(torch.zeros(2))
+
+    space = ParameterSpace.of(Odd(), {"rest": Sphere(3)})
+    assert space.inside.shape == space.shape == (5,)
+    layout = space.layout
+    with pytest.raises(ArgumentError, match="manifolds: no leaf is called 'typo'"):
+        ParameterSpace(layout, (("typo", Sphere(3)),))
+    with pytest.raises(ArgumentError, match=r"manifolds: rest has shape \(3,\)"):
+        ParameterSpace(layout, (("rest", Sphere(4)),))
 
 
 def test_narrow_leaves_are_held_to_their_own_rounding():

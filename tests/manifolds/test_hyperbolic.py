@@ -260,3 +260,16 @@ def test_spaces_are_values():
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("r", "t", "allowed"), [(6.0, 12.0, 1e-11), (10.0, 20.0, 1e-7), (12.0, 12.0, 1e-9), (12.0, 24.0, 1e-4)]
+)
+def test_geodesics_through_the_centre_of_the_ball_keep_their_digits(r, t, allowed):
+    """From distance r inward by t: as far off as coordinates at that distance are rounded, ε e^|t - r| and ε e^r."""
+    ball = PoincareBall(1)
+    x = torch.tensor([math.tanh(r / 2)], dtype=torch.float64)
+    y = ball.exp(x, -t / 2 * (1 - x * x))
+    exact = math.tanh((r - t) / 2)
+    scale = 2 / (1 - max(abs(exact), y.abs().item()) ** 2)
+    assert abs(y.item() - exact) * scale <= allowed

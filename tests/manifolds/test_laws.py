@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from manifoldagg.manifolds import PRIMITIVES, Flat, ParameterSpace, Sphere
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds import PRIMITIVES, Flat, Grassmann, ParameterSpace, SpecialOrthogonal, Sphere, Stiefel
 from manifoldagg.testing import LAWS, check_manifold
 from tests.manifolds.mutants import MUTANTS
 
@@ -75,3 +76,29 @@ def test_the_verdict_can_be_read(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Sphere(n=3): 1 of 1 laws hold"
     assert lines[1].startswith("  holds  log inverts exp")
+
+
+def test_what_cannot_be_tried_is_refused():
+    for options in ({"dtypes": ()}, {"laws": ()}):
+        with pytest.raises(ArgumentError, match="expected at least one"):
+            check_manifold(Sphere(3), verbose=False, **options)
+    with pytest.raises(ArgumentError, match="laws: expected one of"):
+        check_manifold(Sphere(3), laws=["log_inverts"], verbose=False)
+    for point in (Sphere(1), SpecialOrthogonal(1), Grassmann(3, 3), Stiefel(1, 1)):
+        with pytest.raises(ArgumentError, match="no tangents but 0"):
+            check_manifold(point, verbose=False)
+
+
+def test_dtypes_may_be_an_iterator():
+    verdict = check_manifold(Sphere(3), dtypes=iter([torch.float64]), laws=list(LAWS)[:3], verbose=False)
+    assert all(finding.where for finding in verdict.findings)
+
+
+def test_a_space_without_a_radius_is_held_to_the_rest():
+    class Open(Flat):
+        capabilities = PRIMITIVES - {"injectivity_radius"}
+
+        def injectivity_radius(self, x):
+            raise self._lacks("injectivity_radius")
+
+    assert check_manifold(Open(3), verbose=False).holds

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import (
     Flat,
+    PoincareBall,
     RunningMean,
     Sphere,
+    SymmetricPositiveDefinite,
     distance,
     geodesic,
     karcher_mean,
@@ -173,6 +175,31 @@ def test_large_coordinates_converge_to_their_own_rounding():
     assert karcher_mean(Flat(3), 1e8 + draw(0, 4, 3)).converged
 
 
+@pytest.mark.parametrize("far", [2.0, 4.0, 6.0])
+def test_far_points_of_a_hyperbolic_plane_have_their_mean(far):
+    """Three points around the centre, at distances where a whole step overshoots."""
+    ball, angles = PoincareBall(2), torch.arange(3, dtype=torch.float64) * 2 * math.pi / 3 + 0.1
+    points = ball.exp(torch.zeros(3, 2).double(), far / 2 * torch.stack([angles.cos(), angles.sin()], -1))
+    mean = karcher_mean(ball, points, max_steps=300)
+    assert mean.converged
+    assert mean.point.norm() <= 1e-11
+
+
+def test_far_positive_definite_matrices_have_their_mean():
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(5, 3, 3, generator=generator, dtype=torch.float64)).Q
+    points = (basis * torch.tensor([2.0, 0.0, -2.0]).double().exp()) @ basis.mT
+    mean = karcher_mean(SymmetricPositiveDefinite(3), points, tolerance=1e-10)
+    assert mean.converged
+
+
+def test_a_point_without_weight_has_no_say():
+    x = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    mean = karcher_mean(SPHERE, torch.stack([x, -x]), torch.tensor([1.0, 0.0]))
+    assert mean.converged
+    assert torch.equal(mean.point, x)
+
+
 def test_what_has_no_log_has_no_distance_and_no_mean():
     x = torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert distance(SPHERE, x, -x).isnan()
@@ -201,8 +228,12 @@ def test_norms_are_those_of_the_inner_product():
         (lambda: karcher_mean(SPHERE, torch.ones(2, 4), torch.zeros(2)), "weights: expected finite numbers >= 0"),
         (lambda: karcher_mean(SPHERE, torch.ones(2, 4), tolerance=-1.0), "tolerance: expected"),
         (lambda: karcher_mean(SPHERE, torch.ones(2, 4), max_steps=0), "max_steps: expected"),
+        (lambda: karcher_mean(SPHERE, torch.full((2, 4), math.nan)), "points: expected finite values"),
+        (lambda: RunningMean(None, torch.ones(3)), "space: expected a Manifold"),
+        (lambda: RunningMean(SPHERE, torch.ones(4)).updated(torch.ones(5, 4)), r"x: expected shape \(4\)"),
+        (lambda: RunningMean(SPHERE, torch.ones(2, 4)).updated(torch.ones(4)), r"x: expected shape \(2, 4\)"),
         (lambda: RunningMean(SPHERE, torch.ones(3)), "point: expected trailing shape"),
-        (lambda: RunningMean(SPHERE, torch.ones(4)).updated(torch.ones(3)), "x: expected trailing shape"),
+        (lambda: RunningMean(SPHERE, torch.ones(4)).updated(torch.ones(3)), "x: expected shape"),
         (lambda: RunningMean(SPHERE, torch.ones(4)).updated(torch.ones(4), -1.0), "weight: expected"),
         (lambda: pole_ladder(SPHERE, *torch.ones(3, 4), rungs=0), "rungs: expected"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds import SpecialOrthogonal, distance
+from manifoldagg.manifolds import SpecialOrthogonal, distance, karcher_mean
 from manifoldagg.testing import LAWS, check_manifold
 from tests.support import draw, seeds
 
@@ -190,3 +190,34 @@ EYE = torch.eye(2)
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+@given(seeds)
+def test_the_derivative_of_project_is_right_at_rotations_and_off_them(seed):
+    space = SpecialOrthogonal(3)
+    x = space.random_point(generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for point in (x, x + 0.2 * draw(seed, 3, 3), -x + 0.1 * draw(seed, 3, 3)):
+        w, h = draw(seed + 1, 3, 3), 1e-5
+        slope = torch.func.jvp(space.project, (point,), (w,))[1]
+        difference = (space.project(point + h * w) - space.project(point - h * w)) / (2 * h)
+        # Where two singular values nearly cancel, the nearest rotation jumps.
+        values = torch.linalg.svdvals(point)
+        gap = (values[1] + values[2] * torch.linalg.det(point).sign()).abs().item()
+        assert (slope - difference).abs().max() <= 1e-7 / min(1, gap) ** 3
+
+
+def test_a_mean_of_rotations_has_a_gradient():
+    space = SpecialOrthogonal(3)
+    x = space.random_point(generator=torch.Generator().manual_seed(0), dtype=torch.float64).expand(3, 3, 3)
+    points = space.exp(x, 0.3 * space.random_tangent(x, torch.Generator().manual_seed(1))).requires_grad_()
+    (slope,) = torch.autograd.grad(karcher_mean(space, points).point.sum(), points)
+    assert slope.isfinite().all()
+
+
+def test_one_element_that_is_not_finite_is_alone():
+    space = SpecialOrthogonal(3)
+    x = space.random_point(2, generator=torch.Generator().manual_seed(0))
+    y = x.clone()
+    y[0] = math.nan
+    assert space.log(x, y)[0].isnan().all()
+    assert torch.equal(space.log(x, y)[1], space.log(x[1], x[1]))

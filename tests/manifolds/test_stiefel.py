@@ -363,3 +363,10 @@ FRAME = torch.eye(3)[:, :2]
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+def test_one_point_is_seen_from_many():
+    space, generator = Stiefel(4, 2), torch.Generator().manual_seed(0)
+    x = space.random_point(generator=generator, dtype=torch.float64)
+    y = space.exp(x.expand(5, 4, 2), 0.3 * space.random_tangent(x.expand(5, 4, 2), generator))
+    assert torch.allclose(space.log(x, y), space.log(x.expand(5, 4, 2), y), atol=1e-14)

@@ -73,6 +73,18 @@ def test_jvp_is_the_slope_along_a_geodesic(space):
         assert torch.allclose(columns, slope, atol=1e-8)
 
 
+@each
+def test_second_derivatives_agree_however_they_are_nested(space):
+    x, y, u, v = (tensor[0] for tensor in setting(space))
+    rev, fwd = torch.func.jacrev, torch.func.jacfwd
+    for call in calls(space):
+        along = lambda s: call(space.exp(x, s * v), y, space.project_tangent(space.exp(x, s * v), u))  # noqa: B023, E731
+        zero = torch.zeros(()).double()
+        expected = rev(rev(along))(zero)
+        for outer, inner in ((fwd, fwd), (fwd, rev), (rev, fwd)):
+            assert torch.allclose(outer(inner(along))(zero), expected, atol=1e-9 * (1 + expected.abs().max().item()))
+
+
 SLOW = (Stiefel, Product)
 """Whose steps and leaves are unrolled into long graphs."""
 

@@ -118,6 +118,26 @@ def test_what_a_space_lacks_is_not_asked_of_it():
     assert torch.equal(Validated(Shy(2)).exp(x, x), Sphere(2).exp(x, x))
 
 
+@pytest.mark.parametrize(
+    ("space", "x"),
+    [
+        (PoincareBall(2), [1.0002, 0.0]),
+        (PoincareBall(2, curvature=-1e7), [5e-4, 0.0]),
+        (SymmetricPositiveDefinite(2), [[1.0, 0.0], [0.0, -1e-4]]),
+        (SymmetricPositiveDefinite(2), [[1e-5, 5e-5], [0.0, 1e-5]]),
+    ],
+)
+def test_what_is_beyond_the_border_of_an_open_set_is_no_point(space, x):
+    with pytest.raises(ArgumentError, match="x: expected a point of"):
+        check_point(space, torch.tensor(x))
+
+
+def test_a_large_tangent_does_not_hide_a_wrong_one():
+    x = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    with pytest.raises(ArgumentError, match="normal part of 1 "):
+        check_tangent(Sphere(2), x, torch.tensor([[0.0, 1e5], [1.0, 0.0]]))
+
+
 def test_a_guard_is_a_value():
     assert Validated(Sphere(3)) == Validated(Sphere(3))
     assert hash(Validated(Sphere(3))) == hash(Validated(Sphere(3)))
@@ -129,6 +149,7 @@ def test_a_guard_is_a_value():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda s, x, u: Validated(None), "space: expected a Manifold"),
         (lambda s, x, u: s.exp(x * math.nan, u), "x: expected finite values"),
         (lambda s, x, u: s.exp(x, u * math.inf), "u: expected finite values"),
         (lambda s, x, u: s.inner(x, u, u * math.nan), "v: expected finite values"),

@@ -62,7 +62,12 @@ class CurveRule(abc.ABC):
         for i, name in enumerate([*(f"points[{i}]" for i in range(n)), "current"]):
             check_number(f"{name}: squared distance from the base", inner[i][i])
         lines, _ = self.correction.coefficients(inner)
-        moved = frame.corrected_gram(lines, inner)
+        read = inner
+        if self.correction.loses([inner], n):
+            corrected = self.correction.apply(frame)
+            frame, lines = corrected.frame, corrected.lines[0]
+            read = frame.gram().tolist()
+        moved = frame.corrected_gram(lines, read)
         whole = _root(moved[-1][-1])
 
         def penalty(strength: float) -> float:
