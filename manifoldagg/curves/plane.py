@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg.curves.path import Curve
+from manifoldagg.curves.embedding import Embedding
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Flat
@@ -78,13 +78,13 @@ class Plane:
 
 
 def plane(
-    curve: Curve,
+    curve: Embedding,
     phi: Float[Tensor, "control ..."],
     function: Callable[[Tensor], float],
     *,
     resolution: int = 31,
     margin: float = 0.25,
-    others: Mapping[str, tuple[Curve, Tensor]] | None = None,
+    others: Mapping[str, tuple[Embedding, Tensor]] | None = None,
 ) -> Plane:
     r"""Evaluate `function` over the plane through the ends of a curve and its farthest control point.
 
@@ -117,7 +117,7 @@ def plane(
     check_number("margin", margin, at_least=0)
     drawn = {"curve": (curve, phi)} | dict(others or {})
     for name, (each, points) in drawn.items():
-        if not (isinstance(each, Curve) and each.space.flat and each.space == curve.space):
+        if not (isinstance(each, Embedding) and not each.domain and each.space.flat and each.space == curve.space):
             raise ArgumentError(f"{name}: expected a curve on one flat space, got {each}")
         each._check_phi(points)
     if curve.size < 3:
@@ -162,7 +162,7 @@ def plane(
     return Plane(x, y, torch.tensor(values, dtype=torch.float64), control, paths.pop("curve"), paths)
 
 
-def _within(curve: Curve, control: Tensor, t: Tensor) -> Tensor:
+def _within(curve: Embedding, control: Tensor, t: Tensor) -> Tensor:
     """The curve of control points in the plane: on a flat space it is projected as they are."""
-    flat: Curve = replace(curve, space=Flat(2))  # type: ignore[type-var]  # every curve is a dataclass
+    flat: Embedding = replace(curve, space=Flat(2))  # type: ignore[type-var]  # every curve is a dataclass
     return flat(control, t)
