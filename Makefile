@@ -8,7 +8,7 @@ demo: .venv/.installed
 	$(BIN)/manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3
 
 test: .venv/.installed
-	$(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 check: .venv/.installed
 	$(BIN)/ruff format --check .
@@ -20,7 +20,7 @@ docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 soak: .venv/.installed
-	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -n 2 -m "soak or not soak"
+	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "soak or not soak"
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/import_time.py
