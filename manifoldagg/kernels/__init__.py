@@ -63,7 +63,7 @@ def gram(
         return sharded.gram(lines, cuts, backend)
     lines = Rows.of(rows, minus)
     cuts = bounds(segments, lines.size)
-    if torch.compiler.is_compiling() or is_transformed(lines.tensors):
+    if is_transformed(lines.tensors):
         dense = lines.materialise()
         squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in cuts]
         halves = [square.tril() + square.tril(-1).mT for square in squares]
@@ -71,7 +71,7 @@ def gram(
     blocks, k = Blocks.of(cuts), len(lines.plus)
     high, _ = fold(backend(lines.tensors).partials(lines, blocks), blocks)
     outside = rescale.far(lines, high)
-    if outside.any():
+    if outside is not None:
         powers = rescale.exponents(lines, blocks, outside)
         high = rescale.restored(high, fold(reference.partials(lines, blocks, -powers), blocks)[0], powers)
     return symmetric(high, k)
@@ -125,7 +125,7 @@ def combine(
     others = [vector for vector in (base, out) if vector is not None]
     dtype = (lines.plus[0] if base is None else base).dtype
     numbers = [factors] if isinstance(factors, Tensor) else []
-    if torch.compiler.is_compiling() or is_transformed([*lines.tensors, *numbers, *others]):
+    if is_transformed([*lines.tensors, *numbers, *others]):
         return _differentiable(base, lines, factors, cuts, out, dtype)
     target = lines.plus[0].new_empty(lines.size, dtype=dtype) if out is None else out
     table = factors.tolist() if isinstance(factors, Tensor) else factors

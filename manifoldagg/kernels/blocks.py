@@ -22,6 +22,9 @@ from torch import Tensor
 BLOCK = 1 << 14
 """The length of a block, in entries; the last one of a segment may be shorter."""
 
+Pair = tuple[np.ndarray, np.ndarray] | np.ndarray
+Index = slice | np.ndarray
+
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
@@ -58,17 +61,30 @@ class Blocks:
         return self.table.ctypes.data
 
     @cached_property
-    def levels(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The tree of `fold`: at each level, which of the parts stay, and which of those take their right neighbour."""
-        segment, levels = self.table[:, 2], []
-        while (repeated := segment[1:] == segment[:-1]).any():
-            first = np.flatnonzero(np.concatenate([[True], ~repeated]))
-            rank = np.arange(len(segment)) - np.repeat(first, np.diff([*first, len(segment)]))
-            stay = np.flatnonzero(rank % 2 == 0)
-            taking = np.flatnonzero(np.isin(stay + 1, np.flatnonzero(rank % 2 == 1)))
-            levels.append((stay, taking))
-            segment = segment[stay]
+    def levels(self) -> list[tuple[Index, Index]]:
+        """The tree of `fold`: at each level, which parts take another one, and which those are."""
+        here, levels = np.arange(len(self.table)), []
+        segment = self.table[:, 2]
+        while len(here) > len(self.first):
+            rank = np.arange(len(here)) - np.searchsorted(segment, segment)
+            taken = np.flatnonzero(rank % 2)
+            levels.append((_regular(here[taken - 1]), _regular(here[taken])))
+            here, segment = here[rank % 2 == 0], segment[rank % 2 == 0]
         return levels
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """The first block of each segment that has one."""
+        return np.flatnonzero(np.diff(self.table[:, 2], prepend=-1))
+
+
+def _regular(places: np.ndarray) -> Index:
+    """Places at one distance as a slice, which needs no copy."""
+    gaps = np.diff(places, prepend=places[0] - 1)[1:]
+    if len(gaps) and (gaps != gaps[0]).any():
+        return places
+    step = int(gaps[0]) if len(gaps) else 1
+    return slice(int(places[0]), int(places[-1]) + 1, step)
 
 
 def pairs(k: int) -> list[tuple[int, int]]:
@@ -97,34 +113,35 @@ def fold(partials: np.ndarray, blocks: Blocks) -> np.ndarray:
     """
     parts = np.zeros((2, *partials.shape))
     parts[0] = partials
-    for stay, taking in blocks.levels:
-        merged = parts[:, stay]
-        merged[:, taking] = two_sum(merged[:, taking], parts[:, stay[taking] + 1])
-        parts = merged
-    if parts.shape[1] == len(blocks.cuts):
-        return parts
+    for left, right in blocks.levels:
+        parts[0, left], parts[1, left] = two_sum(parts[:, left], parts[:, right])
+    if len(blocks.first) == len(blocks.cuts):
+        return parts[:, blocks.first] if blocks.levels else parts
     total = np.zeros((2, len(blocks.cuts), partials.shape[1]))
-    total[:, np.unique(blocks.table[:, 2])] = parts
+    total[:, blocks.table[blocks.first, 2]] = parts[:, blocks.first]
     return total
 
 
-def two_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def two_sum(a: Pair, b: Pair) -> Pair:
     """The sum of two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0."""
     with np.errstate(invalid="ignore", over="ignore"):
         high = a[0] + b[0]
         other = high - a[0]
         low = (a[0] - (high - other)) + (b[0] - other) + (a[1] + b[1])
-        total = high + np.where(np.isfinite(high), low, 0.0)
-        return np.stack([total, np.where(np.isfinite(total), low - (total - high), 0.0)])
+        total = high + low
+        low -= total - high
+        if not (finite := np.isfinite(total)).all():
+            total, low = np.where(finite, total, high), np.where(finite, low, 0.0)
+        return total, low
 
 
 def symmetric(sums: np.ndarray, k: int) -> Tensor:
     """The matrices (S, k, k) of whose lower half (S, k(k+1)/2) are the entries."""
-    return torch.from_numpy(sums[:, _places(k)].reshape(len(sums), k, k))
+    return torch.from_numpy(sums.take(_places(k), axis=1))
 
 
 @lru_cache(maxsize=64)
 def _places(k: int) -> np.ndarray:
     """Where each entry of a k x k matrix stands in `pairs`."""
     where = {pair: n for n, pair in enumerate(pairs(k))}
-    return np.array([where[max(i, j), min(i, j)] for i in range(k) for j in range(k)])
+    return np.array([[where[max(i, j), min(i, j)] for i in range(k)] for j in range(k)])

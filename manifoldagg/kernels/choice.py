@@ -91,6 +91,7 @@ def explain() -> list[tuple[str, str]]:
     return [*lines, ("chosen", chosen if why["triton"] is not None else f"triton on CUDA; {chosen}")]
 
 
+@functools.cache
 def module(name: str) -> ModuleType:
     """The module of a backend."""
     return reference if name == "reference" else importlib.import_module(f"manifoldagg.kernels.{name}")

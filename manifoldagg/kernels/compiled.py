@@ -88,18 +88,14 @@ VECTOR = 24
 """The bytes of a vector's description: address, stride, dtype."""
 
 
-NOTHING = (0, 1, 0)
-
-
 def _describe(vectors: Sequence[Tensor | None]) -> "array[int]":
-    return array(
-        "q",
-        [
-            number
-            for row in vectors
-            for number in (NOTHING if row is None else (row.data_ptr(), row.stride(0), DTYPES[row.dtype]))
-        ],
-    )
+    known = {id(None): (0, 1, 0)}
+    numbers: list[int] = []
+    for vector in vectors:
+        if vector is not None and id(vector) not in known:
+            known[id(vector)] = (vector.data_ptr(), vector.stride(0), DTYPES[vector.dtype])
+        numbers += known[id(vector)]
+    return array("q", numbers)
 
 
 def _streams(base: Tensor | None, rows: Rows, out: Tensor) -> bool:

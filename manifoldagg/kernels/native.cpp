@@ -45,19 +45,35 @@ struct Vec { char* data; int64_t stride, dtype; };  // strides in entries; dtype
 struct Rows { int64_t k; const Vec *plus, *minus; };  // minus[i].data is null where nothing is subtracted
 struct Block { int64_t start, stop, segment; };
 
+// Written out where the processor has it in one instruction: compilers make four of a converted vector.
+V wide(F f) {
+#if defined(__AVX__)
+  return (V)_mm256_cvtps_pd((__m128)f);
+#else
+  return __builtin_convertvector(f, V);
+#endif
+}
+F narrow(V v) {
+#if defined(__AVX__)
+  return (F)_mm256_cvtpd_ps((__m256d)v);
+#else
+  return __builtin_convertvector(v, F);
+#endif
+}
+
 template <class T> V load(const T* p) { return V{double(p[0]), double(p[1]), double(p[2]), double(p[3])}; }
-template <> V load(const float* p) { F f; std::memcpy(&f, p, 16); return __builtin_convertvector(f, V); }
+template <> V load(const float* p) { F f; std::memcpy(&f, p, 16); return wide(f); }
 template <> V load(const bf16* p) {
   uint16_t h[LANES];
   std::memcpy(h, p, sizeof h);
   const I u = {h[0], h[1], h[2], h[3]};
-  return __builtin_convertvector((F)(u << 16), V);
+  return wide((F)(u << 16));
 }
 template <> V load(const double* p) { V v; std::memcpy(&v, p, 32); return v; }
 
 template <class T> void store(T* p, V v, bool) { for (int l = 0; l < LANES; l++) p[l] = T(v[l]); }
 template <> void store(float* p, V v, bool stream) {
-  F f = __builtin_convertvector(v, F);
+  const F f = narrow(v);
 #if defined(__x86_64__)
   if (stream) return _mm_stream_ps(p, (__m128)f);
 #endif

@@ -4,7 +4,7 @@ Blocks are shorter than the length at which torch splits an operation over threa
 the number of threads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -29,18 +29,15 @@ def partials(rows: Rows, blocks: Blocks, scales: np.ndarray | None = None) -> np
     With `scales` (S, k), row i is multiplied by $2^{e}$, $e$ that of the segment and the row, first.
     """
     k, cut, owners = len(rows.plus), _Cut(rows, blocks), blocks.table[:, 2].tolist()
-    lines, less = _scratch(rows, k)
-    parts = lines.view(k, -1, PART).transpose(0, 1)
+    memory = _memory(rows, k)
     sums = []
-    for b, width in enumerate(cut.widths):
-        cut.read(b, range(k), lines, less)
-        for line, power in zip(lines, () if scales is None else scales[owners[b]].tolist(), strict=False):
-            line[:width].mul_(2.0 ** (power // 2)).mul_(2.0 ** (power - power // 2))
-        whole = -(-width // PART)
-        if width < BLOCK:
-            lines[:, width : whole * PART] = 0
-        sums.append(torch.bmm(parts[:whole], parts[:whole].mT).sum(0))
-    total = (torch.stack(sums) if sums else lines.new_zeros(0, k, k)).cpu().numpy()
+    for b, scratch in enumerate(cut.scratches(memory)):
+        for j, line in enumerate(scratch.lines):
+            cut.read(b, j, line, scratch.less)
+        for line, power in zip(scratch.lines, () if scales is None else scales[owners[b]].tolist(), strict=False):
+            line.mul_(2.0 ** (power // 2)).mul_(2.0 ** (power - power // 2))
+        sums.append(torch.bmm(scratch.left, scratch.right).sum(0))
+    total = (torch.stack(sums) if sums else memory.new_zeros(0, k, k)).cpu().numpy()
     found: np.ndarray = total.reshape(len(sums), k * k)[:, [i * k + j for i, j in pairs(k)]]
     return found
 
@@ -50,17 +47,16 @@ def combine(
     base: Tensor | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Tensor
 ) -> Tensor:
     """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
-    cut = _Cut(rows, blocks)
-    lines, less = _scratch(rows, len(rows.plus) + 1)
-    starts = None if base is None else base.split(cut.widths)
-    for b, (target, s) in enumerate(zip(out.split(cut.widths), blocks.table[:, 2].tolist(), strict=True)):
-        used = [j for j, c in enumerate(coefficients[s]) if c != 0]
-        cut.read(b, used, lines, less)
-        total = lines[-1] if len(target) == BLOCK else lines[-1, : len(target)]
+    cut, owners = _Cut(rows, blocks), blocks.table[:, 2].tolist()
+    starts, targets = None if base is None else base.split(cut.widths), out.split(cut.widths)
+    for b, scratch in enumerate(cut.scratches(_memory(rows, 2))):
+        total, line = scratch.lines
         total.zero_() if starts is None else total.copy_(starts[b])
-        for j in used:
-            total.add_(lines[j] if len(target) == BLOCK else lines[j, : len(target)], alpha=coefficients[s][j])
-        target.copy_(total)
+        for j, c in enumerate(coefficients[owners[b]]):
+            if c != 0:
+                cut.read(b, j, line, scratch.less)
+                total.add_(line, alpha=c)
+        targets[b].copy_(total)
     return out
 
 
@@ -83,23 +79,37 @@ class _Cut:
         views = {id(row): row.split(self.widths) for row in rows.tensors}
         self.plus = [views[id(row)] for row in rows.plus]
         self.minus = [None if row is None else views[id(row)] for row in rows.minus]
+        self.held: Tensor | None = None
 
-    def read(self, b: int, used: Sequence[int], lines: Tensor, less: Tensor) -> None:
-        """Block b of the rows `used`, in float64, into the lines of their numbers."""
-        width, held = self.widths[b], None
-        if width < BLOCK:
-            lines, less = lines[:, :width], less[:width]
-        for j in used:
-            line, minus = lines[j].copy_(self.plus[j][b]), self.minus[j]
-            if minus is None:
-                continue
-            if minus is not held:
-                less.copy_(minus[b])
-                held = minus
-            line.sub_(less)
+    def scratches(self, memory: Tensor) -> "Iterator[_Scratch]":
+        """For each block, lines of its width."""
+        for i, width in enumerate(self.widths):
+            if i == 0 or width != self.widths[i - 1]:
+                scratch = _Scratch(memory, width)
+            yield scratch
+
+    def read(self, b: int, j: int, line: Tensor, less: Tensor) -> None:
+        """Block b of row j, in float64, into a line; `less` holds what was subtracted last."""
+        line.copy_(self.plus[j][b])
+        if (minus := self.minus[j]) is None:
+            return
+        if minus[b] is not self.held:
+            self.held = minus[b]
+            less.copy_(minus[b])
+        line.sub_(less)
 
 
-def _scratch(rows: Rows, count: int) -> tuple[Tensor, Tensor]:
-    """(count, BLOCK) and (BLOCK,) in float64."""
-    lines = rows.plus[0].new_empty((count + 1, BLOCK), dtype=torch.float64)
-    return lines[:-1], lines[-1]
+class _Scratch:
+    """The first entries of lines in float64: one by one, and as the factors of products of `PART` entries each."""
+
+    def __init__(self, memory: Tensor, width: int) -> None:
+        whole = -(-width // PART) * PART
+        memory[:, width:whole] = 0
+        *self.lines, self.less = memory[:, :width]
+        self.left = memory[:-1, :whole].view(len(self.lines), -1, PART).transpose(0, 1)
+        self.right = self.left.mT
+
+
+def _memory(rows: Rows, count: int) -> Tensor:
+    """(count + 1, BLOCK) in float64."""
+    return rows.plus[0].new_empty((count + 1, BLOCK), dtype=torch.float64)

@@ -18,8 +18,8 @@ from manifoldagg.kernels.rows import Rows
 SMALLEST, LARGEST = 2.0**-900, 2.0**1000
 
 
-def far(rows: Rows, sums: np.ndarray) -> np.ndarray:
-    """Where a squared norm is one that float64 may not hold: (S, k).
+def far(rows: Rows, sums: np.ndarray) -> np.ndarray | None:
+    """Where a squared norm is one that float64 may not hold: (S, k); `None` if nowhere.
 
     Args:
         rows: the rows.
@@ -27,11 +27,11 @@ def far(rows: Rows, sums: np.ndarray) -> np.ndarray:
     """
     k = len(rows.plus)
     if all(row.dtype != torch.float64 for row in rows.tensors):
-        return np.zeros((len(sums), k), bool)
+        return None
     squares = sums[:, [n for n, (i, j) in enumerate(pairs(k)) if i == j]]
     zero = [plus is minus for plus, minus in zip(rows.plus, rows.minus, strict=True)]
     outside: np.ndarray = ~((squares >= SMALLEST) & (squares <= LARGEST) | np.array(zero))
-    return outside
+    return outside if outside.any() else None
 
 
 def exponents(rows: Rows, blocks: Blocks, outside: np.ndarray) -> np.ndarray:

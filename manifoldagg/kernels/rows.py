@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -17,10 +16,14 @@ Subtrahend = Tensor | Sequence[Tensor | None] | None
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """k vectors of length P: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`."""
+    """k vectors of length P: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
+
+    `tensors` are all that are involved, each once.
+    """
 
     plus: tuple[Tensor, ...]
     minus: tuple[Tensor | None, ...]
+    tensors: tuple[Tensor, ...]
 
     @staticmethod
     def of(rows: Tensor | Sequence[Tensor], minus: Subtrahend = None) -> "Rows":
@@ -37,23 +40,18 @@ class Rows:
             raise ArgumentError("rows: expected at least one row, got none")
         if len(less) != len(plus):
             raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(less)}")
-        seen: set[int] = set()
+        distinct: dict[int, Tensor] = {}
         for name, group in (("rows", plus), ("minus", less)):
             for i, row in enumerate(group):
-                if row is not None and id(row) not in seen:
+                if row is not None and id(row) not in distinct:
                     check_row(name, i, row, like=plus[0])
-                    seen.add(id(row))
-        return Rows(plus, less)
+                    distinct[id(row)] = row
+        return Rows(plus, less, tuple(distinct.values()))
 
     @property
     def size(self) -> int:
         """P, the length of a row."""
         return self.plus[0].shape[0]
-
-    @cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor involved, once."""
-        return tuple({id(row): row for row in (*self.plus, *self.minus) if row is not None}.values())
 
     def materialise(self) -> Tensor:
         """The rows as one float64 tensor (k, P): plain torch, so that every transform sees through it."""
@@ -63,14 +61,17 @@ class Rows:
 
 
 def check_row(name: str, index: int | None, row: Tensor, *, like: Tensor) -> None:
-    """A floating vector with the length and device of `like`.
+    """A floating vector with the length and device of `like`, which is itself one, or this row.
 
     Raises:
         ArgumentError: naming the row.
     """
-    good = isinstance(row, Tensor) and row.dtype.is_floating_point and row.ndim == 1 and row.layout is torch.strided
-    if good and row.shape == like.shape and row.device == like.device and not row.is_meta:
-        return
+    if isinstance(row, Tensor) and row.dtype.is_floating_point and row.layout is torch.strided:
+        if row is like:
+            if row.ndim == 1 and not row.is_meta:
+                return
+        elif row.shape == like.shape and row.device == like.device:
+            return
     name = name if index is None else f"{name}[{index}]"
     if not isinstance(row, Tensor) or not row.dtype.is_floating_point:
         kind = row.dtype if isinstance(row, Tensor) else type(row).__name__
@@ -101,8 +102,10 @@ def check_target(out: Tensor, rows: Rows, base: Tensor | None) -> None:
         raise ArgumentError("out: expected entries with memory of their own, got an expanded tensor")
     low, high, stride = _span(out)
     for row in rows.tensors if base is None else (*rows.tensors, base):
+        if row is out or row.data_ptr() >= high:
+            continue
         start, stop, step = _span(row)
-        if start >= high or low >= stop or (start, step, row.dtype) == (low, stride, out.dtype):
+        if low >= stop or (start, step, row.dtype) == (low, stride, out.dtype):
             continue
         gap = (start - low) % stride
         if step != stride or not row.itemsize <= gap <= stride - row.itemsize:  # else between its entries

@@ -50,7 +50,7 @@ def gram(rows: Rows, segments: Cuts, backend: Backend) -> Tensor:
     k = len(rows.plus)
     high = _total(ranks, piece, k, GRAM, lambda: backend(lines.tensors).partials(lines, piece.blocks))
     outside = rescale.far(rows, high)  # the same on every rank, as dtypes and sums are
-    if not outside.any():
+    if outside is None:
         return symmetric(high, k)
     with ranks.guard():
         own = rescale.exponents(lines, piece.blocks, outside).astype(np.float64)
