@@ -1,8 +1,8 @@
 """A virtual clock: events in order of time, ties in order of scheduling, and the generator that goes with them."""
 
-import heapq
-import math
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -56,14 +56,15 @@ class VirtualClock(Generic[T]):
         Raises:
             ArgumentError: if `time` is in the past or no finite number.
         """
-        if not (type(time) is float and self.now <= time < math.inf):
+        if not (type(time) is float and self.now <= time < inf):
             time = check_number("time", time, at_least=self.now)
-        heapq.heappush(self._events, (time, self._scheduled if order is None else order, self._scheduled, event))
-        self._scheduled += 1
+        count = self._scheduled
+        heappush(self._events, (time, count if order is None else order, count, event))
+        self._scheduled = count + 1
 
     def peek(self) -> float:
         """When the earliest event happens; infinity if none is scheduled."""
-        return self._events[0][0] if self._events else math.inf
+        return self._events[0][0] if self._events else inf
 
     def next(self) -> tuple[float, T]:
         """Advance to the earliest event: its time and itself.
@@ -73,8 +74,9 @@ class VirtualClock(Generic[T]):
         """
         if not self._events:
             raise ManifoldAggError("the clock has no event: schedule one before asking for the next")
-        self.now, _, _, event = heapq.heappop(self._events)
-        return self.now, event
+        time, _, _, event = heappop(self._events)
+        self.now = time
+        return time, event
 
     def advance(self, time: float) -> None:
         """Let time pass in which nothing happens.
@@ -91,7 +93,7 @@ class VirtualClock(Generic[T]):
         for entry in self._events:
             (gone if test(entry[3]) else kept).append(entry)
         if gone:
-            heapq.heapify(kept)
+            heapify(kept)
             self._events = kept
         return [entry[3] for entry in sorted(gone, key=_rank)]
 

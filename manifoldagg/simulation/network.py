@@ -69,12 +69,12 @@ class JacksonNetwork(Scheduler[int]):
         if abs(excess) > SLACK:
             raise ArgumentError(f"routing: expected shares that sum to 1, got {1 + excess:.9g}: off by {excess:+.3g}")
         self._tasks = check_count("tasks", tasks)
-        self._services = [Exponential(1 / rate) for rate in self._rates]
-        self._slowest = [service.quantile(MOST) for service in self._services]
+        self._services = {client: Exponential(1 / rate) for client, rate in enumerate(self._rates)}
+        self._last(max(service.quantile(MOST) for service in self._services.values()))
         edges = np.cumsum(self._routing)
         # 1 at the last client with a share, so that no draw falls behind it.
         self._edges: list[float] = (edges / edges[-1]).tolist()
-        self._queues: list[deque[Job]] = [deque() for _ in self._rates]
+        self._queues: list[deque[Job[int]]] = [deque() for _ in self._rates]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -93,26 +93,30 @@ class JacksonNetwork(Scheduler[int]):
                 might take more than $2^{960}$ seconds.
         """
         job = self._job(client, work)
-        if self.in_flight >= self._tasks:
+        client = job[0]
+        service = self._service(client)
+        if self._in_flight >= self._tasks:
             raise ArgumentError(f"client: no task can be dispatched while all {self._tasks} are in flight")
-        waits = job.client in self._held
-        self._hold(job.client)
-        if waits:
-            self._queues[job.client].append(job)
+        if client in self._held:
+            self._queues[client].append(job)
         else:
-            self._serve(job)
+            self._run(job, service.draw(self._generator, job[1]))
+        self._hold(client)
+
+    def _service(self, client: int) -> Exponential:
+        service = self._services.get(client)
+        if service is None:
+            raise ArgumentError(f"client: expected one of 0 to {len(self._rates) - 1}, got {client!r}")
+        return service
 
     def _longest(self, client: int, work: float) -> float:
-        if type(client) is not int or not 0 <= client < len(self._rates):
-            raise ArgumentError(f"client: expected one of 0 to {len(self._rates) - 1}, got {client!r}")
-        return work * self._slowest[client]
-
-    def _serve(self, job: Job) -> None:
-        self._run(job, self._services[job.client].draw(self._generator, job.work))
+        return work * self._service(client).quantile(MOST)
 
     def _release(self, client: int) -> None:
-        if self._queues[client]:
-            self._serve(self._queues[client].popleft())
+        queue = self._queues[client]
+        if queue:
+            job = queue.popleft()
+            self._run(job, self._services[client].draw(self._generator, job[1]))
 
     def _forget(self, client: int) -> None:
         super()._forget(client)
@@ -121,19 +125,19 @@ class JacksonNetwork(Scheduler[int]):
     def _settings(self) -> dict[str, Any]:
         return {"routing": self._routing, "rates": self._rates, "tasks": self._tasks}
 
-    def _waiting(self) -> list[Job]:
+    def _waiting(self) -> list[Job[int]]:
         return [job for queue in self._queues for job in queue]
 
-    def _check(self, waiting: list[Job], running: list[Job], state: dict[str, Any]) -> None:
-        for job in waiting + running:
-            self._fits(job.client, job.work)
-        busy = [job.client for job in running]
-        if len(set(busy)) < len(busy) or not {job.client for job in waiting} <= set(busy):
+    def _check(self, waiting: list[Job[int]], running: list[Job[int]], state: dict[str, Any]) -> None:
+        for client, work, *_ in waiting + running:
+            self._fits(client, work)
+        busy = [client for client, *_ in running]
+        if len(set(busy)) < len(busy) or not {client for client, *_ in waiting} <= set(busy):
             raise ValueError("the clients with tasks are not those that work on one")
         if len(waiting + running) > self._tasks:
             raise ValueError(f"more than {self._tasks} tasks are in flight")
 
-    def _resume(self, waiting: list[Job], running: list[Job]) -> None:
+    def _resume(self, waiting: list[Job[int]], running: list[Job[int]]) -> None:
         self._queues = [deque() for _ in self._rates]
         for job in waiting:
-            self._queues[job.client].append(job)
+            self._queues[job[0]].append(job)

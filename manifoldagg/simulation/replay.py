@@ -50,7 +50,7 @@ class Replay(Scheduler[C]):
                 )
         self._digest = hashlib.sha256(repr([astuple(record) for record in self._records]).encode()).hexdigest()
         self._left = self._by_client(range(len(self._records)))
-        self._endless: list[Job] = []
+        self._endless: list[Job[C]] = []
 
     def dispatch(self, client: C, work: float) -> None:
         """Hand over a client's next recorded task.
@@ -59,18 +59,19 @@ class Replay(Scheduler[C]):
             ArgumentError: if it finished before now, or `work` is negative or no number.
         """
         job = self._job(client, work)
-        rows = self._left.get(job.client)
+        client = job[0]
+        rows = self._left.get(client)
         if rows:
             record = self._records[rows[-1]]
-            if record.finished < self.now:
+            now = self._clock.now
+            if record.finished < now:
                 raise ArgumentError(
-                    f"client: the next task of {client!r} finished at {record.finished:g} s, and now is {self.now:g} s"
+                    f"client: the next task of {client!r} finished at {record.finished:g} s, and now is {now:g} s"
                 )
-            started = max(self.now, record.started)
-            self._clock.schedule_at(record.finished, (*job, started), order=rows.pop())
+            self._clock.schedule_at(record.finished, (*job, max(now, record.started)), order=rows.pop())
         else:
             self._endless.append(job)
-        self._hold(job.client)
+        self._hold(client)
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"left": sorted(i for rows in self._left.values() for i in rows)}
@@ -88,32 +89,34 @@ class Replay(Scheduler[C]):
 
     def _forget(self, client: C) -> None:
         super()._forget(client)
-        self._endless = [job for job in self._endless if job.client != client]
+        self._endless = [job for job in self._endless if job[0] != client]
 
     def _settings(self) -> dict[str, Any]:
         return {"records": self._digest}
 
-    def _waiting(self) -> list[Job]:
+    def _waiting(self) -> list[Job[C]]:
         return self._endless
 
-    def _check(self, waiting: list[Job], running: list[Job], state: dict[str, Any]) -> None:
+    def _check(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
         everything, left = range(len(self._records)), set(state["left"])
         rows = [row for _, row, *_ in state["clock"]["events"]]
         if any(type(i) is not int or i not in everything for i in [*state["left"], *rows]):
             raise ValueError("it has tasks that are not in the trace")
         if len({*left, *rows}) < len(state["left"]) + len(rows):
             raise ValueError("a task is there twice")
-        for job, row, (time, _, _, (*_, started)) in zip(running, rows, state["clock"]["events"], strict=True):
+        for (client, _, dispatched, _), row, (time, _, _, (*_, started)) in zip(
+            running, rows, state["clock"]["events"], strict=True
+        ):
             record = self._records[row]
-            if (job.client, time) != (record.client, record.finished):
+            if (client, time) != (record.client, record.finished):
                 raise ValueError(f"task {row} is not that of the trace")
-            if started != max(job.dispatched, record.started):
+            if started != max(dispatched, record.started):
                 raise ValueError(f"task {row} did not start at {started!r}")
-        endless = {job.client for job in waiting}
+        endless = {client for client, *_ in waiting}
         for client, mine in self._by_client(everything).items():
             ahead = sum(i in left for i in mine)
             if any(i not in left for i in mine[:ahead]) or (ahead and client in endless):
                 raise ValueError(f"the tasks of {client!r} are not taken in the order of the trace")
 
-    def _resume(self, waiting: list[Job], running: list[Job]) -> None:
+    def _resume(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
         self._endless = waiting

@@ -14,10 +14,14 @@ from manifoldagg.simulation.clock import VirtualClock, check_generator
 from manifoldagg.simulation.delays import MOST, Delay
 
 C = TypeVar("C", bound=int | str)
+Job = tuple[C, float, float, int]
+"""A task: its client, its work, when it was dispatched and how many had finished by then."""
 Running = tuple[C, float, float, int, float]
 """The fields of a `Job`, and when it was taken up."""
 LONGEST = 2.0**960
 """Seconds of one task: less than half the last place of the largest float, so that no finite time overflows by it."""
+EASY = 2.0**480
+"""So many units of work that take so many seconds each are not longer than `LONGEST`."""
 
 
 class Completion(NamedTuple):
@@ -39,15 +43,6 @@ class Completion(NamedTuple):
     dispatched: float
     started: float
     relative_delay: int
-
-
-class Job(NamedTuple):
-    """A task that waits: its client, its work, when it was dispatched and how many had finished by then."""
-
-    client: Any
-    work: float
-    dispatched: float
-    finished: int
 
 
 class Scheduler(ABC, Generic[C]):
@@ -72,6 +67,7 @@ class Scheduler(ABC, Generic[C]):
         self._clock: VirtualClock[Running[C]] = VirtualClock(generator)
         self._finished = 0
         self._held: dict[C, int] = {}
+        self._easy = EASY
         self._in_flight = 0
 
     @property
@@ -104,7 +100,7 @@ class Scheduler(ABC, Generic[C]):
             ManifoldAggError: if no task is left.
         """
         self._employ()
-        if not len(self._clock):
+        if not self._clock:
             raise ManifoldAggError("the scheduler has no task: dispatch a client before asking for the next")
         time, (client, work, dispatched, finished, started) = self._clock.next()
         left = self._held.pop(client) - 1
@@ -112,8 +108,9 @@ class Scheduler(ABC, Generic[C]):
             self._held[client] = left
         self._in_flight -= 1
         self._release(client)
+        late = self._finished - finished
         self._finished += 1
-        return Completion(time, client, work, dispatched, started, self._finished - 1 - finished)
+        return Completion._make((time, client, work, dispatched, started, late))
 
     def peek(self) -> float:
         """When the next task finishes, if nothing is dispatched or cancelled before; infinity if there is none."""
@@ -166,36 +163,41 @@ class Scheduler(ABC, Generic[C]):
             for time, _, _, (*entry, started) in state["clock"]["events"]:
                 running.append(_job(entry, now, finished))
                 latest = check_number("time", time, at_least=now) if self.foretold else now
-                check_number("started", started, at_least=running[-1].dispatched, at_most=latest)
-            held = Counter(job.client for job in waiting + running)
+                check_number("started", started, at_least=running[-1][2], at_most=latest)
+            held = Counter(client for client, *_ in waiting + running)
             if not self.queues and any(count > 1 for count in held.values()):
                 raise ValueError("a client has several tasks in flight")
             self._check(waiting, running, state)
-            for job in waiting + running:
-                self._fits(job.client, job.work)
+            for client, work, *_ in waiting + running:
+                self._fits(client, work)
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"state: expected the state of such a scheduler, but {error}") from None
         self._clock.restore(state["clock"])
         self._finished, self._held, self._in_flight = finished, dict(held), held.total()
         self._resume(waiting, running)
 
-    def _job(self, client: C, work: float) -> Job:
+    def _job(self, client: C, work: float) -> Job[C]:
         """A task that is dispatched now, if its client can take it."""
         if type(client) is not int:
             client = check_client(client)
         if client in self._held and not self.queues:
             raise ArgumentError(f"client: {client!r} has a task in flight already")
-        if not (type(work) is float and 0 <= work < math.inf):
+        if not (type(work) is float and 0 <= work <= self._easy):
             work = check_number("work", work, at_least=0)
-        self._fits(client, work)
-        return Job(client, work, self._clock.now, self._finished)
+            if work > self._easy:
+                self._fits(client, work)
+        return client, work, self._clock.now, self._finished
 
     def _fits(self, client: C, work: float) -> None:
         """Refuse what would overflow when it is taken up, which may be long after it was dispatched."""
         if not self._longest(client, work) <= LONGEST:
             raise ArgumentError(f"work: expected a task of at most {LONGEST:.3g} s for client {client!r}, got {work!r}")
 
-    def _run(self, job: Job, seconds: float) -> None:
+    def _last(self, slowest: float) -> None:
+        """A unit of work takes at most that many seconds: `_fits` need not be asked about work that is easy then."""
+        self._easy = EASY if slowest <= EASY else -1.0
+
+    def _run(self, job: Job[C], seconds: float) -> None:
         """Take up a task now that will take that long."""
         now = self._clock.now
         self._clock.schedule_at(now + seconds, (*job, now))
@@ -220,15 +222,15 @@ class Scheduler(ABC, Generic[C]):
     def _settings(self) -> dict[str, Any]:
         return {}
 
-    def _waiting(self) -> list[Job]:
+    def _waiting(self) -> list[Job[C]]:
         return []
 
-    def _check(self, waiting: list[Job], running: list[Job], state: dict[str, Any]) -> None:
+    def _check(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
         """Raise a ValueError if these cannot be the tasks of a state."""
         if waiting:
             raise ValueError("no task waits here")
 
-    def _resume(self, waiting: list[Job], running: list[Job]) -> None:
+    def _resume(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
         """Take the tasks of a state; those that run are in the clock already."""
 
 
@@ -257,21 +259,24 @@ class IndependentClients(Scheduler[C]):
         for client, delay in self._delays.items():
             if not isinstance(delay, Delay):
                 raise ArgumentError(f"delays[{client!r}]: expected a Delay, got {delay!r}")
-        self._slowest = {client: delay.quantile(MOST) for client, delay in self._delays.items()}
-        self._slowest_common = self._common.quantile(MOST) if self._common else None
+        all_delays = [*self._delays.values(), *([self._common] if self._common else [])]
+        self._last(max((delay.quantile(MOST) for delay in all_delays), default=0.0))
 
     def dispatch(self, client: C, work: float) -> None:
         job = self._job(client, work)
-        delay = self._common or self._delays[job.client]
-        self._run(job, delay.draw(self._generator, job.work))
-        self._hold(job.client)
+        client, work, *_ = job
+        self._run(job, self._delay(client).draw(self._generator, work))
+        self._hold(client)
+
+    def _delay(self, client: C) -> Delay:
+        delay = self._delays.get(client, self._common)
+        if delay is None:
+            raise ArgumentError(f"client: {client!r} has no entry in the delays that were given")
+        return delay
 
     def _longest(self, client: C, work: float) -> float:
-        slowest = self._slowest.get(client, self._slowest_common)
-        if slowest is None:
-            raise ArgumentError(f"client: {client!r} has no entry in the delays that were given")
         # Where part of a delay does not grow with the work, work below 1 does not shrink it.
-        return max(1.0, work) * slowest
+        return max(1.0, work) * self._delay(client).quantile(MOST)
 
 
 class PriorityScheduler(Scheduler[C]):
@@ -315,25 +320,27 @@ class PriorityScheduler(Scheduler[C]):
         self._workers = self._idle = check_count("workers", workers)
         default = k * check_count("clients", clients) / workers
         self._speed = check_number("speed", default if speed is None else speed, above=0)
-        self._queue: list[tuple[float, int, Job]] = []
+        self._last(1 / self._speed)
+        self._queue: list[tuple[float, int, Job[C]]] = []
         self._pushed = 0
 
     def dispatch(self, client: C, work: float) -> None:
         job = self._job(client, work)
         self._push(job)
-        self._hold(job.client)
+        self._hold(job[0])
 
     def _longest(self, client: C, work: float) -> float:
         return work / self._speed
 
-    def _push(self, job: Job) -> None:
-        bisect.insort(self._queue, (job.work + self._k * job.dispatched, self._pushed, job))
+    def _push(self, job: Job[C]) -> None:
+        _, work, dispatched, _ = job
+        bisect.insort(self._queue, (work + self._k * dispatched, self._pushed, job))
         self._pushed += 1
 
     def _employ(self) -> None:
         while self._idle and self._queue:
             *_, job = self._queue.pop(self._draw(len(self._queue)))
-            self._run(job, job.work / self._speed)
+            self._run(job, job[1] / self._speed)
             self._idle -= 1
 
     def _draw(self, length: int) -> int:
@@ -347,19 +354,19 @@ class PriorityScheduler(Scheduler[C]):
 
     def _forget(self, client: C) -> None:
         self._idle += len(self._clock.discard(lambda running: running[0] == client))
-        self._queue = [entry for entry in self._queue if entry[2].client != client]
+        self._queue = [entry for entry in self._queue if entry[2][0] != client]
 
     def _settings(self) -> dict[str, Any]:
         return {"workers": self._workers, "k": self._k, "speed": self._speed}
 
-    def _waiting(self) -> list[Job]:
+    def _waiting(self) -> list[Job[C]]:
         return [job for *_, job in self._queue]
 
-    def _check(self, waiting: list[Job], running: list[Job], state: dict[str, Any]) -> None:
+    def _check(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
         if len(running) > self._workers:
             raise ValueError(f"{len(running)} tasks run on {self._workers} workers")
 
-    def _resume(self, waiting: list[Job], running: list[Job]) -> None:
+    def _resume(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
         self._idle, self._queue, self._pushed = self._workers - len(running), [], 0
         for job in waiting:
             self._push(job)
@@ -378,7 +385,7 @@ def check_client(client: Any) -> Any:
     raise ArgumentError(f"client: expected an int or a str, got {client!r}")
 
 
-def _job(entry: Any, now: float, finished: int) -> Job:
+def _job(entry: Any, now: float, finished: int) -> Job[Any]:
     """A job out of a state."""
     client, work, dispatched, before = entry
     if type(client) not in (int, str):
@@ -387,4 +394,4 @@ def _job(entry: Any, now: float, finished: int) -> Job:
     check_number("dispatched", dispatched, at_least=0, at_most=now)
     if check_count("finished", before, at_least=0) > finished:
         raise ValueError("a task was dispatched after more tasks had finished than there are")
-    return Job(client, float(work), float(dispatched), before)
+    return client, float(work), float(dispatched), before
