@@ -101,7 +101,7 @@ def _describe(vectors: Sequence[Tensor | None]) -> "array[int]":
 def _streams(base: Tensor | None, rows: Rows, out: Tensor) -> bool:
     """Whether to write past the cache: a large, aligned target that is not read."""
     place, size = out.data_ptr(), out.itemsize
-    if out.shape[0] * size < STREAM or size < 4 or place % size != 0:
+    if out.shape[0] * size < STREAM or place % size != 0:
         return False
     return all(row is None or row.data_ptr() != place for row in (*rows.tensors, base))
 

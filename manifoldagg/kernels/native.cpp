@@ -22,6 +22,7 @@ constexpr int AHEAD = 256;  // entries by which the fast path prefetches
 typedef double V __attribute__((vector_size(32)));
 typedef float F __attribute__((vector_size(16)));
 typedef uint32_t I __attribute__((vector_size(16)));
+typedef uint16_t H __attribute__((vector_size(8)));
 
 struct bf16 {
   uint16_t bits;
@@ -63,12 +64,14 @@ F narrow(V v) {
 
 template <class T> V load(const T* p) { return V{double(p[0]), double(p[1]), double(p[2]), double(p[3])}; }
 template <> V load(const float* p) { F f; std::memcpy(&f, p, 16); return wide(f); }
+#if defined(__AVX2__)
 template <> V load(const bf16* p) {
-  uint16_t h[LANES];
-  std::memcpy(h, p, sizeof h);
-  const I u = {h[0], h[1], h[2], h[3]};
-  return wide((F)(u << 16));
+  return wide((F)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16));
 }
+#endif
+#if defined(__F16C__)
+template <> V load(const f16* p) { return wide((F)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p))); }
+#endif
 template <> V load(const double* p) { V v; std::memcpy(&v, p, 32); return v; }
 
 template <class T> void store(T* p, V v, bool) { for (int l = 0; l < LANES; l++) p[l] = T(v[l]); }
@@ -85,6 +88,23 @@ template <> void store(double* p, V v, bool stream) {
 #endif
   std::memcpy(p, &v, 32);
 }
+
+void store(H h, void* p, bool stream) {
+#if defined(__x86_64__)
+  if (stream) return _mm_stream_si64((long long*)p, (long long)h);
+#endif
+  std::memcpy(p, &h, sizeof h);
+}
+template <> void store(bf16* p, V v, bool stream) {
+  const F f = narrow(v);
+  const I u = (I)f, nearest = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  store(__builtin_convertvector(f == f ? nearest : I{} + 0x7fc0, H), p, stream);
+}
+#if defined(__F16C__)
+template <> void store(f16* p, V v, bool stream) {
+  store((H)_mm_cvtsi128_si64(_mm_cvtps_ph((__m128)narrow(v), _MM_FROUND_TO_NEAREST_INT)), p, stream);
+}
+#endif
 
 // The first n < LANES entries, zeros after them.
 template <class T> V load(const T* p, int64_t n) {
@@ -256,7 +276,7 @@ template <class Call> bool fused(const Rows& rows, Call call, std::initializer_l
     case 0: return by_minus<float>(rows, call);
     case 1: return by_minus<double>(rows, call);
     case 2: return by_minus<bf16>(rows, call);
-    default: return false;
+    default: return by_minus<f16>(rows, call);
   }
 }
 

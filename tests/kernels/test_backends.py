@@ -175,6 +175,17 @@ def test_the_target_may_be_any_input_and_is_never_read_before_it_is_written(dtyp
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("c", [1.0, 0.50390625, -3.0009765625, 1e-3])  # two of them make ties
+def test_every_number_of_16_bits_is_read_and_rounded_as_torch_does(dtype, c):
+    row = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    found = combine(None, [row], [c])
+    expected = (c * row.double()).float().to(dtype)
+    assert ((found == expected) | (found.isnan() & expected.isnan())).all()
+    assert gram([row[row.isfinite()]])[0, 0, 0].item() == pytest.approx(row[row.isfinite()].double().square().sum())
+
+
+@pytest.mark.usefixtures("backend")
 def test_threads_do_not_matter():
     rows = list(draw(0, 5, 1_000_003, dtype=torch.float32))
     before, found = torch.get_num_threads(), []
