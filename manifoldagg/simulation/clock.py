@@ -33,9 +33,11 @@ class VirtualClock(Generic[T]):
         self.now = 0.0
         self._events: list[tuple[float, int, int, T]] = []
         self._scheduled = 0
+        # Taken back, but in the heap still. The first event is none of them.
+        self._cancelled: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._events) - len(self._cancelled)
 
     def schedule(self, delay: float, event: T) -> None:
         """Let `event` happen `delay` >= 0 from now.
@@ -45,13 +47,16 @@ class VirtualClock(Generic[T]):
         """
         self.schedule_at(self.now + check_number("delay", delay, at_least=0), event)
 
-    def schedule_at(self, time: float, event: T, *, order: int | None = None) -> None:
+    def schedule_at(self, time: float, event: T, *, order: int | None = None) -> int:
         """Let `event` happen at `time` >= now.
 
         Args:
             time: exactly this number is told when the event happens.
             event: anything; a number, a string or a flat tuple of them where `state` is asked for.
             order: among events at one time; by default, how many events were scheduled before.
+
+        Returns:
+            How many events were scheduled before: what `cancel` knows this one by.
 
         Raises:
             ArgumentError: if `time` is in the past or no finite number.
@@ -61,6 +66,7 @@ class VirtualClock(Generic[T]):
         count = self._scheduled
         heappush(self._events, (time, count if order is None else order, count, event))
         self._scheduled = count + 1
+        return count
 
     def peek(self) -> float:
         """When the earliest event happens; infinity if none is scheduled."""
@@ -76,6 +82,8 @@ class VirtualClock(Generic[T]):
             raise ManifoldAggError("the clock has no event: schedule one before asking for the next")
         time, _, _, event = heappop(self._events)
         self.now = time
+        if self._cancelled:
+            self._tidy()
         return time, event
 
     def advance(self, time: float) -> None:
@@ -86,19 +94,24 @@ class VirtualClock(Generic[T]):
         """
         self.now = check_number("time", time, at_least=self.now, at_most=self.peek())
 
+    def cancel(self, count: int) -> None:
+        """Take back one event that is still to come, by what `schedule_at` returned; no other is looked at."""
+        self._cancelled.add(count)
+        self._tidy()
+        if len(self._cancelled) > len(self):
+            self._sweep()
+
     def discard(self, test: Callable[[T], bool]) -> list[T]:
         """Take back the events that pass `test`: they will not happen. Cost: one look at every event."""
-        kept: list[tuple[float, int, int, T]] = []
-        gone: list[tuple[float, int, int, T]] = []
-        for entry in self._events:
-            (gone if test(entry[3]) else kept).append(entry)
-        if gone:
-            heapify(kept)
-            self._events = kept
+        self._sweep()
+        gone = [entry for entry in self._events if test(entry[3])]
+        self._cancelled.update(entry[2] for entry in gone)
+        self._sweep()
         return [entry[3] for entry in sorted(gone, key=_rank)]
 
     def state(self) -> dict[str, Any]:
         """All that the future depends on, as a tree that JSON can hold; `restore` takes it back."""
+        self._sweep()
         events = [
             [time, order, count, list(event) if isinstance(event, tuple) else event]
             for time, order, count, event in sorted(self._events, key=_rank)
@@ -140,6 +153,20 @@ class VirtualClock(Generic[T]):
             raise ArgumentError(f"state: expected the state of a clock with such a generator, got {error!r}") from None
         self.generator.bit_generator.state = twin.state
         self.now, self._scheduled, self._events = now, scheduled, sorted(events, key=_rank)
+        self._cancelled.clear()
+
+    def _tidy(self) -> None:
+        """Drop cancelled events in front of the first one that happens."""
+        events, cancelled = self._events, self._cancelled
+        while events and events[0][2] in cancelled:
+            cancelled.remove(heappop(events)[2])
+
+    def _sweep(self) -> None:
+        """Drop all cancelled events."""
+        if self._cancelled:
+            self._events = [entry for entry in self._events if entry[2] not in self._cancelled]
+            heapify(self._events)
+            self._cancelled.clear()
 
 
 def check_generator(generator: np.random.Generator) -> np.random.Generator:

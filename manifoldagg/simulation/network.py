@@ -74,7 +74,8 @@ class JacksonNetwork(Scheduler[int]):
         edges = np.cumsum(self._routing)
         # 1 at the last client with a share, so that no draw falls behind it.
         self._edges: list[float] = (edges / edges[-1]).tolist()
-        self._queues: list[deque[Job[int]]] = [deque() for _ in self._rates]
+        # Of clients whose tasks wait.
+        self._queues: dict[int, deque[Job[int]]] = {}
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -97,11 +98,10 @@ class JacksonNetwork(Scheduler[int]):
         service = self._service(client)
         if self._in_flight >= self._tasks:
             raise ArgumentError(f"client: no task can be dispatched while all {self._tasks} are in flight")
-        if client in self._held:
-            self._queues[client].append(job)
-        else:
+        if self._hold(client) == 1:
             self._run(job, service.draw(self._generator, job[1]))
-        self._hold(client)
+        else:
+            self._queue(job)
 
     def _service(self, client: int) -> Exponential:
         service = self._services.get(client)
@@ -112,21 +112,30 @@ class JacksonNetwork(Scheduler[int]):
     def _longest(self, client: int, work: float) -> float:
         return work * self._service(client).quantile(MOST)
 
+    def _queue(self, job: Job[int]) -> None:
+        queue = self._queues.get(job[0])
+        if queue:
+            queue.append(job)
+        else:
+            self._queues[job[0]] = deque((job,))
+
     def _release(self, client: int) -> None:
-        queue = self._queues[client]
+        queue = self._queues.get(client)
         if queue:
             job = queue.popleft()
+            if not queue:
+                del self._queues[client]
             self._run(job, self._services[client].draw(self._generator, job[1]))
 
     def _forget(self, client: int) -> None:
         super()._forget(client)
-        self._queues[client].clear()
+        self._queues.pop(client, None)
 
     def _settings(self) -> dict[str, Any]:
         return {"routing": self._routing, "rates": self._rates, "tasks": self._tasks}
 
     def _waiting(self) -> list[Job[int]]:
-        return [job for queue in self._queues for job in queue]
+        return [job for _, queue in sorted(self._queues.items()) for job in queue]
 
     def _check(self, waiting: list[Job[int]], running: list[Job[int]], state: dict[str, Any]) -> None:
         for client, work, *_ in waiting + running:
@@ -138,6 +147,6 @@ class JacksonNetwork(Scheduler[int]):
             raise ValueError(f"more than {self._tasks} tasks are in flight")
 
     def _resume(self, waiting: list[Job[int]], running: list[Job[int]]) -> None:
-        self._queues = [deque() for _ in self._rates]
+        self._queues = {}
         for job in waiting:
-            self._queues[job[0]].append(job)
+            self._queue(job)

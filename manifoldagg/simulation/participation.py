@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -95,6 +96,7 @@ class Participation(Generic[C]):
             known.add(change.client)
             _apply(change, here)
         self._present = set(self._begin)
+        self._coming = self._next_change()
 
     @property
     def now(self) -> float:
@@ -126,11 +128,12 @@ class Participation(Generic[C]):
         Raises:
             ManifoldAggError: if neither is left.
         """
-        if self._done == len(self._changes) or self._scheduler.peek() < self._changes[self._done].time:
+        if self._scheduler.peek() < self._coming or self._coming == inf:
             return self._scheduler.next()
         change = self._changes[self._done]
         self._scheduler.advance(change.time)
         self._done += 1
+        self._coming = self._next_change()
         _apply(change, self._present)
         return replace(change, lost=self._scheduler.cancel(change.client)) if change.kind == "fail" else change
 
@@ -157,8 +160,13 @@ class Participation(Generic[C]):
             raise ArgumentError("state: expected the state of a participation with the same clients and changes")
         self._scheduler.restore(inner)
         self._done, self._present = done, set(self._begin)
+        self._coming = self._next_change()
         for change in self._changes[:done]:
             _apply(change, self._present)
+
+    def _next_change(self) -> float:
+        """When it happens; infinity if none is left."""
+        return self._changes[self._done].time if self._done < len(self._changes) else inf
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -127,7 +127,7 @@ class Scheduler(ABC, Generic[C]):
         self._clock.advance(time)
 
     def cancel(self, client: C) -> int:
-        """Forget all tasks of a client, and how many they were. Cost: one look at every task."""
+        """Forget all tasks of a client, and how many they were. Cost: at most one look at every task."""
         lost = self._held.pop(client, 0)
         if lost:
             self._in_flight -= lost
@@ -197,18 +197,20 @@ class Scheduler(ABC, Generic[C]):
         """A unit of work takes at most that many seconds: `_fits` need not be asked about work that is easy then."""
         self._easy = EASY if slowest <= EASY else -1.0
 
-    def _run(self, job: Job[C], seconds: float) -> None:
-        """Take up a task now that will take that long."""
+    def _run(self, job: Job[C], seconds: float) -> int:
+        """Take up a task now that will take that long; what the clock knows it by."""
         now = self._clock.now
-        self._clock.schedule_at(now + seconds, (*job, now))
+        return self._clock.schedule_at(now + seconds, (*job, now))
 
     def _longest(self, client: C, work: float) -> float:
         """Seconds that no draw exceeds; an `ArgumentError` if there is no such client."""
         return 0.0
 
-    def _hold(self, client: C) -> None:
-        self._held[client] = self._held.get(client, 0) + 1
+    def _hold(self, client: C) -> int:
+        """Count a task in; how many its client has now."""
         self._in_flight += 1
+        self._held[client] = count = self._held.get(client, 0) + 1
+        return count
 
     def _employ(self) -> None:
         """Take up what can be taken up now."""
@@ -259,14 +261,19 @@ class IndependentClients(Scheduler[C]):
         for client, delay in self._delays.items():
             if not isinstance(delay, Delay):
                 raise ArgumentError(f"delays[{client!r}]: expected a Delay, got {delay!r}")
+        self._running: dict[C, int] = {}
         all_delays = [*self._delays.values(), *([self._common] if self._common else [])]
         self._last(max((delay.quantile(MOST) for delay in all_delays), default=0.0))
 
     def dispatch(self, client: C, work: float) -> None:
         job = self._job(client, work)
         client, work, *_ = job
-        self._run(job, self._delay(client).draw(self._generator, work))
+        self._running[client] = self._run(job, self._delay(client).draw(self._generator, work))
         self._hold(client)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        self._running = {client: count for _, _, count, (client, *_) in state["clock"]["events"]}
 
     def _delay(self, client: C) -> Delay:
         delay = self._delays.get(client, self._common)
@@ -277,6 +284,9 @@ class IndependentClients(Scheduler[C]):
     def _longest(self, client: C, work: float) -> float:
         # Where part of a delay does not grow with the work, work below 1 does not shrink it.
         return max(1.0, work) * self._delay(client).quantile(MOST)
+
+    def _forget(self, client: C) -> None:
+        self._clock.cancel(self._running[client])
 
 
 class PriorityScheduler(Scheduler[C]):
@@ -321,7 +331,8 @@ class PriorityScheduler(Scheduler[C]):
         default = k * check_count("clients", clients) / workers
         self._speed = check_number("speed", default if speed is None else speed, above=0)
         self._last(1 / self._speed)
-        self._queue: list[tuple[float, int, Job[C]]] = []
+        # Keys, how many were pushed before, and the fields of jobs: one tuple each, since many wait.
+        self._queue: list[tuple[float, int, C, float, float, int]] = []
         self._pushed = 0
 
     def dispatch(self, client: C, work: float) -> None:
@@ -334,12 +345,12 @@ class PriorityScheduler(Scheduler[C]):
 
     def _push(self, job: Job[C]) -> None:
         _, work, dispatched, _ = job
-        bisect.insort(self._queue, (work + self._k * dispatched, self._pushed, job))
+        bisect.insort(self._queue, (work + self._k * dispatched, self._pushed, *job))
         self._pushed += 1
 
     def _employ(self) -> None:
         while self._idle and self._queue:
-            *_, job = self._queue.pop(self._draw(len(self._queue)))
+            job = self._queue.pop(self._draw(len(self._queue)))[2:]
             self._run(job, job[1] / self._speed)
             self._idle -= 1
 
@@ -354,13 +365,13 @@ class PriorityScheduler(Scheduler[C]):
 
     def _forget(self, client: C) -> None:
         self._idle += len(self._clock.discard(lambda running: running[0] == client))
-        self._queue = [entry for entry in self._queue if entry[2][0] != client]
+        self._queue = [entry for entry in self._queue if entry[2] != client]
 
     def _settings(self) -> dict[str, Any]:
         return {"workers": self._workers, "k": self._k, "speed": self._speed}
 
     def _waiting(self) -> list[Job[C]]:
-        return [job for *_, job in self._queue]
+        return [entry[2:] for entry in self._queue]
 
     def _check(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
         if len(running) > self._workers:
