@@ -160,10 +160,12 @@ def _factors(coefficients: Coefficients, s: int, k: int) -> Tensor | list[list[f
     """
     if not isinstance(coefficients, Tensor):
         try:
-            line: list[Any] = list(coefficients)
-            if len(line) == k and all(type(c) is float or type(c) is int for c in line):
-                return [[float(c) for c in line]] * s
-            coefficients = _stacked(line)
+            listed: list[Any] = list(coefficients)
+            if _plain(listed, k):
+                return [[float(c) for c in listed]] * s
+            if len(listed) == s > 0 and all(_plain(line, k) for line in listed):
+                return [[float(c) for c in line] for line in listed]
+            coefficients = _stacked(listed)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ArgumentError(f"coefficients: expected numbers of shape (k,) or (S, k): {error}") from None
     if coefficients.is_complex():
@@ -172,6 +174,10 @@ def _factors(coefficients: Coefficients, s: int, k: int) -> Tensor | list[list[f
     if tuple(factors.shape) != (s, k):
         raise ArgumentError(f"coefficients: expected shape ({s}, {k}), got {tuple(factors.shape)}")
     return factors
+
+
+def _plain(line: Any, k: int) -> bool:
+    return isinstance(line, list | tuple) and len(line) == k and all(type(c) is float or type(c) is int for c in line)
 
 
 def _stacked(numbers: Any) -> Tensor:

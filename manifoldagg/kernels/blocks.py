@@ -111,28 +111,29 @@ def fold(partials: np.ndarray, blocks: Blocks) -> np.ndarray:
     Returns:
         (2, S, n): $h$ and $l$.
     """
-    parts = np.zeros((2, *partials.shape))
-    parts[0] = partials
-    for left, right in blocks.levels:
-        parts[0, left], parts[1, left] = two_sum(parts[:, left], parts[:, right])
-    if len(blocks.first) == len(blocks.cuts):
-        return parts[:, blocks.first] if blocks.levels else parts
     total = np.zeros((2, len(blocks.cuts), partials.shape[1]))
-    total[:, blocks.table[blocks.first, 2]] = parts[:, blocks.first]
+    if not blocks.levels:
+        total[0, blocks.table[:, 2]] = partials
+        return total
+    parts = np.zeros((2, *partials.T.shape))  # blocks last: numpy runs along them
+    parts[0] = partials.T
+    with np.errstate(invalid="ignore", over="ignore"):
+        for left, right in blocks.levels:
+            parts[0][:, left], parts[1][:, left] = two_sum(parts[..., left], parts[..., right])
+    total[:, blocks.table[blocks.first, 2]] = parts[..., blocks.first].swapaxes(1, 2)
     return total
 
 
 def two_sum(a: Pair, b: Pair) -> Pair:
-    """The sum of two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        high = a[0] + b[0]
-        other = high - a[0]
-        low = (a[0] - (high - other)) + (b[0] - other) + (a[1] + b[1])
-        total = high + low
-        low -= total - high
-        if not (finite := np.isfinite(total)).all():
-            total, low = np.where(finite, total, high), np.where(finite, low, 0.0)
-        return total, low
+    """The sum of two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0. It may warn of infinities."""
+    high = a[0] + b[0]
+    other = high - a[0]
+    low = (a[0] - (high - other)) + (b[0] - other) + (a[1] + b[1])
+    total = high + low
+    low -= total - high
+    if not np.isfinite(total).all():
+        total, low = np.where(np.isfinite(total), total, high), np.where(np.isfinite(total), low, 0.0)
+    return total, low
 
 
 def symmetric(sums: np.ndarray, k: int) -> Tensor:

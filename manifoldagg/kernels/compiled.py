@@ -42,12 +42,10 @@ def unavailable() -> str | None:
 
 def takes(tensors: Sequence[Tensor]) -> bool:
     """Whether the library can read these tensors of one device: on the CPU, of the four dtypes, plain memory."""
-    return tensors[0].device.type == "cpu" and all(
-        tensor.dtype in DTYPES
-        and not (tensor.is_neg() or tensor._is_zerotensor())
-        and (tensor.data_ptr() != 0 or tensor.shape[0] == 0)
-        for tensor in tensors
-    )
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES or tensor.is_neg() or (tensor.data_ptr() == 0 and tensor.shape[0] > 0):
+            return False
+    return tensors[0].is_cpu
 
 
 def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
@@ -57,7 +55,7 @@ def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
     described = _describe((*rows.plus, *rows.minus))
     start = described.buffer_info()[0]
     done = _loaded().manifoldagg_gram(
-        *(k, start, start + k * VECTOR, count, blocks.address, sums.__array_interface__["data"][0]),
+        *(k, start, start + k * VECTOR, count, blocks.address, sums.ctypes.data),
         _threads(rows, count),
     )
     if not done:

@@ -149,8 +149,10 @@ def is_transformed(tensors: Sequence[Tensor]) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    if torch.is_grad_enabled() and any(row.requires_grad for row in tensors):
-        return True
+    if torch.is_grad_enabled():
+        for row in tensors:
+            if row.requires_grad:
+                return True
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(row).tangent is not None for row in tensors):
         return True
     within = torch._C._functorch.peek_interpreter_stack() is not None

@@ -112,5 +112,7 @@ def _total(ranks: Ranks, piece: Piece, k: int, call: int, partials: Callable[[],
             with torch.no_grad():
                 sums = fold(partials(), piece.blocks)
             sums[:, ~np.array(piece.counted)] = 0
-    high: np.ndarray = reduce(two_sum, ranks.exchange(piece.terms(call, k), sums))[0]
+    every = ranks.exchange(piece.terms(call, k), sums)
+    with np.errstate(invalid="ignore", over="ignore"):
+        high: np.ndarray = reduce(two_sum, every)[0]
     return high

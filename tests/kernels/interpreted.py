@@ -254,8 +254,8 @@ def test_it_takes_floating_tensors_of_its_device():
 
 
 def test_tensors_of_another_device_are_refused_before_a_launch():
+    row = torch.ones(3, device="meta")
     with pytest.raises(ArgumentError, match="rows: the triton backend expected device"):
-        row = torch.ones(3, device="meta")
         backend.partials(Rows((row,), (None,), (row,)), cut([3]))
     with pytest.raises(ArgumentError, match="got meta"):
         backend.combine(None, Rows.of([torch.ones(3)]), [[1.0]], cut([3]), torch.ones(3, device="meta"))
