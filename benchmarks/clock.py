@@ -27,8 +27,9 @@ from manifoldagg.simulation.delays import (
 from manifoldagg.simulation.measurements import Empirical
 from manifoldagg.simulation.network import JacksonNetwork
 from manifoldagg.simulation.participation import Change, Participation, churn
+from manifoldagg.simulation.priority import PriorityScheduler
 from manifoldagg.simulation.replay import Replay
-from manifoldagg.simulation.schedulers import Completion, IndependentClients, PriorityScheduler
+from manifoldagg.simulation.schedulers import Completion, IndependentClients
 from manifoldagg.simulation.trace import Record
 
 DELAYS: dict[str, Delay] = {

@@ -29,7 +29,7 @@ from manifoldagg.curves import Simplex
 from manifoldagg.federated import Message, Outcome, Update, trainers
 from manifoldagg.manifolds import Manifold, Sphere, distance, geodesic
 from manifoldagg.simulation import Federation, task
-from manifoldagg.simulation.schedulers import PriorityScheduler
+from manifoldagg.simulation.priority import PriorityScheduler
 
 CLIENTS, CYCLE, VERTICES = 10, 8, 3
 SPACES: dict[str, dict[str, Any]] = {"flat": {}, "spheres": {"1.weight": Sphere(64)}}

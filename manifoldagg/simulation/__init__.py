@@ -8,10 +8,11 @@ from manifoldagg.simulation.measurements import Empirical, assign
 from manifoldagg.simulation.network import JacksonNetwork
 from manifoldagg.simulation.participation import Change, Participation, churn
 from manifoldagg.simulation.partitions import dirichlet_partition
+from manifoldagg.simulation.priority import PriorityScheduler
 from manifoldagg.simulation.readers import images, read_idx
 from manifoldagg.simulation.replay import Replay
 from manifoldagg.simulation.run import Event, Federation, Method, Run, run
-from manifoldagg.simulation.schedulers import Completion, IndependentClients, PriorityScheduler, Scheduler
+from manifoldagg.simulation.schedulers import Completion, IndependentClients, Scheduler
 from manifoldagg.simulation.tasks import Batches, Task, task
 from manifoldagg.simulation.trace import Record, read_trace, write_trace
 

@@ -17,6 +17,8 @@ from manifoldagg.errors import ArgumentError, check_number
 
 NORMAL = NormalDist()
 LEAST, MOST = 2.0**-1022, 1 - 2.0**-53
+HALF_NORMAL_SCALE = math.sqrt(math.pi / 2)
+"""Of a half-normal distribution with mean 1."""
 
 
 class Delay(ABC):
@@ -224,7 +226,7 @@ class HalfNormal(Delay):
 
     def _invert(self, share: float) -> float:
         # The lower half of the normal distribution: (1 - u) / 2 is exact where (1 + u) / 2 rounds.
-        return self.mean * math.sqrt(math.pi / 2) * abs(_normal((1 - share) / 2))
+        return self.mean * HALF_NORMAL_SCALE * abs(_normal((1 - share) / 2))
 
 
 @dataclass(frozen=True)
@@ -335,4 +337,4 @@ def store(value: object, **fields: object) -> None:
 
 def _normal(share: float) -> float:
     """The quantile of the normal distribution, finite at both ends."""
-    return NORMAL.inv_cdf(min(max(share, LEAST), MOST))
+    return NORMAL.inv_cdf(share if LEAST <= share <= MOST else LEAST if share < LEAST else MOST)

@@ -70,7 +70,7 @@ class JacksonNetwork(Scheduler[int]):
             raise ArgumentError(f"routing: expected shares that sum to 1, got {1 + excess:.9g}: off by {excess:+.3g}")
         self._tasks = check_count("tasks", tasks)
         self._services = {client: Exponential(1 / rate) for client, rate in enumerate(self._rates)}
-        self._last(max(service.quantile(MOST) for service in self._services.values()))
+        self._bound(max(service.quantile(MOST) for service in self._services.values()))
         edges = np.cumsum(self._routing)
         # 1 at the last client with a share, so that no draw falls behind it.
         self._edges: list[float] = (edges / edges[-1]).tolist()

@@ -2,8 +2,9 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import fields
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,7 +49,7 @@ class Replay(Scheduler[C]):
                     f"records[{i}]: expected them in order of `finished`, "
                     f"got {record.finished:g} after {before.finished:g}"
                 )
-        self._digest = hashlib.sha256(repr([astuple(record) for record in self._records]).encode()).hexdigest()
+        self._digest = hashlib.sha256(repr(list(map(_row, self._records))).encode()).hexdigest()
         self._left = self._by_client(range(len(self._records)))
         self._endless: list[Job[C]] = []
 
@@ -120,3 +121,6 @@ class Replay(Scheduler[C]):
 
     def _resume(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
         self._endless = waiting
+
+
+_row = attrgetter(*(field.name for field in fields(Record)))

@@ -14,7 +14,7 @@ from manifoldagg.federated.contract import Memory
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.fairness import gini, theil
 from manifoldagg.simulation.partitions import dirichlet_partition
-from manifoldagg.simulation.schedulers import PriorityScheduler
+from manifoldagg.simulation.priority import PriorityScheduler
 from manifoldagg.simulation.tasks import Batches, Task, seeded_model
 
 SPLIT, SCHEDULE, TRAINING = range(3)

@@ -1,7 +1,5 @@
 """Schedulers: which client finishes next, and when."""
 
-import bisect
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -21,7 +19,7 @@ Running = tuple[C, float, float, int, float]
 LONGEST = 2.0**960
 """Seconds of one task: less than half the last place of the largest float, so that no finite time overflows by it."""
 EASY = 2.0**480
-"""So many units of work that take so many seconds each are not longer than `LONGEST`."""
+"""So many units of work at so many seconds each are within `LONGEST`."""
 
 
 class Completion(NamedTuple):
@@ -100,9 +98,10 @@ class Scheduler(ABC, Generic[C]):
             ManifoldAggError: if no task is left.
         """
         self._employ()
-        if not self._clock:
-            raise ManifoldAggError("the scheduler has no task: dispatch a client before asking for the next")
-        time, (client, work, dispatched, finished, started) = self._clock.next()
+        try:
+            time, (client, work, dispatched, finished, started) = self._clock.next()
+        except ManifoldAggError:
+            raise ManifoldAggError("the scheduler has no task: dispatch a client before asking for the next") from None
         left = self._held.pop(client) - 1
         if left:
             self._held[client] = left
@@ -193,8 +192,8 @@ class Scheduler(ABC, Generic[C]):
         if not self._longest(client, work) <= LONGEST:
             raise ArgumentError(f"work: expected a task of at most {LONGEST:.3g} s for client {client!r}, got {work!r}")
 
-    def _last(self, slowest: float) -> None:
-        """A unit of work takes at most that many seconds: `_fits` need not be asked about work that is easy then."""
+    def _bound(self, slowest: float) -> None:
+        """No unit of work takes more seconds than `slowest`: `_fits` need not be asked about easy work if that is."""
         self._easy = EASY if slowest <= EASY else -1.0
 
     def _run(self, job: Job[C], seconds: float) -> int:
@@ -261,13 +260,14 @@ class IndependentClients(Scheduler[C]):
         for client, delay in self._delays.items():
             if not isinstance(delay, Delay):
                 raise ArgumentError(f"delays[{client!r}]: expected a Delay, got {delay!r}")
+        # What the clock knows a client's task by.
         self._running: dict[C, int] = {}
-        all_delays = [*self._delays.values(), *([self._common] if self._common else [])]
-        self._last(max((delay.quantile(MOST) for delay in all_delays), default=0.0))
+        given = [delays] if isinstance(delays, Delay) else self._delays.values()
+        self._bound(max((delay.quantile(MOST) for delay in given), default=0.0))
 
     def dispatch(self, client: C, work: float) -> None:
         job = self._job(client, work)
-        client, work, *_ = job
+        client, work, _, _ = job
         self._running[client] = self._run(job, self._delay(client).draw(self._generator, work))
         self._hold(client)
 
@@ -287,100 +287,6 @@ class IndependentClients(Scheduler[C]):
 
     def _forget(self, client: C) -> None:
         self._clock.cancel(self._running[client])
-
-
-class PriorityScheduler(Scheduler[C]):
-    r"""A few workers that execute the tasks of many clients, out of a queue that favours small tasks.
-
-    A client is pushed with key `work + k * now`, fixed at the push, and the queue is sorted by it. A worker
-    that becomes free takes position i of N with probability $(N - i) / \sum_{j \le N} j$, i from 0, before the
-    client that it just finished is pushed back. A task of `work` batches takes `work / speed` seconds.
-
-    Args:
-        clients: how many clients there are; sets the default speed $k \cdot$ clients / workers.
-        generator: draws the positions; nothing else does.
-        workers: how many tasks run at a time.
-        k: batches per second and client that waiting is worth.
-        speed: batches per second of one worker.
-
-    Raises:
-        ArgumentError: naming the argument that does not fit.
-
-    Source: Manifold B.0.1.
-
-    Example:
-        >>> import numpy as np
-        >>> scheduler = PriorityScheduler(2, np.random.default_rng(0), workers=1, speed=1.0)
-        >>> scheduler.dispatch("small", work=1); scheduler.dispatch("large", work=5)
-        >>> sorted(scheduler.next().client for _ in range(2))
-        ['large', 'small']
-    """
-
-    def __init__(
-        self,
-        clients: int,
-        generator: np.random.Generator,
-        *,
-        workers: int = 2,
-        k: float = 2.0,
-        speed: float | None = None,
-    ) -> None:
-        super().__init__(generator)
-        self._k = check_number("k", k, at_least=0)
-        self._workers = self._idle = check_count("workers", workers)
-        default = k * check_count("clients", clients) / workers
-        self._speed = check_number("speed", default if speed is None else speed, above=0)
-        self._last(1 / self._speed)
-        # Keys, how many were pushed before, and the fields of jobs: one tuple each, since many wait.
-        self._queue: list[tuple[float, int, C, float, float, int]] = []
-        self._pushed = 0
-
-    def dispatch(self, client: C, work: float) -> None:
-        job = self._job(client, work)
-        self._push(job)
-        self._hold(job[0])
-
-    def _longest(self, client: C, work: float) -> float:
-        return work / self._speed
-
-    def _push(self, job: Job[C]) -> None:
-        _, work, dispatched, _ = job
-        bisect.insort(self._queue, (work + self._k * dispatched, self._pushed, *job))
-        self._pushed += 1
-
-    def _employ(self) -> None:
-        while self._idle and self._queue:
-            job = self._queue.pop(self._draw(len(self._queue)))[2:]
-            self._run(job, job[1] / self._speed)
-            self._idle -= 1
-
-    def _draw(self, length: int) -> int:
-        """Position i with probability proportional to length - i, by inverting triangular numbers exactly."""
-        ticket = int(self._generator.integers(length * (length + 1) // 2))
-        return length - 1 - (math.isqrt(8 * ticket + 1) - 1) // 2
-
-    def _release(self, client: C) -> None:
-        self._idle += 1
-        self._employ()
-
-    def _forget(self, client: C) -> None:
-        self._idle += len(self._clock.discard(lambda running: running[0] == client))
-        self._queue = [entry for entry in self._queue if entry[2] != client]
-
-    def _settings(self) -> dict[str, Any]:
-        return {"workers": self._workers, "k": self._k, "speed": self._speed}
-
-    def _waiting(self) -> list[Job[C]]:
-        return [entry[2:] for entry in self._queue]
-
-    def _check(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
-        if len(running) > self._workers:
-            raise ValueError(f"{len(running)} tasks run on {self._workers} workers")
-
-    def _resume(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
-        self._idle, self._queue, self._pushed = self._workers - len(running), [], 0
-        for job in waiting:
-            self._push(job)
 
 
 def check_client(client: Any) -> Any:

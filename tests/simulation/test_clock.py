@@ -71,6 +71,39 @@ def test_what_is_discarded_does_not_happen_and_the_rest_does(seed, size):
     assert [clock.next() for _ in range(len(clock))] == [odd.next() for _ in range(len(odd))]
 
 
+@given(seeds, st.integers(0, 30))
+def test_cancelling_one_by_one_is_discarding(seed, size):
+    draws = np.random.default_rng(seed)
+    clock, other = VirtualClock(), VirtualClock()
+    counts = [clock.schedule_at(float(time), i) for i, time in enumerate(draws.integers(0, 5, size))]
+    other.restore(clock.state())
+    for i in draws.permutation(size)[: size // 2]:
+        clock.cancel(counts[i])
+        assert other.discard(lambda event, i=i: event == i) == [i]
+        assert (len(clock), clock.peek()) == (len(other), other.peek())
+        if len(clock) and draws.random() < 0.3:
+            happened = clock.next()
+            assert happened == other.next()
+            break
+    for i in range(2):
+        clock.schedule(1.0, size + i)
+        other.schedule(1.0, size + i)
+    before = [clock.next() for _ in range(len(clock) // 2)]
+    assert before == [other.next() for _ in before]
+    assert clock.state() == other.state()
+    assert [clock.next() for _ in range(len(clock))] == [other.next() for _ in range(len(other))]
+    assert clock.peek() == math.inf
+
+
+def test_cancelled_events_do_not_pile_up():
+    clock = VirtualClock()
+    clock.schedule(1.0, "a")
+    for i in range(1000):
+        clock.cancel(clock.schedule_at(2.0 + i, "b"))
+        assert len(clock) == 1
+        assert len(clock._events) <= 3
+
+
 @pytest.mark.parametrize("kind", BIT_GENERATORS)
 @given(seeds, st.integers(0, 30), st.integers(0, 40))
 def test_a_state_goes_through_json_and_on_as_if_nothing_had_happened(kind, seed, before, size):
