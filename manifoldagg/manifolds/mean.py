@@ -17,7 +17,8 @@ class Mean:
 
     Attributes:
         point: $m$ (*batch, *shape).
-        residual: $\|\sum_i w_i \log_m x_i\|$ (*batch,) in float64: 0 where the objective is stationary.
+        residual: $\|\sum_i w_i \log_m x_i\|$ (*batch,) in float64: 0 where the objective is stationary, NaN where a
+            point has no log at $m$ (an antipode).
         steps: how many were taken.
         converged: whether every residual is within the tolerance.
     """
