@@ -33,11 +33,11 @@ class VirtualClock(Generic[T]):
         self.now = 0.0
         self._events: list[tuple[float, int, int, T]] = []
         self._scheduled = 0
-        # Taken back, but in the heap still. The first event is none of them.
-        self._cancelled: set[int] = set()
+        # Who is not in here was cancelled, but may be in the heap still; never as its first.
+        self._coming: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._events) - len(self._cancelled)
+        return len(self._coming)
 
     def schedule(self, delay: float, event: T) -> None:
         """Let `event` happen `delay` >= 0 from now.
@@ -65,6 +65,7 @@ class VirtualClock(Generic[T]):
             time = check_number("time", time, at_least=self.now)
         count = self._scheduled
         heappush(self._events, (time, count if order is None else order, count, event))
+        self._coming.add(count)
         self._scheduled = count + 1
         return count
 
@@ -80,10 +81,10 @@ class VirtualClock(Generic[T]):
         """
         if not self._events:
             raise ManifoldAggError("the clock has no event: schedule one before asking for the next")
-        time, _, _, event = heappop(self._events)
+        time, _, count, event = heappop(self._events)
         self.now = time
-        if self._cancelled:
-            self._tidy()
+        self._coming.remove(count)
+        self._tidy()
         return time, event
 
     def advance(self, time: float) -> None:
@@ -95,17 +96,23 @@ class VirtualClock(Generic[T]):
         self.now = check_number("time", time, at_least=self.now, at_most=self.peek())
 
     def cancel(self, count: int) -> None:
-        """Take back one event that is still to come, by what `schedule_at` returned; no other is looked at."""
-        self._cancelled.add(count)
+        """Take back one event that is still to come, by what `schedule_at` returned; no other is looked at.
+
+        Raises:
+            ArgumentError: if it has happened already, was taken back, or is none.
+        """
+        if check_count("count", count, at_least=0) not in self._coming:
+            raise ArgumentError(f"count: expected an event that is still to come, got {count!r}")
+        self._coming.remove(count)
         self._tidy()
-        if len(self._cancelled) > len(self):
+        if len(self._events) > 2 * len(self):
             self._sweep()
 
     def discard(self, test: Callable[[T], bool]) -> list[T]:
         """Take back the events that pass `test`: they will not happen. Cost: one look at every event."""
         self._sweep()
         gone = [entry for entry in self._events if test(entry[3])]
-        self._cancelled.update(entry[2] for entry in gone)
+        self._coming.difference_update(entry[2] for entry in gone)
         self._sweep()
         return [entry[3] for entry in sorted(gone, key=_rank)]
 
@@ -153,20 +160,19 @@ class VirtualClock(Generic[T]):
             raise ArgumentError(f"state: expected the state of a clock with such a generator, got {error!r}") from None
         self.generator.bit_generator.state = twin.state
         self.now, self._scheduled, self._events = now, scheduled, sorted(events, key=_rank)
-        self._cancelled.clear()
+        self._coming = {event[2] for event in events}
 
     def _tidy(self) -> None:
         """Drop cancelled events in front of the first one that happens."""
-        events, cancelled = self._events, self._cancelled
-        while events and events[0][2] in cancelled:
-            cancelled.remove(heappop(events)[2])
+        events, coming = self._events, self._coming
+        while events and events[0][2] not in coming:
+            heappop(events)
 
     def _sweep(self) -> None:
         """Drop all cancelled events."""
-        if self._cancelled:
-            self._events = [entry for entry in self._events if entry[2] not in self._cancelled]
+        if len(self._events) > len(self):
+            self._events = [entry for entry in self._events if entry[2] in self._coming]
             heapify(self._events)
-            self._cancelled.clear()
 
 
 def check_generator(generator: np.random.Generator) -> np.random.Generator:

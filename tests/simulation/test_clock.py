@@ -95,6 +95,21 @@ def test_cancelling_one_by_one_is_discarding(seed, size):
     assert clock.peek() == math.inf
 
 
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("count", [0, 1, 3, -1, 2.0, "2", None], ids=str)
+def test_only_an_event_to_come_can_be_cancelled(count):
+    clock = VirtualClock()
+    happened, cancelled, left = (clock.schedule_at(float(i), i) for i in range(3))
+    clock.next()
+    clock.cancel(cancelled)
+    assert (happened, cancelled, left) == (0, 1, 2)
+    before = clock.state()
+    with pytest.raises(ArgumentError, match="count: expected an"):
+        clock.cancel(count)
+    assert clock.state() == before
+    assert clock.next() == (2.0, 2)
+
+
 def test_cancelled_events_do_not_pile_up():
     clock = VirtualClock()
     clock.schedule(1.0, "a")
