@@ -52,18 +52,18 @@ def check_number(
             ...
         manifoldagg.errors.ArgumentError: rate: expected a finite number > 0, got -1
     """
-    bounds = [f"> {above:g}"] * (above > -math.inf) + [f">= {at_least:g}"] * (at_least > -math.inf)
-    bounds += [f"<= {at_most:g}"] * (at_most < math.inf)
-    expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
     try:
         if isinstance(value, str | bool):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ArgumentError(f"{name}: expected {expected}, got {value!r}") from None
-    if not (math.isfinite(number) and number >= at_least and number > above and number <= at_most):
-        raise ArgumentError(f"{name}: expected {expected}, got {value!r}")
-    return number
+        number = math.nan
+    if math.isfinite(number) and at_least <= number <= at_most and number > above:
+        return number
+    bounds = [f"> {above:g}"] * (above > -math.inf) + [f">= {at_least:g}"] * (at_least > -math.inf)
+    bounds += [f"<= {at_most:g}"] * (at_most < math.inf)
+    expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
+    raise ArgumentError(f"{name}: expected {expected}, got {value!r}")
 
 
 def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
