@@ -6,9 +6,10 @@ keeps its digits. Several backends do the same work: `reference`, `compiled` and
 for rows of which every rank holds a piece (`DTensor`s, or plain tensors within `across_ranks`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
@@ -152,25 +153,30 @@ def _checked(
     return lines, cuts, _factors(coefficients, len(cuts), len(lines.plus))
 
 
-def _factors(coefficients: Coefficients, s: int, k: int) -> Tensor | list[list[float]]:
+def _factors(coefficients: Any, s: int, k: int) -> Tensor | list[list[float]]:
     """Coefficients of shape (s, k): lists of floats, or a tensor where tensors were given.
 
     Raises:
         ArgumentError: if they are no numbers, or not so many.
     """
-    if not isinstance(coefficients, Tensor):
-        try:
+    try:
+        if isinstance(coefficients, np.ndarray):
+            coefficients = coefficients.tolist()
+        if isinstance(coefficients, Tensor):
+            factors = _real(coefficients)
+        else:
+            if isinstance(coefficients, str | bytes | Mapping | Set):
+                raise TypeError(f"got {coefficients!r}")
             listed: list[Any] = list(coefficients)
             if _plain(listed, k):
                 return [[float(c) for c in listed]] * s
-            if len(listed) == s > 0 and all(_plain(line, k) for line in listed):
+            if len(listed) == s and all(_plain(line, k) for line in listed):
                 return [[float(c) for c in line] for line in listed]
-            coefficients = _stacked(listed)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ArgumentError(f"coefficients: expected numbers of shape (k,) or (S, k): {error}") from None
-    if coefficients.is_complex():
-        raise ArgumentError("coefficients: expected real numbers, got complex ones")
-    factors = coefficients.expand(s, -1) if coefficients.ndim == 1 else coefficients
+            factors = _stacked(listed)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ArgumentError(f"coefficients: expected numbers of shape (k,) or (S, k): {error}") from None
+    if factors.ndim == 1:
+        factors = factors.expand(s, -1)
     if tuple(factors.shape) != (s, k):
         raise ArgumentError(f"coefficients: expected shape ({s}, {k}), got {tuple(factors.shape)}")
     return factors
@@ -183,10 +189,18 @@ def _plain(line: Any, k: int) -> bool:
 def _stacked(numbers: Any) -> Tensor:
     """Nested numbers and tensors as one float64 tensor, which carries their derivatives."""
     if isinstance(numbers, Tensor):
-        return numbers if numbers.is_complex() else numbers.to("cpu", torch.float64)
-    if isinstance(numbers, Sequence) and not isinstance(numbers, str):
+        return _real(numbers).to("cpu", torch.float64)
+    if isinstance(numbers, str | bytes | bool | np.bool_):
+        raise TypeError(f"got {numbers!r}")
+    if isinstance(numbers, Sequence):
         return torch.stack([_stacked(c) for c in numbers])
     return torch.tensor(float(numbers), dtype=torch.float64, device="cpu")
+
+
+def _real(numbers: Tensor) -> Tensor:
+    if numbers.is_complex() or numbers.dtype is torch.bool:
+        raise TypeError(f"got {numbers.dtype}")
+    return numbers
 
 
 def _differentiable(

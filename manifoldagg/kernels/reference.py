@@ -103,7 +103,8 @@ class _Scratch:
     """The first entries of lines in float64: one by one, and as the factors of products of `PART` entries each."""
 
     def __init__(self, memory: Tensor, width: int) -> None:
-        whole = -(-width // PART) * PART
+        # At least two products: torch would hand one alone to a library that shares it among threads.
+        whole = max(2, -(-width // PART)) * PART
         memory[:, width:whole] = 0
         *self.lines, self.less = memory[:, :width]
         self.left = memory[:-1, :whole].view(len(self.lines), -1, PART).transpose(0, 1)

@@ -43,7 +43,7 @@ class Rows:
         distinct: dict[int, Tensor] = {}
         for name, group in (("rows", plus), ("minus", less)):
             for i, row in enumerate(group):
-                if row is not None and id(row) not in distinct:
+                if not (row is None and name == "minus") and id(row) not in distinct:
                     check_row(name, i, row, like=plus[0])
                     distinct[id(row)] = row
         return Rows(plus, less, tuple(distinct.values()))
@@ -108,7 +108,7 @@ def check_target(out: Tensor, rows: Rows, base: Tensor | None) -> None:
         if low >= stop or (start, step, row.dtype) == (low, stride, out.dtype):
             continue
         gap = (start - low) % stride
-        if step != stride or not row.itemsize <= gap <= stride - row.itemsize:  # else between its entries
+        if step != stride or not out.itemsize <= gap <= stride - row.itemsize:  # else between its entries
             raise ArgumentError("out: expected base or a row itself, or memory apart from theirs; got an overlap")
 
 

@@ -186,13 +186,14 @@ def test_every_number_of_16_bits_is_read_and_rounded_as_torch_does(dtype, c):
 
 
 @pytest.mark.usefixtures("backend")
-def test_threads_do_not_matter():
-    rows = list(draw(0, 5, 1_000_003, dtype=torch.float32))
+@pytest.mark.parametrize(("k", "lengths"), [(5, [7, 600_000, 399_996]), (16, [2 * BLOCK + 900]), (33, [1000])])
+def test_threads_do_not_matter(k, lengths):
+    rows = list(draw(0, k, sum(lengths), dtype=torch.float32))
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append((gram(rows, minus=rows[0], segments=[7, 600_000, 399_996]), combine(None, rows, [0.1] * 5)))
+            found.append((gram(rows, minus=rows[0], segments=lengths), combine(None, rows, [0.1] * k)))
     finally:
         torch.set_num_threads(before)
     for grams, sums in found[1:]:
@@ -288,6 +289,32 @@ def test_what_does_not_fit_is_refused(call, words):
     with pytest.raises(ArgumentError, match=words):
         call(x)
     assert torch.equal(x, torch.arange(9.0))
+
+
+def entries(view):
+    """The bytes that each entry of a vector takes, in order."""
+    return [range(place, place + view.itemsize) for place in (view[p : p + 1].data_ptr() for p in range(len(view)))]
+
+
+@pytest.mark.usefixtures("as_shipped")
+@given(seeds)
+def test_a_target_that_shares_bytes_with_another_entry_is_refused(seed):
+    pick = np.random.default_rng(seed)
+    for _ in range(40):
+        pool, size = torch.zeros(64, dtype=torch.uint8), int(pick.integers(2, 5))
+        views = []
+        for dtype in pick.choice(len(DTYPES), 2):
+            item = DTYPES[dtype].itemsize
+            entry, step = int(pick.integers(0, 32 // item)), int(pick.integers(1, max(2, 8 // item + 1)))
+            views.append(pool.view(DTYPES[dtype])[entry::step][:size])
+        out, row = views
+        if len(out) != len(row):
+            continue
+        taken = [(i, j) for i, a in enumerate(entries(out)) for j, b in enumerate(entries(row)) if set(a) & set(b)]
+        same = out.dtype is row.dtype and taken == [(i, i) for i in range(len(out))]
+        if taken and not same:
+            with pytest.raises(ArgumentError, match="out: expected base or a row itself"):
+                combine(None, [row], [1.0], out=out)
 
 
 def test_what_a_backend_cannot_read_goes_to_the_reference():
@@ -431,7 +458,7 @@ def test_who_has_no_home_builds_for_the_moment(tmp_path):
         (lambda x: combine(None, [x], None), "coefficients: expected numbers"),
         (lambda x: combine(None, [x], 0.5), "coefficients: expected numbers"),
         (lambda x: combine(None, [x], [10**400]), "coefficients: expected numbers"),
-        (lambda x: combine(None, [x], torch.tensor([1j])), "coefficients: expected real numbers"),
+        (lambda x: combine(None, [x], torch.tensor([1j])), "coefficients: expected numbers of shape .*: got torch.complex"),
         (lambda x: gram(None), "rows: expected a sequence of tensors, got NoneType"),
         (lambda x: gram([x], minus=5), "minus: expected a sequence of tensors, got int"),
         (lambda x: gram([x], segments=3), "segments: expected a sequence of lengths, got 3"),

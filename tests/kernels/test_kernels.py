@@ -1,6 +1,7 @@
 """Laws of gram and combine: exact sums, rounding once, derivatives that are not silently zero."""
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -151,6 +152,10 @@ def test_forward_mode_reaches_a_gram_matrix():
             r"rows\[0\]: expected a tensor of a floating dtype, got torch.int64",
         ),
         (lambda: gram([[1.0, 2.0]]), r"rows\[0\]: expected a tensor of a floating dtype, got list"),
+        (lambda: gram([torch.ones(2), None]), r"rows\[1\]: expected a tensor of a floating dtype, got NoneType"),
+        (lambda: gram([None, torch.ones(2)]), r"rows\[0\]: expected a tensor of a floating dtype, got NoneType"),
+        (lambda: gram((torch.ones(2), None), minus=torch.ones(2)), r"rows\[1\]: expected a tensor"),
+        (lambda: combine(None, [torch.ones(2), None], [1.0, 0.0]), r"rows\[1\]: expected a tensor"),
         (lambda: gram(torch.ones(2)), r"rows: expected shape \(k, P\), got \(2,\)"),
         (lambda: gram([torch.ones(2, 2)]), r"rows\[0\]: expected shape one dimension"),
         (lambda: gram([torch.ones(2)], minus=[None, None]), "minus: expected one entry for each of 1 rows, got 2"),
@@ -161,11 +166,30 @@ def test_forward_mode_reaches_a_gram_matrix():
         (lambda: combine(None, [torch.ones(2)], [1.0, 2.0]), "coefficients: expected shape"),
         (lambda: combine(None, [torch.ones(2)], ["a"]), "coefficients: expected numbers"),
         (lambda: combine(None, [torch.ones(2)], [1.0], out=torch.ones(3)), "out: expected shape"),
+        *(
+            (lambda c=c: combine(None, [torch.ones(2)] * 2, c), "coefficients: expected numbers of shape")
+            for c in ("12", b"12", ["1", "2"], [[b"1", 2.0]], {1.0, 2.0}, {1.0: 0, 2.0: 0}, [True, False], 3.0)
+        ),
+        *(
+            (lambda c=c: combine(None, [torch.ones(2)] * 2, c), "coefficients: expected numbers of shape")
+            for c in (torch.ones(2).bool(), torch.ones(2) * 1j, np.ones(2, bool), [[torch.tensor(True), 1.0]])
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("kind", [tuple, list, np.array, torch.tensor], ids=["tuple", "list", "numpy", "torch"])
+def test_coefficients_are_numbers_of_any_kind(kind):
+    rows = draw(0, 2, 5)
+    lines = [[0.5, -2.0], [1.0, 3.0]]
+    expected = torch.cat([combine(None, rows[:, :3], lines[0]), combine(None, rows[:, 3:], lines[1])])
+    assert torch.equal(combine(None, rows, kind(lines), segments=[3, 2]), expected)
+    assert torch.equal(combine(None, rows, kind(lines[0])), combine(None, rows, lines[0]))
+    assert combine(None, rows[:, :0], kind([]) if kind in (tuple, list) else kind(lines)[:0], segments=[]).shape == (0,)
 
 
 def test_coefficients_are_not_rounded_where_a_derivative_is_followed():
