@@ -458,7 +458,10 @@ def test_who_has_no_home_builds_for_the_moment(tmp_path):
         (lambda x: combine(None, [x], None), "coefficients: expected numbers"),
         (lambda x: combine(None, [x], 0.5), "coefficients: expected numbers"),
         (lambda x: combine(None, [x], [10**400]), "coefficients: expected numbers"),
-        (lambda x: combine(None, [x], torch.tensor([1j])), "coefficients: expected numbers of shape .*: got torch.complex"),
+        (
+            lambda x: combine(None, [x], torch.tensor([1j])),
+            "coefficients: expected numbers of shape .*: got torch.complex",
+        ),
         (lambda x: gram(None), "rows: expected a sequence of tensors, got NoneType"),
         (lambda x: gram([x], minus=5), "minus: expected a sequence of tensors, got int"),
         (lambda x: gram([x], segments=3), "segments: expected a sequence of lengths, got 3"),
