@@ -136,7 +136,7 @@ def numpy(vectors: list[list[np.ndarray]]) -> Step:
     return step
 
 
-def ways(size: int, layout: str, threads: int, floor: Floor, peers: bool) -> dict[str, Step]:
+def ways(size: int, layout: str, threads: int, floor: Floor) -> dict[str, Step]:
     """Every way to take the step, by name, the floor first."""
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(size, generator=generator)
@@ -146,13 +146,12 @@ def ways(size: int, layout: str, threads: int, floor: Floor, peers: bool) -> dic
     found: dict[str, Step] = {"floor": lambda: floor.step(vectors, out, threads)}
     step = ours(vectors, lengths, out)
     found |= dict.fromkeys(available_backends(), step)
-    if peers:
-        split = [list(vector.split(lengths or [size])) for vector in vectors]
-        found |= {
-            "foreach": foreach(split),
-            "torch": plain(split),
-            "numpy": numpy([[piece.numpy() for piece in whole] for whole in split]),
-        }
+    split = [list(vector.split(lengths or [size])) for vector in vectors]
+    found |= {
+        "foreach": foreach(split),
+        "torch": plain(split),
+        "numpy": numpy([[piece.numpy() for piece in whole] for whole in split]),
+    }
     return found
 
 
@@ -204,7 +203,7 @@ def extra(name: str, call: Step) -> int:
 def measure(size: int, layout: str, threads: int, floor: Floor, rounds: int) -> list[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
-    calls = ways(size, layout, threads, floor, peers=True)
+    calls = ways(size, layout, threads, floor)
     taken = timed(calls, rounds)
     rows = []
     for name, seconds in taken.items():
