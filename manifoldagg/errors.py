@@ -66,6 +66,21 @@ def check_number(
     raise ArgumentError(f"{name}: expected {expected}, got {value!r}")
 
 
+def check_decay(name: str, value: SupportsFloat) -> float:
+    """`value` as a float in [0, 1): the share that a moving average keeps.
+
+    Raises:
+        ArgumentError: if `value` is no number, or outside.
+
+    Example:
+        >>> check_decay("beta", 0.9)
+        0.9
+    """
+    if (number := check_number(name, value, at_least=0)) >= 1:
+        raise ArgumentError(f"{name}: expected a number in [0, 1), got {value!r}")
+    return number
+
+
 def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
     """`value` as an int that is at least `at_least`.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_number, check_shape
+from manifoldagg.errors import ArgumentError, check_decay, check_number, check_shape
 from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, check_is_manifold
 from manifoldagg.manifolds.operations import norm, pole_ladder
 
@@ -169,8 +169,7 @@ class RiemannianAdam(_Riemannian):
         if not (isinstance(betas, tuple | list) and len(betas) == 2):
             raise ArgumentError(f"betas: expected a pair, got {betas!r}")
         for i, beta in enumerate(betas):
-            if check_number(f"betas[{i}]", beta, at_least=0) >= 1:
-                raise ArgumentError(f"betas[{i}]: expected a number in [0, 1), got {beta!r}")
+            check_decay(f"betas[{i}]", beta)
         defaults = {"lr": lr, "betas": tuple(betas), "eps": check_number("eps", eps, at_least=0), "amsgrad": amsgrad}
         super().__init__(params, space, retract, defaults)
 

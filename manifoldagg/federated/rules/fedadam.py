@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.corrections import Frame
-from manifoldagg.errors import ArgumentError, check_number
+from manifoldagg.errors import check_decay, check_number
 from manifoldagg.federated.contract import State, Update
 from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.rules._flat import check_flat
@@ -57,9 +57,8 @@ class FedAdam(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
-            if check_number(name, value, at_least=0) >= 1:
-                raise ArgumentError(f"{name}: expected a number in [0, 1), got {value!r}")
+        check_decay("beta1", self.beta1)
+        check_decay("beta2", self.beta2)
         check_number("epsilon", self.epsilon, above=0)
         if self.initial_square is not None:
             check_number("initial_square", self.initial_square, at_least=0)

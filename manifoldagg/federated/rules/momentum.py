@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_finite, check_number
+from manifoldagg.errors import ArgumentError, check_decay, check_finite, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, Rule, State, Update, check_rule
 from manifoldagg.federated.rules._curved import arrive
 from manifoldagg.federated.rules._reading import root, widened
@@ -51,8 +51,7 @@ class Momentum:
     def __post_init__(self) -> None:
         check_plain(self)
         check_rule(self.rule)
-        if check_number("beta", self.beta, at_least=0) >= 1:
-            raise ArgumentError(f"beta: expected a number in [0, 1), got {self.beta!r}")
+        check_decay("beta", self.beta)
 
     @property
     def cohort(self) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.curves import Bezier, Sharpness, fit
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number, check_shape
+from manifoldagg.errors import ArgumentError, check_choice, check_count, check_decay, check_number, check_shape
 from manifoldagg.federated.contract import Memory, Message, Payload
 from manifoldagg.federated.trainers.curve import count_samples
 from manifoldagg.federated.trainers.lorentz import Lorentz
@@ -78,8 +78,7 @@ class AsyncCurve:
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise ArgumentError(f"betas: expected a pair of numbers, got {self.betas!r}")
         for i, beta in enumerate(self.betas):
-            if check_number(f"betas[{i}]", beta, at_least=0) >= 1:
-                raise ArgumentError(f"betas[{i}]: expected a number in [0, 1), got {beta!r}")
+            check_decay(f"betas[{i}]", beta)
         check_number("eps", self.eps, at_least=0)
         check_number("projection", self.projection, at_least=0, at_most=1)
         if not isinstance(self.proximal, Lorentz):
