@@ -7,6 +7,7 @@ import jaxtyping
 import pytest
 
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+pytest.register_assert_rewrite("tests.federated.mutants")
 jaxtyping.install_import_hook("manifoldagg", CHECKER)
 
 COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import pytest
+
 from manifoldagg.errors import ManifoldAggError
 
 
@@ -34,6 +36,21 @@ class Catalogue:
         """The laws named beside a mutant that catch it."""
         changes, laws = self.mutants[mutant]
         return [law for law in laws if breaks(self.laws[law], self.kit(**changes))]
+
+    def tests(self):
+        """The two tests of a catalogue that is complete: to be bound to their names in the module."""
+
+        @pytest.mark.parametrize("name", self.laws)
+        def test_every_law_holds(name):
+            self.laws[name](self.kit())
+
+        @pytest.mark.parametrize("name", self.mutants)
+        def test_every_mutant_is_caught_by_its_laws(name, record_property):
+            broken = self.catching(name)
+            assert broken == list(self.mutants[name][1])
+            record_property("caught", (name, broken))
+
+        return test_every_law_holds, test_every_mutant_is_caught_by_its_laws
 
 
 def breaks(law, wrong):

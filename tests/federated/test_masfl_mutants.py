@@ -222,16 +222,7 @@ class NormalisedWithAnEpsilon(Normalised):
         return Payload(theta[None], 1, {"gradient": total / steps}, {"opening": message.numbers["opening"]})
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_every_law_holds(name):
-    LAWS[name](CATALOGUE.kit())
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_every_mutant_is_caught_by_its_laws(name, record_property):
-    broken = CATALOGUE.catching(name)
-    assert broken == list(MUTANTS[name][1])
-    record_property("caught", (name, broken))
+test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()
 
 
 def test_every_law_catches_something():

@@ -375,16 +375,7 @@ class MomentumDampsTheStepToo(shipped.Momentum):
         return after | {"velocity": (1 - self.beta) * after["velocity"]}, outcome
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_every_law_holds(name):
-    LAWS[name](CATALOGUE.kit())
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_every_mutant_is_caught_by_its_laws(name, record_property):
-    broken = CATALOGUE.catching(name)
-    assert broken == list(MUTANTS[name][1])
-    record_property("caught", (name, broken))
+test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()
 
 
 def test_there_are_enough_mutants():
