@@ -42,10 +42,12 @@ def unavailable() -> str | None:
 
 def takes(tensors: Sequence[Tensor]) -> bool:
     """Whether the library can read these tensors of one device: on the CPU, of the four dtypes, plain memory."""
+    if not tensors[0].is_cpu:
+        return False
     for tensor in tensors:
         if tensor.dtype not in DTYPES or tensor.is_neg() or (tensor.data_ptr() == 0 and tensor.shape[0] > 0):
             return False
-    return tensors[0].is_cpu
+    return True
 
 
 def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
