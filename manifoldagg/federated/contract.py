@@ -119,8 +119,8 @@ class Rule(Protocol):
     def init(self, space: Manifold, start: Float[Tensor, " P"]) -> State:
         """The state before the first step."""
 
-    def message(self, state: State, current: Float[Tensor, " P"], memory: Memory) -> Message:
-        """What a client is sent; `current` is handed on as it is, the server copies it."""
+    def message(self, space: Manifold, state: State, current: Float[Tensor, " P"], memory: Memory) -> Message:
+        """What a client is sent: a point of `space` to start from, which may be `current` itself: the server copies it."""
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Float[Tensor, " P"] | None = None

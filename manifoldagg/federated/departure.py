@@ -54,7 +54,7 @@ class Sender:
             ArgumentError: if the rule answers with no message of this space.
         """
         start = scene.current if rounded is None else rounded.to(scene.current.dtype)
-        message = self.rule.message(scene.state, start, scene.memory)
+        message = self.rule.message(self.space, scene.state, start, scene.memory)
         if not isinstance(message, Message):
             raise ArgumentError(f"rule: message: expected a Message, got {type(message).__name__}")
         check_shape("rule: message: start", message.start, *self.space.axes)

@@ -54,7 +54,7 @@ class Adds:
     def init(self, space, start):
         return {"steps": 0}
 
-    def message(self, state, current, memory):
+    def message(self, space, state, current, memory):
         return Message(current, numbers={"steps": state["steps"], "memory": 0 if memory is None else memory["answers"]})
 
     def step(self, space, state, update, *, out=None):

@@ -169,7 +169,7 @@ def test_a_rule_that_buffers_returns_a_copy_of_the_current_model():
         def init(self, space, start):
             return 0
 
-        def message(self, state, current, memory):
+        def message(self, space, state, current, memory):
             return Message(current)
 
         def step(self, space, state, update, *, out=None):
@@ -202,7 +202,7 @@ def test_what_is_kept_shares_no_memory(waits):
         def init(self, space, start):
             return {}
 
-        def message(self, state, current, memory):
+        def message(self, space, state, current, memory):
             return Message(current)
 
         def step(self, space, state, update, *, out=None):

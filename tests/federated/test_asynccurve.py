@@ -171,7 +171,7 @@ def test_a_client_is_warmed_by_the_last_step_of_its_model():
     m = (draw(0, P) - server.model) / 5
     assert relative(message.tensors["m"], m) <= 1e-15
     assert torch.equal(message.tensors["v"], message.tensors["m"].square())
-    huge = AsyncCurve(2).message({"step": torch.full((P,), 1e25)}, torch.zeros(P), {"batches": 2.0})
+    huge = AsyncCurve(2).message(SPACE, {"step": torch.full((P,), 1e25)}, torch.zeros(P), {"batches": 2.0})
     assert huge.tensors["v"].isfinite().all()
     assert not server.dispatch("late").message.tensors
 

@@ -113,11 +113,11 @@ def the_correction_remembers():
 def moments_are_those_of_the_last_step():
     rule, given_ = asynccurve.AsyncCurve(1, 0.5), update(15)
     state, outcome = rule.step(SPACE, rule.init(SPACE, given_.base), given_)
-    sent = rule.message(state, outcome.model, outcome.memory).tensors
+    sent = rule.message(SPACE, state, outcome.model, outcome.memory).tensors
     m = (given_.current - outcome.model) / 4
     assert relative(sent["m"], m) <= 1e-14
     assert relative(sent["v"], m * m) <= 1e-14
-    assert not rule.message(state, outcome.model, None).tensors
+    assert not rule.message(SPACE, state, outcome.model, None).tensors
 
 
 @law
@@ -217,7 +217,7 @@ def centres_are_places_of_the_simplex_and_stay():
     first, state = seen[2][0], seen[1][1]
     d = first.points.mean(0) - first.base - state["mean"]
     assert relative(seen[2][2].memory["centre"], onto_simplex((state["axes"] @ d) / state["scale"])) <= 1e-12
-    sent = rule.message(seen[-1][1], seen[-1][2].model, seen[-1][2].memory)
+    sent = rule.message(SPACE, seen[-1][1], seen[-1][2].model, seen[-1][2].memory)
     assert torch.equal(sent.tensors["centre"], seen[-1][2].memory["centre"])
     assert relative(sent.tensors["vertices"].mean(0), seen[-1][2].model) <= 1e-13
 
@@ -276,19 +276,19 @@ def forgets_the_statistic(correction, frame, state, read=asynccurve.read):
 
 
 @caught_by(asynccurve.AsyncCurve, "message", "moments_are_those_of_the_last_step")
-def sends_the_displacement(self, state, current, memory, send=asynccurve.AsyncCurve.message):
-    sent = send(self, state, current, memory)
+def sends_the_displacement(self, space, state, current, memory, send=asynccurve.AsyncCurve.message):
+    sent = send(self, space, state, current, memory)
     return replace(sent, tensors={name: -x if name == "m" else x for name, x in sent.tensors.items()})
 
 
 @caught_by(asynccurve.AsyncCurve, "message", "moments_are_those_of_the_last_step")
-def forgets_the_number_of_batches(self, state, current, memory, send=asynccurve.AsyncCurve.message):
-    return send(self, state, current, memory and memory | {"batches": 1.0})
+def forgets_the_number_of_batches(self, space, state, current, memory, send=asynccurve.AsyncCurve.message):
+    return send(self, space, state, current, memory and memory | {"batches": 1.0})
 
 
 @caught_by(asynccurve.AsyncCurve, "message", "moments_are_those_of_the_last_step")
-def warms_late_joiners(self, state, current, memory, send=asynccurve.AsyncCurve.message):
-    return send(self, state, current, memory or {"batches": 1.0})
+def warms_late_joiners(self, space, state, current, memory, send=asynccurve.AsyncCurve.message):
+    return send(self, space, state, current, memory or {"batches": 1.0})
 
 
 @caught_by(asynccurve.AsyncCurve, "_averaged", "every_third_version_is_the_mean_of_the_last")
@@ -378,8 +378,8 @@ def places_again_at_every_answer(self, state, update, place=floco.FLOCO._placed)
 
 
 @caught_by(floco.FLOCO, "message", "centres_are_places_of_the_simplex_and_stay")
-def keeps_centres_to_itself(self, state, current, memory, send=floco.FLOCO.message):
-    return send(self, state, current, None)
+def keeps_centres_to_itself(self, space, state, current, memory, send=floco.FLOCO.message):
+    return send(self, space, state, current, None)
 
 
 @caught_by(simplex_client.Region, "sample", "regions_are_small_simplices")

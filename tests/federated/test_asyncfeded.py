@@ -158,7 +158,7 @@ def test_a_plan_has_an_end():
     for k in range(3):
         _, outcome = rule.step(SPACE, {"version": k}, Update(0, x, x, x[None] + 1, memory=memory))
         memory = outcome.memory
-        assert outcome.numbers["epochs"] == rule.message({}, x, memory).numbers["epochs"] == 2.0**53
+        assert outcome.numbers["epochs"] == rule.message(SPACE, {}, x, memory).numbers["epochs"] == 2.0**53
 
 
 @pytest.mark.usefixtures("as_shipped")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from manifoldagg.corrections import OrthoDC, OrthoDyn, Position
 from manifoldagg.curves import Bezier
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Update, aggregate
+from manifoldagg.federated import Message, Payload, Server, Update, aggregate
 from manifoldagg.federated.rules import (
     ASGD,
     DCASGD,
@@ -248,6 +248,27 @@ def test_momentum_is_carried_along_the_step():
         angle += velocity
         assert relative(outcome.model, at(angle)) <= 1e-9
         assert outcome.numbers["norm"] == pytest.approx(velocity, rel=1e-9)
+
+
+class AheadOfTheModel(Momentum):
+    r"""Clients start at $\exp_\Theta \beta u$, where the momentum alone will take the model."""
+
+    def message(self, space, state, current, memory):
+        u = state.get("velocity", torch.zeros_like(current))
+        return Message(space.exp(current, self.beta * u))
+
+
+def test_a_rule_can_send_a_point_ahead_of_the_model():
+    given_ = scene(3)
+    server = Server(SPACE, AheadOfTheModel(ASGD(1.0), beta=0.5), given_.current)
+    ticket = server.dispatch("a")
+    assert relative(ticket.message.start, given_.current) <= 1e-12
+    assert server.receive(ticket.id, Payload(given_.points, 1)).accepted
+    start = server.dispatch("a").message.start
+    check_point(SPACE, start)
+    # The velocity of one step was carried along it, and keeps its length.
+    gone = distance(SPACE, given_.current, server.model)
+    assert float(distance(SPACE, server.model, start)) == pytest.approx(0.5 * float(gone), rel=1e-9)
 
 
 @pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), AsyncBezier(0.5), FedBuff(1)], ids=str)

@@ -144,8 +144,9 @@ class OrthoFLTestsASum(OrthoFL):
 
 @caught_by("OrthoFL", "starts_are_the_papers", "the_protocols_agree")
 class OrthoFLForgetsItsClients(OrthoFL):
-    def message(self, state, current, memory):
-        return Message(current) if memory is None or "start" in memory else super().message(state, current, memory)
+    def message(self, space, state, current, memory):
+        known = memory is not None and "start" not in memory
+        return super().message(space, state, current, memory) if known else Message(current)
 
 
 @caught_by("OrthoFL", "starts_are_the_papers")

@@ -184,7 +184,7 @@ class Careless:
     def init(self, space, start):
         return {"start": start}
 
-    def message(self, state, current, memory):
+    def message(self, space, state, current, memory):
         return Message(current, tensors={"current": current, "memory": current if memory is None else memory["points"]})
 
     def step(self, space, state, update, *, out=None):
@@ -286,7 +286,7 @@ def test_a_state_that_would_overflow_is_refused():
     r"""A buffered sum of $2 \cdot 3 \times 10^{38}$ would be there for ever."""
 
     class Sums(Gathers):
-        def message(self, state, current, memory):
+        def message(self, space, state, current, memory):
             return Message(current)
 
         def step(self, space, state, update, *, out=None):
@@ -382,7 +382,7 @@ def test_a_model_that_would_overflow_is_refused():
 )
 def test_a_client_counts_once_its_message_is_out(message):
     class Mute(Careless):
-        def message(self, state, current, memory):
+        def message(self, space, state, current, memory):
             if message is RuntimeError:
                 raise RuntimeError("mute")
             return message

@@ -121,7 +121,7 @@ def asyncfeded_is_the_papers_step(k):
     # γ = 1 / .8, and ⌊2 (1 - 1.25)⌋ = -1.
     assert relative(outcome.model - current, 0.7 / 1.75 * 0.8 * current) <= 1e-13
     assert outcome.memory["epochs"] == 3
-    assert rule.message({"version": 1}, current, outcome.memory).numbers == {"epochs": 3.0}
+    assert rule.message(Flat(1), {"version": 1}, current, outcome.memory).numbers == {"epochs": 3.0}
     _, outcome = rule.step(SPACE, {"version": 0}, replace(update, points=0.01 * current[None]))
     assert outcome.memory["epochs"] == 1
 
@@ -272,7 +272,7 @@ class AsyncFedEDAsksForNoEpochs(asyncfeded.AsyncFedED):
 
 @caught_by("AsyncFedED", "asyncfeded_is_the_papers_step")
 class AsyncFedEDNeverTells(asyncfeded.AsyncFedED):
-    def message(self, state, current, memory):
+    def message(self, space, state, current, memory):
         return Message(current, numbers={"epochs": float(self.epochs)})
 
 

@@ -37,8 +37,8 @@ def forward(s, name="walker", by=1.0):
 class Forgetful(Adds):
     """Keeps nothing for its clients."""
 
-    def message(self, state, current, memory):
-        return super().message(state, current, None)
+    def message(self, space, state, current, memory):
+        return super().message(space, state, current, None)
 
     def step(self, space, state, update, *, out=None):
         state, outcome = super().step(space, state, update, out=out)
@@ -164,8 +164,8 @@ def test_a_memory_limit_changes_where_things_are_and_nothing_else(seed, script, 
 class AsyncMemory(AsyncBezier):
     """Hands a client the point it sent last."""
 
-    def message(self, state, current, memory):
-        message = super().message(state, current, memory)
+    def message(self, space, state, current, memory):
+        message = super().message(space, state, current, memory)
         return message if memory is None else type(message)(current, {"last": memory["last"]})
 
     def step(self, space, state, update, *, out=None):

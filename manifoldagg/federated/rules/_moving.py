@@ -26,7 +26,7 @@ class Moving:
             check_choice("transport", self.transport, TRANSPORTS)
         check_count("rungs", self.rungs)
 
-    def message(self, state: State, current: Tensor, memory: Memory) -> Message:
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         return Message(current)
 
     def check_space(self, space: Manifold, start: Tensor) -> None:

@@ -96,7 +96,7 @@ class AsyncCurve:
         check_flat(space, start, "rotated control points")
         return {"version": 0}
 
-    def message(self, state: State, current: Tensor, memory: Memory) -> Message:
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         if not memory or "step" not in state:
             return Message(current)
         m = state["step"] / memory["batches"]

@@ -82,7 +82,7 @@ class AsyncFedED(Moving):
         self.check_space(space, start)
         return {"version": 0}
 
-    def message(self, state: State, current: Tensor, memory: Memory) -> Message:
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         return Message(current, numbers={"epochs": float(self.planned(memory))})
 
     def planned(self, memory: Memory) -> int:

@@ -87,7 +87,7 @@ class CA2FL:
         check_flat(space, start, "cached displacements, of CA2FL,")
         return {"version": 0, "count": 0, "cached": 0, "joined": 0, "guests": 0, "held": []}
 
-    def message(self, state: State, current: Tensor, memory: Memory) -> Message:
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         return Message(current)
 
     def step(

@@ -85,7 +85,7 @@ class FLOCO:
         vertices = check_finite("spread: first vertices", start + (noise - noise.mean(0)).to(start.device))
         return {"version": 0, "count": 0, "total": 0.0, "vertices": vertices, "signals": []}
 
-    def message(self, state: State, current: Tensor, memory: Memory) -> Message:
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         placed = {"centre": memory["centre"]} if memory and "centre" in memory else {}
         # Where the server rounds what clients start from, the vertices lie about that point.
         centroid = combine(None, [*state["vertices"]], [1 / self.vertices] * self.vertices)

@@ -63,7 +63,7 @@ class ControlVariates(abc.ABC):
         zeros = {"g": torch.zeros_like(start), "c": torch.zeros_like(start, dtype=torch.float64)}
         return {"version": 0, "joined": 0, "among": self.clients or 0, "waiting": {}} | zeros
 
-    def message(self, state: State, current: Tensor, memory: Memory) -> Message:
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         opening = self.initial == "gradient" and (memory is None or state["joined"] < (self.clients or 0))
         numbers = {"opening": float(opening), "beta": self.momentum} | self.told()
         if opening:

@@ -71,8 +71,8 @@ class Momentum:
     def init(self, space: Manifold, start: Tensor) -> State:
         return {"rule": self.rule.init(space, start)}
 
-    def message(self, state: State, current: Tensor, memory: Memory) -> Message:
-        return self.rule.message(state["rule"], current, memory)
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
+        return self.rule.message(space, state["rule"], current, memory)
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None

@@ -100,7 +100,7 @@ class OrthoFL:
         require_flat(space)
         return {"version": 0} | ({"updates": {}} if self.calibration == "pairwise" else {})
 
-    def message(self, state: State, current: Tensor, memory: Memory) -> Message:
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         if memory is None:
             return Message(current)
         if "start" in memory:
