@@ -120,7 +120,7 @@ class Rule(Protocol):
         """The state before the first step."""
 
     def message(self, space: Manifold, state: State, current: Float[Tensor, " P"], memory: Memory) -> Message:
-        """What a client is sent: a point of `space` to start from, which may be `current` itself: the server copies it."""
+        """What a client is sent. Its start is a point of `space`, such as `current` itself: the server copies it."""
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Float[Tensor, " P"] | None = None
