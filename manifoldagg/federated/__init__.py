@@ -1,9 +1,8 @@
 """Thin federated drivers over the geometry: rules, trainers, the server, and a front door for other codebases."""
 
 from manifoldagg.federated.aggregate import aggregate
-from manifoldagg.federated.contract import Averaging, Message, Outcome, Payload, Rule, Trainer, Update
+from manifoldagg.federated.contract import Averaging, Message, Outcome, Payload, Receipt, Rule, Ticket, Trainer, Update
 from manifoldagg.federated.limits import Checks
-from manifoldagg.federated.receipt import Receipt, Ticket
 from manifoldagg.federated.server import Server
 
 __all__ = [

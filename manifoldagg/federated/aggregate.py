@@ -9,14 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_number, is_finite
-from manifoldagg.federated.buffers import Patterns, Waiting, collect, policies, settle
+from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.federated.buffers import Patterns, Waiting, policies
 from manifoldagg.federated.contract import Memory, Rule, State, Update, check_rule, extras
-from manifoldagg.federated.trees import disjoint, spoils
+from manifoldagg.federated.snapshot import Snapshot
+from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.weights import check_client
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import OPAQUE
+
+__all__ = ["aggregate"]
 
 Array = Tensor | np.ndarray | np.generic
 Model = Mapping[Any, Array] | Sequence[Array]
@@ -24,7 +27,7 @@ Model = Mapping[Any, Array] | Sequence[Array]
 
 
 @dataclass(frozen=True)
-class Waits:
+class ServerState:
     """A rule's state, with what a server keeps beside it.
 
     Attributes:
@@ -97,45 +100,42 @@ def aggregate(
     check_count("samples", samples)
     check_number("weight", weight, above=0)
     check_client(client)
-    now, then = _tensors("current", current), _tensors("base", base)
-    updates: list[Any] = list(update) if _is_curve(current, update) else [update]
-    if not updates:
+    points = list(update) if _is_curve(current, update) else [update]
+    if not points:
         raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
-    models = [_tensors("update" if len(updates) == 1 else f"update[{i}]", model) for i, model in enumerate(updates)]
+    now = _tensors("current", current)
+    then = _tensors("base", base)
+    names = ["update"] if len(points) == 1 else [f"update[{i}]" for i in range(len(points))]
+    models = [_tensors(name, point) for name, point in zip(names, points, strict=True)]
     space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
-    chosen = policies(space.layout.carried, buffers)
+    terms = Terms(space, rule, policies(space.layout.carried, buffers), points="update", buffers="update")
     here = _point(space, "current", now)
-    points = [_point(space, "update" if len(models) == 1 else f"update[{i}]", m) for i, m in enumerate(models)]
-    kept = state if isinstance(state, Waits) else Waits(state)
-    before = rule.init(space, here.clone()) if kept.state is None else kept.state
-    step = Update(
+    kept = state if isinstance(state, ServerState) else ServerState(state)
+    before = Snapshot(
+        current=here,
+        state=rule.init(space, here.clone()) if kept.state is None else kept.state,
+        buffers={entry.name: now[entry.name] for entry in space.layout.carried},
+        waiting=kept.buffers,
+    )
+    taken = Update(
         client=client,
         base=_point(space, "base", then).to(here.device),
         current=here,
-        points=torch.stack(points).to(here.device),
+        points=torch.stack([_point(space, *named) for named in zip(names, models, strict=True)]).to(here.device),
         staleness=staleness,
         weight=weight,
         samples=samples,
         memory=kept.memory.get(client),
     )
-    after, outcome = rule.step(space, before, step)
-    numbers = dict(outcome.numbers)
-    if outcome.model is not None and not is_finite(outcome.model):
-        raise ArgumentError("update: the new model would not be finite")
-    if spoils(after, before) or spoils(outcome.memory, step.memory):
-        raise ArgumentError("update: the rule's state would not be finite")
-    after, mine = disjoint((after, outcome.memory), [step.base, here, step.points, outcome.model])
+    stepped = step(terms, before, taken, models[-1], torch.empty_like(here))
+    after = stepped.snapshot
     memory = {name: tree for name, tree in kept.memory.items() if name != client}
-    memory |= {} if mine is None else {client: mine}
-    carried, waiting = {entry.name: now[entry.name] for entry in space.layout.carried}, kept.buffers
-    if chosen:
-        waiting = collect(chosen, waiting, models[-1], carried, weight, name="update")
-    if outcome.model is None:
-        new = {name: tensor.clone() for name, tensor in now.items()}
-    else:
-        carried = carried if waiting is None else settle(chosen, waiting, carried, numbers)
-        new, waiting = space.state_dict(outcome.model, carried), None
-    return _like(current, new, now), after if waiting is None and not memory else Waits(after, waiting, memory), numbers
+    if stepped.memory is not None:
+        memory[client] = stepped.memory
+    moved = after.version > before.version
+    new = space.state_dict(after.current, after.buffers) if moved else {name: x.clone() for name, x in now.items()}
+    held = ServerState(after.state, after.waiting, memory) if memory or after.waiting is not None else after.state
+    return _like(current, new, now), held, stepped.numbers
 
 
 def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:

@@ -2,10 +2,13 @@
 
 A server sends a [`Message`][manifoldagg.federated.Message], a trainer answers with a
 [`Payload`][manifoldagg.federated.Payload], the server adds what only it knows and hands the rule an
-[`Update`][manifoldagg.federated.Update]; the rule answers with an [`Outcome`][manifoldagg.federated.Outcome].
+[`Update`][manifoldagg.federated.Update]; the rule answers with an [`Outcome`][manifoldagg.federated.Outcome]. What
+clients keep in hand is a [`Ticket`][manifoldagg.federated.Ticket] and, after it, a
+[`Receipt`][manifoldagg.federated.Receipt].
 Rules never see a loss, trainers never see the server's state.
 """
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +19,23 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.manifolds import Loss, Manifold
+
+__all__ = [
+    "Averaging",
+    "Memory",
+    "Message",
+    "Outcome",
+    "Payload",
+    "Receipt",
+    "Rule",
+    "State",
+    "Ticket",
+    "Trainer",
+    "Update",
+    "check_averaging",
+    "check_rule",
+    "extras",
+]
 
 State = Any
 """A tree (nested dicts, lists, tuples) of tensors and numbers that a rule threads through its steps."""
@@ -101,6 +121,42 @@ class Outcome:
     model: Float[Tensor, " P"] | None
     memory: Memory = None
     numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Leave to train: what `receive` asks for again, the version it starts from, and the message."""
+
+    id: str
+    version: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Receipt:
+    r"""What became of an update.
+
+    Attributes:
+        accepted: whether the rule took it.
+        reason: why not; empty where accepted.
+        version: of the server's model after it.
+        staleness: $\tau - t$ in versions.
+        weight: $w_i$ that the rule was given.
+        cosine: between the update and the drift; NaN where one of them is zero.
+        step: where on the curve the server went, $s$.
+        norm: how far the model moved.
+        buffered: whether the update waits: it was accepted, and the model has not moved by it yet.
+    """
+
+    accepted: bool
+    reason: str
+    version: int
+    staleness: int = 0
+    weight: float = math.nan
+    cosine: float = math.nan
+    step: float = math.nan
+    norm: float = math.nan
+    buffered: bool = False
 
 
 @runtime_checkable
@@ -193,7 +249,8 @@ def extras(rule: Rule) -> tuple[dict[str, int | None], tuple[str, ...]]:
     Raises:
         ArgumentError: if its `tensors` is no such mapping, or its `numbers` are no names.
     """
-    tensors, numbers = getattr(rule, "tensors", {}), getattr(rule, "numbers", ())
+    tensors = getattr(rule, "tensors", {})
+    numbers = getattr(rule, "numbers", ())
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
         raise ArgumentError(f"rule: tensors: expected a mapping from names to numbers of points, got {tensors!r}")
     for name, count in tensors.items():

@@ -3,89 +3,80 @@
 import math
 import secrets
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError, check_count
-from manifoldagg.federated.buffers import Waiting
-from manifoldagg.federated.contract import Payload, State
-from manifoldagg.federated.receipt import REPORTED, Receipt, row
-from manifoldagg.federated.scene import Arrival, Move, Open, Scene
+from manifoldagg.federated.contract import Receipt, Update
+from manifoldagg.federated.snapshot import Arrival, Open, Snapshot
+from manifoldagg.federated.step import Stepped
 from manifoldagg.federated.store import Found, Kept, Key, Store
 from manifoldagg.federated.trees import size_of
 from manifoldagg.federated.weights import Weights
 
+__all__ = ["Ledger", "row"]
+
 NOWHERE: Key = ("base", None)
-UNKNOWN = "ticket: unknown, or used already"
+REPORTED = ("cosine", "step", "norm")
+"""Which numbers of an outcome a receipt has; the history has all of them."""
 
 
 class Ledger:
     """The books of a server. Whoever calls a method holds `lock`; no method does more than a few look-ups.
 
     Args:
-        start: the first model; the ledger owns it.
-        state: the rule's first state.
-        buffers: the first buffers.
+        first: the first snapshot; the ledger owns its model.
         weights: who takes part.
         store: for versions and client memory.
         max_staleness: of an update.
-        norms: how many accepted norms are remembered.
         recycle: whether the memory of a model that was freed may become that of a later one.
     """
 
     def __init__(
-        self,
-        start: Tensor,
-        state: State,
-        buffers: Mapping[str, Tensor],
-        *,
-        weights: Weights,
-        store: Store,
-        max_staleness: int | None,
-        norms: int,
-        recycle: bool,
+        self, first: Snapshot, weights: Weights, store: Store, *, max_staleness: int | None, recycle: bool
     ) -> None:
+        if max_staleness is not None:
+            check_count("max_staleness", max_staleness, at_least=0)
         self.lock = threading.Lock()
-        self.version, self.state, self.buffers, self.weights, self.store = 0, state, buffers, weights, store
-        self.waiting: Waiting | None = None
-        self.norms: deque[float] = deque(maxlen=norms)
+        self.now = first
+        self.weights = weights
+        self.store = store
         self.history: list[dict[str, object]] = []
         self.refused: Counter[str] = Counter()
         self.tickets: dict[str, Open] = {}
         self.spare: Tensor | None = None
-        self._entered: Tensor | None = None
         self.closed = False
-        self._max_staleness, self._recycle = max_staleness, recycle
-        if max_staleness is not None:
-            check_count("max_staleness", max_staleness, at_least=0)
-        self._token, self._issued = secrets.token_hex(8), 0
-        store.add(self.current, Kept.of(start))
+        self._max_staleness = max_staleness
+        self._recycle = recycle
+        self._token = secrets.token_hex(8)
+        self._issued = 0
+        store.add(self.current, Kept.of(first.current))
 
     @property
     def current(self) -> Key:
         """Where the model is."""
-        return ("version", self.version)
+        return ("version", self.now.version)
 
-    def look(self) -> Scene:
+    def look(self) -> Snapshot:
         """The present, its version held."""
         self.store.hold(self.current)
-        return Scene(self.version, self.store[self.current], self.state, lambda: None, self.buffers)
+        return self.now
 
-    def depart(self, client: Hashable) -> tuple[Scene, Found]:
-        """Register `client` and hold the current version for it: what it starts from, and the rounded base if any.
+    def depart(self, client: Hashable) -> tuple[Snapshot, Found, Found]:
+        """Register `client` and hold the current version for it: what it leaves from, its memory, the rounded base.
 
         Raises:
             ArgumentError: if the server was closed.
         """
         self._check_open()
-        memory, rounded = self.store.found(("client", client)), self.store.found(("base", self.version))
-        scene = Scene(self.version, self.store[self.current], self.state, memory, self.buffers)
+        memory = self.store.found(("client", client))
+        rounded = self.store.found(("base", self.now.version))
         self.weights.register(client)
-        self.store.hold(self.current)
-        return scene, rounded
+        return self.look(), memory, rounded
 
     def stay(self, client: Hashable, version: int) -> None:
         """Undo `depart`."""
@@ -110,18 +101,6 @@ class Ledger:
         self.tickets[ticket_id] = Open(client, version, base)
         return ticket_id
 
-    def expect(self, ticket_id: Any) -> Open:
-        """The ticket of an update that may be taken.
-
-        Raises:
-            ArgumentError: if it is unknown or used, or its version too old.
-        """
-        ticket = self.find(ticket_id)
-        staleness = self.version - ticket.version
-        if self._max_staleness is not None and staleness > self._max_staleness:
-            raise ArgumentError(f"staleness: expected at most {self._max_staleness}, got {staleness}")
-        return ticket
-
     def find(self, ticket_id: Any) -> Open:
         """A ticket that is out.
 
@@ -129,73 +108,77 @@ class Ledger:
             ArgumentError: if it is unknown, or was used.
         """
         if not isinstance(ticket_id, str) or ticket_id not in self.tickets:
-            raise ArgumentError(UNKNOWN)
+            raise ArgumentError("ticket: unknown, or used already")
         return self.tickets[ticket_id]
 
-    def arrive(self, ticket_id: str, payload: Payload) -> tuple[Arrival, Tensor | None]:
-        """What an update meets, its base held until `leave`; and spare memory for the next model, if any."""
+    def expect(self, ticket_id: Any) -> Open:
+        """The ticket of an update that may be taken.
+
+        Raises:
+            ArgumentError: if it is unknown or used, or its version too old.
+        """
+        ticket = self.find(ticket_id)
+        staleness = self.now.version - ticket.version
+        if self._max_staleness is not None and staleness > self._max_staleness:
+            raise ArgumentError(f"staleness: expected at most {self._max_staleness}, got {staleness}")
+        return ticket
+
+    def arrive(self, ticket_id: str, samples: int) -> Arrival:
+        """What an update meets, its base held until `leave`."""
         ticket = self.expect(ticket_id)
         arrival = Arrival(
-            version=self.version,
-            current=self.store[self.current],
-            state=self.state,
-            found=self.store.found(("client", ticket.client)),
-            buffers=self.buffers,
+            snapshot=self.now,
             ticket=ticket,
             base=self.store.found(ticket.base or NOWHERE),
-            staleness=self.version - ticket.version,
-            weight=self.weights.of(ticket.client, payload.samples),
-            share=self.weights.share(ticket.client, payload.samples),
-            waiting=self.waiting,
-            norms=tuple(self.norms),
+            memory=self.store.found(("client", ticket.client)),
+            weight=self.weights.of(ticket.client, samples),
+            share=self.weights.share(ticket.client, samples),
+            spare=self.spare,
         )
         if ticket.base is not None:
             self.store.hold(ticket.base)
-        spare, self.spare = self.spare, None
-        return arrival, spare
+        self.spare = None
+        return arrival
 
-    def leave(self, arrival: Arrival, spare: Tensor | None) -> None:
+    def leave(self, arrival: Arrival, blank: Tensor | None) -> None:
         """Give back what `arrive` held, and the memory for a model unless it was entered."""
-        if spare is not None and spare is not self._entered:
-            self.spare = spare
+        if blank is not None and blank is not self.now.current:
+            self.spare = blank
         if arrival.ticket.base is not None:
             self.release(arrival.ticket.base)
 
-    def enter(self, ticket_id: str, arrival: Arrival, samples: int, move: Move, *, again: bool) -> Receipt | None:
-        """Make a move; `None`, and nothing is changed, where clients that joined meanwhile have changed its weight.
+    def enter(self, ticket_id: str, update: Update, stepped: Stepped, *, again: bool) -> Receipt | None:
+        """Enter a step; `None`, and nothing is changed, where clients that joined meanwhile have changed its weight.
 
         Args:
             ticket_id: of the update.
-            arrival: what it met.
-            samples: that its client told.
-            move: what it does.
+            update: that was taken.
+            stepped: what it does.
             again: whether it may be done again. Otherwise its weight stays as it arrived.
 
         Raises:
             ArgumentError: if the ticket was dropped meanwhile.
         """
-        ticket = self.find(ticket_id)
-        if again and self.weights.of(ticket.client, samples) != arrival.weight:
+        self.find(ticket_id)
+        if again and self.weights.of(update.client, update.samples) != update.weight:
             return None
         # Whatever can fail comes before the first change.
-        told = {name: move.numbers.get(name, math.nan) for name in REPORTED}
-        buffered = move.model is None
-        version = self.version + (not buffered)
-        receipt = Receipt(True, "", version, arrival.staleness, arrival.weight, **told, buffered=buffered)
-        line = row(ticket.client, samples, receipt, move.numbers)
-        if move.model is not None:
-            before, kept = self.current, Kept.of(move.model)
-            self._entered = move.model
-            self.store.add(("version", version), kept)
-            self.version = version
+        after = stepped.snapshot
+        moved = after.version != self.now.version
+        told = {name: stepped.numbers.get(name, math.nan) for name in REPORTED}
+        receipt = Receipt(True, "", after.version, update.staleness, update.weight, **told, buffered=not moved)
+        line = row(update.client, update.samples, receipt, stepped.numbers)
+        memory = None if stepped.memory is None else Kept.of(stepped.memory)
+        before = self.current
+        if moved:
+            self.store.add(("version", after.version), Kept.of(after.current))
+        self.now = after
+        if moved:
             self.release(before)
         self.history.append(line)
-        self.state, self.buffers, self.waiting = move.state, move.buffers, move.waiting
-        self.weights.record(ticket.client, samples)
-        if not math.isnan(move.norm):
-            self.norms.append(move.norm)
-        if not move.same:
-            self._remember(("client", ticket.client), move.memory)
+        self.weights.record(update.client, update.samples)
+        if stepped.memory is not update.memory:
+            self._remember(("client", update.client), memory)
         self.discard(ticket_id)
         return receipt
 
@@ -203,7 +186,7 @@ class Ledger:
         """Count a refusal by the field that its reason names first."""
         reason = str(error)
         self.refused[reason.partition(":")[0].partition("[")[0]] += 1
-        return Receipt(False, reason, self.version)
+        return Receipt(False, reason, self.now.version)
 
     def discard(self, ticket_id: str) -> None:
         """A ticket is used up, or given back."""
@@ -219,18 +202,17 @@ class Ledger:
 
     def close(self) -> None:
         """Let go of everything but the model and what is written of its past."""
-        model = self.store[self.current]
         self.closed = True
         self.tickets.clear()
         self.store.close()
-        self.store.add(self.current, Kept.of(model))
+        self.store.add(self.current, Kept.of(self.now.current))
 
     def usage(self) -> dict[str, int]:
         """Bytes: the model, its state, older versions that tickets hold, client memory, and what is in files."""
         used = self.store.usage(without=self.current)
         return {
-            "model": size_of([self.store[self.current]]),
-            "state": size_of([self.state, dict(self.buffers)]),
+            "model": size_of(self.now.current),
+            "state": size_of([self.now.state, dict(self.now.buffers)]),
             "versions": used["version"] + used["base"],
             "clients": used["client"],
             "spilled": used["spilled"],
@@ -245,3 +227,16 @@ class Ledger:
     def _check_open(self) -> None:
         if self.closed:
             raise ArgumentError("server: was closed")
+
+
+def row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> dict[str, object]:
+    """A line of the history: plain Python values under plain names. What a rule calls `buffered` is called `waiting`.
+
+    Example:
+        >>> row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]
+        2
+    """
+    count = numbers.get("buffered", 0)
+    waiting = int(count) if math.isfinite(count) else 0
+    line = {"client": client, "samples": samples, **asdict(receipt), "waiting": waiting}
+    return line | {name: value for name, value in numbers.items() if name not in line}

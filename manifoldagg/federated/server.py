@@ -12,17 +12,27 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.federated.buffers import Patterns, carried_by, of_model
-from manifoldagg.federated.contract import Averaging, Payload, Rule, check_averaging, check_rule, extras
-from manifoldagg.federated.departure import Sender
-from manifoldagg.federated.door import Door
+from manifoldagg.federated.contract import (
+    Averaging,
+    Payload,
+    Receipt,
+    Rule,
+    Ticket,
+    check_averaging,
+    check_rule,
+    extras,
+)
+from manifoldagg.federated.dispatch import check_base_dtype, message, rounded
+from manifoldagg.federated.intake import Form, admit
 from manifoldagg.federated.ledger import Ledger
 from manifoldagg.federated.limits import Checks, check_start
-from manifoldagg.federated.move import Mover
-from manifoldagg.federated.receipt import Receipt, Ticket
-from manifoldagg.federated.scene import Scene
+from manifoldagg.federated.snapshot import Snapshot
+from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.store import Store
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds import Manifold, ParameterSpace
+
+__all__ = ["Server"]
 
 
 class Server:
@@ -92,23 +102,21 @@ class Server:
         first = check_start(space, start)
         tensors, numbers = extras(check_rule(rule))
         checks = Checks.given(checks)
-        kept, chosen = of_model(space, carried, buffers)
-        sent = [entry for entry in carried_by(space) if chosen.get(entry.name, "leave") != "leave"]
-        self.space, self.rule, self._averaging = space, rule, check_averaging(averaging)
-        limits = (checks.max_samples, checks.max_points)
-        self._door = Door(space, first.dtype, first.device, tensors, numbers, tuple(sent), *limits)
-        self._sender = Sender(space, rule, base_dtype).check(first.dtype)
-        self._mover = Mover(space, rule, checks, chosen)
+        kept, policies = of_model(space, carried, buffers)
+        sent = tuple(entry for entry in carried_by(space) if policies.get(entry.name, "leave") != "leave")
+        self.space = space
+        self.rule = rule
+        self._averaging = check_averaging(averaging)
+        self._base_dtype = check_base_dtype(space, base_dtype, first.dtype)
+        self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks)
+        self._terms = Terms(space, rule, policies, checks)
         self._turn = threading.Lock()
         self._taking: int | None = None
         self._ledger = Ledger(
-            first,
-            rule.init(space, first.clone()),
-            kept,
-            weights=Weights(weights),
-            store=Store(memory_limit, spill),
+            Snapshot(first, rule.init(space, first.clone()), kept),
+            Weights(weights),
+            Store(memory_limit, spill),
             max_staleness=max_staleness,
-            norms=checks.norm_window,
             recycle=averaging is None,
         )
 
@@ -127,16 +135,18 @@ class Server:
         books = self._ledger
         books.weights.check(client)
         with books.lock:
-            scene, found = books.depart(client)
+            now, memory, narrow = books.depart(client)
         try:
-            rounded = found()
-            rounded = self._sender.rounded(scene.current) if keep and rounded is None else rounded
-            message = self._sender.message(scene, rounded if keep else None)
+            base = None
+            if keep:
+                base = narrow()
+                base = rounded(now.current, self._base_dtype) if base is None else base
+            sent = message(self.space, self.rule, now, memory(), base)
             with books.lock:
-                return Ticket(books.issue(client, scene.version, keep=keep, rounded=rounded), scene.version, message)
+                return Ticket(books.issue(client, now.version, keep=keep, rounded=base), now.version, sent)
         except BaseException:
             with books.lock:
-                books.stay(client, scene.version)
+                books.stay(client, now.version)
             raise
 
     @torch.inference_mode(False)
@@ -155,18 +165,18 @@ class Server:
         try:
             with books.lock:
                 ticket = books.expect(ticket_id)
-            brought = self._door.admit(payload, based=ticket.base is None)
+            brought = admit(self._form, payload, based=ticket.base is None)
         except ManifoldAggError as error:
             with books.lock:
                 return books.refuse(error)
         with self._in_turn():
             try:
-                receipt, model = self._take(ticket_id, brought)
+                receipt = self._take(ticket_id, brought)
             except ManifoldAggError as error:
                 with books.lock:
                     return books.refuse(error)
-            if model is not None and self._averaging is not None:
-                self._averaging.update(receipt.version, model)
+            if self._averaging is not None and not receipt.buffered:
+                self._averaging.update(receipt.version, books.now.current)
             books.store.spill(books.lock, without=books.current)
         return receipt
 
@@ -183,8 +193,8 @@ class Server:
     @property
     def model(self) -> Float[Tensor, " P"]:
         """A copy of the current model (P,)."""
-        with self._current() as scene:
-            return scene.current.clone()
+        with self._current() as now:
+            return now.current.clone()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The current model as a state dict, in the model's own dtypes, with the buffers that the server keeps.
@@ -194,8 +204,8 @@ class Server:
         """
         if not isinstance(self.space, ParameterSpace):
             raise ArgumentError(f"space: expected a ParameterSpace, got {type(self.space).__name__}")
-        with self._current() as scene:
-            return self.space.state_dict(scene.current, scene.buffers or None)
+        with self._current() as now:
+            return self.space.state_dict(now.current, now.buffers or None)
 
     def averaged(self) -> Float[Tensor, " P"]:
         """A copy of the average (P,); of the current model where nothing was averaged. Waits for a running update.
@@ -210,7 +220,7 @@ class Server:
     @property
     def version(self) -> int:
         """How often the model has moved."""
-        return self._ledger.version
+        return self._ledger.now.version
 
     @property
     def history(self) -> list[dict[str, object]]:
@@ -238,24 +248,27 @@ class Server:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Server has locks and tickets that are out: it is not copied or pickled; keep its `model`")
 
-    def _take(self, ticket_id: str, payload: Payload) -> tuple[Receipt, Tensor | None]:
+    def _take(self, ticket_id: str, payload: Payload) -> Receipt:
         """One update, in its turn."""
         books = self._ledger
-        receipt, again = None, True
+        receipt = None
+        again = True
         while receipt is None:
             with books.lock:
-                arrival, blank = books.arrive(ticket_id, payload)
+                arrival = books.arrive(ticket_id, payload.samples)
+            blank = arrival.spare
             try:
-                blank = torch.empty_like(arrival.current) if blank is None else blank
-                move = self._mover.move(arrival, payload, blank)
+                blank = torch.empty_like(arrival.snapshot.current) if blank is None else blank
+                update = arrival.update(payload)
+                stepped = step(self._terms, arrival.snapshot, update, payload.buffers, blank)
                 with books.lock:
-                    receipt = books.enter(ticket_id, arrival, payload.samples, move, again=again)
+                    receipt = books.enter(ticket_id, update, stepped, again=again)
             finally:
                 with books.lock:
-                    books.leave(arrival, spare=blank)
+                    books.leave(arrival, blank)
             # Clients that join without end must not keep it from ever being taken.
             again = False
-        return receipt, move.model
+        return receipt
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -270,12 +283,12 @@ class Server:
                 self._taking = None
 
     @contextmanager
-    def _current(self) -> Iterator[Scene]:
-        """The present scene, whose model is not recycled meanwhile."""
+    def _current(self) -> Iterator[Snapshot]:
+        """The present, whose model is not recycled meanwhile."""
         with self._ledger.lock:
-            scene = self._ledger.look()
+            now = self._ledger.look()
         try:
-            yield scene
+            yield now
         finally:
             with self._ledger.lock:
-                self._ledger.release(("version", scene.version))
+                self._ledger.release(("version", now.version))

@@ -18,6 +18,8 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.federated.trees import Tree, replaced, size_of, tensors
 
+__all__ = ["Found", "Kept", "Key", "Store"]
+
 Key = tuple[str, Hashable]
 """A kind (`"version"`, `"base"`, `"client"`) and a name."""
 Found = Callable[[], Tree]
@@ -44,7 +46,7 @@ class Kept:
     @staticmethod
     def of(tree: Tree) -> "Kept":
         """A tree with one holder."""
-        return Kept(tree, size_of([tree]))
+        return Kept(tree, size_of(tree))
 
 
 class Store:

@@ -1,6 +1,7 @@
 """Trees: nested dicts, lists and tuples whose leaves are tensors, numbers or whatever else a rule keeps."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -8,24 +9,29 @@ from torch import Tensor
 
 from manifoldagg.errors import is_finite
 
+__all__ = ["Tree", "disjoint", "replaced", "size_of", "spoils", "tensors", "widened"]
+
 Tree = Any
 
 
-def tensors(tree: Tree) -> Iterator[Tensor]:
+def tensors(tree: Tree) -> list[Tensor]:
     """The tensors of a tree, in the order in which `replaced` meets them.
 
     Example:
-        >>> list(tensors({"m": torch.ones(2), "count": 3}))
+        >>> tensors({"m": torch.ones(2), "count": 3})
         [tensor([1., 1.])]
     """
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for branch in tree.values():
-            yield from tensors(branch)
-    elif isinstance(tree, list | tuple):
-        for branch in tree:
-            yield from tensors(branch)
+    found = []
+    ahead = [tree]
+    while ahead:
+        branch = ahead.pop()
+        if isinstance(branch, Tensor):
+            found.append(branch)
+        elif isinstance(branch, dict):
+            ahead.extend(reversed(branch.values()))
+        elif isinstance(branch, list | tuple):
+            ahead.extend(reversed(branch))
+    return found
 
 
 def replaced(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
@@ -56,29 +62,21 @@ def disjoint(tree: Tree, others: Tree) -> Tree:
         >>> disjoint({"mine": x[:1]}, x)["mine"].data_ptr() == x.data_ptr()
         False
     """
-    taken = {_place(part) for tensor in tensors(others) for part in _parts(tensor)} - {None}
-
-    def apart(tensor: Tensor) -> Tensor:
-        shared = any(_place(part) in taken for part in _parts(tensor))
-        return tensor.detach().clone() if shared else tensor
-
-    return replaced(tree, apart)
+    taken = _storages(others).keys()
+    if taken.isdisjoint(_storages(tree)):
+        return tree
+    return replaced(tree, lambda x: x if taken.isdisjoint(_storages(x)) else x.detach().clone())
 
 
-def size_of(trees: Iterable[Tree]) -> int:
-    """Bytes of memory that the tensors of the trees hold on to, each storage counted once.
+def size_of(tree: Tree) -> int:
+    """Bytes of memory that the tensors of a tree hold on to, each storage counted once.
 
     Example:
         >>> x = torch.zeros(8)
         >>> size_of([{"a": x[:2], "b": x[2:]}])
         32
     """
-    held = {}
-    for tree in trees:
-        for tensor in tensors(tree):
-            for part in _parts(tensor):
-                held[_place(part) or id(part)] = part.untyped_storage().nbytes()
-    return sum(held.values())
+    return sum(_storages(tree).values())
 
 
 def spoils(new: Tree, old: Tree) -> bool:
@@ -91,16 +89,21 @@ def spoils(new: Tree, old: Tree) -> bool:
         >>> spoils({"m": x}, {"m": torch.zeros(1)}), spoils({"m": x + 1}, {"m": x})
         (True, False)
     """
-    if new is old:
-        return False
-    if isinstance(new, Tensor):
-        return not _is_sound(new) and not (isinstance(old, Tensor) and not _is_sound(old))
-    if isinstance(new, dict):
-        before = old if isinstance(old, dict) else {}
-        return any(spoils(branch, before.get(name)) for name, branch in new.items())
-    if isinstance(new, list | tuple):
-        earlier = old if isinstance(old, list | tuple) else ()
-        return any(spoils(branch, earlier[i] if i < len(earlier) else None) for i, branch in enumerate(new))
+    ahead = [(new, old)]
+    while ahead:
+        now, before = ahead.pop()
+        if now is before:
+            continue
+        if isinstance(now, Tensor):
+            if not _is_sound(now) and not (isinstance(before, Tensor) and not _is_sound(before)):
+                return True
+        elif isinstance(now, dict):
+            earlier = before if isinstance(before, dict) else {}
+            ahead.extend((branch, earlier.get(name)) for name, branch in now.items())
+        elif isinstance(now, list | tuple):
+            ahead.extend(
+                zip(now, chain(before if isinstance(before, list | tuple) else (), repeat(None)), strict=False)
+            )
     return False
 
 
@@ -118,6 +121,17 @@ def _is_sound(tensor: Tensor) -> bool:
     return True
 
 
+def _storages(tree: Tree) -> dict[tuple[torch.device, int], int]:
+    """Where the tensors of a tree lie, and how many bytes there; what has no memory lies nowhere."""
+    held = {}
+    for tensor in tensors(tree):
+        for part in (tensor,) if tensor.layout is torch.strided else _parts(tensor):
+            storage = part.untyped_storage()
+            if address := storage.data_ptr():
+                held[part.device, address] = storage.nbytes()
+    return held
+
+
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors that a tensor is made of."""
     if tensor.layout is torch.sparse_coo:
@@ -127,9 +141,3 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return (tensor,)
-
-
-def _place(tensor: Tensor) -> tuple[str, int] | None:
-    """Where the storage of a dense tensor lies; `None` where it has none."""
-    address = tensor.untyped_storage().data_ptr()
-    return (str(tensor.device), address) if address else None

@@ -88,7 +88,7 @@ def memories(server):
 
 
 def state(server):
-    return server._ledger.state
+    return server._ledger.now.state
 
 
 def test_the_trainer_takes_the_papers_steps():

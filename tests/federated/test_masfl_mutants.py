@@ -90,7 +90,7 @@ def c_is_the_mean_of_all_who_joined(k):
         store = server._ledger.store
         kept = [store[("client", c)]["control"] for c in range(5) if ("client", c) in store]
         assert len(kept) == 4 + (initial == "gradient")
-        assert relative(server._ledger.state["c"], sum(kept) / len(kept)) <= 1e-13
+        assert relative(server._ledger.now.state["c"], sum(kept) / len(kept)) <= 1e-13
 
 
 @law

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Outcome, Payload, Server, ledger
+from manifoldagg.federated.intake import admit
 from manifoldagg.federated.limits import Checks
 from manifoldagg.federated.rules import FedAsync, FedOrtho
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
@@ -143,20 +144,19 @@ def test_what_is_too_stale_is_refused():
     assert s.receive(s.dispatch("a").id, payload()).accepted
 
 
-def test_an_update_may_grow_stale_at_the_door():
+def test_an_update_may_grow_stale_while_it_is_checked(monkeypatch):
     """Younger than the limit when it comes, older when its turn comes."""
     s = server(max_staleness=0)
     late, quick = s.dispatch("a"), s.dispatch("b")
-    admit, taken = s._door.admit, []
+    taken = []
 
-    class Slow:
-        def admit(self, given_, *, based):
-            if not taken:
-                taken.append(None)
-                taken[0] = s.receive(quick.id, payload()).accepted
-            return admit(given_, based=based)
+    def slow(form, brought, *, based):
+        if not taken:
+            taken.append(None)
+            taken[0] = s.receive(quick.id, payload()).accepted
+        return admit(form, brought, based=based)
 
-    s._door = Slow()
+    monkeypatch.setattr("manifoldagg.federated.server.admit", slow)
     assert s.receive(late.id, payload()).reason == "staleness: expected at most 0, got 1"
     assert taken == [True]
 
@@ -200,7 +200,7 @@ def test_a_careless_rule_cannot_tie_the_server_to_a_client():
     s.receive(ticket.id, Payload(points, 7))
     points.fill_(9)
     assert s.model.tolist() == [1.0] * 4
-    state = s._ledger.state
+    state = s._ledger.now.state
     assert state["points"].tolist() == [[1.0] * 4]
     assert state["part"][0].tolist() == [1.0] * 2
     again = s.dispatch("a")
@@ -214,7 +214,7 @@ def test_what_a_rule_keeps_is_not_recycled():
     s = Server(SPACE, Careless(), torch.zeros(4))
     for value in (1.0, 2.0, 3.0):
         s.receive(s.dispatch("a").id, payload(value))
-        kept = s._ledger.state
+        kept = s._ledger.now.state
         before = [kept[name].tolist() for name in ("current", "base")]
         s.receive(s.dispatch("a").id, payload(value + 0.5))
         assert [kept[name].tolist() for name in ("current", "base")] == before
@@ -485,7 +485,7 @@ def test_client_memory_is_handed_back_and_forgotten():
             state, outcome = super().step(space, state, update, out=out)
             return state, Outcome(outcome.model, None)
 
-    s.rule.__class__, s._mover.rule.__class__ = Forgets, Forgets
+    s.rule.__class__ = Forgets
     assert s.receive(s.dispatch("a").id, payload()).accepted
     assert s.memory["clients"] == 0
 

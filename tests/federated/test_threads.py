@@ -90,7 +90,7 @@ def test_ten_thousand_updates_of_sixteen_threads():
     assert sorted(receipt.version for receipt in receipts) == list(range(1, UPDATES + 1))
     assert whole(s.model, UPDATES)
     assert s.version == UPDATES
-    assert s._ledger.state == {"steps": UPDATES}
+    assert s._ledger.now.state == {"steps": UPDATES}
     history = s.history
     assert [row["version"] for row in history] == list(range(1, UPDATES + 1))
     # Client memory counts each client's answers.
@@ -207,7 +207,7 @@ def test_a_ticket_that_is_dropped_during_its_update_is_dropped():
     assert (receipt.accepted, receipt.reason) == (False, "ticket: unknown, or used already")
     assert whole(s.model, 0)
     assert s._ledger.store.keys("version") == [0]
-    assert s._ledger.state == {"steps": 0}
+    assert s._ledger.now.state == {"steps": 0}
 
 
 @pytest.mark.parametrize("weights", ["uniform", "observed"])

@@ -1,4 +1,4 @@
-"""The door: a corpus of bad payloads, each refused by name, and none of them leaves a trace."""
+"""The intake: a corpus of bad payloads, each refused by name, and none of them leaves a trace."""
 
 import math
 import warnings
@@ -258,7 +258,7 @@ def test_what_is_odd_but_right_comes_in_unharmed(name):
     assert torch.allclose(s.model, torch.ones(P), atol=1e-6)
     kept = s._ledger.store[("client", "a")]["last"]
     assert (type(kept), kept.requires_grad) == (torch.Tensor, False)
-    assert type(s._ledger.state["epochs"]) is float
+    assert type(s._ledger.now.state["epochs"]) is float
 
 
 def test_no_payload_is_written_or_kept():
@@ -268,11 +268,11 @@ def test_no_payload_is_written_or_kept():
     s.receive(s.dispatch("a").id, given)
     after = [given.points, *given.tensors.values(), *given.buffers.values()]
     assert all(torch.equal(a, b) for a, b in zip(kept, after, strict=True))
-    model, state, carried = s.model, s._ledger.state["control"].clone(), s.state_dict()
+    model, state, carried = s.model, s._ledger.now.state["control"].clone(), s.state_dict()
     for tensor in (given.points, *given.tensors.values()):
         tensor.fill_(9.0)
     assert torch.equal(s.model, model)
-    assert torch.equal(s._ledger.state["control"], state)
+    assert torch.equal(s._ledger.now.state["control"], state)
     assert all(torch.equal(tensor, s.state_dict()[name]) for name, tensor in carried.items())
 
 

@@ -1,0 +1,171 @@
+"""The intake of a server: what a payload must be, checked before anything changes."""
+
+import heapq
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, check_finite, check_shape
+from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.limits import Checks, check_on
+from manifoldagg.kernels import is_transformed
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.layout import Entry
+
+__all__ = ["Form", "admit"]
+
+LISTED = 5
+"""How many wrong names a refusal lists."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the payloads of one server look like.
+
+    Args:
+        space: of the points.
+        dtype: of the points.
+        device: where the server works.
+        tensors: further tensors by name, and how many points each holds; `None` for one.
+        numbers: names of further numbers.
+        buffers: that a client sends.
+        checks: the most samples and control points that are believed.
+    """
+
+    space: Manifold
+    dtype: torch.dtype
+    device: torch.device
+    tensors: Mapping[str, int | None]
+    numbers: tuple[str, ...]
+    buffers: tuple[Entry, ...]
+    checks: Checks
+
+
+def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
+    """The payload as the server reads it: plain tensors on its device, plain numbers, nothing else.
+
+    Args:
+        form: what it must look like.
+        payload: as it came. It is not written; tensors that are right already are not copied.
+        based: whether it must bring its base.
+
+    Raises:
+        ArgumentError: naming the field that does not fit, first of all.
+    """
+    if not isinstance(payload, Payload):
+        raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
+    points = _vectors(form, "points", payload.points, None)
+    most = form.checks.max_points
+    if len(points) == 0:
+        listed = ", ".join(map(str, ("n", *form.space.shape)))
+        raise ArgumentError(f"points: expected ({listed}) with n >= 1, got {tuple(points.shape)}")
+    if len(points) > most:
+        raise ArgumentError(f"points: expected at most {most} control points, got {len(points)}")
+    check_on(form.space, "points", points)
+    if based != (payload.base is not None):
+        expected = "the point that the client started from, which the server has not kept"
+        raise ArgumentError(f"base: expected {expected if based else 'none, the server has kept it'}")
+    return replace(
+        payload,
+        points=points,
+        samples=_samples(payload.samples, form.checks.max_samples),
+        tensors=_tensors(form, payload.tensors),
+        numbers=_numbers(form, payload.numbers),
+        memory=None,
+        buffers=_buffers(form, payload.buffers),
+        base=check_on(form.space, "base", _vectors(form, "base", payload.base)) if based else None,
+    )
+
+
+def _vectors(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
+    """Plain dense finite vectors (*batch, *shape), of the server's dtype and on its device."""
+    if isinstance(given, Tensor):
+        _check_stored(name, given)
+    tensor = check_shape(name, given, *batch, *form.space.axes).detach().as_subclass(Tensor)
+    if tensor.dtype != form.dtype:
+        raise ArgumentError(f"{name}: expected {form.dtype}, got {tensor.dtype}")
+    return check_finite(name, tensor.to(form.device))
+
+
+def _samples(given: Any, most: int) -> int:
+    if type(given) is bool or not isinstance(given, Integral) or not 1 <= int(given) <= most:
+        raise ArgumentError(f"samples: expected an integer from 1 to {most}, got {_short(given)}")
+    return int(given)
+
+
+def _tensors(form: Form, given: Any) -> dict[str, Tensor]:
+    _check_names("tensors", given, form.tensors)
+    return {
+        name: _vectors(form, f"tensors: {name}", given[name], *([] if count is None else [count]))
+        for name, count in form.tensors.items()
+    }
+
+
+def _numbers(form: Form, given: Any) -> dict[str, float]:
+    _check_names("numbers", given, form.numbers)
+    return {name: _number(f"numbers: {name}", given[name]) for name in form.numbers}
+
+
+def _number(name: str, given: Any) -> float:
+    """A finite float. Not through `check_number`, whose message may be as long as the number."""
+    try:
+        number = float(given) if type(given) is not bool and isinstance(given, Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ArgumentError(f"{name}: expected a finite number, got {_short(given)}")
+    return number
+
+
+def _buffers(form: Form, given: Any) -> dict[str, Tensor]:
+    _check_names("buffers", given, [entry.name for entry in form.buffers])
+    for entry in form.buffers:
+        name = f"buffers: {entry.name}"
+        tensor = given[entry.name]
+        if not isinstance(tensor, Tensor) or tensor.dtype != entry.dtype:
+            what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ArgumentError(f"{name}: expected a tensor of {entry.dtype}, got {what}")
+        _check_stored(name, tensor)
+        if tuple(tensor.shape) != entry.shape:
+            raise ArgumentError(f"{name}: expected shape {entry.shape}, got {tuple(tensor.shape)}")
+    return {entry.name: given[entry.name].detach().as_subclass(Tensor).to(form.device) for entry in form.buffers}
+
+
+def _check_stored(name: str, tensor: Tensor) -> None:
+    """Nested tensors have no shape to ask for; freed storage has no values."""
+    if is_transformed([tensor.detach()]):
+        raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
+    if tensor.is_nested:
+        raise ArgumentError(f"{name}: expected a dense tensor with values, got a nested one")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "on the meta device" if tensor.is_meta else tensor.layout
+        raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
+    last = tensor.storage_offset() + sum([(n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True)])
+    if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
+        raise ArgumentError(f"{name}: expected a dense tensor with values, got one whose storage was freed")
+
+
+def _check_names(name: str, given: Any, expected: Sequence[str] | Mapping[str, Any]) -> None:
+    """A mapping with exactly the names that are expected."""
+    if not isinstance(given, Mapping):
+        raise ArgumentError(f"{name}: expected a mapping from names, got {type(given).__name__}")
+    names: set[Hashable] = set(given)
+    for problem, odd in (("missing", set(expected) - names), ("unknown", names - set(expected))):
+        if odd:
+            further = f" and {len(odd) - LISTED} more" if len(odd) > LISTED else ""
+            listed = ", ".join(heapq.nsmallest(LISTED, map(_short, odd)))
+            raise ArgumentError(f"{name}: {problem}: {listed}{further}")
+
+
+def _short(value: object) -> str:
+    """A value in a few words; an integer of thousands of digits has none."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,104 @@
+"""The step: what a checked update makes of a snapshot. A server takes it, and so does `aggregate`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, check_choice, check_shape, is_finite
+from manifoldagg.federated.buffers import collect, settle
+from manifoldagg.federated.contract import Memory, Rule, Update
+from manifoldagg.federated.limits import Checks, norm_of
+from manifoldagg.federated.snapshot import Snapshot
+from manifoldagg.federated.trees import disjoint, spoils
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["Stepped", "Terms", "step"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which terms updates are taken.
+
+    Args:
+        space: of the models.
+        rule: that steps.
+        policies: of the buffers, by name.
+        checks: limits on norms.
+        points: what messages call the points of an update.
+        buffers: what they call its buffers.
+    """
+
+    space: Manifold
+    rule: Rule
+    policies: Mapping[str, str]
+    checks: Checks = field(default_factory=Checks)
+    points: str = "points"
+    buffers: str = "buffers"
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What an update makes of a snapshot: nothing of it can fail any more.
+
+    Attributes:
+        snapshot: the next one; its version is the same where the update is buffered.
+        memory: the client's from now on, the same object where it is what it was.
+        numbers: of the outcome.
+    """
+
+    snapshot: Snapshot
+    memory: Memory
+    numbers: dict[str, float]
+
+
+def step(terms: Terms, before: Snapshot, update: Update, buffers: Mapping[str, Tensor], out: Tensor) -> Stepped:
+    """Take one update.
+
+    Args:
+        terms: on which it is taken.
+        before: what it meets. Nothing in it is written.
+        update: checked. It is not written, and what is kept of it is a copy.
+        buffers: that it brought.
+        out: where the new model goes, in memory that nobody reads.
+
+    Raises:
+        ManifoldAggError: naming what does not fit. Nothing but `out` has changed then.
+    """
+    norms = before.norms
+    if terms.checks.measure:
+        norm = norm_of(terms.space, update.base, update.points)
+        terms.checks.refuse(norm, norms)
+        norms = (*norms, norm)[-terms.checks.norm_window :]
+    mine = [update.base, before.current, before.state, update.memory, out]
+    points, tensors = disjoint((update.points, update.tensors), mine)
+    state, outcome = terms.rule.step(
+        terms.space, before.state, replace(update, points=points, tensors=tensors), out=out
+    )
+    model = _checked(terms, outcome.model, out)
+    if spoils(state, before.state) or spoils(outcome.memory, update.memory):
+        raise ArgumentError(f"{terms.points}: the rule's state would not be finite")
+    # What a rule keeps may share memory neither with what clients hold nor with models that will be recycled.
+    foreign = [update.base, before.current, update.points, update.tensors, out]
+    state, memory = disjoint((state, outcome.memory), foreign)
+    numbers = {name: float(value) for name, value in outcome.numbers.items()}
+    after, waiting = before.buffers, before.waiting
+    if terms.policies:
+        share = update.weight if update.share is None else update.share
+        waiting = collect(terms.policies, waiting, buffers, after, share, name=terms.buffers)
+    if model is None:
+        return Stepped(replace(before, state=state, waiting=waiting, norms=norms), memory, numbers)
+    if waiting is not None:
+        after = settle(terms.policies, waiting, after, numbers)
+    return Stepped(Snapshot(model, state, after, None, before.version + 1, norms), memory, numbers)
+
+
+def _checked(terms: Terms, model: Tensor | None, out: Tensor) -> Tensor | None:
+    """The new model, in `out`."""
+    if model is None:
+        return None
+    check_shape("rule: new model", model, *terms.space.axes)
+    check_choice("rule: new model: dtype", model.dtype, (out.dtype,))
+    if not is_finite(model):
+        raise ArgumentError(f"{terms.points}: the new model would not be finite")
+    return model if model is out else out.copy_(model.detach())
