@@ -1,7 +1,7 @@
 """The step: what a checked update makes of a snapshot. A server takes it, and so does `aggregate`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Terms:
     space: Manifold
     rule: Rule
     policies: Mapping[str, str]
-    checks: Checks = field(default_factory=Checks)
+    checks: Checks = Checks()
     points: str = "points"
     buffers: str = "buffers"
 
