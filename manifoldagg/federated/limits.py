@@ -92,6 +92,9 @@ class Checks:
             raise ArgumentError(f"points: expected a norm <= {limit:g} ({why}), got {norm:g}")
 
 
+UNLIMITED = Checks()
+
+
 def check_start(space: Manifold, start: Tensor) -> Tensor:
     """A first model, of its own memory: of a master dtype, finite, on the manifold.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_choice, check_shape, is_finite
 from manifoldagg.federated.buffers import collect, settle
 from manifoldagg.federated.contract import Memory, Rule, Update
-from manifoldagg.federated.limits import Checks, norm_of
+from manifoldagg.federated.limits import UNLIMITED, Checks, norm_of
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.trees import disjoint, spoils
 from manifoldagg.manifolds import Manifold
@@ -32,7 +32,7 @@ class Terms:
     space: Manifold
     rule: Rule
     policies: Mapping[str, str]
-    checks: Checks = Checks()
+    checks: Checks = UNLIMITED
     points: str = "points"
     buffers: str = "buffers"
 
