@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from manifoldagg import Bezier, ParameterSpace, fit
+from manifoldagg.curves import Phases, Training
 from manifoldagg.simulation.compare import one_thread
 
 RATE = 1e-4
@@ -108,7 +109,7 @@ def ours(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
     curve, loss, start = Bezier(space, degree), space.loss(model, nn.functional.cross_entropy), space.point(model)
 
     def steps(count: int) -> None:
-        fit(curve, loss, [batch], start=start, steps=(0, count), rate=RATE)
+        fit(curve, loss, [batch], start=start, phases=Phases(steps=(0, count)), training=Training(rate=RATE))
 
     return steps
 

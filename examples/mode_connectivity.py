@@ -26,11 +26,26 @@ from matplotlib.ticker import LogLocator
 from torch import Tensor, nn
 
 from manifoldagg import Bezier, ParameterSpace, fit
-from manifoldagg.curves import Barrier, Complex, Curve, Embedding, Piecewise, Plane, Tunnel, barrier, chord_ratio, plane
+from manifoldagg.curves import (
+    Barrier,
+    Complex,
+    Control,
+    Curve,
+    Embedding,
+    Phases,
+    Piecewise,
+    Plane,
+    Training,
+    Tunnel,
+    barrier,
+    chord_ratio,
+    plane,
+)
 from manifoldagg.manifolds import Loss
 from manifoldagg.simulation import images, task
 
 BATCH = 64
+TRAINING = Training(rate=2e-3)
 COLOURS = {"chord": "crimson", "quadratic": "black", "cubic": "#0072b2", "tunnel": "#009e73", "simplices": "#e69f00"}
 
 
@@ -77,7 +92,7 @@ def trained(space: ParameterSpace, loss: Loss, data: Data, seed: int, epochs: in
     torch.manual_seed(seed)
     start = space.point(network())
     batches = [data.batches[i] for i in torch.randperm(len(data.batches))]
-    return fit(Bezier(space, 1), loss, batches, start=start, epochs=(epochs, 0), rate=2e-3).phi[-1]
+    return fit(Bezier(space, 1), loss, batches, start=start, phases=Phases.first(epochs), training=TRAINING).phi[-1]
 
 
 @dataclass(frozen=True)
@@ -182,15 +197,16 @@ def main() -> None:
     def learn(embedding: Embedding, **given: Any) -> Tensor:
         """Points of an embedding that has the two networks in it."""
         generator = torch.Generator().manual_seed(0)
-        options = {"epochs": (0, curve_epochs), "rate": 2e-3, "generator": generator}
-        return fit(embedding, loss, data.batches, **options, **given).phi
+        phases = Phases((0, curve_epochs))
+        return fit(embedding, loss, data.batches, phases=phases, training=TRAINING, generator=generator, **given).phi
 
     line, quadratic, cubic = (Bezier(space, degree) for degree in (1, 2, 3))
     tunnel = Tunnel(quadratic, options.radius)
     # Two triangles, from either network to a common edge: the chord lies in neither.
     simplices, bent = Complex(space, faces=((0, 2, 3), (1, 2, 3))), Piecewise(space, degree=1, pieces=2)
     phi2, phi3, phi_t = (learn(embedding, start=a, end=b) for embedding in (quadratic, cubic, tunnel))
-    phi_s = learn(simplices, phi=torch.stack([a, b, quadratic(phi2, 0.5), cubic(phi3, 0.5)]), free=[2, 3], volume=1e-3)
+    vertices = torch.stack([a, b, quadratic(phi2, 0.5), cubic(phi3, 0.5)])
+    phi_s = learn(simplices, phi=vertices, control=Control(free=[2, 3], volume=1e-3))
     middle = phi_s[2:].mean(0)
 
     generator = torch.Generator().manual_seed(1)

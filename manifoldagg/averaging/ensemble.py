@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manifoldagg.averaging.calibration import Calibration, Tally
 from manifoldagg.curves import Embedding, refresh_buffers
-from manifoldagg.curves.sampling import places
+from manifoldagg.curves.sampling import Sampling
 from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_finite, check_shape
 from manifoldagg.manifolds import ParameterSpace
 
@@ -118,7 +118,7 @@ def ensemble(
     if norms and isinstance(refresh, Iterator):
         raise ArgumentError("refresh: expected batches that can be read once for each model, got an iterator")
 
-    drawn = tuple(x for _, x in places(embedding, phi, "uniform", draws, generator))
+    drawn = tuple(x for _, x in Sampling(samples=draws).places(embedding, phi, generator))
 
     def point(i: int) -> Tensor:
         return single if i == draws else embedding(phi, drawn[i])

@@ -1,15 +1,18 @@
 """Embeddings: small spaces drawn into a manifold, and how they are learned."""
 
+from manifoldagg.curves.batchnorm import refresh_buffers
 from manifoldagg.curves.bezier import Bezier
-from manifoldagg.curves.buffers import refresh_buffers
 from manifoldagg.curves.complexes import Complex
+from manifoldagg.curves.control import Control
 from manifoldagg.curves.diagnostics import Barrier, Curvature, barrier, chord_ratio, curvature
 from manifoldagg.curves.distance import parameter_at_distance
 from manifoldagg.curves.embedding import Embedding
-from manifoldagg.curves.fit import Fit, fit
+from manifoldagg.curves.fit import Fit, Training, fit
 from manifoldagg.curves.path import Curve, Path
+from manifoldagg.curves.phases import Phases
 from manifoldagg.curves.piecewise import Piecewise
 from manifoldagg.curves.plane import Plane, plane
+from manifoldagg.curves.sampling import Sampling
 from manifoldagg.curves.sharpness import ASAM, SAM, Sharpness, sharp_gradient
 from manifoldagg.curves.simplex import Simplex
 from manifoldagg.curves.tunnel import Tunnel
@@ -20,15 +23,19 @@ __all__ = [
     "Barrier",
     "Bezier",
     "Complex",
+    "Control",
     "Curvature",
     "Curve",
     "Embedding",
     "Fit",
     "Path",
+    "Phases",
     "Piecewise",
     "Plane",
+    "Sampling",
     "Sharpness",
     "Simplex",
+    "Training",
     "Tunnel",
     "barrier",
     "chord_ratio",

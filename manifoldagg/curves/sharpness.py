@@ -12,16 +12,19 @@ from manifoldagg.manifolds import Loss, Manifold, norm
 from manifoldagg.manifolds.manifold import Point
 from manifoldagg.manifolds.optimizers import carry, lower
 
+__all__ = ["ASAM", "SAM", "Sharpness", "sharp_gradient"]
+
 
 @runtime_checkable
 class Sharpness(Protocol):
     """Which point near `theta` is looked at for a given slope."""
 
-    def check(self, space: Manifold) -> None:
-        """Refuse a space on which it has no meaning."""
-
     def perturbed(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
-        """The point (*shape) uphill of `theta`."""
+        """The point (*shape) uphill of `theta`, for the derivative (*shape) of the loss by coordinates.
+
+        Raises:
+            ArgumentError: if it has no meaning on `space`.
+        """
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,7 @@ class SAM:
     def __post_init__(self) -> None:
         check_number("radius", self.radius, above=0)
 
-    def check(self, space: Manifold) -> None:
-        """Every space will do."""
-
     def perturbed(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
-        """The point (*shape) uphill of `theta`, for the derivative (*shape) of the loss by coordinates."""
         gradient = space.gradient(theta, derivative)
         return space.exp(theta, _of_length(self.radius, gradient, norm(space, theta, gradient)))
 
@@ -89,22 +88,9 @@ class ASAM:
         check_number("radius", self.radius, above=0)
         check_number("eta", self.eta, at_least=0)
 
-    def check(self, space: Manifold) -> None:
-        """Flat spaces only: it scales coordinates.
-
-        Raises:
-            ArgumentError: if `space` is curved.
-        """
+    def perturbed(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
         if not space.flat:
             raise ArgumentError(f"sharpness: ASAM scales coordinates, which {space} does not have; use SAM")
-
-    def perturbed(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
-        """The point (*shape) uphill of `theta`, for the derivative (*shape) of the loss by coordinates.
-
-        Raises:
-            ArgumentError: if `space` is curved.
-        """
-        self.check(space)
         scale = theta.abs() + self.eta
         scaled = scale * derivative
         return theta + scale * _of_length(self.radius, scaled, norm(space, theta, scaled))
@@ -142,7 +128,6 @@ def sharp_gradient(
     value, derivative = _slope(loss, theta, batch)
     if sharpness is None or not bool(torch.isfinite(value)):
         return value, derivative
-    sharpness.check(space)
     with torch.no_grad():
         uphill = sharpness.perturbed(space, theta.detach(), derivative)
     there, slope = _slope(loss, uphill, batch)
@@ -153,18 +138,6 @@ def sharp_gradient(
             slope = carry(space, uphill, theta.detach(), space.gradient(uphill, slope))
         slope = lower(space, theta, slope)
     return value, slope
-
-
-def check_sharpness(space: Manifold, sharpness: Sharpness | None) -> None:
-    """A sharpness, or nothing, that has a meaning on `space`.
-
-    Raises:
-        ArgumentError: if it is neither, or has none.
-    """
-    if sharpness is not None:
-        if isinstance(sharpness, type) or not isinstance(sharpness, Sharpness):
-            raise ArgumentError(f"sharpness: expected SAM, ASAM or None, got {sharpness!r}")
-        sharpness.check(space)
 
 
 def _slope(loss: Callable[[Tensor, Any], Tensor], theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:

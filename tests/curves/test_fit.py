@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from manifoldagg.curves import Bezier, fit
+from manifoldagg.curves import Bezier, Control, Phases, Sampling, Training, fit
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.support import draw, relative, rotation, seeds
@@ -38,9 +38,15 @@ def test_the_control_point_reaches_its_exact_optimum(seed):
     start, end = draw(seed + 2, 3), draw(seed + 3, 3)
     # Rate 7.5 contracts by at least one half a step: 60 steps end at rounding, which the steps themselves repeat.
     result = fit(
-        Bezier(Flat(3)), loss, [None], start=start, end=end, steps=(0, 60), optimizer=SGD, rate=7.5,
-        sampling="quadrature", samples=3,
-    )  # fmt: skip
+        Bezier(Flat(3)),
+        loss,
+        [None],
+        start=start,
+        end=end,
+        phases=Phases(steps=(0, 60)),
+        training=Training(optimizer=SGD, rate=7.5),
+        sampling=Sampling(kind="quadrature", samples=3),
+    )
     assert torch.equal(result.phi[0], start)
     assert torch.equal(result.phi[2], end)
     assert relative(result.phi[1], best_control(minimiser, start, end)) <= 1e-13
@@ -52,9 +58,15 @@ def test_drawn_places_lead_to_the_same_optimum():
     # Decaying steps average out the sampling of S; the error falls with their number, not to zero.
     decay = functools.partial(_DecayingSGD, steps=800)
     result = fit(
-        Bezier(Flat(3)), loss, [None], start=start, steps=(2, 800), optimizer=decay, rate=0.5, control_rate=2.0,
+        Bezier(Flat(3)),
+        loss,
+        [None],
+        start=start,
+        phases=Phases(steps=(2, 800)),
+        training=Training(optimizer=decay, rate=0.5),
+        control=Control(rate=2.0),
         generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
+    )
     best = best_control(minimiser, start, result.phi[2])
     assert (result.phi[1] - best).norm() <= 0.1 * (1 + best.norm())
 
@@ -83,9 +95,15 @@ def test_the_default_path_is_these_lines(degree, dtype):
     """Draws, steps and their order are those of the paper's algorithm, bit for bit."""
     data, start = list(draw(0, 5, 6, dtype=dtype)), draw(1, 6, dtype=dtype)
     result = fit(
-        Bezier(Flat(6), degree), wavy, data, start=start, epochs=(2, 3), rate=0.01, control_rate=0.02, proximal=0.1,
-        freeze_end=False, generator=torch.Generator().manual_seed(3),
-    )  # fmt: skip
+        Bezier(Flat(6), degree),
+        wavy,
+        data,
+        start=start,
+        phases=Phases(epochs=(2, 3)),
+        training=Training(rate=0.01, proximal=0.1),
+        control=Control(rate=0.02, free=range(1, degree + 1)),
+        generator=torch.Generator().manual_seed(3),
+    )
     generator = torch.Generator().manual_seed(3)
     phi = start.expand(degree + 1, -1).clone()
     end, controls = nn.Parameter(phi[-1]), nn.Parameter(phi[1:-1])
@@ -112,9 +130,13 @@ def test_the_default_path_is_these_lines(degree, dtype):
 def test_a_run_of_the_default_path_ends_where_it_always_did():
     """Frozen numbers; another machine may round the steps in another way."""
     result = fit(
-        Bezier(Flat(2)), wavy, [torch.tensor([1.0, -2.0]).double(), torch.tensor([0.5, 1.0]).double()],
-        start=torch.tensor([0.25, -0.75]).double(), rate=0.125, generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
+        Bezier(Flat(2)),
+        wavy,
+        [torch.tensor([1.0, -2.0]).double(), torch.tensor([0.5, 1.0]).double()],
+        start=torch.tensor([0.25, -0.75]).double(),
+        training=Training(rate=0.125),
+        generator=torch.Generator().manual_seed(0),
+    )
     assert result.phi.flatten().tolist() == pytest.approx(FROZEN, rel=1e-12)
     assert result.losses[-1] == pytest.approx(FROZEN_LOSS, rel=1e-12)
 
@@ -141,9 +163,15 @@ def test_two_wells_are_connected_round_the_hill(sampling):
     # Off the line of symmetry, on which the slope away from it is 0.
     begin = chord + torch.tensor([[0.0], [0.1], [0.1], [0.0]], dtype=torch.float64) * torch.tensor([0.0, 1.0])
     result = fit(
-        curve, hill, [None], phi=begin, steps=(0, 100), rate=0.05, sampling=sampling, samples=4,
+        curve,
+        hill,
+        [None],
+        phi=begin,
+        phases=Phases(steps=(0, 100)),
+        training=Training(rate=0.05),
+        sampling=Sampling(kind=sampling, samples=4),
         generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
+    )
     assert torch.equal(result.phi[[0, -1]], torch.stack([a, -a]))
     assert barrier(curve, chord) > 3.5
     assert barrier(curve, result.phi) < 0.05 * barrier(curve, chord)
@@ -153,7 +181,14 @@ def test_two_wells_are_connected_round_the_hill(sampling):
 def test_the_first_phase_is_ordinary_training(seed, degree):
     loss, _ = quadratic(seed)
     start = draw(seed + 2, 3)
-    result = fit(Bezier(Flat(3), degree), loss, [None], start=start, steps=(7, 0), optimizer=SGD, rate=0.1)
+    result = fit(
+        Bezier(Flat(3), degree),
+        loss,
+        [None],
+        start=start,
+        phases=Phases(steps=(7, 0)),
+        training=Training(optimizer=SGD, rate=0.1),
+    )
     theta = start.clone().requires_grad_()
     plain = SGD([theta], lr=0.1)
     losses = []
@@ -172,9 +207,14 @@ def test_the_first_phase_is_ordinary_training(seed, degree):
 def test_the_control_points_start_where_they_are_told(seed, degree, control_start):
     loss, _ = quadratic(seed)
     phi = fit(
-        Bezier(Flat(3), degree), loss, [None], start=draw(seed + 2, 3), steps=(3, 0), optimizer=SGD, rate=0.1,
-        control_start=control_start,
-    ).phi  # fmt: skip
+        Bezier(Flat(3), degree),
+        loss,
+        [None],
+        start=draw(seed + 2, 3),
+        phases=Phases(steps=(3, 0)),
+        training=Training(optimizer=SGD, rate=0.1),
+        control=Control(start=control_start),
+    ).phi
     parts = torch.arange(1, degree, dtype=torch.float64) / degree * (control_start == "chord")
     assert relative(phi[1:-1], phi[0] + parts[:, None] * (phi[-1] - phi[0])) <= 1e-14
 
@@ -184,10 +224,11 @@ def test_a_step_of_phase_two_is_the_gradient_through_the_curve(seed, degree, fre
     """One sampled S a batch: the chain rule by hand equals autograd through the curve."""
     loss, _ = quadratic(seed)
     curve, start, mu = Bezier(Flat(3), degree), draw(seed + 2, 3), 0.3
-    options = {"start": start, "optimizer": SGD, "rate": 0.1, "control_rate": 0.2, "proximal": mu}
-    before = fit(curve, loss, [None], steps=(3, 0), **options).phi
+    control = Control(rate=0.2, free=None if freeze_end else range(1, degree + 1))
+    options = {"start": start, "training": Training(SGD, 0.1, proximal=mu), "control": control}
+    before = fit(curve, loss, [None], phases=Phases(steps=(3, 0)), **options).phi
     after = fit(
-        curve, loss, [None], steps=(3, 1), freeze_end=freeze_end, generator=torch.Generator().manual_seed(5), **options
+        curve, loss, [None], phases=Phases(steps=(3, 1)), generator=torch.Generator().manual_seed(5), **options
     ).phi
     s = torch.rand((), generator=torch.Generator().manual_seed(5)).item()
     phi = before.clone().requires_grad_()
@@ -201,9 +242,14 @@ def test_a_strong_proximal_term_keeps_the_model_at_home():
     loss, minimiser = quadratic(0)
     start = draw(2, 3)
     far = [
-        fit(Bezier(Flat(3), 1), loss, [None], start=start, steps=(200, 0), optimizer=SGD, rate=0.02, proximal=mu).phi[
-            -1
-        ]
+        fit(
+            Bezier(Flat(3), 1),
+            loss,
+            [None],
+            start=start,
+            phases=Phases(steps=(200, 0)),
+            training=Training(optimizer=SGD, rate=0.02, proximal=mu),
+        ).phi[-1]
         for mu in (0.0, 50.0)
     ]
     assert (far[1] - start).norm() < 0.1 * (far[0] - start).norm()
@@ -220,9 +266,14 @@ def test_it_trains_a_network_and_leaves_it_alone():
     start = space.point(model)
     kept = start.clone()
     result = fit(
-        Bezier(space, 2), space.loss(model, nn.functional.cross_entropy), batches, start=start, epochs=(60, 10),
-        rate=0.02, generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
+        Bezier(space, 2),
+        space.loss(model, nn.functional.cross_entropy),
+        batches,
+        start=start,
+        phases=Phases(epochs=(60, 10)),
+        training=Training(rate=0.02),
+        generator=torch.Generator().manual_seed(0),
+    )
     assert len(result.losses) == 70 * 4
     assert sum(result.losses[236:240]) < 0.3 * sum(result.losses[:4])
     assert torch.equal(start, kept)
@@ -232,7 +283,14 @@ def test_it_trains_a_network_and_leaves_it_alone():
 def test_the_same_generator_gives_the_same_curve():
     loss, _ = quadratic(0)
     runs = [
-        fit(Bezier(Flat(3)), loss, [None], start=draw(2, 3), steps=(3, 9), generator=torch.Generator().manual_seed(1))
+        fit(
+            Bezier(Flat(3)),
+            loss,
+            [None],
+            start=draw(2, 3),
+            phases=Phases(steps=(3, 9)),
+            generator=torch.Generator().manual_seed(1),
+        )
         for _ in range(2)
     ]
     assert torch.equal(runs[0].phi, runs[1].phi)
@@ -245,10 +303,10 @@ def test_steps_cycle_the_batches_and_epochs_count_passes():
         seen.append(batch)
         return theta.square().sum()
 
-    fit(Bezier(Flat(1)), loss, ["a", "b", "c"], start=torch.ones(1), steps=(4, 2))
+    fit(Bezier(Flat(1)), loss, ["a", "b", "c"], start=torch.ones(1), phases=Phases(steps=(4, 2)))
     assert seen == ["a", "b", "c", "a", "a", "b"]
     seen.clear()
-    fit(Bezier(Flat(1)), loss, ["a", "b"], start=torch.ones(1), epochs=(2, 1))
+    fit(Bezier(Flat(1)), loss, ["a", "b"], start=torch.ones(1), phases=Phases(epochs=(2, 1)))
     assert seen == ["a", "b"] * 3
 
 
@@ -256,29 +314,28 @@ def test_steps_cycle_the_batches_and_epochs_count_passes():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"start": torch.ones(2)}, "start: expected shape"),
-        ({"start": torch.tensor([1.0, float("nan"), 0.0])}, "start: expected finite values"),
-        ({"rate": 0.0}, "rate: expected a finite number > 0, got 0.0"),
-        ({"control_rate": -1.0}, "control_rate: expected"),
-        ({"proximal": -1.0}, "proximal: expected"),
-        ({"control_start": "moon"}, "control_start: expected one of chord, base"),
-        ({"epochs": (1, -1)}, r"epochs\[1\]: expected an integer >= 0"),
-        ({"steps": (1.5, 1)}, r"steps\[0\]: expected an integer"),
-        ({"batches": iter([None])}, "batches: expected what can be iterated again"),
-        ({"batches": [], "steps": (1, 1)}, "batches: expected at least one batch"),
-        ({"batches": []}, "batches: expected at least one batch"),
-        ({"start": torch.ones(1, 3)}, "start: expected shape"),
-        ({"start": None}, "start: expected a point, or phi"),
-        ({"steps": (1,)}, "steps: expected a pair"),
-        ({"epochs": 3}, "epochs: expected a pair"),
-        ({"curve": Bezier(Flat(3), 1)}, r"epochs\[1\]: Bezier.* with all its points frozen"),
+        (lambda: {"start": torch.ones(2)}, "start: expected shape"),
+        (lambda: {"start": torch.tensor([1.0, float("nan"), 0.0])}, "start: expected finite values"),
+        (lambda: {"training": Training(rate=0.0)}, "rate: expected a finite number > 0, got 0.0"),
+        (lambda: {"control": Control(rate=-1.0)}, "control_rate: expected"),
+        (lambda: {"training": Training(proximal=-1.0)}, "proximal: expected"),
+        (lambda: {"control": Control(start="moon")}, "control_start: expected one of chord, base"),
+        (lambda: {"phases": Phases(epochs=(1, -1))}, r"epochs\[1\]: expected an integer >= 0"),
+        (lambda: {"phases": Phases(steps=(1.5, 1))}, r"steps\[0\]: expected an integer"),
+        (lambda: {"batches": iter([None])}, "batches: expected what can be iterated again"),
+        (lambda: {"batches": [], "phases": Phases(steps=(1, 1))}, "batches: expected at least one batch"),
+        (lambda: {"batches": []}, "batches: expected at least one batch"),
+        (lambda: {"start": torch.ones(1, 3)}, "start: expected shape"),
+        (lambda: {"start": None}, "start: expected a point, or phi"),
+        (lambda: {"phases": Phases(steps=(1,))}, "steps: expected a pair"),
+        (lambda: {"phases": Phases(epochs=3)}, "epochs: expected a pair"),
+        (lambda: {"curve": Bezier(Flat(3), 1)}, r"epochs\[1\]: Bezier.* with all its points frozen"),
     ],
 )
 def test_bad_input_is_refused_by_name(options, words):
-    curve = options.pop("curve", Bezier(Flat(3)))
-    batches = options.pop("batches", [None])
+    given_ = {"curve": Bezier(Flat(3)), "batches": [None], "start": torch.ones(3)}
     with pytest.raises(ArgumentError, match=words):
-        fit(curve, lambda theta, batch: theta.sum(), batches, **({"start": torch.ones(3)} | options))
+        fit(loss=lambda theta, batch: theta.sum(), **given_ | options())
 
 
 def test_a_gradient_that_is_not_finite_stops_the_fit():
@@ -288,7 +345,7 @@ def test_a_gradient_that_is_not_finite_stops_the_fit():
             lambda theta, batch: (theta * 0).square().sum().sqrt(),
             [None],
             start=torch.ones(3),
-            steps=(1, 0),
+            phases=Phases(steps=(1, 0)),
         )
 
 

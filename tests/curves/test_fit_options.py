@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from manifoldagg.curves.bezier import Bezier
 from manifoldagg.curves.complexes import Complex
+from manifoldagg.curves.control import Control
 from manifoldagg.curves.embedding import Embedding
-from manifoldagg.curves.fit import fit
-from manifoldagg.curves.sampling import places
+from manifoldagg.curves.fit import Training, fit
+from manifoldagg.curves.phases import Phases
+from manifoldagg.curves.sampling import Sampling
 from manifoldagg.curves.sharpness import ASAM, SAM
 from manifoldagg.curves.simplex import Simplex
 from manifoldagg.curves.tunnel import Tunnel
@@ -33,19 +35,19 @@ def seeded(seed=0):
 
 
 DATA = list(draw(9, 4, 3))
-QUICK = {"optimizer": SGD, "rate": 0.1, "start": draw(8, 3)}
+QUICK = {"training": Training(optimizer=SGD, rate=0.1), "start": draw(8, 3)}
 
 
 @given(seeds, st.integers(1, 6))
 def test_strata_hold_one_place_each(seed, samples):
-    drawn = list(places(CURVE, draw(0, 3, 3), "stratified", samples, seeded(seed)))
+    drawn = list(Sampling("stratified", samples).places(CURVE, draw(0, 3, 3), seeded(seed)))
     assert [int(x * samples) for _, x in drawn] == list(range(samples))
     assert sum(weight for weight, _ in drawn) == pytest.approx(1)
 
 
 @given(st.integers(1, 6))
 def test_a_quadrature_is_exact_for_polynomials(samples):
-    nodes = list(places(CURVE, draw(0, 3, 3), "quadrature", samples, None))
+    nodes = list(Sampling("quadrature", samples).places(CURVE, draw(0, 3, 3)))
     for power in range(2 * samples):
         assert sum(w * x**power for w, x in nodes) == pytest.approx(1 / (power + 1), rel=1e-13)
 
@@ -56,7 +58,7 @@ def test_strata_vary_less_than_independent_places():
     for sampling in ("uniform", "stratified"):
         generator = seeded()
         means = torch.tensor(
-            [sum(w * x * x for w, x in places(CURVE, DATA[0], sampling, 4, generator)) for _ in range(400)]
+            [sum(w * x * x for w, x in Sampling(sampling, 4).places(CURVE, DATA[0], generator)) for _ in range(400)]
         )
         # The error of a mean of 400 is below 5 standard deviations; the variance of x² is 4/45.
         assert abs(means.mean() - 1 / 3) <= 5 * (4 / 45 / 4 / 400) ** 0.5
@@ -67,9 +69,10 @@ def test_strata_vary_less_than_independent_places():
 @given(seeds, st.booleans(), st.booleans())
 def test_frozen_points_rest_and_free_ones_move(seed, freeze_start, freeze_end):
     before = draw(seed, 4, 3)
+    free = [i for i in range(4) if 0 < i < 3 or not (freeze_start, freeze_end)[i // 3]]
     after = fit(
-        Bezier(Flat(3), 3), square, DATA, phi=before, steps=(0, 2), freeze_start=freeze_start, freeze_end=freeze_end,
-        rate=0.1, generator=seeded(seed),
+        Bezier(Flat(3), 3), square, DATA, phi=before, phases=Phases(steps=(0, 2)), control=Control(free=free),
+        training=Training(rate=0.1), generator=seeded(seed),
     ).phi  # fmt: skip
     moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
     assert moved == [not freeze_start, True, True, not freeze_end]
@@ -79,7 +82,15 @@ def test_frozen_points_rest_and_free_ones_move(seed, freeze_start, freeze_end):
 def test_free_names_the_points_that_move(seed, free):
     before = draw(seed, 5, 3)
     kept = before.clone()
-    after = fit(Bezier(Flat(3), 4), square, DATA, phi=before, free=sorted(free), steps=(0, 1), optimizer=SGD).phi
+    after = fit(
+        Bezier(Flat(3), 4),
+        square,
+        DATA,
+        phi=before,
+        control=Control(free=sorted(free)),
+        phases=Phases(steps=(0, 1)),
+        training=Training(optimizer=SGD),
+    ).phi
     assert {i - 5 for i in range(5) if not torch.equal(before[i], after[i])} == free
     assert torch.equal(before, kept)
 
@@ -88,8 +99,10 @@ def test_free_names_the_points_that_move(seed, free):
 def test_a_step_with_projection_is_the_gradient_by_the_displacement(seed, gamma, freeze_end):
     """φ₁ = M + δ − γ proj δ: one step by autograd through that formula."""
     start, end = draw(seed, 3), draw(seed + 1, 3)
-    options = {"freeze_end": freeze_end, "control_projection": gamma, "alternate": True, "optimizer": SGD}
-    after = fit(CURVE, square, DATA, start=start, end=end, steps=(0, 1), rate=0.1, generator=seeded(5), **options).phi
+    after = fit(
+        CURVE, square, DATA, start=start, end=end, phases=Phases(steps=(0, 1), alternate=True), generator=seeded(5),
+        training=Training(SGD, 0.1), control=Control(projection=gamma, free=[1] if freeze_end else [1, 2]),
+    ).phi  # fmt: skip
 
     def bent(end, shift):
         chord = end - start
@@ -105,10 +118,11 @@ def test_a_step_with_projection_is_the_gradient_by_the_displacement(seed, gamma,
 
 
 def test_a_full_projection_leaves_no_displacement_along_the_chord():
-    options = {"steps": (9, 30), "generator": seeded(), "control_rate": 1.0, **QUICK}
+    options = {"generator": seeded(), **QUICK}
     for gamma, expected in ((1.0, True), (0.0, False)):
         for alternate in (True, False):
-            phi = fit(CURVE, square, DATA, control_projection=gamma, alternate=alternate, **options).phi
+            phases = Phases(steps=(9, 30), alternate=alternate)
+            phi = fit(CURVE, square, DATA, control=Control(rate=1.0, projection=gamma), phases=phases, **options).phi
             chord = phi[2] - phi[0]
             along = (phi[1] - (phi[0] + phi[2]) / 2) @ chord / chord.norm()
             assert bool(abs(along) <= 1e-14) is expected
@@ -123,8 +137,8 @@ def test_alternating_epochs_take_turns():
 
     ends = [torch.ones(3)]
     result = fit(
-        CURVE, loss, "ab", start=torch.ones(3), epochs=(3, 2), alternate=True, rate=0.1, generator=seeded(),
-        callback=lambda step, value, phi: ends.append(phi[-1]),
+        CURVE, loss, "ab", start=torch.ones(3), training=Training(rate=0.1), generator=seeded(),
+        phases=Phases(epochs=(3, 2), alternate=True, callback=lambda step, value, phi: ends.append(phi[-1])),
     )  # fmt: skip
     assert seen == [(batch, at_end) for at_end in (True, False, True, False, True) for batch in "ab"]
     assert len(result.losses) == 10
@@ -134,8 +148,8 @@ def test_a_control_point_follows_its_end_between_turns():
     """An epoch of the end carries the control point along: its displacement from the chord is kept."""
     seen = []
     fit(
-        CURVE, square, DATA, epochs=(2, 1), alternate=True, generator=seeded(), **QUICK,
-        callback=lambda step, value, phi: seen.append(phi),
+        CURVE, square, DATA, generator=seeded(), **QUICK,
+        phases=Phases(epochs=(2, 1), alternate=True, callback=lambda step, value, phi: seen.append(phi)),
     )  # fmt: skip
     before, after = seen[7], seen[11]
     assert not torch.equal(before[2], after[2])
@@ -146,7 +160,14 @@ def test_a_control_point_follows_its_end_between_turns():
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
 def test_any_optimiser_of_torch_learns(optimizer):
-    result = fit(CURVE, square, DATA[:1], start=DATA[1], steps=(60, 60), rate=0.05, optimizer=optimizer)
+    result = fit(
+        CURVE,
+        square,
+        DATA[:1],
+        start=DATA[1],
+        phases=Phases(steps=(60, 60)),
+        training=Training(rate=0.05, optimizer=optimizer),
+    )
     assert result.losses[59] < 0.1 * result.losses[0]
     assert torch.isfinite(result.phi).all()
 
@@ -154,7 +175,8 @@ def test_any_optimiser_of_torch_learns(optimizer):
 @pytest.mark.parametrize("sharpness", [SAM(0.1), ASAM(0.1)])
 def test_sharpness_takes_the_gradient_uphill(sharpness):
     start = QUICK["start"]
-    end = fit(CURVE, square, DATA, steps=(1, 0), sharpness=sharpness, **QUICK).phi[-1]
+    training = Training(SGD, 0.1, sharpness=sharpness)
+    end = fit(CURVE, square, DATA, phases=Phases(steps=(1, 0)), training=training, start=start).phi[-1]
     uphill = sharpness.perturbed(Flat(3), start, start - DATA[0])
     assert relative(end, start - 0.1 * (uphill - DATA[0])) <= 1e-14
 
@@ -182,8 +204,17 @@ class Disc(Embedding):
 
 def test_any_embedding_is_learned_by_the_gradient_through_it():
     disc, before = Disc(Flat(3)), draw(0, 3, 3)
-    after = fit(disc, square, DATA, phi=before, free=[0, 2], steps=(0, 1), optimizer=SGD, rate=0.1,
-                control_rate=0.2, generator=seeded(4), samples=2).phi  # fmt: skip
+    after = fit(
+        disc,
+        square,
+        DATA,
+        phi=before,
+        control=Control(free=[0, 2], rate=0.2),
+        phases=Phases(steps=(0, 1)),
+        training=Training(optimizer=SGD, rate=0.1),
+        generator=seeded(4),
+        sampling=Sampling(samples=2),
+    ).phi
     phi, generator = before.clone().requires_grad_(), seeded(4)
     x, y = disc.sample(generator=generator), disc.sample(generator=generator)
     ((square(disc(phi, x), DATA[0]) + square(disc(phi, y), DATA[0])) / 2).backward()
@@ -194,7 +225,15 @@ def test_any_embedding_is_learned_by_the_gradient_through_it():
 def test_a_tunnel_learns_the_control_points_of_its_curve():
     """One step is the gradient through the tunnel at the place that was drawn."""
     tunnel, before = Tunnel(Bezier(Flat(3)), 0.05), draw(0, 3, 3)
-    after = fit(tunnel, square, DATA, phi=before, steps=(0, 1), optimizer=SGD, rate=0.1, generator=seeded(4)).phi
+    after = fit(
+        tunnel,
+        square,
+        DATA,
+        phi=before,
+        phases=Phases(steps=(0, 1)),
+        training=Training(optimizer=SGD, rate=0.1),
+        generator=seeded(4),
+    ).phi
     phi = before.clone().requires_grad_()
     square(tunnel(phi, tunnel.sample_in(before, 1, generator=seeded(4))[0]), DATA[0]).backward()
     assert torch.equal(after[[0, 2]], before[[0, 2]])
@@ -214,11 +253,10 @@ def test_a_simplex_grows_by_its_volume():
             loss,
             [None],
             phi=vertices,
-            free=[-1],
-            volume=weight,
-            steps=(0, 60),
-            rate=0.05,
-            samples=4,
+            control=Control(free=[-1], volume=weight),
+            phases=Phases(steps=(0, 60)),
+            training=Training(rate=0.05),
+            sampling=Sampling(samples=4),
             generator=seeded(),
         ).phi
         for weight in (0.0, 0.1)
@@ -232,7 +270,14 @@ def test_a_simplex_grows_by_its_volume():
 def test_a_simplex_without_volume_is_refused():
     flat = torch.zeros(3, 3, dtype=torch.float64)
     with pytest.raises(ArgumentError, match=r"volume: the log of it is -inf; begin with points in general position"):
-        fit(Simplex(Flat(3), 3), square, DATA, phi=flat, free=[-1], volume=0.1, steps=(0, 1))
+        fit(
+            Simplex(Flat(3), 3),
+            square,
+            DATA,
+            phi=flat,
+            control=Control(free=[-1], volume=0.1),
+            phases=Phases(steps=(0, 1)),
+        )
 
 
 @pytest.mark.parametrize("space", [Sphere(3), Lorentz(2), Product({"a": Sphere(3), "b": Flat(2)})], ids=str)
@@ -244,7 +289,7 @@ def test_on_a_curved_space_the_end_reaches_the_minimum_and_points_stay(space, op
     target = space.exp(start, 0.5 * u / space.inner(start, u, u).sqrt())
     result = fit(
         Bezier(space), lambda theta, batch: distance(space, target, theta).square() / 2, [None], start=start,
-        optimizer=optimizer, rate=0.05, steps=(60, 5), generator=seeded(),
+        training=Training(optimizer=optimizer, rate=0.05), phases=Phases(steps=(60, 5)), generator=seeded(),
     )  # fmt: skip
     assert distance(space, result.phi[2], target) < 0.1
     check_point(space, result.phi, tolerance=1e-12)
@@ -254,7 +299,7 @@ def test_on_a_curved_space_the_end_reaches_the_minimum_and_points_stay(space, op
 def test_on_a_curved_space_control_points_begin_on_the_geodesic():
     space = Sphere(3)
     start, end = space.random_point(2, generator=seeded(), dtype=torch.float64)
-    phi = fit(Bezier(space, 3), square, DATA, start=start, end=end, steps=(0, 0)).phi
+    phi = fit(Bezier(space, 3), square, DATA, start=start, end=end, phases=Phases(steps=(0, 0))).phi
     for i in (1, 2):
         assert relative(phi[i], geodesic(space, start, end, i / 3)) <= 1e-15
 
@@ -264,9 +309,14 @@ def test_the_proximal_term_is_in_the_metric_of_the_space():
     space = Sphere(3)
     start, end = space.random_point(2, generator=seeded(), dtype=torch.float64)
     result = fit(
-        Bezier(space), lambda theta, batch: 0 * theta.sum(), [None], start=start, end=end, steps=(1, 0), optimizer=SGD,
-        rate=0.1, proximal=2.0,
-    )  # fmt: skip
+        Bezier(space),
+        lambda theta, batch: 0 * theta.sum(),
+        [None],
+        start=start,
+        end=end,
+        phases=Phases(steps=(1, 0)),
+        training=Training(optimizer=SGD, rate=0.1, proximal=2.0),
+    )
     assert relative(result.phi[-1], geodesic(space, end, start, 0.2)) <= 1e-14
 
 
@@ -278,11 +328,11 @@ def test_a_callback_sees_every_step_and_can_stop():
         phi.zero_()  # a copy
         return step == 4
 
-    result = fit(CURVE, square, DATA, steps=(3, 9), callback=callback, generator=seeded(), **QUICK)
+    result = fit(CURVE, square, DATA, phases=Phases(steps=(3, 9), callback=callback), generator=seeded(), **QUICK)
     assert [(step, value) for step, value, _ in seen] == list(enumerate(result.losses))
     assert len(seen) == 5
     assert not result.converged
-    plain = fit(CURVE, square, DATA, steps=(3, 2), generator=seeded(), **QUICK)
+    plain = fit(CURVE, square, DATA, phases=Phases(steps=(3, 2)), generator=seeded(), **QUICK)
     assert torch.equal(result.phi, plain.phi)
 
 
@@ -293,41 +343,61 @@ EYE = torch.eye(3)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"curve": 3}, "curve: expected an Embedding"),
-        ({"sampling": "sobol"}, "sampling: expected one of uniform, stratified, quadrature"),
-        ({"samples": 0}, "samples: expected an integer >= 1"),
-        ({"curve": Simplex(Flat(3), 3), "sampling": "quadrature"}, "sampling: quadrature needs a curve"),
-        ({"end": torch.ones(2)}, "end: expected shape"),
-        ({"end": torch.ones(3).double()}, "end: expected torch.float32"),
-        ({"phi": torch.ones(2, 3)}, r"phi: expected shape \(3, 3\)"),
-        ({"phi": EYE, "end": EYE[0]}, "end: phi has its own last point"),
-        ({"phi": EYE * torch.inf}, "phi: expected finite"),
-        ({"free": [3]}, "free: expected different indices of 3 points"),
-        ({"free": [0, -3]}, "free: expected different indices"),
-        ({"free": []}, "free: expected different indices"),
-        ({"free": 1}, "free: expected different indices"),
-        ({"control_projection": 1.5}, "control_projection: expected"),
-        ({"control_projection": 0.5, "curve": Bezier(Sphere(3)), "start": EYE[0]}, "control_projection: needs a curve"),
-        ({"alternate": True, "curve": Bezier(Flat(3), 1), "freeze_end": False}, "alternate: needs a curve with inner"),
-        ({"alternate": True, "control_start": "base"}, "control_start: alternate begins at the chord"),
-        ({"alternate": True, "free": [1]}, "free: does not go with alternate"),
-        ({"volume": 0.1}, "volume: Bezier.* has no log_volume"),
-        ({"volume": -0.1}, "volume: expected"),
-        ({"sharpness": 0.1}, "sharpness: expected SAM, ASAM or None"),
-        ({"sharpness": SAM}, "sharpness: expected SAM, ASAM or None"),
-        ({"sharpness": ASAM(), "curve": Bezier(Sphere(3)), "start": EYE[0]}, "sharpness: ASAM scales coordinates"),
-        ({"patience": 0}, "patience: expected"),
-        ({"plateau": -1.0}, "plateau: expected"),
-        ({"resume": {"phi": 3}}, "resume: expected the state of a Fit"),
-        ({"optimizer": torch.optim.AdamW, "curve": Bezier(Sphere(3)), "start": EYE[0]}, "optimizer: expected SGD"),
-        ({"curve": Bezier(Sphere(3))}, "start: expected a point of"),
+        (lambda: {"curve": 3}, "curve: expected Embedding"),
+        (lambda: {"sampling": Sampling(kind="sobol")}, "sampling: expected one of uniform, stratified, quadrature"),
+        (lambda: {"sampling": Sampling(samples=0)}, "samples: expected an integer >= 1"),
+        (
+            lambda: {"curve": Simplex(Flat(3), 3), "sampling": Sampling(kind="quadrature")},
+            "sampling: quadrature needs a curve",
+        ),
+        (lambda: {"end": torch.ones(2)}, "end: expected shape"),
+        (lambda: {"end": torch.ones(3).double()}, "end: expected torch.float32"),
+        (lambda: {"phi": torch.ones(2, 3)}, r"phi: expected shape \(3, 3\)"),
+        (lambda: {"phi": EYE, "end": EYE[0]}, "end: phi has its own last point"),
+        (lambda: {"phi": EYE * torch.inf}, "phi: expected finite"),
+        (lambda: {"control": Control(free=[3])}, "free: expected different indices of 3 points"),
+        (lambda: {"control": Control(free=[0, -3])}, "free: expected different indices"),
+        (lambda: {"control": Control(free=[])}, "free: expected different indices"),
+        (lambda: {"control": Control(free=1)}, "free: expected different indices"),
+        (lambda: {"control": Control(projection=1.5)}, "control_projection: expected"),
+        (
+            lambda: {"control": Control(projection=0.5), "curve": Bezier(Sphere(3)), "start": EYE[0]},
+            "control_projection: needs a curve",
+        ),
+        (
+            lambda: {"phases": Phases(alternate=True), "curve": Bezier(Flat(3), 1), "control": Control(free=[1])},
+            "alternate: needs a curve with inner",
+        ),
+        (
+            lambda: {"phases": Phases(alternate=True), "control": Control(start="base")},
+            "control_start: alternate begins at the chord",
+        ),
+        (
+            lambda: {"phases": Phases(alternate=True), "curve": Bezier(Flat(3), 3), "control": Control(free=[1])},
+            "free: alternate moves all inner points",
+        ),
+        (lambda: {"control": Control(volume=0.1)}, "volume: Bezier.* has no log_volume"),
+        (lambda: {"control": Control(volume=-0.1)}, "volume: expected"),
+        (lambda: {"training": Training(sharpness=0.1)}, "sharpness: expected SAM, ASAM or None"),
+        (lambda: {"training": Training(sharpness=SAM)}, "sharpness: expected SAM, ASAM or None"),
+        (
+            lambda: {"training": Training(sharpness=ASAM()), "curve": Bezier(Sphere(3)), "start": EYE[0]},
+            "sharpness: ASAM scales coordinates",
+        ),
+        (lambda: {"phases": Phases(patience=0)}, "patience: expected"),
+        (lambda: {"phases": Phases(plateau=-1.0)}, "plateau: expected"),
+        (lambda: {"resume": {"phi": 3}}, "resume: expected the state of a Fit"),
+        (
+            lambda: {"training": Training(optimizer=torch.optim.AdamW), "curve": Bezier(Sphere(3)), "start": EYE[0]},
+            "optimizer: expected SGD",
+        ),
+        (lambda: {"curve": Bezier(Sphere(3))}, "start: expected a point of"),
     ],
 )
 def test_bad_input_is_refused_by_name(options, words):
-    curve = options.get("curve", CURVE)
-    rest = {name: value for name, value in options.items() if name != "curve"}
+    given_ = {"curve": CURVE, "batches": [torch.ones(3)], "start": torch.ones(3)}
     with pytest.raises(ArgumentError, match=words):
-        fit(curve, square, [torch.ones(3)], **({"start": torch.ones(3)} | rest))
+        fit(loss=square, **given_ | options())
 
 
 def test_a_slope_that_is_not_finite_stops_a_fit_on_a_curved_space():
@@ -340,9 +410,14 @@ def test_a_tunnel_may_fold_while_it_is_learned(form):
     """The loss pulls the control point so far that the tunnel folds on the way."""
     phi = torch.tensor([[0.0, 0.0], [0.5, 0.1], [1.0, 0.0]])
     found = fit(
-        Tunnel(Bezier(Flat(2)), 0.3, form), lambda theta, batch: (theta - batch).square().sum(),
-        [torch.tensor([0.5, 5.0])], phi=phi, steps=(0, 100), rate=0.05, generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
+        Tunnel(Bezier(Flat(2)), 0.3, form),
+        lambda theta, batch: (theta - batch).square().sum(),
+        [torch.tensor([0.5, 5.0])],
+        phi=phi,
+        phases=Phases(steps=(0, 100)),
+        training=Training(rate=0.05),
+        generator=torch.Generator().manual_seed(0),
+    )
     assert found.phi.isfinite().all()
     with pytest.raises(ArgumentError, match="folds"):
         Tunnel(Bezier(Flat(2)), 0.3).check(found.phi)
@@ -352,19 +427,24 @@ def test_a_complex_of_curved_triangles_is_learned():
     vertices = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.2, 0.0], [1.0, 0.0, 0.2], [1.0, 0.2, 0.2]])
     phi = torch.nn.functional.normalize(vertices, dim=-1)
     found = fit(
-        Complex(Sphere(3), ((0, 1, 2), (1, 2, 3))), lambda theta, batch: (theta - batch).square().sum(),
-        [torch.tensor([0.0, 0.0, 1.0])], phi=phi, free=[1, 2], steps=(0, 20), rate=0.05,
+        Complex(Sphere(3), ((0, 1, 2), (1, 2, 3))),
+        lambda theta, batch: (theta - batch).square().sum(),
+        [torch.tensor([0.0, 0.0, 1.0])],
+        phi=phi,
+        control=Control(free=[1, 2]),
+        phases=Phases(steps=(0, 20)),
+        training=Training(rate=0.05),
         generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
+    )
     assert torch.equal(found.phi[[0, 3]], phi[[0, 3]])
     assert found.losses[-1] < found.losses[0]
 
 
 def test_a_state_of_another_optimizer_is_refused():
-    arguments = {"start": torch.zeros(2), "steps": (3, 6)}
+    arguments = {"start": torch.zeros(2), "phases": Phases(steps=(3, 6))}
     loss = lambda theta, batch: (theta - batch).square().sum()  # noqa: E731
-    state = fit(Bezier(Flat(2)), loss, [torch.ones(2)], optimizer=torch.optim.SGD, **arguments).state
+    state = fit(Bezier(Flat(2)), loss, [torch.ones(2)], training=Training(optimizer=torch.optim.SGD), **arguments).state
     with pytest.raises(ArgumentError, match="resume: .* other options"):
         fit(Bezier(Flat(2)), loss, [torch.ones(2)], resume=state, **arguments)
     with pytest.raises(ArgumentError, match="optimizer: "):
-        fit(Bezier(Flat(2)), loss, [torch.ones(2)], optimizer=torch.optim.LBFGS, **arguments)
+        fit(Bezier(Flat(2)), loss, [torch.ones(2)], training=Training(optimizer=torch.optim.LBFGS), **arguments)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg.curves import Bezier, fit
+from manifoldagg.curves import Bezier, Phases, Training, fit
 from manifoldagg.curves.sharpness import ASAM, SAM, sharp_gradient
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import Flat, PoincareBall, Sphere, distance
@@ -92,10 +92,8 @@ def test_a_sharp_minimum_is_left():
             loss,
             [None],
             start=start,
-            steps=(150, 0),
-            optimizer=torch.optim.SGD,
-            rate=0.01,
-            sharpness=sharpness,
+            phases=Phases(steps=(150, 0)),
+            training=Training(optimizer=torch.optim.SGD, rate=0.01, sharpness=sharpness),
         ).phi[-1]
         for sharpness in (None, SAM(0.2))
     ]

@@ -317,17 +317,17 @@ def forgets_the_proximal_term(self, end, base):
 
 @caught_by(curve_client, "fit", "the_client_is_the_papers")
 def does_not_take_turns(*args, **options):
-    return fit(*args, **(options | {"alternate": False}))
+    return fit(*args, **(options | {"phases": replace(options["phases"], alternate=False)}))
 
 
 @caught_by(curve_client, "fit", "the_client_is_the_papers")
 def does_not_project(*args, **options):
-    return fit(*args, **(options | {"control_projection": 0.0}))
+    return fit(*args, **(options | {"control": replace(options["control"], projection=0.0)}))
 
 
 @caught_by(curve_client, "fit", "the_client_is_the_papers")
 def has_one_rate(*args, **options):
-    return fit(*args, **(options | {"control_rate": None}))
+    return fit(*args, **(options | {"control": replace(options["control"], rate=None)}))
 
 
 @caught_by(Lorentz, "gradient", "a_lorentz_term_pulls_by_its_gradient")
@@ -396,7 +396,7 @@ def draws_at_the_centre(self, *batch, generator=None):
 
 @caught_by(simplex_client, "fit", "all_vertices_learn")
 def freezes_the_first_vertex(*args, **options):
-    return fit(*args, **(options | {"free": [1, 2]}))
+    return fit(*args, **(options | {"control": replace(options["control"], free=[1, 2])}))
 
 
 @pytest.mark.parametrize("name", LAWS)

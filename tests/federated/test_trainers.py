@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from manifoldagg.curves import SAM, Bezier, fit
+from manifoldagg.curves import SAM, Bezier, Phases, Training, fit
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Trainer, trainers
 from manifoldagg.federated.trainers.curve import count_samples
@@ -32,7 +32,10 @@ def seeded():
 def test_the_curve_trainer_returns_what_fit_learns():
     trainer = trainers.Curve(degree=3, epochs=(2, 1), rate=0.1, proximal=0.1)
     payload = trainer.train(SPACE, Message(START), loss, PAIRS, None, generator=seeded())
-    learned = fit(Bezier(SPACE, 3), loss, PAIRS, start=START, epochs=(2, 1), rate=0.1, proximal=0.1, generator=seeded())
+    learned = fit(
+        Bezier(SPACE, 3), loss, PAIRS, start=START, phases=Phases((2, 1)), training=Training(rate=0.1, proximal=0.1),
+        generator=seeded(),
+    )  # fmt: skip
     assert torch.equal(payload.points, learned.phi[1:])
     assert payload.samples == 20
 

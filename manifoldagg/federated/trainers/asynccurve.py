@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.curves import Bezier, Sharpness, fit
+from manifoldagg.curves import Bezier, Control, Phases, Sharpness, Training, fit
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_decay, check_number, check_shape
 from manifoldagg.federated.contract import Memory, Message, Payload
 from manifoldagg.federated.trainers.curve import count_samples
@@ -125,13 +125,9 @@ class AsyncCurve:
             loss,
             batches,
             start=message.start,
-            epochs=(self.epochs, self.epochs),
-            alternate=True,
-            optimizer=begin,
-            rate=self.rate,
-            control_rate=self.rate / 10 if self.control_rate is None else self.control_rate,
-            control_projection=self.projection,
-            sharpness=self.sharpness,
+            phases=Phases((self.epochs, self.epochs), alternate=True),
+            training=Training(begin, self.rate, sharpness=self.sharpness),
+            control=Control(self.control_rate or self.rate / 10, projection=self.projection),
             generator=generator,
         )
         passed = len(learned.losses) / (2 * self.epochs)

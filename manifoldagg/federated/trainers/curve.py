@@ -1,13 +1,13 @@
 """The client of AsyncBezier: learn a curve whose end is the local model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from manifoldagg.curves import Bezier, Sharpness, fit
+from manifoldagg.curves import Bezier, Control, Phases, Sampling, Sharpness, Training, fit
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.federated.contract import Memory, Message, Payload
 from manifoldagg.manifolds import Loss, Manifold
@@ -69,10 +69,19 @@ class Curve:
             ArgumentError: as [`fit`][manifoldagg.fit].
             DivergenceError: if a loss is not finite.
         """
-        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "degree"}
-        curve = Bezier(space, self.degree)
+        free = None if self.freeze_end else range(1, self.degree + 1)
         samples = count_samples(batches)
-        learned = fit(curve, loss, batches, start=message.start, generator=generator, **options)
+        learned = fit(
+            Bezier(space, self.degree),
+            loss,
+            batches,
+            start=message.start,
+            phases=Phases(self.epochs, self.steps, self.alternate),
+            training=Training(self.optimizer, self.rate, self.proximal, self.sharpness),
+            control=Control(self.control_rate, self.control_start, self.control_projection, free),
+            sampling=Sampling(self.sampling, self.samples),
+            generator=generator,
+        )
         return Payload(learned.phi[1:], samples)
 
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from manifoldagg.curves import Sharpness, Simplex, fit
+from manifoldagg.curves import Control, Phases, Sampling, Sharpness, Simplex, Training, fit
 from manifoldagg.errors import ArgumentError, check_number
 from manifoldagg.federated.contract import Memory, Message, Payload
 from manifoldagg.federated.trainers.curve import count_samples
@@ -104,13 +104,10 @@ class FLOCO:
             batches,
             start=message.start,
             phi=vertices,
-            free=[*range(n)],
-            epochs=(0, self.epochs),
-            optimizer=self.optimizer,
-            rate=self.rate,
-            samples=self.samples,
-            proximal=self.proximal,
-            sharpness=self.sharpness,
+            phases=Phases((0, self.epochs)),
+            training=Training(self.optimizer, self.rate, self.proximal, self.sharpness),
+            control=Control(free=range(n)),
+            sampling=Sampling(samples=self.samples),
             generator=generator,
         )
         return Payload(learned.phi, count_samples(batches))

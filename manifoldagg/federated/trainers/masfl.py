@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.corrections.frame import require_flat
-from manifoldagg.curves.fit_schedule import Schedule
+from manifoldagg.curves.phases import Phases, Schedule
 from manifoldagg.curves.sharpness import sharp_gradient
 from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_number, is_finite
 from manifoldagg.federated.contract import Memory, Message, Payload
@@ -109,8 +109,9 @@ def descend(
     opening, beta, control = message.numbers["opening"], message.numbers["beta"], message.tensors.get("control")
     if not opening and "direction" not in message.tensors:
         raise ArgumentError("message: expected one of MasFL or AdaMasFL; tensors lack direction")
+    phases = Phases.first(0, amount) if count_steps else Phases.first(amount)
     theta, total, count = message.start.detach().clone(), torch.zeros_like(message.start, dtype=torch.float64), 0
-    for _, batch in Schedule(batches, (amount, 0), count_steps=count_steps, alternate=False, generator=generator):
+    for _, batch in Schedule(batches, phases):
         value, slope = sharp_gradient(space, loss, theta, batch)
         if not (torch.isfinite(value) and is_finite(slope)):
             raise DivergenceError(f"the loss is {value.item()}, or its gradient not finite, at step {count}")

@@ -12,6 +12,8 @@ from manifoldagg.errors import ArgumentError, DivergenceError, check_finite, che
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.layout import tensors_of
 
+__all__ = ["refresh_buffers"]
+
 
 def refresh_buffers(
     space: ParameterSpace, model: nn.Module, point: Float[Tensor, " P"], batches: Iterable[Any]

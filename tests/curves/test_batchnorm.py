@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from manifoldagg.curves.buffers import refresh_buffers
+from manifoldagg.curves.batchnorm import refresh_buffers
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import ParameterSpace
 from tests.support import draw
