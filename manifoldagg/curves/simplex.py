@@ -209,7 +209,7 @@ class Simplex(Embedding):
     ) -> tuple[Float[Tensor, "more ..."], "Simplex"]:
         r"""$\varphi$ with one more vertex, the last, of the same dtype and device; and the simplex of that many."""
         self._check_phi(phi)
-        self.space._check(phi=phi, point=check_shape("point", point, *self.space.shape))
+        self.space._check({"phi": phi, "point": check_shape("point", point, *self.space.shape)})
         return torch.cat([phi, point.unsqueeze(0)]), replace(self, vertices=self.vertices + 1)
 
     def ensemble(

@@ -282,7 +282,7 @@ class Tunnel(Embedding):
             away = self.nearest(phi, point)[1]
             return away <= 4 * self.size * (1 + 2 * self.radius) * rounding(phi, point)
         self._check_phi(phi)
-        self.space._check(phi=phi, point=point)
+        self.space._check({"phi": phi, "point": point})
         reach, batch = self._reach(phi), point.shape[: point.ndim - len(self.space.shape)]
 
         def look(t: Tensor) -> tuple[Tensor, Tensor]:

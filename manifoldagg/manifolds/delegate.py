@@ -10,7 +10,7 @@ from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
 
 
 class Delegate(Manifold):
-    """Checks shapes at its door and hands every primitive, and what the space declares, to the space `inside`."""
+    """Hands every formula, and what the space declares, to the space `inside`."""
 
     @property
     @abc.abstractmethod
@@ -36,51 +36,41 @@ class Delegate(Manifold):
         """Whether the space inside is."""
         return self.inside.symmetric
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
-        return self.inside.inner(x, u, v)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        return self.inside._inner(x, u, v)
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
-        return self.inside.exp(x, u)
+    def _exp(self, x: Point, u: Tangent) -> Point:
+        return self.inside._exp(x, u)
 
-    def log(self, x: Point, y: Point) -> Tangent:
-        self._check(x=x, y=y)
-        return self.inside.log(x, y)
+    def _log(self, x: Point, y: Point) -> Tangent:
+        return self.inside._log(x, y)
 
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        self._check(x=x, y=y, u=u)
-        return self.inside.transport(x, y, u)
+    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        return self.inside._transport(x, y, u)
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._check(x=x, u=u)
-        return self.inside.project_tangent(x, u)
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
+        return self.inside._project_tangent(x, u)
 
-    def project(self, x: Point) -> Point:
-        self._check(x=x)
-        return self.inside.project(x)
+    def _project(self, x: Point) -> Point:
+        return self.inside._project(x)
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
-        return self.inside.retract(x, u)
+    def _retract(self, x: Point, u: Tangent) -> Point:
+        return self.inside._retract(x, u)
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
-        return self.inside.injectivity_radius(x)
+    def _injectivity_radius(self, x: Point) -> Scalar:
+        return self.inside._injectivity_radius(x)
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
-        return self.inside.random_point(*batch, generator=generator, dtype=dtype)
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
+        return self.inside._random_point(batch, generator, dtype)
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        self._check(x=x)
-        return self.inside.random_tangent(x, generator)
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        return self.inside._random_tangent(x, generator)
 
-    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        self._check(x=x, derivative=derivative)
-        return self.inside.gradient(x, derivative)
+    def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        return self.inside._gradient(x, derivative)
 
-    def invariant(self, x: Point) -> Tensor:
-        return self.inside.invariant(x)
+    def _invariant(self, x: Point) -> Tensor:
+        return self.inside._invariant(x)
 
     def leaves(self, x: Tensor) -> Iterator[tuple[str, Manifold, Tensor]]:
         return self.inside.leaves(x)

@@ -39,41 +39,33 @@ class Flat(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n,)
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         dims = tuple(range(-len(self.shape), 0))
         return (u.double() * v.double()).sum(dims).to(torch.promote_types(u.dtype, v.dtype))
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _exp(self, x: Point, u: Tangent) -> Point:
         return x + u
 
-    def log(self, x: Point, y: Point) -> Tangent:
-        self._check(x=x, y=y)
+    def _log(self, x: Point, y: Point) -> Tangent:
         return y - x
 
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        self._check(x=x, y=y, u=u)
+    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         return u.expand(torch.broadcast_shapes(x.shape, y.shape, u.shape))
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._check(x=x, u=u)
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         return u
 
-    def project(self, x: Point) -> Point:
-        self._check(x=x)
+    def _project(self, x: Point) -> Point:
         return x
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        return self.exp(x, u)
+    def _retract(self, x: Point, u: Tangent) -> Point:
+        return self._exp(x, u)
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
+    def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[: x.ndim - len(self.shape)], math.inf)
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         return torch.randn(*batch, *self.shape, generator=generator, dtype=dtype, device=generator.device)
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        self._check(x=x)
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)

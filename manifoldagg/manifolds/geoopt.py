@@ -188,34 +188,37 @@ class GeooptManifold(Manifold):
         """Whether the manifold is known to be."""
         return self.manifold.symmetric
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        return self._ask("inner", x=x, u=u, v=v)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        return self._ask("inner", x, u, v)
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        return self._ask("exp", x=x, u=u)
+    def _exp(self, x: Point, u: Tangent) -> Point:
+        return self._ask("exp", x, u)
 
-    def log(self, x: Point, y: Point) -> Tangent:
-        return self._ask("log", x=x, y=y)
+    def _log(self, x: Point, y: Point) -> Tangent:
+        return self._ask("log", x, y)
 
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        return self._ask("transport", x=x, y=y, u=u)
+    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        return self._ask("transport", x, y, u)
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        return self._ask("project_tangent", x=x, u=u)
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
+        return self._ask("project_tangent", x, u)
 
-    def project(self, x: Point) -> Point:
-        return self._ask("project", x=x)
+    def _project(self, x: Point) -> Point:
+        return self._ask("project", x)
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        return self._ask("retract", x=x, u=u)
+    def _retract(self, x: Point, u: Tangent) -> Point:
+        return self._ask("retract", x, u)
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        return self._ask("injectivity_radius", x=x)
+    def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        return self._ask("gradient", x, derivative)
 
-    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        return self._ask("gradient", x=x, derivative=derivative)
+    def _injectivity_radius(self, x: Point) -> Scalar:
+        self._need("injectivity_radius")
+        if self._open:
+            return self._at(x)._injectivity_radius(x)
+        return x.new_full(self._batch(x.shape), self.manifold.radius or math.nan)
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         self._need("random_point")
         module, radius = self.manifold.module, self.manifold.radius or math.inf
         # Where a sphere is projected from, coordinates are infinite: half a radian from the origin is far enough.
@@ -225,25 +228,24 @@ class GeooptManifold(Manifold):
             torch.default_generator.manual_seed(seed)
             draw = module.random(*batch, *self.sizes, dtype=torch.float64, **({"std": radius / 12} if near else {}))
         point: Tensor = draw.detach().as_subclass(Tensor)
-        return point.to(generator.device, dtype or torch.get_default_dtype())
+        return point.to(generator.device, dtype)
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         self._need("random_tangent")
-        self._check(x=x)
         if self._open:
-            return self._at(x).random_tangent(x, generator)
+            return self._at(x)._random_tangent(x, generator)
         a, size, batch = x.detach().double(), math.prod(self.sizes), self._batch(x.shape)
         # B takes coordinates e_i to tangents P e_i; B (B*B)^(-1/2), on the range of B*B, is an isometry.
         units = torch.eye(size, dtype=a.dtype, device=a.device).reshape(size, *(1 for _ in batch), *self.sizes)
-        tangents = self.project_tangent(a, units.expand(size, *x.shape))
-        gram = torch.stack([self.inner(a, tangent, tangents) for tangent in tangents], -1).movedim(0, -1)
+        tangents = self._project_tangent(a, units.expand(size, *x.shape))
+        gram = torch.stack([self._inner(a, tangent, tangents) for tangent in tangents], -1).movedim(0, -1)
         values, basis = torch.linalg.eigh(gram)
         kept = values > size * torch.finfo(a.dtype).eps * values.amax(-1, keepdim=True)
         weights = torch.where(kept, values, math.inf).rsqrt()
         noise = torch.randn(*batch, size, 1, generator=generator, dtype=a.dtype, device=generator.device).to(x.device)
         weighted = (basis * weights.unsqueeze(-2)) @ (basis.mT @ noise)
         along = weighted.squeeze(-1).movedim(-1, 0).reshape(size, *batch, *(1 for _ in self.sizes))
-        return self.project_tangent(a, (along * tangents).sum(0)).to(x.dtype)
+        return self._project_tangent(a, (along * tangents).sum(0)).to(x.dtype)
 
     @property
     def _open(self) -> bool:
@@ -253,17 +255,13 @@ class GeooptManifold(Manifold):
         """The space of the size of these points."""
         return self.manifold.space(_fitting("x", self.manifold.module, x.shape[x.ndim - len(self.sizes) :]))
 
-    def _ask(self, primitive: str, **tensors: Tensor) -> Tensor:
+    def _ask(self, primitive: str, x: Tensor, *others: Tensor) -> Tensor:
         self._need("project_tangent" if primitive == "gradient" else primitive)
-        self._check(**tensors)
-        x = tensors["x"]
         if self._open:
-            return getattr(self._at(x), primitive)(**tensors)  # type: ignore[no-any-return]  # a name is no type
-        if primitive == "injectivity_radius":
-            return x.new_full(self._batch(x.shape), self.manifold.radius or math.nan)
+            return getattr(self._at(x), f"_{primitive}")(x, *others)  # type: ignore[no-any-return]  # a name is no type
         module = self.manifold.module
         method = getattr(module if x.is_cpu else copy.deepcopy(module).to(x.device), METHODS[primitive])
-        parts = torch.broadcast_tensors(*(tensor.as_subclass(Tensor).double() for tensor in tensors.values()))
+        parts = torch.broadcast_tensors(*(tensor.as_subclass(Tensor).double() for tensor in (x, *others)))
         # Without keepdim a Stereographic's inner has another shape on a batch.
         value: Tensor = method(*parts, keepdim=True) if primitive == "inner" else method(*parts)
         return value.reshape(self._batch(parts[0].shape) if primitive == "inner" else parts[0].shape).to(x.dtype)

@@ -72,18 +72,15 @@ class Grassmann(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n, self.p)
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         return (u.double() * v.double()).sum((-2, -1)).to(u.dtype)
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _exp(self, x: Point, u: Tangent) -> Point:
         v = u.double()
         cosine, sinc = _cos_and_sinc(v.mT @ v)
         return (x.double() @ cosine + v @ sinc).to(x.dtype)
 
-    def log(self, x: Point, y: Point) -> Tangent:
-        self._check(x=x, y=y)
+    def _log(self, x: Point, y: Point) -> Tangent:
         a, b = x.double(), y.double()
         turn, cosines, basis = polar(b.mT @ a)
         step = b @ turn - a
@@ -94,43 +91,36 @@ class Grassmann(Manifold):
         tangent: Tensor = beside @ torch.linalg.inv(sinc)
         return tangent.to(x.dtype)
 
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        self._check(x=x, y=y, u=u)
+    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         a, b, v = x.double(), y.double(), u.double()
         turn, _, _ = polar(b.mT @ a)
         middle = a + b @ turn
         reflected: Tensor = v - 2 * middle @ torch.linalg.inv(middle.mT @ middle) @ (middle.mT @ v)
         return (reflected @ turn.mT).to(u.dtype)
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._check(x=x, u=u)
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         return across(x.double(), u.double()).to(u.dtype)
 
-    def project(self, x: Point) -> Point:
-        self._check(x=x)
+    def _project(self, x: Point) -> Point:
         point, _, _ = polar(x.double())
         return point.to(x.dtype)
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
-        return self.project(x.double() + u.double()).to(x.dtype)
+    def _retract(self, x: Point, u: Tangent) -> Point:
+        return self._project(x.double() + u.double()).to(x.dtype)
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
+    def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-2], math.inf if self.p == self.n else math.pi / 2)
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         noise = torch.randn(*batch, *self.shape, generator=generator, dtype=torch.float64, device=generator.device)
-        return self.project(noise).to(dtype or torch.get_default_dtype())
+        return self._project(noise).to(dtype)
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        self._check(x=x)
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=generator.device)
         return across(x.double(), noise.to(x.device)).to(x.dtype)
 
-    def invariant(self, x: Point) -> Tensor:
+    def _invariant(self, x: Point) -> Tensor:
         r"""The projector $x x^\top$ (*batch, n, n) onto the subspace."""
-        self._check(x=x)
         a = x.double()
         return (a @ a.mT).to(x.dtype)
 

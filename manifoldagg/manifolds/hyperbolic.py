@@ -72,25 +72,21 @@ class PoincareBall(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n,)
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         a = self._unit(x)
         return (dot(u.double(), v.double()) * (2 / (1 - dot(a, a))).square()).squeeze(-1).to(u.dtype)
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _exp(self, x: Point, u: Tangent) -> Point:
         return self._moved(x, u, _tanhc_of_square, lambda square: _cosh_of_square(square).square().reciprocal())
 
-    def log(self, x: Point, y: Point) -> Tangent:
-        self._check(x=x, y=y)
+    def _log(self, x: Point, y: Point) -> Tangent:
         a, b = self._unit(x), self._unit(y)
         d = b - a
         alpha, beta, apart = 1 - dot(a, a), 1 - dot(b, b), dot(d, d)
         q = apart / (alpha * beta)
         return self._scaled(_arsinhc_of_square(q) * (alpha * d - apart * a) / (beta * (1 + q).sqrt()), x)
 
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        self._check(x=x, y=y, u=u)
+    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         a, b, v = self._unit(x), self._unit(y), u.double()
         d = b - a
         square, beta, apart = dot(a, a), 1 - dot(b, b), dot(d, d)
@@ -98,12 +94,10 @@ class PoincareBall(Manifold):
         plane = (alpha * onward - apart * outward) * a - ((beta + apart) * outward + square * onward) * d
         return (beta / alpha * (v + 2 * plane / (apart + alpha * beta))).to(u.dtype)
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._check(x=x, u=u)
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         return u
 
-    def project(self, x: Point) -> Point:
-        self._check(x=x)
+    def _project(self, x: Point) -> Point:
         a, eps = self._unit(x), torch.finfo(x.dtype).eps
         square = dot(a, a)
         # Rounding a coordinate to x's dtype moves a length by less than ε: what was brought back stays inside.
@@ -111,28 +105,24 @@ class PoincareBall(Manifold):
         length = torch.where(outside, square, torch.ones_like(square)).sqrt()
         return torch.where(outside, self._scaled((1 - 4 * eps) / length * a, x), x)
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _retract(self, x: Point, u: Tangent) -> Point:
         return self._moved(x, u, lambda square: (1 + square).rsqrt(), lambda square: (1 + square).reciprocal())
 
-    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        self._check(x=x, derivative=derivative)
+    def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
         a = self._unit(x)
         return (((1 - dot(a, a)) / 2).square() * derivative.double()).to(x.dtype)
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
+    def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-1], math.inf)
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         """Draw uniformly, in coordinates, from the ball of six tenths of the radius."""
         noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
         level = torch.rand(*batch, 1, generator=generator, dtype=torch.float64, device=generator.device)
         a = noise.double()
         return self._scaled(FARTHEST_DRAW * level ** (1 / self.n) * a / dot(a, a).sqrt(), noise)
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        self._check(x=x)
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
         a = self._unit(x)
         return ((1 - dot(a, a)) / 2 * noise.double()).to(x.dtype)
@@ -213,20 +203,17 @@ class Lorentz(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n + 1,)
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         return _minkowski(u.double(), v.double()).squeeze(-1).to(u.dtype)
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _exp(self, x: Point, u: Tangent) -> Point:
         (a0, a), v = _read(x), u[..., 1:].double()
         along = dot(a, v) / a0
         square = _square(a0, a, v, along)
         far, onward = _cosh_of_square(square), _sinhc_of_square(square)
         return torch.cat([far * a0 + onward * along, torch.addcmul(far * a, onward, v)], -1).to(x.dtype)
 
-    def log(self, x: Point, y: Point) -> Tangent:
-        self._check(x=x, y=y)
+    def _log(self, x: Point, y: Point) -> Tangent:
         (a0, a), (b0, b) = _read(x), _read(y)
         d = b - a
         onward = dot(a, d)
@@ -234,8 +221,7 @@ class Lorentz(Manifold):
         z = torch.addcmul(d, d0 - onward / (1 + a0), a, value=-1)
         return (_arsinhc_of_square(dot(z, z)) * _from_origin(a0, a, z)).to(x.dtype)
 
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        self._check(x=x, y=y, u=u)
+    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         (a0, a), (b0, b), v = _read(x), _read(y), u[..., 1:].double()
         d = b - a
         # <y, u> = <y - x, u>, which keeps its digits where y is near.
@@ -243,39 +229,33 @@ class Lorentz(Manifold):
         moved = v + ahead / (1 + a0 * b0 - dot(a, b)) * (a + b)
         return torch.cat([dot(b, moved) / b0, moved], -1).to(u.dtype)
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._check(x=x, u=u)
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         a, v = torch.cat(_read(x), -1), u.double()
         # Twice: after one pass what is left along x is ε|u|, after two it is ε of what remains.
         for _ in range(2):
             v = v + _minkowski(a, v) * a
         return v.to(u.dtype)
 
-    def project(self, x: Point) -> Point:
-        self._check(x=x)
+    def _project(self, x: Point) -> Point:
         return _point(x[..., 1:].double()).to(x.dtype)
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _retract(self, x: Point, u: Tangent) -> Point:
         (a0, a), v = _read(x), u[..., 1:].double()
         return _point((1 + _square(a0, a, v, dot(a, v) / a0)).sqrt() * a + v).to(x.dtype)
 
-    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        self._check(x=x, derivative=derivative)
-        return self.project_tangent(x, torch.cat([-derivative[..., :1], derivative[..., 1:]], -1))
+    def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        return self._project_tangent(x, torch.cat([-derivative[..., :1], derivative[..., 1:]], -1))
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
+    def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-1], math.inf)
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         """Draw from the image, under exp at the origin, of a normal tangent with mean square length 1."""
         noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
         v = noise.double() / math.sqrt(self.n)
         return _point(_sinhc_of_square(dot(v, v)) * v).to(noise.dtype)
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        self._check(x=x)
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         shape = (*x.shape[:-1], self.n)
         noise = torch.randn(shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
         return _from_origin(*_read(x), noise.double()).to(x.dtype)

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from manifoldagg.errors import ArgumentError, check_shape
 Point = Float[Tensor, "..."]
 Tangent = Float[Tensor, "..."]
 Scalar = Float[Tensor, "..."]
-
+Tensors = dict[str, Tensor]
 
 PRIMITIVES = frozenset(
     {
@@ -31,12 +31,18 @@ PRIMITIVES = frozenset(
 )
 """The names that a space can declare in its `capabilities`."""
 
+CHECKED = PRIMITIVES | {"gradient", "invariant"}
+"""The methods that check their tensors, and call the formula of the same name with an underscore."""
+
 
 class Manifold(abc.ABC):
     r"""A Riemannian manifold $M$ whose points are tensors of shape `(*batch, *shape)`.
 
-    A space implements the primitives it can and names them in `capabilities`; the others raise
-    `NotImplementedError` with the name of what is missing. The names are theorems: $\exp$ is geodesic with
+    The methods without an underscore check shapes, dtypes and devices, and call the formula of the same name with one:
+    `exp` calls `_exp`. A space writes the formulas it can and names them in `capabilities`; the others raise
+    `NotImplementedError` with the name of what is missing. Code that has checked its tensors calls the formulas.
+
+    The names are theorems: $\exp$ is geodesic with
     $d\exp_x|_0 = \mathrm{id}$, $\log$ is its inverse inside the injectivity radius, `transport` is an
     isometry, `project_tangent` is idempotent and metric-orthogonal. What is less than that has another name:
     `retract` agrees with $\exp$ to second order only.
@@ -44,12 +50,23 @@ class Manifold(abc.ABC):
     `flat` says that points and tangents are added as vectors, `symmetric` that geodesic reflections are isometries,
     `open` that its points are an open set of their coordinates.
     A manifold is a frozen value: hashable, and equal by content.
+
+    Raises:
+        ArgumentError: where a class has a method of its own in place of its formula.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     flat: ClassVar[bool] = False
     symmetric: ClassVar[bool] = False
     open: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in CHECKED:
+            if name in vars(cls) and f"_{name}" not in vars(cls):
+                raise ArgumentError(
+                    f"{cls.__name__}: write _{name}, which {name} calls once it has checked its tensors"
+                )
 
     @property
     @abc.abstractmethod
@@ -63,66 +80,116 @@ class Manifold(abc.ABC):
 
     def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         r"""$\langle u, v \rangle_x$, one number for each point: (*batch,)."""
-        raise self._lacks("inner")
+        self._check({"x": x}, vectors={"u": u, "v": v})
+        return self._inner(x, u, v)
 
     def exp(self, x: Point, u: Tangent) -> Point:
         r"""$\exp_x u$: where the geodesic from `x` with velocity `u` is at time 1."""
-        raise self._lacks("exp")
+        self._check({"x": x}, tangents={"u": u})
+        return self._exp(x, u)
 
     def log(self, x: Point, y: Point) -> Tangent:
         r"""$\log_x y$: the shortest tangent at `x` whose exponential is `y`."""
-        raise self._lacks("log")
+        self._check({"x": x, "y": y})
+        return self._log(x, y)
 
     def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         r"""$P_{x \to y} u$: parallel transport along the geodesic from `x` to `y`, an isometry."""
-        raise self._lacks("transport")
+        self._check({"x": x, "y": y}, tangents={"u": u})
+        return self._transport(x, y, u)
 
     def project_tangent(self, x: Point, u: Tangent) -> Tangent:
         """The tangent at `x` nearest to `u`."""
-        raise self._lacks("project_tangent")
+        self._check({"x": x}, vectors={"u": u})
+        return self._project_tangent(x, u)
 
     def project(self, x: Point) -> Point:
         """The point of the manifold nearest to `x`."""
-        raise self._lacks("project")
+        self._check({}, vectors={"x": x})
+        return self._project(x)
 
     def retract(self, x: Point, u: Tangent) -> Point:
         r"""A cheaper point near $\exp_x u$: the error in `u` is of third order in its length."""
-        raise self._lacks("retract")
+        self._check({"x": x}, tangents={"u": u})
+        return self._retract(x, u)
 
     def injectivity_radius(self, x: Point) -> Scalar:
         """Within which distance of `x` the exponential map is one-to-one: (*batch,)."""
-        raise self._lacks("injectivity_radius")
+        self._check({"x": x})
+        return self._injectivity_radius(x)
 
     def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
         """Draw points of shape (*batch, *shape)."""
-        raise self._lacks("random_point")
+        return self._random_point(batch, generator, dtype or torch.get_default_dtype())
 
     def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         """Draw a standard normal tangent at each point of `x`."""
-        raise self._lacks("random_tangent")
+        self._check({"x": x})
+        return self._random_tangent(x, generator)
 
     def gradient(self, x: Point, derivative: Tangent) -> Tangent:
         r"""The tangent $g$ with $\langle g, v\rangle_x = e \cdot v$ for every tangent $v$, $e$ the derivative.
 
-        $e$ is a derivative by coordinates. This is the one of a metric that is their dot product.
+        $e$ is a derivative by coordinates.
         """
-        return self.project_tangent(x, derivative)
+        self._check({"x": x}, vectors={"derivative": derivative})
+        return self._gradient(x, derivative)
 
     def invariant(self, x: Point) -> Tensor:
         """What all representatives of a point share: `x` itself, unless points are classes of tensors."""
-        return x
+        self._check({}, vectors={"x": x})
+        return self._invariant(x)
 
     def leaves(self, x: Tensor) -> Iterator[tuple[str, "Manifold", Tensor]]:
         """The factors that are no products: name (empty where there is but one), space, and their part of `x`."""
         yield "", self, x
 
-    def _check(self, **tensors: Tensor) -> None:
-        """Trailing shapes are the space's, dtypes and devices agree."""
-        first, *_ = tensors.values()
+    def _inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        raise self._lacks("inner")
+
+    def _exp(self, x: Tensor, u: Tensor) -> Tensor:
+        raise self._lacks("exp")
+
+    def _log(self, x: Tensor, y: Tensor) -> Tensor:
+        raise self._lacks("log")
+
+    def _transport(self, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
+        raise self._lacks("transport")
+
+    def _project_tangent(self, x: Tensor, u: Tensor) -> Tensor:
+        raise self._lacks("project_tangent")
+
+    def _project(self, x: Tensor) -> Tensor:
+        raise self._lacks("project")
+
+    def _retract(self, x: Tensor, u: Tensor) -> Tensor:
+        raise self._lacks("retract")
+
+    def _injectivity_radius(self, x: Tensor) -> Tensor:
+        raise self._lacks("injectivity_radius")
+
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        raise self._lacks("random_point")
+
+    def _random_tangent(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        raise self._lacks("random_tangent")
+
+    def _gradient(self, x: Tensor, derivative: Tensor) -> Tensor:
+        """The one of a metric that is the dot product of coordinates."""
+        return self._project_tangent(x, derivative)
+
+    def _invariant(self, x: Tensor) -> Tensor:
+        return x
+
+    def _check(self, points: Tensors, *, tangents: Tensors | None = None, vectors: Tensors | None = None) -> None:
+        """Trailing shapes are the space's, dtypes and devices agree: of points, tangents at "x", any vectors."""
+        tensors = points | (tangents or {}) | (vectors or {})
+        first = next(iter(tensors.values()))
         for name, tensor in tensors.items():
             check_shape(name, tensor, *self.axes, batch=True)
             if tensor.device != first.device or tensor.dtype != first.dtype:
-                expected, given = f"{first.dtype} on {first.device}", f"{tensor.dtype} on {tensor.device}"
+                expected = f"{first.dtype} on {first.device}"
+                given = f"{tensor.dtype} on {tensor.device}"
                 raise ArgumentError(f"{name}: expected {expected} as the other arguments, got {given}")
 
     def _lacks(self, primitive: str) -> NotImplementedError:

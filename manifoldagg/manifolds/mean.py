@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number, check_shape
+from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, check_is_manifold
-from manifoldagg.manifolds.operations import geodesic, norm
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,22 @@ def karcher_mean(
     check_count("max_steps", max_steps)
     spread = points.ndim - len(space.shape)
     # Points of a narrower dtype lie on the manifold only up to its rounding; in float64 that would show.
-    x, w = space.project(points.double()), _normalised(weights, points.shape[:spread], points)
+    x, w = space._project(points.double()), _normalised(weights, points.shape[:spread], points)
     heaviest = w.argmax(-1).reshape(*w.shape[:-1], *(1 for _ in range(len(space.shape) + 1)))
     m = x.take_along_dim(heaviest, spread - 1)
     factor = w.reshape(*w.shape, *(1 for _ in space.shape))
 
     def pull(m: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum of the logs at `m`, and its norm."""
-        logs = torch.where(factor == 0, 0.0, factor * space.log(m.expand_as(x), x))
+        logs = torch.where(factor == 0, 0.0, factor * space._log(m.expand_as(x), x))
         step = logs.sum(spread - 1, keepdim=True)
-        return step, norm(space, m, step)
+        return step, formulas.norm(space, m, step)
 
     allowed = tolerance * x.detach().abs().flatten(spread - 1).amax(-1).clamp(min=1).unsqueeze(-1)
     (step, residual), steps = pull(m), 0
     share = torch.ones_like(residual)
     while steps < max_steps and bool((residual > allowed).any()):
-        there = space.exp(m, share.reshape(*share.shape, *(1 for _ in space.shape)) * step)
+        there = space._exp(m, share.reshape(*share.shape, *(1 for _ in space.shape)) * step)
         (onward, left), steps = pull(there), steps + 1
         # Where curvature makes a whole step overshoot, half of it is tried.
         better = (left < residual) | (left <= allowed) | residual.isnan()
@@ -133,7 +133,7 @@ class RunningMean:
 
     def __post_init__(self) -> None:
         check_is_manifold(self.space)
-        self.space._check(point=self.point)
+        self.space._check({"point": self.point})
         check_number("weight", self.weight, at_least=0)
 
     def updated(self, x: Point, weight: float = 1.0) -> "RunningMean":
@@ -142,11 +142,11 @@ class RunningMean:
         Raises:
             ArgumentError: if `x` does not fit the mean, or `weight` is negative or no number.
         """
-        self.space._check(point=self.point, x=check_shape("x", x, *self.point.shape))
+        self.space._check({"point": self.point, "x": check_shape("x", x, *self.point.shape)})
         total = self.weight + check_number("weight", weight, at_least=0)
         if weight == 0:
             return self
-        return RunningMean(self.space, geodesic(self.space, self.point, x, weight / total), total)
+        return RunningMean(self.space, formulas.geodesic(self.space, self.point, x, weight / total), total)
 
 
 def _normalised(weights: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:

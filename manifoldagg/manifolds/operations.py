@@ -1,12 +1,12 @@
-"""What follows from the primitives, written once for every space."""
+"""What follows from the primitives, written once for every space: checked, then by `formulas`."""
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
 from manifoldagg.errors import check_count
+from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
+
+__all__ = ["distance", "geodesic", "norm", "pole_ladder", "schild_ladder"]
 
 
 def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
@@ -18,10 +18,8 @@ def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
         >>> norm(Flat(2), torch.zeros(2), torch.tensor([3.0, 4.0]))
         tensor(5.)
     """
-    square = space.inner(x, u, u)
-    # What rounding made negative is 0; NaN stays NaN.
-    none = square <= 0
-    return torch.where(none, torch.zeros_like(square), torch.where(none, torch.ones_like(square), square).sqrt())
+    space._check({"x": x}, vectors={"u": u})
+    return formulas.norm(space, x, u)
 
 
 def distance(space: Manifold, x: Point, y: Point) -> Scalar:
@@ -33,7 +31,8 @@ def distance(space: Manifold, x: Point, y: Point) -> Scalar:
         >>> distance(Sphere(2), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
         tensor(1.5708)
     """
-    return norm(space, x, space.log(x, y))
+    space._check({"x": x, "y": y})
+    return formulas.distance(space, x, y)
 
 
 def geodesic(space: Manifold, x: Point, y: Point, t: float | Tensor) -> Point:
@@ -51,10 +50,8 @@ def geodesic(space: Manifold, x: Point, y: Point, t: float | Tensor) -> Point:
         >>> geodesic(Flat(1), torch.tensor([1.0]), torch.tensor([3.0]), 0.25)
         tensor([1.5000])
     """
-    velocity = space.log(x, y)
-    if isinstance(t, Tensor):
-        t = t.to(velocity.dtype).reshape(*t.shape, *(1 for _ in space.shape))
-    return space.exp(x, t * velocity)
+    space._check({"x": x, "y": y})
+    return formulas.geodesic(space, x, y, t)
 
 
 def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int = 1) -> Tangent:
@@ -76,12 +73,8 @@ def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int =
         >>> pole_ladder(Flat(1), torch.tensor([0.0]), torch.tensor([2.0]), torch.tensor([0.5]))
         tensor([0.5000])
     """
-
-    def rung(start: Point, end: Point, v: Tangent) -> Tangent:
-        middle = geodesic(space, start, end, 0.5)
-        return -space.log(end, space.exp(middle, -space.log(middle, space.exp(start, v))))
-
-    return _climb(rung, space, x, y, u, rungs)
+    space._check({"x": x, "y": y}, tangents={"u": u})
+    return formulas.pole_ladder(space, x, y, u, rungs=check_count("rungs", rungs))
 
 
 def schild_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int = 1) -> Tangent:
@@ -100,21 +93,5 @@ def schild_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int
         >>> schild_ladder(Flat(1), torch.tensor([0.0]), torch.tensor([2.0]), torch.tensor([0.5]))
         tensor([0.5000])
     """
-
-    def rung(start: Point, end: Point, v: Tangent) -> Tangent:
-        middle = geodesic(space, space.exp(start, v), end, 0.5)
-        return space.log(end, space.exp(start, 2 * space.log(start, middle)))
-
-    return _climb(rung, space, x, y, u, rungs)
-
-
-Rung = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def _climb(rung: Rung, space: Manifold, x: Point, y: Point, u: Tangent, rungs: int) -> Tangent:
-    """`rungs` ladder steps along the geodesic from `x` to `y`."""
-    start = x
-    for i in range(1, check_count("rungs", rungs) + 1):
-        end = y if i == rungs else geodesic(space, x, y, i / rungs)
-        start, u = end, rung(start, end, u)
-    return u
+    space._check({"x": x, "y": y}, tangents={"u": u})
+    return formulas.schild_ladder(space, x, y, u, rungs=check_count("rungs", rungs))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_decay, check_number, check_shape
+from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, check_is_manifold
-from manifoldagg.manifolds.operations import norm, pole_ladder
 
 RUNG = 0.1
 """The longest tangent that a ladder carries; longer ones are carried to scale."""
@@ -40,7 +40,7 @@ class _Riemannian(torch.optim.Optimizer):
         for group in self.param_groups:
             for x in group["params"]:
                 if x.grad is not None:
-                    self._move(x, self.space.gradient(x, x.grad), group)
+                    self._move(x, self.space._gradient(x, x.grad), group)
         return value
 
     def _move(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
@@ -49,10 +49,10 @@ class _Riemannian(torch.optim.Optimizer):
         if self.space.flat:
             x.add_(direction, alpha=-rate)
             return
-        step = self.space.retract if self.retract else self.space.exp
+        step = self.space._retract if self.retract else self.space._exp
         y = step(x, -rate * direction)
         if "project" in self.space.capabilities:
-            y = self.space.project(y)
+            y = self.space._project(y)
         if momentum is not None:
             momentum.copy_(carry(self.space, x, y, momentum))
         x.copy_(y)
@@ -184,7 +184,7 @@ class RiemannianAdam(_Riemannian):
         # The leaves of `direction` are views of it, which are scaled in place.
         leaves = zip(*(self.space.leaves(tensor) for tensor in (x, gradient, direction)), strict=True)
         for (name, leaf, point), (_, _, slope), (_, _, part) in leaves:
-            square = slope.square() if leaf.flat else leaf.inner(point, slope, slope)
+            square = slope.square() if leaf.flat else leaf._inner(point, slope, slope)
             mean = state["square"].setdefault(name, torch.zeros_like(square))
             mean.mul_(second).add_(square, alpha=1 - second)
             if group["amsgrad"]:
@@ -216,13 +216,13 @@ def carry(space: Manifold, x: Point, y: Point, u: Tangent) -> Tangent:
         tensor([-2.,  0.])
     """
     if "transport" in space.capabilities:
-        return space.transport(x, y, u)
-    projected = space.project_tangent(y, u)
+        return space._transport(x, y, u)
+    projected = space._project_tangent(y, u)
     if not {"exp", "log", "inner"} <= space.capabilities:
         return projected
-    length = norm(space, x, u)[(..., *(None for _ in space.shape))]
+    length = formulas.norm(space, x, u)[(..., *(None for _ in space.shape))]
     longer = (length / RUNG).clamp(min=1)
-    moved = longer * space.project_tangent(y, pole_ladder(space, x, y, u / longer))
+    moved = longer * space._project_tangent(y, formulas.pole_ladder(space, x, y, u / longer))
     return torch.where(moved.isfinite(), moved, projected)
 
 
@@ -242,7 +242,7 @@ def lower(space: Manifold, x: Point, gradient: Tangent) -> Tensor:
     """
     with torch.enable_grad():
         v = torch.zeros_like(gradient, requires_grad=True)
-        (e,) = torch.autograd.grad(space.inner(x.detach(), gradient.detach(), v).sum(), v)
+        (e,) = torch.autograd.grad(space._inner(x.detach(), gradient.detach(), v).sum(), v)
     return e
 
 

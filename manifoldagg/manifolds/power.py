@@ -57,16 +57,14 @@ class Power(Delegate):
     def shape(self) -> tuple[int, ...]:
         return (*self.copies, *self.space.shape)
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
-        return self.space.inner(x.double(), u.double(), v.double()).sum(self._axes).to(u.dtype)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        return self.space._inner(x.double(), u.double(), v.double()).sum(self._axes).to(u.dtype)
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
-        return self.space.injectivity_radius(x).amin(self._axes)
+    def _injectivity_radius(self, x: Point) -> Scalar:
+        return self.space._injectivity_radius(x).amin(self._axes)
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
-        return self.space.random_point(*batch, *self.copies, generator=generator, dtype=dtype)
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
+        return self.space._random_point((*batch, *self.copies), generator, dtype)
 
     @property
     def _axes(self) -> tuple[int, ...]:

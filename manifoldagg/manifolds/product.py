@@ -1,7 +1,7 @@
 """Products of named spaces: one tensor that holds a point of each."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -71,12 +71,8 @@ class Product(Manifold):
         Raises:
             ArgumentError: if `x` has another trailing shape than (P,).
         """
-        self._check(x=x)
-        pieces = x.split(self._sizes, -1)
-        return {
-            name: piece.view(*x.shape[:-1], *space.shape)
-            for (name, space), piece in zip(self.factors, pieces, strict=True)
-        }
+        self._check({"x": x})
+        return dict(zip((name for name, _ in self.factors), self._split(x), strict=True))
 
     def join(self, parts: Mapping[str, Tensor]) -> Point:
         """The points or tangents (*batch, P) with these leaves: the inverse of `split`; batches are broadcast.
@@ -87,70 +83,49 @@ class Product(Manifold):
         odd = sorted(map(str, parts.keys() ^ {name for name, _ in self.factors}))
         if odd:
             raise ArgumentError(f"parts: missing or extra leaves: {', '.join(odd)}")
-        first, batches = next(iter(parts.values())), []
+        first = next(iter(parts.values()))
         for name, space in self.factors:
-            space._check(**{name: parts[name]})
+            space._check({name: parts[name]})
             if (parts[name].dtype, parts[name].device) != (first.dtype, first.device):
                 raise ArgumentError(f"{name}: expected {first.dtype} on {first.device} as the other leaves")
-            batches.append(parts[name].shape[: parts[name].ndim - len(space.shape)])
-        batch = torch.broadcast_shapes(*batches)
-        return torch.cat(
-            [
-                parts[name].expand(*batch, *space.shape).reshape(*batch, size)
-                for (name, space), size in zip(self.factors, self._sizes, strict=True)
-            ],
-            -1,
-        )
+        return self._join([parts[name] for name, _ in self.factors])
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
-        parts = self._leafwise(Manifold.inner, x.double(), u.double(), v.double())
-        return reduce(torch.add, parts.values()).to(u.dtype)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        return reduce(torch.add, self._each("_inner", x.double(), u.double(), v.double())).to(u.dtype)
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
-        return self.join(self._leafwise(Manifold.exp, x, u))
+    def _exp(self, x: Point, u: Tangent) -> Point:
+        return self._join(self._each("_exp", x, u))
 
-    def log(self, x: Point, y: Point) -> Tangent:
-        self._check(x=x, y=y)
-        return self.join(self._leafwise(Manifold.log, x, y))
+    def _log(self, x: Point, y: Point) -> Tangent:
+        return self._join(self._each("_log", x, y))
 
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        self._check(x=x, y=y, u=u)
-        return self.join(self._leafwise(Manifold.transport, x, y, u))
+    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        return self._join(self._each("_transport", x, y, u))
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._check(x=x, u=u)
-        return self.join(self._leafwise(Manifold.project_tangent, x, u))
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
+        return self._join(self._each("_project_tangent", x, u))
 
-    def project(self, x: Point) -> Point:
-        self._check(x=x)
-        return self.join(self._leafwise(Manifold.project, x))
+    def _project(self, x: Point) -> Point:
+        return self._join(self._each("_project", x))
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
-        return self.join(self._leafwise(Manifold.retract, x, u))
+    def _retract(self, x: Point, u: Tangent) -> Point:
+        return self._join(self._each("_retract", x, u))
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
-        return reduce(torch.minimum, self._leafwise(Manifold.injectivity_radius, x).values())
+    def _injectivity_radius(self, x: Point) -> Scalar:
+        return reduce(torch.minimum, self._each("_injectivity_radius", x))
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
-        return self.join(
-            {name: space.random_point(*batch, generator=generator, dtype=dtype) for name, space in self.factors}
-        )
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
+        return self._join([space._random_point(batch, generator, dtype) for _, space in self.factors])
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        parts = self.split(x)
-        return self.join({name: space.random_tangent(parts[name], generator) for name, space in self.factors})
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        pairs = zip(self.factors, self._split(x), strict=True)
+        return self._join([space._random_tangent(part, generator) for (_, space), part in pairs])
 
-    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        self._check(x=x, derivative=derivative)
-        return self.join(self._leafwise(Manifold.gradient, x, derivative))
+    def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        return self._join(self._each("_gradient", x, derivative))
 
-    def invariant(self, x: Point) -> Tensor:
-        batch = x.shape[:-1]
-        return torch.cat([part.flatten(len(batch)) for part in self._leafwise(Manifold.invariant, x).values()], -1)
+    def _invariant(self, x: Point) -> Tensor:
+        return torch.cat([part.flatten(x.ndim - 1) for part in self._each("_invariant", x)], -1)
 
     def leaves(self, x: Tensor) -> Iterator[tuple[str, Manifold, Tensor]]:
         parts = self.split(x)
@@ -162,12 +137,21 @@ class Product(Manifold):
     def _sizes(self) -> list[int]:
         return [math.prod(space.shape) for _, space in self.factors]
 
-    def _leafwise(self, primitive: Callable[..., Tensor], *tensors: Tensor) -> dict[str, Tensor]:
-        """What each leaf makes of its parts of the tensors, by a method of the same name."""
-        parts = [self.split(tensor) for tensor in tensors]
-        return {
-            name: getattr(space, primitive.__name__)(*(part[name] for part in parts)) for name, space in self.factors
-        }
+    def _split(self, x: Tensor) -> list[Tensor]:
+        """The leaves of points or tangents: views (*batch, *leaf shape)."""
+        pieces = zip(self.factors, x.split(self._sizes, -1), strict=True)
+        return [piece.view(*x.shape[:-1], *space.shape) for (_, space), piece in pieces]
+
+    def _join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of `_split`; batches are broadcast."""
+        pairs = list(zip(self.factors, parts, strict=True))
+        batch = torch.broadcast_shapes(*(part.shape[: part.ndim - len(space.shape)] for (_, space), part in pairs))
+        return torch.cat([part.expand(*batch, *space.shape).flatten(len(batch)) for (_, space), part in pairs], -1)
+
+    def _each(self, formula: str, *tensors: Tensor) -> list[Tensor]:
+        """What the formula of each leaf makes of its parts of the tensors."""
+        parts = zip(*map(self._split, tensors), strict=True)
+        return [getattr(space, formula)(*own) for (_, space), own in zip(self.factors, parts, strict=True)]
 
 
 def _checked(factors: object) -> tuple[tuple[str, Manifold], ...]:

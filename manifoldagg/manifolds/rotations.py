@@ -59,38 +59,31 @@ class SpecialOrthogonal(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n, self.n)
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         return (u.double() * v.double()).sum((-2, -1)).to(u.dtype)
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _exp(self, x: Point, u: Tangent) -> Point:
         a = x.double()
         return (a @ matrix_exp(skew(a.mT @ u.double()))).to(x.dtype)
 
-    def log(self, x: Point, y: Point) -> Tangent:
-        self._check(x=x, y=y)
+    def _log(self, x: Point, y: Point) -> Tangent:
         a = x.double()
         return (a @ _velocity(a, y.double())).to(x.dtype)
 
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        self._check(x=x, y=y, u=u)
+    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         a = x.double()
         half = matrix_exp(_velocity(a, y.double()) / 2)
         return (a @ half @ skew(a.mT @ u.double()) @ half).to(u.dtype)
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._check(x=x, u=u)
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         a = x.double()
         return (a @ skew(a.mT @ u.double())).to(u.dtype)
 
-    def project(self, x: Point) -> Point:
-        self._check(x=x)
+    def _project(self, x: Point) -> Point:
         point, _, _ = polar(x.double(), proper=True)
         return point.to(x.dtype)
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _retract(self, x: Point, u: Tangent) -> Point:
         a = x.double()
         half = skew(a.mT @ u.double()) / 2
         unit = eye(half)
@@ -98,18 +91,17 @@ class SpecialOrthogonal(Manifold):
         turn: Tensor = torch.linalg.inv(unit - half) @ (unit + half)
         return (a @ turn).to(x.dtype)
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
+    def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-2], math.inf if self.n == 1 else math.pi * math.sqrt(2))
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
-        dtype, device = dtype or torch.get_default_dtype(), generator.device
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
+        device = generator.device
         noise = torch.randn(*batch, self.n, self.n, generator=generator, dtype=torch.float64, device=device)
-        return self.project(noise).to(dtype)
+        return self._project(noise).to(dtype)
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device)
-        return self.project_tangent(x, noise.to(x.device))
+        return self._project_tangent(x, noise.to(x.device))
 
 
 def _velocity(x: Tensor, y: Tensor) -> Tensor:

@@ -51,54 +51,46 @@ class Sphere(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n,)
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         return dot(u.double(), v.double()).squeeze(-1).to(u.dtype)
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _exp(self, x: Point, u: Tangent) -> Point:
         a, v = x.double(), u.double()
         square = dot(v, v)
         return (cos_of_square(square) * a + sinc_of_square(square) * v).to(x.dtype)
 
-    def log(self, x: Point, y: Point) -> Tangent:
-        self._check(x=x, y=y)
+    def _log(self, x: Point, y: Point) -> Tangent:
         a, b = x.double(), y.double()
         across = _across(a, b - a)
         return (angle_per_sine(dot(across, across), dot(a, b)) * across).to(x.dtype)
 
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        self._check(x=x, y=y, u=u)
+    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         a, b, v = x.double(), y.double(), u.double()
         # 1 + <x, y> = |x + y|² / 2 keeps its digits near the cut locus.
         middle = a + b
         return (v - 2 * dot(b, v) / dot(middle, middle) * middle).to(u.dtype)
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._check(x=x, u=u)
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         a = x.double()
         # Twice: after one pass what is left along x is ε‖u‖, after two it is ε of what remains.
         return _across(a, _across(a, u.double())).to(u.dtype)
 
-    def project(self, x: Point) -> Point:
-        self._check(x=x)
+    def _project(self, x: Point) -> Point:
         a = x.double()
         return (a / dot(a, a).sqrt()).to(x.dtype)
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
-        return self.project(x.double() + u.double()).to(x.dtype)
+    def _retract(self, x: Point, u: Tangent) -> Point:
+        return self._project(x.double() + u.double()).to(x.dtype)
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
+    def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-1], math.pi)
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
-        return self.project(torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device))
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
+        return self._project(torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device))
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device)
-        return self.project_tangent(x, noise.to(x.device))
+        return self._project_tangent(x, noise.to(x.device))
 
 
 def _across(x: Tensor, u: Tensor) -> Tensor:

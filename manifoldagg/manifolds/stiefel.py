@@ -110,13 +110,11 @@ class Stiefel(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n, self.p)
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         return (u.double() * v.double()).sum((-2, -1)).to(u.dtype)
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
-        return _exp(x.double(), u.double()).to(x.dtype)
+    def _exp(self, x: Point, u: Tangent) -> Point:
+        return _exponential(x.double(), u.double()).to(x.dtype)
 
     @overload
     def log(self, x: Point, y: Point, *, certificate: Literal[False] = ...) -> Tangent: ...
@@ -125,51 +123,52 @@ class Stiefel(Manifold):
     def log(self, x: Point, y: Point, *, certificate: Literal[True]) -> Log: ...
 
     def log(self, x: Point, y: Point, *, certificate: bool = False) -> Tangent | Log:
-        self._check(x=x, y=y)
+        self._check({"x": x, "y": y})
+        return self._certified(x, y) if certificate else self._log(x, y)
+
+    def _log(self, x: Point, y: Point) -> Tangent:
+        found = self._certified(x, y)
+        return torch.where(found.converged[..., None, None], found.tangent, math.nan)
+
+    def _certified(self, x: Tensor, y: Tensor) -> Log:
         a, b = torch.broadcast_tensors(x.double(), y.double())
         for _ in range(3):
             a, b = _orthonormal(a), _orthonormal(b)
-        tangent = _log(a, b)
+        tangent = _logarithm(a, b)
         with torch.no_grad():
-            residual = (_exp(a, tangent) - b).square().sum((-2, -1)).sqrt().detach()
+            residual = (_exponential(a, tangent) - b).square().sum((-2, -1)).sqrt().detach()
             square = tangent.detach().nan_to_num(nan=math.inf)
             # The principal log of a rotation is the shortest up to angles of π, whatever its length.
             length = _largest(square) if self.n == self.p else square.square().sum((-2, -1)).sqrt()
             exact = residual <= 256 * math.sqrt(self.p) * torch.finfo(torch.float64).eps
             converged = exact & (length < math.pi)
-        if certificate:
-            return Log(tangent.to(x.dtype), residual, converged)
-        return torch.where(converged[..., None, None], tangent, math.nan).to(x.dtype)
+        return Log(tangent.to(x.dtype), residual, converged)
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._check(x=x, u=u)
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         return _tangent(x.double(), u.double()).to(u.dtype)
 
-    def project(self, x: Point) -> Point:
-        self._check(x=x)
+    def _project(self, x: Point) -> Point:
         return polar(x.double())[0].to(x.dtype)
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _retract(self, x: Point, u: Tangent) -> Point:
         a = x.double()
         return polar(a + _tangent(a, u.double()))[0].to(x.dtype)
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
+    def _injectivity_radius(self, x: Point) -> Scalar:
         square = math.inf if self.n == 1 else math.pi * math.sqrt(2)
         return x.new_full(x.shape[:-2], square if self.n == self.p else math.pi)
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         noise = torch.randn(*batch, self.n, self.p, generator=generator, dtype=torch.float64, device=generator.device)
         basis, triangle = torch.linalg.qr(noise)
         # With a positive diagonal the factors are unique, and so the law of the first one is invariant.
         signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)
         frame: Tensor = basis * signs.unsqueeze(-2)
-        return frame.to(dtype or torch.get_default_dtype())
+        return frame.to(dtype)
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device)
-        return self.project_tangent(x, noise.to(x.device))
+        return self._project_tangent(x, noise.to(x.device))
 
 
 def _tangent(x: Tensor, u: Tensor) -> Tensor:
@@ -184,7 +183,7 @@ def _orthonormal(x: Tensor) -> Tensor:
     return x + x @ (eye(x, x.shape[-1]) - x.mT @ x) / 2
 
 
-def _exp(x: Tensor, u: Tensor) -> Tensor:
+def _exponential(x: Tensor, u: Tensor) -> Tensor:
     p = x.shape[-1]
     u = _tangent(x, u)
     turn, gram = skew(x.mT @ u), u.mT @ u
@@ -206,7 +205,7 @@ class _Linear(NamedTuple):
     across: Tensor  # ∫ e^sW ds, its first p rows and columns: what directions orthogonal to x and y meet
 
 
-def _log(x: Tensor, y: Tensor) -> Tensor:
+def _logarithm(x: Tensor, y: Tensor) -> Tensor:
     p, m = x.shape[-1], min(x.shape[-1], x.shape[-2] - x.shape[-1])
     with torch.no_grad():
         a, b = x.detach(), y.detach()
@@ -229,7 +228,7 @@ def _log(x: Tensor, y: Tensor) -> Tensor:
 
     u = _tangent(x, value)
     for _ in range(2):
-        miss = y - _exp(x, u)
+        miss = y - _exponential(x, u)
         u = _tangent(x, u + solve(miss - miss.detach()))
     return u
 

@@ -63,33 +63,27 @@ class SymmetricPositiveDefinite(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n, self.n)
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._check(x=x, u=u, v=v)
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         factor = _cholesky("x", x)
         return (_whiten(factor, u.double()) * _whiten(factor, v.double())).sum((-2, -1)).to(u.dtype)
 
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _exp(self, x: Point, u: Tangent) -> Point:
         factor = _cholesky("x", x)
         return _restore(factor, matrix_exp(_whiten(factor, sym(u.double())))).to(x.dtype)
 
-    def log(self, x: Point, y: Point) -> Tangent:
-        self._check(x=x, y=y)
+    def _log(self, x: Point, y: Point) -> Tangent:
         factor, velocity = self._velocity(x, y)
         return _restore(factor, velocity).to(x.dtype)
 
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        self._check(x=x, y=y, u=u)
+    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         factor, velocity = self._velocity(x, y)
         half = matrix_exp(velocity / 2)
         return _restore(factor, half @ _whiten(factor, sym(u.double())) @ half).to(u.dtype)
 
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._check(x=x, u=u)
+    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         return sym(u)
 
-    def project(self, x: Point) -> Point:
-        self._check(x=x)
+    def _project(self, x: Point) -> Point:
         symmetric = sym(x.double())
         with torch.no_grad():
             values, basis = torch.linalg.eigh(symmetric.detach())
@@ -99,30 +93,26 @@ class SymmetricPositiveDefinite(Manifold):
         point: Tensor = symmetric + lift
         return point.to(x.dtype)
 
-    def retract(self, x: Point, u: Tangent) -> Point:
-        self._check(x=x, u=u)
+    def _retract(self, x: Point, u: Tangent) -> Point:
         factor = _cholesky("x", x)
         step = _whiten(factor, sym(u.double()))
         return _restore(factor, eye(step) + step + step @ step / 2).to(x.dtype)
 
-    def gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        self._check(x=x, derivative=derivative)
+    def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
         a = sym(x.double())
         return sym(a @ sym(derivative.double()) @ a).to(x.dtype)
 
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._check(x=x)
+    def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-2], math.inf)
 
-    def random_point(self, *batch: int, generator: torch.Generator, dtype: torch.dtype | None = None) -> Point:
-        dtype, device = dtype or torch.get_default_dtype(), generator.device
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
+        device = generator.device
         noise = torch.randn(*batch, self.n, self.n, generator=generator, dtype=torch.float64, device=device)
         exponents = 2 * torch.rand(*batch, self.n, generator=generator, dtype=torch.float64, device=device) - 1
         basis = torch.linalg.qr(noise).Q
         return sym((basis * (10**exponents).unsqueeze(-2)) @ basis.mT).to(dtype)
 
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        self._check(x=x)
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=generator.device)
         return _restore(_cholesky("x", x), sym(noise.to(x.device))).to(x.dtype)
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_finite
+from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.delegate import Delegate
-from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent, check_is_manifold
-from manifoldagg.manifolds.operations import norm
+from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, Tensors, check_is_manifold
 
 MARGIN = 64
 """Roundings by which a point of an open set may miss its own projection: it is brought back a little further in."""
@@ -37,12 +37,12 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
             ...
         manifoldagg.errors.ArgumentError: x: expected a point of Sphere(n=2), got one 0.00496 away (allowed: 0.000345)
     """
-    space._check(**{name: x})
+    space._check({}, vectors={name: x})
     check_finite(name, x)
     for leaf, factor, part in space.leaves(x.detach()):
         if factor.flat or part.numel() == 0 or "project" not in factor.capabilities:
             continue
-        away, size = _largest(factor, factor.project(part) - part), _largest(factor, part)
+        away, size = _largest(factor, factor._project(part) - part), _largest(factor, part)
         if factor.open and tolerance is None:
             allowed = MARGIN * torch.finfo(part.dtype).eps * size
         else:
@@ -75,13 +75,13 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
         >>> check_tangent(Sphere(2), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]))
         tensor([0., 2.])
     """
-    space._check(x=x, **{name: u})
+    space._check({}, vectors={"x": x, name: u})
     check_finite(name, u)
     x, u_ = torch.broadcast_tensors(x.detach(), u.detach())
     for (leaf, factor, base), (_, _, part) in zip(space.leaves(x), space.leaves(u_), strict=True):
         if factor.flat or part.numel() == 0 or "project_tangent" not in factor.capabilities:
             continue
-        normal, size = _largest(factor, factor.project_tangent(base, part) - part), _largest(factor, part)
+        normal, size = _largest(factor, factor._project_tangent(base, part) - part), _largest(factor, part)
         # A hyperboloid's projection magnifies the rounding of u by the square of the point's coordinates.
         allowed = _root(part, tolerance) * size * _largest(factor, base).clamp(min=1).square()
         if not bool((normal <= allowed).all()):
@@ -97,7 +97,7 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
 class Validated(Delegate):
     r"""The same space, with every argument checked: points on the manifold, tangents tangent, values finite.
 
-    `log` and `transport` also refuse what lies beyond the cut locus: leaf by leaf, $\|\log_x y\|$ must be within the
+    What takes two points also refuses those beyond the cut locus: leaf by leaf, $\|\log_x y\|$ must be within the
     injectivity radius and finite. The checks cost about as much as the operations, and do not work under `vmap`,
     `torch.compile` and the like: for the door of a program, and for looking for a mistake.
 
@@ -125,60 +125,30 @@ class Validated(Delegate):
     def inside(self) -> Manifold:
         return self.space
 
-    def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        self._points(x=x)
-        check_finite("u", u)
-        check_finite("v", v)
-        return super().inner(x, u, v)
-
-    def exp(self, x: Point, u: Tangent) -> Point:
-        self._points(x=x)
-        check_tangent(self.space, x, u, tolerance=self.tolerance)
-        return super().exp(x, u)
-
-    def log(self, x: Point, y: Point) -> Tangent:
-        self._points(x=x, y=y)
-        log = super().log(x, y)
-        _check_reach(self.space, torch.broadcast_to(x, log.shape), log)
-        return log
-
-    def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        self._points(x=x, y=y) if "log" not in self.capabilities else self.log(x, y)
-        check_tangent(self.space, x, u, tolerance=self.tolerance)
-        return super().transport(x, y, u)
-
-    def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        self._points(x=x)
-        return super().project_tangent(x, check_finite("u", u))
-
-    def project(self, x: Point) -> Point:
-        return super().project(check_finite("x", x))
-
-    def retract(self, x: Point, u: Tangent) -> Point:
-        self._points(x=x)
-        check_tangent(self.space, x, u, tolerance=self.tolerance)
-        return super().retract(x, u)
-
-    def injectivity_radius(self, x: Point) -> Scalar:
-        self._points(x=x)
-        return super().injectivity_radius(x)
-
-    def random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        self._points(x=x)
-        return super().random_tangent(x, generator)
-
-    def _points(self, **points: Tensor) -> None:
+    def _check(self, points: Tensors, *, tangents: Tensors | None = None, vectors: Tensors | None = None) -> None:
+        super()._check(points, tangents=tangents, vectors=vectors)
         for name, point in points.items():
             check_point(self.space, point, name=name, tolerance=self.tolerance)
+        for name, vector in (vectors or {}).items():
+            check_finite(name, vector)
+        for name, tangent in (tangents or {}).items():
+            check_tangent(self.space, points["x"], tangent, name=name, tolerance=self.tolerance)
+        if {"x", "y"} <= points.keys() and "log" in self.capabilities:
+            check_reach(self.space, points["x"], self._log(points["x"], points["y"]))
 
 
-def _check_reach(space: Manifold, x: Tensor, log: Tensor) -> None:
-    """A log must be finite and no longer than the injectivity radius, leaf by leaf."""
-    for (leaf, factor, base), (_, _, part) in zip(space.leaves(x.detach()), space.leaves(log.detach()), strict=True):
+def check_reach(space: Manifold, x: Tensor, log: Tensor) -> None:
+    """A log at `x`, or at each of them, must be finite and no longer than the injectivity radius, leaf by leaf.
+
+    Raises:
+        ArgumentError: naming the leaf and the distance.
+    """
+    x, log = torch.broadcast_tensors(x.detach(), log.detach())
+    for (leaf, factor, base), (_, _, part) in zip(space.leaves(x), space.leaves(log), strict=True):
         if part.numel() == 0 or not {"inner", "injectivity_radius"} <= factor.capabilities:
             continue
-        radius = factor.injectivity_radius(base)
-        far = norm(factor, base, part) if bool(part.isfinite().all()) else radius.new_tensor(math.nan)
+        radius = factor._injectivity_radius(base)
+        far = formulas.norm(factor, base, part) if bool(part.isfinite().all()) else radius.new_tensor(math.nan)
         if not bool((far <= radius).all()):
             given = "without a log" if bool(far.isnan().any()) else f"at {far.max().item():.6g}"
             raise ArgumentError(

@@ -25,73 +25,73 @@ def caught_by(*laws):
 
 @caught_by("log_inverts_exp")
 class ExpWithTheWrongSign(Sphere):
-    def exp(self, x, u):
-        return super().exp(x, -u)
+    def _exp(self, x, u):
+        return super()._exp(x, -u)
 
 
 @caught_by("exp_goes_as_far_as_its_tangent_is_long")
 class ExpIsARetraction(Sphere):
-    def exp(self, x, u):
-        return self.project(x + u)
+    def _exp(self, x, u):
+        return self._project(x + u)
 
 
 @caught_by("exp_lands_on_the_manifold")
 class ExpWithoutSinc(Sphere):
-    def exp(self, x, u):
+    def _exp(self, x, u):
         return dot(u, u).sqrt().cos() * x + u
 
 
 @caught_by("exp_lands_on_the_manifold")
 class ExpClampedAtSmallAngles(Sphere):
-    def exp(self, x, u):
+    def _exp(self, x, u):
         t = dot(u, u).sqrt().clamp(min=1e-4)
         return t.cos() * x + t.sin() / t * u
 
 
 @caught_by("gradients_are_finite_where_lengths_vanish")
 class ExpWithNaNGradientAtZero(Sphere):
-    def exp(self, x, u):
+    def _exp(self, x, u):
         t = dot(u, u).sqrt()
         return t.cos() * x + torch.where(t > 0, t.sin() / t, 1.0) * u
 
 
 @caught_by("log_inverts_exp")
 class ExpTwiceAsFar(Sphere):
-    def exp(self, x, u):
-        return super().exp(x, 2 * u)
+    def _exp(self, x, u):
+        return super()._exp(x, 2 * u)
 
 
 @caught_by("geodesics_have_constant_speed")
 class ExpAndLogWithAWarpedClock(Sphere):
     """Inverse to one another, and still no geodesics: length t is walked as t + t²/10."""
 
-    def exp(self, x, u):
-        return super().exp(x, u * (1 + dot(u, u).sqrt() / 10))
+    def _exp(self, x, u):
+        return super()._exp(x, u * (1 + dot(u, u).sqrt() / 10))
 
-    def log(self, x, y):
-        v = super().log(x, y)
+    def _log(self, x, y):
+        v = super()._log(x, y)
         s = dot(v, v).sqrt()
         return v * ((math.sqrt(1) * (1 + 0.4 * s).sqrt() - 1) * 5 / s.clamp(min=1e-300))
 
 
 @caught_by("exp_goes_as_far_as_its_tangent_is_long", "log_inverts_exp")
 class LogIsOnlyAProjection(Sphere):
-    def log(self, x, y):
-        return self.project_tangent(x, y)
+    def _log(self, x, y):
+        return self._project_tangent(x, y)
 
 
 @caught_by("log_inverts_exp", "logs_and_transports_are_tangent")
 class LogWithSwappedArguments(Sphere):
-    def log(self, x, y):
-        return super().log(y, x)
+    def _log(self, x, y):
+        return super()._log(y, x)
 
 
 @caught_by("log_inverts_exp")
 class LogByArccosine(Sphere):
     """Loses half of the digits of a small angle."""
 
-    def log(self, x, y):
-        v = self.project_tangent(x, y)
+    def _log(self, x, y):
+        v = self._project_tangent(x, y)
         return dot(x, y).clamp(-1, 1).acos() / dot(v, v).sqrt() * v
 
 
@@ -99,39 +99,39 @@ class LogByArccosine(Sphere):
 class LogByArcsine(Sphere):
     """Right up to a quarter of a turn."""
 
-    def log(self, x, y):
-        v = self.project_tangent(x, y)
+    def _log(self, x, y):
+        v = self._project_tangent(x, y)
         s = dot(v, v).sqrt().clamp(max=1)
         return torch.where(s > 0, s.asin() / s, 1.0) * v
 
 
 @caught_by("log_inverts_exp")
 class LogInFloat32(Sphere):
-    def log(self, x, y):
-        return super().log(x.float(), y.float()).to(x.dtype)
+    def _log(self, x, y):
+        return super()._log(x.float(), y.float()).to(x.dtype)
 
 
 @caught_by("the_pole_ladder_transports", "transport_is_an_isometry")
 class TransportIsAProjection(Sphere):
-    def transport(self, x, y, u):
-        return self.project_tangent(y, u)
+    def _transport(self, x, y, u):
+        return self._project_tangent(y, u)
 
 
 @caught_by("logs_and_transports_are_tangent")
 class TransportDoesNothing(Sphere):
-    def transport(self, x, y, u):
+    def _transport(self, x, y, u):
         return u
 
 
 @caught_by("logs_and_transports_are_tangent")
 class TransportTheOtherWay(Sphere):
-    def transport(self, x, y, u):
-        return super().transport(y, x, u)
+    def _transport(self, x, y, u):
+        return super()._transport(y, x, u)
 
 
 @caught_by("transport_is_an_isometry")
 class TransportWithoutAFactor(Sphere):
-    def transport(self, x, y, u):
+    def _transport(self, x, y, u):
         return u - dot(y, u) / dot(x + y, x + y) * (x + y)
 
 
@@ -139,7 +139,7 @@ class TransportWithoutAFactor(Sphere):
 class TransportReflects(Sphere):
     """An isometry of tangent spaces, linear, its own inverse, and not the parallel one."""
 
-    def transport(self, x, y, u):
+    def _transport(self, x, y, u):
         d = y - x
         square = dot(d, d)
         return torch.where(square > 0, u - 2 * dot(d, u) / square.clamp(min=1e-300) * d, u)
@@ -147,26 +147,26 @@ class TransportReflects(Sphere):
 
 @caught_by("transport_is_linear", "transport_is_an_isometry")
 class TransportShortensLongTangents(Sphere):
-    def transport(self, x, y, u):
-        v = super().transport(x, y, u)
+    def _transport(self, x, y, u):
+        v = super()._transport(x, y, u)
         return v / (1 + 0.1 * dot(v, v))
 
 
 @caught_by("distance_grows_against_the_log", "transport_is_an_isometry")
 class InnerDependsOnThePlace(Sphere):
-    def inner(self, x, u, v):
-        return super().inner(x, u, v) * (1 + 0.1 * x[..., 0] ** 2)
+    def _inner(self, x, u, v):
+        return super()._inner(x, u, v) * (1 + 0.1 * x[..., 0] ** 2)
 
 
 @caught_by("inner_is_a_scalar_product")
 class InnerIsNotSymmetric(Sphere):
-    def inner(self, x, u, v):
-        return super().inner(x, u, v) + 0.01 * u[..., 0] * v[..., 1]
+    def _inner(self, x, u, v):
+        return super()._inner(x, u, v) + 0.01 * u[..., 0] * v[..., 1]
 
 
 @caught_by("what_project_tangent_removes_is_orthogonal", "projections_are_idempotent")
 class ProjectTangentSubtractsThePoint(Sphere):
-    def project_tangent(self, x, u):
+    def _project_tangent(self, x, u):
         return u - x
 
 
@@ -174,7 +174,7 @@ class ProjectTangentSubtractsThePoint(Sphere):
 class ProjectTangentIsOblique(Sphere):
     """Idempotent, but along an axis."""
 
-    def project_tangent(self, x, u):
+    def _project_tangent(self, x, u):
         axis = torch.zeros_like(x)
         axis[..., 0] = 1
         return u - dot(x, u) / x[..., :1] * axis
@@ -182,44 +182,44 @@ class ProjectTangentIsOblique(Sphere):
 
 @caught_by("log_inverts_exp")
 class InjectivityRadiusTooLarge(Sphere):
-    def injectivity_radius(self, x):
+    def _injectivity_radius(self, x):
         return x.new_full(x.shape[:-1], 2 * math.pi)
 
 
 @caught_by("projections_are_idempotent")
 class ProjectHalfway(Sphere):
-    def project(self, x):
-        return (x + super().project(x)) / 2
+    def _project(self, x):
+        return (x + super()._project(x)) / 2
 
 
 @caught_by("projections_are_idempotent", "exp_lands_on_the_manifold")
 class RandomTangentsThatAreNotTangent(Sphere):
-    def random_tangent(self, x, generator):
+    def _random_tangent(self, x, generator):
         return torch.randn(x.shape, generator=generator, dtype=x.dtype)
 
 
 @caught_by("draws_follow_their_generator")
 class DrawsThatIgnoreTheirGenerator(Sphere):
-    def random_point(self, *batch, generator, dtype=None):
-        return self.project(torch.randn(*batch, self.n, dtype=dtype))
+    def _random_point(self, batch, generator, dtype):
+        return self._project(torch.randn(*batch, self.n, dtype=dtype))
 
 
 @caught_by("a_batch_is_a_loop")
 class BatchesThatSeeOneAnother(Sphere):
-    def inner(self, x, u, v):
-        result = super().inner(x, u, v)
+    def _inner(self, x, u, v):
+        result = super()._inner(x, u, v)
         return result + 1e-3 * (result.mean() - result)
 
 
 @caught_by("log_inverts_exp", "geodesics_can_be_walked_back")
 class FlatLogBackwards(Flat):
-    def log(self, x, y):
+    def _log(self, x, y):
         return x - y
 
 
 @caught_by("log_inverts_exp")
 class FlatLogForgetsTheFirstCoordinate(Flat):
-    def log(self, x, y):
+    def _log(self, x, y):
         v = (y - x).clone()
         v[..., 0] = 0
         return v
@@ -227,5 +227,5 @@ class FlatLogForgetsTheFirstCoordinate(Flat):
 
 @caught_by("transport_is_an_isometry")
 class FlatTransportGrows(Flat):
-    def transport(self, x, y, u):
+    def _transport(self, x, y, u):
         return 1.01 * u

@@ -55,6 +55,14 @@ def test_a_missing_primitive_is_named():
         Bare().transport(torch.zeros(2), torch.zeros(2), torch.zeros(2))
 
 
+def test_a_space_that_writes_a_method_in_place_of_its_formula_is_refused():
+    with pytest.raises(ArgumentError, match=r"Hasty: write _exp, which exp calls"):
+
+        class Hasty(Flat):
+            def exp(self, x, u):
+                return x + u
+
+
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     ("call", "words"),

@@ -62,7 +62,7 @@ def test_laws_are_chosen_by_what_a_space_declares():
 @pytest.mark.usefixtures("as_shipped")
 def test_what_is_declared_and_missing_is_broken():
     class Boastful(Flat):
-        def transport(self, x, y, u):
+        def _transport(self, x, y, u):
             raise self._lacks("transport")
 
     verdict = check_manifold(Boastful(2), verbose=False)
@@ -98,7 +98,7 @@ def test_a_space_without_a_radius_is_held_to_the_rest():
     class Open(Flat):
         capabilities = PRIMITIVES - {"injectivity_radius"}
 
-        def injectivity_radius(self, x):
+        def _injectivity_radius(self, x):
             raise self._lacks("injectivity_radius")
 
     assert check_manifold(Open(3), verbose=False).holds

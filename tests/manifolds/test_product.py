@@ -18,7 +18,7 @@ class Grid(Delegate):
     inside = Power(Flat(3), (2,))
     capabilities = PRIMITIVES - {"transport"}
 
-    def transport(self, x, y, u):
+    def _transport(self, x, y, u):
         raise self._lacks("transport")
 
 
