@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifoldagg.averaging._descent import SMOOTHING, Descent, descend
 from manifoldagg.curves import Embedding, Simplex
-from manifoldagg.curves.arc import bernstein
+from manifoldagg.curves.bernstein import basis
 from manifoldagg.errors import DivergenceError, ManifoldAggError
 from manifoldagg.manifolds import distance
 
@@ -118,7 +118,7 @@ def _bent(
             return replace(best, converged=True)
         logs = space.log(center.expand_as(image), image)
         drawn = torch.stack([space.inner(center.expand_as(logs), logs, axis.expand_as(logs)) for axis in frame], -1)
-        shares = inside.places if isinstance(embedding, Simplex) else bernstein(embedding.size - 1, inside.places)
+        shares = inside.places if isinstance(embedding, Simplex) else basis(embedding.size - 1, inside.places)
         targets = seen + shares @ inside.phi - drawn
     if best is None:
         raise DivergenceError("points: they lie too far apart for a subspace to be found")

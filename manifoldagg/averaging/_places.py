@@ -8,8 +8,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from manifoldagg.curves import Embedding, Simplex, Tunnel
-from manifoldagg.curves.arc import bernstein
-from manifoldagg.curves.frames import derivative, nearest_disk, sharpest, slowest, span, unit
+from manifoldagg.curves.bernstein import basis
+from manifoldagg.curves.shape import derivative, nearest_disk, sharpest, slowest, span, unit
 from manifoldagg.manifolds import Flat
 
 Points = Float64[Tensor, "m k"]
@@ -53,9 +53,9 @@ class Sight:
         reach = self.radius * (phi[-1] - phi[0]).norm()
         control, seen, off = phi, points, points.new_zeros(len(points), 1)
         if self.inside:
-            basis, control = span(phi)
-            seen = (points - phi[0]) @ basis.mT
-            off = (points - phi[0] - seen @ basis).norm(dim=-1, keepdim=True)
+            lines, control = span(phi)
+            seen = (points - phi[0]) @ lines.mT
+            off = (points - phi[0] - seen @ lines).norm(dim=-1, keepdim=True)
         self.places, _, self.distances = nearest_disk(control, seen, reach, off, fills=not self.inside)
         if reach > 0:
             self.valid = slowest(control)[1] > 1e-12 * reach and float(reach) * sharpest(control)[1] < 1
@@ -89,7 +89,7 @@ class Sight:
             return self.places, torch.where(solid[..., None], lines, 0.0)
         moves = (self.places > 0) & (self.places < 1)
         tangents = unit(derivative(self.phi, self.places))
-        return bernstein(len(self.phi) - 1, self.places), torch.where(moves[:, None], tangents, 0.0)[:, None]
+        return basis(len(self.phi) - 1, self.places), torch.where(moves[:, None], tangents, 0.0)[:, None]
 
     def _excess(self, phi: Tensor, t: Tensor, point: Tensor, end: Tensor) -> Tensor:
         """What leads from a tunnel to a point (k,), and at its flat ends how far that is ahead of them (1,)."""
@@ -148,10 +148,10 @@ def first_guesses(embedding: Embedding, points: Points) -> list[Phi]:
     axis = torch.linalg.svd(points - points.mean(0), full_matrices=False).Vh[0]
     along = points @ axis
     guesses = [torch.linspace(0, 1, m).to(points), *(_unit_range(t) for t in (apart, along))]
-    starts = [torch.linalg.pinv(bernstein(degree, t)) @ points for t in guesses]
+    starts = [torch.linalg.pinv(basis(degree, t)) @ points for t in guesses]
     if isinstance(embedding, Tunnel):
-        ends = torch.linalg.pinv(bernstein(1, guesses[-1])) @ points
-        starts.append(bernstein(1, torch.linspace(0, 1, degree + 1).to(points)) @ ends)
+        ends = torch.linalg.pinv(basis(1, guesses[-1])) @ points
+        starts.append(basis(1, torch.linspace(0, 1, degree + 1).to(points)) @ ends)
     return starts
 
 

@@ -13,7 +13,7 @@ from manifoldagg.averaging._curved import descend_curved
 from manifoldagg.averaging._descent import Descent, descend
 from manifoldagg.averaging.karcher import check_versions, check_weights, karcher
 from manifoldagg.curves import Bezier, Embedding, Simplex, Tunnel
-from manifoldagg.curves.frames import coordinates
+from manifoldagg.curves.shape import coordinates
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number, check_shape
 from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Manifold

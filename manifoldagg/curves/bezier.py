@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.curves.arc import Speed, bernstein, minimiser, quadratic_root, square
+from manifoldagg.curves.arc import Speed
+from manifoldagg.curves.bernstein import basis, bilinear, least, quadratic_root, weights
 from manifoldagg.curves.path import Curve, Parameter, Path, Phi, Points, parameter
-from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape
+from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape, is_finite
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold, geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
@@ -81,7 +82,7 @@ class Bezier(Curve):
         """
         self._check_phi(phi)
         place = parameter(t, phi)
-        return weighted(bernstein(self.degree, place), phi) if self.space.flat else de_casteljau(self.space, phi, place)
+        return weighted(basis(self.degree, place), phi) if self.space.flat else de_casteljau(self.space, phi, place)
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
         r"""$\iota_\varphi'(t)$, on a flat space $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i}
@@ -93,7 +94,7 @@ class Bezier(Curve):
         self._check_phi(phi)
         if not self.space.flat:
             return super().velocity(phi, t)
-        return weighted(bernstein(self.degree - 1, parameter(t, phi)), self.degree * phi.diff(dim=0))
+        return weighted(basis(self.degree - 1, parameter(t, phi)), self.degree * phi.diff(dim=0))
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
         r"""$\nabla_{\iota'} \iota'$, on a flat space $\iota_\varphi''(t)$, the hodograph of the hodograph.
@@ -106,11 +107,11 @@ class Bezier(Curve):
         place, n = parameter(t, phi), self.degree
         if n == 1:
             return phi.new_zeros(*place.shape, *phi.shape[1:])
-        return weighted(bernstein(n - 2, place), n * (n - 1) * phi.diff(n=2, dim=0))
+        return weighted(basis(n - 2, place), n * (n - 1) * phi.diff(n=2, dim=0))
 
     def weights(self, t: float) -> list[float]:
         """The degree + 1 Bernstein weights at `t`, as numbers: what control points of a flat space are summed with."""
-        return [math.comb(self.degree, i) * t**i * (1 - t) ** (self.degree - i) for i in range(self.degree + 1)]
+        return weights(self.degree, t)
 
     def pull_phi(self, phi: Phi, x: Parameter, w: Points) -> Points:
         r"""What a derivative `w` at $\iota_\varphi(x)$ is for the control points: $b_i(x)\, w$ on a flat space.
@@ -125,7 +126,7 @@ class Bezier(Curve):
             return super().pull_phi(phi, x, w)
         place = parameter(x, phi)
         check_shape("w", w, *place.shape, *phi.shape[1:])
-        lines = bernstein(self.degree, place).reshape(-1, self.size)
+        lines = basis(self.degree, place).reshape(-1, self.size)
         if len(lines) == 1:
             return torch.outer(lines[0].to(phi.dtype), w.to(phi.dtype).flatten()).reshape(phi.shape)
         return weighted(lines.mT, w.reshape(len(lines), *phi.shape[1:]))
@@ -156,8 +157,8 @@ class Bezier(Curve):
             left = torch.zeros(n + 1, n + 1, dtype=torch.float64, device=phi.device)
             right, at = torch.zeros_like(left), parameter(t, phi)
             for k in range(n + 1):
-                left[k, : k + 1] = bernstein(k, at)
-                right[k, k:] = bernstein(n - k, at)
+                left[k, : k + 1] = basis(k, at)
+                right[k, k:] = basis(n - k, at)
             return weighted(left, phi), weighted(right, phi)
         row, before, after = phi, [phi[0]], [phi[-1]]
         while len(row) > 1:
@@ -233,14 +234,14 @@ class Bezier(Curve):
         check_shape("parameters", parameters, len(points))
         if not bool(parameters.isfinite().all()):
             raise ArgumentError("parameters: expected finite numbers")
-        weights = bernstein(self.degree, parameters.detach().cpu())
-        free = weights[:, 1:-1] if fixed_ends else weights
+        shares = basis(self.degree, parameters.detach().cpu())
+        free = shares[:, 1:-1] if fixed_ends else shares
         if free.shape[1] and int(torch.linalg.matrix_rank(free)) < free.shape[1]:
             raise ArgumentError(f"parameters: expected {self.size} different numbers, got {parameters.tolist()}")
         target = torch.eye(len(points), dtype=torch.float64)
         if fixed_ends:
-            target[:, 0] -= weights[:, 0]
-            target[:, -1] -= weights[:, -1]
+            target[:, 0] -= shares[:, 0]
+            target[:, -1] -= shares[:, -1]
         lines = torch.linalg.lstsq(free, target).solution if free.shape[1] else target[:0]
         fitted = [combine(None, rows, line.to(points.device)).reshape(points.shape[1:]) for line in lines]
         return torch.stack([points[0], *fitted, points[-1]] if fixed_ends else fitted)
@@ -249,9 +250,9 @@ class Bezier(Curve):
         r"""The $t \in [0, 1]$ whose point is nearest, and the distance, for points (*batch, *space.shape).
 
         On a flat space the squared distance is a polynomial of degree 2n whose Bernstein coefficients are read from
-        one Gram matrix a point. Its minimum is global: intervals are halved until no coefficient is below the
-        least value by more than 1e-14 of the largest. On other spaces
-        it is the best of 32 places a control point, refined to rounding, which is not certified.
+        one Gram matrix a point: the least of all changes of sign of its derivative, a global minimum up to the rounding
+        of the coefficients. On other spaces it is the best of 32 places a control point, refined to rounding, which
+        is not certified.
 
         Returns:
             Parameters (*batch,) in float64, without a derivative, and distances (*batch,), whose first derivatives in
@@ -263,14 +264,14 @@ class Bezier(Curve):
         self._check_phi(phi)
         if not self.space.flat:
             return super().nearest(phi, point)
-        points, batch = self._points(point).flatten(1), point.shape[: point.ndim - len(self.space.shape)]
+        points = self._points(point).flatten(1)
+        batch = point.shape[: point.ndim - len(self.space.shape)]
         rows = list(phi.flatten(1))
         squares = [gram([row.detach() for row in rows], minus=p.detach())[0] for p in points]
-        inner = torch.stack(squares) if squares else points.new_zeros(0, self.size, self.size, dtype=torch.float64)
-        if not bool(inner.isfinite().all()):
+        if not all(map(is_finite, squares)):
             raise ArgumentError("phi, point: expected finite values whose squares are finite in float64")
-        t = minimiser(square(inner))
-        away = [combine(None, rows, b, minus=p) for b, p in zip(bernstein(self.degree, t), points, strict=True)]
+        t = phi.new_tensor([least(bilinear(inner.tolist())) for inner in squares], dtype=torch.float64)
+        away = [combine(None, rows, b, minus=p) for b, p in zip(basis(self.degree, t), points, strict=True)]
         lengths = [offset.double().norm() for offset in away]
         found = torch.stack(lengths) if lengths else t
         return t.reshape(batch), found.to(phi.dtype).reshape(batch)
@@ -283,7 +284,7 @@ class Bezier(Curve):
         if not self.space.flat:
             return super()._speed(phi)
         inner = differences_gram(phi)
-        return lambda t: self.degree * quadratic_root(inner, bernstein(self.degree - 1, t.cpu())).to(t.device)
+        return lambda t: self.degree * quadratic_root(inner, basis(self.degree - 1, t.cpu())).to(t.device)
 
     def _check(self, phi: Tensor) -> None:
         self._check_phi(phi)

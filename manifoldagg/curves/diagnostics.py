@@ -10,8 +10,8 @@ from torch import Tensor
 
 from manifoldagg.curves.arc import arc_length
 from manifoldagg.curves.bezier import Bezier
-from manifoldagg.curves.frames import coordinates, sharpest, slowest
 from manifoldagg.curves.path import Curve, Phi
+from manifoldagg.curves.shape import coordinates, sharpest, slowest
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.manifolds import Flat, geodesic, norm
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from manifoldagg.errors import check_shape
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["Coordinates", "Embedding", "rounding"]
+
 Coordinates = float | Float[Tensor, "..."]
 
 
@@ -95,3 +97,9 @@ class Embedding(abc.ABC):
 
     def _check_phi(self, phi: Tensor) -> None:
         check_shape("phi", phi, self.size, *self.space.axes)
+
+
+def rounding(phi: Float[Tensor, "control ..."], *others: Tensor) -> float:
+    """How far rounding to the coarsest of the dtypes moves a control point."""
+    sizes = torch.linalg.vector_norm(phi.detach().flatten(1), dim=1, dtype=torch.float64)
+    return max(torch.finfo(x.dtype).eps for x in (phi, *others)) * float(sizes.max())

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from manifoldagg.curves.arc import Speed, arc_length, crossing, parameter_at_arc_length
-from manifoldagg.curves.embedding import Embedding
-from manifoldagg.curves.frames import rounding
+from manifoldagg.curves.arc import Speed, arc_length, parameter_at_arc_length
+from manifoldagg.curves.bernstein import crossing
+from manifoldagg.curves.embedding import Embedding, rounding
 from manifoldagg.errors import ArgumentError, check_number, check_shape
 from manifoldagg.manifolds import Flat, Manifold, distance, norm
 

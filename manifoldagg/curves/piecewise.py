@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldagg.curves.arc import Speed, bernstein, quadratic_root
+from manifoldagg.curves.arc import Speed
+from manifoldagg.curves.bernstein import basis, quadratic_root
 from manifoldagg.curves.bezier import Bezier, check_space, de_casteljau, differences_gram, weighted
 from manifoldagg.curves.path import Curve, Parameter, Path, Phi, Points, parameter
 from manifoldagg.errors import ArgumentError, check_count
@@ -58,7 +59,7 @@ class Piecewise(Curve):
         self._check_phi(phi)
         piece, s = self._local(parameter(t, phi))
         if self.space.flat:
-            return self._sum(bernstein(self.degree, s), piece, phi)
+            return self._sum(basis(self.degree, s), piece, phi)
         places = (self.degree * piece).unsqueeze(-1) + torch.arange(self.degree + 1, device=phi.device)
         return de_casteljau(self.space, phi[places], s)
 
@@ -69,7 +70,7 @@ class Piecewise(Curve):
             return super().velocity(phi, t)
         piece, s = self._local(parameter(t, phi))
         rate = self.pieces * self.degree
-        return self._sum(bernstein(self.degree - 1, s), piece, rate * phi.diff(dim=0))
+        return self._sum(basis(self.degree - 1, s), piece, rate * phi.diff(dim=0))
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
         r"""$\nabla_{\iota'} \iota'$ at $t$; at a joint that of the piece that begins there."""
@@ -80,7 +81,7 @@ class Piecewise(Curve):
         if self.degree == 1:
             return phi.new_zeros(*s.shape, *phi.shape[1:])
         rate = self.pieces**2 * self.degree * (self.degree - 1)
-        return self._sum(bernstein(self.degree - 2, s), piece, rate * phi.diff(n=2, dim=0))
+        return self._sum(basis(self.degree - 2, s), piece, rate * phi.diff(n=2, dim=0))
 
     def smooth(self, phi: Phi) -> Points:
         r"""Control points whose curve has a continuous velocity: what follows a joint mirrors what precedes it.
@@ -140,7 +141,7 @@ class Piecewise(Curve):
 
         def speed(t: Tensor) -> Tensor:
             piece, s = self._local(t.cpu())
-            root = quadratic_root(inner[piece], bernstein(self.degree - 1, s))
+            root = quadratic_root(inner[piece], basis(self.degree - 1, s))
             return self.pieces * self.degree * root.to(t.device)
 
         return speed

@@ -9,8 +9,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
-from manifoldagg.curves.embedding import Coordinates, Embedding
-from manifoldagg.curves.frames import rounding
+from manifoldagg.curves.embedding import Coordinates, Embedding, rounding
 from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape, is_finite
 from manifoldagg.kernels import combine, gram, is_transformed
 from manifoldagg.manifolds import Manifold, norm

@@ -8,23 +8,20 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from manifoldagg.curves.arc import arc_length
+from manifoldagg.curves.bernstein import crossing
 from manifoldagg.curves.bezier import Bezier
-from manifoldagg.curves.embedding import Coordinates, Embedding
-from manifoldagg.curves.frames import (
-    by_length,
+from manifoldagg.curves.embedding import Coordinates, Embedding, rounding
+from manifoldagg.curves.frames import rotation_minimising
+from manifoldagg.curves.shape import (
+    Control,
     coordinates,
-    crossing,
-    curvature,
+    curvature_vector,
     derivative,
-    log_tube,
     nearest_disk,
-    rotation_minimising,
-    rounding,
     sharpest,
-    shrink,
     slowest,
     span,
-    uniform_draws,
 )
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number, check_shape
 from manifoldagg.kernels import gram
@@ -208,7 +205,7 @@ class Tunnel(Embedding):
         else:
             _, control = self._span(phi)
             offset, scale = self._offset(control, t, xi), control[-1].norm() ** (self.curve.degree - 1)
-        bend = (offset * curvature(control, t)).sum(-1)
+        bend = (offset * curvature_vector(control, t)).sum(-1)
         return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - bend))
 
     def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
@@ -222,10 +219,11 @@ class Tunnel(Embedding):
             ArgumentError: as `check`.
         """
         self.check(phi)
-        points, n = phi.flatten(1), self.curve.degree
-        normal = (n if self.form == "subspace" else points.shape[1]) - 1
-        inner = gram([*points[1:], points[-1]], minus=[*points[:-1], points[0]])[0]
-        return log_tube(n * n * inner[:n, :n], normal, self.radius * inner[n, n].sqrt())
+        points = phi.flatten(1)
+        normal = (self.curve.degree if self.form == "subspace" else points.shape[1]) - 1
+        chord = gram([points[-1]], minus=points[0])[0][0, 0].sqrt()
+        length = arc_length(self.curve._speed(phi), self.curve.breaks)
+        return length.log() + log_ball(normal, self.radius * chord)
 
     def volume(self, phi: Phi) -> Float64[Tensor, ""]:
         """The exponential of `log_volume`: 0 or infinite where that leaves float64."""
@@ -330,7 +328,7 @@ class Tunnel(Embedding):
             x = self._disks(torch.stack([t, tail]), generator)
             if by_volume:
                 _, control = self._span(phi)
-                bend = (self._offset(control, t, x[..., 1:]) * curvature(control, t)).sum(-1)
+                bend = (self._offset(control, t, x[..., 1:]) * curvature_vector(control, t)).sum(-1)
                 x[..., 1:] *= torch.where(2 * coin < 1 + bend, -1.0, 1.0)[..., None]
             return x
         center, reach = self.curve(phi, t), self._reach(phi)
@@ -345,7 +343,7 @@ class Tunnel(Embedding):
                 xi = xi - self._times(self.space.inner(center, xi, velocity) / square, velocity)
             xi = self._times(reach * shrink(norm(self.space, center, xi).double(), tail), xi)
             if by_volume:
-                bend = (xi.reshape(*batch, phi[0].numel()) * curvature(phi.flatten(1).double(), t)).sum(-1)
+                bend = (xi.reshape(*batch, phi[0].numel()) * curvature_vector(phi.flatten(1).double(), t)).sum(-1)
                 xi = self._times(torch.where(2 * coin < 1 + bend, -1.0, 1.0), xi)
         return torch.cat([t[..., None].to(center), xi.reshape(*batch, phi[0].numel())], -1)
 
@@ -398,3 +396,36 @@ class Tunnel(Embedding):
     def _needs_flat(self, what: str) -> None:
         if not self.space.flat:
             raise NotImplementedError(f"{what} needs a flat space, where a tunnel has formulas; got {self.space}")
+
+
+def log_ball(dimension: int, radius: Float64[Tensor, ""]) -> Float64[Tensor, ""]:
+    r"""$\log V_m(r)$, $V_m(r) = \pi^{m/2} r^m / \Gamma(m/2 + 1)$, the volume of a ball of m dimensions.
+
+    Example:
+        >>> import torch
+        >>> log_ball(3, torch.tensor(1.0).double()).exp() / math.pi
+        tensor(1.3333, dtype=torch.float64)
+    """
+    half = dimension / 2
+    return torch.xlogy(radius.new_tensor(dimension), radius) + half * math.log(math.pi) - math.lgamma(half + 1)
+
+
+def uniform_draws(*shape: int, generator: torch.Generator) -> Float64[Tensor, "..."]:
+    """Numbers uniform in [0, 1)."""
+    return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device)
+
+
+def shrink(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Float64[Tensor, "*b"]:
+    """What takes a standard normal vector of this length into the unit ball, uniformly; `tail` is uniform in [0, 1)."""
+    factor: Tensor = 1 / (size.square() - 2 * torch.log1p(-tail)).sqrt()
+    return factor
+
+
+def by_length(control: Control, count: int, generator: torch.Generator) -> Float64[Tensor, " count"]:
+    r"""Parameters drawn with the density $|b'(t)| / L$, exactly: by rejection below the hodograph's longest vector."""
+    bound = (len(control) - 1) * control.diff(dim=0).norm(dim=-1).max()
+    kept = control.new_zeros(0)
+    while len(kept) < count:
+        t, height = uniform_draws(2, 2 * count, generator=generator).to(control.device)
+        kept = torch.cat([kept, t[height * bound <= derivative(control, t).norm(dim=-1)]])
+    return kept[:count]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.curves import Bezier, parameter_at_distance
-from manifoldagg.curves.distance import _squared_distance
+from manifoldagg.curves.distance import squared_distance
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat
 from tests.support import draw, rotation, scales, seeds
@@ -111,7 +111,7 @@ def test_the_polynomial_is_the_squared_distance():
         direct = sum(weights[i] * inner[i][j] * weights[j] for i in range(n) for j in range(n))
         ours = sum(
             sympy.nsimplify(c, rational=True) * sympy.binomial(2 * n, m) * s**m * (1 - s) ** (2 * n - m)
-            for m, c in enumerate(_squared_distance(inner))
+            for m, c in enumerate(squared_distance(inner))
         )
         assert sympy.expand(direct - ours) == 0
 

@@ -14,19 +14,9 @@ from scipy import stats
 from scipy.integrate import solve_ivp
 
 from manifoldagg.curves import Bezier
-from manifoldagg.curves.frames import (
-    coordinates,
-    curvature,
-    derivative,
-    length,
-    log_tube,
-    roots,
-    rotation_minimising,
-    sharpest,
-    slowest,
-    span,
-)
-from manifoldagg.curves.tunnel import Tunnel
+from manifoldagg.curves.frames import rotation_minimising
+from manifoldagg.curves.shape import coordinates, curvature_vector, derivative, sharpest, slowest, span
+from manifoldagg.curves.tunnel import Tunnel, log_ball
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat, Power, Sphere, SymmetricPositiveDefinite, distance
 from tests.support import draw, relative, rotation, seeds
@@ -81,7 +71,7 @@ def transported(control, t):
         at = torch.tensor(s, dtype=torch.float64)
         velocity = derivative(control, at)
         tangent = velocity / velocity.norm()
-        change = velocity.norm() * curvature(control, at)
+        change = velocity.norm() * curvature_vector(control, at)
         return -torch.outer(tangent, change @ torch.from_numpy(r).reshape(k, k - 1)).flatten().numpy()
 
     start = np.eye(k)[:, 1:].ravel()
@@ -142,43 +132,17 @@ def test_the_frame_is_continuous_at_grid_points(seed):
 @given(seeds, st.integers(1, 5))
 def test_speed_curvature_and_length_are_those_of_a_fine_grid(seed, degree):
     control, t = coordinates(draw(seed, degree + 1, 8)), torch.linspace(0, 1, 4001).double()
-    speed, bend = derivative(control, t).norm(dim=-1), curvature(control, t).norm(dim=-1)
+    speed, bend = derivative(control, t).norm(dim=-1), curvature_vector(control, t).norm(dim=-1)
     # The true extremum is beyond the grid's, by at most half the grid's largest step.
     step = speed.diff().abs().max().item()
     assert slowest(control)[1] <= speed.min().item() * (1 + EPS)
     assert speed.min().item() - slowest(control)[1] <= step
     assert bend.max().item() <= sharpest(control)[1] * (1 + 1e-12) + 1e-300
     assert sharpest(control)[1] - bend.max().item() <= bend.diff().abs().max().item() + 1e-300
-    velocity = degree * control.diff(dim=0)
     nodes, weights = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(300))
     exact = derivative(control, (nodes + 1) / 2).norm(dim=-1) @ weights / 2
     # 300 nodes converge at the rate that complex zeros of |b'|² leave; these draws keep away from them.
-    assert length(velocity @ velocity.mT).item() == pytest.approx(exact.item(), rel=1e-10)
-
-
-def test_the_length_of_a_parabola_is_its_closed_form():
-    velocity = 2 * torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 2.0]]).double().diff(dim=0)
-    # y = x²/2 from 0 to 2: b' = (2, 4t).
-    assert length(velocity @ velocity.mT).item() == pytest.approx(math.sqrt(5) + math.asinh(2) / 2, rel=1e-14)
-
-
-@given(st.lists(st.integers(1, 31), min_size=1, max_size=6, unique=True))
-def test_every_root_is_found(places):
-    degree, places = len(places), torch.tensor(places, dtype=torch.float64) / 32
-    power = np.polynomial.polynomial.polyfromroots(places.numpy())
-    bernstein = [
-        sum(math.comb(i, k) / math.comb(degree, k) * power[k] for k in range(i + 1)) for i in range(degree + 1)
-    ]
-    found = roots(torch.tensor(bernstein, dtype=torch.float64))
-    slope = (places[:, None] - places + torch.eye(degree)).prod(-1).abs()
-    # What rounds the coefficients moves a root by that over the slope at it.
-    allowed = 64 * EPS * (1 + np.abs(power).max() / slope)
-    assert ((found - places.sort().values).abs() <= allowed[places.argsort()]).all()
-
-
-def test_where_no_sign_changes_there_is_no_root_but_a_place():
-    assert roots(torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64)).tolist() == [0.5, 1.0]
-    assert roots(torch.zeros(2, 4, dtype=torch.float64)).shape == (2, 3)
+    assert Bezier(Flat(control.shape[1]), degree).length(control).item() == pytest.approx(exact.item(), rel=1e-10)
 
 
 @given(seeds, st.integers(1, 4))
@@ -256,7 +220,7 @@ def test_logarithms_of_volumes_reach_large_dimensions():
     phi[1, 0] = 3.0
     for value, size, radius, long in [
         (Tunnel(Bezier(Flat(10**6), 1), 0.1).log_volume(phi), 10**6 - 1, 0.3, 3),
-        (log_tube(torch.ones(1, 1).double(), 10**9, torch.tensor(7.0).double()), 10**9, 7, 1),
+        (log_ball(10**9, torch.tensor(7.0).double()), 10**9, 7, 1),
     ]:
         with mpmath.workdps(40):
             half = mpmath.mpf(size) / 2
@@ -301,7 +265,7 @@ def test_draws_by_volume_have_its_density(form):
     held = torch.bincount(torch.bucketize(x[:, 0].contiguous(), quantiles(tunnel, phi, cells)), minlength=cells)
     assert ((held - count / cells) ** 2).sum() / (count / cells) <= stats.chi2.isf(1e-6, cells - 1)
     if form == "ambient":
-        k = curvature(phi, x[:, 0])
+        k = curvature_vector(phi, x[:, 0])
         radius = tunnel.radius * (phi[-1] - phi[0]).norm()
         # <xi, k> has mean -|k|² r² / (m + 2) by this density, m = 2, and 0 in the product.
         bend = (x[:, 1:] * k).sum(-1)

@@ -1,0 +1,225 @@
+r"""Polynomials on [0, 1] by their Bernstein coefficients: $p(t) = \sum_i \binom{n}{i} t^i (1-t)^{n-i} c_i$.
+
+The weights, products, changes of sign and the least value; and where a function that is no polynomial changes its sign.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from operator import ne
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+__all__ = ["basis", "bilinear", "crossing", "least", "quadratic_root", "roots", "slopes", "weights"]
+
+DEEPEST = 52
+"""Halvings of [0, 1] until float64 ends."""
+
+PATIENCE = 100
+"""Steps in a bracket before an interpolation is given up; halving alone leaves 2^-100 of the bracket by then."""
+
+
+def weights(degree: int, t: Any) -> list[Any]:
+    r"""The weights $\binom{n}{i} t^i (1-t)^{n-i}$, i = 0 … n, at a number or an array of them; none for degree -1.
+
+    Example:
+        >>> weights(2, 0.5)
+        [0.25, 0.5, 0.25]
+    """
+    return [math.comb(degree, i) * t**i * (1 - t) ** (degree - i) for i in range(degree + 1)]
+
+
+def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"]:
+    """The weights as one tensor in float64, differentiable in `t`.
+
+    Example:
+        >>> basis(2, torch.tensor(0.5))
+        tensor([0.2500, 0.5000, 0.2500], dtype=torch.float64)
+    """
+    t = t.double()
+    return torch.stack(weights(degree, t), dim=-1) if degree >= 0 else t.new_zeros(*t.shape, 0)
+
+
+def quadratic_root(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
+    r"""$\sqrt{w^\top G\, w}$ for weights $w$, with derivative 0 where it vanishes: (*batch,)."""
+    value = torch.einsum("...i,...ij,...j->...", at, inner, at)
+    positive = value > 0
+    return torch.where(positive, torch.where(positive, value, 1.0).sqrt(), 0.0)
+
+
+def bilinear(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
+    r"""Coefficients of $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ in degree p + q; of $b^\top G\, b$ for a Gram matrix.
+
+    $$c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}.$$
+
+    Args:
+        table: p + 1 rows of q + 1 entries $a_{ij}$: numbers, symbols or arrays.
+
+    Source: Farouki, Rajan 1988.
+
+    Example:
+        >>> bilinear([[1.0, 0.0], [0.0, 1.0]])
+        [1.0, 0.0, 1.0]
+    """
+    p = len(table) - 1
+    q = len(table[0]) - 1
+    sums: list[Any] = [0.0] * (p + q + 1)
+    for i, row in enumerate(table):
+        for j, entry in enumerate(row):
+            sums[i + j] += math.comb(p, i) * math.comb(q, j) * entry
+    return [value / math.comb(p + q, m) for m, value in enumerate(sums)]
+
+
+def slopes(coefficients: Sequence[float]) -> list[float]:
+    """Coefficients of the derivative, one fewer.
+
+    Example:
+        >>> slopes([0.0, 0.5, 2.0])
+        [1.0, 3.0]
+    """
+    n = len(coefficients) - 1
+    return [n * (b - a) for a, b in pairwise(coefficients)]
+
+
+def roots(coefficients: Sequence[float]) -> Iterator[float]:
+    """The places of [0, 1] where a polynomial changes its sign, from the first to the last; 0 counts as negative.
+
+    A polynomial changes sign no more often than its coefficients do (Descartes' rule): [0, 1] is halved until on each
+    piece they do so once at most. Newton's method, with bisection as its guard, finds the place on a piece.
+
+    Source: Lane, Riesenfeld 1981.
+
+    Example:
+        >>> list(roots([0.25, -0.25, 0.25])), list(roots([1.0, 1.0]))
+        ([0.5, 0.5], [])
+    """
+    pending = [(list(coefficients), 0.0, 1.0)]
+    while pending:
+        piece, low, width = pending.pop()
+        signs = [value > 0 for value in piece]
+        changes = sum(map(ne, signs, signs[1:]))
+        # Where floats end, of changes that cannot be told apart an odd number is one.
+        if changes == 1 or (changes > 1 and width <= 0.5**DEEPEST and signs[0] != signs[-1]):
+            yield low + width * _settled(piece)
+        elif changes > 1 and width > 0.5**DEEPEST:
+            width /= 2
+            left, right = _halves(piece)
+            # The last in is the first out: places come in their order.
+            pending.append((right, low + width, width))
+            pending.append((left, low, width))
+
+
+def least(coefficients: Sequence[float]) -> float:
+    """Where a polynomial is least on [0, 1]: of all changes of sign of its derivative and both ends.
+
+    That is a global minimum, to the rounding of the coefficients; of several minima it is one.
+
+    Example:
+        >>> round(least([1.0, -1.0, 2.0]), 12)
+        0.4
+    """
+    return min((0.0, 1.0, *roots(slopes(coefficients))), key=lambda t: _evaluate(coefficients, t)[0])
+
+
+def crossing(
+    function: Callable[[Tensor], Tensor], low: Float64[Tensor, "*batch"], high: Float64[Tensor, "*batch"]
+) -> Float64[Tensor, "*batch"]:
+    """Where functions change their sign between `low` and `high`; where one does not, `high` if it is positive, else
+    `low`.
+
+    Chandrupatla's method: inverse quadratic interpolation where it is trustworthy, else bisection; it always ends.
+
+    Args:
+        function: (*batch,) to (*batch,), each number by itself.
+        low: where to begin.
+        high: where to end.
+
+    Source: Chandrupatla 1997.
+
+    Example:
+        >>> crossing(lambda t: 0.25 - t**2, torch.zeros(1).double(), torch.ones(1).double())
+        tensor([0.5000], dtype=torch.float64)
+    """
+    # x is the latest place, y the other end of the bracket, z the place before.
+    x = low
+    y = high
+    fx = function(x)
+    fy = function(y)
+    positive = fx > 0
+    changes = positive != (fy > 0)
+    resolution = torch.finfo(fx.dtype).eps
+    t = torch.full_like(low, 0.5)
+    for _ in range(PATIENCE):
+        least = resolution / (y - x).abs()
+        done = ~changes | (least > 0.5) | (fx == 0) | (fy == 0)
+        if bool(done.all()):
+            break
+        place = torch.where(done, x, x + t.maximum(least).minimum(1 - least) * (y - x))
+        value = function(place)
+        same = (value > 0) == (fx > 0)
+        z = torch.where(same, x, y)
+        fz = torch.where(same, fx, fy)
+        y = torch.where(same, y, x)
+        fy = torch.where(same, fy, fx)
+        x = place
+        fx = value
+        near = (x - y) / (z - y)
+        part = (fx - fy) / (fz - fy)
+        trusted = (part**2 < near) & ((1 - part) ** 2 < 1 - near)
+        quadratic = fx / (fy - fx) * fz / (fy - fz) + (z - x) / (y - x) * fx / (fz - fx) * fy / (fz - fy)
+        # Equal values divide by zero: there the quadratic is not trusted.
+        t = torch.where(trusted, quadratic, 0.5)
+    return torch.where(changes, torch.where(fx.abs() <= fy.abs(), x, y), torch.where(positive, high, low))
+
+
+def _halves(coefficients: Sequence[float]) -> tuple[list[float], list[float]]:
+    """de Casteljau at 1/2: the coefficients on both halves, the last of one being the first of the other."""
+    left = list(coefficients)
+    right = [left[-1]]
+    for k in range(1, len(left)):
+        for i in range(len(left) - 1, k - 1, -1):
+            left[i] = 0.5 * (left[i - 1] + left[i])
+        right.append(left[-1])
+    return left, right[::-1]
+
+
+def _settled(piece: Sequence[float]) -> float:
+    """The one change of sign of a polynomial on [0, 1]."""
+    rises = piece[-1] > 0
+    # Without negative coefficients it is nowhere negative, and 0 at an end alone.
+    if min(piece) == 0:
+        return 0.0 if rises else 1.0
+    below = 0.0
+    above = 1.0
+    t = 0.5
+    attempt = 0
+    while True:
+        value, slope = _evaluate(piece, t)
+        if value == 0:
+            return t
+        if (value > 0) == rises:
+            above = t
+        else:
+            below = t
+        attempt += 1
+        step = t - value / slope if slope else math.nan
+        # After so many steps that gained too little halving alone, which always ends.
+        if attempt > PATIENCE or not below < step < above:
+            step = 0.5 * (below + above)
+        if step in (t, below, above):
+            return t
+        t = step
+
+
+def _evaluate(coefficients: Sequence[float], t: float) -> tuple[float, float]:
+    """A polynomial and its derivative at `t` in [0, 1], by de Casteljau: averages alone, so that nothing cancels."""
+    row = list(coefficients)
+    n = len(row) - 1
+    rest = 1 - t
+    for k in range(n, 1, -1):
+        for i in range(k):
+            row[i] = rest * row[i] + t * row[i + 1]
+    return (rest * row[0] + t * row[1], n * (row[1] - row[0])) if n else (row[0], 0.0)
