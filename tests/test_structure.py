@@ -13,16 +13,17 @@ import manifoldagg
 PACKAGE = Path(manifoldagg.__file__).parent
 ROOT = PACKAGE.parent
 BELOW = {
+    "_files": set(),
     "errors": set(),
-    "kernels": {"errors"},
+    "kernels": {"_files", "errors"},
     "manifolds": {"errors", "kernels"},
     "curves": {"errors", "kernels", "manifolds"},
     "averaging": {"errors", "kernels", "manifolds", "curves"},
     "corrections": {"errors", "kernels", "manifolds", "curves"},
-    "routing": {"errors"},
+    "routing": {"_files", "errors"},
     "federated": {"errors", "kernels", "manifolds", "curves", "averaging", "corrections"},
 }
-BELOW["simulation"] = {*BELOW["federated"], "federated", "routing"}
+BELOW["simulation"] = {*BELOW["federated"], "_files", "federated", "routing"}
 BELOW["integrations"] = {*BELOW["federated"], "federated"}
 BELOW["cli"] = {*BELOW["simulation"], "simulation", "integrations", "__init__"}
 BELOW["testing"] = set(BELOW)

@@ -1,11 +1,11 @@
-"""Which backend works: asked for by name, by `MANIFOLDAGG_BACKEND`, or measured once."""
+"""Which backend works: asked for by name, by `MANIFOLDAGG_BACKEND`, or the compiled one wherever it can."""
 
 import functools
 import importlib
 import os
-import time
+import timeit
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -16,11 +16,13 @@ from manifoldagg.kernels import reference
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.rows import Rows
 
+__all__ = ["available_backends", "backend", "explain", "module", "set_backend"]
+
 BACKENDS = ("reference", "compiled", "triton")
 AUTOMATIC = "auto"
 VARIABLE = "MANIFOLDAGG_BACKEND"
 PROBE = 1 << 20
-"""The length of the rows on which the automatic choice is measured."""
+"""The length of the rows on which `explain` times a step."""
 
 _asked: str | None = None
 
@@ -32,7 +34,8 @@ def set_backend(name: str) -> str:
     reference backend.
 
     Args:
-        name: `"reference"`, `"compiled"`, `"triton"`, or `"auto"`: the fastest that works for the tensors at hand.
+        name: `"reference"`, `"compiled"`, `"triton"`, or `"auto"`: for the tensors at hand `triton` on CUDA and
+            `compiled` on the CPU, where these work.
 
     Returns:
         What was asked for before.
@@ -70,24 +73,23 @@ def backend(tensors: Sequence[Tensor]) -> ModuleType:
     Raises:
         ArgumentError: if `MANIFOLDAGG_BACKEND` names one that there is not, or that does not work here.
     """
-    name = _name()
+    name = _asked or _from_environment()
     if name == AUTOMATIC:
-        device = tensors[0].device.type
-        name = "triton" if device == "cuda" and _works("triton") else _measured() if device == "cpu" else "reference"
+        name = _best(tensors[0].device.type)
     chosen = module(name)
     return chosen if chosen is reference or chosen.takes(tensors) else reference
 
 
 def explain() -> list[tuple[str, str]]:
-    """A line for each backend: its name, and whether it works or why not; then which one is chosen and why."""
+    """A line for each backend: its name, and whether it works or why not; then which one is chosen, and what it takes."""
     why = {name: module(name).unavailable() for name in BACKENDS}
     lines = [(name, "works" if reason is None else reason) for name, reason in why.items()]
     if (name := _asked or _wished()) != AUTOMATIC:
         source = "set_backend" if _asked is not None else VARIABLE
         known = f"{name}, by {source}" if name in BACKENDS else f"{source} names none of them: {name!r}"
         return [*lines, ("chosen", known if why.get(name) is None else f"{known}, but it does not work here")]
-    told = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in _times().items())
-    chosen = f"{_measured()} on the CPU: one step of {PROBE} float32 entries took {told}"
+    told = ", ".join(f"{name} {1e3 * _seconds(name):.2f} ms" for name in BACKENDS[:2] if why[name] is None)
+    chosen = f"{_best('cpu')} on the CPU: one step of {PROBE} float32 entries took {told}"
     return [*lines, ("chosen", chosen if why["triton"] is not None else f"triton on CUDA; {chosen}")]
 
 
@@ -95,12 +97,6 @@ def explain() -> list[tuple[str, str]]:
 def module(name: str) -> ModuleType:
     """The module of a backend."""
     return reference if name == "reference" else importlib.import_module(f"manifoldagg.kernels.{name}")
-
-
-def _name() -> str:
-    if _asked is not None:
-        return _asked
-    return _from_environment()
 
 
 def _wished() -> str:
@@ -117,40 +113,28 @@ def _from_environment() -> str:
 
 
 @functools.cache
-def _works(name: str) -> bool:
-    return module(name).unavailable() is None
-
-
-@functools.cache
-def _measured() -> str:
-    """The faster of the backends for the CPU; measured once in a process."""
-    why = module("compiled").unavailable()
-    if why is not None:
+def _best(device: str) -> str:
+    """The backend for a kind of device. Where a compiler is lacking it says so, once in a process."""
+    name = {"cuda": "triton", "cpu": "compiled"}.get(device, "reference")
+    why = module(name).unavailable()
+    if why is not None and device == "cpu":
         warnings.warn(
             f"manifoldagg: the compiled kernels are not at hand, the slower reference kernels work instead: {why}",
             RuntimeWarning,
             stacklevel=2,
         )
-        return "reference"
-    times = _times()
-    return min(times, key=lambda name: times[name])
+    return name if why is None else "reference"
 
 
-@functools.cache
-def _times() -> dict[str, float]:
-    """Seconds for one gram and one combine, the best of three, of each backend for the CPU."""
-    vectors = [torch.full((PROBE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
-    rows, out = Rows.of(vectors[1:], vectors[0]), torch.empty_like(vectors[0])
+def _seconds(name: str) -> float:
+    """What one gram and one combine take of a backend for the CPU, the best of three."""
+    base, *vectors = [torch.full((PROBE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
+    rows = Rows.of(vectors, base)
+    out = torch.empty_like(base)
     blocks = Blocks.of(((0, PROBE),))
 
-    def step(name: str) -> None:
+    def step() -> None:
         module(name).partials(rows, blocks)
-        module(name).combine(vectors[0], rows, [[0.1, 0.2, 0.3]], blocks, out)
+        module(name).combine(base, rows, [[0.1, 0.2, 0.3]], blocks, out)
 
-    return {name: min(_seconds(step, name) for _ in range(3)) for name in BACKENDS[:2] if _works(name)}
-
-
-def _seconds(call: Callable[[str], None], name: str) -> float:
-    start = time.perf_counter()
-    call(name)
-    return time.perf_counter() - start
+    return min(timeit.repeat(step, number=1, repeat=3))

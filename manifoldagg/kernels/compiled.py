@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg._files import whole
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.rows import Rows
 
@@ -177,15 +178,6 @@ def _key(compiler: str) -> str:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile into a file of another name, then rename: two processes may do so at once."""
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
-    try:
-        subprocess.run(
-            [compiler, *FLAGS, "-o", unfinished, str(SOURCE)], check=True, capture_output=True, text=True, timeout=300
-        )
-        with open(unfinished, "rb") as written:
-            os.fsync(written.fileno())  # a name must not stand for half a library after a crash
-        Path(unfinished).replace(path)
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
+    with whole(path) as draft:
+        command = [compiler, *FLAGS, "-o", str(draft), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)

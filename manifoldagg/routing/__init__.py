@@ -1,6 +1,6 @@
 """Where tasks should go: closed queueing networks, exactly, bounds on learning, and routings that minimise them.
 
-NumPy only: it knows clients by their rates, and no model.
+NumPy and SciPy only: it knows clients by their rates, and no model.
 """
 
 from manifoldagg.routing.adaptive import AdaptiveRouting

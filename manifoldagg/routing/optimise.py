@@ -1,7 +1,10 @@
 """Where the tasks should go, and how many there should be: minimisers of the bounds, with a certificate."""
 
+import math
 import operator
+import sys
 from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -10,10 +13,15 @@ import numpy as np
 from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count, check_number
 from manifoldagg.routing._door import rate_vector, routing_vector, softmax
 from manifoldagg.routing.bounds import Bound
-from manifoldagg.routing.descent import minimise
 
 STARTS = ("uniform", "balanced", "slowest", "middle", "fastest")
-SEARCHED, ROUNDING = 100_000, 1e-12
+SEARCHED = 100_000
+ROUNDING = 1e-12
+"""Of a bound, relatively."""
+WALL = math.log(sys.float_info.max)
+"""Where the bound is no positive float: as high as the logarithm of any."""
+
+Objective = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +85,16 @@ def optimise_routing(
     r"""The lowest of the local minima of $\min_{p \in \Delta} bound(p)$ that are found from several starts.
 
     The bounds are not convex: other minima may be lower. Identical clients may end with different shares, as a single
-    client with most of the tasks can be better than several with some. Minimises log bound(softmax(θ)).
+    client with most of the tasks can be better than several with some. SciPy's L-BFGS-B minimises log bound(softmax(θ));
+    its line search compares values, whose digits tell points apart down to gradients of about 1e-8 only, so that
+    what is left of the gradient then goes by its Newton-Krylov method.
 
     Args:
         bound: an `UpdateBound` or a `TimeBound`.
         starts: routings, or names: "uniform", "balanced"; "slowest", "middle" (of the median rate) and "fastest":
             that client half of the tasks, the others equal shares of the rest.
         tolerance: of the certificate `gradient_norm`.
-        steps: at most, from each start; each costs O(nm).
+        steps: of L-BFGS, at most, from each start; each costs O(nm).
 
     Returns:
         The best one, with its certificate and where it came from.
@@ -108,25 +118,26 @@ def optimise_routing(
 
     def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
         p = softmax(theta)
-        if not p.all():
-            return np.inf, np.full_like(p, np.nan)
         try:
-            value, gradient = bound.value_and_gradient(p)
+            value, gradient = bound.value_and_gradient(p) if p.all() else (0.0, p)
         except DivergenceError:
-            return np.inf, np.full_like(p, np.nan)
+            value = 0.0
         if not value > 0:
-            return np.inf, np.full_like(p, np.nan)
-        return float(np.log(value)), p * (gradient - float(p @ gradient)) / value
+            return WALL, np.zeros_like(p)
+        return math.log(value), p * (gradient - float(p @ gradient)) / value
 
     thetas = {name: np.log(p) for name, p in named.items() if p.all()}
-    thetas = {name: theta for name, theta in thetas.items() if np.isfinite(objective(theta)[0])}
-    if not thetas:
+    ends = {
+        name: _descend(objective, theta, tolerance, steps)
+        for name, theta in thetas.items()
+        if objective(theta)[0] < WALL
+    }
+    if not ends:
         raise DivergenceError(f"the bound is no positive finite number at any of the starts {', '.join(named)}")
-    ends = {name: minimise(objective, theta, tolerance=tolerance, steps=steps) for name, theta in thetas.items()}
-    start, end = min(ends.items(), key=lambda item: item[1].value)
-    p = softmax(end.x)
-    norm = float(np.linalg.norm(end.gradient))
+    start = min(ends, key=lambda name: objective(ends[name])[0])
+    p = softmax(ends[start])
     p.flags.writeable = False
+    norm = float(np.linalg.norm(objective(ends[start])[1]))
     return Routing(p=p, value=bound(p), gradient_norm=norm, start=start, converged=norm <= tolerance)
 
 
@@ -167,6 +178,31 @@ def optimise_concurrency(
     if most is None:
         raise ArgumentError(f"most: expected a number, as the bound still falls at {limit} tasks or might after it")
     return argument
+
+
+def _descend(objective: Objective, theta: np.ndarray, tolerance: float, steps: int) -> np.ndarray:
+    """Where a descent from `theta` ends: at a gradient of norm `tolerance`, after `steps`, or where rounding begins."""
+    from scipy.optimize import NoConvergence, minimize, newton_krylov
+
+    if steps == 0:
+        return theta  # SciPy would take one
+    options = {"maxiter": steps, "maxcor": 20, "maxls": 40, "ftol": 0.0, "gtol": tolerance / math.sqrt(len(theta))}
+    end = minimize(objective, theta, jac=True, method="L-BFGS-B", options=options)
+    if end.nit >= steps or np.linalg.norm(end.jac) <= tolerance:
+        return np.asarray(end.x)
+    try:
+        x = newton_krylov(
+            lambda theta: objective(theta)[1],
+            end.x,
+            f_tol=tolerance,
+            tol_norm=np.linalg.norm,
+            line_search=None,
+            maxiter=10,
+        )
+    except (NoConvergence, ValueError):
+        return np.asarray(end.x)
+    # It finds stationary points, of which a saddle near by is one.
+    return np.asarray(x if objective(x)[0] <= end.fun + ROUNDING else end.x)
 
 
 def _named_starts(bound: Bound, starts: Sequence[str | np.ndarray | Sequence[float]]) -> dict[str, np.ndarray]:

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from manifoldagg._files import whole
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.compare import Comparison
 
@@ -43,25 +43,16 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
     """
     folder = Path(folder)
     check_destination(folder)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        fresh = draft / "report"
-        fresh.mkdir()
-        _write_json(fresh / FILES[0], comparison.results())
-        _write_json(fresh / FILES[1], {"seconds": comparison.seconds()} | _machine())
-        _draw_accuracy(comparison, fresh / FILES[2])
-        if comparison.landscape is not None:
-            _draw_landscape(comparison, fresh / FILES[3])
-        (draft / "report").chmod(0o755)
-        if folder.exists():
-            os.replace(folder, draft / "before")
-        os.replace(draft / "report", folder)
+        with whole(folder) as draft:
+            draft.mkdir()
+            _write_json(draft / FILES[0], comparison.results())
+            _write_json(draft / FILES[1], {"seconds": comparison.seconds()} | _machine())
+            _draw_accuracy(comparison, draft / FILES[2])
+            if comparison.landscape is not None:
+                _draw_landscape(comparison, draft / FILES[3])
     except OSError as error:
         raise ArgumentError(f"out: {folder} cannot be written: {error}") from error
-    finally:
-        if (draft / "before").exists() and not folder.exists():
-            os.replace(draft / "before", folder)
-        shutil.rmtree(draft, ignore_errors=True)
     return [folder / file for file in FILES if (folder / file).exists()]
 
 

@@ -1,14 +1,13 @@
 """Traces: who trained when, one record a task, written and read."""
 
-import contextlib
 import csv
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from manifoldagg._files import whole
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.simulation.delays import store
 from manifoldagg.simulation.schedulers import Completion, check_client
@@ -65,10 +64,10 @@ def write_trace(path: Path | str, records: Iterable[Record[Any]]) -> None:
             that would come back as an integer.
     """
     path = Path(path)
-    form, records = check_choice("path", path.suffix, SUFFIXES), check_records(records)
-    draft = path.with_name(f".{path.name}.draft")
+    form = check_choice("path", path.suffix, SUFFIXES)
+    records = check_records(records)
     try:
-        with draft.open("w", newline="", encoding="utf-8") as file:
+        with whole(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
             if form == ".jsonl":
                 file.writelines(json.dumps(_row(record)) + "\n" for record in records)
             else:
@@ -81,12 +80,8 @@ def write_trace(path: Path | str, records: Iterable[Record[Any]]) -> None:
                             f"records: client {record.client!r} would come back as an integer: write .jsonl"
                         )
                     table.writerow(astuple(record))
-        os.replace(draft, path)
     except (OSError, UnicodeEncodeError) as error:
         raise ArgumentError(f"path: {path} cannot be written: {error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
 
 
 def read_trace(path: Path | str) -> list[Record[Any]]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import available_backends, combine, compiled, gram, reference, set_backend
+from manifoldagg.kernels import available_backends, choice, combine, compiled, gram, reference, set_backend
 from manifoldagg.kernels.blocks import BLOCK, Blocks, fold
 from manifoldagg.kernels.choice import VARIABLE, explain
 from tests.support import draw, seeds
@@ -382,10 +382,13 @@ def test_the_environment_names_a_backend_and_a_wrong_name_is_refused():
     assert "MANIFOLDAGG_BACKEND: expected one of" in refused.stderr
 
 
-def test_the_automatic_choice_says_what_it_measured():
+def test_the_compiled_backend_is_chosen_wherever_it_works_and_timed_on_request():
     before = set_backend("auto")
+    chosen = choice.backend([torch.ones(3)]).__name__.rpartition(".")[2]
     told = dict(explain())
     set_backend(before)
+    assert chosen == ("compiled" if "compiled" in HERE else "reference")
+    assert told["chosen"].removeprefix("triton on CUDA; ").startswith(f"{chosen} on the CPU: ")
     assert set(told) == {"reference", "compiled", "triton", "chosen"}
     assert "float32 entries took" in told["chosen"]
     assert reference.unavailable() is None

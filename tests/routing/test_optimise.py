@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.routing import ClosedNetwork, TimeBound, UpdateBound, balanced, optimise_routing, uniform
-from manifoldagg.routing.descent import minimise
 
 seeds = st.integers(0, 2**32 - 1)
 CONSTANTS = {"rate": 0.01, "smoothness": 1.0, "noise": 209.0, "gap": 15.0}  # §5.2: B = 2 · 10² + 3²
@@ -173,24 +172,3 @@ def test_starts_end_in_different_minima():
     best = optimise_routing(bound)
     assert best.start == "middle"
     assert best.value == min(values)
-
-
-@given(seeds, st.integers(1, 12))
-def test_descent_minimises_quadratics_and_curved_valleys(seed, n):
-    rng = np.random.default_rng(seed)
-    square = rng.normal(size=(n, n))
-    hessian, target = square @ square.T + 0.1 * np.eye(n), rng.normal(size=n)
-
-    def quadratic(x):
-        return 1 + 0.5 * float((x - target) @ hessian @ (x - target)), hessian @ (x - target)
-
-    end = minimise(quadratic, np.zeros(n), tolerance=1e-9, steps=500)
-    assert np.linalg.norm(end.gradient) <= 1e-9
-    # |x - target| <= |gradient| / 0.1
-    assert np.linalg.norm(end.x - target) <= 1e-8
-
-    def valley(x):
-        return scipy.optimize.rosen(x), scipy.optimize.rosen_der(x)
-
-    end = minimise(valley, np.array([-1.2, 1.0]), tolerance=1e-8, steps=200)
-    np.testing.assert_allclose(end.x, 1, atol=1e-6)

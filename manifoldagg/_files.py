@@ -1,0 +1,43 @@
+"""Files and folders that are written whole or not at all."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["whole"]
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A draft beside `path`, to make a file or a folder of; it takes its place once the block ends without an error.
+
+    Whoever reads `path` sees what was there before or all that is new, after a crash as well; of a block that fails
+    nothing stays.
+
+    Raises:
+        OSError: if nothing can be written there.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "numbers.txt"
+        ...     with whole(path) as draft:
+        ...         _ = draft.write_text("1 2 3")
+        ...     path.read_text(), len(os.listdir(folder))
+        ('1 2 3', 1)
+    """
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as beside:
+        draft = Path(beside) / path.name
+        yield draft
+        if draft.is_file():
+            with draft.open("rb") as written:
+                os.fsync(written.fileno())  # a name must not stand for half a file after a crash
+        before = Path(beside) / f"{path.name}.before"
+        try:
+            if path.is_dir():
+                os.replace(path, before)  # a folder cannot be put in the place of one that is not empty
+            os.replace(draft, path)
+        finally:
+            if before.exists() and not path.exists():
+                os.replace(before, path)
