@@ -81,7 +81,7 @@ def backend(tensors: Sequence[Tensor]) -> ModuleType:
 
 
 def explain() -> list[tuple[str, str]]:
-    """A line for each backend: its name, and whether it works or why not; then which one is chosen, and what it takes."""
+    """A line for each backend: its name, and whether it works or why not; then which is chosen, and what it takes."""
     why = {name: module(name).unavailable() for name in BACKENDS}
     lines = [(name, "works" if reason is None else reason) for name, reason in why.items()]
     if (name := _asked or _wished()) != AUTOMATIC:

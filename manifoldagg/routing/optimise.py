@@ -3,8 +3,7 @@
 import math
 import operator
 import sys
-from collections.abc import Sequence
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -85,9 +84,10 @@ def optimise_routing(
     r"""The lowest of the local minima of $\min_{p \in \Delta} bound(p)$ that are found from several starts.
 
     The bounds are not convex: other minima may be lower. Identical clients may end with different shares, as a single
-    client with most of the tasks can be better than several with some. SciPy's L-BFGS-B minimises log bound(softmax(θ));
-    its line search compares values, whose digits tell points apart down to gradients of about 1e-8 only, so that
-    what is left of the gradient then goes by its Newton-Krylov method.
+    client with most of the tasks can be better than several with some.
+
+    SciPy's L-BFGS-B minimises log bound(softmax(θ)). Its line search compares values, whose digits tell points apart
+    down to gradients of about 1e-8 only: what is left of the gradient then goes by SciPy's Newton-Krylov method.
 
     Args:
         bound: an `UpdateBound` or a `TimeBound`.
