@@ -2,7 +2,7 @@
 
 from manifoldagg.federated.aggregate import aggregate
 from manifoldagg.federated.contract import Averaging, Message, Outcome, Payload, Receipt, Rule, Ticket, Trainer, Update
-from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.intake import Checks
 from manifoldagg.federated.server import Server
 
 __all__ = [

@@ -103,13 +103,13 @@ def aggregate(
     points = list(update) if _is_curve(current, update) else [update]
     if not points:
         raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
-    now = _tensors("current", current)
-    then = _tensors("base", base)
-    names = ["update"] if len(points) == 1 else [f"update[{i}]" for i in range(len(points))]
-    models = [_tensors(name, point) for name, point in zip(names, points, strict=True)]
+    models: dict[str, Any] = {"current": current, "base": base}
+    models |= {"update" if len(points) == 1 else f"update[{i}]": model for i, model in enumerate(points)}
+    tensors = {name: _tensors(name, model) for name, model in models.items()}
+    *_, newest = tensors.values()
+    now = tensors["current"]
     space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
-    terms = Terms(space, rule, policies(space.layout.carried, buffers), points="update", buffers="update")
-    here = _point(space, "current", now)
+    here, then, *brought = [_point(space, name, entries) for name, entries in tensors.items()]
     kept = state if isinstance(state, ServerState) else ServerState(state)
     before = Snapshot(
         current=here,
@@ -119,23 +119,23 @@ def aggregate(
     )
     taken = Update(
         client=client,
-        base=_point(space, "base", then).to(here.device),
+        base=then.to(here.device),
         current=here,
-        points=torch.stack([_point(space, *named) for named in zip(names, models, strict=True)]).to(here.device),
+        points=torch.stack(brought).to(here.device),
         staleness=staleness,
         weight=weight,
         samples=samples,
         memory=kept.memory.get(client),
     )
-    stepped = step(terms, before, taken, models[-1], torch.empty_like(here))
-    after = stepped.snapshot
-    memory = {name: tree for name, tree in kept.memory.items() if name != client}
-    if stepped.memory is not None:
-        memory[client] = stepped.memory
-    moved = after.version > before.version
+    terms = Terms(space, rule, policies(space.layout.carried, buffers), points="update", buffers="update")
+    after, outcome = step(terms, before, taken, newest, torch.empty_like(here))
+    moved = outcome.model is not None
     new = space.state_dict(after.current, after.buffers) if moved else {name: x.clone() for name, x in now.items()}
+    memory = {name: tree for name, tree in kept.memory.items() if name != client}
+    if outcome.memory is not None:
+        memory[client] = outcome.memory
     held = ServerState(after.state, after.waiting, memory) if memory or after.waiting is not None else after.state
-    return _like(current, new, now), held, stepped.numbers
+    return _like(current, new, now), held, dict(outcome.numbers)
 
 
 def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:
@@ -178,9 +178,8 @@ def _point(space: ParameterSpace, name: str, tensors: dict[str, Tensor]) -> Tens
 
 def _like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:
     """`new` as the kind of `current`: its container, order, devices, arrays where arrays were."""
-    originals = current.items() if isinstance(current, Mapping) else enumerate(current)
     entries: dict[Any, Any] = {}
-    for key, array in originals:
+    for key, array in current.items() if isinstance(current, Mapping) else enumerate(current):
         if str(key) not in new:  # what a module keeps beside its tensors
             entries[key] = copy.copy(array)
             continue

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, StateDictError, check_choice
 from manifoldagg.federated.trees import widened
-from manifoldagg.manifolds import Entry, Manifold, ParameterSpace
+from manifoldagg.manifolds import Manifold, ParameterSpace
+from manifoldagg.manifolds.layout import Entry
+
+__all__ = ["Patterns", "Waiting", "collect", "of_model", "policies", "settle"]
 
 POLICIES = ("average", "latest", "leave")
 Patterns = Mapping[str, str] | Sequence[str]
@@ -75,8 +78,8 @@ def collect(
     """
     latest = {key: brought[key].to(now[key].device, copy=True) for key, policy in chosen.items() if policy != "leave"}
     for key, tensor in latest.items():
-        given, mine = widened(tensor), widened(now[key])
-        if not bool((given.isfinite() | (given == mine)).all()):
+        given = widened(tensor)
+        if not bool((given.isfinite() | (given == widened(now[key]))).all()):
             raise ArgumentError(f"{name}: {key}: expected finite values, or those of the current model")
     if waiting is None:
         return Waiting(weight, {}, latest)
@@ -113,11 +116,6 @@ def settle(
     return after
 
 
-def carried_by(space: Manifold) -> tuple[Entry, ...]:
-    """What a space carries beside its geometry."""
-    return space.layout.carried if isinstance(space, ParameterSpace) else ()
-
-
 def of_model(
     space: Manifold, carried: Mapping[str, Tensor] | None, patterns: Patterns
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -136,5 +134,5 @@ def of_model(
         space.layout.check_carried(carried)
     except StateDictError as error:
         raise StateDictError(f"carried: {error}") from None
-    copies = {name: carried[name].detach().clone() for name in (entry.name for entry in space.layout.carried)}
+    copies = {entry.name: carried[entry.name].detach().clone() for entry in space.layout.carried}
     return copies, policies(space.layout.carried, patterns)

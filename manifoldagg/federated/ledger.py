@@ -5,22 +5,20 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError, check_count
-from manifoldagg.federated.contract import Receipt, Update
+from manifoldagg.federated.contract import Outcome, Receipt, Update
 from manifoldagg.federated.snapshot import Arrival, Open, Snapshot
-from manifoldagg.federated.step import Stepped
-from manifoldagg.federated.store import Found, Kept, Key, Store
+from manifoldagg.federated.store import Found, Key, Store
 from manifoldagg.federated.trees import size_of
 from manifoldagg.federated.weights import Weights
 
 __all__ = ["Ledger", "row"]
 
-NOWHERE: Key = ("base", None)
 REPORTED = ("cosine", "step", "norm")
 """Which numbers of an outcome a receipt has; the history has all of them."""
 
@@ -54,7 +52,7 @@ class Ledger:
         self._recycle = recycle
         self._token = secrets.token_hex(8)
         self._issued = 0
-        store.add(self.current, Kept.of(first.current))
+        store.add(self.current, first.current)
 
     @property
     def current(self) -> Key:
@@ -66,40 +64,40 @@ class Ledger:
         self.store.hold(self.current)
         return self.now
 
-    def depart(self, client: Hashable) -> tuple[Snapshot, Found, Found]:
-        """Register `client` and hold the current version for it: what it leaves from, its memory, the rounded base.
+    def depart(self, client: Hashable) -> tuple[str, Snapshot, Found, Found]:
+        """Register `client` and give it a ticket on the present, with what is kept for it and the rounded base.
 
         Raises:
             ArgumentError: if the server was closed.
         """
-        self._check_open()
+        if self.closed:
+            raise ArgumentError("server: was closed")
         memory = self.store.found(("client", client))
         rounded = self.store.found(("base", self.now.version))
         self.weights.register(client)
-        return self.look(), memory, rounded
-
-    def stay(self, client: Hashable, version: int) -> None:
-        """Undo `depart`."""
-        self.weights.forget(client)
-        self.release(("version", version))
-
-    def issue(self, client: Hashable, version: int, *, keep: bool, rounded: Tensor | None) -> str:
-        """Turn what `depart` holds into a ticket.
-
-        Raises:
-            ArgumentError: if the server was closed.
-        """
-        self._check_open()
-        base: Key | None = ("version", version)
-        if not keep or rounded is not None:
-            base = ("base", version) if keep else None
-            if base is not None and rounded is not None:
-                self.store.hold(base) if base in self.store else self.store.add(base, Kept.of(rounded))
-            self.release(("version", version))
         ticket_id = f"{self._token}-{self._issued}"
         self._issued += 1
-        self.tickets[ticket_id] = Open(client, version, base)
-        return ticket_id
+        self.tickets[ticket_id] = Open(client, self.now.version, self.current)
+        return ticket_id, self.look(), memory, rounded
+
+    def rebase(self, ticket_id: str, base: Tensor | None) -> None:
+        """Keep `base` for a ticket in place of its version; `None` where its client brings it."""
+        ticket = self.tickets.get(ticket_id)
+        if ticket is None:  # the server was closed meanwhile
+            return
+        key = None if base is None else ("base", ticket.version)
+        if key in self.store:
+            self.store.hold(key)
+        elif key is not None:
+            self.store.add(key, base)
+        self.tickets[ticket_id] = replace(ticket, base=key)
+        self.release(ticket.base)
+
+    def stay(self, client: Hashable, ticket_id: str) -> None:
+        """Undo `depart`."""
+        self.weights.forget(client)
+        if ticket_id in self.tickets:
+            self.discard(ticket_id)
 
     def find(self, ticket_id: Any) -> Open:
         """A ticket that is out.
@@ -129,14 +127,13 @@ class Ledger:
         arrival = Arrival(
             snapshot=self.now,
             ticket=ticket,
-            base=self.store.found(ticket.base or NOWHERE),
+            base=self.store.found(ticket.base),
             memory=self.store.found(("client", ticket.client)),
             weight=self.weights.of(ticket.client, samples),
             share=self.weights.share(ticket.client, samples),
             spare=self.spare,
         )
-        if ticket.base is not None:
-            self.store.hold(ticket.base)
+        self.store.hold(ticket.base)
         self.spare = None
         return arrival
 
@@ -144,16 +141,18 @@ class Ledger:
         """Give back what `arrive` held, and the memory for a model unless it was entered."""
         if blank is not None and blank is not self.now.current:
             self.spare = blank
-        if arrival.ticket.base is not None:
-            self.release(arrival.ticket.base)
+        self.release(arrival.ticket.base)
 
-    def enter(self, ticket_id: str, update: Update, stepped: Stepped, *, again: bool) -> Receipt | None:
+    def enter(
+        self, ticket_id: str, update: Update, after: Snapshot, outcome: Outcome, *, again: bool
+    ) -> Receipt | None:
         """Enter a step; `None`, and nothing is changed, where clients that joined meanwhile have changed its weight.
 
         Args:
             ticket_id: of the update.
             update: that was taken.
-            stepped: what it does.
+            after: what it has made of the present.
+            outcome: of the step.
             again: whether it may be done again. Otherwise its weight stays as it arrived.
 
         Raises:
@@ -163,22 +162,24 @@ class Ledger:
         if again and self.weights.of(update.client, update.samples) != update.weight:
             return None
         # Whatever can fail comes before the first change.
-        after = stepped.snapshot
-        moved = after.version != self.now.version
-        told = {name: stepped.numbers.get(name, math.nan) for name in REPORTED}
+        moved = outcome.model is not None
+        told = {name: outcome.numbers.get(name, math.nan) for name in REPORTED}
         receipt = Receipt(True, "", after.version, update.staleness, update.weight, **told, buffered=not moved)
-        line = row(update.client, update.samples, receipt, stepped.numbers)
-        memory = None if stepped.memory is None else Kept.of(stepped.memory)
+        line = row(update.client, update.samples, receipt, outcome.numbers)
         before = self.current
         if moved:
-            self.store.add(("version", after.version), Kept.of(after.current))
+            self.store.add(("version", after.version), after.current)
         self.now = after
         if moved:
             self.release(before)
         self.history.append(line)
         self.weights.record(update.client, update.samples)
-        if stepped.memory is not update.memory:
-            self._remember(("client", update.client), memory)
+        if outcome.memory is not update.memory:
+            key = ("client", update.client)
+            if key in self.store:
+                self.store.release(key)
+            if outcome.memory is not None:
+                self.store.add(key, outcome.memory)
         self.discard(ticket_id)
         return receipt
 
@@ -190,14 +191,12 @@ class Ledger:
 
     def discard(self, ticket_id: str) -> None:
         """A ticket is used up, or given back."""
-        base = self.tickets.pop(ticket_id).base
-        if base is not None:
-            self.release(base)
+        self.release(self.tickets.pop(ticket_id).base)
 
-    def release(self, key: Key) -> None:
+    def release(self, key: Key | None) -> None:
         """Take a holder away; the memory of a model that nobody holds any more is spare."""
         freed = None if self.closed else self.store.release(key)
-        if self._recycle and key[0] == "version" and freed is not None:
+        if self._recycle and key is not None and key[0] == "version" and freed is not None:
             self.spare = freed
 
     def close(self) -> None:
@@ -205,7 +204,7 @@ class Ledger:
         self.closed = True
         self.tickets.clear()
         self.store.close()
-        self.store.add(self.current, Kept.of(self.now.current))
+        self.store.add(self.current, self.now.current)
 
     def usage(self) -> dict[str, int]:
         """Bytes: the model, its state, older versions that tickets hold, client memory, and what is in files."""
@@ -217,16 +216,6 @@ class Ledger:
             "clients": used["client"],
             "spilled": used["spilled"],
         }
-
-    def _remember(self, key: Key, memory: Kept | None) -> None:
-        if key in self.store:
-            self.store.release(key)
-        if memory is not None:
-            self.store.add(key, memory)
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ArgumentError("server: was closed")
 
 
 def row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.federated.buffers import Patterns, carried_by, of_model
+from manifoldagg.federated.buffers import Patterns, of_model
 from manifoldagg.federated.contract import (
     Averaging,
     Payload,
@@ -23,14 +23,14 @@ from manifoldagg.federated.contract import (
     extras,
 )
 from manifoldagg.federated.dispatch import check_base_dtype, message, rounded
-from manifoldagg.federated.intake import Form, admit
+from manifoldagg.federated.intake import UNLIMITED, Checks, Form, admit, check_start
 from manifoldagg.federated.ledger import Ledger
-from manifoldagg.federated.limits import Checks, check_start
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.store import Store
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds import Manifold, ParameterSpace
+from manifoldagg.manifolds.layout import Entry
 
 __all__ = ["Server"]
 
@@ -101,9 +101,11 @@ class Server:
     ) -> None:
         first = check_start(space, start)
         tensors, numbers = extras(check_rule(rule))
-        checks = Checks.given(checks)
+        checks = UNLIMITED if checks is None else checks
+        if not isinstance(checks, Checks):
+            raise ArgumentError(f"checks: expected Checks, got {checks!r}")
         kept, policies = of_model(space, carried, buffers)
-        sent = tuple(entry for entry in carried_by(space) if policies.get(entry.name, "leave") != "leave")
+        sent = tuple(Entry(name, tuple(x.shape), x.dtype) for name, x in kept.items() if policies[name] != "leave")
         self.space = space
         self.rule = rule
         self._averaging = check_averaging(averaging)
@@ -135,19 +137,20 @@ class Server:
         books = self._ledger
         books.weights.check(client)
         with books.lock:
-            now, memory, narrow = books.depart(client)
+            ticket_id, now, memory, narrow = books.depart(client)
         try:
-            base = None
-            if keep:
-                base = narrow()
-                base = rounded(now.current, self._base_dtype) if base is None else base
+            base = narrow() if keep else None
+            if keep and base is None:
+                base = rounded(now.current, self._base_dtype)
             sent = message(self.space, self.rule, now, memory(), base)
-            with books.lock:
-                return Ticket(books.issue(client, now.version, keep=keep, rounded=base), now.version, sent)
+            if base is not None or not keep:
+                with books.lock:
+                    books.rebase(ticket_id, base)
         except BaseException:
             with books.lock:
-                books.stay(client, now.version)
+                books.stay(client, ticket_id)
             raise
+        return Ticket(ticket_id, now.version, sent)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -260,9 +263,9 @@ class Server:
             try:
                 blank = torch.empty_like(arrival.snapshot.current) if blank is None else blank
                 update = arrival.update(payload)
-                stepped = step(self._terms, arrival.snapshot, update, payload.buffers, blank)
+                after, outcome = step(self._terms, arrival.snapshot, update, payload.buffers, blank)
                 with books.lock:
-                    receipt = books.enter(ticket_id, update, stepped, again=again)
+                    receipt = books.enter(ticket_id, update, after, outcome, again=again)
             finally:
                 with books.lock:
                     books.leave(arrival, blank)

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_choice, check_shape, is_finite
 from manifoldagg.federated.buffers import collect, settle
-from manifoldagg.federated.contract import Memory, Rule, Update
-from manifoldagg.federated.limits import UNLIMITED, Checks, norm_of
+from manifoldagg.federated.contract import Outcome, Rule, Update
+from manifoldagg.federated.intake import UNLIMITED, Checks
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.trees import disjoint, spoils
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["Stepped", "Terms", "step"]
+__all__ = ["Terms", "step"]
 
 
 @dataclass(frozen=True)
@@ -37,23 +37,10 @@ class Terms:
     buffers: str = "buffers"
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """What an update makes of a snapshot: nothing of it can fail any more.
-
-    Attributes:
-        snapshot: the next one; its version is the same where the update is buffered.
-        memory: the client's from now on, the same object where it is what it was.
-        numbers: of the outcome.
-    """
-
-    snapshot: Snapshot
-    memory: Memory
-    numbers: dict[str, float]
-
-
-def step(terms: Terms, before: Snapshot, update: Update, buffers: Mapping[str, Tensor], out: Tensor) -> Stepped:
-    """Take one update.
+def step(
+    terms: Terms, before: Snapshot, update: Update, buffers: Mapping[str, Tensor], out: Tensor
+) -> tuple[Snapshot, Outcome]:
+    """Take one update, as a rule does, in memory of its own.
 
     Args:
         terms: on which it is taken.
@@ -62,35 +49,36 @@ def step(terms: Terms, before: Snapshot, update: Update, buffers: Mapping[str, T
         buffers: that it brought.
         out: where the new model goes, in memory that nobody reads.
 
+    Returns:
+        The next snapshot, and the outcome, of which nothing can fail any more. The client's memory is the same object
+        where it is what it was.
+
     Raises:
         ManifoldAggError: naming what does not fit. Nothing but `out` has changed then.
     """
-    norms = before.norms
-    if terms.checks.measure:
-        norm = norm_of(terms.space, update.base, update.points)
-        terms.checks.refuse(norm, norms)
-        norms = (*norms, norm)[-terms.checks.norm_window :]
+    norms = terms.checks.passed(terms.space, update, before.norms)
+    # A rule may write `out` while it reads the points, and what it keeps may share memory neither with what clients
+    # hold nor with models that will be recycled.
     mine = [update.base, before.current, before.state, update.memory, out]
     points, tensors = disjoint((update.points, update.tensors), mine)
-    state, outcome = terms.rule.step(
-        terms.space, before.state, replace(update, points=points, tensors=tensors), out=out
-    )
+    brought = replace(update, points=points, tensors=tensors)
+    state, outcome = terms.rule.step(terms.space, before.state, brought, out=out)
     model = _checked(terms, outcome.model, out)
     if spoils(state, before.state) or spoils(outcome.memory, update.memory):
         raise ArgumentError(f"{terms.points}: the rule's state would not be finite")
-    # What a rule keeps may share memory neither with what clients hold nor with models that will be recycled.
     foreign = [update.base, before.current, update.points, update.tensors, out]
     state, memory = disjoint((state, outcome.memory), foreign)
     numbers = {name: float(value) for name, value in outcome.numbers.items()}
-    after, waiting = before.buffers, before.waiting
+    after = before.buffers
+    waiting = before.waiting
     if terms.policies:
         share = update.weight if update.share is None else update.share
         waiting = collect(terms.policies, waiting, buffers, after, share, name=terms.buffers)
     if model is None:
-        return Stepped(replace(before, state=state, waiting=waiting, norms=norms), memory, numbers)
+        return replace(before, state=state, waiting=waiting, norms=norms), Outcome(None, memory, numbers)
     if waiting is not None:
         after = settle(terms.policies, waiting, after, numbers)
-    return Stepped(Snapshot(model, state, after, None, before.version + 1, norms), memory, numbers)
+    return Snapshot(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
 
 
 def _checked(terms: Terms, model: Tensor | None, out: Tensor) -> Tensor | None:

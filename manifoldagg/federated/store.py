@@ -18,7 +18,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.federated.trees import Tree, replaced, size_of, tensors
 
-__all__ = ["Found", "Kept", "Key", "Store"]
+__all__ = ["Found", "Key", "Store"]
 
 Key = tuple[str, Hashable]
 """A kind (`"version"`, `"base"`, `"client"`) and a name."""
@@ -38,16 +38,6 @@ class Kept:
     unwritable: bool = False
     devices: tuple[torch.device, ...] = ()
 
-    @property
-    def movable(self) -> bool:
-        """Whether memory is won where it goes to a file."""
-        return self.path is None and self.size > 0 and not self.unwritable
-
-    @staticmethod
-    def of(tree: Tree) -> "Kept":
-        """A tree with one holder."""
-        return Kept(tree, size_of(tree))
-
 
 class Store:
     """Trees by key, each kept once while something holds it.
@@ -64,10 +54,10 @@ class Store:
 
     Example:
         >>> store = Store()
-        >>> store.add(("version", 0), Kept.of(torch.zeros(2)))
+        >>> store.add(("version", 0), torch.zeros(2))
         >>> store.hold(("version", 0))
-        >>> store.release(("version", 0)), store.release(("version", 0)), len(store)
-        (None, tensor([0., 0.]), 0)
+        >>> store.release(("version", 0)), store.release(("version", 0)), ("version", 0) in store
+        (None, tensor([0., 0.]), False)
     """
 
     def __init__(self, limit: int | None = None, folder: str | Path | None = None) -> None:
@@ -80,39 +70,36 @@ class Store:
         self._used: Counter[str] = Counter()
         self._files = 0
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: Key | None) -> bool:
         return key in self._kept
 
     def __getitem__(self, key: Key) -> Tree:
         """The tree, on its devices."""
         return self.found(key)()
 
-    def found(self, key: Key) -> Found:
+    def found(self, key: Key | None) -> Found:
         """What gives the tree, `None` where there is none; it needs no lock, and no longer the file."""
-        kept = self._kept.get(key)
+        kept = self._kept.get(key) if key else None
         if kept is None or kept.path is None:
             tree = None if kept is None else kept.tree
             return lambda: tree
         return _mapped(kept, kept.path)
 
-    def keys(self, kind: str) -> list[Hashable]:
-        """The names of what is kept of a kind, oldest first."""
-        return [name for of, name in self._kept if of == kind]
-
-    def add(self, key: Key, kept: Kept) -> None:
-        """Keep a tree under a new key."""
+    def add(self, key: Key, tree: Tree) -> None:
+        """Keep a tree under a new key, for one holder."""
+        kept = Kept(tree, size_of(tree))
         self._kept[key] = kept
         self._used[key[0]] += kept.size
 
-    def hold(self, key: Key) -> None:
-        """Add a holder."""
-        self._kept[key].holders += 1
+    def hold(self, key: Key | None) -> None:
+        """Add a holder, where there is something to hold."""
+        if key is not None:
+            self._kept[key].holders += 1
 
-    def release(self, key: Key) -> Tree | None:
+    def release(self, key: Key | None) -> Tree | None:
         """Take a holder away. The tree goes with the last, its file too, and is returned where it was in memory."""
+        if key is None:
+            return None
         kept = self._kept[key]
         kept.holders -= 1
         if kept.holders:
@@ -142,10 +129,11 @@ class Store:
                 used = self.usage(without)
                 if sum(used.values()) - used[SPILLED] <= self._limit:
                     return
-                movable = ((k, tree) for k, tree in self._kept.items() if k != without and tree.movable)
-                key, kept = next(movable, (without, None))
-                if kept is None:
+                movable = (k for k, x in self._kept.items() if x.path is None and x.size and not x.unwritable)
+                key = next((k for k in movable if k != without), None)
+                if key is None:
                     return
+                kept = self._kept[key]
             path = None
             try:
                 path = self._new_path()
@@ -165,7 +153,8 @@ class Store:
                 self._used[key[0]] -= kept.size
                 self._used[SPILLED] += kept.size
                 kept.devices = tuple(tensor.device for tensor in tensors(kept.tree))
-                kept.tree, kept.path = replaced(kept.tree, lambda tensor: tensor.to("meta")), path
+                kept.tree = replaced(kept.tree, lambda tensor: tensor.to("meta"))
+                kept.path = path
 
     def close(self) -> None:
         """Forget everything and remove the files."""
@@ -191,16 +180,17 @@ def _save(path: Path, tree: Tree) -> None:
     lying: dict[str, Tensor] = {}
     places = set()
     for i, tensor in enumerate(tensors(tree)):
-        place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        alone = tensor.is_contiguous() and size == tensor.nbytes and place not in places
+        storage = tensor.untyped_storage()
+        alone = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in places
         lying[str(i)] = tensor.detach() if alone else tensor.detach().clone(memory_format=torch.contiguous_format)
-        places.add(place)
+        places.add(storage.data_ptr())
     save_file(lying, path)
 
 
 def _mapped(kept: Kept, path: Path) -> Found:
     """The tensors of a file are maps of it, which stay good when it is gone."""
-    tree, devices = kept.tree, kept.devices
+    tree = kept.tree
+    devices = kept.devices
     with safe_open(path, framework="pt") as file:
         maps = [file.get_tensor(str(i)) for i in range(len(devices))]
 

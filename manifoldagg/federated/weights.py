@@ -6,6 +6,8 @@ from typing import Any
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count
 
+__all__ = ["Weights", "check_client"]
+
 KINDS = ("observed", "uniform")
 MOST = 2**53
 """The largest amount: up to here floats count exactly."""
@@ -36,7 +38,8 @@ class Weights:
             for client, amount in amounts.items():
                 if amount > MOST:
                     raise ArgumentError(f"weights[{client!r}]: expected at most 2^53 samples")
-            self._amounts, self._all = amounts, sum(amounts.values())
+            self._amounts = amounts
+            self._all = sum(amounts.values())
         else:
             check_choice("weights", given, KINDS)
         self._observed = given == "observed"

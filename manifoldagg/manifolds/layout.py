@@ -3,6 +3,7 @@
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -86,12 +87,18 @@ class Layout:
     @property
     def size(self) -> int:
         """P, how many numbers a point has."""
-        return sum(leaf.size for leaf in self.leaves)
+        return sum(self.sizes)
 
-    @property
-    def sizes(self) -> list[int]:
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
         """The lengths of the leaves in a point: the segments of a per-tensor kernel."""
-        return [leaf.size for leaf in self.leaves]
+        return tuple(leaf.size for leaf in self.leaves)
+
+    @cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        """What a state dict holds under each name, tied names included."""
+        named = {entry.name: entry for entry in self.leaves + self.carried}
+        return named | {alias: named[name] for alias, name in self.aliases}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """The names, shapes and dtypes of `tensors` must be the layout's, and tied tensors equal.
@@ -99,9 +106,7 @@ class Layout:
         Raises:
             StateDictError: naming the first tensors that are missing, extra, misshaped, of another dtype or untied.
         """
-        leaf_of = {leaf.name: leaf for leaf in self.leaves}
-        entries = leaf_of | {entry.name: entry for entry in self.carried}
-        _match(entries | {alias: leaf_of[name] for alias, name in self.aliases}, tensors)
+        _match(self.entries, tensors)
         for alias, name in self.aliases:
             other, own = tensors[alias], tensors[name]
             if other is not own and not torch.equal(other, own):

@@ -24,6 +24,11 @@ def bits(tree):
     return [bits(branch) for branch in tree] if isinstance(tree, list | tuple) else repr(tree)
 
 
+def versions(server):
+    """Which versions the store of a server has."""
+    return [name for kind, name in server._ledger.store._kept if kind == "version"]
+
+
 def fingerprint(server):
     """Model, state, versions and their holders, tickets, memory, weights, norms, history, buffers, generators."""
     books = server._ledger

@@ -13,7 +13,7 @@ from torch import nn
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Outcome, Payload, Server
-from manifoldagg.federated.limits import Checks, norm_of
+from manifoldagg.federated.intake import Checks, norm_of
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, SymmetricPositiveDefinite, distance
 from tests.federated.fingerprint import Adds, fingerprint
 from tests.support import draw

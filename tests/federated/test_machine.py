@@ -7,9 +7,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server
-from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.intake import Checks
 from manifoldagg.manifolds import Flat
-from tests.federated.fingerprint import Adds, Gathers, fingerprint
+from tests.federated.fingerprint import Adds, Gathers, fingerprint, versions
 
 P, LIMIT, COHORT = 3, 4, 2
 
@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
         columns = ("client", "samples", "version", "staleness", "waiting")
         assert [tuple(row[name] for name in columns) for row in s.history] == self.rows
         held = {version for _, version, keep in self.open.values() if keep} | {s.version}
-        assert set(s._ledger.store.keys("version")) == held
+        assert set(versions(s)) == held
         for version in held:
             assert torch.equal(s._ledger.store[("version", version)], self.versions[version])
         used = s.memory

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Outcome, Payload, Server, ledger
-from manifoldagg.federated.intake import admit
-from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.intake import Checks, admit
 from manifoldagg.federated.rules import FedAsync, FedOrtho
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
-from tests.federated.fingerprint import Adds, Gathers, fingerprint
+from tests.federated.fingerprint import Adds, Gathers, fingerprint, versions
 from tests.support import draw, relative, seeds
 
 SPACE = Flat(4)
@@ -468,7 +467,7 @@ def test_a_client_may_bring_its_own_base():
     assert torch.equal(s.model, kept.model)
     gone = s.dispatch("a", keep=False)
     s.drop(gone.id)
-    assert len(s._ledger.store.keys("version")) == 1
+    assert len(versions(s)) == 1
 
 
 def test_client_memory_is_handed_back_and_forgotten():

@@ -11,7 +11,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server
 from manifoldagg.federated.rules import AsyncBezier
 from manifoldagg.manifolds import Flat
-from tests.federated.fingerprint import Adds
+from tests.federated.fingerprint import Adds, versions
 
 THREADS, UPDATES, P = 16, 10_000, 33
 LATER = Payload(torch.ones(1, P), 1)
@@ -102,7 +102,7 @@ def test_ten_thousand_updates_of_sixteen_threads():
     assert not any(receipt.accepted for receipt in refusals)
     assert s.refused == {"points": len(refusals)}
     assert len(dropped) > 0
-    assert s._ledger.store.keys("version") == [UPDATES]
+    assert versions(s) == [UPDATES]
     assert s.memory["versions"] == 0
 
 
@@ -128,7 +128,7 @@ def test_a_ticket_is_good_once_however_many_try():
     assert s._ledger.tickets == {}
     assert whole(s.model, s.version)
     assert s.version == len(s.history)
-    assert s._ledger.store.keys("version") == [s.version]
+    assert versions(s) == [s.version]
 
 
 @pytest.mark.usefixtures("eager")
@@ -145,7 +145,7 @@ def test_a_real_rule_with_bases_in_files(tmp_path):
 
     together(8, work)
     assert sorted(accepted) == list(range(1, 201))
-    assert s._ledger.store.keys("version") == [200]
+    assert versions(s) == [200]
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -206,7 +206,7 @@ def test_a_ticket_that_is_dropped_during_its_update_is_dropped():
     receipt = finish()
     assert (receipt.accepted, receipt.reason) == (False, "ticket: unknown, or used already")
     assert whole(s.model, 0)
-    assert s._ledger.store.keys("version") == [0]
+    assert versions(s) == [0]
     assert s._ledger.now.state == {"steps": 0}
 
 

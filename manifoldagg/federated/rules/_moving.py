@@ -7,7 +7,7 @@ from torch import Tensor
 from manifoldagg.corrections.place import RUNGS, TRANSPORTS, Place
 from manifoldagg.errors import ArgumentError, check_choice, check_count
 from manifoldagg.federated.contract import Memory, Message, State
-from manifoldagg.federated.limits import check_on
+from manifoldagg.federated.intake import check_on
 from manifoldagg.federated.rules._reading import widened
 from manifoldagg.federated.schedules import check_plain
 from manifoldagg.manifolds import Manifold

@@ -14,7 +14,7 @@ from manifoldagg.corrections.frame import CANCELLED
 from manifoldagg.corrections.place import RUNGS, leaves_of
 from manifoldagg.errors import ArgumentError, check_number
 from manifoldagg.federated.contract import Update
-from manifoldagg.federated.limits import check_on
+from manifoldagg.federated.intake import check_on
 from manifoldagg.kernels import gram, is_transformed
 from manifoldagg.manifolds import Manifold, Validated
 
