@@ -16,7 +16,7 @@ from manifoldagg.federated.rules import Momentum
 from manifoldagg.federated.rules.asynccurve import AsyncCurve
 from manifoldagg.federated.schedules import Cyclic
 from manifoldagg.federated.trainers import asynccurve as client
-from manifoldagg.federated.trainers.lorentz import Lorentz
+from manifoldagg.federated.trainers.lorentzproximal import LorentzProximal
 from manifoldagg.manifolds import Flat, Sphere
 from tests.support import draw, relative, seeds
 
@@ -314,7 +314,7 @@ CLIENTS = {
     "warm": (WARM, {}, {}),
     "warm, as printed": (WARM, {"as_printed": True}, {"printed": True}),
     "proximal": (WARM, {"proximal": 0.4}, {"mu": 0.4}),
-    "Lorentz": (WARM, {"proximal": Lorentz(0.4, 2.0)}, {"lorentz": Lorentz(0.4, 2.0)}),
+    "Lorentz": (WARM, {"proximal": LorentzProximal(0.4, 2.0)}, {"lorentz": LorentzProximal(0.4, 2.0)}),
     "ASAM": (WARM, {"sharpness": ASAM(0.3)}, {"sharpness": ASAM(0.3)}),
 }
 
@@ -395,6 +395,6 @@ def test_the_trainers_doors():
         with pytest.raises(ArgumentError, match=words):
             client.AsyncCurve().train(SPACE, Message(draw(0, P), tensors), loss, PAIRS, None, generator=generator)
     with pytest.raises(DivergenceError, match="larger variance"):
-        client.AsyncCurve(rate=50.0, proximal=Lorentz(1.0, 1e-3)).train(
+        client.AsyncCurve(rate=50.0, proximal=LorentzProximal(1.0, 1e-3)).train(
             SPACE, WARM, loss, PAIRS, None, generator=generator
         )

@@ -1,4 +1,4 @@
-"""Deliberately wrong AsyncCurve, FLOCO and Lorentz terms: each must be caught by the laws named beside it."""
+"""Deliberately wrong AsyncCurve, FLOCO and proximal terms: each must be caught by the laws named beside it."""
 
 import math
 from dataclasses import replace
@@ -13,8 +13,9 @@ from manifoldagg.federated import Message, Update
 from manifoldagg.federated.rules import Dominance, asynccurve, floco
 from manifoldagg.federated.rules._subregion import onto_simplex
 from manifoldagg.federated.trainers import asynccurve as curve_client
+from manifoldagg.federated.trainers import base
 from manifoldagg.federated.trainers import floco as simplex_client
-from manifoldagg.federated.trainers.lorentz import Lorentz
+from manifoldagg.federated.trainers.lorentzproximal import LorentzProximal
 from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Flat
 from tests.support import draw, relative
@@ -168,7 +169,7 @@ def the_client_is_the_papers():
 
 @law
 def a_lorentz_term_pulls_by_its_gradient():
-    base, theta, term = draw(1, P), draw(2, P), Lorentz(0.5, 2.0, 1.5)
+    base, theta, term = draw(1, P), draw(2, P), LorentzProximal(0.5, 2.0, 1.5)
     leaf = theta.clone().requires_grad_()
     delta = leaf - base
     r, q = (1.5 + leaf @ leaf).sqrt(), (1.5 + base @ base).sqrt()
@@ -315,32 +316,32 @@ def forgets_the_proximal_term(self, end, base):
     return None
 
 
-@caught_by(curve_client, "fit", "the_client_is_the_papers")
+@caught_by(base, "fit", "the_client_is_the_papers")
 def does_not_take_turns(*args, **options):
     return fit(*args, **(options | {"phases": replace(options["phases"], alternate=False)}))
 
 
-@caught_by(curve_client, "fit", "the_client_is_the_papers")
+@caught_by(base, "fit", "the_client_is_the_papers")
 def does_not_project(*args, **options):
     return fit(*args, **(options | {"control": replace(options["control"], projection=0.0)}))
 
 
-@caught_by(curve_client, "fit", "the_client_is_the_papers")
+@caught_by(base, "fit", "the_client_is_the_papers")
 def has_one_rate(*args, **options):
     return fit(*args, **(options | {"control": replace(options["control"], rate=None)}))
 
 
-@caught_by(Lorentz, "gradient", "a_lorentz_term_pulls_by_its_gradient")
+@caught_by(LorentzProximal, "gradient", "a_lorentz_term_pulls_by_its_gradient")
 def is_euclidean(self, theta, base):
     return 2 * self(theta, base) / self.variance * (theta - base)
 
 
-@caught_by(Lorentz, "gradient", "a_lorentz_term_pulls_by_its_gradient")
-def forgets_a_factor(self, theta, base, gradient=Lorentz.gradient):
+@caught_by(LorentzProximal, "gradient", "a_lorentz_term_pulls_by_its_gradient")
+def forgets_a_factor(self, theta, base, gradient=LorentzProximal.gradient):
     return gradient(self, theta, base) / 2
 
 
-@caught_by(Lorentz, "_parts", "a_lorentz_term_pulls_by_its_gradient")
+@caught_by(LorentzProximal, "_parts", "a_lorentz_term_pulls_by_its_gradient")
 def lifts_with_the_other_sign(self, theta, base):
     r, q = (math.sqrt(self.offset + float(x @ x)) for x in (theta, base))
     delta = theta.detach() - base
@@ -394,7 +395,7 @@ def draws_at_the_centre(self, *batch, generator=None):
     return torch.tensor(self.centre, dtype=torch.float64).expand(*batch, self.vertices)
 
 
-@caught_by(simplex_client, "fit", "all_vertices_learn")
+@caught_by(base, "fit", "all_vertices_learn")
 def freezes_the_first_vertex(*args, **options):
     return fit(*args, **(options | {"control": replace(options["control"], free=[1, 2])}))
 

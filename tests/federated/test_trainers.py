@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 from manifoldagg.curves import SAM, Bezier, Phases, Training, fit
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Trainer, trainers
-from manifoldagg.federated.trainers.curve import count_samples
+from manifoldagg.federated.trainers.base import count_samples
 from manifoldagg.manifolds import Flat, ParameterSpace, PoincareBall, SpecialOrthogonal, Sphere, check_point, distance
 from manifoldagg.manifolds.optimizers import RiemannianSGD
 from manifoldagg.simulation import Batches

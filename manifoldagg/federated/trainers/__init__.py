@@ -6,11 +6,10 @@ from manifoldagg.federated.trainers.curve import Curve
 from manifoldagg.federated.trainers.epochs import Epochs
 from manifoldagg.federated.trainers.floco import FLOCO
 from manifoldagg.federated.trainers.gradient import Gradient
-from manifoldagg.federated.trainers.local import Local
-from manifoldagg.federated.trainers.lorentz import Lorentz
+from manifoldagg.federated.trainers.local import Local, Proximal
+from manifoldagg.federated.trainers.lorentzproximal import LorentzProximal
 from manifoldagg.federated.trainers.masfl import ControlVariate
 from manifoldagg.federated.trainers.orthofl import Calibrated
-from manifoldagg.federated.trainers.proximal import Proximal
 
 __all__ = [
     "FLOCO",
@@ -21,7 +20,7 @@ __all__ = [
     "Epochs",
     "Gradient",
     "Local",
-    "Lorentz",
+    "LorentzProximal",
     "Normalised",
     "Proximal",
 ]

@@ -1,31 +1,33 @@
 """The client of AdaMasFL: local steps of one length, whatever the scale of the loss."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
+from manifoldagg.curves import Phases
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.federated.contract import Memory, Message, Payload
-from manifoldagg.federated.trainers.masfl import descend
+from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.trainers.base import Assignment, Client
+from manifoldagg.federated.trainers.masfl import controlled_steps
 from manifoldagg.kernels import combine, gram
-from manifoldagg.manifolds import Loss, Manifold
+
+__all__ = ["Normalised"]
 
 
 @dataclass(frozen=True)
-class Normalised:
+class Normalised(Client):
     r"""K steps $\theta \leftarrow \theta - \eta\, g_i / \|g_i\|$, $g_i = \beta (\nabla F - c_i + c) + (1 - \beta) g$.
 
-    K and $\eta$ come with the message, so there is nothing to choose. $\|g_i\| = 0$ ends the local loop, and the mean
-    is over the gradients taken by then. Lengths are measured in powers of 2 of the largest entry: no scale of the loss
-    overflows or vanishes.
+    K and $\eta$ come with the message, so there is nothing to choose; the local model and the mean `gradient` go back.
+    $\|g_i\| = 0$ ends the local loop, and the mean is over the gradients taken by then. Lengths are measured in powers
+    of 2 of the largest entry: no scale of the loss overflows or vanishes.
 
     Source: MasFL, Algorithm 4.
 
     Example:
+        >>> import torch
+        >>> from manifoldagg.federated import Message
         >>> from manifoldagg.manifolds import Flat
         >>> start, direction = torch.zeros(2), torch.tensor([3.0, 4.0])
         >>> numbers = {"opening": 0.0, "beta": 1.0, "rate": 0.5, "steps": 2.0}
@@ -36,28 +38,10 @@ class Normalised:
         tensor([[-0.6000, -0.8000]])
     """
 
-    def train(
-        self,
-        space: Manifold,
-        message: Message,
-        loss: Loss,
-        batches: Iterable[Any],
-        memory: Memory,
-        *,
-        generator: torch.Generator,
-    ) -> Payload:
-        """Train from `message.start`.
-
-        Returns:
-            The local model, the mean `gradient`, and whether this was an `opening`.
-
-        Raises:
-            ArgumentError: if the message is not of AdaMasFL, the loss is no scalar, or `space` curved.
-            DivergenceError: if a loss or a gradient is not finite.
-        """
-        if missing := {"rate", "steps"} - message.numbers.keys():
+    def _train(self, given: Assignment) -> Payload:
+        numbers = given.message.numbers
+        if missing := {"rate", "steps"} - numbers.keys():
             raise ArgumentError(f"message: expected one of AdaMasFL; numbers lack {', '.join(sorted(missing))}")
-        rate, steps = message.numbers["rate"], int(message.numbers["steps"])
 
         def advance(theta: Tensor, step: Tensor) -> bool:
             low, high = step.aminmax()
@@ -66,8 +50,9 @@ class Normalised:
                 raise DivergenceError("the direction of a local step is not finite")
             if peak == 0:
                 return False
+            # A power of 2 rounds nothing. It is at most 2^1000, so that it is finite itself for a subnormal peak.
             unit = combine(None, [step], [2.0 ** min(1000, -math.frexp(peak)[1])], out=step)
-            combine(theta, [unit], [-rate / math.sqrt(gram([unit])[0, 0, 0].item())], out=theta)
+            combine(theta, [unit], [-numbers["rate"] / math.sqrt(gram([unit])[0, 0, 0].item())], out=theta)
             return True
 
-        return descend(space, message, loss, batches, steps, advance, count_steps=True, generator=generator)
+        return controlled_steps(given, Phases.first(0, int(numbers["steps"])), advance)

@@ -1,26 +1,27 @@
 """The client of AsyncCurve: epochs of the end point and of the control point take turns."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manifoldagg.curves import Bezier, Control, Phases, Sharpness, Training, fit
+from manifoldagg.curves import Bezier, Control, Phases, Sharpness, Training
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_decay, check_number, check_shape
-from manifoldagg.federated.contract import Memory, Message, Payload
-from manifoldagg.federated.trainers.curve import count_samples
-from manifoldagg.federated.trainers.lorentz import Lorentz
+from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.trainers.base import Assignment, Client
+from manifoldagg.federated.trainers.lorentzproximal import LorentzProximal
 from manifoldagg.kernels import combine
-from manifoldagg.manifolds import Loss, Manifold
+from manifoldagg.manifolds.optimizers import Optimizer
+
+__all__ = ["AsyncCurve"]
 
 LONG_AGO = 1e9
 """A number of steps after which no bias is left to correct."""
 
 
 @dataclass(frozen=True)
-class AsyncCurve:
+class AsyncCurve(Client):
     r"""Learn the end $\theta$ and the control point $\varphi$ of a quadratic curve from $\Theta^t$, in turn.
 
     They take an epoch each. The end by Adam on $\ell(\theta)$ and a proximal term, with the moments $m$, $v$ of the
@@ -46,7 +47,7 @@ class AsyncCurve:
         eps: their $\epsilon$.
         projection: $\gamma \in [0, 1]$.
         proximal: $\mu$ of $\tfrac{\mu}{2} \|\theta - \Theta^t\|^2$, or a
-            [`Lorentz`][manifoldagg.federated.trainers.Lorentz] term.
+            [`LorentzProximal`][manifoldagg.federated.trainers.LorentzProximal] term.
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`: gradients of the loss are taken uphill.
         as_printed: correct the bias of the server's moments as that of new ones.
 
@@ -56,7 +57,7 @@ class AsyncCurve:
     Source: Report (24), (28), (30), Algorithm 2.
 
     Example:
-        >>> AsyncCurve(epochs=2, rate=1e-3, proximal=Lorentz(0.01)).proximal.variance
+        >>> AsyncCurve(epochs=2, rate=1e-3, proximal=LorentzProximal(0.01)).proximal.variance
         1.0
     """
 
@@ -66,49 +67,30 @@ class AsyncCurve:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     projection: float = 1.0
-    proximal: float | Lorentz = 0.0
+    proximal: float | LorentzProximal = 0.0
     sharpness: Sharpness | None = None
     as_printed: bool = False
 
     def __post_init__(self) -> None:
         check_count("epochs", self.epochs)
-        check_number("rate", self.rate, above=0)
-        if self.control_rate is not None:
-            check_number("control_rate", self.control_rate, above=0)
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise ArgumentError(f"betas: expected a pair of numbers, got {self.betas!r}")
         for i, beta in enumerate(self.betas):
             check_decay(f"betas[{i}]", beta)
         check_number("eps", self.eps, at_least=0)
         check_number("projection", self.projection, at_least=0, at_most=1)
-        if not isinstance(self.proximal, Lorentz):
+        if not isinstance(self.proximal, LorentzProximal):
             check_number("proximal", self.proximal, at_least=0)
         check_choice("as_printed", self.as_printed, (False, True))
+        self._options()
 
-    def train(
-        self,
-        space: Manifold,
-        message: Message,
-        loss: Loss,
-        batches: Iterable[Any],
-        memory: Memory,
-        *,
-        generator: torch.Generator,
-    ) -> Payload:
-        r"""Learn the curve from `message.start`, which is $\Theta^t$.
-
-        Returns:
-            $\varphi$ and $\theta$ as the two points; the number `batches` of a pass.
-
-        Raises:
-            ArgumentError: as [`fit`][manifoldagg.fit]; if moments are no pair of vectors of the space.
-            DivergenceError: if a loss or the proximal term is not finite.
-        """
-        moments = {name: message.tensors[name] for name in ("m", "v") if name in message.tensors}
+    def _train(self, given: Assignment) -> Payload:
+        base = given.message.start
+        moments = {name: given.message.tensors[name] for name in ("m", "v") if name in given.message.tensors}
         if len(moments) == 1:
             raise ArgumentError(f"message: expected the moments m and v, or none; got {', '.join(moments)}")
         for name, moment in moments.items():
-            check_shape(f"message: {name}", moment, *space.axes)
+            check_shape(f"message: {name}", moment, *given.space.axes)
 
         def begin(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
             descent = torch.optim.Adam(groups, lr=lr, betas=self.betas, eps=self.eps)
@@ -117,28 +99,29 @@ class AsyncCurve:
                 steps = torch.tensor(0.0 if self.as_printed else LONG_AGO)
                 m, v = (moment.detach().clone().to(end) for moment in moments.values())
                 descent.state[end] = {"step": steps, "exp_avg": m, "exp_avg_sq": v}
-            descent.register_step_pre_hook(lambda *_: self._pull(end, message.start))
+            descent.register_step_pre_hook(lambda *_: self._pull(end, base))
             return descent
 
-        learned = fit(
-            Bezier(space, 2),
-            loss,
-            batches,
-            start=message.start,
-            phases=Phases((self.epochs, self.epochs), alternate=True),
-            training=Training(begin, self.rate, sharpness=self.sharpness),
-            control=Control(self.control_rate or self.rate / 10, projection=self.projection),
-            generator=generator,
-        )
+        samples = given.samples
+        learned = given.fit(Bezier(given.space, 2), **self._options(begin))
         passed = len(learned.losses) / (2 * self.epochs)
-        return Payload(learned.phi[1:], count_samples(batches), numbers={"batches": passed})
+        return Payload(learned.phi[1:], samples, numbers={"batches": passed})
+
+    def _options(self, optimizer: Optimizer = torch.optim.Adam) -> dict[str, Any]:
+        return {
+            "phases": Phases((self.epochs, self.epochs), alternate=True),
+            "training": Training(optimizer, self.rate, sharpness=self.sharpness),
+            "control": Control(
+                self.rate / 10 if self.control_rate is None else self.control_rate, projection=self.projection
+            ),
+        }
 
     @torch.no_grad()
     def _pull(self, end: Tensor, base: Tensor) -> None:
         """Add the slope of the proximal term to that of the loss, where the end is about to step."""
         if end.grad is None:
             return
-        if isinstance(self.proximal, Lorentz):
+        if isinstance(self.proximal, LorentzProximal):
             end.grad += self.proximal.gradient(end, base)
         elif self.proximal:
             combine(end.grad, [end.detach()], [self.proximal], minus=base, out=end.grad)

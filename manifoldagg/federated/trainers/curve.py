@@ -1,26 +1,42 @@
 """The client of AsyncBezier: learn a curve whose end is the local model."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from manifoldagg.curves import Bezier, Control, Phases, Sampling, Sharpness, Training, fit
-from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.federated.contract import Memory, Message, Payload
-from manifoldagg.manifolds import Loss, Manifold
+from manifoldagg.curves import Bezier, Control, Phases, Sampling, Sharpness, Training
+from manifoldagg.errors import check_count
+from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.trainers.base import Assignment, Client
+from manifoldagg.manifolds.optimizers import Optimizer
+
+__all__ = ["Curve"]
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Two-phase learning of a Bézier curve from the server's model; the control points are sent back.
+class Curve(Client):
+    """Two-phase learning of a Bézier curve from the server's model; the control points but the first are sent back.
 
-    The options are those of [`fit`][manifoldagg.fit].
+    Args:
+        degree: of the curve.
+        epochs: of [`Phases`][manifoldagg.curves.Phases], as `steps` and `alternate`.
+        steps: in place of `epochs`.
+        optimizer: of [`Training`][manifoldagg.curves.Training], as `rate`, `proximal` and `sharpness`.
+        rate: of the end.
+        control_rate: `rate` of [`Control`][manifoldagg.curves.Control], as `start` and `projection` of the control
+            points.
+        freeze_end: whether the last point rests in the second phase.
+        control_start: `"chord"` or `"base"`.
+        proximal: $\\mu$.
+        alternate: whether the phases take turns.
+        control_projection: $\\gamma$.
+        sampling: the kind of [`Sampling`][manifoldagg.curves.Sampling].
+        samples: places for each batch.
+        sharpness: `SAM` or `ASAM`.
 
     Raises:
-        ArgumentError: if a rate or `proximal` is out of range.
+        ArgumentError: naming the option that is out of range.
 
     Source: Manifold, Algorithm 2.
 
@@ -32,7 +48,7 @@ class Curve:
     degree: int = 2
     epochs: tuple[int, int] = (2, 2)
     steps: tuple[int, int] | None = None
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
+    optimizer: Optimizer = torch.optim.Adam
     rate: float = 1e-3
     control_rate: float | None = None
     freeze_end: bool = True
@@ -45,78 +61,19 @@ class Curve:
     sharpness: Sharpness | None = None
 
     def __post_init__(self) -> None:
-        check_number("rate", self.rate, above=0)
-        if self.control_rate is not None:
-            check_number("control_rate", self.control_rate, above=0)
-        check_number("proximal", self.proximal, at_least=0)
+        check_count("degree", self.degree)
+        self._options()
 
-    def train(
-        self,
-        space: Manifold,
-        message: Message,
-        loss: Loss,
-        batches: Iterable[Any],
-        memory: Memory,
-        *,
-        generator: torch.Generator,
-    ) -> Payload:
-        """Learn the curve from `message.start`.
-
-        Returns:
-            The control points but the first, and how many samples `batches` hold.
-
-        Raises:
-            ArgumentError: as [`fit`][manifoldagg.fit].
-            DivergenceError: if a loss is not finite.
-        """
+    def _options(self) -> dict[str, Any]:
         free = None if self.freeze_end else range(1, self.degree + 1)
-        samples = count_samples(batches)
-        learned = fit(
-            Bezier(space, self.degree),
-            loss,
-            batches,
-            start=message.start,
-            phases=Phases(self.epochs, self.steps, self.alternate),
-            training=Training(self.optimizer, self.rate, self.proximal, self.sharpness),
-            control=Control(self.control_rate, self.control_start, self.control_projection, free),
-            sampling=Sampling(self.sampling, self.samples),
-            generator=generator,
-        )
+        return {
+            "phases": Phases(self.epochs, self.steps, self.alternate),
+            "training": Training(self.optimizer, self.rate, self.proximal, self.sharpness),
+            "control": Control(self.control_rate, self.control_start, self.control_projection, free),
+            "sampling": Sampling(self.sampling, self.samples),
+        }
+
+    def _train(self, given: Assignment) -> Payload:
+        samples = given.samples
+        learned = given.fit(Bezier(given.space, self.degree), **self._options())
         return Payload(learned.phi[1:], samples)
-
-
-def count_samples(batches: Iterable[Any]) -> int:
-    """How many samples one pass over `batches` has.
-
-    Asked of `batches.samples`, or of the sampler of a `DataLoader` that batches by itself, where there is one; counted
-    over one pass otherwise, where a batch is a tensor, a mapping of tensors, or a sequence that begins with inputs.
-
-    Raises:
-        ArgumentError: if a batch has no length to count, `batches.samples` is no count, or `batches` is an iterator.
-
-    Example:
-        >>> count_samples([(torch.zeros(5, 3), torch.zeros(5)), (torch.zeros(2, 3), torch.zeros(2))])
-        7
-        >>> count_samples([torch.zeros(5, 3), {"inputs": torch.zeros(2, 3)}])
-        7
-    """
-    known = getattr(batches, "samples", None)
-    if known is not None:
-        return check_count("batches: samples", known)
-    if isinstance(batches, Iterator):
-        raise ArgumentError("batches: expected what can be iterated again, such as a list; got an iterator")
-    if isinstance(batches, DataLoader) and batches.batch_size and isinstance(batches.sampler, Sized):
-        drawn = len(batches.sampler)
-        return drawn - drawn % batches.batch_size if batches.drop_last else drawn
-    try:
-        return sum(map(length_of, batches))
-    except (TypeError, LookupError):
-        raise ArgumentError("batches: expected pairs (inputs, targets), or an object with `samples`") from None
-
-
-def length_of(batch: Any) -> int:
-    """How many samples a batch has: the length of its inputs."""
-    inputs = batch if hasattr(batch, "shape") or isinstance(batch, Mapping) else batch[0]
-    while isinstance(inputs, Mapping | tuple):
-        inputs = next(iter(inputs.values()), None) if isinstance(inputs, Mapping) else inputs[0]
-    return len(inputs)

@@ -1,20 +1,18 @@
 """The client of AsyncFedED: local training for as many epochs as the server asks."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.federated.contract import Memory, Message, Payload
+from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.federated.trainers.local import Local
-from manifoldagg.manifolds import Loss, Manifold
+
+__all__ = ["Epochs"]
 
 
 @dataclass(frozen=True)
-class Epochs:
+class Epochs(Client):
     """[`Local`][manifoldagg.federated.trainers.Local] training for the message's number `epochs`.
 
     Args:
@@ -40,26 +38,10 @@ class Epochs:
         if self.at_most is not None:
             check_count("at_most", self.at_most)
 
-    def train(
-        self,
-        space: Manifold,
-        message: Message,
-        loss: Loss,
-        batches: Iterable[Any],
-        memory: Memory,
-        *,
-        generator: torch.Generator,
-    ) -> Payload:
-        """Train from `message.start` for `message.numbers["epochs"]` passes.
-
-        Raises:
-            ArgumentError: if the message has no such number, or it is no positive integer; and as
-                [`fit`][manifoldagg.fit].
-            DivergenceError: if a loss is not finite.
-        """
-        asked = check_number("message: numbers: epochs", message.numbers.get("epochs", math.nan), at_least=1)
+    def _train(self, given: Assignment) -> Payload:
+        number = given.message.numbers.get("epochs", math.nan)
+        asked = check_number("message: numbers: epochs", number, at_least=1)
         if asked != int(asked):
             raise ArgumentError(f"message: numbers: epochs: expected an integer >= 1, got {asked!r}")
         epochs = int(asked) if self.at_most is None else min(int(asked), self.at_most)
-        local = replace(self.local, epochs=epochs, steps=None)
-        return local.train(space, message, loss, batches, memory, generator=generator)
+        return replace(self.local, epochs=epochs, steps=None)._train(given)

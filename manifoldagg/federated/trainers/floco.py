@@ -1,6 +1,5 @@
 """The client of FLOCO: learn all vertices of a simplex from models drawn in a region of it."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +7,13 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from manifoldagg.curves import Control, Phases, Sampling, Sharpness, Simplex, Training, fit
+from manifoldagg.curves import Control, Phases, Sampling, Sharpness, Simplex, Training
 from manifoldagg.errors import ArgumentError, check_number
-from manifoldagg.federated.contract import Memory, Message, Payload
-from manifoldagg.federated.trainers.curve import count_samples
-from manifoldagg.manifolds import Loss, Manifold
+from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.trainers.base import Assignment, Client
+from manifoldagg.manifolds.optimizers import Optimizer
+
+__all__ = ["FLOCO", "Region"]
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,23 @@ class Region(Simplex):
 
 
 @dataclass(frozen=True)
-class FLOCO:
+class FLOCO(Client):
     r"""Minimise $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices $\Phi_j$, $x$ drawn in the client's region.
 
     The vertices, the centre of the region and its radius come with the message of the rule
-    [`FLOCO`][manifoldagg.federated.rules.FLOCO]; without a centre $x$ is uniform in the simplex. A client's own model
-    is that at the centre, `Simplex(space, n)(vertices, centre)`.
+    [`FLOCO`][manifoldagg.federated.rules.FLOCO]; without a centre $x$ is uniform in the simplex. The vertices go back.
+    A client's own model is that at the centre, `Simplex(space, n)(vertices, centre)`.
 
     Args:
         epochs: passes over the client's batches.
-        optimizer: any optimiser of `torch.optim`.
+        optimizer: of [`Training`][manifoldagg.curves.Training], as `rate`, `proximal` and `sharpness`.
         rate: its learning rate.
         samples: places $x$ for each batch.
         proximal: $\mu$ of $\tfrac{\mu}{2}\, \|\sum_j x_j \Phi_j - \Theta^t\|^2$.
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`.
+
+    Raises:
+        ArgumentError: naming the option that is out of range.
 
     Source: Grinwald, Wiesner, Nakajima 2024, Algorithm 1.
 
@@ -65,49 +69,32 @@ class FLOCO:
     """
 
     epochs: int = 2
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    optimizer: Optimizer = torch.optim.SGD
     rate: float = 1e-2
     samples: int = 1
     proximal: float = 0.0
     sharpness: Sharpness | None = None
 
-    def train(
-        self,
-        space: Manifold,
-        message: Message,
-        loss: Loss,
-        batches: Iterable[Any],
-        memory: Memory,
-        *,
-        generator: torch.Generator,
-    ) -> Payload:
-        """Learn the vertices, from those of the message.
+    def __post_init__(self) -> None:
+        self._options()
 
-        Returns:
-            The vertices as the points of the payload, and how many samples `batches` hold.
+    def _options(self) -> dict[str, Any]:
+        return {
+            "phases": Phases((0, self.epochs)),
+            "training": Training(self.optimizer, self.rate, self.proximal, self.sharpness),
+            "sampling": Sampling(samples=self.samples),
+        }
 
-        Raises:
-            ArgumentError: as [`fit`][manifoldagg.fit]; if the message has no vertices.
-            DivergenceError: if a loss is not finite.
-        """
-        if "vertices" not in message.tensors:
+    def _train(self, given: Assignment) -> Payload:
+        if "vertices" not in given.message.tensors:
             raise ArgumentError("message: expected vertices, as from the rule FLOCO")
-        vertices, centre = message.tensors["vertices"], message.tensors.get("centre")
+        samples = given.samples
+        vertices = given.message.tensors["vertices"]
+        centre = given.message.tensors.get("centre")
         n = len(vertices)
-        simplex = Simplex(space, n)
+        simplex = Simplex(given.space, n)
         if centre is not None:
-            share = 0.5 * check_number("message: radius", message.numbers["radius"], above=0, at_most=2)
-            simplex = Region(space, n, centre=tuple(centre.tolist()), share=share)
-        learned = fit(
-            simplex,
-            loss,
-            batches,
-            start=message.start,
-            phi=vertices,
-            phases=Phases((0, self.epochs)),
-            training=Training(self.optimizer, self.rate, self.proximal, self.sharpness),
-            control=Control(free=range(n)),
-            sampling=Sampling(samples=self.samples),
-            generator=generator,
-        )
-        return Payload(learned.phi, count_samples(batches))
+            share = 0.5 * check_number("message: radius", given.message.numbers["radius"], above=0, at_most=2)
+            simplex = Region(given.space, n, centre=tuple(centre.tolist()), share=share)
+        learned = given.fit(simplex, phi=vertices, control=Control(free=range(n)), **self._options())
+        return Payload(learned.phi, samples)

@@ -1,36 +1,36 @@
 """The client of every rule that takes a plain model: local training, with an optional proximal term."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from manifoldagg.curves import Sharpness
-from manifoldagg.errors import check_number
-from manifoldagg.federated.contract import Memory, Message, Payload
-from manifoldagg.federated.trainers.curve import Curve
-from manifoldagg.manifolds import Loss, Manifold
+from manifoldagg.curves import Bezier, Phases, Sharpness, Training
+from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.trainers.base import Assignment, Client
+from manifoldagg.manifolds.optimizers import Optimizer
+
+__all__ = ["Local", "Proximal"]
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(Client):
     r"""Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ from the server's model.
 
-    It is the first phase of [`Curve`][manifoldagg.federated.trainers.Curve] alone: a curve of degree 1. The distance
-    is that of the space; on a curved one the steps are Riemannian, and points stay on it.
+    It is the first phase of [`Curve`][manifoldagg.federated.trainers.Curve] alone: a curve of degree 1, whose end is
+    the one point that is sent back. The distance is that of the space; on a curved one the steps are Riemannian, and
+    points stay on it.
 
     Args:
         epochs: passes over the client's batches.
         steps: optimiser steps in place of `epochs`.
-        optimizer: any optimiser of `torch.optim`; its options are bound by `functools.partial`, as in
-            `partial(torch.optim.SGD, momentum=0.9)`. On a curved space SGD or Adam.
+        optimizer: of [`Training`][manifoldagg.curves.Training], as all that follow.
         rate: its learning rate.
         proximal: $\mu$.
-        sharpness: sharpness-aware steps, `SAM` or `ASAM` of `manifoldagg.curves`.
+        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`.
 
     Raises:
-        ArgumentError: if `rate` or `proximal` is out of range.
+        ArgumentError: naming the option that is out of range.
 
     Source: Manifold (6) with S = 1; FedProx (Li et al. 2020).
 
@@ -41,41 +41,38 @@ class Local:
 
     epochs: int = 2
     steps: int | None = None
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
+    optimizer: Optimizer = torch.optim.Adam
     rate: float = 1e-3
     proximal: float = 0.0
     sharpness: Sharpness | None = None
 
     def __post_init__(self) -> None:
-        check_number("rate", self.rate, above=0)
-        check_number("proximal", self.proximal, at_least=0)
+        self._options()
 
-    def train(
-        self,
-        space: Manifold,
-        message: Message,
-        loss: Loss,
-        batches: Iterable[Any],
-        memory: Memory,
-        *,
-        generator: torch.Generator,
-    ) -> Payload:
-        """Train from `message.start`.
+    def _options(self) -> dict[str, Any]:
+        return {
+            "phases": Phases.first(self.epochs, self.steps),
+            "training": Training(self.optimizer, self.rate, self.proximal, self.sharpness),
+        }
 
-        Returns:
-            The local model as the one point of the payload, and how many samples `batches` hold.
+    def _train(self, given: Assignment) -> Payload:
+        samples = given.samples
+        learned = given.fit(Bezier(given.space, 1), **self._options())
+        return Payload(learned.phi[1:], samples)
 
-        Raises:
-            ArgumentError: as [`fit`][manifoldagg.fit].
-            DivergenceError: if a loss is not finite.
-        """
-        line = Curve(
-            degree=1,
-            epochs=(self.epochs, 0),
-            steps=None if self.steps is None else (self.steps, 0),
-            optimizer=self.optimizer,
-            rate=self.rate,
-            proximal=self.proximal,
-            sharpness=self.sharpness,
-        )
-        return line.train(space, message, loss, batches, memory, generator=generator)
+
+@dataclass(frozen=True)
+class Proximal(Local):
+    r"""Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with $\mu = 0.01$ unless given otherwise.
+
+    It is [`Local`][manifoldagg.federated.trainers.Local] with another default. With the rule
+    [`FedAvg`][manifoldagg.federated.rules.FedAvg] it is FedProx.
+
+    Source: Li et al. 2020, whose experiments take $\mu$ from .001, .01, .1 and 1.
+
+    Example:
+        >>> Proximal(steps=10).proximal
+        0.01
+    """
+
+    proximal: float = 0.01

@@ -1,28 +1,29 @@
 """The client of MasFL: local steps with momentum and a control variate, and the mean gradient on the way."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifoldagg.corrections.frame import require_flat
-from manifoldagg.curves.phases import Phases, Schedule
-from manifoldagg.curves.sharpness import sharp_gradient
+from manifoldagg.curves import Phases, sharp_gradient
+from manifoldagg.curves.phases import Schedule
 from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_number, is_finite
-from manifoldagg.federated.contract import Memory, Message, Payload
-from manifoldagg.federated.trainers.curve import count_samples
+from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.kernels import combine
-from manifoldagg.manifolds import Loss, Manifold
+
+__all__ = ["ControlVariate", "controlled_steps"]
 
 
 @dataclass(frozen=True)
-class ControlVariate:
+class ControlVariate(Client):
     r"""K steps $\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big)$.
 
-    The message brings $\beta c + (1 - \beta) g$, $c_i$ (0 where it has none) and $\beta$; the mean of the K gradients
-    goes back. Where the rule asks for an opening, K gradients are taken at the start and the client stays there.
+    The message brings $\beta c + (1 - \beta) g$, $c_i$ (0 where it has none) and $\beta$; the local model and the mean
+    `gradient` of the K steps go back. Where the rule asks for an `opening`, K gradients are taken at the start and the
+    client stays there.
 
     Args:
         epochs: passes over the client's batches.
@@ -47,77 +48,49 @@ class ControlVariate:
         check_count("epochs" if self.steps is None else "steps", self.epochs if self.steps is None else self.steps)
         check_number("rate", self.rate, above=0)
 
-    def train(
-        self,
-        space: Manifold,
-        message: Message,
-        loss: Loss,
-        batches: Iterable[Any],
-        memory: Memory,
-        *,
-        generator: torch.Generator,
-    ) -> Payload:
-        """Train from `message.start`.
-
-        Returns:
-            The local model, the mean `gradient`, and whether this was an `opening`.
-
-        Raises:
-            ArgumentError: if the message is not of MasFL or AdaMasFL, the loss is no scalar, or `space` curved.
-            DivergenceError: if a loss or a gradient is not finite.
-        """
-
+    def _train(self, given: Assignment) -> Payload:
         def advance(theta: Tensor, step: Tensor) -> bool:
             combine(theta, [step], [-self.rate], out=theta)
             return True
 
-        amount = self.epochs if self.steps is None else self.steps
-        return descend(
-            space, message, loss, batches, amount, advance, count_steps=self.steps is not None, generator=generator
-        )
+        return controlled_steps(given, Phases.first(self.epochs, self.steps), advance)
 
 
-def descend(
-    space: Manifold,
-    message: Message,
-    loss: Loss,
-    batches: Iterable[Any],
-    amount: int,
-    advance: Callable[[Tensor, Tensor], bool],
-    *,
-    count_steps: bool,
-    generator: torch.Generator,
-) -> Payload:
+def controlled_steps(given: Assignment, phases: Phases, advance: Callable[[Tensor, Tensor], bool]) -> Payload:
     r"""Local steps along $\beta (\nabla F - c_i + c) + (1 - \beta) g$, however long `advance` makes them.
 
     Args:
-        space: flat.
-        message: of a rule with control variates.
-        loss: `loss(theta, batch)` to a scalar.
-        batches: what can be iterated again and again.
-        amount: of steps, or of passes over `batches`.
+        given: with a message of a rule with control variates, on a flat space.
+        phases: how many steps, all in the first.
         advance: moves its first argument along the second in place; `False` ends the loop.
-        count_steps: whether `amount` is steps.
-        generator: that a shuffling `batches` may draw from.
 
     Returns:
-        As [`ControlVariate`][manifoldagg.federated.trainers.ControlVariate].
+        The local model, the mean `gradient`, and whether this was an `opening`.
+
+    Raises:
+        ArgumentError: if the message is of another rule, the loss no scalar, or the space curved.
+        DivergenceError: if a loss or a gradient is not finite.
     """
-    require_flat(space)
+    message = given.message
+    require_flat(given.space)
     if missing := {"beta", "opening"} - message.numbers.keys():
         raise ArgumentError(f"message: expected one of MasFL or AdaMasFL; numbers lack {', '.join(sorted(missing))}")
-    opening, beta, control = message.numbers["opening"], message.numbers["beta"], message.tensors.get("control")
+    opening = message.numbers["opening"]
     if not opening and "direction" not in message.tensors:
         raise ArgumentError("message: expected one of MasFL or AdaMasFL; tensors lack direction")
-    phases = Phases.first(0, amount) if count_steps else Phases.first(amount)
-    theta, total, count = message.start.detach().clone(), torch.zeros_like(message.start, dtype=torch.float64), 0
-    for _, batch in Schedule(batches, phases):
-        value, slope = sharp_gradient(space, loss, theta, batch)
+    theta = message.start.detach().clone()
+    total = torch.zeros_like(theta, dtype=torch.float64)
+    count = 0
+    for _, batch in Schedule(given.batches, phases):
+        value, slope = sharp_gradient(given.space, given.loss, theta, batch)
         if not (torch.isfinite(value) and is_finite(slope)):
             raise DivergenceError(f"the loss is {value.item()}, or its gradient not finite, at step {count}")
-        total, count = total.add_(slope), count + 1
+        total.add_(slope)
+        count += 1
         if not opening:
-            step = combine(None, [message.tensors["direction"], slope], [1.0, beta], minus=[None, control])
+            rows = [message.tensors["direction"], slope]
+            coefficients = [1.0, message.numbers["beta"]]
+            step = combine(None, rows, coefficients, minus=[None, message.tensors.get("control")])
             if not advance(theta, step):
                 break
     if not is_finite(theta):
@@ -125,4 +98,4 @@ def descend(
     gradient = combine(None, [total], [1 / count], out=torch.empty_like(theta))
     if not is_finite(gradient):
         raise DivergenceError("the mean of the gradients overflows; try a smaller loss")
-    return Payload(theta[None], count_samples(batches), {"gradient": gradient}, {"opening": opening})
+    return Payload(theta[None], given.samples, {"gradient": gradient}, {"opening": opening})

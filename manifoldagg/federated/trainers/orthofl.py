@@ -1,21 +1,22 @@
 """The client of OrthoFL that calibrates by itself: any local training, from a start of its own making."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, is_finite
-from manifoldagg.federated.contract import Memory, Message, Payload, Trainer
+from manifoldagg.federated.contract import Payload, Trainer
 from manifoldagg.federated.rules.orthofl import mixed, next_start
+from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.federated.trainers.local import Local
-from manifoldagg.manifolds import Loss, Manifold
+
+__all__ = ["Calibrated"]
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class Calibrated(Client):
     r"""Train from $W_m^{+}$ of the rule [`OrthoFL`][manifoldagg.federated.rules.OrthoFL], formed here.
 
     The memory is what the client reached, where it started, and the global model $W^{\tau+}$ then. A message brings
@@ -43,36 +44,24 @@ class Calibrated:
         if isinstance(self.trainer, type) or not isinstance(self.trainer, Trainer):
             raise ArgumentError(f"trainer: expected an instance with `train`, got {self.trainer!r}")
 
-    def train(
-        self,
-        space: Manifold,
-        message: Message,
-        loss: Loss,
-        batches: Iterable[Any],
-        memory: Memory,
-        *,
-        generator: torch.Generator,
-    ) -> Payload:
-        """Calibrate, then train.
-
-        Returns:
-            What the inner trainer returns, with the memory of this one.
-
-        Raises:
-            ArgumentError: as the inner trainer; if the space is curved.
-        """
-        memory = memory if _fits(memory, message.start) else None
-        turn, start = int(message.numbers.get("turn", 0)), message.start
-        home, since = start, turn - memory["turn"] if turn and memory is not None else None
+    def _train(self, given: Assignment) -> Payload:
+        message = given.message
+        memory: Mapping[str, Any] = given.memory if _fits(given.memory, message.start) else {}
+        turn = int(message.numbers.get("turn", 0))
+        start = message.start
+        home = start
+        since = turn - memory["turn"] if turn and memory else None
         if since == 0:
-            start, home = memory["start"], memory["global"]
+            start = memory["start"]
+            home = memory["global"]
         elif since == 1:
             granularity = "tensor" if message.numbers["by_tensor"] else "model"
-            model, before = memory["model"], (memory["start"], memory["global"])
-            home = mixed(message.start, model, message.numbers["rate"])
-            start = next_start(space, model, message.start, *before, granularity=granularity)
-        inner = None if memory is None else memory["trainer"]
-        payload = self.trainer.train(space, replace(message, start=start), loss, batches, inner, generator=generator)
+            before = (memory["start"], memory["global"])
+            home = mixed(message.start, memory["model"], message.numbers["rate"])
+            start = next_start(given.space, memory["model"], message.start, *before, granularity=granularity)
+        message = replace(message, start=start)
+        inner = memory.get("trainer")
+        payload = self.trainer.train(given.space, message, given.loss, given.batches, inner, generator=given.generator)
         kept = {"turn": turn, "start": start, "global": home, "trainer": payload.memory}
         return replace(payload, memory=kept | {"model": payload.points[-1].detach().clone()})
 

@@ -10,9 +10,11 @@ from torch import Tensor
 from manifoldagg.errors import DivergenceError, check_number
 from manifoldagg.kernels import combine, gram
 
+__all__ = ["LorentzProximal"]
+
 
 @dataclass(frozen=True)
-class Lorentz:
+class LorentzProximal:
     r"""$\tfrac{\mu}{2} \exp(d^2 / \sigma)$ for the squared Lorentz distance $d^2$ of two lifted models.
 
     A model is lifted to $\pi(\theta) = (\sqrt{\beta + \|\theta\|^2},\, \theta)$, on which $\langle x, x\rangle_L =
@@ -40,7 +42,7 @@ class Lorentz:
 
     Example:
         >>> import torch
-        >>> term, base = Lorentz(weight=0.5), torch.tensor([3.0, 4.0])
+        >>> term, base = LorentzProximal(weight=0.5), torch.tensor([3.0, 4.0])
         >>> term(base, base), term.gradient(base, base)
         (tensor(0.2500, dtype=torch.float64), tensor([0., 0.]))
     """
@@ -72,7 +74,8 @@ class Lorentz:
         Raises:
             DivergenceError: if it overflows: the models are too far apart for this $\sigma$.
         """
-        theta, base = theta.detach(), base.detach()
+        theta = theta.detach()
+        base = base.detach()
         if self.weight == 0:
             return torch.zeros_like(theta)
         square, w, r = (float(x) for x in self._parts(theta, base))
@@ -87,6 +90,8 @@ class Lorentz:
     def _parts(self, theta: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r"""$d^2$, $w$ and $r$."""
         inner = gram([theta, theta, base], minus=[base, None, None])[0]
-        r, q = (self.offset + inner[1, 1]).sqrt(), (self.offset + inner[2, 2]).sqrt()
+        r = (self.offset + inner[1, 1]).sqrt()
+        q = (self.offset + inner[2, 2]).sqrt()
+        # r - q itself would lose the digits that two models near to one another and far from 0 share.
         w = (inner[0, 1] + inner[0, 2]) / (r + q)
         return (inner[0, 0] - w.square()).clamp(min=0), w, r

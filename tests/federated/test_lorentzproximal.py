@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.federated.trainers.lorentz import Lorentz
+from manifoldagg.federated.trainers.lorentzproximal import LorentzProximal
 from tests.support import draw, relative, seeds
 
 EPS = 2**-52
-TERM = Lorentz(0.3, 0.7, 1.5)
+TERM = LorentzProximal(0.3, 0.7, 1.5)
 
 
 def exactly(term, theta, base):
@@ -92,7 +92,7 @@ def test_narrow_models_have_the_gradient_of_their_own_values():
 def test_without_a_weight_there_is_no_term_however_far():
     theta, base = 1e3 * draw(0, 2, 5)
     theta.requires_grad_()
-    none = Lorentz(0.0, 1e-3)
+    none = LorentzProximal(0.0, 1e-3)
     (slope,) = torch.autograd.grad(none(theta, base), theta)
     assert (none(theta, base).item(), slope.abs().max(), none.gradient(theta, base).abs().max()) == (0, 0, 0)
 
@@ -101,8 +101,8 @@ def test_without_a_weight_there_is_no_term_however_far():
 def test_doors():
     for options, name in (((-1.0,), "weight"), ((1.0, 0.0), "variance"), ((1.0, 1.0, 0.0), "offset")):
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
-            Lorentz(*options)
+            LorentzProximal(*options)
     far = 1e3 * draw(0, 2, 5)
     with pytest.raises(DivergenceError, match="try a larger variance"):
-        Lorentz(1.0).gradient(*far)
-    assert Lorentz(1.0)(*far) == float("inf")
+        LorentzProximal(1.0).gradient(*far)
+    assert LorentzProximal(1.0)(*far) == float("inf")
