@@ -29,23 +29,28 @@ MODULE = """
 
 def on_files(files, config):
     package = griffe.load("manifoldagg", search_paths=["."], allow_inspection=False)
-    modules = {module.path: module for module in _public(package)}
-    homes = _homes(modules)
-    for room in modules.values():
-        if room is not package and room.parent is not package:
-            continue
-        inside = [package] if room is package else list(_public(room))
-        page = "".join(_section(module, room, modules, homes) for module in inside)
-        if any(module.exports for module in inside):
-            files.append(File.generated(config, f"reference/{room.name}.md", content=page))
+    modules = {module.path: module for module in _inside(package)}
+    public = [module for module in modules.values() if "._" not in module.path]
+    homes = _homes(public, modules)
+    pages = {}
+    for module in public:
+        room = module if _is_room(module, package) else module.parent
+        pages.setdefault(room.name, []).extend(_section(module, module is room, modules, homes))
+    for name, sections in pages.items():
+        if len(sections) > 1:
+            files.append(File.generated(config, f"reference/{name}.md", content="".join(sections)))
     return files
 
 
-def _public(module):
+def _is_room(module, package):
+    return module is package or module.parent is package or module.is_subpackage
+
+
+def _inside(module):
     yield module
     for child in module.modules.values():
-        if not child.is_alias and not child.name.startswith("_"):
-            yield from _public(child)
+        if not child.is_alias:
+            yield from _inside(child)
 
 
 def _definition(path, modules):
@@ -56,23 +61,22 @@ def _definition(path, modules):
     return path
 
 
-def _homes(modules):
+def _homes(public, modules):
     """Every definition with the module whose name a reader writes: its package, or itself if no package exports it."""
     homes = {}
-    for path, module in modules.items():
+    for module in public:
         for name in module.exports or ():
-            homes.setdefault(_definition(f"{path}.{name}", modules), []).append(module)
-
+            homes.setdefault(_definition(f"{module.path}.{name}", modules), []).append(module)
     return {
         definition: max(exporters, key=lambda module: (module.is_subpackage, len(module.path)))
         for definition, exporters in homes.items()
     }
 
 
-def _section(module, room, modules, homes):
+def _section(module, is_room, modules, homes):
     """What a module exports: in full where this is its home, with a pointer where its package gives it another name."""
+    hashes = "#" if is_room else "##"
     entries = []
-    hashes = "#" if module is room else "##"
     for name in module.exports or ():
         path = f"{module.path}.{name}"
         definition = _definition(path, modules)
@@ -82,12 +86,10 @@ def _section(module, room, modules, homes):
             source = definition if path in modules else path
             anchor = f"\n[](){{#{path}}}\n" if path in modules else ""
             entries.append(anchor + ENTRY.format(source=source, path=path, name=name, level=len(hashes) + 1))
-        elif module.is_package or module.is_subpackage:
+        elif is_room:
             at, _, last = definition.rpartition(".")
             summary = modules[at].members[last].docstring.value.partition("\n\n")[0]
             entries.append(
                 POINTER.format(hashes=hashes + "#", path=path, name=name, summary=summary, home=f"{home.path}.{name}")
             )
-    if entries or module is room or module.is_subpackage:
-        return MODULE.format(hashes=hashes, path=module.path) + "".join(entries)
-    return ""
+    return [MODULE.format(hashes=hashes, path=module.path), *entries] if entries or is_room else []
