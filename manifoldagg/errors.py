@@ -12,6 +12,20 @@ from typing import SupportsFloat, SupportsIndex, TypeVar
 import torch
 from torch import Tensor
 
+__all__ = [
+    "ArgumentError",
+    "DivergenceError",
+    "ManifoldAggError",
+    "StateDictError",
+    "check_choice",
+    "check_count",
+    "check_decay",
+    "check_finite",
+    "check_number",
+    "check_shape",
+    "is_finite",
+]
+
 T = TypeVar("T")
 
 

@@ -37,7 +37,7 @@ class Training:
     Args:
         optimizer: any optimiser of `torch.optim` that steps without a closure, called with parameter groups and `lr`;
             bind further options with `functools.partial`, as in `partial(torch.optim.SGD, momentum=0.9)`. On a curved
-            space SGD or Adam, which become [Riemannian][manifoldagg.manifolds.optimizers].
+            space SGD or Adam, which become [Riemannian][manifoldagg.manifolds.RiemannianSGD].
         rate: its learning rate.
         proximal: $\mu \ge 0$ of $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$.
         sharpness: [`SAM`][manifoldagg.curves.sharpness.SAM] or [`ASAM`][manifoldagg.curves.sharpness.ASAM]: gradients
@@ -114,7 +114,7 @@ def fit(
     Args:
         curve: the embedding to fit: a curve, a tunnel, a simplex.
         loss: `loss(theta, batch)` to a scalar, as from
-            [`ParameterSpace.loss`][manifoldagg.ParameterSpace.loss].
+            [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss].
         batches: what can be iterated again and again, such as a list or a `DataLoader`.
         start: $\Theta^t$ (*space.shape); it is not written. The first point of `phi` where not given.
         end: where the last point begins; `start` where not given.

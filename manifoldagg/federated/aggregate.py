@@ -77,7 +77,7 @@ def aggregate(
             patterns to `"average"`, `"latest"` or `"leave"`. Averaged buffers, the default, move linearly by the
             rule's step towards the client's; integer and boolean entries become the client's unless they are left.
         manifolds: name or pattern to the space of those entries, as in
-            [`ParameterSpace.of_state_dict`][manifoldagg.ParameterSpace.of_state_dict].
+            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
 
     Returns:
         The new model, the rule's next state, and its numbers (such as `cosine`, `step`, `norm`). A rule that waits for

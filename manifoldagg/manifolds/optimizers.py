@@ -64,7 +64,7 @@ class _Riemannian(torch.optim.Optimizer):
 class RiemannianSGD(_Riemannian):
     r"""$x \leftarrow \exp_x(-\eta m)$ with $m \leftarrow \beta\, \tau(m) + \operatorname{grad} \ell(x)$.
 
-    The momentum is carried ($\tau$) along each step as [`carry`][manifoldagg.manifolds.optimizers.carry] says, and
+    The momentum is carried ($\tau$) along each step as `optimizers.carry` says, and
     points are projected against the drift of rounding. On a flat space it is `torch.optim.SGD`, bit for bit.
 
     Args:

@@ -167,7 +167,7 @@ class ParameterSpace(Delegate):
         """Copies of what is no geometry: frozen parameters, buffers, counters, by name.
 
         Raises:
-            StateDictError: as [`point`][manifoldagg.ParameterSpace.point].
+            StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
         """
         tensors = tensors_of(source)
         self.layout.check(tensors)
@@ -178,7 +178,8 @@ class ParameterSpace(Delegate):
 
         Args:
             point: (P,), finite.
-            carried: as from [`carried`][manifoldagg.ParameterSpace.carried]; left out of the result where not given.
+            carried: as from [`carried`][manifoldagg.manifolds.ParameterSpace.carried]; left out of the result where
+                not given.
 
         Raises:
             ArgumentError: if `point` does not lie in the space.
