@@ -10,33 +10,12 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 
+__all__ = ["Cosine", "Cyclic", "Rate", "Weight", "rate_at"]
+
 Rate = float | Callable[[int], float]
 """A number, or a function of the version."""
-
-
-@dataclass(frozen=True)
-class Constant:
-    r"""$\eta(\tau) = \eta$.
-
-    Args:
-        rate: $\eta > 0$.
-
-    Raises:
-        ArgumentError: if `rate` is no positive number.
-
-    Example:
-        >>> Constant(0.5)(7)
-        0.5
-    """
-
-    rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_plain(self)
-        check_number("rate", self.rate, above=0)
-
-    def __call__(self, version: int) -> float:
-        return self.rate
+Weight = Callable[[int], float]
+"""A function of the staleness, such as those of `manifoldagg.federated.staleness`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +44,7 @@ class Cyclic:
     period: int
 
     def __post_init__(self) -> None:
-        check_plain(self)
+        check_options(self)
         check_number("low", self.low, at_least=0)
         check_number("high", self.high, at_least=self.low, above=0)
         check_count("period", self.period, at_least=2)
@@ -102,8 +81,7 @@ class Cosine:
     restarts: bool = False
 
     def __post_init__(self) -> None:
-        check_plain(self)
-        check_choice("restarts", self.restarts, (True, False))
+        check_options(self)
         check_number("start", self.start, above=0)
         check_number("end", self.end, at_least=0)
         check_count("period", self.period)
@@ -150,13 +128,22 @@ def check_function(name: str, function: Callable[[int], float]) -> None:
         raise ArgumentError(f"{name}: expected a function of an int, got {function!r}")
 
 
-def check_plain(options: Any) -> None:
-    """The numbers of a frozen dataclass are frozen too: no tensors or arrays, which could be written later.
+def check_options(options: Any) -> None:
+    """What the types of a frozen dataclass say of its options: truth values, rates, functions of an int, plain numbers.
+
+    Numbers are frozen with it: no tensors or arrays, which could be written later.
 
     Raises:
         ArgumentError: naming the option.
     """
     for option in fields(options):
-        value, kinds = getattr(options, option.name), (option.type, *get_args(option.type))
+        value = getattr(options, option.name)
+        kinds = (option.type, *get_args(option.type))
         if isinstance(value, Tensor | np.ndarray) and (int in kinds or float in kinds):
             raise ArgumentError(f"{option.name}: expected a plain number, got {value!r}")
+        if option.type is bool:
+            check_choice(option.name, value, (True, False))
+        elif option.type == Rate:
+            check_rate(value)
+        elif option.type == Weight:
+            check_function(option.name, value)

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from manifoldagg.errors import check_number
-from manifoldagg.federated.schedules import check_plain
+from manifoldagg.federated.schedules import check_options
+
+__all__ = ["Constant", "Hinge", "Polynomial"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Polynomial:
     a: float = 0.5
 
     def __post_init__(self) -> None:
-        check_plain(self)
+        check_options(self)
         check_number("a", self.a, at_least=0)
 
     def __call__(self, staleness: int) -> float:
@@ -46,7 +48,7 @@ class Hinge:
     b: float = 4.0
 
     def __post_init__(self) -> None:
-        check_plain(self)
+        check_options(self)
         check_number("a", self.a, at_least=0)
         check_number("b", self.b, at_least=0)
 

@@ -11,7 +11,7 @@ from manifoldagg.curves import fit
 from manifoldagg.errors import ManifoldAggError
 from manifoldagg.federated import Message, Update
 from manifoldagg.federated.rules import Dominance, asynccurve, floco
-from manifoldagg.federated.rules._subregion import onto_simplex
+from manifoldagg.federated.rules.floco import onto_simplex
 from manifoldagg.federated.trainers import asynccurve as curve_client
 from manifoldagg.federated.trainers import base
 from manifoldagg.federated.trainers import floco as simplex_client

@@ -13,8 +13,7 @@ from manifoldagg.curves import Simplex
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Rule, Server, Trainer, Update
 from manifoldagg.federated.rules import FedAvg
-from manifoldagg.federated.rules._subregion import best_scale, onto_simplex, principal_axes
-from manifoldagg.federated.rules.floco import FLOCO
+from manifoldagg.federated.rules.floco import FLOCO, best_scale, onto_simplex, principal_axes
 from manifoldagg.federated.trainers import floco as client
 from manifoldagg.manifolds import Flat, Sphere
 from tests.support import draw, relative, seeds
@@ -306,7 +305,7 @@ def test_doors():
     server = Server(SPACE, FLOCO(2, 3), torch.zeros(P))
     ticket = server.dispatch("a")
     receipt = server.receive(ticket.id, Payload(torch.ones(2, P), 1))
-    assert receipt.reason == "points: expected 3 vertices, (n, P); got 2"
+    assert receipt.reason == "points: FLOCO expects 3 vertices, (3, P); got 2 points"
     assert server.receive(ticket.id, Payload(torch.full((3, P), 3e38), 1)).accepted
     ticket = server.dispatch("b")
     assert server.receive(ticket.id, Payload(torch.full((3, P), 3e38), 1)).reason.startswith("points: sum over")

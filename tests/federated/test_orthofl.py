@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from manifoldagg.corrections import calibrate
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Server, Update
 from manifoldagg.federated.rules.fedasync import FedAsync
-from manifoldagg.federated.rules.orthofl import OrthoFL, next_start
+from manifoldagg.federated.rules.orthofl import OrthoFL, shift
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.federated.trainers.orthofl import Calibrated
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
@@ -176,7 +177,7 @@ def test_the_shift_that_is_taken_in_is_the_nearest_orthogonal_one(seed, size, ex
     """Lemma C.1: in distance and in angle, among all w orthogonal to the client's own shift."""
     model, start, home = draw(seed, 3, size)
     v, g = 10.0**exponent * draw(seed + 1, size), model - start
-    taken = next_start(Flat(size), model, home + v, start, home) - model
+    taken = calibrate(model, shift(home + v, home), shift(model, start), space=Flat(size)) - model
     v = (home + v) - home
     # What is left along g is rounding of the points of size 4 √size.
     slack = 1e-14 * size * (1 + v.norm().item())
@@ -200,7 +201,7 @@ def test_the_pairwise_form_leaves_an_update_that_no_other_knows(seed, k):
     """Lemma C.1 for several: v⊥ is nearest to v of all that are orthogonal to every other update."""
     model, start, home, current = draw(seed, 4, 9)
     others = list(draw(seed + 1, k, 9))
-    moved = next_start(Flat(9), model, current, start, home, against=others)
+    moved = calibrate(model, shift(current, home), shift(model, start), against=others, space=Flat(9))
     left = moved - start - (current - home)
     basis = torch.stack(others)
     assert relative(left, model - start - torch.linalg.lstsq(basis.T, model - start).solution @ basis) <= 1e-9

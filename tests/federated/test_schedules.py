@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Update
 from manifoldagg.federated.rules import ASGD, FedAdam, FedAsync, FedAvg, FedBuff
-from manifoldagg.federated.schedules import Constant, Cosine, Cyclic, rate_at
+from manifoldagg.federated.schedules import Cosine, Cyclic, rate_at
 from manifoldagg.manifolds import Flat
 from tests.support import draw
 
@@ -42,8 +42,7 @@ def test_a_cosine_goes_from_start_to_end_and_stays_or_begins_again(start, end, p
     assert middle == pytest.approx([start + end] * (period + 1), rel=1e-14)
 
 
-def test_constants_and_functions_are_rates():
-    assert [Constant(0.25)(version) for version in (0, 7)] == [0.25, 0.25]
+def test_numbers_and_functions_are_rates():
     assert rate_at(0.5, 3) == 0.5
     assert rate_at(lambda version: 1 / (1 + version), 3) == 0.25
 
@@ -71,7 +70,7 @@ def test_a_schedule_gives_the_rate_of_each_step():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Constant(0.0), "rate: expected a finite number > 0"),
+        (lambda: ASGD(0.0), "rate: expected a finite number > 0"),
         (lambda: Cyclic(0.5, 0.1, 4), "high: expected"),
         (lambda: Cyclic(0.0, 0.0, 4), "high: expected"),
         (lambda: Cyclic(-0.1, 0.1, 4), "low: expected"),
@@ -82,7 +81,7 @@ def test_a_schedule_gives_the_rate_of_each_step():
         (lambda: Cosine(0.1, 0.0, 4, restarts=1), "restarts: expected one of True, False"),
         (lambda: ASGD(Cyclic), "rate: expected an instance, got the class Cyclic"),
         (lambda: ASGD(torch.tensor(0.5)), "rate: expected a plain number, got tensor"),
-        (lambda: Constant(np.array(0.5)), "rate: expected a plain number, got array"),
+        (lambda: ASGD(np.array(0.5)), "rate: expected a plain number, got array"),
         (lambda: rate_at(lambda version: math.inf, 0), "rate: expected a finite number >= 0"),
         (lambda: FedAdam(2, lambda version: "slow", beta1=2), "beta1: expected"),
     ],

@@ -15,15 +15,15 @@ from manifoldagg.curves import Bezier
 from manifoldagg.curves.distance import OVERSHOOT, parameter_at_distance_of
 from manifoldagg.errors import ArgumentError, check_choice, check_number
 from manifoldagg.federated.contract import Memory, Outcome, State, Update
+from manifoldagg.federated.rules._base import TangentRule
 from manifoldagg.federated.rules._curved import tangents_at, travel
-from manifoldagg.federated.rules._moving import Moving
 from manifoldagg.federated.rules._reading import cosine, frame_of, read, root, rungs_of
 from manifoldagg.federated.rules.dominance import Dominance
-from manifoldagg.federated.schedules import Rate, check_rate, rate_at
+from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
 
-class CurveRule(Moving, abc.ABC):
+class CurveRule(TangentRule):
     """An asynchronous rule: correct the displacements, choose the rate, step along the curve they make.
 
     One `gram` reads the update, algebra on its few numbers decides, one `combine` writes the new model. Where a
@@ -48,7 +48,7 @@ class CurveRule(Moving, abc.ABC):
         return update.memory
 
     def init(self, space: Manifold, start: Tensor) -> State:
-        self.check_space(space, start)
+        state = super().init(space, start)
         if not space.flat:
             if self.overshoot == "extend" and not self.plain:
                 curved = ", ".join(str(leaf) for leaf in leaves_of(space, start) if not leaf.space.flat)
@@ -57,15 +57,17 @@ class CurveRule(Moving, abc.ABC):
                 )
             still = Update(None, start, start, start[None])
             self.correction.extend(frame_of(space, still, transport=self.transport, rungs=self.rungs))
-        return {"version": 0}
+        return state
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        n, correction = len(update.points), self.correction
-        if n == 0 or (self.plain and n != 1):
-            expected = "one model, (1, P)" if self.plain else "at least one control point, (n, P)"
-            raise ArgumentError(f"points: {type(self).__name__} expects {expected}; got {n} points")
+        if self.plain:
+            self.check_points(update)
+        else:
+            self.check_points(update, None, "at least one control point")
+        n = len(update.points)
+        correction = self.correction
         tensors = correction.granularity == "tensor"
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs, tensors=tensors)
         reading = read(correction, frame, state.get("correction"))
@@ -122,7 +124,6 @@ class ScheduledRule(CurveRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rate(self.rate)
         check_number("decay", self.decay, at_least=0, at_most=1)
         check_number("penalty_limit", self.penalty_limit, above=0)
         check_choice("overshoot", self.overshoot, OVERSHOOT)

@@ -48,11 +48,8 @@ class AdaMasFL(ControlVariates):
         (0.015625, 0.25, 0.03125)
     """
 
-    size: int = 10
     steps: int = field(default=10, kw_only=True)
     rounds: int = field(default=1000, kw_only=True)
-    clients: int | None = field(default=None, kw_only=True)
-    initial: str = field(default="gradient", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +81,8 @@ class AdaMasFL(ControlVariates):
         return {"moved": moved, "answers": waiting.get("answers", 0) + 1}
 
     def move(self, state: State, update: Update, g: Tensor, out: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        waiting, current = state["waiting"], update.current.detach()
+        waiting = state["waiting"]
+        current = update.current.detach()
         rows, minus = self._moved(waiting, update)
         part = self.rate / (self.local_rate * self.steps)
         model = combine(current, rows, [part / (waiting.get("answers", 0) + 1)] * len(rows), minus=minus, out=out)
@@ -97,7 +95,8 @@ class AdaMasFL(ControlVariates):
         Raises:
             ArgumentError: if the last one is longer than K steps.
         """
-        point, base = update.points[0].detach(), update.base.detach()
+        point = update.points[0].detach()
+        base = update.base.detach()
         inner = gram([point, base], minus=[base, None])[0]
         length, far = (root(inner[i, i].item()) for i in (0, 1))
         # Each step rounds a point of the size of the base and what has been walked.

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from manifoldagg.averaging.swa import average_in_
 from manifoldagg.corrections import Correction, OrthoDyn, rotate_control
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
+from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
-from manifoldagg.federated.rules._flat import check_flat
+from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._reading import cosine, frame_of, read, root
 from manifoldagg.federated.rules.dominance import Dominance
-from manifoldagg.federated.schedules import Rate, check_rate, rate_at
+from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
@@ -21,7 +21,7 @@ ORTHODYN = OrthoDyn()
 
 
 @dataclass(frozen=True)
-class AsyncCurve:
+class AsyncCurve(ServerRule):
     r"""$\Theta^{\tau+1} = (1 - s)^2\, \Theta^\tau + 2 s (1 - s)\, \hat\varphi + s^2\, \hat\Theta$, $s = \min(1,
     \eta(\tau) / (N p_i))$.
 
@@ -70,6 +70,7 @@ class AsyncCurve:
     """
 
     cohort: ClassVar[int] = 1
+    needs_flat: ClassVar[str] = "rotated control points"
     numbers: ClassVar[tuple[str, ...]] = ("batches",)
     clients: int
     rate: Rate = 1.0
@@ -81,20 +82,15 @@ class AsyncCurve:
     periodic: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("clients", self.clients)
-        check_rate(self.rate)
         if not isinstance(self.correction, Correction):
             raise ArgumentError(f"correction: expected a Correction, got {self.correction!r}")
         check_count("start", self.start, at_least=0)
         check_count("cycle", self.cycle)
-        check_choice("smoothed", self.smoothed, (False, True))
         check_count("offset", self.offset, at_least=0)
         if self.periodic is not None:
             check_count("periodic", self.periodic)
-
-    def init(self, space: Manifold, start: Tensor) -> State:
-        check_flat(space, start, "rotated control points")
-        return {"version": 0}
 
     def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         if not memory or "step" not in state:
@@ -105,10 +101,11 @@ class AsyncCurve:
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        if len(update.points) != 2:
-            raise ArgumentError(f"points: AsyncCurve expects control point and end, (2, P); got {len(update.points)}")
+        self.check_points(update, 2, "control point and end")
         batches = check_number("numbers: batches", update.numbers.get("batches", 0), at_least=1)
-        version, base, current = state["version"], update.base.detach(), update.current.detach()
+        version = state["version"]
+        base = update.base.detach()
+        current = update.current.detach()
         control, theirs = update.points.detach()
         ends = replace(update, points=update.points[1:])
         frame = frame_of(space, ends, tensors=self.correction.granularity == "tensor")
@@ -133,7 +130,9 @@ class AsyncCurve:
         """The average with a new version, which is overwritten with it where it is time."""
         if self.periodic is None:
             return {}
-        place, mean, count = version - self.offset, state.get("average"), state.get("averaged", 0)
+        place = version - self.offset
+        mean = state.get("average")
+        count = state.get("averaged", 0)
         if place >= self.start and place % self.cycle == 0:
             if mean is None:
                 mean = model.to(torch.float64, copy=True)

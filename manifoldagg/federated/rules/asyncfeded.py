@@ -5,15 +5,13 @@ import sys
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.errors import check_count, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
-from manifoldagg.federated.rules._curved import arrive, tangents_at
-from manifoldagg.federated.rules._moving import Moving
+from manifoldagg.federated.rules._base import TangentRule, follow
 from manifoldagg.federated.rules._reading import check_distances, cosine, frame_of, root, rungs_of
-from manifoldagg.federated.schedules import Rate, check_rate, rate_at
+from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
 LARGEST = sys.float_info.max
@@ -22,7 +20,7 @@ LONGEST = 2**53
 
 
 @dataclass(frozen=True)
-class AsyncFedED(Moving):
+class AsyncFedED(TangentRule):
     r"""$\Theta \leftarrow \Theta + \eta_i\, \Delta_i$ with $\Delta_i = \Theta_i - \Theta^t$ and
 
     $$\gamma_i = \frac{\|\Theta^\tau - \Theta^t\|}{\|\Delta_i\|}, \qquad \eta_i = \frac{\lambda}{\gamma_i + \epsilon},
@@ -71,16 +69,11 @@ class AsyncFedED(Moving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rate(self.rate)
         check_number("epsilon", self.epsilon, above=0)
         check_number("target", self.target, at_least=0)
         check_number("gain", self.gain, at_least=0)
         check_number("epochs", check_count("epochs", self.epochs), at_most=LONGEST)
         check_count("warm_up", self.warm_up, at_least=0)
-
-    def init(self, space: Manifold, start: Tensor) -> State:
-        self.check_space(space, start)
-        return {"version": 0}
 
     def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         return Message(current, numbers={"epochs": float(self.planned(memory))})
@@ -92,13 +85,15 @@ class AsyncFedED(Moving):
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        if len(update.points) != 1:
-            raise ArgumentError(f"points: AsyncFedED expects one model, (1, P); got {len(update.points)} points")
+        self.check_points(update)
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
         inner = frame.gram().tolist()
         check_distances(inner)
-        moved, drift, version = root(inner[0][0]), root(inner[1][1]), state["version"]
-        epochs, gamma = self.planned(update.memory), self.target
+        moved = root(inner[0][0])
+        drift = root(inner[1][1])
+        version = state["version"]
+        epochs = self.planned(update.memory)
+        gamma = self.target
         if version >= self.warm_up:
             # Without a move the ratio would be infinite or 0 / 0, and the step is 0 at any rate.
             gamma = min(drift / moved, LARGEST) if moved > 0 else math.nan
@@ -109,13 +104,6 @@ class AsyncFedED(Moving):
         check_number("rate: step size", rate, at_least=0)
         numbers = {"cosine": cosine(inner), "rate": rate, "step": rate, "norm": rate * moved}
         numbers |= {"distance": gamma, "epochs": float(epochs)} | rungs_of(frame)
-        line = [rate, 0.0]
-        if frame.place is None:
-            model = frame.combine(update.current.detach(), line, out=out)
-        else:
-            here = frame.place.current
-            (u,) = tangents_at(space, here, frame, [[line]])
-            model = torch.empty_like(update.current) if out is None else out
-            model.copy_(arrive(space, here, u))
+        model = follow(space, update.current.detach(), frame, [rate, 0.0], out)
         memory = {**(update.memory or {}), "epochs": epochs}
         return {"version": version + 1}, Outcome(model, memory, numbers)

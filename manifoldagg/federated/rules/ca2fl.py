@@ -8,18 +8,19 @@ from torch import Tensor
 
 from manifoldagg.corrections import Frame
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
-from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
-from manifoldagg.federated.rules._flat import check_flat
+from manifoldagg.federated.contract import Outcome, State, Update
+from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._reading import check_distances, corrected_gram, cosine, frame_of, root
-from manifoldagg.federated.schedules import Rate, check_rate, rate_at
+from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
 UNKNOWN = ("zero", "mean")
 NONE = -1
+EMPTY = {"count": 0, "joined": 0, "guests": 0, "held": []}
 
 
 @dataclass(frozen=True)
-class CA2FL:
+class CA2FL(ServerRule):
     r"""$\Theta \leftarrow \Theta + \eta_g\, v$ after every K updates, with
 
     $$v = \bar h + \frac1K \sum_{i=1}^K (\Delta_i - h_i), \qquad \bar h = \frac1N \sum_j h_j,$$
@@ -69,14 +70,15 @@ class CA2FL:
     """
 
     cohort: ClassVar[int] = 1
+    needs_flat: ClassVar[str] = "cached displacements, of CA2FL,"
     size: int = 10
     rate: Rate = 1.0
     clients: int | None = None
     unknown: str = "zero"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("size", self.size)
-        check_rate(self.rate)
         check_choice("unknown", self.unknown, UNKNOWN)
         if self.clients is not None:
             check_count("clients", self.clients)
@@ -84,18 +86,14 @@ class CA2FL:
                 raise ArgumentError("clients: expected None with unknown='mean', a mean of those that have answered")
 
     def init(self, space: Manifold, start: Tensor) -> State:
-        check_flat(space, start, "cached displacements, of CA2FL,")
-        return {"version": 0, "count": 0, "cached": 0, "joined": 0, "guests": 0, "held": []}
-
-    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
-        return Message(current)
+        return super().init(space, start) | {"cached": 0} | EMPTY
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        if len(update.points) != 1:
-            raise ArgumentError(f"points: CA2FL expects one model, (1, P); got {len(update.points)} points")
-        memory, held = dict(update.memory or {}), list(state["held"])
+        self.check_points(update)
+        memory = dict(update.memory or {})
+        held = [*state["held"]]
         again = memory.get("round") == state["version"]
         slot = memory["slot"] if again else (len(held) if "cache" in memory else NONE)
         if slot != NONE and not again:
@@ -116,7 +114,8 @@ class CA2FL:
         # What is added is what will be taken away again: the cache, as it was rounded.
         rounded = frame.extended("cache", cache)
         mine = {**memory, "cache": cache, "round": state["version"], "slot": slot}
-        count, guests = state["count"] + 1, state["guests"] + (slot == NONE)
+        count = state["count"] + 1
+        guests = state["guests"] + (slot == NONE)
         joined = state["joined"] + (slot == NONE and not again)
         told = {"cosine": cosine([line[:2] for line in inner[:2]]), "weight": 1.0, "buffered": float(count)}
         waits = {**state, "count": count, "guests": guests, "joined": joined, "held": held}
@@ -125,7 +124,8 @@ class CA2FL:
             if again:
                 waits["replaced"] = _wide(rounded, before=1.0, held=-1.0, replaced=1.0)
             return waits, Outcome(None, mine, told)
-        rate, cached = rate_at(self.rate, state["version"]), state["cached"] + joined
+        rate = rate_at(self.rate, state["version"])
+        cached = state["cached"] + joined
         mean = 1 - guests / self.size if self.unknown == "mean" else 1.0
         among = state["cached"] if self.unknown == "mean" else max(self.clients or 0, cached)
         a = rate / self.size
@@ -134,8 +134,7 @@ class CA2FL:
         model = frame.combine(update.current.detach(), line, out=out)
         # h_i goes to its last displacement: of two in this buffer, the first counts no more.
         change = {"cache": 1.0, "held": -float(not again), "before": -1.0, "buffer": 1.0, "replaced": -1.0, "sum": 1.0}
-        after = {**self.init(space, update.current), "version": state["version"] + 1, "cached": cached}
-        after["sum"] = _wide(rounded, **change)
+        after = {"version": state["version"] + 1, "cached": cached, **EMPTY, "sum": _wide(rounded, **change)}
         return after, Outcome(model, mine, told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm})
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manifoldagg.errors import ArgumentError, check_choice, check_count
+from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.federated.contract import Memory
-from manifoldagg.federated.schedules import check_plain
+from manifoldagg.federated.schedules import check_options
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,8 @@ class Dominance:
     smoothed: bool = True
 
     def __post_init__(self) -> None:
-        check_plain(self)
+        check_options(self)
         check_count("clients", self.clients)
-        check_choice("smoothed", self.smoothed, (True, False))
 
     def temper(self, rate: float, own: int, total: int) -> float:
         r"""$\min(1, \eta / (N p_i))$ for $c_i$ = `own` of $k$ = `total` updates."""

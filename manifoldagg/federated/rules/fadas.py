@@ -1,18 +1,15 @@
 """FADAS: Adam on the server over a buffer of stale displacements, with a rate that minds the delays."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from manifoldagg.corrections import Frame
 from manifoldagg.errors import check_choice, check_count, check_decay, check_number
 from manifoldagg.federated.contract import Outcome, State, Update
-from manifoldagg.federated.rules._buffer import BufferedRule
-from manifoldagg.federated.rules._flat import check_flat
-from manifoldagg.federated.rules._moments import moments, quotient_step
-from manifoldagg.federated.rules._reading import Numbers
+from manifoldagg.federated.rules._buffer import BufferedRule, Mean
+from manifoldagg.federated.rules.fedadam import moments, quotient_step
 from manifoldagg.federated.schedules import Rate
 from manifoldagg.manifolds import Manifold
 
@@ -65,6 +62,7 @@ class FADAS(BufferedRule):
     """
 
     cohort: ClassVar[int] = 1
+    needs_flat: ClassVar[str] = "elementwise squares, of FADAS,"
     size: int = 10
     rate: Rate = 1e-3
     beta1: float = field(default=0.9, kw_only=True)
@@ -88,28 +86,22 @@ class FADAS(BufferedRule):
     def wanted(self) -> int:
         return self.size
 
-    def share(self, update: Update) -> float:
-        return 1.0
-
     def init(self, space: Manifold, start: Tensor) -> State:
-        check_flat(space, start, "elementwise squares, of FADAS,")
         check_number("initial_square", self.initial_square, at_most=torch.finfo(start.dtype).max)
         # Where nothing has moved yet it alone divides.
         least = torch.tensor(self.epsilon, dtype=torch.float64).to(start.dtype).item()
         check_number(f"epsilon in {start.dtype}", least, above=0)
         largest = torch.full_like(start, self.initial_square)
-        moments = {"m": torch.zeros_like(start), "v": torch.zeros_like(start), "largest": largest}
-        return super().init(space, start) | moments | {"late": 0}
+        zeros = {"m": torch.zeros_like(start), "v": torch.zeros_like(start), "largest": largest}
+        return super().init(space, start) | zeros | {"late": 0}
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        late = max(state["late"], update.staleness)
-        after, outcome = super().step(space, {**state, "late": late}, update, out=out)
-        if outcome.model is None:
-            return after, outcome
-        rate = self.tempered(outcome.numbers["rate"], late)
-        return {**after, "late": 0}, replace(outcome, numbers={**outcome.numbers, "rate": rate, "step": rate})
+        return super().step(space, {**state, "late": max(state["late"], update.staleness)}, update, out=out)
+
+    def step_size(self, state: State) -> float:
+        return self.tempered(super().step_size(state), state["late"])
 
     def tempered(self, rate: float, late: int) -> float:
         r"""$\eta_\tau$ for a buffer whose stalest update is `late` versions old.
@@ -122,21 +114,9 @@ class FADAS(BufferedRule):
             return rate
         return rate / late if self.adaptive == "scale" else min(rate, 1 / late)
 
-    def move(
-        self,
-        space: Manifold,
-        state: State,
-        update: Update,
-        frame: Frame,
-        mean: list[float],
-        inner: Numbers,
-        rate: float,
-        out: Tensor | None,
-    ) -> tuple[Tensor, float, dict[str, Any]]:
-        current = update.current.detach()
-        delta = frame.combine(None, mean, out=out)
+    def move(self, state: State, mean: Mean, rate: float, out: Tensor | None) -> tuple[Tensor, float, dict[str, Any]]:
+        delta = mean.formed(out)
         m, v = moments(state, delta, self.beta1, self.beta2)
         largest = torch.maximum(state["largest"], v)
-        eta = self.tempered(rate, state["late"])
-        model, norm = quotient_step(current, m, largest, self.epsilon, eta, out=delta)
-        return model, norm, {"m": m, "v": v, "largest": largest}
+        model, norm = quotient_step(mean.current, m, largest, self.epsilon, rate, out=delta)
+        return model, norm, {"m": m, "v": v, "largest": largest, "late": 0}

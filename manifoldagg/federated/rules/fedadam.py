@@ -1,20 +1,18 @@
 """FedAdam: the mean of a cohort as a gradient for Adam on the server."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from manifoldagg.corrections import Frame
 from manifoldagg.errors import check_decay, check_number
-from manifoldagg.federated.contract import State, Update
-from manifoldagg.federated.rules._buffer import BufferedRule
-from manifoldagg.federated.rules._flat import check_flat
-from manifoldagg.federated.rules._moments import moments, quotient_step
-from manifoldagg.federated.rules._reading import Numbers, root
+from manifoldagg.federated.contract import State
+from manifoldagg.federated.rules._buffer import Mean
+from manifoldagg.federated.rules._reading import root
 from manifoldagg.federated.rules.fedavg import FedAvg
 from manifoldagg.federated.schedules import Rate
+from manifoldagg.kernels import gram
 from manifoldagg.manifolds import Manifold
 
 
@@ -49,6 +47,7 @@ class FedAdam(FedAvg):
         [tensor([ 0.4950, -0.4999])]
     """
 
+    needs_flat: ClassVar[str] = "elementwise squares, of FedAdam,"
     rate: Rate = 0.01
     beta1: float = field(default=0.9, kw_only=True)
     beta2: float = field(default=0.99, kw_only=True)
@@ -63,31 +62,41 @@ class FedAdam(FedAvg):
         if self.initial_square is not None:
             check_number("initial_square", self.initial_square, at_least=0)
 
-    def check_space(self, space: Manifold, start: Tensor) -> None:
-        super().check_space(space, start)
-        check_flat(space, start, "elementwise squares, of FedAdam,")
-
     def init(self, space: Manifold, start: Tensor) -> State:
         limits = torch.finfo(start.dtype)
         check_number(f"epsilon: in {start.dtype}", self.epsilon, at_least=limits.tiny, at_most=root(limits.max))
         square = self.epsilon**2 if self.initial_square is None else self.initial_square
         check_number(f"initial_square: in {start.dtype}", square, at_most=limits.max)
-        moments = {"m": torch.zeros_like(start), "v": torch.full_like(start, square)}
-        return BufferedRule.init(self, space, start) | moments
+        zeros = {"m": torch.zeros_like(start), "v": torch.full_like(start, square)}
+        return super().init(space, start) | zeros
 
-    def move(
-        self,
-        space: Manifold,
-        state: State,
-        update: Update,
-        frame: Frame,
-        mean: list[float],
-        inner: Numbers,
-        rate: float,
-        out: Tensor | None,
-    ) -> tuple[Tensor, float, dict[str, Any]]:
-        current = update.current.detach()
-        delta = frame.combine(None, mean, out=out)
+    def move(self, state: State, mean: Mean, rate: float, out: Tensor | None) -> tuple[Tensor, float, dict[str, Any]]:
+        delta = mean.formed(out)
         m, v = moments(state, delta, self.beta1, self.beta2)
-        model, norm = quotient_step(current, m, v, self.epsilon, rate, out=delta)
+        model, norm = quotient_step(mean.current, m, v, self.epsilon, rate, out=delta)
         return model, norm, {"m": m, "v": v}
+
+
+def moments(state: State, delta: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+    r"""$\beta_1 m + (1 - \beta_1)\, \Delta$ and $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$.
+
+    Example:
+        >>> moments({"m": torch.zeros(1), "v": torch.ones(1)}, torch.tensor([2.0]), 0.5, 0.5)
+        (tensor([1.]), tensor([2.5000]))
+    """
+    m = torch.lerp(state["m"], delta, 1 - beta1)
+    return m, delta.square().mul_(1 - beta2).add_(state["v"], alpha=beta2)
+
+
+def quotient_step(
+    current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: float, *, out: Tensor
+) -> tuple[Tensor, float]:
+    r"""$\Theta + \eta\, m / (\sqrt{v} + \epsilon)$, written into `out`, and how far it is from $\Theta$.
+
+    Example:
+        >>> quotient_step(torch.zeros(1), torch.ones(1), torch.tensor([4.0]), 0.0, 1.0, out=torch.empty(1))
+        (tensor([0.5000]), 0.5)
+    """
+    step = torch.sqrt(square, out=out).add_(epsilon)
+    model = torch.div(m, step, out=step).mul_(rate).add_(current)
+    return model, root(gram([model], minus=current)[0, 0, 0].item())

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from manifoldagg.corrections import Correction, Position
-from manifoldagg.errors import check_choice, check_number
+from manifoldagg.errors import check_number
 from manifoldagg.federated.contract import Update
 from manifoldagg.federated.rules._step import CurveRule
-from manifoldagg.federated.schedules import Rate, check_function, check_rate, rate_at
+from manifoldagg.federated.schedules import Rate, Weight, rate_at
 from manifoldagg.federated.staleness import Constant
 
 
@@ -41,14 +41,8 @@ class FedAsync(CurveRule):
     """
 
     rate: Rate = 0.6
-    staleness: Callable[[int], float] = field(default_factory=Constant)
+    staleness: Weight = field(default_factory=Constant)
     weighted: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rate(self.rate)
-        check_function("staleness", self.staleness)
-        check_choice("weighted", self.weighted, (True, False))
 
     @property
     def correction(self) -> Correction:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from manifoldagg.errors import check_choice, check_count
+from manifoldagg.errors import check_count
 from manifoldagg.federated.contract import Update
 from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.schedules import Rate
@@ -51,7 +51,6 @@ class FedAvg(BufferedRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("cohort", self.cohort)
-        check_choice("weighted", self.weighted, (True, False))
 
     @property
     def wanted(self) -> int:

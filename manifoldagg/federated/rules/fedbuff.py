@@ -1,13 +1,12 @@
 """FedBuff: asynchronous clients, whose displacements are averaged some at a time."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from manifoldagg.errors import check_choice, check_count, check_number
+from manifoldagg.errors import check_count, check_number
 from manifoldagg.federated.contract import Update
 from manifoldagg.federated.rules._buffer import BufferedRule
-from manifoldagg.federated.schedules import Rate, check_function
+from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
 
 
@@ -50,16 +49,13 @@ class FedBuff(BufferedRule):
     cohort: ClassVar[int] = 1
     size: int = 10
     rate: Rate = 1.0
-    staleness: Callable[[int], float] = field(default_factory=Polynomial)
+    staleness: Weight = field(default_factory=Polynomial)
     normalise: bool = False
     weighted: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("size", self.size)
-        check_function("staleness", self.staleness)
-        for name in ("normalise", "weighted"):
-            check_choice(name, getattr(self, name), (True, False))
 
     @property
     def wanted(self) -> int:

@@ -1,21 +1,27 @@
 """FLOCO: a cohort learns a simplex of models together, each client in a region of its own."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
+from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number
+from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
-from manifoldagg.federated.rules._flat import check_flat
+from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._reading import root
-from manifoldagg.federated.rules._subregion import best_scale, onto_simplex, principal_axes
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
+SCALES = 1000
+"""How many sizes of the simplex are tried."""
+APART = 1e-4
+"""Centres nearer than this count as this near, so that two equal ones do not decide."""
+
 
 @dataclass(frozen=True)
-class FLOCO:
+class FLOCO(ServerRule):
     r"""$\Phi_j \leftarrow \sum_i w_i\, \Phi_{ij} / \sum_i w_i$ over a cohort of k clients.
 
     Clients return the n vertices of a simplex as their points. The model is the centroid, $\Theta = \tfrac1n \sum_j
@@ -58,6 +64,7 @@ class FLOCO:
         [tensor([2.])]
     """
 
+    needs_flat: ClassVar[str] = "simplices of models"
     cohort: int
     vertices: int = 3
     radius: float = field(default=0.1, kw_only=True)
@@ -67,6 +74,7 @@ class FLOCO:
     seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("cohort", self.cohort)
         check_count("vertices", self.vertices)
         check_number("radius", self.radius, above=0, at_most=2)
@@ -75,15 +83,14 @@ class FLOCO:
         check_number("spread", self.spread, at_least=0)
         if check_count("seed", self.seed, at_least=0) >= 2**64:
             raise ArgumentError(f"seed: expected an integer below 2**64, got {self.seed}")
-        check_choice("weighted", self.weighted, (False, True))
 
     def init(self, space: Manifold, start: Tensor) -> State:
-        check_flat(space, start, "simplices of models")
+        state = super().init(space, start)
         noise = torch.zeros(self.vertices, *start.shape, dtype=start.dtype)
         if self.spread:
             noise.normal_(std=self.spread, generator=torch.Generator().manual_seed(self.seed))
         vertices = check_finite("spread: first vertices", start + (noise - noise.mean(0)).to(start.device))
-        return {"version": 0, "count": 0, "total": 0.0, "vertices": vertices, "signals": []}
+        return state | {"count": 0, "total": 0.0, "vertices": vertices, "signals": []}
 
     def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         placed = {"centre": memory["centre"]} if memory and "centre" in memory else {}
@@ -97,16 +104,19 @@ class FLOCO:
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        n, base, current = self.vertices, update.base.detach(), update.current.detach()
-        points, vertices = update.points.detach(), state["vertices"]
-        if len(points) != n:
-            raise ArgumentError(f"points: expected {n} vertices, (n, P); got {len(points)}")
+        n = self.vertices
+        self.check_points(update, n, f"{n} vertices")
+        base = update.base.detach()
+        current = update.current.detach()
+        points = update.points.detach()
+        vertices = state["vertices"]
         for j, square in enumerate(gram([*points], minus=base)[0].diagonal().tolist()):
             check_number(f"points[{j}]: squared distance from the base", square)
         # As in FedAvg: the weights of one cohort are shares of different totals, where these grew meanwhile.
         weight = update.weight if update.share is None else update.share
         share = check_number("weight", weight if self.weighted else 1.0, above=0)
-        count, total = state["count"] + 1, state["total"] + share
+        count = state["count"] + 1
+        total = state["total"] + share
         # A client's vertices less the server's, and the drift, which is 0 but for old tickets.
         waiting = torch.empty_like(vertices)
         for j, row in enumerate(waiting):
@@ -133,7 +143,8 @@ class FLOCO:
 
     def _placed(self, state: State, update: Update) -> tuple[list[Tensor], Memory]:
         """The signals of the cohort, and the client's memory, with its centre where it can be found."""
-        memory, now = update.memory, state["version"] == self.personal
+        memory = update.memory
+        now = state["version"] == self.personal
         known = "axes" in state and not (memory and "centre" in memory)
         if not (now or known):
             return state["signals"], memory
@@ -141,6 +152,70 @@ class FLOCO:
         signal = combine(None, [*update.points.detach()], [1 / n] * n, minus=update.base.detach())
         if now:
             return [*state["signals"], signal], memory
-        rows, minus = [*state["axes"], signal], [*(None for _ in range(n)), state["mean"]]
-        places = gram(rows, minus=minus)[0, -1, :n]
+        places = gram([*state["axes"], signal], minus=[*[None] * n, state["mean"]])[0, -1, :n]
         return [], {**(memory or {}), "centre": onto_simplex(places, state["scale"])}
+
+
+def onto_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Float64[Tensor, "*batch n"]:
+    r"""$\min_y \|y - x / z\|$ over $y_i \ge 0$, $\sum_i y_i = 1$, with $z$ = `scale`.
+
+    Source: Held, Wolfe, Crowder 1974: $y_i = \max(x_i / z - t, 0)$, $t$ from the largest entries.
+
+    Example:
+        >>> onto_simplex(torch.tensor([2.0, 1.5, -1.0], dtype=torch.float64))
+        tensor([0.7500, 0.2500, 0.0000], dtype=torch.float64)
+    """
+    # Less the largest, which moves no projection: sums of entries of any size keep the digits that count.
+    x = (x - x.amax(-1, keepdim=True)) / scale
+    falling = x.sort(-1, descending=True).values
+    shifts = (falling.cumsum(-1) - 1) / torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
+    last = (falling > shifts).sum(-1, keepdim=True) - 1
+    return (x - shifts.gather(-1, last)).clamp(min=0)
+
+
+def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tensor, Float64[Tensor, "m n"]]:
+    r"""Principal axes of m vectors about 0, and the coordinates of the vectors on them.
+
+    From the Gram matrix of the vectors alone. Axes beyond their rank are 0. The sign of an axis is that of the largest
+    of its weights.
+
+    Args:
+        signals: m vectors.
+        count: n axes.
+
+    Returns:
+        The axes (n, P) and coordinates (m, n) in float64.
+
+    Example:
+        >>> axes, places = principal_axes([torch.tensor([3.0, 0.0]), torch.tensor([0.0, 1.0])], 1)
+        >>> axes.abs(), places.abs()
+        (tensor([[1., 0.]]), tensor([[3.],
+                [0.]], dtype=torch.float64))
+    """
+    values, vectors = torch.linalg.eigh(gram(signals)[0])
+    axes = signals[0].new_zeros(count, len(signals[0]))
+    places = values.new_zeros(len(signals), count)
+    floor = len(signals) * torch.finfo(torch.float64).eps * values[-1]
+    for j, (value, u) in enumerate(zip(values.flip(0)[:count], vectors.flip(1).T, strict=False)):
+        if value <= floor:
+            break
+        u = u * u[u.abs().argmax()].sign()
+        combine(None, signals, u / value.sqrt(), out=axes[j])
+        places[:, j] = u * value.sqrt()
+    return axes, places
+
+
+def best_scale(places: Float64[Tensor, "m n"]) -> float:
+    r"""The $z$ for which the projections of `places` / z on the simplex are spread best.
+
+    Of `SCALES` equal parts of the largest norm the one with the least energy $\sum_{i < j} \|y_i - y_j\|^{-2}$; the
+    smallest where all places are one.
+    """
+    reach = float(places.norm(dim=-1).max())
+    if reach == 0:
+        return 1.0
+    energies = []
+    for k in range(1, SCALES + 1):
+        spread = onto_simplex(places, reach * k / SCALES)
+        energies.append(float(torch.pdist(spread).clamp(min=APART).pow(-2).sum()))
+    return reach * (1 + energies.index(min(energies))) / SCALES

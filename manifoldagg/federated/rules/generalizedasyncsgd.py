@@ -2,17 +2,13 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
-
-from torch import Tensor
+from typing import Any, ClassVar, cast
 
 from manifoldagg.corrections import Correction, Tangent
 from manifoldagg.errors import ArgumentError, check_number
 from manifoldagg.federated.contract import Update
-from manifoldagg.federated.rules._flat import check_flat
 from manifoldagg.federated.rules._step import CurveRule
-from manifoldagg.federated.schedules import Rate, check_rate, rate_at
-from manifoldagg.manifolds import Manifold
+from manifoldagg.federated.schedules import Rate, rate_at
 
 SLACK = 1e-6
 
@@ -72,13 +68,13 @@ class GeneralizedAsyncSGD(CurveRule):
         [tensor([-1.])]
     """
 
+    needs_flat: ClassVar[str] = "gradients, of GeneralizedAsyncSGD,"
     overshoot = "extend"
     routing: Mapping[Any, float] | Iterable[float]
     rate: Rate = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rate(self.rate)
         given = self.routing
         if not isinstance(given, Iterable):
             raise ArgumentError(f"routing: expected a mapping from clients or a sequence, got {given!r}")
@@ -91,10 +87,6 @@ class GeneralizedAsyncSGD(CurveRule):
     @property
     def correction(self) -> Correction:
         return Tangent()
-
-    def check_space(self, space: Manifold, start: Tensor) -> None:
-        super().check_space(space, start)
-        check_flat(space, start, "gradients, of GeneralizedAsyncSGD,")
 
     def step_size(self, version: int, update: Update, penalty: Callable[[float], float]) -> float:
         shares = cast(Mapping[Any, float], self.routing)

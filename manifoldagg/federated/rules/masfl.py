@@ -8,18 +8,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg.corrections.frame import require_flat
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
+from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._reading import root
-from manifoldagg.federated.schedules import Rate, check_rate, rate_at
+from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
 INITIAL = ("gradient", "zero")
 
 
-class ControlVariates(abc.ABC):
+@dataclass(frozen=True)
+class ControlVariates(ServerRule):
     r"""What MasFL and AdaMasFL share: the control variates $c_i$, their mean $c$ and the momentum $g$.
 
     $c_i$ is the mean gradient that client i sent last, kept in its memory; $g$ and $c$ are the state, and what waits is
@@ -31,11 +32,13 @@ class ControlVariates(abc.ABC):
     cohort: ClassVar[int] = 1
     tensors: ClassVar[Mapping[str, int | None]] = {"gradient": None}
     numbers: ClassVar[Sequence[str]] = ("opening",)
-    size: int
-    clients: int | None
-    initial: str
+    needs_flat: ClassVar[str] = "control variates"
+    size: int = 10
+    clients: int | None = field(default=None, kw_only=True)
+    initial: str = field(default="gradient", kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("size", self.size)
         check_choice("initial", self.initial, INITIAL)
         if self.clients is not None and check_count("clients", self.clients) < self.size:
@@ -59,9 +62,8 @@ class ControlVariates(abc.ABC):
         return {}
 
     def init(self, space: Manifold, start: Tensor) -> State:
-        require_flat(space)
         zeros = {"g": torch.zeros_like(start), "c": torch.zeros_like(start, dtype=torch.float64)}
-        return {"version": 0, "joined": 0, "among": self.clients or 0, "waiting": {}} | zeros
+        return super().init(space, start) | {"joined": 0, "among": self.clients or 0, "waiting": {}} | zeros
 
     def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         opening = self.initial == "gradient" and (memory is None or state["joined"] < (self.clients or 0))
@@ -75,17 +77,20 @@ class ControlVariates(abc.ABC):
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        if len(update.points) != 1:
-            raise ArgumentError(f"points: expected one model, (1, P); got {len(update.points)} points")
-        opening, beta, memory = update.numbers["opening"], self.momentum, update.memory
+        self.check_points(update)
+        opening = update.numbers["opening"]
+        beta = self.momentum
+        memory = update.memory
         allowed = (0,) if self.initial == "zero" else (1,) if memory is None else (0, 1)
         if opening not in allowed:
             expected = "1, the first answer of a client" if allowed == (1,) else " or ".join(map(str, allowed))
             raise ArgumentError(f"numbers: opening: expected {expected}; got {opening:g}")
         gradient = update.tensors["gradient"].detach()
         joined = state["joined"] + (memory is None)
-        kept, known = {"control": gradient.clone()}, None if memory is None else memory["control"]
-        rows, minus, waiting = [gradient], [known], state["waiting"]
+        kept = {"control": gradient.clone()}
+        rows = [gradient]
+        minus: list[Tensor | None] = [None if memory is None else memory["control"]]
+        waiting = state["waiting"]
         who = waiting.get("who", [])
         if opening:
             among = max(state["among"], joined)
@@ -96,13 +101,15 @@ class ControlVariates(abc.ABC):
                 after["g"] = check_finite("tensors: gradient: mean", c.to(gradient.dtype, copy=True))
             return after, Outcome(None, kept, {"buffered": float(len(who))})
         if waiting:
-            rows, minus = [*rows, waiting["sum"]], [*minus, None]
+            rows.append(waiting["sum"])
+            minus.append(None)
         who = who if update.client in who else [*who, update.client]
         if len(who) < self.size:
             wide = torch.empty_like(gradient, dtype=torch.float64)
             total = combine(None, rows, [1.0] * len(rows), minus=minus, out=wide)
             check_finite("tensors: gradient: sum over the buffer", total)
-        among, count = max(state["among"], joined), len(rows)
+        among = max(state["among"], joined)
+        count = len(rows)
         share = beta / self.size
         g = combine(
             None, [*rows, state["c"], state["g"]], [share] * count + [beta, 1 - beta], minus=[*minus, None, None]
@@ -164,15 +171,11 @@ class MasFL(ControlVariates):
         (tensor([-1.]), {'direction': tensor([3.]), 'control': tensor([4.])})
     """
 
-    size: int = 10
     rate: Rate = 0.1
     beta: float = 0.1
-    clients: int | None = field(default=None, kw_only=True)
-    initial: str = field(default="gradient", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rate(self.rate)
         check_number("beta", self.beta, above=0, at_most=1)
 
     @property

@@ -11,7 +11,7 @@ from manifoldagg.errors import ArgumentError, check_decay, check_finite, check_n
 from manifoldagg.federated.contract import Memory, Message, Outcome, Rule, State, Update, check_rule
 from manifoldagg.federated.rules._curved import arrive
 from manifoldagg.federated.rules._reading import root, widened
-from manifoldagg.federated.schedules import check_plain
+from manifoldagg.federated.schedules import check_options
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold, norm
 from manifoldagg.manifolds.optimizers import carry
@@ -49,7 +49,7 @@ class Momentum:
     beta: float = 0.9
 
     def __post_init__(self) -> None:
-        check_plain(self)
+        check_options(self)
         check_rule(self.rule)
         check_decay("beta", self.beta)
 
@@ -78,14 +78,19 @@ class Momentum:
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
         inner, outcome = self.rule.step(space, state["rule"], update, out=out)
-        after, reached, current = {**state, "rule": inner}, outcome.model, update.current.detach()
+        after = {**state, "rule": inner}
+        reached = outcome.model
         if reached is None:
             return after, outcome
+        current = update.current.detach()
         if space.flat:
-            rows, line = [reached], [1.0]
+            rows = [reached]
+            line = [1.0]
             minus: list[Tensor | None] = [current]
             if "velocity" in state:
-                rows, minus, line = [*rows, state["velocity"]], [current, None], [1.0, self.beta]
+                rows.append(state["velocity"])
+                line.append(self.beta)
+                minus.append(None)
             after["velocity"] = combine(None, rows, line, minus=minus)
             model = reached if len(rows) == 1 else combine(current, [after["velocity"]], [1.0], out=out)
             moved = root(gram([after["velocity"]])[0, 0, 0].item())
@@ -97,9 +102,9 @@ class Momentum:
             check_way(space, here, u, outcome.numbers.get("norm", 0.0), math.sqrt(torch.finfo(current.dtype).eps))
             if "velocity" in state:
                 u = u + self.beta * tangent_at(space, here, state["velocity"])
-            there, moved = arrive(space, here, u), float(norm(space, here, u))
+            moved = float(norm(space, here, u))
             model = torch.empty_like(current) if out is None else out
-            model.copy_(there)
+            model.copy_(arrive(space, here, u))
             after["velocity"] = carry(space, here, widened(space, model), u)
         return after, replace(outcome, model=model, numbers={**outcome.numbers, "norm": moved})
 

@@ -1,26 +1,28 @@
 """OrthoFL: clients keep their own progress, and take in only what others did orthogonally to it."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from manifoldagg.corrections import calibrate
-from manifoldagg.corrections.frame import GRANULARITIES, require_flat
+from manifoldagg.corrections.frame import GRANULARITIES
 from manifoldagg.errors import ArgumentError, check_choice, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
-from manifoldagg.federated.rules._reading import cosine, root
-from manifoldagg.federated.schedules import Rate, check_function, check_rate, rate_at
+from manifoldagg.federated.rules._base import ServerRule
+from manifoldagg.federated.rules._reading import check_distances, cosine, root
+from manifoldagg.federated.schedules import Rate, Weight, rate_at
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
-CALIBRATIONS, PROTOCOLS = ("orthogonal", "pairwise", "none"), ("server", "client")
+CALIBRATIONS = ("orthogonal", "pairwise", "none")
+PROTOCOLS = ("server", "client")
 
 
 @dataclass(frozen=True)
-class OrthoFL:
+class OrthoFL(ServerRule):
     r"""$W^{t+} = (1 - \beta_t)\,W^t + \beta_t W_m$, $\beta_t = \beta\, s(\tau - t)$; the client goes on from
 
     $$W_m^{+} = W_m + \Delta - \frac{\langle \Delta, \Delta_m\rangle}{\langle \Delta_m, \Delta_m\rangle}\,\Delta_m,
@@ -72,8 +74,9 @@ class OrthoFL:
     """
 
     cohort: ClassVar[int] = 1
+    needs_flat: ClassVar[str] = "shifts between models"
     rate: Rate = 0.6
-    staleness: Callable[[int], float] = field(default_factory=Polynomial)
+    staleness: Weight = field(default_factory=Polynomial)
     weighted: bool = False
     protocol: str | Callable[[Hashable], str] = field(default="server", kw_only=True)
     calibration: str = field(default="orthogonal", kw_only=True)
@@ -81,12 +84,9 @@ class OrthoFL:
     moving_average: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_rate(self.rate)
-        check_function("staleness", self.staleness)
+        super().__post_init__()
         check_choice("calibration", self.calibration, CALIBRATIONS)
         check_choice("granularity", self.granularity, GRANULARITIES)
-        for name in ("weighted", "moving_average"):
-            check_choice(name, getattr(self, name), (False, True))
         if not callable(self.protocol):
             check_choice("protocol", self.protocol, PROTOCOLS)
         if self.protocol != "server" and (self.calibration != "orthogonal" or not self.moving_average):
@@ -97,8 +97,7 @@ class OrthoFL:
             raise ArgumentError("moving_average: expected True, as there is no calibrated model to put in its place")
 
     def init(self, space: Manifold, start: Tensor) -> State:
-        require_flat(space)
-        return {"version": 0} | ({"updates": {}} if self.calibration == "pairwise" else {})
+        return super().init(space, start) | ({"updates": {}} if self.calibration == "pairwise" else {})
 
     def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         if memory is None:
@@ -111,20 +110,22 @@ class OrthoFL:
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        if len(update.points) != 1:
-            raise ArgumentError(f"points: OrthoFL expects one model, (1, P); got {len(update.points)} points")
-        current, base, model = update.current.detach(), update.base.detach(), update.points[0].detach()
-        memory, after = update.memory, {**state, "version": state["version"] + 1}
+        self.check_points(update)
+        current = update.current.detach()
+        base = update.base.detach()
+        model = update.points[0].detach()
+        memory = update.memory
+        after = {**state, "version": state["version"] + 1}
         kept = check_number("staleness: weight", self.staleness(update.staleness), at_least=0)
         rate = rate_at(self.rate, state["version"]) * kept * (update.weight if self.weighted else 1.0)
         rate = min(check_number("rate: step size", rate), 1.0)
         # The ticket is older than what is kept: the start that it left with is gone.
         late = memory is not None and state["version"] - update.staleness < memory["version"]
         known = memory is not None and not late and "start" in memory
-        start, home = (memory["start"], memory["global"]) if known else (base, base)
+        start = memory["start"] if known else base
+        home = memory["global"] if known else base
         inner = gram([model, current, model], minus=[start, home, current])[0].tolist()
-        for name, place in (("points[0]", 0), ("current", 1)):
-            check_number(f"{name}: squared distance from the base", inner[place][place])
+        check_distances([row[:2] for row in inner[:2]])
         protocol = self.protocol(update.client) if callable(self.protocol) else self.protocol
         check_choice("protocol", protocol, PROTOCOLS)
         calibrated: Tensor | None = None
@@ -132,12 +133,13 @@ class OrthoFL:
         if self.calibration == "pairwise":
             others = [row for client, row in state["updates"].items() if client != update.client]
             if not late:
-                own = combine(None, [model], [1.0], minus=start)
-                after["updates"] = {**state["updates"], update.client: own}
+                after["updates"] = {**state["updates"], update.client: shift(model, start)}
         if self.calibration != "none" and protocol == "server" and not (late and self.moving_average):
-            calibrated = next_start(space, model, current, start, home, granularity=self.granularity, against=others)
+            shifts = (shift(current, home), shift(model, start))
+            calibrated = calibrate(model, *shifts, self.granularity, others, space=space)
         if self.moving_average or calibrated is None:
-            new, norm = mixed(current, model, rate, out=out), rate * root(inner[2][2])
+            new = mixed(current, model, rate, out=out)
+            norm = rate * root(inner[2][2])
         else:
             new = calibrated.clone() if out is None else out.copy_(calibrated)
             norm = root(gram([new], minus=current)[0, 0, 0].item())
@@ -165,35 +167,12 @@ def mixed(current: Tensor, model: Tensor, rate: float, out: Tensor | None = None
     return combine(current, [model], [rate], minus=current, out=out)
 
 
-def next_start(
-    space: Manifold,
-    model: Tensor,
-    current: Tensor,
-    start: Tensor,
-    home: Tensor,
-    *,
-    granularity: str = "tensor",
-    against: Sequence[Tensor] | None = None,
-) -> Tensor:
-    r"""$W_m^{+}$ from $W_m$, the global model before aggregation, and where the two were: the same bits anywhere.
-
-    Args:
-        space: flat; its named tensors are those of `granularity="tensor"`.
-        model: $W_m$.
-        current: $W^t$.
-        start: $W_m^{\tau+}$.
-        home: $W^{\tau+}$.
-        granularity: as in [`calibrate`][manifoldagg.corrections.calibrate].
-        against: likewise.
-
-    Source: OrthoFL (4)-(7).
+def shift(model: Tensor, since: Tensor) -> Tensor:
+    r"""How far a model has come from where it was, rounded once: what server and client calibrate by.
 
     Example:
         >>> import torch
-        >>> from manifoldagg.manifolds import Flat
-        >>> model, zero = torch.tensor([3.0, 0.0]), torch.zeros(2)
-        >>> next_start(Flat(2), model, torch.ones(2), zero, zero)
-        tensor([3., 1.])
+        >>> shift(torch.ones(1), torch.zeros(1))
+        tensor([1.])
     """
-    shift, own = combine(None, [current], [1.0], minus=home), combine(None, [model], [1.0], minus=start)
-    return calibrate(model, shift, own, granularity, against, space=space)
+    return combine(None, [model], [1.0], minus=since)

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from manifoldagg.corrections import calibrate
 from manifoldagg.errors import ArgumentError, is_finite
 from manifoldagg.federated.contract import Payload, Trainer
-from manifoldagg.federated.rules.orthofl import mixed, next_start
+from manifoldagg.federated.rules.orthofl import mixed, shift
 from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.federated.trainers.local import Local
 
@@ -56,9 +57,10 @@ class Calibrated(Client):
             home = memory["global"]
         elif since == 1:
             granularity = "tensor" if message.numbers["by_tensor"] else "model"
-            before = (memory["start"], memory["global"])
-            home = mixed(message.start, memory["model"], message.numbers["rate"])
-            start = next_start(given.space, memory["model"], message.start, *before, granularity=granularity)
+            model = memory["model"]
+            home = mixed(message.start, model, message.numbers["rate"])
+            shifts = (shift(message.start, memory["global"]), shift(model, memory["start"]))
+            start = calibrate(model, *shifts, granularity, space=given.space)
         message = replace(message, start=start)
         inner = memory.get("trainer")
         payload = self.trainer.train(given.space, message, given.loss, given.batches, inner, generator=given.generator)

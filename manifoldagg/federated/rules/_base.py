@@ -1,0 +1,105 @@
+"""What rules share: checked options, the spaces and points that they take, the message that is a model alone."""
+
+import abc
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from manifoldagg.corrections import Frame
+from manifoldagg.corrections.place import RUNGS, TRANSPORTS, Place, leaves_of
+from manifoldagg.errors import ArgumentError, check_choice, check_count
+from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
+from manifoldagg.federated.intake import check_on
+from manifoldagg.federated.rules._curved import arrive, tangents_at
+from manifoldagg.federated.rules._reading import widened
+from manifoldagg.federated.schedules import check_options
+from manifoldagg.manifolds import Manifold
+
+
+@dataclass(frozen=True)
+class ServerRule(abc.ABC):
+    """A [`Rule`][manifoldagg.federated.Rule] that counts versions and sends its clients the current model.
+
+    `needs_flat` says what of it has no meaning on curved leaves, in the plural; such a space is refused.
+    """
+
+    needs_flat: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def init(self, space: Manifold, start: Tensor) -> State:
+        self.check_space(space, start)
+        return {"version": 0}
+
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
+        return Message(current)
+
+    @abc.abstractmethod
+    def step(
+        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
+    ) -> tuple[State, Outcome]: ...
+
+    def check_space(self, space: Manifold, start: Tensor) -> None:
+        """Refuse a space on which the rule has no meaning.
+
+        Raises:
+            ArgumentError: naming its curved leaves, and what needs them flat.
+        """
+        if not isinstance(space, Manifold):
+            raise ArgumentError(f"space: expected a manifold, got {space!r}")
+        curved = [str(leaf) for leaf in leaves_of(space, start) if not leaf.space.flat] if self.needs_flat else []
+        if curved:
+            raise ArgumentError(f"space: {self.needs_flat} need flat leaves; these are curved: {', '.join(curved)}")
+
+    def check_points(self, update: Update, count: int | None = 1, what: str = "one model") -> None:
+        """So many points are in an update; `None`: any number but none.
+
+        Raises:
+            ArgumentError: saying `what` is expected.
+        """
+        given = len(update.points)
+        if given == 0 or given != (count or given):
+            expected = f"{type(self).__name__} expects {what}, ({count or 'n'}, P)"
+            raise ArgumentError(f"points: {expected}; got {given} points")
+
+
+@dataclass(frozen=True)
+class TangentRule(ServerRule):
+    """A rule that brings tangents from one point to another.
+
+    Args:
+        transport: how tangents travel on a curved space: `"parallel"`, `"ladder"`, `"projection"`; `None` is
+            parallel where a leaf has it in closed form, a ladder elsewhere.
+        rungs: of a ladder.
+    """
+
+    transport: str | None = field(default=None, kw_only=True)
+    rungs: int = field(default=RUNGS, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.transport is not None:
+            check_choice("transport", self.transport, TRANSPORTS)
+        check_count("rungs", self.rungs)
+
+    def check_space(self, space: Manifold, start: Tensor) -> None:
+        super().check_space(space, start)
+        if not space.flat:
+            # A passage of no length is refused where some leaf lacks what the transport takes.
+            point = widened(space, check_on(space, "start", start))
+            Place(space, point, point, self.transport, self.rungs)
+        elif self.transport is not None:
+            raise ArgumentError(f"transport: expected None on a flat space, got {self.transport!r}")
+
+
+def follow(space: Manifold, current: Tensor, frame: Frame, line: list[float], out: Tensor | None) -> Tensor:
+    r"""$\exp_\Theta u$ for the tangent $u$ at the current model that `line` makes of the rows of a frame."""
+    if frame.place is None:
+        return frame.combine(current, line, out=out)
+    here = frame.place.current
+    (u,) = tangents_at(space, here, frame, [[line]])
+    model = torch.empty_like(current) if out is None else out
+    return model.copy_(arrive(space, here, u))
