@@ -1,7 +1,7 @@
 """The front door for other codebases: one server step on plain state dicts or lists of arrays."""
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,17 +146,20 @@ def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:
     return len(update) == 0 or isinstance(update[0], inner)
 
 
+def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
+    """Key and array of each entry of a model."""
+    if isinstance(model, Mapping):
+        return model.items()
+    if isinstance(model, Sequence) and not isinstance(model, str):
+        return enumerate(model)
+    raise ArgumentError(f"{name}: expected a state dict or a list of arrays, got {type(model).__name__}")
+
+
 def _tensors(name: str, model: Any) -> dict[str, Tensor]:
     """The entries of a model as tensors; arrays are copied, tensors are not."""
-    if isinstance(model, Mapping):
-        entries: dict[str, Any] = {str(key): array for key, array in model.items()}
-    elif isinstance(model, Sequence) and not isinstance(model, str):
-        entries = {str(i): array for i, array in enumerate(model)}
-    else:
-        raise ArgumentError(f"{name}: expected a state dict or a list of arrays, got {type(model).__name__}")
     tensors = {}
-    for key, array in entries.items():
-        if key.rpartition(".")[2] == OPAQUE:
+    for key, array in _entries(name, model):
+        if str(key).rpartition(".")[2] == OPAQUE:
             continue
         if isinstance(array, np.ndarray | np.generic):
             try:
@@ -165,7 +168,7 @@ def _tensors(name: str, model: Any) -> dict[str, Tensor]:
                 raise ArgumentError(f"{name}: {key}: expected a numeric array, got dtype {array.dtype}") from None
         if not isinstance(array, Tensor):
             raise ArgumentError(f"{name}: {key}: expected a tensor or an array, got {type(array).__name__}")
-        tensors[key] = array.detach()
+        tensors[str(key)] = array.detach()
     return tensors
 
 
@@ -179,7 +182,7 @@ def _point(space: ParameterSpace, name: str, tensors: dict[str, Tensor]) -> Tens
 def _like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:
     """`new` as the kind of `current`: its container, order, devices, arrays where arrays were."""
     entries: dict[Any, Any] = {}
-    for key, array in current.items() if isinstance(current, Mapping) else enumerate(current):
+    for key, array in _entries("current", current):
         if str(key) not in new:  # what a module keeps beside its tensors
             entries[key] = copy.copy(array)
             continue

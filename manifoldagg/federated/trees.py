@@ -28,9 +28,9 @@ def tensors(tree: Tree) -> list[Tensor]:
         if isinstance(branch, Tensor):
             found.append(branch)
         elif isinstance(branch, dict):
-            ahead.extend(reversed(branch.values()))
+            ahead += reversed(branch.values())
         elif isinstance(branch, list | tuple):
-            ahead.extend(reversed(branch))
+            ahead += reversed(branch)
     return found
 
 
@@ -99,7 +99,7 @@ def spoils(new: Tree, old: Tree) -> bool:
                 return True
         elif isinstance(now, dict):
             earlier = before if isinstance(before, dict) else {}
-            ahead.extend((branch, earlier.get(name)) for name, branch in now.items())
+            ahead += [(branch, earlier.get(name)) for name, branch in now.items()]
         elif isinstance(now, list | tuple):
             ahead.extend(
                 zip(now, chain(before if isinstance(before, list | tuple) else (), repeat(None)), strict=False)

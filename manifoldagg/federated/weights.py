@@ -88,9 +88,6 @@ class Weights:
         self._total += samples - self._told.get(client, 0)
         self._told[client] = samples
 
-    def __repr__(self) -> str:
-        return f"Weights({self._amounts}, {dict(self._issued)}, {self._told}, {self._total})"
-
 
 def check_client(client: Hashable) -> Hashable:
     """A name of a client.

@@ -37,6 +37,8 @@ def assigned(
     """
     if not isinstance(manifolds, Mapping | None):
         raise ArgumentError(f"manifolds: expected a mapping of name or pattern to space, got {manifolds!r}")
+    if not manifolds and not brought:
+        return ()
     said, pairs, matched = manifolds or {}, [], set()
     for leaf in layout.leaves:
         names = [leaf.name, *(alias for alias, name in layout.aliases if name == leaf.name)]

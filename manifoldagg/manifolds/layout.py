@@ -84,7 +84,7 @@ class Layout:
 
         return _sort(tensors_of(state), leaf, dtype)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """P, how many numbers a point has."""
         return sum(self.sizes)

@@ -43,7 +43,7 @@ def fingerprint(server):
         "contents": {key: bits(books.store[key]) for key in kept},
         "memory": server.memory,
         "tickets": dict(books.tickets),
-        "weights": repr(books.weights),
+        "weights": repr(vars(books.weights)),
         "norms": list(books.now.norms),
         "history": bits(server.history),
         # Not of the module `random`, of which the type checks of the tests make use.

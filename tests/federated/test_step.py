@@ -1,0 +1,111 @@
+"""The step: pure but for the memory it is lent, and the same behind a server and behind `aggregate`."""
+
+import pytest
+import torch
+from hypothesis import given
+
+from manifoldagg import aggregate
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Message, Outcome, Payload, Server, Update
+from manifoldagg.federated.rules import AsyncBezier
+from manifoldagg.federated.snapshot import Snapshot
+from manifoldagg.federated.step import Terms, step
+from manifoldagg.federated.trees import disjoint
+from manifoldagg.manifolds import ParameterSpace
+from tests.federated.fingerprint import Gathers, bits
+from tests.support import draw, seeds
+
+NAN = float("nan")
+MODEL = {"w": torch.zeros(4), "mean": torch.zeros(2)}
+SPACE = ParameterSpace.of_state_dict(MODEL, buffers=("mean",))
+
+
+def scene(seed, rule, count):
+    """What a step takes: its terms, what it meets, an update of `count` points, buffers, and memory for the model."""
+    base, current, *points = draw(seed, 2 + count, 4, dtype=torch.float32)
+    kept, brought = draw(seed + 1, 2, 2, dtype=torch.float32)
+    before = Snapshot(current, rule.init(SPACE, current), {"mean": kept})
+    update = Update("a", base, current, torch.stack(points), memory={"last": base + 1})
+    return Terms(SPACE, rule, {"mean": "average"}), before, update, {"mean": brought}, torch.empty(4)
+
+
+@given(seeds)
+def test_a_step_writes_nothing_but_its_memory(seed):
+    terms, before, update, buffers, out = scene(seed, AsyncBezier(0.5), 2)
+    kept = bits([before, update, buffers])
+    after, outcome = step(terms, before, update, buffers, out)
+    assert bits([before, update, buffers]) == kept
+    assert after.current is outcome.model is out
+    assert (before.version, after.version) == (0, 1)
+    # The same in, the same out.
+    again, _ = step(terms, before, update, buffers, torch.full((4,), NAN))
+    assert bits(again) == bits(after)
+
+
+def test_an_update_that_waits_moves_nothing_but_the_state():
+    terms, before, update, buffers, out = scene(0, Gathers(2), 1)
+    after, outcome = step(terms, before, update, buffers, out)
+    assert outcome.model is None
+    assert (after.current is before.current, after.buffers is before.buffers, after.version) == (True, True, 0)
+    assert after.waiting.latest["mean"].tolist() == buffers["mean"].tolist()
+    # What is kept for the client is what it was.
+    assert outcome.memory is update.memory
+    last, _ = step(terms, after, update, buffers, out)
+    assert (last.version, last.waiting) == (1, None)
+
+
+@given(seeds)
+def test_what_is_kept_lies_in_memory_of_its_own(seed):
+    class Keeps(Gathers):
+        def step(self, space, state, update, *, out=None):
+            torch.add(update.points[0], 1, out=out)
+            kept = [update.points, update.base[1:], update.current, out]
+            return {"kept": kept}, Outcome(out, kept)
+
+    terms, before, update, buffers, out = scene(seed, Keeps(1), 1)
+    after, outcome = step(terms, before, update, buffers, out)
+    lent = [update.points, update.base, update.current, out]
+    kept = (after.state, outcome.memory)
+    assert disjoint(kept, lent) is kept
+    # Points that lie where the model goes are read before it is written.
+    tied = Update("a", update.base, update.current, out[None])
+    expected = out + 1
+    assert torch.equal(step(terms, before, tied, buffers, out)[0].current, expected)
+
+
+class Faulty:
+    """Answers with this state, model and memory."""
+
+    cohort = 1
+
+    def __init__(self, state=None, model=None, memory=None):
+        self.answer = state or {}, Outcome(torch.zeros(4) if model is None else model, memory)
+
+    def init(self, space, start):
+        return {}
+
+    def message(self, space, state, current, memory):
+        return Message(current)
+
+    def step(self, space, state, update, *, out=None):
+        return self.answer
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (Faulty(model=torch.zeros(3)), "rule: new model: expected shape (4), got (3,)"),
+        (Faulty(model=torch.zeros(4).double()), "rule: new model: dtype: expected one of torch.float32"),
+        (Faulty(model=torch.full((4,), NAN)), "{}: the new model would not be finite"),
+        (Faulty(state={"m": [torch.tensor(NAN)]}), "{}: the rule's state would not be finite"),
+        (Faulty(memory=(torch.tensor(NAN),)), "{}: the rule's state would not be finite"),
+    ],
+)
+def test_what_a_rule_gets_wrong_is_refused_behind_both(rule, words):
+    server = Server(SPACE, rule, SPACE.point(MODEL))
+    ticket = server.dispatch("a")
+    assert server.receive(ticket.id, Payload(torch.ones(1, 4), 1)).reason.startswith(words.format("points"))
+    with pytest.raises(ArgumentError) as error:
+        aggregate(rule, None, MODEL, MODEL, MODEL, buffers=["mean"])
+    assert str(error.value).startswith(words.format("update"))
