@@ -52,7 +52,7 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     if space.flat:
         return (factor * points).sum(axis)
     # The mean is that of the projections, which differ from the points by rounding: no derivative is lost.
-    points = points + (space.project(points.detach()) - points).detach()
+    points = points + (space._project(points.detach()) - points).detach()
     mean: Tensor = _Solution.apply(space, points.detach(), weights.detach())  # type: ignore[no-untyped-call]
     if not is_transformed([points, weights]):
         return mean
@@ -60,9 +60,9 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     def equation(u: Tensor, points: Tensor, factor: Tensor) -> Tensor:
         """Zero at u = 0: the normal part of u, less the pull of the points at exp of its tangent part."""
         m = mean.expand_as(u)
-        tangent = space.project_tangent(m, u)
-        place = space.exp(m, tangent).unsqueeze(axis).expand_as(points)
-        return u - tangent - space.project_tangent(m, (factor * space.log(place, points)).sum(axis))
+        tangent = space._project_tangent(m, u)
+        place = space._exp(m, tangent).unsqueeze(axis).expand_as(points)
+        return u - tangent - space._project_tangent(m, (factor * space._log(place, points)).sum(axis))
 
     size, batch = math.prod(space.shape), mean.shape[: mean.ndim - len(space.shape)]
     zero, frozen = mean.new_zeros(size, *mean.shape), points.detach().expand(size, *points.shape)
@@ -74,7 +74,7 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
         left = equation(u, points, factor)
         step = torch.linalg.solve(hessian, (left - left.detach()).flatten(len(batch)).unsqueeze(-1))
         u = u - step.squeeze(-1).reshape(mean.shape)
-    moved = space.exp(mean, u)
+    moved = space._exp(mean, u)
     return mean + (moved - moved.detach())
 
 

@@ -13,7 +13,8 @@ from manifoldagg.curves.bernstein import basis, bilinear, least, quadratic_root,
 from manifoldagg.curves.path import Curve, Parameter, Path, Phi, Points, parameter
 from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape, is_finite
 from manifoldagg.kernels import combine, gram
-from manifoldagg.manifolds import Manifold, geodesic
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.formulas import geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
 
 HIGHEST = 1000
@@ -310,8 +311,8 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
     shares = t.double().reshape(*t.shape, *(1 for _ in range(-axis)))
     while (n := polygon.shape[axis]) > 1:
         start, end = polygon.narrow(axis, 0, n - 1), polygon.narrow(axis, 1, n - 1)
-        step = (shares * space.log(start, end)).to(polygon.dtype)
-        polygon = space.exp(start.expand_as(step), step)
+        step = (shares * space._log(start, end)).to(polygon.dtype)
+        polygon = space._exp(start.expand_as(step), step)
     return polygon.squeeze(axis)
 
 

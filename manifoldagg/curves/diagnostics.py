@@ -13,7 +13,8 @@ from manifoldagg.curves.bezier import Bezier
 from manifoldagg.curves.path import Curve, Phi
 from manifoldagg.curves.shape import coordinates, sharpest, slowest
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
-from manifoldagg.manifolds import Flat, geodesic, norm
+from manifoldagg.manifolds import Flat
+from manifoldagg.manifolds.formulas import geodesic, norm
 
 BY = ("parameter", "length")
 RESTING = 1e-12
@@ -259,7 +260,7 @@ def _turning(curve: Curve, phi: Tensor, t: Tensor, slow: float) -> tuple[Tensor,
     speed = norm(curve.space, here, v)
     moves = speed > slow
     square = torch.where(moves, speed, 1).square()
-    share = (curve.space.inner(here, a, v) / square).reshape(-1, *(1 for _ in phi.shape[1:]))
+    share = (curve.space._inner(here, a, v) / square).reshape(-1, *(1 for _ in phi.shape[1:]))
     turning = torch.where(moves, norm(curve.space, here, a - share * v) / square.sqrt(), 0)
     return speed.reshape(t.shape), turning.reshape(t.shape)
 

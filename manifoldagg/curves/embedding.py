@@ -88,7 +88,7 @@ class Embedding(abc.ABC):
         unit = torch.eye(self.domain[0], dtype=x.dtype, device=x.device) if self.domain else x.new_ones(1)
         columns = [self.push(phi, x, e.expand(x.shape)) for e in unit]
         point = self(phi, x)
-        rows = [[self.space.inner(point, a, b) for b in columns] for a in columns]
+        rows = [[self.space._inner(point, a, b) for b in columns] for a in columns]
         return torch.stack([torch.stack(row, -1) for row in rows], -2).reshape(*batch, len(unit), len(unit))
 
     def at(self, phi: Float[Tensor, "size ..."]) -> Any:

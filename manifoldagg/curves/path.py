@@ -12,7 +12,8 @@ from manifoldagg.curves.arc import Speed, arc_length, parameter_at_arc_length
 from manifoldagg.curves.bernstein import crossing
 from manifoldagg.curves.embedding import Embedding, rounding
 from manifoldagg.errors import ArgumentError, check_number, check_shape
-from manifoldagg.manifolds import Flat, Manifold, distance, norm
+from manifoldagg.manifolds import Flat, Manifold
+from manifoldagg.manifolds.formulas import distance, norm
 
 Parameter = float | Float[Tensor, "*batch"]
 Phi = Float[Tensor, "control ..."]
@@ -52,7 +53,7 @@ class Curve(Embedding):
         here, ones = self(phi, place).detach(), torch.ones_like(place)
 
         def velocity(s: Tensor) -> Tensor:
-            slope: Tensor = torch.func.jvp(lambda r: self.space.log(here, self(phi, r)), (s,), (ones,))[1]
+            slope: Tensor = torch.func.jvp(lambda r: self.space._log(here, self(phi, r)), (s,), (ones,))[1]
             return slope
 
         bend: Tensor = torch.func.jvp(velocity, (place,), (ones,))[1]
@@ -162,7 +163,7 @@ class Curve(Embedding):
         drawn = torch.func.jvp(lambda s: self(phi, s), (place,), (torch.ones_like(place),))
         point, slope = drawn[0], drawn[1]
         # Where points are classes of tensors, the representative may turn while the point rests.
-        tangent = self.space.project_tangent(point, slope) if "project_tangent" in self.space.capabilities else slope
+        tangent = self.space._project_tangent(point, slope) if "project_tangent" in self.space.capabilities else slope
         return point, tangent
 
     def _points(self, point: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ class Curve(Embedding):
         def fall(t: Tensor) -> Tensor:
             """Half the rate at which the squared distance shrinks."""
             here, onward = self._drawn(phi, t)
-            return self.space.inner(here, self.space.log(here, points), onward)
+            return self.space._inner(here, self.space._log(here, points), onward)
 
         t = crossing(fall, low, high)
         closer = distance(self.space, points, self(phi, t)) < distance(self.space, points, self(phi, best))
@@ -288,7 +289,7 @@ class Path(Generic[C]):
         low, high = torch.cat([control, path]).aminmax(dim=0)
         reach = 0.25 * (high - low).max()
         x, y = (torch.linspace(*ends, resolution, dtype=torch.float64) for ends in _ends(low - reach, high + reach))
-        values = [[function(space.exp(phi[0], (a * first + b * second).to(phi.dtype))) for a in x] for b in y]
+        values = [[function(space._exp(phi[0], (a * first + b * second).to(phi.dtype))) for a in x] for b in y]
         Plane(x, y, torch.tensor(values, dtype=torch.float64), control, path).plot(axes, label="function")
         return axes
 
@@ -310,13 +311,13 @@ def _ends(low: Tensor, high: Tensor) -> list[tuple[float, float]]:
 
 def _logs(space: Manifold, x: Tensor, points: Tensor) -> Tensor:
     """The logs at one point, in float64."""
-    return space.log(x.expand_as(points), points).double()
+    return space._log(x.expand_as(points), points).double()
 
 
 def _coordinates(space: Manifold, x: Tensor, tangents: Tensor, axes: Sequence[Tensor]) -> Tensor:
     """(m, 2) inner products of tangents at one point with unit tangents there."""
     at = x.double().expand_as(tangents)
-    return torch.stack([space.inner(at, tangents, axis.expand_as(tangents)) for axis in axes], -1)
+    return torch.stack([space._inner(at, tangents, axis.expand_as(tangents)) for axis in axes], -1)
 
 
 def _projected(space: Manifold, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,8 @@ from manifoldagg.curves.bernstein import basis, quadratic_root
 from manifoldagg.curves.bezier import Bezier, check_space, de_casteljau, differences_gram, weighted
 from manifoldagg.curves.path import Curve, Parameter, Path, Phi, Points, parameter
 from manifoldagg.errors import ArgumentError, check_count
-from manifoldagg.manifolds import Manifold, geodesic
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.formulas import geodesic
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Tunnels: a curve with a ball in its normal space at every point."""
 
+import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Float64
@@ -25,7 +27,10 @@ from manifoldagg.curves.shape import (
 )
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number, check_shape
 from manifoldagg.kernels import gram
-from manifoldagg.manifolds import Manifold, distance, norm
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.formulas import distance, norm
+
+__all__ = ["Tunnel", "log_ball"]
 
 CELLS = 64
 """Pieces of [0, 1] in each of which a curved space's membership looks for one foot."""
@@ -81,18 +86,16 @@ class Tunnel(Embedding):
     form: str = "ambient"
     steps: int = 64
     space: Manifold = field(init=False, repr=False, compare=False)
+    _form: "_Form" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.curve, Bezier):
             raise ArgumentError(f"curve: expected a Bezier, got {self.curve!r}")
         object.__setattr__(self, "radius", check_number("radius", self.radius, at_least=0))
-        check_choice("form", self.form, ("ambient", "subspace"))
+        check_choice("form", self.form, tuple(FORMS))
         check_count("steps", self.steps)
         object.__setattr__(self, "space", self.curve.space)
-        if self.form == "subspace" and not self.space.flat:
-            raise ArgumentError(f"form: a subspace needs a flat space, got {self.space}; use 'ambient'")
-        if self.form == "subspace" and (n := self.curve.degree) > math.prod(self.space.shape):
-            raise ArgumentError(f"form: a curve of degree {n} does not span {n} dimensions in {self.space}")
+        object.__setattr__(self, "_form", FORMS[self.form](self.curve, self.radius, self.steps))
 
     @property
     def size(self) -> int:
@@ -100,7 +103,7 @@ class Tunnel(Embedding):
 
     @property
     def domain(self) -> tuple[int, ...]:
-        return (self.curve.degree,) if self.form == "subspace" else (1 + math.prod(self.space.shape),)
+        return (1 + self._form.coordinates,)
 
     def __call__(self, phi: Phi, x: Coordinates) -> Float[Tensor, "..."]:
         """The point at a place `x` (*batch, *domain): (*batch, *space.shape), in the dtype of `phi`.
@@ -110,13 +113,7 @@ class Tunnel(Embedding):
         """
         self._check_phi(phi)
         t, xi = self._split(x)
-        center = self.curve(phi, t)
-        if self.form == "ambient":
-            return self.space.exp(center, xi.reshape(center.shape).to(center.dtype))
-        if not (phi[-1] != phi[0]).any():
-            return center
-        basis, control = self._span(phi)
-        return center + (self._offset(control, t, xi) @ basis).reshape(center.shape).to(center.dtype)
+        return self._form.point(phi, self.curve(phi, t), t, xi)
 
     def sample(self, *batch: int, generator: Generator = None) -> Float64[Tensor, "..."]:
         """Places (*batch, n) of the subspace form, uniform in the product of [0, 1] and the ball; no point is needed.
@@ -124,10 +121,7 @@ class Tunnel(Embedding):
         Raises:
             NotImplementedError: for the ambient form, whose normal spaces are those of one `phi`: see `sample_in`.
         """
-        if self.form == "ambient":
-            raise NotImplementedError("an ambient place depends on phi: use sample_in(phi, ...)")
-        generator = torch.default_generator if generator is None else generator
-        return self._disks(uniform_draws(2, *batch, generator=generator), generator)
+        return self._form.sample(*batch, generator=torch.default_generator if generator is None else generator)
 
     @torch.no_grad()
     def sample_in(
@@ -181,7 +175,7 @@ class Tunnel(Embedding):
         t, speed = slowest(control)
         if speed <= 2 * self.curve.degree * rounding(phi):
             raise ArgumentError(f"phi: the curve stands still at t = {t:.6g}, where it has no normal space")
-        self._check_span(phi, control)
+        self._form.check_span(phi, control)
         t, bend = sharpest(control)
         if not reach * bend < 1:
             raise ArgumentError(
@@ -199,14 +193,11 @@ class Tunnel(Embedding):
         self._needs_flat("volume_element")
         self._check_phi(phi)
         t, xi = self._split(x)
-        scale: Tensor | float = 1.0
-        if self.form == "ambient":
-            control, offset = phi.flatten(1).double(), xi.double()
-        else:
-            _, control = self._span(phi)
-            offset, scale = self._offset(control, t, xi), control[-1].norm() ** (self.curve.degree - 1)
+        control, offset = self._form.offset(phi, t, xi)
         bend = (offset * curvature_vector(control, t)).sum(-1)
-        return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - bend))
+        return torch.mul(
+            derivative(control, t).norm(dim=-1), self._form.unit(control) ** self._form.normal * (1 - bend)
+        )
 
     def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
         r"""$\log(L\, V_m(r))$, $L$ the length of the curve and $V_m$ the volume of a ball in its m normal dimensions.
@@ -220,10 +211,9 @@ class Tunnel(Embedding):
         """
         self.check(phi)
         points = phi.flatten(1)
-        normal = (self.curve.degree if self.form == "subspace" else points.shape[1]) - 1
         chord = gram([points[-1]], minus=points[0])[0][0, 0].sqrt()
         length = arc_length(self.curve._speed(phi), self.curve.breaks)
-        return length.log() + log_ball(normal, self.radius * chord)
+        return length.log() + log_ball(self._form.normal, self.radius * chord)
 
     def volume(self, phi: Phi) -> Float64[Tensor, ""]:
         """The exponential of `log_volume`: 0 or infinite where that leaves float64."""
@@ -250,20 +240,20 @@ class Tunnel(Embedding):
         self.check(phi)
         check_finite("point", check_shape("point", point, *self.space.shape, batch=True))
         batch = point.shape[: point.ndim - len(self.space.shape)]
-        basis, control = span(phi)
+        lines, control = span(phi)
         away = point.reshape(math.prod(batch), phi[0].numel()).double() - phi[0].flatten().double()
-        inside = away @ basis.mT
-        away = away - inside @ basis
-        chord, ambient = control[-1].norm(), self.form == "ambient"
-        reach, off = self.radius * chord, away.norm(dim=-1, keepdim=True)
-        t, normal, distances = nearest_disk(control, inside, reach, off, fills=ambient)
-        xi = normal @ basis + away if ambient else (self._frame(control, t).mT @ normal[..., None]).squeeze(-1)
+        inside = away @ lines.mT
+        away = away - inside @ lines
+        reach = self.radius * control[-1].norm()
+        off = away.norm(dim=-1, keepdim=True)
+        t, normal, distances = nearest_disk(control, inside, reach, off, fills=self._form.fills)
+        xi = self._form.across(control, t, normal, normal @ lines + away)
         size = xi.norm(dim=-1, keepdim=True)
         xi = torch.where(size > reach, reach / size, torch.ones_like(size)) * xi
-        if not ambient and chord > 0:
-            xi = xi / chord
+        if reach > 0:
+            xi = xi / self._form.unit(control)
         x = torch.cat([t[:, None], xi], -1).reshape(*batch, *self.domain)
-        return x.to(torch.promote_types(phi.dtype, point.dtype)) if ambient else x, distances.reshape(batch)
+        return x.to(self._form.dtype(phi, point)), distances.reshape(batch)
 
     @torch.no_grad()
     def contains(self, phi: Phi, point: Float[Tensor, "..."]) -> Tensor:
@@ -281,13 +271,14 @@ class Tunnel(Embedding):
             return away <= 4 * self.size * (1 + 2 * self.radius) * rounding(phi, point)
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": point})
-        reach, batch = self._reach(phi), point.shape[: point.ndim - len(self.space.shape)]
+        batch = point.shape[: point.ndim - len(self.space.shape)]
+        reach = self._form.reach(phi)
 
         def look(t: Tensor) -> tuple[Tensor, Tensor]:
-            center, velocity = self.curve(phi, t), self.curve.velocity(phi, t)
-            away = self.space.log(center, point.expand_as(center))
+            center, velocity = self.curve._drawn(phi, t)
+            away = self.space._log(center, point.expand_as(center))
             speed = norm(self.space, center, velocity)
-            ahead = self.space.inner(center, away, velocity) / torch.where(speed > 0, speed, 1.0)
+            ahead = self.space._inner(center, away, velocity) / torch.where(speed > 0, speed, 1.0)
             return ahead, norm(self.space, center, away)
 
         grid = torch.linspace(0, 1, CELLS + 1, dtype=torch.float64, device=phi.device)
@@ -323,37 +314,13 @@ class Tunnel(Embedding):
 
     def _places(self, phi: Tensor, t: Tensor, generator: torch.Generator, *, by_volume: bool = False) -> Tensor:
         """Places at parameters `t`, uniform in the ball or by the volume element."""
-        batch, (tail, coin) = t.shape, uniform_draws(2, *t.shape, generator=generator).to(t.device)
-        if self.form == "subspace":
-            x = self._disks(torch.stack([t, tail]), generator)
-            if by_volume:
-                _, control = self._span(phi)
-                bend = (self._offset(control, t, x[..., 1:]) * curvature_vector(control, t)).sum(-1)
-                x[..., 1:] *= torch.where(2 * coin < 1 + bend, -1.0, 1.0)[..., None]
-            return x
-        center, reach = self.curve(phi, t), self._reach(phi)
-        xi = torch.zeros_like(center)
-        if reach > 0:
-            velocity = self.curve.velocity(phi, t)
-            square = self.space.inner(center, velocity, velocity)
-            for still in t[~(square > 0)]:
-                raise ArgumentError(f"phi: the curve stands still at t = {still:.6g}, where it has no normal space")
-            xi = self.space.random_tangent(center, generator)
-            for _ in range(2):
-                xi = xi - self._times(self.space.inner(center, xi, velocity) / square, velocity)
-            xi = self._times(reach * shrink(norm(self.space, center, xi).double(), tail), xi)
-            if by_volume:
-                bend = (xi.reshape(*batch, phi[0].numel()) * curvature_vector(phi.flatten(1).double(), t)).sum(-1)
-                xi = self._times(torch.where(2 * coin < 1 + bend, -1.0, 1.0), xi)
-        return torch.cat([t[..., None].to(center), xi.reshape(*batch, phi[0].numel())], -1)
-
-    def _disks(self, draws: Tensor, generator: torch.Generator) -> Tensor:
-        """Places of the subspace form from (t, tail), two uniform numbers each."""
-        t, tail = draws
-        z = torch.randn(*t.shape, self.curve.degree - 1, generator=generator, dtype=t.dtype, device=generator.device)
-        return torch.cat(
-            [t[..., None], self.radius * shrink(z.norm(dim=-1).to(t.device), tail)[..., None] * z.to(t.device)], -1
-        )
+        tail, coin = uniform_draws(2, *t.shape, generator=generator).to(t.device)
+        xi = self._form.draw(phi, t, tail, generator)
+        if by_volume:
+            control, offset = self._form.offset(phi, t, xi)
+            bend = (offset * curvature_vector(control, t)).sum(-1)
+            xi = torch.where((2 * coin < 1 + bend)[..., None], -xi, xi)
+        return torch.cat([t[..., None].to(xi), xi], -1)
 
     def _admit(self, phi: Tensor, generator: Generator, *, validate: bool = True) -> torch.Generator:
         self._check_phi(phi)
@@ -367,35 +334,192 @@ class Tunnel(Embedding):
         check_shape("x", x, *self.domain, batch=True)
         return x[..., 0].double(), x[..., 1:]
 
-    def _span(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        basis, control = span(phi)
-        self._check_span(phi, control)
-        return basis, control
+    def _needs_flat(self, what: str) -> None:
+        if not self.space.flat:
+            raise NotImplementedError(f"{what} needs a flat space, where a tunnel has formulas; got {self.space}")
 
-    def _check_span(self, phi: Tensor, control: Tensor) -> None:
-        least = control[1:].diagonal().abs().min().item()
-        if self.form == "subspace" and not least > 4 * self.size * rounding(phi):
+
+@dataclass(frozen=True)
+class _Form(abc.ABC):
+    """What the normal part ξ of a place is, and how it is drawn."""
+
+    curve: Bezier
+    radius: float
+    steps: int
+    fills: ClassVar[bool]
+
+    @property
+    def space(self) -> Manifold:
+        return self.curve.space
+
+    @property
+    @abc.abstractmethod
+    def coordinates(self) -> int:
+        """The length of ξ."""
+
+    @property
+    @abc.abstractmethod
+    def normal(self) -> int:
+        """The dimension of the ball."""
+
+    @abc.abstractmethod
+    def unit(self, control: Tensor) -> Tensor | float:
+        """How long a ξ of length 1 is in the space."""
+
+    @abc.abstractmethod
+    def point(self, phi: Tensor, center: Tensor, t: Tensor, xi: Tensor) -> Tensor:
+        """The point at ξ from `center`, the point of the curve at `t`."""
+
+    @abc.abstractmethod
+    def offset(self, phi: Tensor, t: Tensor, xi: Tensor) -> tuple[Tensor, Tensor]:
+        """On a flat space: control points in some coordinates, and what leads from the curve to the point in them."""
+
+    @abc.abstractmethod
+    def across(self, control: Tensor, t: Tensor, normal: Tensor, away: Tensor) -> Tensor:
+        """ξ in units of the space: `normal` in the coordinates of `control`, `away` in those of the space."""
+
+    @abc.abstractmethod
+    def draw(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
+        """ξ, uniform in the balls at `t`; `tail` is uniform in [0, 1)."""
+
+    @abc.abstractmethod
+    def sample(self, *batch: int, generator: torch.Generator) -> Tensor:
+        """Places of every φ."""
+
+    def dtype(self, phi: Tensor, point: Tensor) -> torch.dtype:
+        """Of a place."""
+        return torch.float64
+
+    @abc.abstractmethod
+    def check_span(self, phi: Tensor, control: Tensor) -> None:
+        """The control points span what ξ is measured in."""
+
+    def reach(self, phi: Tensor) -> float:
+        """The radius in units of the space."""
+        return self.radius * float(distance(self.space, phi[0].double(), phi[-1].double()))
+
+
+@dataclass(frozen=True)
+class _Ambient(_Form):
+    """ξ is a normal tangent, all coordinates of it: as large as a point, in any number of dimensions."""
+
+    fills = True
+
+    @property
+    def coordinates(self) -> int:
+        return math.prod(self.space.shape)
+
+    @property
+    def normal(self) -> int:
+        return self.coordinates - 1
+
+    def unit(self, control: Tensor) -> float:
+        return 1.0
+
+    def check_span(self, phi: Tensor, control: Tensor) -> None:
+        """Any will do."""
+
+    def dtype(self, phi: Tensor, point: Tensor) -> torch.dtype:
+        return torch.promote_types(phi.dtype, point.dtype)
+
+    def point(self, phi: Tensor, center: Tensor, t: Tensor, xi: Tensor) -> Tensor:
+        return self.space._exp(center, xi.reshape(center.shape).to(center.dtype))
+
+    def offset(self, phi: Tensor, t: Tensor, xi: Tensor) -> tuple[Tensor, Tensor]:
+        return phi.flatten(1).double(), xi.double()
+
+    def across(self, control: Tensor, t: Tensor, normal: Tensor, away: Tensor) -> Tensor:
+        return away
+
+    def sample(self, *batch: int, generator: torch.Generator) -> Tensor:
+        raise NotImplementedError("an ambient place depends on phi: use sample_in(phi, ...)")
+
+    def draw(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
+        center = self.curve(phi, t)
+        reach = self.reach(phi)
+        if reach == 0:
+            return center.new_zeros(*t.shape, self.coordinates)
+        velocity = self.curve.velocity(phi, t)
+        square = self.space._inner(center, velocity, velocity)
+        for still in t[~(square > 0)]:
+            raise ArgumentError(f"phi: the curve stands still at t = {still:.6g}, where it has no normal space")
+        xi = self.space._random_tangent(center, generator)
+        # Twice: what the first subtraction leaves along the velocity is rounding of a longer vector.
+        for _ in range(2):
+            xi = xi - self._times(self.space._inner(center, xi, velocity) / square, velocity)
+        xi = self._times(reach * shrink(norm(self.space, center, xi).double(), tail), xi)
+        return xi.reshape(*t.shape, self.coordinates)
+
+    def _times(self, factor: Tensor, u: Tensor) -> Tensor:
+        return factor.to(u).reshape(*factor.shape, *(1 for _ in self.space.shape)) * u
+
+
+@dataclass(frozen=True)
+class _Subspace(_Form):
+    """ξ is in chords, in a frame that follows the curve within the span of its n + 1 control points."""
+
+    fills = False
+
+    def __post_init__(self) -> None:
+        if not self.space.flat:
+            raise ArgumentError(f"form: a subspace needs a flat space, got {self.space}; use 'ambient'")
+        if (n := self.curve.degree) > math.prod(self.space.shape):
+            raise ArgumentError(f"form: a curve of degree {n} does not span {n} dimensions in {self.space}")
+
+    @property
+    def coordinates(self) -> int:
+        return self.curve.degree - 1
+
+    @property
+    def normal(self) -> int:
+        return self.coordinates
+
+    def unit(self, control: Tensor) -> Tensor:
+        return control[-1].norm()
+
+    def point(self, phi: Tensor, center: Tensor, t: Tensor, xi: Tensor) -> Tensor:
+        if not (phi[-1] != phi[0]).any():
+            return center
+        lines, control = span(phi)
+        offset = self._within(phi, control, t, xi)
+        return center + (offset @ lines).reshape(center.shape).to(center.dtype)
+
+    def offset(self, phi: Tensor, t: Tensor, xi: Tensor) -> tuple[Tensor, Tensor]:
+        control = span(phi)[1]
+        return control, self._within(phi, control, t, xi)
+
+    def across(self, control: Tensor, t: Tensor, normal: Tensor, away: Tensor) -> Tensor:
+        return (self._frame(control, t).mT @ normal[..., None]).squeeze(-1)
+
+    def sample(self, *batch: int, generator: torch.Generator) -> Tensor:
+        t, tail = uniform_draws(2, *batch, generator=generator)
+        return torch.cat([t[..., None], self._ball(tail, generator)], -1)
+
+    def draw(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
+        return self._ball(tail, generator)
+
+    def check_span(self, phi: Tensor, control: Tensor) -> None:
+        if not control[1:].diagonal().abs().min().item() > 4 * len(phi) * rounding(phi):
             raise ArgumentError(
                 f"phi: expected control points spanning {self.curve.degree} dimensions, or form='ambient'"
             )
+
+    def _ball(self, tail: Tensor, generator: torch.Generator) -> Tensor:
+        z = torch.randn(*tail.shape, self.coordinates, generator=generator, dtype=tail.dtype, device=generator.device)
+        z = z.to(tail.device)
+        return self.radius * shrink(z.norm(dim=-1), tail)[..., None] * z
 
     def _frame(self, control: Tensor, t: Tensor) -> Tensor:
         # The first axis of the span is that of b'(0).
         start = torch.eye(control.shape[1]).to(control)[:, 1:]
         return rotation_minimising(control, t, start=start, steps=self.steps)
 
-    def _offset(self, control: Tensor, t: Tensor, xi: Tensor) -> Tensor:
-        return torch.mul(control[-1].norm(), (self._frame(control, t) @ xi.double()[..., None]).squeeze(-1))
+    def _within(self, phi: Tensor, control: Tensor, t: Tensor, xi: Tensor) -> Tensor:
+        self.check_span(phi, control)
+        return torch.mul(self.unit(control), (self._frame(control, t) @ xi.double()[..., None]).squeeze(-1))
 
-    def _reach(self, phi: Tensor) -> float:
-        return self.radius * float(distance(self.space, phi[0].double(), phi[-1].double()))
 
-    def _times(self, factor: Tensor, u: Tensor) -> Tensor:
-        return factor.to(u).reshape(*factor.shape, *(1 for _ in self.space.shape)) * u
-
-    def _needs_flat(self, what: str) -> None:
-        if not self.space.flat:
-            raise NotImplementedError(f"{what} needs a flat space, where a tunnel has formulas; got {self.space}")
+FORMS: dict[str, type[_Form]] = {"ambient": _Ambient, "subspace": _Subspace}
 
 
 def log_ball(dimension: int, radius: Float64[Tensor, ""]) -> Float64[Tensor, ""]:
