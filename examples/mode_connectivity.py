@@ -30,7 +30,7 @@ from manifoldagg.curves import (
     Barrier,
     Complex,
     Control,
-    Curve,
+    CurveEmbedding,
     Embedding,
     Phases,
     Piecewise,
@@ -135,7 +135,7 @@ class Judge:
         """The part of the images whose label is missed."""
         return (self._outputs(theta).argmax(1) != self.labels).double().mean().item()
 
-    def way(self, name: str, curve: Curve, phi: Tensor, drawn: Iterable[Tensor] = (), *, points: int) -> Way:
+    def way(self, name: str, curve: CurveEmbedding, phi: Tensor, drawn: Iterable[Tensor] = (), *, points: int) -> Way:
         """A path and its profiles at equal parts of its length."""
         loss, error = (barrier(curve, phi, f, points=points, by="length") for f in (self.loss, self.error))
         inside = [100 - 100 * self.error(theta) for theta in drawn]

@@ -8,7 +8,7 @@ from manifoldagg.curves.diagnostics import Barrier, Curvature, barrier, chord_ra
 from manifoldagg.curves.distance import parameter_at_distance
 from manifoldagg.curves.embedding import Embedding
 from manifoldagg.curves.fit import Fit, Training, fit
-from manifoldagg.curves.path import Curve, Path
+from manifoldagg.curves.path import CurveEmbedding, Path
 from manifoldagg.curves.phases import Phases
 from manifoldagg.curves.piecewise import Piecewise
 from manifoldagg.curves.plane import Plane, plane
@@ -25,7 +25,7 @@ __all__ = [
     "Complex",
     "Control",
     "Curvature",
-    "Curve",
+    "CurveEmbedding",
     "Embedding",
     "Fit",
     "Path",

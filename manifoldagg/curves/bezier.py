@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.curves.arc import Speed
 from manifoldagg.curves.bernstein import basis, bilinear, least, quadratic_root, weights
-from manifoldagg.curves.path import Curve, Parameter, Path, Phi, Points, parameter
+from manifoldagg.curves.path import CurveEmbedding, Parameter, Path, Phi, Points, parameter
 from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape, is_finite
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
@@ -22,7 +22,7 @@ HIGHEST = 1000
 
 
 @dataclass(frozen=True)
-class Bezier(Curve):
+class Bezier(CurveEmbedding):
     r"""The Bézier curve of $\varphi_0, \dots, \varphi_n$: de Casteljau's algorithm along geodesics,
 
     $$\varphi_i^{k}(t) = \gamma(\varphi_i^{k-1}, \varphi_{i+1}^{k-1}; t), \qquad

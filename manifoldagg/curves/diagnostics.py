@@ -10,11 +10,14 @@ from torch import Tensor
 
 from manifoldagg.curves.arc import arc_length
 from manifoldagg.curves.bezier import Bezier
-from manifoldagg.curves.path import Curve, Phi
+from manifoldagg.curves.path import CurveEmbedding, Phi
+from manifoldagg.curves.plane import new_axes
 from manifoldagg.curves.shape import coordinates, sharpest, slowest
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.manifolds import Flat
 from manifoldagg.manifolds.formulas import geodesic, norm
+
+__all__ = ["Barrier", "Curvature", "barrier", "chord_ratio", "curvature"]
 
 BY = ("parameter", "length")
 RESTING = 1e-12
@@ -60,14 +63,26 @@ class Barrier:
         """The part of the chord where it is highest above that line."""
         return self.part[self._excess(self.chord).argmax()].item()
 
-    def plot(self, axes: Any, *, label: str = "loss", name: str = "learned curve", color: str = "black") -> None:
-        """Draw both profiles, and the line from which their heights are measured, into matplotlib `axes`."""
+    def plot(self, axes: Any = None, *, label: str = "loss", name: str = "learned curve", color: str = "black") -> Any:
+        """Draw both profiles, and the line from which their heights are measured.
+
+        Args:
+            axes: of matplotlib; those of a new figure where not given.
+            label: what the values are.
+            name: what the curve is.
+            color: of the curve.
+
+        Returns:
+            The axes.
+        """
+        axes = new_axes(axes)
         axes.plot(self.part, self.chord, "--", color="crimson", linewidth=1.8, label="chord")
         axes.plot(self.part, self.losses, color=color, linewidth=2.2, label=name)
         axes.plot([0, 1], self.losses[[0, -1]], ":", color="grey", linewidth=1, label="between the ends")
         axes.set_xlim(0, 1)
         axes.set_xlabel("part of the way")
         axes.set_ylabel(label)
+        return axes
 
     def _excess(self, losses: Tensor) -> Tensor:
         """Above the line between the ends; there it is 0 whatever the rounding."""
@@ -102,7 +117,7 @@ class Curvature:
 
 
 def barrier(
-    curve: Curve, phi: Phi, function: Callable[[Tensor], float], *, points: int = 101, by: str = "parameter"
+    curve: CurveEmbedding, phi: Phi, function: Callable[[Tensor], float], *, points: int = 101, by: str = "parameter"
 ) -> Barrier:
     r"""How high the loss rises on the way from one end of a curve to the other, and on the straight way:
 
@@ -135,7 +150,7 @@ def barrier(
         >>> round(found.height, 3)
         0.056
     """
-    if not isinstance(curve, Curve):
+    if not isinstance(curve, CurveEmbedding):
         raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {curve!r}")
     check_count("points", points, at_least=2)
     check_choice("by", by, BY)
@@ -143,7 +158,8 @@ def barrier(
     phi = phi.detach()
     part = torch.linspace(0, 1, points, dtype=torch.float64)
     t = part if by == "parameter" else curve.parameter_at_length(phi, part).cpu()
-    start, end = curve(phi, 0.0), curve(phi, 1.0)
+    start = curve(phi, 0.0)
+    end = curve(phi, 1.0)
     ends = [_value(function, start, "t = 0"), _value(function, end, "t = 1")]
     inner = list(zip(t[1:-1].tolist(), part[1:-1].tolist(), strict=True))
     losses = [_value(function, curve(phi, s), f"t = {s:g}") for s, _ in inner]
@@ -185,14 +201,14 @@ def chord_ratio(profile: Barrier) -> float:
     return torch.trapezoid(profile.chord / profile.losses, profile.part).item()
 
 
-def curvature(curve: Curve, phi: Phi, *, points: int = 101) -> Curvature:
+def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvature:
     r"""How a path bends: with velocity $v$ and covariant acceleration $a$
 
     $$k = \frac{\| a - \langle a, v \rangle v / \|v\|^2 \|}{\|v\|^2}, \qquad
       \int k\, ds = \int_0^1 k\, \|v\|\, dt + \sum \angle,$$
 
     the sum being over the corners of a piecewise curve. A geodesic has $k = 0$; where a path rests, $\|v\|$ below 1e-12
-    of its mean, it counts as straight. The length of a path is [`Curve.length`][manifoldagg.curves.path.Curve.length].
+    of its mean, it counts as straight.
 
     Args:
         curve: on any space.
@@ -217,7 +233,7 @@ def curvature(curve: Curve, phi: Phi, *, points: int = 101) -> Curvature:
         >>> round(found.total, 6), round(found.greatest, 6), found.at
         (1.570796, 1.0, 0.5)
     """
-    if not isinstance(curve, Curve):
+    if not isinstance(curve, CurveEmbedding):
         raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {curve!r}")
     check_count("points", points, at_least=2)
     curve._check_phi(phi)
@@ -240,7 +256,9 @@ def _value(function: Callable[[Tensor], float], point: Tensor, where: str) -> fl
     return check_number(f"function at {where}", function(point))
 
 
-def _coordinates(curve: Curve, phi: Tensor, slow: float) -> tuple[Curve, Float[Tensor, "size ..."], list[float]]:
+def _coordinates(
+    curve: CurveEmbedding, phi: Tensor, slow: float
+) -> tuple[CurveEmbedding, Float[Tensor, "size ..."], list[float]]:
     """The same curve in as few coordinates as its points need, and where it is sharpest, if that is known.
 
     On a curved space it is what it was, in float64.
@@ -248,15 +266,17 @@ def _coordinates(curve: Curve, phi: Tensor, slow: float) -> tuple[Curve, Float[T
     if not curve.space.flat:
         return curve, phi.double(), []
     control = coordinates(phi)
-    small: Curve = replace(curve, space=Flat(control.shape[1]))  # type: ignore[type-var]  # every curve is a dataclass
+    small: CurveEmbedding = replace(curve, space=Flat(control.shape[1]))  # type: ignore[type-var]  # every curve is a dataclass
     known = isinstance(curve, Bezier) and slowest(control)[1] > slow
     return small, control, [sharpest(control)[0]] if known else []
 
 
-def _turning(curve: Curve, phi: Tensor, t: Tensor, slow: float) -> tuple[Tensor, Tensor]:
+def _turning(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> tuple[Tensor, Tensor]:
     """The speed, and by how many radians the direction turns a unit of t; 0 where the path rests."""
     place = t.flatten()
-    here, v, a = curve(phi, place), curve.velocity(phi, place), curve.acceleration(phi, place)
+    here = curve(phi, place)
+    v = curve.velocity(phi, place)
+    a = curve.acceleration(phi, place)
     speed = norm(curve.space, here, v)
     moves = speed > slow
     square = torch.where(moves, speed, 1).square()
@@ -265,7 +285,7 @@ def _turning(curve: Curve, phi: Tensor, t: Tensor, slow: float) -> tuple[Tensor,
     return speed.reshape(t.shape), turning.reshape(t.shape)
 
 
-def _angles(curve: Curve, phi: Tensor, t: Tensor, slow: float) -> Tensor:
+def _angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> Tensor:
     """Between the directions in which a path comes to places and leaves them, in [0, π]; 0 where it rests."""
     here = curve(phi, t)
     before, after = curve.velocity(phi, t - JUST_BEFORE), curve.velocity(phi, t)

@@ -1,7 +1,7 @@
 """Curves: what every embedding of [0, 1] can do, and `Path`, one curve with its control points."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor
 from manifoldagg.curves.arc import Speed, arc_length, parameter_at_arc_length
 from manifoldagg.curves.bernstein import crossing
 from manifoldagg.curves.embedding import Embedding, rounding
+from manifoldagg.curves.plane import Plane, View, new_axes
 from manifoldagg.errors import ArgumentError, check_number, check_shape
-from manifoldagg.manifolds import Flat, Manifold
 from manifoldagg.manifolds.formulas import distance, norm
+
+__all__ = ["CurveEmbedding", "Parameter", "Path", "Phi", "Points", "parameter"]
 
 Parameter = float | Float[Tensor, "*batch"]
 Phi = Float[Tensor, "control ..."]
@@ -23,7 +25,7 @@ SAMPLES = 32
 """Places a control point, among which a search on a curved space begins."""
 
 
-class Curve(Embedding):
+class CurveEmbedding(Embedding):
     r"""An embedding of [0, 1], whose places are numbers $t$; $t$ outside of [0, 1] extends it.
 
     What is here needs the primitives of the space alone; on a flat space a subclass has closed forms.
@@ -50,7 +52,8 @@ class Curve(Embedding):
         """
         self._check_phi(phi)
         place = parameter(t, phi)
-        here, ones = self(phi, place).detach(), torch.ones_like(place)
+        here = self(phi, place).detach()
+        ones = torch.ones_like(place)
 
         def velocity(s: Tensor) -> Tensor:
             slope: Tensor = torch.func.jvp(lambda r: self.space._log(here, self(phi, r)), (s,), (ones,))[1]
@@ -74,8 +77,7 @@ class Curve(Embedding):
             ArgumentError: if `a` or `b` is not finite, or the length is not.
         """
         self._check_phi(phi)
-        a, b = check_number("a", a), check_number("b", b)
-        low, high = min(a, b), max(a, b)
+        low, high = sorted((check_number("a", a), check_number("b", b)))
         edges = [low, *(edge for edge in self.breaks if low < edge < high), high]
         length = arc_length(self._speed(phi), edges).to(phi)
         return -length if b < a else length
@@ -160,8 +162,7 @@ class Curve(Embedding):
         self._check_phi(phi)
         # Forward mode refuses a tensor whose entries share memory.
         place = parameter(t, phi).contiguous()
-        drawn = torch.func.jvp(lambda s: self(phi, s), (place,), (torch.ones_like(place),))
-        point, slope = drawn[0], drawn[1]
+        point, slope = torch.func.jvp(lambda s: self(phi, s), (place,), (torch.ones_like(place),))[:2]
         # Where points are classes of tensors, the representative may turn while the point rests.
         tangent = self.space._project_tangent(point, slope) if "project_tangent" in self.space.capabilities else slope
         return point, tangent
@@ -177,19 +178,19 @@ class Curve(Embedding):
         both = (len(points), len(places), *points.shape[1:])
         away = distance(self.space, points.unsqueeze(1).expand(both), trace.expand(both))
         k = away.nan_to_num(torch.inf).argmin(-1)
-        best, low, high = places[k], places[(k - 1).clamp(min=0)], places[(k + 1).clamp(max=len(places) - 1)]
+        best = places[k]
 
         def fall(t: Tensor) -> Tensor:
             """Half the rate at which the squared distance shrinks."""
             here, onward = self._drawn(phi, t)
             return self.space._inner(here, self.space._log(here, points), onward)
 
-        t = crossing(fall, low, high)
+        t = crossing(fall, places[(k - 1).clamp(min=0)], places[(k + 1).clamp(max=len(places) - 1)])
         closer = distance(self.space, points, self(phi, t)) < distance(self.space, points, self(phi, best))
         return torch.where(closer, t, best)
 
 
-C = TypeVar("C", bound=Curve)
+C = TypeVar("C", bound=CurveEmbedding)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +204,7 @@ class Path(Generic[C]):
     Example:
         >>> import torch
         >>> from manifoldagg.curves import Bezier
+        >>> from manifoldagg.manifolds import Flat
         >>> path = Bezier(Flat(2), degree=2).at(torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]]))
         >>> path(0.5), path.velocity(0.5)
         (tensor([1.0000, 0.5000]), tensor([2., 0.]))
@@ -256,7 +258,7 @@ class Path(Generic[C]):
         On a curved space that is a plane of the tangent space at $\varphi_0$, where everything is drawn by its log.
 
         Args:
-            axes: of matplotlib; new ones where not given.
+            axes: of matplotlib; those of a new figure where not given.
             function: of a point, such as a loss: its contours are drawn below.
             resolution: grid points a side, for `function`.
 
@@ -266,32 +268,22 @@ class Path(Generic[C]):
         Raises:
             ArgumentError: if there is a function and the control points span no plane.
         """
-        from matplotlib import pyplot
-
-        from manifoldagg.curves.plane import Plane
-
-        axes = pyplot.subplots()[1] if axes is None else axes
-        phi, space = self.phi.detach(), self.curve.space
-        control, first, second = _projected(space, phi)
+        phi = self.phi.detach()
+        seen = View(self.curve.space, phi)
+        control = seen.control
         t = torch.linspace(0, 1, 101, dtype=torch.float64, device=phi.device)
-        if space.flat:
-            path = replace(self.curve, space=Flat(2))(control, t)  # type: ignore[type-var]  # every curve is a dataclass
-        else:
-            path = _coordinates(space, phi[0], _logs(space, phi[0], self.curve(phi, t)), (first, second))
-        control, path = control.cpu(), path.cpu()
+        path = seen.curve(self.curve, phi, t)
         if function is None:
+            axes = new_axes(axes)
             axes.plot(path[:, 0], path[:, 1], color="black", linewidth=2.2, label="path")
             axes.plot(control[:, 0], control[:, 1], ":^", color="black", linewidth=0.8, label="control points")
             axes.set_aspect("equal", adjustable="datalim")
             return axes
-        if not bool(second.any()):
+        if not bool(seen.second.any()):
             raise ArgumentError("phi: its control points lie on one line: there is no plane to draw a function on")
         low, high = torch.cat([control, path]).aminmax(dim=0)
-        reach = 0.25 * (high - low).max()
-        x, y = (torch.linspace(*ends, resolution, dtype=torch.float64) for ends in _ends(low - reach, high + reach))
-        values = [[function(space._exp(phi[0], (a * first + b * second).to(phi.dtype))) for a in x] for b in y]
-        Plane(x, y, torch.tensor(values, dtype=torch.float64), control, path).plot(axes, label="function")
-        return axes
+        x, y, values = seen.grid(function, low, high, 0.25 * (high - low).max(), resolution)
+        return Plane(x, y, values, control, path).plot(axes, label="function")
 
 
 def parameter(t: Parameter, phi: Tensor, name: str = "t") -> Float64[Tensor, "*batch"]:
@@ -303,39 +295,3 @@ def parameter(t: Parameter, phi: Tensor, name: str = "t") -> Float64[Tensor, "*b
     if not isinstance(t, Tensor):
         return torch.tensor(check_number(name, t), dtype=torch.float64, device=phi.device)
     return t.to(phi.device, torch.float64)
-
-
-def _ends(low: Tensor, high: Tensor) -> list[tuple[float, float]]:
-    return list(zip(low.tolist(), high.tolist(), strict=True))
-
-
-def _logs(space: Manifold, x: Tensor, points: Tensor) -> Tensor:
-    """The logs at one point, in float64."""
-    return space._log(x.expand_as(points), points).double()
-
-
-def _coordinates(space: Manifold, x: Tensor, tangents: Tensor, axes: Sequence[Tensor]) -> Tensor:
-    """(m, 2) inner products of tangents at one point with unit tangents there."""
-    at = x.double().expand_as(tangents)
-    return torch.stack([space._inner(at, tangents, axis.expand_as(tangents)) for axis in axes], -1)
-
-
-def _projected(space: Manifold, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Coordinates of the control points, and the unit tangents at the first whose plane they lie or are seen in.
-
-    The first points to the end, or to the farthest control point where the ends meet; the second to what is farthest
-    from that line, and is zero where nothing is.
-    """
-    rows = _logs(space, phi[0], phi)
-    lengths = norm(space, phi[0].double().expand_as(rows), rows)
-    zero = torch.zeros_like(rows[0])
-    tiny = 1e-7 * lengths.max()
-    end = rows[-1] if lengths[-1] > tiny else rows[lengths.argmax()]
-    size = norm(space, phi[0].double(), end)
-    first = end / size if size > 0 else zero
-    along = _coordinates(space, phi[0], rows, (first,))
-    across = rows - along.reshape(-1, *(1 for _ in zero.shape)) * first
-    heights = norm(space, phi[0].double().expand_as(rows), across)
-    k = heights.argmax()
-    second = across[k] / heights[k] if heights[k] > tiny else zero
-    return _coordinates(space, phi[0], rows, (first, second)), first, second

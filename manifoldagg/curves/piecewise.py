@@ -8,14 +8,14 @@ from torch import Tensor
 from manifoldagg.curves.arc import Speed
 from manifoldagg.curves.bernstein import basis, quadratic_root
 from manifoldagg.curves.bezier import Bezier, check_space, de_casteljau, differences_gram, weighted
-from manifoldagg.curves.path import Curve, Parameter, Path, Phi, Points, parameter
+from manifoldagg.curves.path import CurveEmbedding, Parameter, Path, Phi, Points, parameter
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import geodesic
 
 
 @dataclass(frozen=True)
-class Piecewise(Curve):
+class Piecewise(CurveEmbedding):
     r"""m Bézier curves of one degree n, each over an m-th of [0, 1], each beginning where the one before it ends.
 
     $\varphi$ has $mn + 1$ points, of which every n-th is a joint: the curve is continuous whatever they are. Its

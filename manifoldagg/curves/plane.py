@@ -10,13 +10,19 @@ from torch import Tensor
 
 from manifoldagg.curves.embedding import Embedding
 from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.kernels import combine, gram
-from manifoldagg.manifolds import Flat
+from manifoldagg.manifolds import Flat, Manifold
+from manifoldagg.manifolds.formulas import norm
+
+__all__ = ["Plane", "plane"]
 
 PATH = 101
 """Points of a drawn curve."""
 SQUARENESS = 0.5
 """The shorter side of the control points' box counts as at least this part of the longer one."""
+
+
+TINY = 1e-7
+"""Of the largest: a shorter distance has no direction worth drawing."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +50,28 @@ class Plane:
 
     def plot(
         self,
-        axes: Any,
+        axes: Any = None,
         *,
         levels: int = 24,
         label: str = "loss",
         ends: tuple[str, str] = ("base model", "client's model"),
-    ) -> None:
-        """Draw contours, curves, chord and control points into matplotlib `axes`; `ends` are called so."""
+    ) -> Any:
+        """Draw contours, curves, chord and control points; `ends` are called so.
+
+        Args:
+            axes: of matplotlib; those of a new figure where not given.
+            levels: how many contours.
+            label: what the values are.
+            ends: what start and end are.
+
+        Returns:
+            The axes.
+        """
         from matplotlib.colors import PowerNorm
 
+        axes = new_axes(axes)
         # Levels crowd towards the minimum, where a landscape is flat.
-        low, high = self.values.min().item(), self.values.max().item()
+        low, high = (limit.item() for limit in self.values.aminmax())
         steps = low + (high - low) * torch.linspace(0, 1, levels + 1, dtype=torch.float64) ** 2
         shades = axes.contourf(
             self.x, self.y, self.values, levels=steps, cmap="viridis_r", norm=PowerNorm(0.5, low, high)
@@ -75,6 +92,7 @@ class Plane:
         axes.set_xlabel("along the chord")
         axes.set_ylabel("across the chord")
         axes.set_aspect("equal")
+        return axes
 
 
 def plane(
@@ -88,8 +106,8 @@ def plane(
 ) -> Plane:
     r"""Evaluate `function` over the plane through the ends of a curve and its farthest control point.
 
-    Coordinates by Gram-Schmidt on the Gram matrix of the displacements from $\varphi_0$: the first axis is the
-    chord's, the second that of the control point farthest from it.
+    Coordinates by Gram-Schmidt on the displacements from $\varphi_0$: the first axis is the chord's, the second that of
+    the control point farthest from it.
 
     Args:
         curve: with three control points or more, on a flat space.
@@ -124,45 +142,87 @@ def plane(
         raise ArgumentError("curve: expected degree 2 or more, a line spans no plane")
 
     phi = phi.detach()
-    start, rows = phi[0].flatten(), list(phi[1:].flatten(1))
-    inner = gram(rows, minus=start)[0]
-    chord = inner[-1, -1].sqrt()
-    along = inner[-1] / chord if chord > 0 else torch.zeros_like(inner[-1])
-    across = (inner.diagonal() - along.square()).clamp(min=0)
-    across[-1] = 0
-    k = int(across.argmax())
-    height = across[k].sqrt()
-    if not (chord > 0 and height > 1e-7 * inner[k, k].sqrt()):
+    seen = View(curve.space, phi)
+    if not bool((phi[-1] != phi[0]).any() and seen.second.any()):
         raise ArgumentError("phi: its ends coincide, or its control points lie on one line: they span no plane")
-    # Unit vectors of the plane as coefficients on the rows: the chord's, and row k's part orthogonal to it.
-    first = torch.zeros(len(rows), dtype=torch.float64)
-    first[-1] = 1 / chord
-    second = -along[k] / height * first
-    second[k] += 1 / height
-
-    control = torch.zeros(len(phi), 2, dtype=torch.float64)
-    control[1:, 0] = along
-    control[1:, 1] = inner @ second
-    control[-1, 1] = 0
-    low, high = control.amin(0), control.amax(0)
+    low = seen.control.amin(0)
+    high = seen.control.amax(0)
     extent = high - low
     reach = margin * extent.max() + (SQUARENESS * extent.max() - extent).clamp(min=0) / 2
-    x, y = (
-        torch.linspace(a, b, resolution, dtype=torch.float64) for a, b in zip(low - reach, high + reach, strict=True)
-    )
-    values = [
-        [function(combine(start, rows, a * first + b * second, minus=start).reshape(phi.shape[1:])) for a in x]
-        for b in y
-    ]
-    t = torch.linspace(0, 1, PATH, dtype=torch.float64)
-    paths = {"curve": _within(curve, control, t)}
-    for name, (each, points) in (others or {}).items():
-        both = gram([*rows, *points.detach().flatten(1)], minus=start)[0][: len(rows), len(rows) :]
-        paths[name] = _within(each, torch.stack([first @ both, second @ both], -1), t)
-    return Plane(x, y, torch.tensor(values, dtype=torch.float64), control, paths.pop("curve"), paths)
+    x, y, values = seen.grid(function, low, high, reach, resolution)
+    t = torch.linspace(0, 1, PATH, dtype=torch.float64, device=phi.device)
+    paths = {name: seen.curve(each, points.detach(), t) for name, (each, points) in drawn.items()}
+    return Plane(x, y, values, seen.control, paths.pop("curve"), paths)
 
 
-def _within(curve: Embedding, control: Tensor, t: Tensor) -> Tensor:
-    """The curve of control points in the plane: on a flat space it is projected as they are."""
-    flat: Embedding = replace(curve, space=Flat(2))  # type: ignore[type-var]  # every curve is a dataclass
-    return flat(control, t)
+class View:
+    """The plane of the tangent space at the first of some points in which they lie or are seen, in float64.
+
+    Its first axis points to the last point, or to the farthest where the ends meet; the second to what is farthest from
+    that line, and is zero where nothing is.
+
+    Args:
+        space: of the points.
+        phi: (n + 1, *space.shape).
+    """
+
+    def __init__(self, space: Manifold, phi: Tensor) -> None:
+        self.space = space
+        self.start = phi[0]
+        rows = self._logs(phi)
+        here = phi[0].double()
+        lengths = norm(space, here.expand_as(rows), rows)
+        tiny = TINY * lengths.max()
+        end = rows[-1] if lengths[-1] > tiny else rows[lengths.argmax()]
+        size = norm(space, here, end)
+        self.first = end / size if size > 0 else torch.zeros_like(end)
+        self.second = torch.zeros_like(end)
+        along = self._inner(rows, self.first)
+        across = rows - along.reshape(-1, *(1 for _ in end.shape)) * self.first
+        heights = norm(space, here.expand_as(rows), across)
+        k = heights.argmax()
+        if heights[k] > tiny:
+            self.second = across[k] / heights[k]
+        self.control = torch.stack([along, self._inner(rows, self.second)], -1).cpu()
+
+    def points(self, points: Tensor) -> Float64[Tensor, "m 2"]:
+        """Where points are seen."""
+        logs = self._logs(points)
+        return torch.stack([self._inner(logs, self.first), self._inner(logs, self.second)], -1).cpu()
+
+    def curve(self, curve: Embedding, phi: Tensor, t: Float64[Tensor, " m"]) -> Float64[Tensor, "m 2"]:
+        """Where a curve is seen: on a flat space that is the curve of the control points as they are seen."""
+        if not self.space.flat:
+            return self.points(curve(phi, t))
+        flat: Embedding = replace(curve, space=Flat(2))  # type: ignore[type-var]  # every curve is a dataclass
+        return flat(self.points(phi), t.cpu())
+
+    def grid(
+        self, function: Callable[[Tensor], float], low: Tensor, high: Tensor, reach: Tensor, resolution: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Coordinates from `low` to `high` and `reach` beyond, and the function over them."""
+        ends = zip((low - reach).tolist(), (high + reach).tolist(), strict=True)
+        x, y = (torch.linspace(a, b, resolution, dtype=torch.float64) for a, b in ends)
+
+        def value(a: float, b: float) -> float:
+            place = self.space._exp(self.start.double(), a * self.first + b * self.second)
+            return function(place.to(self.start.dtype))
+
+        values = [[value(a, b) for a in x.tolist()] for b in y.tolist()]
+        return x, y, torch.tensor(values, dtype=torch.float64)
+
+    def _logs(self, points: Tensor) -> Tensor:
+        return self.space._log(self.start.double().expand_as(points), points.double())
+
+    def _inner(self, tangents: Tensor, axis: Tensor) -> Tensor:
+        here = self.start.double().expand_as(tangents)
+        return self.space._inner(here, tangents, axis.expand_as(tangents))
+
+
+def new_axes(axes: Any) -> Any:
+    """`axes`, or where there are none those of a figure of their own, which pyplot does not know."""
+    if axes is not None:
+        return axes
+    from matplotlib.figure import Figure
+
+    return Figure(layout="constrained").add_subplot()

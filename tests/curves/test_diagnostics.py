@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from manifoldagg.curves.bezier import Bezier
 from manifoldagg.curves.diagnostics import Barrier, barrier, chord_ratio, curvature
-from manifoldagg.curves.path import Curve
+from manifoldagg.curves.path import CurveEmbedding
 from manifoldagg.curves.piecewise import Piecewise
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat, Manifold, Sphere
@@ -208,7 +208,7 @@ def test_a_path_that_rests_counts_as_straight_there():
 
 
 @dataclass(frozen=True)
-class Latitude(Curve):
+class Latitude(CurveEmbedding):
     """Once around the pole of a sphere, at the latitude of its only point."""
 
     space: Manifold

@@ -1,11 +1,10 @@
 """A path says what its curve says; its picture shows it."""
 
-import matplotlib
 import pytest
 import torch
 from matplotlib.figure import Figure
 
-from manifoldagg.curves import Bezier
+from manifoldagg.curves import Bezier, barrier, plane
 from manifoldagg.curves.path import Path
 from manifoldagg.curves.piecewise import Piecewise
 from manifoldagg.errors import ArgumentError
@@ -88,12 +87,14 @@ def test_a_function_is_drawn_below(curve, phi):
 def test_axes_are_made_where_none_are_given():
     from matplotlib import pyplot
 
-    backend = matplotlib.get_backend()
-    pyplot.switch_backend("agg")
+    before = pyplot.get_fignums()
     axes = Bezier(Flat(4), 3).at(draw(0, 4, 4)).plot()
     assert len(axes.lines) == 2
-    pyplot.close(axes.figure)
-    pyplot.switch_backend(backend)
+    curve, phi = Bezier(Flat(4), 3), draw(0, 4, 4)
+    assert plane(curve, phi, lambda theta: theta.square().sum().item(), resolution=3).plot().lines
+    assert barrier(curve, phi, lambda theta: theta.square().sum().item(), points=3).plot().lines
+    # What pyplot does not know, it neither keeps nor shows.
+    assert pyplot.get_fignums() == before
 
 
 @pytest.mark.usefixtures("as_shipped")

@@ -47,7 +47,7 @@ def test_the_path_is_the_curve(seed):
 def test_it_draws():
     picture = plane(Bezier(Flat(4)), draw(0, 3, 4), squared_norm, resolution=5)
     axes = Figure().subplots()
-    picture.plot(axes)
+    assert picture.plot(axes) is axes
     assert {"chord", "learned curve", "base model", "client's model", "control point"} <= {
         line.get_label() for line in axes.lines
     }
