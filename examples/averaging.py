@@ -19,19 +19,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from manifoldagg import ParameterSpace, Server
-from manifoldagg.averaging import SWA, Calibration, Subspace, calibration, ensemble, fit_subspace
+from manifoldagg.averaging import SWA, Subspace, ensemble, fit_subspace
 from manifoldagg.curves import Simplex
 from manifoldagg.federated import Message, Outcome, Update, trainers
 from manifoldagg.manifolds import Manifold, Sphere, distance, geodesic
 from manifoldagg.simulation import Federation, task
 from manifoldagg.simulation.priority import PriorityScheduler
 
-CLIENTS, CYCLE, VERTICES = 10, 8, 3
+CLIENTS = 10
+CYCLE = 8
+VERTICES = 3
+BINS = 15
 SPACES: dict[str, dict[str, Any]] = {"flat": {}, "spheres": {"1.weight": Sphere(64)}}
 
 
@@ -85,7 +87,8 @@ def run(federation: Federation, manifolds: dict[str, Any], versions: int) -> Lat
     server = Server(space, Geodesic(rate=0.5), space.point(model))
     trainer = trainers.Local(epochs=2, rate=0.05)
     late = {"start": math.ceil(versions / 2), "cycle": CYCLE}
-    swa, exact = SWA(space, **late), SWA(space, **late, kind="exact")
+    swa = SWA(space, **late)
+    exact = SWA(space, **late, kind="exact")
     kept: list[Tensor] = []
     scheduler: PriorityScheduler[int] = PriorityScheduler(len(federation.scheduled), np.random.default_rng(0))
     tickets = {client: server.dispatch(client) for client in federation.scheduled}
@@ -93,7 +96,8 @@ def run(federation: Federation, manifolds: dict[str, Any], versions: int) -> Lat
         scheduler.dispatch(client, len(federation.batches(client, 0)))
     for round_ in range(1, versions + 1):
         client = scheduler.next().client
-        ticket, batches = tickets[client], federation.batches(client, round_)
+        ticket = tickets[client]
+        batches = federation.batches(client, round_)
         generator = torch.Generator().manual_seed(round_)
         payload = trainer.train(space, ticket.message, loss, batches, None, generator=generator)
         receipt = server.receive(ticket.id, payload)
@@ -122,20 +126,36 @@ class Judge:
         return self.federation.task.inputs[index], self.federation.task.labels[index]
 
     @torch.no_grad()
-    def grade(self, space: ParameterSpace, theta: Tensor) -> Calibration:
-        """Accuracy, NLL and ECE of one model."""
+    def grade(self, space: ParameterSpace, *thetas: Tensor) -> tuple[float, float, float]:
+        """Accuracy, NLL and ECE of the mean prediction of models."""
         inputs, labels = self.held_out
-        return calibration(space.load(self.federation.model(), theta)(inputs).softmax(-1), labels)
+        each = [space.load(self.federation.model(), theta)(inputs).double().softmax(-1) for theta in thetas]
+        p = torch.stack(each).mean(0)
+        accuracy = (p.argmax(-1) == labels).double().mean().item()
+        return accuracy, nn.functional.nll_loss(p.log(), labels).item(), calibration_error(p, labels)
+
+
+def calibration_error(probabilities: Tensor, targets: Tensor, bins: int = BINS) -> float:
+    r"""$\mathrm{ECE} = \sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|$ of predictions (n, classes).
+
+    They are sorted into bins by the probability of the most probable class, $\hat p \in (\frac{b - 1}{B}, \frac{b}{B}]$;
+    $\mathrm{acc}_b$ is the part of a bin whose guess is right, $\mathrm{conf}_b$ the mean of $\hat p$ in it.
+
+    Source: Guo, Pleiss, Sun, Weinberger 2017, (3).
+    """
+    confidence, guess = probabilities.max(-1)
+    bin_of = torch.bucketize(confidence, torch.arange(1, bins, dtype=torch.float64) / bins)
+    excess = (guess == targets).double() - confidence
+    return excess.new_zeros(bins).index_add(0, bin_of, excess).abs().sum().item() / len(targets)
 
 
 def picture(found: dict[str, tuple[Late, Subspace]], file: Path) -> None:
     """The late versions of each run and the simplex that was fitted to them, in the plane of their longest axes."""
     figure = Figure(figsize=(6.4 * len(found), 5.2), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (name, (late, fitted)) in zip(
         figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True
     ):
-        fitted.draw(axes)
+        fitted.plot(axes)
         marks = {
             "on the simplex": (fitted.average(), "D", 12),
             "SWA": (late.swa.average, "*", 9),
@@ -167,11 +187,10 @@ def main() -> None:
     for name, manifolds in SPACES.items():
         late = run(federation, manifolds, versions)
         simplex = Simplex(late.space, VERTICES)
-        fitted = fit_subspace(late.space, late.versions, simplex, power=2, max_steps=200 if late.space.flat else steps)
+        fitted = fit_subspace(late.versions, simplex, power=2, max_steps=200 if late.space.flat else steps)
         mean = late.exact.mean
         assert mean is not None
-        together = ensemble(
-            late.space,
+        drawn = ensemble(
             federation.model(),
             simplex,
             fitted.phi,
@@ -181,14 +200,16 @@ def main() -> None:
             draws=draws,
         )
         rows = {
-            "last": together.single,
+            "last": judge.grade(late.space, late.last),
             "SWA": judge.grade(late.space, late.swa.averaged(late.last)),
             "Karcher SWA": judge.grade(late.space, mean.point),
             "on the simplex": judge.grade(late.space, fitted.average()),
-            f"{draws} of the simplex": together.together,
+            f"{draws} of the simplex": judge.grade(late.space, *(simplex(fitted.phi, x) for x in drawn.places)),
         }
-        for label, row in rows.items():
-            print(f"{name:<8} {label:<18} {100 * row.accuracy:>11.1f} {row.nll:>7.3f} {row.ece:>7.3f}")
+        for label, (accuracy, nll, error) in rows.items():
+            print(f"{name:<8} {label:<18} {100 * accuracy:>11.1f} {nll:>7.3f} {error:>7.3f}")
+        best = max(member.accuracy for member in drawn.members)
+        print(f"{name:<8} The best of the {draws} alone has {100 * best:.1f} %.")
         apart = distance(late.space, late.swa.averaged(late.last), mean.point).item()
         print(
             f"{name:<8} SWA is {apart:.1e} from the Karcher mean of {late.swa.count} versions (residual "

@@ -1,12 +1,52 @@
 """The examples run, from one end to the other, on little data."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import matplotlib.image
+import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def calibration_error():
+    return runpy.run_path(str(ROOT / "examples/averaging.py"))["calibration_error"]
+
+
+def test_a_calibration_error_by_hand(calibration_error):
+    """Two bins of ten are used: (.5, .6] with confidences .6, .55, .55, one right; (.8, .9] with .9, right."""
+    p = torch.tensor([[0.6, 0.4], [0.55, 0.45], [0.45, 0.55], [0.1, 0.9]], dtype=torch.float64)
+    first = abs(1 / 3 - (0.6 + 0.55 + 0.55) / 3)
+    found = calibration_error(p, torch.tensor([0, 1, 0, 1]), bins=10)
+    assert found == pytest.approx(3 / 4 * first + 1 / 4 * 0.1, abs=1e-15)
+
+
+@pytest.mark.parametrize("bins", [6, 10, 14])
+def test_a_confidence_at_an_edge_belongs_to_the_bin_below(calibration_error, bins):
+    for k in range(3, bins):
+        # Wrong at the upper edge of a bin and right in its middle: in one bin the two make up for another in part.
+        confidence = torch.tensor([k / bins, (k - 0.5) / bins], dtype=torch.float64)
+        others = ((1 - confidence) / (2 * bins))[:, None].expand(2, 2 * bins)
+        p = torch.cat([confidence[:, None], others], 1)
+        found = calibration_error(p, torch.tensor([1, 0]), bins=bins)
+        assert found == pytest.approx(abs(1 - (2 * k - 0.5) / bins) / 2, abs=1e-14)
+
+
+def test_one_bin_compares_the_means(calibration_error):
+    p = torch.randn(50, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    classes = torch.arange(50) % 4
+    confidence, guess = p.max(-1)
+    excess = (guess == classes).double().mean() - confidence.mean()
+    assert calibration_error(p, classes, bins=1) == pytest.approx(abs(excess).item(), abs=1e-14)
+
+
+def test_certain_and_right_is_perfect(calibration_error):
+    assert calibration_error(torch.eye(3).double(), torch.arange(3)) == 0
+    assert calibration_error(torch.eye(3).double(), torch.tensor([1, 1, 2])) == pytest.approx(1 / 3)
 
 
 def test_mode_connectivity(tmp_path):

@@ -13,17 +13,17 @@ import manifoldagg
 PACKAGE = Path(manifoldagg.__file__).parent
 ROOT = PACKAGE.parent
 BELOW = {
-    "_files": set(),
+    "_output": {"errors"},
     "errors": set(),
-    "kernels": {"_files", "errors"},
+    "kernels": {"_output", "errors"},
     "manifolds": {"errors", "kernels"},
-    "curves": {"errors", "kernels", "manifolds"},
-    "averaging": {"errors", "kernels", "manifolds", "curves"},
+    "curves": {"_output", "errors", "kernels", "manifolds"},
+    "averaging": {"_output", "errors", "kernels", "manifolds", "curves"},
     "corrections": {"errors", "kernels", "manifolds", "curves"},
-    "routing": {"_files", "errors"},
+    "routing": {"_output", "errors"},
     "federated": {"errors", "kernels", "manifolds", "curves", "averaging", "corrections"},
 }
-BELOW["simulation"] = {*BELOW["federated"], "_files", "federated", "routing"}
+BELOW["simulation"] = {*BELOW["federated"], "_output", "federated", "routing"}
 BELOW["integrations"] = {*BELOW["federated"], "federated"}
 BELOW["cli"] = {*BELOW["simulation"], "simulation", "integrations", "__init__"}
 BELOW["testing"] = set(BELOW)
@@ -112,7 +112,7 @@ PUBLIC = [
     *(f"manifoldagg.corrections.{name}" for name in CORRECTIONS),
     *(f"manifoldagg.federated.{name}" for name in ("Server", "aggregate", "Update", "Payload")),
     *(f"manifoldagg.federated.rules.{name}" for name in RULES),
-    *(f"manifoldagg.averaging.{name}" for name in ("SWA", "fit_subspace", "ensemble", "karcher", "calibration")),
+    *(f"manifoldagg.averaging.{name}" for name in ("SWA", "fit_subspace", "ensemble", "karcher")),
     *(f"manifoldagg.simulation.{name}" for name in ("gini", "theil", "dirichlet_partition")),
     *(
         f"manifoldagg.manifolds.{name}"

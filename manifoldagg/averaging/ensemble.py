@@ -1,4 +1,4 @@
-"""Predictions averaged over models drawn from an embedding, and how well they are calibrated."""
+"""Predictions averaged over models drawn from an embedding, and how good they are."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,11 +9,27 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manifoldagg.averaging.calibration import Calibration, Tally
 from manifoldagg.curves import Embedding, refresh_buffers
 from manifoldagg.curves.sampling import Sampling
 from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_finite, check_shape
 from manifoldagg.manifolds import ParameterSpace
+
+__all__ = ["Ensemble", "Score", "ensemble"]
+
+
+@dataclass(frozen=True)
+class Score:
+    r"""How good predictions $p_j$ of n classes $y_j$ are.
+
+    Attributes:
+        samples: n.
+        accuracy: the part whose most probable class (the first of equally probable ones) is $y_j$.
+        nll: $-\frac1n \sum_j \log p_j(y_j)$, in nats.
+    """
+
+    samples: int
+    accuracy: float
+    nll: float
 
 
 @dataclass(frozen=True)
@@ -27,20 +43,19 @@ class Ensemble:
         places: $x_j$ that were drawn: numbers, or tensors (*domain).
     """
 
-    together: Calibration
-    members: tuple[Calibration, ...]
-    single: Calibration
+    together: Score
+    members: tuple[Score, ...]
+    single: Score
     places: tuple[Any, ...]
 
     def __str__(self) -> str:
         rows = [("single", self.single), ("ensemble", self.together)]
-        lines = [f"{name:<10} {c.accuracy:>9.4f} {c.nll:>9.4f} {c.ece:>9.4f}" for name, c in rows]
-        return "\n".join([f"{'':<10} {'accuracy':>9} {'NLL':>9} {'ECE':>9}", *lines])
+        lines = [f"{name:<10} {c.accuracy:>9.4f} {c.nll:>9.4f}" for name, c in rows]
+        return "\n".join([f"{'':<10} {'accuracy':>9} {'NLL':>9}", *lines])
 
 
 @torch.no_grad()
 def ensemble(
-    space: ParameterSpace,
     model: nn.Module,
     embedding: Embedding,
     phi: Float[Tensor, "size ..."],
@@ -49,7 +64,6 @@ def ensemble(
     single: Float[Tensor, " P"],
     generator: torch.Generator,
     draws: int = 10,
-    bins: int = 15,
     refresh: Iterable[Any] | None = None,
     targets: str = "targets",
 ) -> Ensemble:
@@ -60,22 +74,20 @@ def ensemble(
     its code: its parameters, buffers and modes are what they were when this returns. It computes as in evaluation.
 
     Args:
-        space: of the model's parameters.
-        model: with this layout, from inputs to logits (n, classes).
-        embedding: on this space.
+        model: from inputs to logits (n, classes).
+        embedding: on the `ParameterSpace` of its parameters.
         phi: what draws it.
         batches: each a pair (inputs, classes), or a mapping of the model's keyword arguments and, by the name
             `targets`, the classes.
         single: the model that the ensemble is compared with (P,).
         generator: draws the places.
         draws: $n$.
-        bins: of the ECE.
         refresh: batches for the statistics of BatchNorm, in the same form or inputs alone, read once for each model;
             needed where the model has such layers: those of training, not those that are judged.
         targets: the name of the classes in batches that are mappings.
 
     Returns:
-        Accuracy, NLL and ECE of the ensemble, of its members and of the single model.
+        Accuracy and NLL of the ensemble, of its members and of the single model, and the places that were drawn.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
@@ -91,15 +103,14 @@ def ensemble(
         >>> curve, single = Bezier(space), torch.zeros(9)
         >>> data = [(torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))]
         >>> found = ensemble(
-        ...     space, model, curve, curve.collapse(single), data, single=single, generator=torch.Generator()
+        ...     model, curve, curve.collapse(single), data, single=single, generator=torch.Generator()
         ... )
         >>> found.together.accuracy, round(found.together.nll, 4)
         (0.5, 1.0986)
     """
-    if not isinstance(space, ParameterSpace):
-        raise ArgumentError(f"space: expected a ParameterSpace, got {space!r}")
-    if not isinstance(embedding, Embedding) or embedding.space != space:
-        raise ArgumentError(f"embedding: expected one on the space of the model, got {embedding!r}")
+    if not isinstance(embedding, Embedding) or not isinstance(embedding.space, ParameterSpace):
+        raise ArgumentError(f"embedding: expected one on a ParameterSpace, got {embedding!r}")
+    space = embedding.space
     for name, read in (("batches", batches), ("refresh", () if refresh is None else refresh)):
         if not isinstance(read, Iterable):
             raise ArgumentError(f"{name}: expected an iterable of batches, got {type(read).__name__}")
@@ -136,7 +147,8 @@ def ensemble(
         return {name: fresh.get(name, buffer).detach().clone() for name, buffer in model.named_buffers()}
 
     buffers = [statistics(i) for i in range(draws + 1)]
-    together, tallies = Tally(bins), [Tally(bins) for _ in buffers]
+    together = _Tally()
+    tallies = [_Tally() for _ in buffers]
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
@@ -163,8 +175,8 @@ def ensemble(
     finally:
         for module, mode in modes:
             module.training = mode
-    *members, alone = [tally.numbers() for tally in tallies]
-    return Ensemble(together.numbers(), tuple(members), alone, drawn)
+    *members, alone = [tally.score() for tally in tallies]
+    return Ensemble(together.score(), tuple(members), alone, drawn)
 
 
 def _split(batch: Any, targets: str) -> tuple[Any, Any]:
@@ -174,3 +186,41 @@ def _split(batch: Any, targets: str) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and batch:
         return batch[0], batch[1] if len(batch) > 1 else None
     return batch, None
+
+
+class _Tally:
+    """The sums over predictions, batch by batch, that a score is made of."""
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._right = 0
+        self._nll = 0.0
+
+    def add(self, logs: Float[Tensor, "n classes"], targets: Tensor) -> None:
+        """Logarithms of probabilities (n, classes) and the true classes (n,)."""
+        truth = _check_targets(targets, *logs.shape).to(logs.device)
+        self._samples += len(truth)
+        self._right += int((logs.argmax(-1) == truth).sum())
+        self._nll -= float(logs.gather(-1, truth[:, None]).sum())
+
+    def score(self) -> Score:
+        if self._samples == 0:
+            raise ArgumentError("batches: expected at least one sample, got none")
+        return Score(self._samples, self._right / self._samples, self._nll / self._samples)
+
+
+def _check_targets(targets: Tensor, n: int, classes: int) -> Tensor:
+    """n class numbers.
+
+    Raises:
+        ArgumentError: naming what was given.
+    """
+    if not isinstance(targets, Tensor) or targets.dtype.is_floating_point or targets.dtype.is_complex:
+        given = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+        raise ArgumentError(f"targets: expected a tensor of class numbers, got {given}")
+    if targets.shape != (n,):
+        raise ArgumentError(f"targets: expected shape {(n,)} as there are predictions, got {tuple(targets.shape)}")
+    if n and not bool(((targets >= 0) & (targets < classes)).all()):
+        low, high = int(targets.min()), int(targets.max())
+        raise ArgumentError(f"targets: expected classes from 0 to {classes - 1}, got {low} to {high}")
+    return targets.long()

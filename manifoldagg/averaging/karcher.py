@@ -12,6 +12,8 @@ from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold, Mean, check_point, karcher_mean
 from manifoldagg.manifolds.manifold import check_is_manifold
 
+__all__ = ["check_model", "check_versions", "check_weights", "karcher"]
+
 Versions = Float[Tensor, "k ..."] | Sequence[Float[Tensor, "..."]]
 Weights = Float[Tensor, " k"] | Sequence[float] | None
 

@@ -2,26 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg.averaging._curved import descend_curved
-from manifoldagg.averaging._descent import Descent, descend
+from manifoldagg._output import new_figure
+from manifoldagg.averaging._curved_fit import Chart, descend_curved
+from manifoldagg.averaging._flat_fit import Descent, Search, descend
 from manifoldagg.averaging.karcher import check_versions, check_weights, karcher
 from manifoldagg.curves import Bezier, Embedding, Simplex, Tunnel
 from manifoldagg.curves.shape import coordinates
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number, check_shape
 from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Manifold
-from manifoldagg.manifolds.manifold import check_is_manifold
+
+__all__ = ["Subspace", "View", "fit_subspace"]
 
 NEEDS = {"exp", "log", "inner", "project", "project_tangent"}
 POWERS = (1, 2)
-LEAST, MOST = 1e-100, 1e100
+LEAST = 1e-100
+MOST = 1e100
 """Distances whose squares are numbers, and products of two of these."""
 DUST = 8 * torch.finfo(torch.float64).eps
 """What rounding leaves of an entry of the log of a point at itself."""
@@ -45,8 +47,8 @@ class View:
         r"""$(\langle \log_c x, a \rangle, \langle \log_c x, b \rangle)$ for points (m, *shape)."""
         x = points.detach().double()
         middle = self.center.expand_as(x)
-        logs = self.space.log(middle, x)
-        return torch.stack([self.space.inner(middle, logs, axis.expand_as(x)) for axis in self.axes], -1).cpu()
+        logs = self.space._log(middle, x)
+        return torch.stack([self.space._inner(middle, logs, axis.expand_as(x)) for axis in self.axes], -1).cpu()
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +101,16 @@ class Subspace:
             place = torch.cat([place[:1], place[1:] - along * velocity])
         return self.embedding(self.phi, place)
 
-    def draw(self, axes: Any) -> None:
-        """Draw the subspace, the points in their order and their distances into matplotlib `axes`."""
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the subspace, the points in their order and their distances.
+
+        Args:
+            axes: of matplotlib; those of a new figure where not given.
+
+        Returns:
+            The axes.
+        """
+        axes = new_figure(6.4, 5.2).subplots() if axes is None else axes
         for line in self._lines():
             axes.plot(*line.T, color="black", linewidth=1.8)
         if isinstance(self.embedding, Tunnel):
@@ -116,18 +126,8 @@ class Subspace:
         axes.set_xlabel("longest axis of the models")
         axes.set_ylabel("second axis")
         axes.set_aspect("equal", adjustable="datalim")
-
-    def plot(self, path: str | Path) -> None:
-        """Draw it into a new picture file, of the kind that the name ends in; needs matplotlib."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6.4, 5.2), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        self.draw(axes)
         axes.legend(loc="best", fontsize="small")
-        figure.savefig(path)
+        return axes
 
     def _lines(self) -> list[Tensor]:
         """What is drawn of the subspace: a curve, or the edges of a simplex."""
@@ -152,7 +152,6 @@ class Subspace:
 @torch.inference_mode(False)
 @torch.no_grad()
 def fit_subspace(
-    space: Manifold,
     points: Float[Tensor, "m ..."] | Sequence[Float[Tensor, "..."]],
     embedding: Embedding,
     *,
@@ -175,9 +174,9 @@ def fit_subspace(
     begins, over $\xi$ and the places together. Tunnels need a flat space.
 
     Args:
-        space: flat, or with exp, log, inner, project and project_tangent.
         points: $\Theta_j$, a tensor (m, *space.shape) or a sequence of tensors; in the order of the run.
-        embedding: $\iota$, a `Bezier`, `Simplex` or `Tunnel` on this space.
+        embedding: $\iota$, a `Bezier`, `Simplex` or `Tunnel` on a space that is flat, or has exp, log, inner, project and
+            project_tangent.
         power: p: 1 for (13), which a few models that lie apart do not spoil; 2 for least squares.
         start: $\xi$ to begin with (size, *space.shape); found where not given. Flat spaces only.
         tolerance: on the relative fall of the sum in a step.
@@ -194,21 +193,21 @@ def fit_subspace(
     Example:
         >>> from manifoldagg.manifolds import Flat
         >>> points = torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [3.0, 3.0], [4.0, 3.0]])
-        >>> line = fit_subspace(Flat(2), points, Bezier(Flat(2), degree=1))
+        >>> line = fit_subspace(points, Bezier(Flat(2), degree=1))
         >>> round(line.value, 4)  # four of the five lie on it
         0.7071
     """
-    check_is_manifold(space)
     if not isinstance(embedding, Bezier | Simplex | Tunnel):
         raise ArgumentError(f"embedding: expected a Bezier, Simplex or Tunnel, got {embedding!r}")
-    if embedding.space != space:
-        raise ArgumentError(f"embedding: expected one on {space}, got {embedding}")
+    space = embedding.space
     check_choice("power", power, POWERS)
     check_number("tolerance", tolerance, at_least=0)
     check_count("max_steps", max_steps)
     if not space.flat and (isinstance(embedding, Tunnel) or not space.capabilities >= NEEDS):
         lacks = "flat" if isinstance(embedding, Tunnel) else f"with {sorted(NEEDS - space.capabilities)[0]}"
-        raise ArgumentError(f"space: expected one that is {lacks} to fit {type(embedding).__name__}, got {space}")
+        raise ArgumentError(
+            f"embedding: expected a space that is {lacks} to fit {type(embedding).__name__}, got {space}"
+        )
     models = torch.stack(check_versions(space, points, "points"))
     if len(models) < embedding.size:
         raise ArgumentError(f"points: expected at least {embedding.size} for {embedding}, got {len(models)}")
@@ -216,19 +215,20 @@ def fit_subspace(
         if not space.flat:
             raise ArgumentError(f"start: needs a flat space, got {space}")
         check_shape("start", start, embedding.size, *models.shape[1:])
-    options = (power, float(tolerance), max_steps)
-    return _curved(space, models, embedding, *options) if not space.flat else _flat(models, embedding, start, *options)
+    search = Search(power, float(tolerance), max_steps)
+    return _flat(models, embedding, start, search) if space.flat else _curved(models, embedding, search)
 
 
-def _flat(models: Tensor, embedding: Embedding, start: Tensor | None, *options: Any) -> Subspace:
+def _flat(models: Tensor, embedding: Embedding, start: Tensor | None, search: Search) -> Subspace:
     rows = list(models.flatten(1))
     if start is not None:
         rows += check_versions(embedding.space, start.to(models), "start")
         rows = [row.flatten() for row in rows]
     placed = coordinates(torch.stack(rows))
     _check_spread(float(placed.abs().amax()) if placed.numel() else 0.0, least=LEAST)
-    seen, begin = placed[: len(models)], None if start is None else placed[len(models) :]
-    found = descend(embedding, seen, begin, *options) if bool(seen.any()) else _resting(embedding, seen)
+    seen = placed[: len(models)]
+    begin = None if start is None else placed[len(models) :]
+    found = descend(embedding, seen, begin, search) if bool(seen.any()) else _resting(embedding, seen)
     # Coordinates of the first point are 0: ξ is that point and a combination of the differences from it.
     shares = (found.phi @ torch.linalg.pinv(placed[1:]) if len(rows) > 1 else found.phi[:, :0]).to(models.device)
 
@@ -246,12 +246,11 @@ def _flat(models: Tensor, embedding: Embedding, start: Tensor | None, *options: 
     axes = torch.cat([axes, axes.new_zeros(2 - len(axes), axes.shape[1])])
     if len(rows) > 1:
         inverse = torch.linalg.pinv(placed[1:]).to(models.device)
-        center, lines = (
-            written((middle @ inverse)[None], torch.float64, rows[0])[0],
-            written(axes @ inverse, torch.float64, None),
-        )
+        center = written((middle @ inverse)[None], torch.float64, rows[0])[0]
+        lines = written(axes @ inverse, torch.float64, None)
     else:
-        center, lines = models[0].double(), torch.zeros(2, *models.shape[1:], dtype=torch.float64, device=models.device)
+        center = models[0].double()
+        lines = torch.zeros(2, *models.shape[1:], dtype=torch.float64, device=models.device)
     view = View(embedding.space, center, lines)
     places = found.places
     if isinstance(embedding, Tunnel):
@@ -268,14 +267,13 @@ def _check_spread(spread: float, least: float = 0.0) -> None:
         )
 
 
-def _curved(
-    space: Manifold, models: Tensor, embedding: Embedding, power: int, tolerance: float, max_steps: int
-) -> Subspace:
+def _curved(models: Tensor, embedding: Embedding, search: Search) -> Subspace:
+    space = embedding.space
     x = space.project(models.double())
     center = karcher(space, x).point
     middle = center.expand_as(x)
-    logs = space.log(middle, x)
-    inner = torch.stack([space.inner(middle, logs, log.expand_as(x)) for log in logs])
+    logs = space._log(middle, x)
+    inner = torch.stack([space._inner(middle, logs, log.expand_as(x)) for log in logs])
     _check_spread(float(inner.diagonal().clamp(min=0).sqrt().max()))
     values, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
     solid = values > (1e-14 * values[-1]).clamp(min=DUST**2 * x.numel())
@@ -287,7 +285,7 @@ def _curved(
     if len(roots) == 0:
         found = _resting(embedding, models.double())
     else:
-        found = descend_curved(embedding, x, center, frame, seen, power, tolerance, max_steps)
+        found = descend_curved(embedding, x, Chart(center, frame, seen), search)
     phi = found.phi.to(models.dtype)
     return Subspace(embedding, phi, found.places, found.distances, found.steps, found.converged, view, view(models))
 

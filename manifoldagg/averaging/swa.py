@@ -15,6 +15,8 @@ from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Manifold, Mean, RunningMean
 from manifoldagg.manifolds.manifold import check_is_manifold
 
+__all__ = ["SWA", "average_in_"]
+
 KINDS = ("streaming", "exact")
 NEEDS = {"streaming": {"exp", "log"}, "exact": {"exp", "log", "inner", "project"}}
 STATE = {"last", "count", "like", "mean", "kept"}
@@ -84,13 +86,15 @@ class SWA:
         lacks = sorted(NEEDS[kind] - space.capabilities)
         if lacks and not space.flat:
             raise ArgumentError(f"space: expected a flat manifold or one with {lacks[0]}, got {space}")
-        self.space, self.kind = space, kind
+        self.space = space
+        self.kind = kind
         self.start = check_count("start", start, at_least=0)
         self.cycle = check_count("cycle", cycle)
         self.offset = check_count("offset", offset, at_least=0)
         self.periodic = None if periodic is None else check_count("periodic", periodic)
         self._lock = threading.RLock()
-        self._last, self._count = -1, 0
+        self._last = -1
+        self._count = 0
         self._like: Tensor | None = None
         self._kept: dict[int, Tensor] = {}
         self._mean: Tensor | None = None
@@ -188,7 +192,9 @@ class SWA:
                 return None
             point = self.average
             self._mean = None if point is None else self._precise(point)
-            self._count, self._kept, self._certified = 0, {}, None
+            self._count = 0
+            self._kept = {}
+            self._certified = None
             return point
 
     def state(self) -> dict[str, Any]:
@@ -210,8 +216,11 @@ class SWA:
         """
         if not isinstance(state, Mapping) or set(state) != STATE or not isinstance(state["kept"], Mapping):
             raise ArgumentError("state: expected what SWA.state() returned")
-        last, count = check_count("last", state["last"], at_least=-1), check_count("count", state["count"], at_least=0)
-        like, mean, kept = state["like"], state["mean"], dict[int, Tensor]()
+        last = check_count("last", state["last"], at_least=-1)
+        count = check_count("count", state["count"], at_least=0)
+        like = state["like"]
+        mean = state["mean"]
+        kept = dict[int, Tensor]()
         if like is not None:
             like = check_shape("like", like).detach().clone()
         if mean is not None:
@@ -229,7 +238,11 @@ class SWA:
                     f"{name}: expected a tensor {dtype or like.dtype} on {like.device}, got {x.dtype} on {x.device}"
                 )
         with self._lock:
-            self._last, self._count, self._mean, self._kept, self._certified = last, count, mean, kept, None
+            self._last = last
+            self._count = count
+            self._mean = mean
+            self._kept = kept
+            self._certified = None
             self._like = None if like is None else like.expand(held[0].shape)
 
     def _take(self, version: int, model: Tensor) -> None:
@@ -242,14 +255,16 @@ class SWA:
         ):
             raise ArgumentError(f"model: expected entries up to {HUGE:g}, differences of which are numbers")
         if self.kind == "exact":
-            self._kept[version], self._certified = model.clone(), None
+            self._kept[version] = model.clone()
+            self._certified = None
         elif self._count == 0 or self._mean is None:
             self._mean = self._precise(model)
         elif self.space.flat:
             average_in_(self._mean.view(-1), model.reshape(-1), self._count + 1)
         else:
             self._mean = self._between(self._mean, model)
-        self._like, self._count = model.new_empty(()).expand(model.shape), self._count + 1
+        self._like = model.new_empty(()).expand(model.shape)
+        self._count += 1
 
     def _between(self, mean: Tensor, model: Tensor) -> Tensor:
         """A part of the geodesic from the average to one more model."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._files import whole
+from manifoldagg._output import whole
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.rows import Rows
 

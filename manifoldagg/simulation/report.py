@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manifoldagg._files import whole
+from manifoldagg._output import whole
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.compare import Comparison
 

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from manifoldagg._files import whole
+from manifoldagg._output import whole
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.simulation.delays import store
 from manifoldagg.simulation.schedulers import Completion, check_client

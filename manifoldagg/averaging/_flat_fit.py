@@ -1,22 +1,135 @@
-"""Where points lie beside an embedding of a flat space, in few coordinates, and the normal equations to move it by."""
+"""How a subspace of a flat space is fitted: where points lie beside it, and Levenberg and Marquardt's descent to them."""
 
 import itertools
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from manifoldagg.curves import Embedding, Simplex, Tunnel
+from manifoldagg.curves import Bezier, Embedding, Simplex, Tunnel
 from manifoldagg.curves.bernstein import basis
 from manifoldagg.curves.shape import derivative, nearest_disk, sharpest, slowest, span, unit
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat
+
+__all__ = ["Descent", "Search", "Sight", "descend", "first_guesses", "nearest_of_faces"]
 
 Points = Float64[Tensor, "m k"]
 Phi = Float64[Tensor, "size k"]
 FEW = 6
 """Vertices of a simplex whose 2^n - 1 faces are all looked at: faster than walking from face to face."""
 System = tuple[Float64[Tensor, "n n"], Float64[Tensor, " n"]]
+SMOOTHING = (1e-2, 1e-4, 1e-6, 1e-9)
+"""Of the size of the points: what a distance is smoothed by while sums of distances are made small."""
+STIFF = 1e12
+"""A damping at which no step is left: rounding alone moves the sum."""
+THIN = 1e-6
+"""Of a domain: a part that is too small to be all that is kept of it."""
+EXACT = 1e-13
+"""Of the size of the points: a mean distance that is rounding."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How a descent goes: the power p of the distances, the relative fall of the sum at which it ends, its steps."""
+
+    power: int
+    tolerance: float
+    max_steps: int
+
+
+@dataclass(frozen=True, eq=False)
+class Descent:
+    """Where a descent ended: what draws the embedding, the nearest places, distances, steps, and whether it is over."""
+
+    phi: Tensor
+    places: Tensor
+    distances: Float64[Tensor, " m"]
+    steps: int
+    converged: bool
+
+
+@torch.no_grad()
+def descend(embedding: Embedding, points: Points, start: Phi | None, search: Search) -> Descent:
+    r"""$\min_\varphi \sum_j d(y_j, \iota_\varphi(M))^p$ for points (m, k) of a flat space.
+
+    By steps of Levenberg and Marquardt on residuals whose places are eliminated (Kaufman 1975). Where p = 1 the squares
+    are followed by $\sqrt{d^2 + \delta^2}$ with $\delta$ down to 1e-9 of the points' size, each reweighted by its value
+    (Weiszfeld): with $\delta = 0$ at once, a subspace that goes through a point would not leave it.
+    """
+    size = float((points - points.mean(0)).norm(dim=-1).max())
+    if start is None and isinstance(embedding, Tunnel):
+        curve = descend(embedding.curve, points, None, search)
+        starts = [curve.phi, *first_guesses(embedding, points)]
+    else:
+        starts = first_guesses(embedding, points) if start is None else [start]
+    seen = [sight for sight in (Sight(embedding, phi, points) for phi in starts) if sight.valid]
+    if not seen:
+        raise ArgumentError("embedding: the tunnel folds where the points lie; expected a smaller radius")
+    here = min(seen, key=lambda sight: float(sight.distances.square().sum()))
+    steps = 0
+    for delta in (None, *(part * size for part in SMOOTHING))[: 1 if search.power == 2 else None]:
+        here, taken, converged = _walk(embedding, here, delta, size, search)
+        steps += taken
+    return Descent(*_trimmed(embedding, here), here.distances, steps, converged)
+
+
+def _walk(
+    embedding: Embedding, here: Sight, delta: float | None, size: float, search: Search
+) -> tuple[Sight, int, bool]:
+    r"""Down $\sum_j d_j^2$, or $\sum_j \sqrt{d_j^2 + \delta^2}$: where to, in how many steps, whether to the end."""
+
+    def measure(sight: Sight) -> float:
+        if not sight.valid:
+            return math.inf
+        d = sight.distances
+        return float((d.square() if delta is None else torch.hypot(d, d.new_tensor(delta)) - delta).sum())
+
+    value = measure(here)
+    damping = 1e-3
+    for steps in range(search.max_steps):
+        if float(here.distances.mean()) <= EXACT * size:
+            return here, steps, True
+        d = here.distances
+        matrix, slope = here.system(torch.ones_like(d) if delta is None else 1 / torch.hypot(d, d.new_tensor(delta)))
+        diagonal = matrix.diagonal().clamp(min=EXACT * float(matrix.diagonal().max()))
+        reached = math.inf
+        while not reached < value:
+            if damping > STIFF:
+                return here, steps, True
+            step, info = torch.linalg.solve_ex(matrix + damping * diagonal.diag(), slope)
+            if int(info) == 0 and bool(step.isfinite().all()):
+                there = Sight(embedding, here.phi + step.reshape(here.phi.shape), here.points)
+                reached = measure(there)
+            damping *= 4
+        fell = value - reached
+        free = damping <= 4  # a short step that was damped falls little without being near the end
+        damping = max(damping / 20, 1e-12)
+        here = there
+        value = reached
+        if free and fell <= search.tolerance * value:
+            return here, steps + 1, True
+    return here, search.max_steps, False
+
+
+def _trimmed(embedding: Embedding, sight: Sight) -> tuple[Phi, Tensor]:
+    r"""The part that the points see: a curve between the first and the last place, a simplex whose facets all have one.
+
+    $\iota_\varphi(x)$ stays where it is, with $x_i = a_i + (1 - \sum a) x_i'$, $a_i$ the least coordinates.
+    """
+    phi, x = sight.phi, sight.places
+    if isinstance(embedding, Simplex):
+        least = x.amin(0)
+        rest = 1 - least.sum()
+        return (phi, x) if rest < THIN else (least @ phi + rest * phi, (x - least) / rest)
+    low, high = x.aminmax()
+    if isinstance(embedding, Tunnel) or high - low < THIN:
+        return phi, x
+    curve = Bezier(Flat(phi.shape[1]), embedding.size - 1)
+    phi = curve.split(curve.split(phi, float(high))[0], float(low / high))[1]
+    return phi, (x - low) / (high - low)
 
 
 class Sight:
@@ -42,7 +155,9 @@ class Sight:
     valid: bool = True
 
     def __init__(self, embedding: Embedding, phi: Phi, points: Points) -> None:
-        self.embedding, self.phi, self.points = embedding, phi, points
+        self.embedding = embedding
+        self.phi = phi
+        self.points = points
         if isinstance(embedding, Simplex):
             few = embedding.size <= FEW
             nearest = nearest_of_faces if few else replace(embedding, space=Flat(phi.shape[1])).nearest
@@ -51,7 +166,9 @@ class Sight:
         self.radius = embedding.radius if isinstance(embedding, Tunnel) else 0.0
         self.inside = isinstance(embedding, Tunnel) and embedding.form == "subspace"
         reach = self.radius * (phi[-1] - phi[0]).norm()
-        control, seen, off = phi, points, points.new_zeros(len(points), 1)
+        control = phi
+        seen = points
+        off = points.new_zeros(len(points), 1)
         if self.inside:
             lines, control = span(phi)
             seen = (points - phi[0]) @ lines.mT
@@ -93,14 +210,16 @@ class Sight:
 
     def _excess(self, phi: Tensor, t: Tensor, point: Tensor, end: Tensor) -> Tensor:
         """What leads from a tunnel to a point (k,), and at its flat ends how far that is ahead of them (1,)."""
-        away, tangent = point - derivative(phi, t, 0), unit(derivative(phi, t))
+        away = point - derivative(phi, t, 0)
+        tangent = unit(derivative(phi, t))
         ahead = (away * tangent).sum(-1, keepdim=True)
         away = away - ahead * tangent
         normal = away
         if self.inside:
             lines = span(phi)[0]
             normal = lines.mT @ (lines @ away)
-        square, reach = normal.square().sum(-1, keepdim=True), self.radius * (phi[-1] - phi[0]).norm()
+        square = normal.square().sum(-1, keepdim=True)
+        reach = self.radius * (phi[-1] - phi[0]).norm()
         beyond = square > reach.square()
         share = torch.where(beyond, 1 - reach / torch.where(beyond, square, 1.0).sqrt(), 0.0)
         return torch.cat([away - normal + share * normal, torch.where(end, ahead, 0.0)], -1)
@@ -115,16 +234,19 @@ def nearest_of_faces(corners: Phi, points: Points) -> tuple[Float64[Tensor, "m s
                 [1.0000, 0.0000]], dtype=torch.float64)
     """
     size = len(corners)
-    places, distances = points.new_zeros(len(points), size), points.new_full((len(points),), torch.inf)
+    places = points.new_zeros(len(points), size)
+    distances = points.new_full((len(points),), torch.inf)
     for count in range(1, size + 1):
         for face in itertools.combinations(range(size), count):
-            first, others = face[0], list(face[1:])
+            first, *others = face
             inner = (points - corners[first]) @ torch.linalg.pinv(corners[others] - corners[first])
             x = torch.zeros_like(places)
-            x[:, others], x[:, first] = inner, 1 - inner.sum(-1)
+            x[:, others] = inner
+            x[:, first] = 1 - inner.sum(-1)
             away = torch.where((x >= 0).all(-1), (points - x @ corners).norm(dim=-1), torch.inf)
             nearer = away < distances
-            places, distances = torch.where(nearer[:, None], x, places), torch.where(nearer, away, distances)
+            places = torch.where(nearer[:, None], x, places)
+            distances = torch.where(nearer, away, distances)
     return places, distances
 
 

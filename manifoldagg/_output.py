@@ -1,12 +1,15 @@
-"""Files and folders that are written whole or not at all."""
+"""What leaves the library: files that are written whole or not at all, and figures that pyplot does not know."""
 
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["whole"]
+from manifoldagg.errors import ArgumentError
+
+__all__ = ["check_plots", "new_figure", "whole"]
 
 
 @contextmanager
@@ -41,3 +44,33 @@ def whole(path: Path) -> Iterator[Path]:
         finally:
             if before.exists() and not path.exists():
                 os.replace(before, path)
+
+
+def check_plots() -> None:
+    """Fail early where matplotlib is missing.
+
+    Raises:
+        ArgumentError: saying what to install.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise ArgumentError("plots: pictures need matplotlib: pip install 'manifoldagg[plots]'") from None
+
+
+def new_figure(width: float = 6.4, height: float = 4.8) -> Any:
+    """A figure of matplotlib that needs no display and stands outside of pyplot's global state; inches.
+
+    Raises:
+        ArgumentError: if matplotlib is missing.
+
+    Example:
+        >>> from matplotlib import pyplot
+        >>> axes = new_figure().subplots()
+        >>> pyplot.get_fignums()
+        []
+    """
+    check_plots()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")

@@ -1,16 +1,19 @@
-"""The descent by which a subspace of a curved space is fitted: L-BFGS, over tangents at one point and places."""
+"""How a subspace of a curved space is fitted: L-BFGS over tangents at one point and places."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
-from manifoldagg.averaging._descent import SMOOTHING, Descent, descend
+from manifoldagg.averaging._flat_fit import SMOOTHING, Descent, Search, descend
 from manifoldagg.curves import Embedding, Simplex
 from manifoldagg.curves.bernstein import basis
 from manifoldagg.errors import DivergenceError, ManifoldAggError
-from manifoldagg.manifolds import distance
+from manifoldagg.manifolds import formulas
+
+__all__ = ["Chart", "descend_curved"]
 
 BLOCK = 10
 """Iterations between two looks at how far the sum fell."""
@@ -22,16 +25,22 @@ BORDER = 1e-4
 """How far inside of its domain a place begins: at a border it would have no slope."""
 
 
-def descend_curved(
-    embedding: Embedding,
-    points: Tensor,
-    center: Tensor,
-    frame: Tensor,
-    seen: Tensor,
-    power: int,
-    tolerance: float,
-    max_steps: int,
-) -> Descent:
+@dataclass(frozen=True, eq=False)
+class Chart:
+    """Points as the tangent space at one point sees them.
+
+    Attributes:
+        center: $c$ (*shape), in float64.
+        frame: orthonormal tangents there (k, *shape) that span the logs of the points.
+        seen: the logs in that frame (m, k).
+    """
+
+    center: Tensor
+    frame: Tensor
+    seen: Float64[Tensor, "m k"]
+
+
+def descend_curved(embedding: Embedding, points: Tensor, chart: Chart, search: Search) -> Descent:
     r"""$\min_{\varphi, x} \sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, from what its tangent space gives.
 
     L-BFGS over $\varphi_i = \exp_c u_i$ and places without borders, $t = \sin^2 z$ and $x_i = z_i^2 / |z|^2$: first
@@ -40,44 +49,45 @@ def descend_curved(
     Args:
         embedding: a Bézier curve or a simplex, on the space of the points.
         points: (m, *shape) in float64.
-        center: $c$ (*shape).
-        frame: orthonormal tangents there (k, *shape) that span the logs of the points.
-        seen: the logs in that frame (m, k).
-        power: p.
-        tolerance: on the relative fall of the sum in ten iterations.
-        max_steps: of each sum.
+        chart: the points from their mean.
+        search: p; the fall in ten iterations; the steps of each sum.
     """
-    space, unit = embedding.space, math.sqrt(float(seen.square().sum(-1).mean()))
-    begin = _bent(embedding, points, center, frame, seen, tolerance, max_steps)
+    space = embedding.space
+    unit = math.sqrt(float(chart.seen.square().sum(-1).mean()))
+    begin = _bent(embedding, points, chart, search)
     if float(begin.distances.mean()) <= ROUNDING * unit:
         return begin
-    start = space.log(center.expand_as(begin.phi), begin.phi)
-    u = (start / unit).detach().clone().requires_grad_()
+    center = chart.center.expand_as(begin.phi)
+    u = (space._log(center, begin.phi) / unit).detach().clone().requires_grad_()
     z = _opened(embedding, begin.places).detach().clone().requires_grad_()
-    found, steps, converged = None, 0, False
-    for p in (2, 1)[: 3 - power]:
+    found = None
+    steps = 0
+    for p in (2, 1)[: 3 - search.power]:
         walk = torch.optim.LBFGS(
             [u, z], max_iter=BLOCK, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"
         )
-        least, taken, converged = math.inf, 0, False
+        least = math.inf
+        taken = 0
+        converged = False
 
         def closure(p: int = p, walk: torch.optim.Optimizer = walk) -> Tensor:
             nonlocal least, found
             walk.zero_grad()
-            phi = space.exp(center.expand_as(u), space.project_tangent(center.expand_as(u), unit * u))
+            phi = space._exp(center, space._project_tangent(center, unit * u))
             x = _closed(embedding, z)
             image = embedding(phi, x)
-            gap = space.log(image, points)
-            squares = space.inner(image, gap, gap).clamp(min=0) / unit**2
+            gap = space._log(image, points)
+            squares = space._inner(image, gap, gap).clamp(min=0) / unit**2
             value = squares.sum() if p == 2 else (squares + SMOOTHING[-1] ** 2).sqrt().sum()
             if not bool(value.isfinite()):
                 raise ManifoldAggError("the sum of distances is not finite")
             value.backward()
             if value.item() < least:
-                least, found = value.item(), (phi.detach(), x.detach(), unit * squares.detach().sqrt())
+                least = value.item()
+                found = (phi.detach(), x.detach(), unit * squares.detach().sqrt())
             return value
 
-        while taken < max_steps and not converged:
+        while taken < search.max_steps and not converged:
             before = least
             try:
                 with torch.enable_grad():
@@ -85,41 +95,43 @@ def descend_curved(
             except ManifoldAggError:
                 break
             taken += BLOCK
-            converged = math.isfinite(before) and before - least <= tolerance * before
+            converged = math.isfinite(before) and before - least <= search.tolerance * before
         steps += taken
-    if found is None or found[2].pow(power).sum() > begin.distances.pow(power).sum():
+    if found is None or found[2].pow(search.power).sum() > begin.distances.pow(search.power).sum():
         return begin
     return Descent(*found, steps + begin.steps, converged)
 
 
 @torch.no_grad()
-def _bent(
-    embedding: Embedding, points: Tensor, center: Tensor, frame: Tensor, seen: Tensor, tolerance: float, max_steps: int
-) -> Descent:
+def _bent(embedding: Embedding, points: Tensor, chart: Chart, search: Search) -> Descent:
     """The least squares of the tangent space, its targets moved by what the space bends the embedding: the best of
     a few rounds. Where the points lie on an embedding this finds it.
     """
-    space, targets, best, steps = embedding.space, seen, None, 0
+    space = embedding.space
+    targets = chart.seen
+    best = None
+    steps = 0
     for _ in range(ROUNDS):
-        inside = descend(embedding, targets, None, 2, tolerance, max_steps)
+        inside = descend(embedding, targets, None, replace(search, power=2))
         steps += inside.steps
-        tangents = torch.einsum("ik,k...->i...", inside.phi, frame)
-        phi = space.exp(center.expand_as(tangents), tangents)
+        tangents = torch.einsum("ik,k...->i...", inside.phi, chart.frame)
+        phi = space._exp(chart.center.expand_as(tangents), tangents)
         try:
             image = embedding(phi, inside.places)
         except ManifoldAggError:
             break
-        distances = distance(space, image, points)
+        distances = formulas.distance(space, image, points)
         if not bool(distances.isfinite().all()):
             break
         if best is None or distances.square().sum() < best.distances.square().sum():
             best = Descent(phi, inside.places, distances, steps, False)
-        if float(best.distances.mean()) <= ROUNDING * float(seen.norm(dim=-1).mean()):
+        if float(best.distances.mean()) <= ROUNDING * float(chart.seen.norm(dim=-1).mean()):
             return replace(best, converged=True)
-        logs = space.log(center.expand_as(image), image)
-        drawn = torch.stack([space.inner(center.expand_as(logs), logs, axis.expand_as(logs)) for axis in frame], -1)
+        center = chart.center.expand_as(image)
+        logs = space._log(center, image)
+        drawn = torch.stack([space._inner(center, logs, axis.expand_as(logs)) for axis in chart.frame], -1)
         shares = inside.places if isinstance(embedding, Simplex) else basis(embedding.size - 1, inside.places)
-        targets = seen + shares @ inside.phi - drawn
+        targets = chart.seen + shares @ inside.phi - drawn
     if best is None:
         raise DivergenceError("points: they lie too far apart for a subspace to be found")
     return replace(best, steps=steps)
