@@ -138,7 +138,7 @@ class Judge:
 def calibration_error(probabilities: Tensor, targets: Tensor, bins: int = BINS) -> float:
     r"""$\mathrm{ECE} = \sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|$ of predictions (n, classes).
 
-    They are sorted into bins by the probability of the most probable class, $\hat p \in (\frac{b - 1}{B}, \frac{b}{B}]$;
+    They are sorted into bins by the probability of the most probable class, $\hat p \in (\frac{b-1}{B}, \frac{b}{B}]$;
     $\mathrm{acc}_b$ is the part of a bin whose guess is right, $\mathrm{conf}_b$ the mean of $\hat p$ in it.
 
     Source: Guo, Pleiss, Sun, Weinberger 2017, (3).

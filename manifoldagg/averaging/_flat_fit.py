@@ -1,4 +1,4 @@
-"""How a subspace of a flat space is fitted: where points lie beside it, and Levenberg and Marquardt's descent to them."""
+"""How a subspace of a flat space is fitted: where points lie beside it, and Levenberg and Marquardt's descent."""
 
 import itertools
 import math
@@ -49,87 +49,6 @@ class Descent:
     distances: Float64[Tensor, " m"]
     steps: int
     converged: bool
-
-
-@torch.no_grad()
-def descend(embedding: Embedding, points: Points, start: Phi | None, search: Search) -> Descent:
-    r"""$\min_\varphi \sum_j d(y_j, \iota_\varphi(M))^p$ for points (m, k) of a flat space.
-
-    By steps of Levenberg and Marquardt on residuals whose places are eliminated (Kaufman 1975). Where p = 1 the squares
-    are followed by $\sqrt{d^2 + \delta^2}$ with $\delta$ down to 1e-9 of the points' size, each reweighted by its value
-    (Weiszfeld): with $\delta = 0$ at once, a subspace that goes through a point would not leave it.
-    """
-    size = float((points - points.mean(0)).norm(dim=-1).max())
-    if start is None and isinstance(embedding, Tunnel):
-        curve = descend(embedding.curve, points, None, search)
-        starts = [curve.phi, *first_guesses(embedding, points)]
-    else:
-        starts = first_guesses(embedding, points) if start is None else [start]
-    seen = [sight for sight in (Sight(embedding, phi, points) for phi in starts) if sight.valid]
-    if not seen:
-        raise ArgumentError("embedding: the tunnel folds where the points lie; expected a smaller radius")
-    here = min(seen, key=lambda sight: float(sight.distances.square().sum()))
-    steps = 0
-    for delta in (None, *(part * size for part in SMOOTHING))[: 1 if search.power == 2 else None]:
-        here, taken, converged = _walk(embedding, here, delta, size, search)
-        steps += taken
-    return Descent(*_trimmed(embedding, here), here.distances, steps, converged)
-
-
-def _walk(
-    embedding: Embedding, here: Sight, delta: float | None, size: float, search: Search
-) -> tuple[Sight, int, bool]:
-    r"""Down $\sum_j d_j^2$, or $\sum_j \sqrt{d_j^2 + \delta^2}$: where to, in how many steps, whether to the end."""
-
-    def measure(sight: Sight) -> float:
-        if not sight.valid:
-            return math.inf
-        d = sight.distances
-        return float((d.square() if delta is None else torch.hypot(d, d.new_tensor(delta)) - delta).sum())
-
-    value = measure(here)
-    damping = 1e-3
-    for steps in range(search.max_steps):
-        if float(here.distances.mean()) <= EXACT * size:
-            return here, steps, True
-        d = here.distances
-        matrix, slope = here.system(torch.ones_like(d) if delta is None else 1 / torch.hypot(d, d.new_tensor(delta)))
-        diagonal = matrix.diagonal().clamp(min=EXACT * float(matrix.diagonal().max()))
-        reached = math.inf
-        while not reached < value:
-            if damping > STIFF:
-                return here, steps, True
-            step, info = torch.linalg.solve_ex(matrix + damping * diagonal.diag(), slope)
-            if int(info) == 0 and bool(step.isfinite().all()):
-                there = Sight(embedding, here.phi + step.reshape(here.phi.shape), here.points)
-                reached = measure(there)
-            damping *= 4
-        fell = value - reached
-        free = damping <= 4  # a short step that was damped falls little without being near the end
-        damping = max(damping / 20, 1e-12)
-        here = there
-        value = reached
-        if free and fell <= search.tolerance * value:
-            return here, steps + 1, True
-    return here, search.max_steps, False
-
-
-def _trimmed(embedding: Embedding, sight: Sight) -> tuple[Phi, Tensor]:
-    r"""The part that the points see: a curve between the first and the last place, a simplex whose facets all have one.
-
-    $\iota_\varphi(x)$ stays where it is, with $x_i = a_i + (1 - \sum a) x_i'$, $a_i$ the least coordinates.
-    """
-    phi, x = sight.phi, sight.places
-    if isinstance(embedding, Simplex):
-        least = x.amin(0)
-        rest = 1 - least.sum()
-        return (phi, x) if rest < THIN else (least @ phi + rest * phi, (x - least) / rest)
-    low, high = x.aminmax()
-    if isinstance(embedding, Tunnel) or high - low < THIN:
-        return phi, x
-    curve = Bezier(Flat(phi.shape[1]), embedding.size - 1)
-    phi = curve.split(curve.split(phi, float(high))[0], float(low / high))[1]
-    return phi, (x - low) / (high - low)
 
 
 class Sight:
@@ -223,6 +142,87 @@ class Sight:
         beyond = square > reach.square()
         share = torch.where(beyond, 1 - reach / torch.where(beyond, square, 1.0).sqrt(), 0.0)
         return torch.cat([away - normal + share * normal, torch.where(end, ahead, 0.0)], -1)
+
+
+@torch.no_grad()
+def descend(embedding: Embedding, points: Points, start: Phi | None, search: Search) -> Descent:
+    r"""$\min_\varphi \sum_j d(y_j, \iota_\varphi(M))^p$ for points (m, k) of a flat space.
+
+    By steps of Levenberg and Marquardt on residuals whose places are eliminated (Kaufman 1975). Where p = 1 the squares
+    are followed by $\sqrt{d^2 + \delta^2}$ with $\delta$ down to 1e-9 of the points' size, each reweighted by its value
+    (Weiszfeld): with $\delta = 0$ at once, a subspace that goes through a point would not leave it.
+    """
+    size = float((points - points.mean(0)).norm(dim=-1).max())
+    if start is None and isinstance(embedding, Tunnel):
+        curve = descend(embedding.curve, points, None, search)
+        starts = [curve.phi, *first_guesses(embedding, points)]
+    else:
+        starts = first_guesses(embedding, points) if start is None else [start]
+    seen = [sight for sight in (Sight(embedding, phi, points) for phi in starts) if sight.valid]
+    if not seen:
+        raise ArgumentError("embedding: the tunnel folds where the points lie; expected a smaller radius")
+    here = min(seen, key=lambda sight: float(sight.distances.square().sum()))
+    steps = 0
+    for delta in (None, *(part * size for part in SMOOTHING))[: 1 if search.power == 2 else None]:
+        here, taken, converged = _walk(embedding, here, delta, size, search)
+        steps += taken
+    return Descent(*_trimmed(embedding, here), here.distances, steps, converged)
+
+
+def _walk(
+    embedding: Embedding, here: Sight, delta: float | None, size: float, search: Search
+) -> tuple[Sight, int, bool]:
+    r"""Down $\sum_j d_j^2$, or $\sum_j \sqrt{d_j^2 + \delta^2}$: where to, in how many steps, whether to the end."""
+
+    def measure(sight: Sight) -> float:
+        if not sight.valid:
+            return math.inf
+        d = sight.distances
+        return float((d.square() if delta is None else torch.hypot(d, d.new_tensor(delta)) - delta).sum())
+
+    value = measure(here)
+    damping = 1e-3
+    for steps in range(search.max_steps):
+        if float(here.distances.mean()) <= EXACT * size:
+            return here, steps, True
+        d = here.distances
+        matrix, slope = here.system(torch.ones_like(d) if delta is None else 1 / torch.hypot(d, d.new_tensor(delta)))
+        diagonal = matrix.diagonal().clamp(min=EXACT * float(matrix.diagonal().max()))
+        reached = math.inf
+        while not reached < value:
+            if damping > STIFF:
+                return here, steps, True
+            step, info = torch.linalg.solve_ex(matrix + damping * diagonal.diag(), slope)
+            if int(info) == 0 and bool(step.isfinite().all()):
+                there = Sight(embedding, here.phi + step.reshape(here.phi.shape), here.points)
+                reached = measure(there)
+            damping *= 4
+        fell = value - reached
+        free = damping <= 4  # a short step that was damped falls little without being near the end
+        damping = max(damping / 20, 1e-12)
+        here = there
+        value = reached
+        if free and fell <= search.tolerance * value:
+            return here, steps + 1, True
+    return here, search.max_steps, False
+
+
+def _trimmed(embedding: Embedding, sight: Sight) -> tuple[Phi, Tensor]:
+    r"""The part that the points see: a curve between the first and the last place, a simplex whose facets all have one.
+
+    $\iota_\varphi(x)$ stays where it is, with $x_i = a_i + (1 - \sum a) x_i'$, $a_i$ the least coordinates.
+    """
+    phi, x = sight.phi, sight.places
+    if isinstance(embedding, Simplex):
+        least = x.amin(0)
+        rest = 1 - least.sum()
+        return (phi, x) if rest < THIN else (least @ phi + rest * phi, (x - least) / rest)
+    low, high = x.aminmax()
+    if isinstance(embedding, Tunnel) or high - low < THIN:
+        return phi, x
+    curve = Bezier(Flat(phi.shape[1]), embedding.size - 1)
+    phi = curve.split(curve.split(phi, float(high))[0], float(low / high))[1]
+    return phi, (x - low) / (high - low)
 
 
 def nearest_of_faces(corners: Phi, points: Points) -> tuple[Float64[Tensor, "m size"], Float64[Tensor, " m"]]:

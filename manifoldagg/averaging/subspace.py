@@ -175,8 +175,8 @@ def fit_subspace(
 
     Args:
         points: $\Theta_j$, a tensor (m, *space.shape) or a sequence of tensors; in the order of the run.
-        embedding: $\iota$, a `Bezier`, `Simplex` or `Tunnel` on a space that is flat, or has exp, log, inner, project and
-            project_tangent.
+        embedding: $\iota$, a `Bezier`, `Simplex` or `Tunnel` on a space that is flat, or has exp, log, inner, project
+            and project_tangent.
         power: p: 1 for (13), which a few models that lie apart do not spoil; 2 for least squares.
         start: $\xi$ to begin with (size, *space.shape); found where not given. Flat spaces only.
         tolerance: on the relative fall of the sum in a step.

@@ -357,7 +357,7 @@ POLES = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
         ),
         (
             lambda: fit_subspace(torch.eye(3), Tunnel(Bezier(Sphere(3)), 0.1)),
-            "space: expected one that is flat",
+            "embedding: expected a space that is flat",
         ),
         (lambda: fit_subspace(POINTS, Simplex(SPACE, 2)).average([1.0]), "weights: expected one for each of 6"),
     ],
