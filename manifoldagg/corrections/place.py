@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -12,24 +10,13 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite
 from manifoldagg.kernels import gram
-from manifoldagg.manifolds import Manifold, ParameterSpace, Product, Validated, check_point, check_tangent, pole_ladder
-from manifoldagg.manifolds.flat import Flat
+from manifoldagg.manifolds import Manifold, Validated, check_point, check_tangent, pole_ladder
+from manifoldagg.manifolds.manifold import Leaf
 
 TRANSPORTS = {"parallel": {"transport"}, "ladder": {"exp", "log"}, "projection": {"project_tangent"}}
 """The ways to bring a tangent from one point to another, and the primitives that they need."""
 
 RUNGS = 4
-
-
-class Leaf(NamedTuple):
-    """One factor of a space: `name`, empty where there is but one; its geometry; its slice of a flattened point."""
-
-    name: str
-    space: Manifold
-    part: slice
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.space}" if self.name else str(self.space)
 
 
 class Transport(NamedTuple):
@@ -89,9 +76,9 @@ class Place:
     def transports(self) -> tuple[Transport, ...]:
         """What brings the tangents of each leaf to the current point."""
         found = []
-        for name, space, _ in self.leaves:
-            method = self.transport or ("parallel" if "transport" in space.capabilities else "ladder")
-            kind = Transport(name, "none") if space.flat else Transport(name, method)
+        for leaf in self.leaves:
+            method = self.transport or ("parallel" if "transport" in leaf.space.capabilities else "ladder")
+            kind = Transport(leaf.name, "none") if leaf.space.flat else Transport(leaf.name, method)
             found.append(kind._replace(rungs=self.rungs) if kind.method == "ladder" else kind)
         return tuple(found)
 
@@ -151,24 +138,7 @@ class Place:
 
 def leaves_of(space: Manifold, point: Tensor) -> tuple[Leaf, ...]:
     """The named tensors of a parameter space, the factors of a product, or the space itself."""
-    pairs = list(_named(space, point.numel()))
-    ends = [*accumulate(size for _, _, size in pairs)]
-    return tuple(Leaf(name, leaf, slice(end - size, end)) for (name, leaf, size), end in zip(pairs, ends, strict=True))
-
-
-def _named(space: Manifold, size: int) -> Iterator[tuple[str, Manifold, int]]:
-    if isinstance(space, Validated):
-        yield from _named(space.space, size)
-    elif isinstance(space, ParameterSpace):
-        curved = dict(space.manifolds)
-        for entry in space.layout.leaves:
-            yield entry.name, curved.get(entry.name, Flat(entry.size)), entry.size
-    elif isinstance(space, Product):
-        for name, factor in space.factors:
-            for inner, leaf, length in _named(factor, prod(factor.shape)):
-                yield f"{name}.{inner}" if inner else name, leaf, length
-    else:
-        yield "", space, size
+    return space.leaves(point)
 
 
 def _inner(space: Manifold, x: Tensor, rows: Tensor) -> Tensor:

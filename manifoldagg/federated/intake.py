@@ -175,24 +175,12 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
 
 
 def check_on(space: Manifold, name: str, points: Tensor) -> Tensor:
-    """`points` (*batch, *shape), which must lie on the manifold.
-
-    A leaf of a parameter space that is narrower than its master lies there up to the rounding of its own dtype.
+    """`points` (*batch, *shape) of checked shape, which must lie on the manifold.
 
     Raises:
         ArgumentError: naming the leaf and how far it is off.
     """
-    if space.flat:
-        return points
-    if not isinstance(space, ParameterSpace):
-        return check_point(space, points, name=name)
-    curved = dict(space.manifolds)
-    for leaf, part in zip(space.layout.leaves, points.split(space.layout.sizes, -1), strict=True):
-        if leaf.name in curved:
-            rounding = None if leaf.dtype == points.dtype else math.sqrt(torch.finfo(leaf.dtype).eps)
-            piece = part.unflatten(-1, leaf.shape)
-            check_point(curved[leaf.name], piece, name=f"{name}: {leaf.name}", tolerance=rounding)
-    return points
+    return points if space.flat else check_point(space, points, name=name)
 
 
 def norm_of(space: Manifold, base: Tensor, points: Tensor) -> float:

@@ -1,12 +1,11 @@
 """A space that does what another does, but for what it says itself."""
 
 import abc
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent
 
 
 class Delegate(Manifold):
@@ -72,5 +71,5 @@ class Delegate(Manifold):
     def _invariant(self, x: Point) -> Tensor:
         return self.inside._invariant(x)
 
-    def leaves(self, x: Tensor) -> Iterator[tuple[str, Manifold, Tensor]]:
+    def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
         return self.inside.leaves(x)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from manifoldagg.errors import ArgumentError, check_number
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
-from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent, Tensors
 from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.sphere import Sphere
@@ -246,6 +246,13 @@ class GeooptManifold(Manifold):
         weighted = (basis * weights.unsqueeze(-2)) @ (basis.mT @ noise)
         along = weighted.squeeze(-1).movedim(-1, 0).reshape(size, *batch, *(1 for _ in self.sizes))
         return self._project_tangent(a, (along * tangents).sum(0)).to(x.dtype)
+
+    def _check(self, points: Tensors, *, tangents: Tensors | None = None, vectors: Tensors | None = None) -> None:
+        super()._check(points, tangents=tangents, vectors=vectors)
+        if self._open:
+            # All have the size of the first.
+            first = next(iter((points | (vectors or {})).values()))
+            self._at(first)._check(points, tangents=tangents, vectors=vectors)
 
     @property
     def _open(self) -> bool:

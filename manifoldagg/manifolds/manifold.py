@@ -1,7 +1,7 @@
 """What a manifold is: a shape, a few primitives, and the declaration of which of them it has."""
 
 import abc
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +33,30 @@ PRIMITIVES = frozenset(
 
 CHECKED = PRIMITIVES | {"gradient", "invariant"}
 """The methods that check their tensors, and call the formula of the same name with an underscore."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A part of the points of a space that lies on a space of its own.
+
+    Attributes:
+        name: empty where the part is the whole.
+        space: of the part.
+        part: its slice of a flattened point.
+        stored: the dtype in which a model keeps it, where that is narrower than a point's.
+    """
+
+    name: str
+    space: "Manifold"
+    part: slice
+    stored: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.space}" if self.name else str(self.space)
+
+    def of(self, points: Tensor) -> Tensor:
+        """The part of points or tangents (*batch, *shape): a view (*batch, *leaf.space.shape)."""
+        return points[..., self.part].view(*points.shape[:-1], *self.space.shape) if self.name else points
 
 
 class Manifold(abc.ABC):
@@ -140,9 +164,13 @@ class Manifold(abc.ABC):
         self._check({}, vectors={"x": x})
         return self._invariant(x)
 
-    def leaves(self, x: Tensor) -> Iterator[tuple[str, "Manifold", Tensor]]:
-        """The factors that are no products: name (empty where there is but one), space, and their part of `x`."""
-        yield "", self, x
+    def leaves(self, x: Tensor) -> tuple["Leaf", ...]:
+        """The named parts of points like `x` (*batch, *shape), in the order in which they lie there.
+
+        They are the tensors of a parameter space, the factors of a product, their own leaves where they are such; or
+        the space itself, without a name.
+        """
+        return (Leaf("", self, slice(0, x.shape[x.ndim - len(self.shape) :].numel())),)
 
     def _inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         raise self._lacks("inner")

@@ -11,6 +11,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_decay, check_number, check_shape
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, check_is_manifold
+from manifoldagg.manifolds.power import factors
 
 RUNG = 0.1
 """The longest tangent that a ladder carries; longer ones are carried to scale."""
@@ -181,17 +182,17 @@ class RiemannianAdam(_Riemannian):
         state["momentum"].lerp_(gradient, 1 - first)
         early, late = 1 - first ** state["step"], (1 - second ** state["step"]) ** 0.5
         direction: Tensor = (state["momentum"] / early).contiguous()
-        # The leaves of `direction` are views of it, which are scaled in place.
-        leaves = zip(*(self.space.leaves(tensor) for tensor in (x, gradient, direction)), strict=True)
-        for (name, leaf, point), (_, _, slope), (_, _, part) in leaves:
-            square = slope.square() if leaf.flat else leaf._inner(point, slope, slope)
-            mean = state["square"].setdefault(name, torch.zeros_like(square))
+        # The parts of `direction` are views of it, which are scaled in place.
+        for leaf, (point, slope, part) in factors(self.space, x, gradient, direction):
+            flat = leaf.space.flat
+            square = slope.square() if flat else leaf.space._inner(point, slope, slope)
+            mean = state["square"].setdefault(leaf.name, torch.zeros_like(square))
             mean.mul_(second).add_(square, alpha=1 - second)
             if group["amsgrad"]:
-                largest = state["largest"].setdefault(name, torch.zeros_like(square))
+                largest = state["largest"].setdefault(leaf.name, torch.zeros_like(square))
                 mean = torch.maximum(largest, mean, out=largest)
             scale = mean.sqrt() / late + group["eps"]
-            part.div_(scale if leaf.flat else scale[(..., *(None for _ in leaf.shape))])
+            part.div_(scale if flat else scale[(..., *(None for _ in leaf.space.shape))])
         return direction
 
 

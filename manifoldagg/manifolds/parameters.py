@@ -14,7 +14,7 @@ from manifoldagg.manifolds.assign import Assignment, assigned, declared
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.layout import Layout, tensors_of
-from manifoldagg.manifolds.manifold import Manifold
+from manifoldagg.manifolds.manifold import Leaf, Manifold
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.validate import check_point
 
@@ -134,6 +134,21 @@ class ParameterSpace(Delegate):
                 factors[f"{leaf.name} {BEFORE}"] = Flat(run)
             factors[leaf.name], run = curved[leaf.name], 0
         return Product(factors | ({AFTER: Flat(run)} if run else {})) if curved else Flat(self.layout.size)
+
+    def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
+        return self._leaves
+
+    @cached_property
+    def _leaves(self) -> tuple[Leaf, ...]:
+        curved = dict(self.manifolds)
+        found = []
+        start = 0
+        for entry in self.layout.leaves:
+            place = slice(start, start + entry.size)
+            stored = None if entry.dtype == self.dtype else entry.dtype
+            found.append(Leaf(entry.name, curved.get(entry.name) or Flat(entry.size), place, stored))
+            start += entry.size
+        return tuple(found)
 
     @property
     def dtype(self) -> torch.dtype:

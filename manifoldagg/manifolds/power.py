@@ -1,42 +1,45 @@
 """Powers of a space: many points of one space as one point, such as the rows of an embedding table."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.manifolds.delegate import Delegate
-from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent, check_is_manifold
+from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent, check_is_manifold
 
 
 @dataclass(frozen=True)
 class Power(Delegate):
     r"""$M^k$ for $k = k_1 \cdots k_m$ copies of one space, with the product metric.
 
-    A point has shape (*batch, *copies, *space.shape): the primitives of the space see the copies as a batch, and
+        A point has shape (*batch, *copies, *space.shape): the primitives of the space see the copies as a batch, and
 
-    $$\langle u, v\rangle_x = \sum_i \langle u_i, v_i\rangle_{x_i}, \qquad
-      \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
+        $$\langle u, v\rangle_x = \sum_i \langle u_i, v_i\rangle_{x_i}, \qquad
+          \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
 
-    A log needs each copy within its own radius only.
+        A log needs each copy within its own radius only.
 
-    Args:
-        space: of one copy.
-        copies: how many there are, along each leading axis.
+        Args:
+            space: of one copy.
+            copies: how many there are, along each leading axis.
 
-    Raises:
-        ArgumentError: if `space` is no manifold, or `copies` no tuple of positive integers.
+        Raises:
+            ArgumentError: if `space` is no manifold, or `copies` no tuple of positive integers.
 
-    Example:
-        >>> import torch
-        >>> from manifoldagg.manifolds import Sphere
-        >>> rows = Power(Sphere(2), (3,))
-        >>> rows.shape
-        (3, 2)
-        >>> x = torch.tensor([1.0, 0.0]).expand(3, 2)
-        >>> u = torch.tensor([0.0, 1.0]).expand(3, 2)
-        >>> rows.inner(x, u, u)
-        tensor(3.)
+        Example:
+            >>> import torch
+    from torch import Tensor
+            >>> from manifoldagg.manifolds import Sphere
+            >>> rows = Power(Sphere(2), (3,))
+            >>> rows.shape
+            (3, 2)
+            >>> x = torch.tensor([1.0, 0.0]).expand(3, 2)
+            >>> u = torch.tensor([0.0, 1.0]).expand(3, 2)
+            >>> rows.inner(x, u, u)
+            tensor(3.)
     """
 
     space: Manifold
@@ -66,6 +69,28 @@ class Power(Delegate):
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         return self.space._random_point((*batch, *self.copies), generator, dtype)
 
+    def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
+        return Manifold.leaves(self, x)
+
     @property
     def _axes(self) -> tuple[int, ...]:
         return tuple(range(-len(self.copies), 0))
+
+
+def factors(space: Manifold, *tensors: Tensor) -> Iterator[tuple[Leaf, list[Tensor]]]:
+    """The leaves with their parts of tensors (*batch, *shape), powers as batches of copies of their space.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Sphere
+        >>> [(str(leaf), part.shape) for leaf, (part,) in factors(Power(Sphere(2), (3,)), torch.zeros(5, 3, 2))]
+        [('Sphere(n=2)', torch.Size([5, 3, 2]))]
+    """
+    for leaf in space.leaves(tensors[0]):
+        parts = [leaf.of(tensor) for tensor in tensors]
+        if not isinstance(leaf.space, Power):
+            yield leaf, parts
+            continue
+        for inner, below in factors(leaf.space.space, *parts):
+            name = ".".join(filter(None, (leaf.name, inner.name)))
+            yield replace(inner, name=name, stored=leaf.stored or inner.stored), below

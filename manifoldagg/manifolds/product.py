@@ -1,7 +1,7 @@
 """Products of named spaces: one tensor that holds a point of each."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent
 
 
 @dataclass(frozen=True, init=False)
@@ -127,11 +127,16 @@ class Product(Manifold):
     def _invariant(self, x: Point) -> Tensor:
         return torch.cat([part.flatten(x.ndim - 1) for part in self._each("_invariant", x)], -1)
 
-    def leaves(self, x: Tensor) -> Iterator[tuple[str, Manifold, Tensor]]:
-        parts = self.split(x)
-        for name, space in self.factors:
-            for inner, leaf, part in space.leaves(parts[name]):
-                yield f"{name}.{inner}" if inner else name, leaf, part
+    def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
+        found = []
+        start = 0
+        for (name, space), size, part in zip(self.factors, self._sizes, self._split(x), strict=True):
+            for leaf in space.leaves(part):
+                whole = f"{name}.{leaf.name}" if leaf.name else name
+                place = slice(start + leaf.part.start, start + leaf.part.stop)
+                found.append(Leaf(whole, leaf.space, place, leaf.stored))
+            start += size
+        return tuple(found)
 
     @property
     def _sizes(self) -> list[int]:

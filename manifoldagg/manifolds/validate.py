@@ -9,7 +9,8 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_finite
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.delegate import Delegate
-from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, Tensors, check_is_manifold
+from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Tangent, Tensors, check_is_manifold
+from manifoldagg.manifolds.power import factors
 
 MARGIN = 64
 """Roundings by which a point of an open set may miss its own projection: it is brought back a little further in."""
@@ -23,8 +24,9 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
         x: (*batch, *shape).
         name: of the argument, for the message.
         tolerance: on the largest coordinate of the difference, relative to the largest of the point where that is
-            over 1; where not given $\sqrt\varepsilon$ of the dtype, and 64 $\varepsilon$ of the largest coordinate for
-            a space that is an open set of coordinates: what lies beyond its border is no point at all.
+            over 1; where not given $\sqrt\varepsilon$ of the dtype in which a model keeps the leaf. A leaf of full
+            width whose space is an open set of coordinates gets 64 $\varepsilon$ of its largest coordinate: what lies
+            beyond the border is no point at all.
 
     Raises:
         ArgumentError: naming the argument, its leaf and the size of the violation.
@@ -39,18 +41,19 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
     """
     space._check({}, vectors={name: x})
     check_finite(name, x)
-    for leaf, factor, part in space.leaves(x.detach()):
+    for leaf, (part,) in factors(space, x.detach()):
+        factor = leaf.space
         if factor.flat or part.numel() == 0 or "project" not in factor.capabilities:
             continue
         away, size = _largest(factor, factor._project(part) - part), _largest(factor, part)
-        if factor.open and tolerance is None:
+        if factor.open and tolerance is None and leaf.stored is None:
             allowed = MARGIN * torch.finfo(part.dtype).eps * size
         else:
-            allowed = _root(part, tolerance) * size.clamp(min=1)
+            allowed = _root(leaf.stored or part.dtype, tolerance) * size.clamp(min=1)
         if not bool((away <= allowed).all()):
             i = (away - allowed).nan_to_num(math.inf).argmax()
             raise ArgumentError(
-                f"{name}: expected a point of {factor}{_of(leaf)}, got one {away.flatten()[i].item():.3g} away "
+                f"{_at(name, leaf)}: expected a point of {factor}, got one {away.flatten()[i].item():.3g} away "
                 f"(allowed: {allowed.flatten()[i].item():.3g})"
             )
     return x
@@ -77,17 +80,17 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
     """
     space._check({}, vectors={"x": x, name: u})
     check_finite(name, u)
-    x, u_ = torch.broadcast_tensors(x.detach(), u.detach())
-    for (leaf, factor, base), (_, _, part) in zip(space.leaves(x), space.leaves(u_), strict=True):
+    for leaf, (base, part) in factors(space, *torch.broadcast_tensors(x.detach(), u.detach())):
+        factor = leaf.space
         if factor.flat or part.numel() == 0 or "project_tangent" not in factor.capabilities:
             continue
         normal, size = _largest(factor, factor._project_tangent(base, part) - part), _largest(factor, part)
         # A hyperboloid's projection magnifies the rounding of u by the square of the point's coordinates.
-        allowed = _root(part, tolerance) * size * _largest(factor, base).clamp(min=1).square()
+        allowed = _root(part.dtype, tolerance) * size * _largest(factor, base).clamp(min=1).square()
         if not bool((normal <= allowed).all()):
             i = (normal - allowed).nan_to_num(math.inf).argmax()
             raise ArgumentError(
-                f"{name}: expected a tangent of {factor}{_of(leaf)} at x, got one with a normal part of "
+                f"{_at(name, leaf)}: expected a tangent of {factor} at x, got one with a normal part of "
                 f"{normal.flatten()[i].item():.3g} (allowed: {allowed.flatten()[i].item():.3g})"
             )
     return u
@@ -143,21 +146,20 @@ def check_reach(space: Manifold, x: Tensor, log: Tensor) -> None:
     Raises:
         ArgumentError: naming the leaf and the distance.
     """
-    x, log = torch.broadcast_tensors(x.detach(), log.detach())
-    for (leaf, factor, base), (_, _, part) in zip(space.leaves(x), space.leaves(log), strict=True):
+    for leaf, (base, part) in factors(space, *torch.broadcast_tensors(x.detach(), log.detach())):
+        factor = leaf.space
         if part.numel() == 0 or not {"inner", "injectivity_radius"} <= factor.capabilities:
             continue
         radius = factor._injectivity_radius(base)
         far = formulas.norm(factor, base, part) if bool(part.isfinite().all()) else radius.new_tensor(math.nan)
         if not bool((far <= radius).all()):
             given = "without a log" if bool(far.isnan().any()) else f"at {far.max().item():.6g}"
-            raise ArgumentError(
-                f"y: expected a point of {factor}{_of(leaf)} within {radius.min().item():.3g} of x, got one {given}"
-            )
+            within = f"within {radius.min().item():.3g} of x"
+            raise ArgumentError(f"{_at('y', leaf)}: expected a point of {factor} {within}, got one {given}")
 
 
-def _root(part: Tensor, tolerance: float | None) -> float:
-    return math.sqrt(torch.finfo(part.dtype).eps) if tolerance is None else tolerance
+def _root(dtype: torch.dtype, tolerance: float | None) -> float:
+    return math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
 
 
 def _largest(space: Manifold, x: Tensor) -> Tensor:
@@ -165,5 +167,5 @@ def _largest(space: Manifold, x: Tensor) -> Tensor:
     return x.double().abs().flatten(x.ndim - len(space.shape)).amax(-1)
 
 
-def _of(leaf: str) -> str:
-    return f" (leaf {leaf})" if leaf else ""
+def _at(name: str, leaf: Leaf) -> str:
+    return f"{name}: {leaf.name}" if leaf.name else name

@@ -44,12 +44,13 @@ def test_leaves_live_where_they_are_said_to():
     assert not SPACE.flat
     assert SPACE.symmetric
     assert SPACE.capabilities == PRIMITIVES
-    names = [(name, space) for name, space, _ in SPACE.leaves(SPACE.point(Net()))]
-    assert names == [
-        ("turn.weight ..before", Flat(16)),
+    assert [(leaf.name, leaf.space) for leaf in SPACE.leaves(SPACE.point(Net()))] == [
+        ("first.weight", Flat(12)),
+        ("first.bias", Flat(4)),
         ("turn.weight", SpecialOrthogonal(4)),
-        ("table.weight", PoincareBall(3)),
-        ("..after", Flat(8)),
+        ("table.weight", Power(PoincareBall(3), (5,))),
+        ("norm.weight", Flat(4)),
+        ("norm.bias", Flat(4)),
     ]
 
 

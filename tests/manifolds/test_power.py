@@ -7,6 +7,7 @@ import torch
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import PRIMITIVES, Flat, Power, Product, SpecialOrthogonal, Sphere, karcher_mean
+from manifoldagg.manifolds.power import factors
 from manifoldagg.testing import LAWS, check_manifold
 from tests.support import draw
 
@@ -55,11 +56,32 @@ def test_a_mean_of_copies_is_the_mean_of_each():
 
 def test_leaves_of_products_of_powers_have_their_names():
     space = Product({"table": ROWS, "turn": SpecialOrthogonal(2)})
-    leaves = list(space.leaves(draw(0, 7, 34)))
-    assert [(name, leaf, tuple(part.shape)) for name, leaf, part in leaves] == [
-        ("table", Sphere(3), (7, 2, 5, 3)),
-        ("turn", SpecialOrthogonal(2), (7, 2, 2)),
+    x = draw(0, 7, 34)
+    assert [(str(leaf), leaf.part, tuple(leaf.of(x).shape)) for leaf in space.leaves(x)] == [
+        (f"table: {ROWS}", slice(0, 30), (7, 2, 5, 3)),
+        ("turn: SpecialOrthogonal(n=2)", slice(30, 34), (7, 2, 2)),
     ]
+    assert [(str(leaf), tuple(part.shape)) for leaf, (part,) in factors(space, x)] == [
+        ("table: Sphere(n=3)", (7, 2, 5, 3)),
+        ("turn: SpecialOrthogonal(n=2)", (7, 2, 2)),
+    ]
+
+
+def test_the_parts_of_leaves_are_where_the_names_say():
+    """Of products of products, and of a power of a product, which is one leaf."""
+    pair = Product({"a": Sphere(2), "b": Flat(1)})
+    x = draw(1, 5, 13)
+    space = Product({"one": pair, "rows": Power(pair, (2,)), "rest": Flat(4)})
+    leaves = {leaf.name: leaf for leaf in space.leaves(x)}
+    assert list(leaves) == ["one.a", "one.b", "rows", "rest"]
+    assert torch.equal(torch.cat([x[:, leaf.part] for leaf in leaves.values()], 1), x)
+    assert torch.equal(leaves["one.b"].of(x), space.split(x)["one"][:, 2:])
+    assert torch.equal(leaves["rows"].of(x), space.split(x)["rows"])
+    parts = {leaf.name: part for leaf, (part,) in factors(space, x)}
+    assert list(parts) == ["one.a", "one.b", "rows.a", "rows.b", "rest"]
+    assert torch.equal(parts["rows.b"], space.split(x)["rows"][..., 2:])
+    (whole,) = ROWS.leaves(draw(0, 7, 2, 5, 3))
+    assert (whole.name, whole.space, whole.part) == ("", ROWS, slice(0, 30))
 
 
 @pytest.mark.usefixtures("as_shipped")
