@@ -122,10 +122,10 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
     Raises:
         ArgumentError: naming the choices.
     """
-    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-        listed = ", ".join(map(str, choices))
-        raise ArgumentError(f"{name}: expected one of {listed}; got {value!r}")
-    return value
+    for choice in choices:
+        if isinstance(value, type(choice)) and value == choice:
+            return value
+    raise ArgumentError(f"{name}: expected one of {', '.join(map(str, choices))}; got {value!r}")
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = False) -> Tensor:
@@ -142,7 +142,9 @@ def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = Fal
         raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
     extra = tensor.ndim - len(shape)
     fits = extra >= 0 if batch else extra == 0
-    if not fits or any(n is not None and n != m for n, m in zip(shape, tensor.shape[extra:], strict=True)):
+    for n, m in zip(shape, tensor.shape[max(extra, 0) :], strict=False):
+        fits = fits and n in (None, m)
+    if not fits:
         raise ArgumentError(f"{name}: expected {_expected(shape, batch)}, got {tuple(tensor.shape)}")
     return tensor
 

@@ -161,8 +161,10 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         entries = dict(source)
     else:
         raise ArgumentError(f"source: expected a torch.nn.Module or a state dict, got {type(source).__name__}")
-    tensors = {name: value for name, value in entries.items() if str(name).rpartition(".")[2] != OPAQUE}
-    for name, tensor in tensors.items():
+    tensors = {}
+    for name, tensor in entries.items():
+        if str(name).rpartition(".")[2] == OPAQUE:
+            continue
         if not isinstance(tensor, Tensor):
             raise StateDictError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
         if nn.parameter.is_lazy(tensor):
@@ -170,6 +172,7 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.is_meta or tensor.layout is not torch.strided:
             given = "on the meta device" if tensor.is_meta else tensor.layout
             raise StateDictError(f"{name}: expected a dense tensor with values, got one {given}")
+        tensors[name] = tensor
     return tensors
 
 
