@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from manifoldagg.curves.embedding import Embedding
 from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_number, check_shape
-from manifoldagg.manifolds import Manifold, check_point, geodesic
+from manifoldagg.manifolds import Manifold, check_point, formulas
 
 __all__ = ["Control", "FreePoints", "begin"]
 
@@ -95,7 +95,7 @@ class Control:
                 elif space.flat:
                     torch.lerp(phi[0], phi[-1], i / last, out=phi[i])
                 else:
-                    phi[i].copy_(geodesic(space, phi[0], phi[-1], i / last))
+                    phi[i].copy_(formulas.geodesic(space, phi[0], phi[-1], i / last))
 
 
 class FreePoints:

@@ -238,7 +238,7 @@ class _Objective:
         if not (space.flat or is_finite(slope)):
             raise DivergenceError(f"the gradient is not finite at step {step} although the loss is")
         if self.training.proximal:
-            home = space.log(theta, self.base)
+            home = space._log(theta, self.base)
             slope = slope - self.training.proximal * (home if space.flat else lower(space, theta, home))
         return value.item(), slope
 

@@ -1,8 +1,10 @@
 """How long a fit goes on: its two phases, which batch comes in which, what ends them, and how to come back to one."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -98,7 +100,7 @@ class Schedule:
         self.batches = batches
         self.phases = phases
         self.generator = generator
-        self.progress = _Progress() if resume is None else _Progress.of(resume)
+        self.progress = _Progress(**copy.deepcopy(dict(resume or {})))
         if not phases.alternate and self.progress.steps[1] and not self._finished(0):
             raise ArgumentError("resume: the second phase had begun; the first cannot be made longer")
 
@@ -113,11 +115,23 @@ class Schedule:
         return asdict(self.progress)
 
     def record(self, loss: float) -> None:
-        """Take notice of the loss of the latest step."""
+        r"""Take notice of the loss of the latest step: does it end its phase?
+
+        Compared are running means $a \leftarrow a + (\ell - a) / n$, n the patience, relative to the best of them.
+        """
         now = self.progress
-        if self.phases.patience is not None:
-            trend = now.trends[now.phase]
-            now.done[now.phase] = trend.stale_after(loss, self.phases.plateau, self.phases.patience)
+        patience = self.phases.patience
+        if patience is None:
+            return
+        last = now.mean[now.phase]
+        best = now.best[now.phase]
+        mean = loss if last is None else last + (loss - last) / patience
+        # inf - inf is NaN, to which nothing compares: the first mean is the best one whatever it is.
+        better = best == math.inf or mean < best - self.phases.plateau * abs(best)
+        now.mean[now.phase] = mean
+        now.best[now.phase] = mean if better else best
+        now.stale[now.phase] = 0 if better else now.stale[now.phase] + 1
+        now.done[now.phase] = now.stale[now.phase] >= patience
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         now = self.progress
@@ -147,21 +161,19 @@ class Schedule:
         iterator = iter(self.batches)
         if iterator is self.batches:
             raise ArgumentError("batches: expected what can be iterated again, such as a list; got an iterator")
-        seen = 0
-        for seen, batch in enumerate(iterator, 1):
-            if seen == taken:
-                self._rewind(standing)
-            if seen <= taken:
-                continue
-            now.position = seen
+        if taken:
+            seen = sum(1 for _ in islice(iterator, taken))
+            if seen < taken:
+                raise ArgumentError(f"batches: expected at least {taken}, as when the fit was stopped; got {seen}")
+            self._rewind(standing)
+        for batch in iterator:
+            now.position += 1
             now.steps[now.phase] += 1
             yield now.phase, batch
             if now.done[now.phase] or (self.phases.steps is not None and self._finished(now.phase)):
                 return
-        if seen == 0:
+        if now.position == 0:
             raise ArgumentError("batches: expected at least one batch, got none")
-        if seen < taken:
-            raise ArgumentError(f"batches: expected at least {taken}, as when the fit was stopped; got {seen}")
         now.passes[now.phase] += 1
         now.position = 0
 
@@ -175,43 +187,15 @@ class Schedule:
 
 
 @dataclass
-class _Trend:
-    r"""The running mean of a phase's losses, the best it was, and for how many steps it has not improved.
-
-    $a \leftarrow a + (\ell - a) / n$, n the patience; improvements are relative to the best mean.
-    """
-
-    mean: float | None = None
-    best: float = math.inf
-    stale: int = 0
-
-    def stale_after(self, loss: float, least: float, patience: int) -> bool:
-        """Whether, one more loss, there has been no improvement by `least` in `patience` steps."""
-        self.mean = loss if self.mean is None else self.mean + (loss - self.mean) / patience
-        # inf - inf is NaN, to which nothing compares: the first mean is the best one whatever it is.
-        if self.best == math.inf or self.mean < self.best - least * abs(self.best):
-            self.best = self.mean
-            self.stale = 0
-        else:
-            self.stale += 1
-        return self.stale >= patience
-
-
-@dataclass
 class _Progress:
-    """How far a schedule is, by phase where there are two."""
+    """How far a schedule is: what it counts for both phases, and where it is in a pass."""
 
     steps: list[int] = field(default_factory=lambda: [0, 0])
     passes: list[int] = field(default_factory=lambda: [0, 0])
     done: list[bool] = field(default_factory=lambda: [False, False])
-    trends: list[_Trend] = field(default_factory=lambda: [_Trend(), _Trend()])
+    mean: list[float | None] = field(default_factory=lambda: [None, None])
+    best: list[float] = field(default_factory=lambda: [math.inf, math.inf])
+    stale: list[int] = field(default_factory=lambda: [0, 0])
     phase: int = -1
     position: int = 0
     opening: Tensor | None = None
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "_Progress":
-        """A copy of what `asdict` made of one."""
-        lists = {name: list(state[name]) for name in ("steps", "passes", "done")}
-        trends = [_Trend(**trend) for trend in state["trends"]]
-        return cls(**{**state, **lists, "trends": trends})

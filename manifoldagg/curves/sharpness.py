@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, DivergenceError, check_number
-from manifoldagg.manifolds import Loss, Manifold, norm
+from manifoldagg.manifolds import Loss, Manifold, formulas
 from manifoldagg.manifolds.manifold import Point
 from manifoldagg.manifolds.optimizers import carry, lower
 
@@ -55,8 +55,8 @@ class SAM:
         check_number("radius", self.radius, above=0)
 
     def perturbed(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
-        gradient = space.gradient(theta, derivative)
-        return space.exp(theta, _of_length(self.radius, gradient, norm(space, theta, gradient)))
+        gradient = space._gradient(theta, derivative)
+        return space._exp(theta, _of_length(self.radius, gradient, formulas.norm(space, theta, gradient)))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ASAM:
             raise ArgumentError(f"sharpness: ASAM scales coordinates, which {space} does not have; use SAM")
         scale = theta.abs() + self.eta
         scaled = scale * derivative
-        return theta + scale * _of_length(self.radius, scaled, norm(space, theta, scaled))
+        return theta + scale * _of_length(self.radius, scaled, formulas.norm(space, theta, scaled))
 
 
 def sharp_gradient(
@@ -135,7 +135,7 @@ def sharp_gradient(
         raise DivergenceError(f"the loss is {there.item()} uphill, at {sharpness}; try a smaller radius")
     if not space.flat:
         with torch.no_grad():
-            slope = carry(space, uphill, theta.detach(), space.gradient(uphill, slope))
+            slope = carry(space, uphill, theta.detach(), space._gradient(uphill, slope))
         slope = lower(space, theta, slope)
     return value, slope
 

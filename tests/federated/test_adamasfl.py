@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Message, Payload, Server
 from manifoldagg.federated.rules.adamasfl import AdaMasFL
-from manifoldagg.federated.trainers.adamasfl import Normalised
+from manifoldagg.federated.trainers.masfl import Normalised
 from manifoldagg.manifolds import Flat, Sphere
 from tests.federated.test_masfl import PROBLEMS, Batches
 from tests.support import draw, relative, seeds

@@ -13,7 +13,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Server, Trainer, Update
 from manifoldagg.federated.rules.asyncfeded import AsyncFedED
 from manifoldagg.federated.trainers import Local, Proximal
-from manifoldagg.federated.trainers.epochs import Epochs
+from manifoldagg.federated.trainers.local import Epochs
 from manifoldagg.manifolds import Flat, Sphere, distance
 from tests.federated.company import SIZE, SPACE, Sent, life
 from tests.support import draw, relative, seeds

@@ -16,7 +16,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Server, Trainer, Update, aggregate
 from manifoldagg.federated.rules import ASGD
 from manifoldagg.federated.rules.generalizedasyncsgd import GeneralizedAsyncSGD
-from manifoldagg.federated.trainers.gradient import Gradient
+from manifoldagg.federated.trainers.local import Gradient
 from manifoldagg.manifolds import Flat, Sphere
 from manifoldagg.simulation.network import JacksonNetwork
 from tests.federated.company import SIZE, SPACE, arrivals

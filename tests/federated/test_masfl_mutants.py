@@ -9,8 +9,7 @@ from manifoldagg.federated import Message, Outcome, Payload, Server
 from manifoldagg.federated.rules.adamasfl import AdaMasFL
 from manifoldagg.federated.rules.masfl import MasFL
 from manifoldagg.federated.rules.orthofl import mixed
-from manifoldagg.federated.trainers.adamasfl import Normalised
-from manifoldagg.federated.trainers.masfl import ControlVariate
+from manifoldagg.federated.trainers.masfl import ControlVariate, Normalised
 from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Flat
 from tests.federated.mutants import Catalogue

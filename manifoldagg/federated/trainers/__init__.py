@@ -1,14 +1,11 @@
 """Trainers: what a client does with a model and its data."""
 
-from manifoldagg.federated.trainers.adamasfl import Normalised
 from manifoldagg.federated.trainers.asynccurve import AsyncCurve
 from manifoldagg.federated.trainers.curve import Curve
-from manifoldagg.federated.trainers.epochs import Epochs
 from manifoldagg.federated.trainers.floco import FLOCO
-from manifoldagg.federated.trainers.gradient import Gradient
-from manifoldagg.federated.trainers.local import Local, Proximal
+from manifoldagg.federated.trainers.local import Epochs, Gradient, Local, Proximal
 from manifoldagg.federated.trainers.lorentzproximal import LorentzProximal
-from manifoldagg.federated.trainers.masfl import ControlVariate
+from manifoldagg.federated.trainers.masfl import ControlVariate, Normalised
 from manifoldagg.federated.trainers.orthofl import Calibrated
 
 __all__ = [

@@ -1,16 +1,20 @@
-"""The client of every rule that takes a plain model: local training, with an optional proximal term."""
+"""Local training, for every rule that takes a plain model: as it is, held back, for as long as asked, or one step."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sized
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
 
 from manifoldagg.curves import Bezier, Phases, Sharpness, Training
+from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.federated.contract import Payload
 from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.manifolds.optimizers import Optimizer
 
-__all__ = ["Local", "Proximal"]
+__all__ = ["Epochs", "Gradient", "Local", "Proximal"]
 
 
 @dataclass(frozen=True)
@@ -76,3 +80,86 @@ class Proximal(Local):
     """
 
     proximal: float = 0.01
+
+
+@dataclass(frozen=True)
+class Epochs(Client):
+    """[`Local`][manifoldagg.federated.trainers.Local] training for the message's number `epochs`.
+
+    Args:
+        local: how to train; its own `epochs` and `steps` do not count.
+        at_most: so many epochs, however many the server asks for.
+
+    Raises:
+        ArgumentError: if `local` is no `Local`, or `at_most` no positive integer.
+
+    Source: Wang et al. 2022 (AsyncFedED), whose server sends K with the model.
+
+    Example:
+        >>> Epochs(Local(rate=0.1), at_most=8).local.rate
+        0.1
+    """
+
+    local: Local = field(default_factory=Local)
+    at_most: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.local, Local):
+            raise ArgumentError(f"local: expected a Local, got {self.local!r}")
+        if self.at_most is not None:
+            check_count("at_most", self.at_most)
+
+    def _train(self, given: Assignment) -> Payload:
+        number = given.message.numbers.get("epochs", math.nan)
+        asked = check_number("message: numbers: epochs", number, at_least=1)
+        if asked != int(asked):
+            raise ArgumentError(f"message: numbers: epochs: expected an integer >= 1, got {asked!r}")
+        epochs = int(asked) if self.at_most is None else min(int(asked), self.at_most)
+        return replace(self.local, epochs=epochs, steps=None)._train(given)
+
+
+@dataclass(frozen=True)
+class Gradient(Client):
+    r"""$g = \nabla \ell(\Theta^t)$ on one batch, returned as the model $\Theta^t - g$ with the samples of that batch.
+
+    The batch is drawn uniformly where the number of batches is known, else it is the first: a list of batches would
+    answer with the same one every time. A model of rounded numbers keeps a gradient up to
+    $\frac\varepsilon2 \|\Theta\|$, what a step with it is rounded by anyway.
+
+    Args:
+        sharpness: the gradient of `SAM` or `ASAM` of `manifoldagg.curves` in place of the plain one.
+
+    Source: Queue, Algorithm 2.
+
+    Example:
+        >>> from manifoldagg.federated import Message
+        >>> from manifoldagg.manifolds import Flat
+        >>> start, batch = torch.tensor([1.0, 2.0]), (torch.ones(4, 1), torch.ones(4))
+        >>> payload = Gradient().train(
+        ...     Flat(2), Message(start), lambda theta, batch: theta.square().sum(), [batch], None,
+        ...     generator=torch.Generator(),
+        ... )
+        >>> payload.points, payload.samples
+        (tensor([[-1., -2.]]), 4)
+    """
+
+    sharpness: Sharpness | None = None
+
+    def __post_init__(self) -> None:
+        self._step()
+
+    def _step(self) -> Local:
+        return Local(steps=1, optimizer=torch.optim.SGD, rate=1.0, sharpness=self.sharpness)
+
+    def _train(self, given: Assignment) -> Payload:
+        try:
+            count = len(given.batches) if isinstance(given.batches, Sized) else 1
+        except TypeError:  # a loader has a length that it does not know
+            count = 1
+        place = 0
+        if count > 1:
+            place = int(torch.randint(count, (), generator=given.generator, device=given.generator.device))
+        drawn = list(islice(given.batches, place, place + 1))
+        if not drawn:
+            raise ArgumentError("batches: expected at least one, got none")
+        return self._step()._train(replace(given, batches=drawn))
