@@ -135,6 +135,20 @@ def every_third_version_is_the_mean_of_the_last():
         x = outcome.model
 
 
+@law
+def the_first_average_begins_with_the_first_version():
+    """With `offset=1` it is at place 0, where nothing is overwritten yet: the first average is that of three."""
+    writes, leaves = (asynccurve.AsyncCurve(1, 0.5, offset=1, periodic=p) for p in (2, None))
+    state, other, x, seen = {"version": 0}, {"version": 0}, draw(0, P), []
+    for version in range(1, 4):
+        given_ = Update(0, x, x, draw(version, 2, P), numbers={"batches": 1.0})
+        state, outcome = writes.step(SPACE, state, given_)
+        other, plain = leaves.step(SPACE, other, given_)
+        seen.append(plain.model)
+        x = outcome.model
+    assert relative(x, sum(seen) / 3) <= 1e-13
+
+
 WARM = Message(draw(7, P), {"m": 0.1 * draw(8, P), "v": (0.1 * draw(8, P)).square()})
 
 
@@ -295,6 +309,12 @@ def warms_late_joiners(self, space, state, current, memory, send=asynccurve.Asyn
 @caught_by(asynccurve.AsyncCurve, "_averaged", "every_third_version_is_the_mean_of_the_last")
 def never_overwrites(self, state, version, model):
     return {}
+
+
+@caught_by(asynccurve.AsyncCurve, "_averaged", "the_first_average_begins_with_the_first_version")
+def overwrites_at_place_zero(self, state, version, model, average=asynccurve.AsyncCurve._averaged):
+    averages = average(self, state, version, model)
+    return {} if version == self.offset else averages
 
 
 @caught_by(asynccurve.AsyncCurve, "_averaged", "every_third_version_is_the_mean_of_the_last")

@@ -7,6 +7,7 @@ import torch
 
 from manifoldagg.federated import Message, Payload, Server, Update
 from manifoldagg.federated.rules.orthofl import OrthoFL
+from manifoldagg.federated.schedules import rate_at
 from manifoldagg.federated.staleness import Constant
 from manifoldagg.federated.trainers.orthofl import Calibrated
 from manifoldagg.manifolds import Flat
@@ -97,6 +98,25 @@ def a_shift_that_sums_to_zero_is_taken_in(k):
     given_ = Update("a", zero, shift, model, staleness=1)
     _, outcome = rule.step(Flat(2), rule.init(Flat(2), zero) | {"version": 1}, given_)
     assert outcome.memory["start"].tolist() == [2.0, -1.0]
+
+
+@law
+def no_rate_is_above_one(k):
+    """A larger one takes the client's model as it is, and says so."""
+    base, current = draw(1, 2, D)
+    given_ = Update("a", base, current, draw(2, 1, D))
+    for rule in (k.OrthoFL(0.9, staleness=lambda late: 4.0), k.OrthoFL(lambda version: 1.5, staleness=Constant())):
+        _, outcome = rule.step(SPACE, rule.init(SPACE, base), given_)
+        assert relative(outcome.model, given_.points[0]) <= 1e-15
+        assert outcome.numbers["rate"] == outcome.numbers["step"] == 1.0
+
+
+@caught_by("OrthoFL", "no_rate_is_above_one")
+class OrthoFLOvershoots(OrthoFL):
+    def step(self, space, state, update, *, out=None):
+        after, outcome = super().step(space, state, update, out=out)
+        rate = rate_at(self.rate, state["version"]) * self.staleness(update.staleness)
+        return after, replace(outcome, model=update.current + rate * (update.points[0] - update.current))
 
 
 @caught_by("OrthoFL", "starts_are_the_papers")

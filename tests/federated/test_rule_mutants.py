@@ -10,6 +10,7 @@ import torch
 from manifoldagg.corrections import DelayCompensated, OrthoDC, Position, Tangent
 from manifoldagg.federated import Outcome, Update
 from manifoldagg.federated import rules as shipped
+from manifoldagg.federated.staleness import Constant
 from manifoldagg.manifolds import Flat
 from tests.federated.mutants import Catalogue
 from tests.support import draw, relative
@@ -116,6 +117,16 @@ def fedbuff_answers_the_golden_scalar(k):
     state, _ = rule.step(SPACE, state, Update(0, model, model, (model + point(1.0))[None]))
     state, outcome = rule.step(SPACE, state, Update(0, zero, model, point(4.0)[None], staleness=1))
     assert float(outcome.model[0]) == pytest.approx(2 + math.sqrt(2), rel=1e-14)
+
+
+@law
+def a_normalised_fedbuff_weighs_by_the_data(k):
+    """Of 1 sample in all, then 3 of 4: their mean has them 1 to 3, whatever the totals were when they came."""
+    first, second = update(40, weight=1.0, share=1.0), update(42, weight=0.75, share=3.0)
+    rule = k.FedBuff(2, staleness=Constant(), normalise=True, weighted=True)
+    assert relative(moved(rule, first, second), (displacement(first) + 3 * displacement(second)) / 4) <= 1e-13
+    rule = replace(rule, normalise=False)
+    assert relative(moved(rule, first, second), (displacement(first) + 0.75 * displacement(second)) / 2) <= 1e-13
 
 
 @law
@@ -279,6 +290,12 @@ class FedBuffNormalises(shipped.FedBuff):
         return total
 
 
+@caught_by("FedBuff", "a_normalised_fedbuff_weighs_by_the_data")
+class FedBuffDividesByTotalsThatChange(shipped.FedBuff):
+    def share(self, update):
+        return self.staleness(update.staleness) * (update.weight if self.weighted else 1.0)
+
+
 @caught_by("FedBuff", "fedbuff_answers_the_golden_scalar")
 class FedBuffSums(shipped.FedBuff):
     def divisor(self, total):
@@ -322,17 +339,17 @@ class FedAvgKeepsTheLastRound(shipped.FedAvg):
 
 @caught_by("FedAdam", "fedadam_is_the_papers_loop")
 class FedAdamCorrectsBias(shipped.FedAdam):
-    def move(self, space, state, update, frame, mean, inner, rate, out):
+    def move(self, state, mean, rate, out):
         t = state["version"] + 1
         rate = rate * (1 - self.beta2**t) ** 0.5 / (1 - self.beta1**t)
-        return super().move(space, state, update, frame, mean, inner, rate, out)
+        return super().move(state, mean, rate, out)
 
 
 @caught_by("FedAdam", "fedadam_is_the_papers_loop")
 class FedAdamSwapsItsBetas(shipped.FedAdam):
-    def move(self, space, state, update, frame, mean, inner, rate, out):
+    def move(self, state, mean, rate, out):
         other = shipped.FedAdam(self.cohort, beta1=self.beta2, beta2=self.beta1)
-        return other.move(space, state, update, frame, mean, inner, rate, out)
+        return other.move(state, mean, rate, out)
 
 
 @caught_by("FedAdam", "fedadam_is_the_papers_loop")

@@ -211,10 +211,10 @@ class FADASDividesByThePresentSquare(fadas.FADAS):
 
 @caught_by("FADAS", "fadas_is_the_papers_loop")
 class FADASCorrectsBias(fadas.FADAS):
-    def move(self, space, state, update, frame, mean, inner, rate, out):
+    def move(self, state, mean, rate, out):
         t = state["version"] + 1
         rate = rate * (1 - self.beta2**t) ** 0.5 / (1 - self.beta1**t)
-        return super().move(space, state, update, frame, mean, inner, rate, out)
+        return super().move(state, mean, rate, out)
 
 
 @caught_by("FADAS", "fadas_minds_the_stalest_of_a_buffer")

@@ -68,13 +68,7 @@ class ServerRule(abc.ABC):
 
 @dataclass(frozen=True)
 class TangentRule(ServerRule):
-    """A rule that brings tangents from one point to another.
-
-    Args:
-        transport: how tangents travel on a curved space: `"parallel"`, `"ladder"`, `"projection"`; `None` is
-            parallel where a leaf has it in closed form, a ladder elsewhere.
-        rungs: of a ladder.
-    """
+    """A rule that brings tangents from one point to another, by `transport` and `rungs` where the space is curved."""
 
     transport: str | None = field(default=None, kw_only=True)
     rungs: int = field(default=RUNGS, kw_only=True)

@@ -101,19 +101,7 @@ class CurveRule(TangentRule):
 class ScheduledRule(CurveRule):
     r"""A `CurveRule` with $\rho = S \cdot w_i \cdot \eta_g(\tau)$.
 
-    Args:
-        rate: $\eta_g$: a number, or a function of the version $\tau$ such as those of
-            `manifoldagg.federated.schedules`.
-        decay: $\alpha \in [0, 1]$, the strength of the staleness penalty $S$.
-        penalty_limit: the largest $S$.
-        overshoot: what a $\rho$ above 1 means: `"clamp"` it to 1 or `"extend"` the curve.
-        dominance: a penalty on clients that answer often.
-        transport: how tangents travel on a curved space: `"parallel"`, `"ladder"`, `"projection"`; `None` is
-            parallel where a leaf has it in closed form, a ladder elsewhere.
-        rungs: of a ladder.
-
-    Raises:
-        ArgumentError: naming the option that is out of range.
+    What the options mean says [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
     """
 
     rate: Rate = 1.0

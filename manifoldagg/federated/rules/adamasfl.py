@@ -13,6 +13,8 @@ from manifoldagg.federated.rules._reading import root
 from manifoldagg.federated.rules.masfl import ControlVariates
 from manifoldagg.kernels import combine, gram
 
+__all__ = ["AdaMasFL"]
+
 
 @dataclass(frozen=True)
 class AdaMasFL(ControlVariates):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from manifoldagg.corrections import Correction, Tangent
 from manifoldagg.federated.rules._step import ScheduledRule
 
+__all__ = ["ASGD"]
+
 
 @dataclass(frozen=True)
 class ASGD(ScheduledRule):
@@ -12,14 +14,7 @@ class ASGD(ScheduledRule):
 
     On a curved space $\exp_{\Theta^\tau}(\rho\, v)$, with $v = \log_{\Theta^t} \Theta_i$ transported to $\Theta^\tau$.
 
-    Args:
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        decay: $\alpha \in [0, 1]$, the strength of the staleness penalty $S$.
-        penalty_limit: the largest $S$.
-        overshoot: what a $\rho$ above 1 means: `"clamp"` it to 1 or `"extend"` the step.
-        dominance: a penalty on clients that answer often.
-        transport: how tangents travel on a curved space; `None` is the best that each leaf has.
-        rungs: of a ladder.
+    Options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Raises:
         ArgumentError: naming the option that is out of range.

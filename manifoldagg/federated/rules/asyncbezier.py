@@ -7,6 +7,8 @@ from manifoldagg.corrections import AutoThreshold, Correction, OrthoDC
 from manifoldagg.errors import ArgumentError, check_number
 from manifoldagg.federated.rules._step import ScheduledRule
 
+__all__ = ["AsyncBezier"]
+
 AUTO = "auto"
 
 
@@ -19,16 +21,12 @@ class AsyncBezier(ScheduledRule):
 
     $$d(\iota_\psi(s), \Theta^\tau) = \rho\, d(\hat\Theta, \Theta^\tau).$$
 
+    Options beside `threshold` are those of
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected]; `decay=1` is AsyncBezierED.
+
     Args:
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        decay: $\alpha \in [0, 1]$, the strength of the staleness penalty $S$; 1 is AsyncBezierED.
-        penalty_limit: the largest $S$.
-        overshoot: what a $\rho$ above 1 means: `"clamp"` it to 1 or `"extend"` the curve (of a flat space).
         threshold: $\vartheta \in [-1, 1]$ of OrthoDC; `"auto"` chooses -1, 0 or 1 at each update, on a flat space, by
             [`AutoThreshold`][manifoldagg.corrections.AutoThreshold].
-        dominance: a penalty on clients that answer often.
-        transport: how tangents travel on a curved space; `None` is the best that each leaf has.
-        rungs: of a ladder.
 
     Raises:
         ArgumentError: naming the option that is out of range.

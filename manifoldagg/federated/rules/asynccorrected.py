@@ -7,6 +7,8 @@ from manifoldagg.corrections import Correction, Tangent
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._step import ScheduledRule
 
+__all__ = ["AsyncCorrected"]
+
 TANGENT = Tangent()
 
 
@@ -15,16 +17,18 @@ class AsyncCorrected(ScheduledRule):
     r"""$\Theta^{\tau+1} = \iota_\psi(s)$ on the curve $\psi = \exp_{\varphi_{\Theta^\tau}}(\pi v)$, for any $\pi$.
 
     What a correction remembers is kept in the rule's state; one that works on each named tensor by itself
-    (`granularity="tensor"`) has its own matrix for each. A plain model is a curve of one point.
+    (`granularity="tensor"`) has its own matrix for each. A plain model is a curve of one point. The rate is
+    $\rho = S\, w_i\, \eta_g(\tau)$.
 
     Args:
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        decay: $\alpha \in [0, 1]$, the strength of the staleness penalty $S$.
+        rate: $\eta_g$: a number, or a function of the version $\tau$, such as `manifoldagg.federated.schedules` has.
+        decay: $\alpha \in [0, 1]$, the strength of the staleness penalty $S$ of Manifold (10).
         penalty_limit: the largest $S$.
         overshoot: what a $\rho$ above 1 means: `"clamp"` it to 1 or `"extend"` the curve (of a flat space).
         correction: $\pi$, such as `OrthoDyn()` or `Position() >> OrthoDC(0.0)`.
         dominance: a penalty on clients that answer often.
-        transport: how tangents travel on a curved space; `None` is the best that each leaf has.
+        transport: how tangents travel on a curved space: `"parallel"`, `"ladder"`, `"projection"`; `None` is parallel
+            where a leaf has it in closed form, a ladder elsewhere.
         rungs: of a ladder.
 
     Raises:

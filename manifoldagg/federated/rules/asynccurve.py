@@ -17,6 +17,8 @@ from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["AsyncCurve"]
+
 ORTHODYN = OrthoDyn()
 
 

@@ -14,6 +14,8 @@ from manifoldagg.federated.rules._reading import check_distances, cosine, frame_
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["AsyncFedED"]
+
 LARGEST = sys.float_info.max
 LONGEST = 2**53
 """So many epochs at most: a message's number holds every integer up to here."""
@@ -33,6 +35,9 @@ class AsyncFedED(TangentRule):
     moved says nothing: the model and its $K_i$ stay. Who joins late begins with $K^0$; who comes back finds its $K_i$;
     an old ticket has a long drift, so a short step, and fewer epochs next; a failed task changes nothing.
 
+    On a curved space distances are the space's, and $\Delta_i$ is followed by exp; `transport` and `rungs` are those of
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+
     Args:
         rate: $\lambda$: a number, or a function of the version $\tau$.
         epsilon: $\epsilon > 0$; at 1 a fresh update is taken $\lambda$ times.
@@ -40,9 +45,6 @@ class AsyncFedED(TangentRule):
         gain: $\kappa$; 0 leaves the epochs as they are.
         epochs: $K^0$.
         warm_up: for so many versions $\gamma_i = \bar\gamma$.
-        transport: how tangents travel on a curved space, where distances are the space's and $\Delta_i$ is followed
-            by exp; `None` is the best that each leaf has.
-        rungs: of a ladder.
 
     Raises:
         ArgumentError: naming the option that is out of range.

@@ -14,6 +14,8 @@ from manifoldagg.federated.rules._reading import check_distances, corrected_gram
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["CA2FL"]
+
 UNKNOWN = ("zero", "mean")
 NONE = -1
 EMPTY = {"count": 0, "joined": 0, "guests": 0, "held": []}

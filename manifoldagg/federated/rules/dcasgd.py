@@ -6,6 +6,8 @@ from manifoldagg.corrections import Correction, DelayCompensated
 from manifoldagg.errors import check_choice, check_number
 from manifoldagg.federated.rules._step import ScheduledRule
 
+__all__ = ["DCASGD"]
+
 STRENGTHS = {"constant": 0.04, "adaptive": 2.0}
 
 
@@ -19,15 +21,12 @@ class DCASGD(ScheduledRule):
 
     elementwise, $m$ beginning at 0. The displacement $v$ is read as minus a gradient.
 
+    Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+
     Args:
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        decay: $\alpha \in [0, 1]$, the strength of the staleness penalty $S$.
-        penalty_limit: the largest $S$.
-        overshoot: what a $\rho$ above 1 means: `"clamp"` it to 1 or `"extend"` the step.
         variant: `"adaptive"` or `"constant"`.
         strength: $\lambda_0$ or $\lambda$; 2 or 0.04 where not given.
         square_decay: $\beta$.
-        dominance: a penalty on clients that answer often.
 
     Raises:
         ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves:

@@ -9,6 +9,8 @@ import numpy as np
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules.fedavg import FedAvg
 
+__all__ = ["DeFedAvg"]
+
 Client = TypeVar("Client", bound=Hashable)
 
 
@@ -26,12 +28,12 @@ class DeFedAvg(FedAvg):
     cohort may have several of its updates; an old ticket counts in full; for a failed task the cohort waits until
     another one comes.
 
+    `transport` and `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+
     Args:
         cohort: k.
         rate: $\eta_g$: a number, or a function of the version $\tau$.
         weighted: by each client's share of the data $w_i$; equally, as in the paper, otherwise.
-        transport: as in [`FedAvg`][manifoldagg.federated.rules.FedAvg].
-        rungs: of a ladder.
 
     Raises:
         ArgumentError: naming the option that is out of range.

@@ -7,6 +7,8 @@ from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.federated.contract import Memory
 from manifoldagg.federated.schedules import check_options
 
+__all__ = ["Dominance"]
+
 
 @dataclass(frozen=True)
 class Dominance:

@@ -13,6 +13,8 @@ from manifoldagg.federated.rules.fedadam import moments, quotient_step
 from manifoldagg.federated.schedules import Rate
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["FADAS"]
+
 ADAPTIVE = ("bound", "scale", "none")
 
 

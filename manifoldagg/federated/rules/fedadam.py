@@ -15,6 +15,8 @@ from manifoldagg.federated.schedules import Rate
 from manifoldagg.kernels import gram
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["FedAdam"]
+
 
 @dataclass(frozen=True)
 class FedAdam(FedAvg):

@@ -10,6 +10,8 @@ from manifoldagg.federated.rules._step import CurveRule
 from manifoldagg.federated.schedules import Rate, Weight, rate_at
 from manifoldagg.federated.staleness import Constant
 
+__all__ = ["FedAsync"]
+
 
 @dataclass(frozen=True)
 class FedAsync(CurveRule):
@@ -18,14 +20,14 @@ class FedAsync(CurveRule):
 
     On a curved space $\exp_{\Theta^\tau}(\alpha_\tau \log_{\Theta^\tau} \Theta_i)$.
 
+    `transport` and `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+
     Args:
         rate: $\alpha > 0$: a number, or a function of the version $\tau$; the product $\alpha_\tau$ is clamped to 1.
         staleness: $s$, such as `Constant()`, `Hinge(a, b)` or `Polynomial(a)` of
             `manifoldagg.federated.staleness`, or any function of an int.
         weighted: multiply $\alpha_\tau$ by the client's share of the data $w_i$, as the experiments of
             Manifold do.
-        transport: how tangents travel on a curved space; `None` is the best that each leaf has.
-        rungs: of a ladder.
 
     Raises:
         ArgumentError: if `rate` is not a positive number, or `staleness` cannot be called.

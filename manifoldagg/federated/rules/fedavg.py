@@ -7,6 +7,8 @@ from manifoldagg.federated.contract import Update
 from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.schedules import Rate
 
+__all__ = ["FedAvg"]
+
 
 @dataclass(frozen=True)
 class FedAvg(BufferedRule):
@@ -21,13 +23,13 @@ class FedAvg(BufferedRule):
     $P_i = (I - (I - \eta A_i)^K) A_i^{-1} H_i$, $A_i = H_i + \mu I$: not the joint minimiser, unless $K = 1$ and
     $\mu = 0$, or clients agree.
 
+    On a curved space the $\Delta_i = \log_{\Theta^{t_i}} \Theta_i$ are averaged at $\Theta$, and followed by exp;
+    `transport` and `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+
     Args:
         cohort: k.
         rate: $\eta_g$: a number, or a function of the version $\tau$.
         weighted: by each client's share of the data $w_i$; equally otherwise.
-        transport: how tangents travel on a curved space, where the $\Delta_i = \log_{\Theta^{t_i}} \Theta_i$ are
-            averaged at $\Theta$, and followed by exp; `None` is the best that each leaf has.
-        rungs: of a ladder.
 
     Raises:
         ArgumentError: naming the option that is out of range.

@@ -9,6 +9,8 @@ from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
 
+__all__ = ["FedBuff"]
+
 
 @dataclass(frozen=True)
 class FedBuff(BufferedRule):
@@ -17,15 +19,15 @@ class FedBuff(BufferedRule):
     $\Delta_i = \Theta_i - \Theta^{t_i}$ against the model that the client started from, wherever the server is by now.
     With K = 1 and a constant $s$ it is [`ASGD`][manifoldagg.federated.rules.ASGD] with $w_i = 1$.
 
+    On a curved space it averages as [`FedAvg`][manifoldagg.federated.rules.FedAvg]; `transport` and `rungs`
+    are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+
     Args:
         size: K.
         rate: $\eta_g$: a number, or a function of the version $\tau$.
         staleness: $s$: any function of an int.
         normalise: divide by $\sum_i s(\tau - t_i)$ in place of K.
         weighted: multiply $s$ by the client's share of the data $w_i$.
-        transport: how tangents travel on a curved space, where the $\Delta_i = \log_{\Theta^{t_i}} \Theta_i$ are
-            averaged at $\Theta$, and followed by exp; `None` is the best that each leaf has.
-        rungs: of a ladder.
 
     Raises:
         ArgumentError: naming the option that is out of range.

@@ -6,6 +6,8 @@ from manifoldagg.corrections import Correction, OrthoDC, Position
 from manifoldagg.errors import check_choice
 from manifoldagg.federated.rules._step import ScheduledRule
 
+__all__ = ["FedGS"]
+
 READINGS = ("tangent", "position")
 
 
@@ -14,14 +16,9 @@ class FedGS(ScheduledRule):
     r"""$\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v$, $\pi$ = OrthoDC with $\vartheta = 0$,
     $\rho = S\, w_i\, \eta_g(\tau)$.
 
+    Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+
     Args:
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        decay: $\alpha \in [0, 1]$, the strength of the staleness penalty $S$.
-        penalty_limit: the largest $S$.
-        overshoot: what a $\rho$ above 1 means: `"clamp"` it to 1 or `"extend"` the step.
-        dominance: a penalty on clients that answer often.
-        transport: how tangents travel on a curved space; `None` is the best that each leaf has.
-        rungs: of a ladder.
         reading: which update the surgery works on: the `"tangent"` $v$, or the `"position"` $v - g$.
 
     Raises:

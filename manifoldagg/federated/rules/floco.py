@@ -14,6 +14,8 @@ from manifoldagg.federated.rules._reading import root
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["FLOCO"]
+
 SCALES = 1000
 """How many sizes of the simplex are tried."""
 APART = 1e-4

@@ -10,6 +10,8 @@ from manifoldagg.federated.contract import Update
 from manifoldagg.federated.rules._step import CurveRule
 from manifoldagg.federated.schedules import Rate, rate_at
 
+__all__ = ["GeneralizedAsyncSGD"]
+
 SLACK = 1e-6
 
 

@@ -16,6 +16,8 @@ from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["MasFL"]
+
 INITIAL = ("gradient", "zero")
 
 

@@ -16,6 +16,8 @@ from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold, norm
 from manifoldagg.manifolds.optimizers import carry
 
+__all__ = ["Momentum"]
+
 
 @dataclass(frozen=True)
 class Momentum:

@@ -17,6 +17,8 @@ from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["OrthoFL"]
+
 CALIBRATIONS = ("orthogonal", "pairwise", "none")
 PROTOCOLS = ("server", "client")
 
