@@ -10,6 +10,8 @@ from manifoldagg.errors import ArgumentError, DivergenceError, check_shape
 from manifoldagg.kernels import is_transformed
 from manifoldagg.manifolds import Manifold, ParameterSpace, Power, Product, karcher_mean
 
+__all__ = ["check_barycentric", "weighted_mean"]
+
 MAX_STEPS = 500
 """Of a Karcher mean: points that need more spread so far that there may be no single one."""
 
@@ -20,7 +22,8 @@ def check_barycentric(place: Any, n: int) -> Tensor:
     Both hold up to the square root of the precision of their dtype.
     """
     x = check_shape("x", place, n, batch=True)
-    values, slack = x.detach().double(), math.sqrt(torch.finfo(x.dtype).eps)
+    values = x.detach().double()
+    slack = math.sqrt(torch.finfo(x.dtype).eps)
     if is_transformed([values]):
         return x
     sums = values.sum(-1)
@@ -45,10 +48,11 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
         parts = space.split(points)
         return space.join({name: weighted_mean(leaf, parts[name], weights) for name, leaf in space.factors})
     if isinstance(space, Power):
-        batch, n = weights.shape[:-1], weights.shape[-1]
+        *batch, n = weights.shape
         spread = weights.reshape(*batch, *(1 for _ in space.copies), n).expand(*batch, *space.copies, n)
         return weighted_mean(space.space, points.movedim(len(batch), len(batch) + len(space.copies)), spread)
-    axis, factor = -1 - len(space.shape), weights.reshape(*weights.shape, *(1 for _ in space.shape))
+    axis = -1 - len(space.shape)
+    factor = weights.reshape(*weights.shape, *(1 for _ in space.shape))
     if space.flat:
         return (factor * points).sum(axis)
     # The mean is that of the projections, which differ from the points by rounding: no derivative is lost.
@@ -64,8 +68,10 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
         place = space._exp(m, tangent).unsqueeze(axis).expand_as(points)
         return u - tangent - space._project_tangent(m, (factor * space._log(place, points)).sum(axis))
 
-    size, batch = math.prod(space.shape), mean.shape[: mean.ndim - len(space.shape)]
-    zero, frozen = mean.new_zeros(size, *mean.shape), points.detach().expand(size, *points.shape)
+    size = math.prod(space.shape)
+    batch = mean.shape[: mean.ndim - len(space.shape)]
+    zero = mean.new_zeros(size, *mean.shape)
+    frozen = points.detach().expand(size, *points.shape)
     unit = torch.eye(size, dtype=mean.dtype, device=mean.device).expand(*batch, size, size).movedim(-2, 0)
     rows = torch.func.vjp(lambda u: equation(u, frozen, factor.detach()), zero)[1](unit.reshape(zero.shape))[0]
     hessian = rows.flatten(1 + len(batch)).movedim(0, -2).detach()

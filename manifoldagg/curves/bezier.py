@@ -17,6 +17,8 @@ from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
 
+__all__ = ["Bezier", "check_space", "de_casteljau", "differences_gram", "weighted"]
+
 HIGHEST = 1000
 """The degree beyond which binomial coefficients overflow."""
 
@@ -105,7 +107,8 @@ class Bezier(CurveEmbedding):
         self._check_phi(phi)
         if not self.space.flat:
             return super().acceleration(phi, t)
-        place, n = parameter(t, phi), self.degree
+        place = parameter(t, phi)
+        n = self.degree
         if n == 1:
             return phi.new_zeros(*place.shape, *phi.shape[1:])
         return weighted(basis(n - 2, place), n * (n - 1) * phi.diff(n=2, dim=0))
@@ -153,15 +156,19 @@ class Bezier(CurveEmbedding):
             [[0.0], [1.0], [1.0]]
         """
         self._check_phi(phi)
-        t, n = check_number("t", t), self.degree
+        t = check_number("t", t)
+        n = self.degree
         if self.space.flat:
             left = torch.zeros(n + 1, n + 1, dtype=torch.float64, device=phi.device)
-            right, at = torch.zeros_like(left), parameter(t, phi)
+            right = torch.zeros_like(left)
+            at = parameter(t, phi)
             for k in range(n + 1):
                 left[k, : k + 1] = basis(k, at)
                 right[k, k:] = basis(n - k, at)
             return weighted(left, phi), weighted(right, phi)
-        row, before, after = phi, [phi[0]], [phi[-1]]
+        row = phi
+        before = [phi[0]]
+        after = [phi[-1]]
         while len(row) > 1:
             row = geodesic(self.space, row[:-1], row[1:], t)
             before.append(row[0])
@@ -287,9 +294,6 @@ class Bezier(CurveEmbedding):
         inner = differences_gram(phi)
         return lambda t: self.degree * quadratic_root(inner, basis(self.degree - 1, t.cpu())).to(t.device)
 
-    def _check(self, phi: Tensor) -> None:
-        self._check_phi(phi)
-
 
 def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
     r"""The point at `t` of the curve of a polygon, along geodesics.
@@ -310,8 +314,8 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
     axis = -1 - len(space.shape)
     shares = t.double().reshape(*t.shape, *(1 for _ in range(-axis)))
     while (n := polygon.shape[axis]) > 1:
-        start, end = polygon.narrow(axis, 0, n - 1), polygon.narrow(axis, 1, n - 1)
-        step = (shares * space._log(start, end)).to(polygon.dtype)
+        start = polygon.narrow(axis, 0, n - 1)
+        step = (shares * space._log(start, polygon.narrow(axis, 1, n - 1))).to(polygon.dtype)
         polygon = space._exp(start.expand_as(step), step)
     return polygon.squeeze(axis)
 

@@ -16,6 +16,8 @@ from manifoldagg.errors import ArgumentError, check_choice, check_count
 from manifoldagg.kernels import is_transformed
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["Complex"]
+
 By = Literal["face", "volume"]
 
 
@@ -195,7 +197,8 @@ class Complex(Embedding):
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
         """The nearest place of all faces, and how far it is: as for a simplex, the first of equally near ones."""
         self._check_phi(phi)
-        places, distances = [], []
+        places = []
+        distances = []
         for face in self.faces:
             x, distance = Simplex(self.space, len(face)).nearest(phi[list(face)], point)
             places.append(x.new_zeros(*x.shape[:-1], self.size).index_copy(-1, torch.tensor(face, device=x.device), x))

@@ -288,7 +288,8 @@ def _turning(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> tupl
 def _angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> Tensor:
     """Between the directions in which a path comes to places and leaves them, in [0, π]; 0 where it rests."""
     here = curve(phi, t)
-    before, after = curve.velocity(phi, t - JUST_BEFORE), curve.velocity(phi, t)
+    before = curve.velocity(phi, t - JUST_BEFORE)
+    after = curve.velocity(phi, t)
     sizes = [norm(curve.space, here, v) for v in (before, after)]
     # Of equal length, so that half the angle is that between their sum and their difference.
     u, w = (

@@ -19,6 +19,8 @@ from manifoldagg.curves.bernstein import bilinear, roots
 from manifoldagg.errors import DivergenceError, check_choice, check_number, check_shape
 from manifoldagg.kernels import gram
 
+__all__ = ["OVERSHOOT", "parameter_at_distance", "parameter_at_distance_of", "squared_distance"]
+
 OVERSHOOT = ("clamp", "extend")
 NEGLIGIBLE = 1e-150
 """Parts of the chord whose squares leave float64: as good as none."""
@@ -55,34 +57,42 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
         0.5
     """
     check_shape("displacements", displacements, None, None)
+    rho = check_number("rho", rho, at_least=0)
+    check_choice("overshoot", overshoot, OVERSHOOT)
     return parameter_at_distance_of(gram(displacements)[0].tolist(), rho, overshoot)
 
 
 def parameter_at_distance_of(inner: Gram, rho: float, overshoot: str = "clamp") -> float:
-    """As `parameter_at_distance`, from the n x n Gram matrix of the displacements: no tensor is touched."""
-    rho = check_number("rho", rho, at_least=0)
-    check_choice("overshoot", overshoot, OVERSHOOT)
+    """As `parameter_at_distance`, from the n x n Gram matrix of the displacements: no tensor is touched.
+
+    `rho` and `overshoot` are those of a caller who has checked them; squared norms are checked here.
+    """
     for i, row in enumerate(inner):
-        check_number(f"displacements[{i}]: squared norm", row[i])
+        if not math.isfinite(row[i]):
+            check_number(f"displacements[{i}]: squared norm", row[i])
     chord = inner[-1][-1]
     if overshoot == "clamp":
         rho = min(rho, 1.0)
+    # A line has s = rho whatever its length, also where the squares below would underflow.
     if len(inner) == 1:
         return rho
     if chord <= 0 or rho < NEGLIGIBLE:
         return 0.0
-    # In units of the chord, so that no product under- or overflows.
+    # In units of the chord, so that no product under- or overflows, and the chord's own square is exactly 1.
     unit = [[entry / chord for entry in row] for row in inner]
+    # Of what is still ahead, so that the start is positive and a curve that only touches the distance has reached it.
+    # Coefficients are as exact as their sizes; where d' vanishes at the place, an ε in them moves s by √ε.
     ahead = [rho * rho - value for value in squared_distance(unit)]
     end = 1.0
     if ahead[-1] > 0:
+        # Not by Bernstein weights past 1: they alternate and grow like (2s)^2n, and their sum would cancel.
         powers = _powers(unit)
         while ahead[-1] > 0:
             end *= 2
             ahead = [rho * rho - value for value in _stretched(powers, end)]
             if not math.isfinite(ahead[-1]):
                 raise DivergenceError(f"rho: {rho:g} chords lie beyond what the curve reaches in float64")
-    # What is ahead of the start is positive and not so at the end: where rounding hides the change it is there.
+    # The first of several places: a curve may leave and come back. Where rounding hides the change it is at the end.
     return end * next(roots(ahead), 1.0)
 
 

@@ -42,7 +42,8 @@ def rotation_minimising(
         tensor([-1.,  0.], dtype=torch.float64)
     """
     grid = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=control.device)
-    turns, stride = _turn(control, grid[:-1], grid[1:]), 1
+    turns = _turn(control, grid[:-1], grid[1:])
+    stride = 1
     # The product of all turns so far, of twice as many each time.
     while stride < steps:
         turns = torch.cat([turns[:stride], turns[stride:] @ turns[:-stride]])

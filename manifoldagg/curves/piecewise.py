@@ -13,6 +13,8 @@ from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import geodesic
 
+__all__ = ["Piecewise"]
+
 
 @dataclass(frozen=True)
 class Piecewise(CurveEmbedding):

@@ -12,10 +12,14 @@ from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
 from manifoldagg.curves.embedding import Coordinates, Embedding, rounding
 from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape, is_finite
 from manifoldagg.kernels import combine, gram, is_transformed
-from manifoldagg.manifolds import Manifold, norm
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.formulas import norm
 from manifoldagg.manifolds.manifold import check_is_manifold
 
-EPS, TINY = torch.finfo(torch.float64).eps, torch.finfo(torch.float64).tiny
+__all__ = ["Simplex"]
+
+EPS = torch.finfo(torch.float64).eps
+TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ class Simplex(Embedding):
         if self.vertices == 1 or not bool(solid):
             return torch.zeros_like(vertices)
         inverse = torch.cholesky_inverse(factor)
-        rows, coefficients = vertices.flatten(1), torch.cat([-inverse.sum(0, keepdim=True), inverse])
+        rows = vertices.flatten(1)
+        coefficients = torch.cat([-inverse.sum(0, keepdim=True), inverse])
         return torch.stack([combine(None, rows[1:], c, minus=rows[0]) for c in coefficients]).reshape(phi.shape)
 
     def nearest(
@@ -176,11 +181,13 @@ class Simplex(Embedding):
         self._needs_flat("nearest points")
         self._check_phi(phi)
         batch = check_shape("point", point, *self.space.shape, batch=True).shape[: point.ndim - len(self.space.shape)]
-        rows, goals = phi.double().flatten(1), point.double().reshape(-1, math.prod(self.space.shape))
-        edges, ways = rows - rows[0], goals - rows[0]
+        rows = phi.double().flatten(1)
+        edges = rows - rows[0]
+        ways = point.double().reshape(-1, math.prod(self.space.shape)) - rows[0]
         # In an orthonormal basis of the edges: a Gram matrix would square their condition.
         basis, columns = torch.linalg.qr(edges[1:].detach().mT)
-        corners, targets = torch.cat([columns.new_zeros(1, len(columns)), columns.mT]).cpu(), ways.detach() @ basis
+        corners = torch.cat([columns.new_zeros(1, len(columns)), columns.mT]).cpu()
+        targets = ways.detach() @ basis
         if not all(map(is_finite, (edges, ways, corners, targets))):
             raise ArgumentError("phi, point: expected finite values, whose distances are finite")
         x = targets.new_zeros(len(targets), self.vertices)
@@ -291,7 +298,8 @@ def _with(corners: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
     face = (x > 0).index_fill(0, torch.tensor(vertex), True)
     while True:
         first, *others = face.nonzero().squeeze(-1).tolist()
-        edges, best = (corners[others] - corners[first]).mT, torch.zeros_like(x)
+        edges = (corners[others] - corners[first]).mT
+        best = torch.zeros_like(x)
         if others:
             best[others] = torch.linalg.lstsq(edges, (target - corners[first])[:, None], driver="gelsd").solution[:, 0]
         best[first] = 1 - best.sum()

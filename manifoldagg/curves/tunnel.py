@@ -1,6 +1,5 @@
 """Tunnels: a curve with a ball in its normal space at every point."""
 
-import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -86,7 +85,7 @@ class Tunnel(Embedding):
     form: str = "ambient"
     steps: int = 64
     space: Manifold = field(init=False, repr=False, compare=False)
-    _form: "_Form" = field(init=False, repr=False, compare=False)
+    _form: "_Ambient | _Subspace" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.curve, Bezier):
@@ -272,7 +271,7 @@ class Tunnel(Embedding):
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": point})
         batch = point.shape[: point.ndim - len(self.space.shape)]
-        reach = self._form.reach(phi)
+        reach = self.radius * _chord(self.space, phi)
 
         def look(t: Tensor) -> tuple[Tensor, Tensor]:
             center, velocity = self.curve._drawn(phi, t)
@@ -340,74 +339,23 @@ class Tunnel(Embedding):
 
 
 @dataclass(frozen=True)
-class _Form(abc.ABC):
-    """What the normal part ξ of a place is, and how it is drawn."""
+class _Ambient:
+    """ξ is a normal tangent, all coordinates of it: as large as a point.
+
+    What each form says: the `coordinates` of ξ; the dimension of the ball `normal` to the curve, and whether it `fills`
+    what is normal to the control points' span; the length of a `unit` of ξ; the `point` of a place; what leads to it
+    from the curve, and the control points, in common coordinates (`offset`); the ξ of a vector `across` the curve; and
+    a `draw` from the ball.
+    """
 
     curve: Bezier
     radius: float
     steps: int
-    fills: ClassVar[bool]
-
-    @property
-    def space(self) -> Manifold:
-        return self.curve.space
-
-    @property
-    @abc.abstractmethod
-    def coordinates(self) -> int:
-        """The length of ξ."""
-
-    @property
-    @abc.abstractmethod
-    def normal(self) -> int:
-        """The dimension of the ball."""
-
-    @abc.abstractmethod
-    def unit(self, control: Tensor) -> Tensor | float:
-        """How long a ξ of length 1 is in the space."""
-
-    @abc.abstractmethod
-    def point(self, phi: Tensor, center: Tensor, t: Tensor, xi: Tensor) -> Tensor:
-        """The point at ξ from `center`, the point of the curve at `t`."""
-
-    @abc.abstractmethod
-    def offset(self, phi: Tensor, t: Tensor, xi: Tensor) -> tuple[Tensor, Tensor]:
-        """On a flat space: control points in some coordinates, and what leads from the curve to the point in them."""
-
-    @abc.abstractmethod
-    def across(self, control: Tensor, t: Tensor, normal: Tensor, away: Tensor) -> Tensor:
-        """ξ in units of the space: `normal` in the coordinates of `control`, `away` in those of the space."""
-
-    @abc.abstractmethod
-    def draw(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
-        """ξ, uniform in the balls at `t`; `tail` is uniform in [0, 1)."""
-
-    @abc.abstractmethod
-    def sample(self, *batch: int, generator: torch.Generator) -> Tensor:
-        """Places of every φ."""
-
-    def dtype(self, phi: Tensor, point: Tensor) -> torch.dtype:
-        """Of a place."""
-        return torch.float64
-
-    @abc.abstractmethod
-    def check_span(self, phi: Tensor, control: Tensor) -> None:
-        """The control points span what ξ is measured in."""
-
-    def reach(self, phi: Tensor) -> float:
-        """The radius in units of the space."""
-        return self.radius * float(distance(self.space, phi[0].double(), phi[-1].double()))
-
-
-@dataclass(frozen=True)
-class _Ambient(_Form):
-    """ξ is a normal tangent, all coordinates of it: as large as a point, in any number of dimensions."""
-
-    fills = True
+    fills: ClassVar[bool] = True
 
     @property
     def coordinates(self) -> int:
-        return math.prod(self.space.shape)
+        return math.prod(self.curve.space.shape)
 
     @property
     def normal(self) -> int:
@@ -423,7 +371,7 @@ class _Ambient(_Form):
         return torch.promote_types(phi.dtype, point.dtype)
 
     def point(self, phi: Tensor, center: Tensor, t: Tensor, xi: Tensor) -> Tensor:
-        return self.space._exp(center, xi.reshape(center.shape).to(center.dtype))
+        return self.curve.space._exp(center, xi.reshape(center.shape).to(center.dtype))
 
     def offset(self, phi: Tensor, t: Tensor, xi: Tensor) -> tuple[Tensor, Tensor]:
         return phi.flatten(1).double(), xi.double()
@@ -435,36 +383,42 @@ class _Ambient(_Form):
         raise NotImplementedError("an ambient place depends on phi: use sample_in(phi, ...)")
 
     def draw(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
+        space = self.curve.space
         center = self.curve(phi, t)
-        reach = self.reach(phi)
+        reach = self.radius * _chord(space, phi)
         if reach == 0:
             return center.new_zeros(*t.shape, self.coordinates)
+
+        def times(factor: Tensor, u: Tensor) -> Tensor:
+            return factor.to(u).reshape(*factor.shape, *(1 for _ in space.shape)) * u
+
         velocity = self.curve.velocity(phi, t)
-        square = self.space._inner(center, velocity, velocity)
+        square = space._inner(center, velocity, velocity)
         for still in t[~(square > 0)]:
             raise ArgumentError(f"phi: the curve stands still at t = {still:.6g}, where it has no normal space")
-        xi = self.space._random_tangent(center, generator)
+        xi = space._random_tangent(center, generator)
         # Twice: what the first subtraction leaves along the velocity is rounding of a longer vector.
         for _ in range(2):
-            xi = xi - self._times(self.space._inner(center, xi, velocity) / square, velocity)
-        xi = self._times(reach * shrink(norm(self.space, center, xi).double(), tail), xi)
+            xi = xi - times(space._inner(center, xi, velocity) / square, velocity)
+        xi = times(reach * shrink(norm(space, center, xi).double(), tail), xi)
         return xi.reshape(*t.shape, self.coordinates)
-
-    def _times(self, factor: Tensor, u: Tensor) -> Tensor:
-        return factor.to(u).reshape(*factor.shape, *(1 for _ in self.space.shape)) * u
 
 
 @dataclass(frozen=True)
-class _Subspace(_Form):
+class _Subspace:
     """ξ is in chords, in a frame that follows the curve within the span of its n + 1 control points."""
 
-    fills = False
+    curve: Bezier
+    radius: float
+    steps: int
+    fills: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not self.space.flat:
-            raise ArgumentError(f"form: a subspace needs a flat space, got {self.space}; use 'ambient'")
-        if (n := self.curve.degree) > math.prod(self.space.shape):
-            raise ArgumentError(f"form: a curve of degree {n} does not span {n} dimensions in {self.space}")
+        space = self.curve.space
+        if not space.flat:
+            raise ArgumentError(f"form: a subspace needs a flat space, got {space}; use 'ambient'")
+        if (n := self.curve.degree) > math.prod(space.shape):
+            raise ArgumentError(f"form: a curve of degree {n} does not span {n} dimensions in {space}")
 
     @property
     def coordinates(self) -> int:
@@ -475,7 +429,11 @@ class _Subspace(_Form):
         return self.coordinates
 
     def unit(self, control: Tensor) -> Tensor:
-        return control[-1].norm()
+        chord: Tensor = control[-1].norm()
+        return chord
+
+    def dtype(self, phi: Tensor, point: Tensor) -> torch.dtype:
+        return torch.float64
 
     def point(self, phi: Tensor, center: Tensor, t: Tensor, xi: Tensor) -> Tensor:
         if not (phi[-1] != phi[0]).any():
@@ -519,7 +477,11 @@ class _Subspace(_Form):
         return torch.mul(self.unit(control), (self._frame(control, t) @ xi.double()[..., None]).squeeze(-1))
 
 
-FORMS: dict[str, type[_Form]] = {"ambient": _Ambient, "subspace": _Subspace}
+FORMS: dict[str, type[_Ambient | _Subspace]] = {"ambient": _Ambient, "subspace": _Subspace}
+
+
+def _chord(space: Manifold, phi: Tensor) -> float:
+    return float(distance(space, phi[0].double(), phi[-1].double()))
 
 
 def log_ball(dimension: int, radius: Float64[Tensor, ""]) -> Float64[Tensor, ""]:
