@@ -8,7 +8,8 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, DivergenceError, check_shape
 from manifoldagg.kernels import is_transformed
-from manifoldagg.manifolds import Manifold, ParameterSpace, Power, Product, karcher_mean
+from manifoldagg.manifolds import Manifold, karcher_mean
+from manifoldagg.manifolds.power import factors
 
 __all__ = ["check_barycentric", "weighted_mean"]
 
@@ -42,15 +43,19 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
     Right up to the second derivatives in both, under every transform; a `DivergenceError` if one is not found.
     """
-    if isinstance(space, ParameterSpace):
-        return weighted_mean(space.inside, points, weights)
-    if isinstance(space, Product):
-        parts = space.split(points)
-        return space.join({name: weighted_mean(leaf, parts[name], weights) for name, leaf in space.factors})
-    if isinstance(space, Power):
-        *batch, n = weights.shape
-        spread = weights.reshape(*batch, *(1 for _ in space.copies), n).expand(*batch, *space.copies, n)
-        return weighted_mean(space.space, points.movedim(len(batch), len(batch) + len(space.copies)), spread)
+    *batch, n = weights.shape
+    means = []
+    for leaf, (part,) in factors(space, points):
+        # The copies of a power come before the points whose mean is taken, as more of a batch.
+        copies = part.shape[weights.ndim : part.ndim - len(leaf.space.shape)]
+        spread = weights.reshape(*batch, *(1 for _ in copies), n).expand(*batch, *copies, n)
+        mean = _mean(leaf.space, part.movedim(len(batch), len(batch) + len(copies)), spread)
+        means.append(mean.flatten(len(batch)))
+    return torch.cat(means, -1).reshape(*batch, *space.shape)
+
+
+def _mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
+    """The same on one leaf."""
     axis = -1 - len(space.shape)
     factor = weights.reshape(*weights.shape, *(1 for _ in space.shape))
     if space.flat:
