@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from manifoldagg.simulation.delays import (
-    Constant,
     Delay,
+    Deterministic,
     Exponential,
     Gaussian,
     HalfNormal,
     LogNormal,
     Uniform,
 )
+from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.measurements import Empirical
-from manifoldagg.simulation.network import JacksonNetwork
 from manifoldagg.simulation.participation import Change, Participation, churn
 from manifoldagg.simulation.priority import PriorityScheduler
 from manifoldagg.simulation.replay import Replay
@@ -33,7 +33,7 @@ from manifoldagg.simulation.schedulers import Completion, IndependentClients
 from manifoldagg.simulation.trace import Record
 
 DELAYS: dict[str, Delay] = {
-    "constant": Constant(10.0),
+    "constant": Deterministic(10.0),
     "Gaussian": Gaussian(10.0, 5.0),
     "log-normal": LogNormal(10.0, 5.0),
     "half-normal": HalfNormal(10.0),

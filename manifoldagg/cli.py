@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+
 try:
     import typer
     from rich import box
@@ -27,14 +29,16 @@ except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing.name} is not installed: pip install 'manifoldagg[cli]'")
 
 from manifoldagg import __version__
-from manifoldagg.errors import ManifoldAggError
+from manifoldagg.errors import ManifoldAggError, check_choice
 from manifoldagg.kernels.choice import explain
-from manifoldagg.routing.command import check_out, make_bound, write_files
-from manifoldagg.routing.table import Plan, make_plan, read_rates
+from manifoldagg.routing import Bound, TimeBound, UpdateBound
+from manifoldagg.routing.plan import Plan, check_out, make_plan, read_rates, write_files
 from manifoldagg.simulation.compare import Comparison, compare
 from manifoldagg.simulation.methods import methods as methods_by_name
 from manifoldagg.simulation.report import check_destination, write_report
 from manifoldagg.simulation.tasks import task
+
+__all__ = ["main"]
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -64,7 +68,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def root(
+def manifoldagg(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -192,9 +196,8 @@ def route_command(
     """
     check_out(out)
     clients = read_rates(rates)
-    bound = make_bound(
-        objective, clients.rates, tasks=tasks, rate=rate, smoothness=smoothness, noise=noise, gap=gap, rounds=rounds
-    )
+    constants = {"rate": rate, "smoothness": smoothness, "noise": noise, "gap": gap}
+    bound = objective_bound(objective, clients.rates, tasks, rounds=rounds, **constants)
     plan = make_plan(clients, bound)
     files = write_files(plan, out)
     for grid in routing_tables(plan):
@@ -216,6 +219,13 @@ def doctor_command() -> None:
     for name, words in explain():
         grid.add_row(name, words)
     screen.print(grid)
+
+
+def objective_bound(objective: str, rates: np.ndarray, tasks: int, *, rounds: int, **constants: float) -> Bound:
+    """The bound that an objective's name means: "time" is H, "update" is G."""
+    if check_choice("objective", objective, ("time", "update")) == "time":
+        return TimeBound(rates, tasks, **constants)
+    return UpdateBound(rates, tasks, **constants, rounds=rounds)
 
 
 def routing_tables(plan: Plan) -> tuple[Table, Table]:
@@ -250,8 +260,10 @@ def _columns() -> tuple[ProgressColumn, ...]:
 
 def table(comparison: Comparison) -> Table:
     """The summary as a table for the terminal."""
-    settings, seconds = comparison.settings, comparison.seconds()
-    target, seeds = settings["target"], settings["seeds"]
+    settings = comparison.settings
+    seconds = comparison.seconds()
+    target = settings["target"]
+    seeds = settings["seeds"]
     assert isinstance(target, float)
     assert isinstance(seeds, list)
     title = f"{settings['data']}: {settings['clients']} clients, {settings['rounds']} rounds, {len(seeds)} seeds"

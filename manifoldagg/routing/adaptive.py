@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.routing._door import LEAST, MOST, routing_vector
+from manifoldagg.routing._arguments import LEAST, MOST, routing_vector
 from manifoldagg.routing.bounds import Bound
 from manifoldagg.routing.optimise import STARTS, Routing, optimise_routing, uniform
+
+__all__ = ["AdaptiveRouting"]
 
 
 class AdaptiveRouting:
@@ -61,7 +63,8 @@ class AdaptiveRouting:
         self._change = check_number("change", change, above=0, at_most=1)
         self._weight = check_number("weight", weight, above=0)
         self._keep = 1.0 if memory is None else float(np.exp(-1 / check_number("memory", memory, above=0)))
-        self._count, self._seconds = np.zeros(n), np.zeros(n)
+        self._count = np.zeros(n)
+        self._seconds = np.zeros(n)
         self._pending: list[deque[float]] = [deque() for _ in range(n)]
         self._back = np.full(n, -np.inf)
         self._losses: tuple[float, float] | None = None
@@ -76,7 +79,8 @@ class AdaptiveRouting:
 
     def sent(self, client: int, time: float) -> None:
         """A task went to a client at a time."""
-        i, time = self._client(client), check_number("time", time)
+        i = self._client(client)
+        time = check_number("time", time)
         latest = self._pending[i][-1] if self._pending[i] else self._back[i]
         if time < latest:
             raise ArgumentError(f"time: expected a time >= {latest:g}, the client's latest, got {time:g}")
@@ -84,9 +88,8 @@ class AdaptiveRouting:
 
     def returned(self, client: int, time: float) -> None:
         """The task that was sent to a client the longest ago came back at a time."""
-        i, time = self._client(client), check_number("time", time)
-        if not self._pending[i]:
-            raise ArgumentError(f"client: expected one with a task, got {client}, whose tasks are all back")
+        i = self._busy(client)
+        time = check_number("time", time)
         start = self._start(i)
         if time < start:
             raise ArgumentError(f"time: expected a time >= {start:g}, when the service began, got {time:g}")
@@ -97,9 +100,8 @@ class AdaptiveRouting:
 
     def lost(self, client: int, time: float) -> None:
         """The task that was sent to a client the longest ago is given up at a time: it says nothing about the rate."""
-        i, time = self._client(client), check_number("time", time)
-        if not self._pending[i]:
-            raise ArgumentError(f"client: expected one with a task, got {client}, whose tasks are all back")
+        i = self._busy(client)
+        time = check_number("time", time)
         if time < self._pending[i][0]:
             raise ArgumentError(f"time: expected a time >= {self._pending[i][0]:g}, when it was sent, got {time:g}")
         self._pending[i].popleft()
@@ -161,6 +163,12 @@ class AdaptiveRouting:
         i = check_count("client", client, at_least=0)
         if i >= len(self._count):
             raise ArgumentError(f"client: expected at most {len(self._count) - 1}, got {client}")
+        return i
+
+    def _busy(self, client: int) -> int:
+        i = self._client(client)
+        if not self._pending[i]:
+            raise ArgumentError(f"client: expected one with a task, got {client}, whose tasks are all back")
         return i
 
     def _start(self, i: int) -> float:

@@ -20,14 +20,16 @@ from itertools import islice
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_number
-from manifoldagg.routing._door import content, positive_vector, rate_vector, routing_vector, softmax, vector
+from manifoldagg.routing._arguments import ByContent, positive_vector, rate_vector, routing_vector, vector
 from manifoldagg.routing.mean_values import directional, mean_values
+
+__all__ = ["Bound", "TimeBound", "UpdateBound", "softmax"]
 
 Moved = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class Bound(ByContent):
     """The constants of a problem, of which a bound is a function of the routing; see its two kinds.
 
     Args:
@@ -125,12 +127,6 @@ class Bound:
             yield value, self._formula(p, tasks, 1 / scale, before, means)
             before = means
 
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and content(self) == content(other)
-
-    def __hash__(self) -> int:
-        return hash(content(self))
-
     @property
     def clients(self) -> int:
         """n."""
@@ -142,10 +138,10 @@ class Bound:
     def _value(self, p: np.ndarray) -> float:
         loads = p / np.asarray(self.rates)
         scale = float(loads.max())
-        before = means = np.zeros_like(p)
-        rate = 0.0
-        for step in islice(mean_values(loads / scale), self.tasks):
-            before, (rate, means) = means, step
+        means = np.zeros_like(p)
+        for rate, after in islice(mean_values(loads / scale), self.tasks):
+            before = means
+            means = after
         return self._formula(p, self.tasks, rate / scale, before, means)
 
     def _differentiated(self, p: np.ndarray) -> tuple[float, np.ndarray]:
@@ -154,7 +150,8 @@ class Bound:
         before = last = (0.0, np.zeros_like(p), np.zeros_like(p))
         with np.errstate(all="ignore"):
             for step in islice(directional(loads / scale, 1 / p**2), self.tasks):
-                before, last = last, step
+                before = last
+                last = step
             value = self._formula(p, self.tasks, last[0] / scale, before[1], last[1])
             gradient = self._slope(p, value, last[0] / scale, before[1:], last[1:])
         if not np.isfinite(gradient).all():
@@ -247,3 +244,10 @@ class TimeBound(Bound):
     def _slope(self, p: np.ndarray, value: float, throughput: float, others: Moved, means: Moved) -> np.ndarray:
         slope: np.ndarray = self._errors_slope(p, *means) / throughput + value * (means[0] - others[0]) / p
         return slope
+
+
+def softmax(theta: np.ndarray) -> np.ndarray:
+    """Shares in the ratios of exp(theta)."""
+    shares: np.ndarray = np.exp(theta - theta.max())
+    shares /= shares.sum()
+    return shares

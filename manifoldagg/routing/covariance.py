@@ -21,6 +21,8 @@ import numpy as np
 
 from manifoldagg.routing.mean_values import directional
 
+__all__ = ["covariance", "variance"]
+
 
 def covariance(loads: np.ndarray, tasks: int) -> np.ndarray:
     r"""$C_{ij} = \operatorname{Cov}[x_i, x_j]$ for $x \sim \pi_{n,m}$, (n, n); symmetric, its rows sum to 0.
@@ -44,7 +46,8 @@ def covariance(loads: np.ndarray, tasks: int) -> np.ndarray:
     first = np.concatenate([distinct, distinct[:-1]])
     second = np.concatenate([np.arange(len(distinct)), np.arange(1, len(distinct))])
     crowd = np.bincount(place).astype(np.float64)
-    products, means = np.zeros_like(first), np.zeros_like(distinct)
+    products = np.zeros_like(first)
+    means = np.zeros_like(distinct)
     for k in range(1, tasks + 1):
         work = distinct * (1 + means)
         rate = k / float(crowd @ work)
@@ -63,14 +66,16 @@ def variance(loads: np.ndarray, tasks: int) -> np.ndarray:
         >>> variance(np.ones(2), 1).tolist()
         [0.25, 0.25]
     """
-    squares, means = np.zeros_like(loads), np.zeros_like(loads)
+    squares = np.zeros_like(loads)
+    means = np.zeros_like(loads)
     busiest = int(loads.argmax())
     covariances = np.zeros_like(loads)
     direction = np.zeros_like(loads)
     direction[busiest] = 1.0
     for rate, after, moved in islice(directional(loads, direction), tasks):
         squares = rate * loads * (squares + 2 * means + 1)
-        means, covariances = after, moved
+        means = after
+        covariances = moved
     found: np.ndarray = squares - means * means
     found[busiest] = -np.delete(covariances, busiest).sum()
     return found

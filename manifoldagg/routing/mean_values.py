@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+__all__ = ["directional", "mean_values"]
+
 
 def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
     r"""$(\lambda_k, L(k))$ for k = 1, 2, ... without end; O(n) a step.
@@ -50,7 +52,8 @@ def directional(loads: np.ndarray, direction: np.ndarray) -> Iterator[tuple[floa
 
     Source: Queue (7) for the covariance as a derivative.
     """
-    means, moved = np.zeros_like(loads), np.zeros_like(loads)
+    means = np.zeros_like(loads)
+    moved = np.zeros_like(loads)
     # A constant weight has no effect, as the tasks are fixed; without the busiest client's, less is subtracted below.
     weights = direction - direction[loads.argmax()]
     tasks = 0

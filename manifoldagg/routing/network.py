@@ -9,14 +9,16 @@ from typing import Literal
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count
-from manifoldagg.routing._door import content, rate_vector, routing_vector
+from manifoldagg.routing._arguments import ByContent, rate_vector, routing_vector
 from manifoldagg.routing.covariance import covariance, variance
 from manifoldagg.routing.mean_values import mean_values
 from manifoldagg.routing.simulate import Simulation, simulate
 
+__all__ = ["ClosedNetwork"]
+
 
 @dataclass(frozen=True, eq=False)
-class ClosedNetwork:
+class ClosedNetwork(ByContent):
     r"""n clients with FIFO queues and rates $\mu$; m tasks that a server sends on, to client i with probability $p_i$.
 
     Stationary states have $\pi_{n,k}(x) \propto \prod_i \rho_i^{x_i}$, $\rho_i = p_i / \mu_i$, and there are two views:
@@ -169,7 +171,9 @@ class ClosedNetwork:
         rates = np.empty(self.tasks)
         before = means = np.zeros_like(self._loads)
         for k, (rate, after) in enumerate(islice(mean_values(self._loads), self.tasks)):
-            rates[k], before, means = rate, means, after
+            rates[k] = rate
+            before = means
+            means = after
         return rates, (_frozen(before), _frozen(means))
 
     @property
@@ -179,12 +183,6 @@ class ClosedNetwork:
     @property
     def _means(self) -> tuple[np.ndarray, np.ndarray]:
         return self._steps[1]
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and content(self) == content(other)
-
-    def __hash__(self) -> int:
-        return hash(content(self))
 
 
 def _frozen(values: np.ndarray) -> np.ndarray:

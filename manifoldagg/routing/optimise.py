@@ -10,8 +10,10 @@ from itertools import islice
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count, check_number
-from manifoldagg.routing._door import rate_vector, routing_vector, softmax
-from manifoldagg.routing.bounds import Bound
+from manifoldagg.routing._arguments import rate_vector, routing_vector
+from manifoldagg.routing.bounds import Bound, softmax
+
+__all__ = ["Routing", "balanced", "optimise_concurrency", "optimise_routing", "uniform"]
 
 STARTS = ("uniform", "balanced", "slowest", "middle", "fastest")
 SEARCHED = 100_000
@@ -168,10 +170,12 @@ def optimise_concurrency(
     """
     p = uniform(bound.clients) if routing is None else routing
     limit = SEARCHED if most is None else check_count("most", most)
-    best, argument = np.inf, 0
+    best = np.inf
+    argument = 0
     for tasks, (value, least) in enumerate(islice(bound.by_tasks(p), limit), start=1):
         if value < best:
-            best, argument = value, tasks
+            best = value
+            argument = tasks
         # Rounding alone makes them equal where the throughput has come to its limit.
         if least > best * (1 + ROUNDING) or bound.clients == 1:
             return argument

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+__all__ = ["Simulation", "simulate", "stationary"]
+
 BLOCK = 4096
 
 
@@ -50,7 +52,8 @@ def simulate(
     Source: Queue G.2; rounds, delays and states as in Queue (1)–(3). Cost: O(log n) a round.
     """
     n = len(routing)
-    times, clients = _exponentials(generator), _choices(routing, generator)
+    times = _exponentials(generator)
+    clients = _choices(routing, generator)
     if utilisation is None:
         state = np.bincount([next(clients) for _ in range(tasks)], minlength=n)
     else:
@@ -61,15 +64,20 @@ def simulate(
     finish = [(next(times) * service[i], i) for i in range(n) if queues[i]]
     heapq.heapify(finish)
     # Tasks times duration of each queue up to its last change: in time, and in rounds without the task that is sent.
-    area, since, seen, shown = [0.0] * n, [0.0] * n, [0] * n, [0] * n
-    delay, completions = [0] * n, [0] * n
+    area = [0.0] * n
+    since = [0.0] * n
+    seen = [0] * n
+    shown = [0] * n
+    delay = [0] * n
+    completions = [0] * n
     now = 0.0
     for t in range(rounds):
         now, i = finish[0]
         queue = queues[i]
         area[i] += len(queue) * (now - since[i])
         seen[i] += len(queue) * (t - shown[i])
-        since[i], shown[i] = now, t
+        since[i] = now
+        shown[i] = t
         sent = queue.popleft()
         completions[i] += 1
         delay[i] += t - sent if sent >= 0 else 0
@@ -81,7 +89,8 @@ def simulate(
         queue = queues[j]
         area[j] += len(queue) * (now - since[j])
         seen[j] += len(queue) * (t + 1 - shown[j])
-        since[j], shown[j] = now, t + 1
+        since[j] = now
+        shown[j] = t + 1
         queue.append(t + 1)
         if len(queue) == 1:
             heapq.heappush(finish, (now + next(times) * service[j], j))

@@ -1,11 +1,11 @@
 """When things happen: a virtual clock, delays, schedulers, traces, and runs of several methods beside one another."""
 
 from manifoldagg.simulation.clock import VirtualClock
-from manifoldagg.simulation.delays import Constant, Delay, Exponential, Gaussian, HalfNormal, LogNormal, Uniform
+from manifoldagg.simulation.delays import Delay, Deterministic, Exponential, Gaussian, HalfNormal, LogNormal, Uniform
 from manifoldagg.simulation.fairness import gini, theil
 from manifoldagg.simulation.gantt import draw_trace
+from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.measurements import Empirical, assign
-from manifoldagg.simulation.network import JacksonNetwork
 from manifoldagg.simulation.participation import Change, Participation, churn
 from manifoldagg.simulation.partitions import dirichlet_partition
 from manifoldagg.simulation.priority import PriorityScheduler
@@ -20,8 +20,8 @@ __all__ = [
     "Batches",
     "Change",
     "Completion",
-    "Constant",
     "Delay",
+    "Deterministic",
     "Empirical",
     "Event",
     "Exponential",

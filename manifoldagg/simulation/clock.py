@@ -9,6 +9,8 @@ import numpy as np
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError, check_count, check_number
 
+__all__ = ["VirtualClock", "check_generator"]
+
 T = TypeVar("T")
 
 
@@ -133,10 +135,8 @@ class VirtualClock(Generic[T]):
             ArgumentError: if `state` is none of a clock with the same kind of generator; the clock stays as it was.
         """
         try:
-            now, scheduled = (
-                check_number("now", state["now"], at_least=0),
-                check_count("scheduled", state["scheduled"], at_least=0),
-            )
+            now = check_number("now", state["now"], at_least=0)
+            scheduled = check_count("scheduled", state["scheduled"], at_least=0)
             events: list[tuple[float, int, int, Any]] = [
                 (
                     check_number("time", time, at_least=now),
@@ -153,20 +153,22 @@ class VirtualClock(Generic[T]):
             twin.state = state["generator"]
             # Positions in a buffer are taken as they are, and read from there.
             given = _plain(twin.state)
-            position, end = given.get("buffer_pos", given["state"].get("pos", 0)), _BUFFERS.get(given["bit_generator"])
+            position = given.get("buffer_pos", given["state"].get("pos", 0))
+            end = _BUFFERS.get(given["bit_generator"])
             if given != state["generator"] or (end is not None and not 0 <= position <= end):
                 raise ValueError("the generator cannot have such a state")
         except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
             raise ArgumentError(f"state: expected the state of a clock with such a generator, got {error!r}") from None
         self.generator.bit_generator.state = twin.state
-        self.now, self._scheduled, self._events = now, scheduled, sorted(events, key=_rank)
+        self.now = now
+        self._scheduled = scheduled
+        self._events = sorted(events, key=_rank)
         self._coming = {event[2] for event in events}
 
     def _tidy(self) -> None:
         """Drop cancelled events in front of the first one that happens."""
-        events, coming = self._events, self._coming
-        while events and events[0][2] not in coming:
-            heappop(events)
+        while self._events and self._events[0][2] not in self._coming:
+            heappop(self._events)
 
     def _sweep(self) -> None:
         """Drop all cancelled events."""

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.run import Event, Federation, Method, Run, run
 from manifoldagg.simulation.tasks import Task
+
+__all__ = ["Comparison", "Landscape", "compare", "one_thread"]
 
 PICTURED = 0.5
 """The plane is drawn for the first curve that arrives after this part of the rounds."""
@@ -112,7 +115,7 @@ def compare(
                     method,
                     rounds=rounds,
                     watch=camera.of(method.name) if federation.seed == 0 else None,
-                    progress=None if progress is None else _bind(progress, method.name, federation.seed),
+                    progress=progress and partial(progress, method.name, federation.seed),
                 )
                 for federation in federations
             ]
@@ -180,10 +183,6 @@ class _Camera:
         return Landscape(name, event.round, event.client, over(federation.train[event.client]), over(everybody))
 
 
-def _bind(progress: Callable[[str, int], None], name: str, seed: int) -> Callable[[], None]:
-    return lambda: progress(name, seed)
-
-
 def _describe(method: Method) -> str:
     """The trainer without the address that the repr of a class of `torch.optim` does not have."""
     trainer = method.trainer
@@ -192,7 +191,8 @@ def _describe(method: Method) -> str:
 
 
 def _summarise(runs: Sequence[Run], target: float) -> dict[str, float | int | None]:
-    final, best = [run_.accuracy[-1] for run_ in runs], [max(run_.accuracy) for run_ in runs]
+    final = [run_.accuracy[-1] for run_ in runs]
+    best = [max(run_.accuracy) for run_ in runs]
     reached = [rounds for run_ in runs if (rounds := run_.rounds_to(target)) is not None]
     late = [x for run_ in runs for x in run_.staleness]
     return {

@@ -15,8 +15,21 @@ import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_number
 
+__all__ = [
+    "Delay",
+    "Deterministic",
+    "Exponential",
+    "Gaussian",
+    "HalfNormal",
+    "LogNormal",
+    "Uniform",
+    "measured",
+    "store",
+]
+
 NORMAL = NormalDist()
-LEAST, MOST = 2.0**-1022, 1 - 2.0**-53
+LEAST = 2.0**-1022
+MOST = 1 - 2.0**-53
 HALF_NORMAL_SCALE = math.sqrt(math.pi / 2)
 """Of a half-normal distribution with mean 1."""
 
@@ -53,7 +66,7 @@ class Delay(ABC):
 
 
 @dataclass(frozen=True)
-class Constant(Delay):
+class Deterministic(Delay):
     """Always the same; a draw takes its number from the generator nevertheless.
 
     Args:
@@ -63,7 +76,7 @@ class Constant(Delay):
         ArgumentError: if `seconds` does not fit.
 
     Example:
-        >>> Constant(2.0).draw(np.random.default_rng(0), work=3.0)
+        >>> Deterministic(2.0).draw(np.random.default_rng(0), work=3.0)
         6.0
     """
 
@@ -112,8 +125,9 @@ class Gaussian(Delay):
         location = check_number("location", self.location, above=0)
         scale = check_number("scale", self.scale, at_least=0)
         c = location / scale if scale else math.inf
-        cut, kept = math.erfc(c / math.sqrt(2)) / 2, math.erfc(-c / math.sqrt(2)) / 2
-        store(self, location=location, scale=scale, _cut=cut, _kept=kept)
+        store(self, location=location, scale=scale)
+        # erfc on both sides: 1 - cut would lose all digits of what is cut off.
+        store(self, _cut=math.erfc(c / math.sqrt(2)) / 2, _kept=math.erfc(-c / math.sqrt(2)) / 2)
 
     @staticmethod
     def of(delays: Sequence[float] | np.ndarray) -> "Gaussian":

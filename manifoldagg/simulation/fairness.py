@@ -6,6 +6,8 @@ import numpy as np
 
 from manifoldagg.errors import ArgumentError
 
+__all__ = ["gini", "theil"]
+
 
 def gini(values: np.ndarray | Sequence[float]) -> float:
     r"""$\mathrm{Gini}(x) = \frac{1}{2 N^2 \bar x} \sum_{i,j} |x_i - x_j|$: 0 for equality, (N - 1)/N at most.

@@ -2,20 +2,22 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from manifoldagg._output import check_plots, new_figure
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.report import require_plots
 from manifoldagg.simulation.trace import Record, check_records
 
-LABELS, EDGES = 60, 2000
+__all__ = ["draw_trace"]
+
+LABELS = 60
+EDGES = 2000
 """The most clients with a name beside their row, and tasks with an edge around their bar."""
 
 
-def draw_trace(records: Sequence[Record[Any]], path: Path | str, *, title: str = "") -> None:
+def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str = "") -> Any:
     """Draw who trained when: one row a client, a bar from start to answer, its colour the staleness.
 
     A thin line leads from a task's dispatch to its start. Rows are in order of the clients' names, numbers in
@@ -23,16 +25,17 @@ def draw_trace(records: Sequence[Record[Any]], path: Path | str, *, title: str =
 
     Args:
         records: at least one.
-        path: a picture, such as `gantt.png`.
+        axes: of matplotlib; those of a new figure where not given.
         title: above it.
 
+    Returns:
+        The axes, whose `figure` can be saved.
+
     Raises:
-        ArgumentError: if there is nothing to draw, matplotlib is missing, or the file cannot be written.
+        ArgumentError: if there is nothing to draw, or matplotlib is missing.
     """
-    require_plots()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    check_plots()
     from matplotlib.collections import LineCollection, PolyCollection
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     check_records(records)
@@ -40,16 +43,16 @@ def draw_trace(records: Sequence[Record[Any]], path: Path | str, *, title: str =
         raise ArgumentError("records: expected at least one, got none")
     clients = sorted({record.client for record in records}, key=_rank)
     row = {client: i for i, client in enumerate(clients)}
-    figure = Figure(figsize=(10, min(12.0, 1.6 + 0.24 * len(clients))), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    if axes is None:
+        axes = new_figure(10, min(12.0, 1.6 + 0.24 * len(clients))).subplots()
     y = np.array([row[record.client] for record in records], dtype=float)
     dispatched, start, end = (
         np.array([getattr(record, name) for record in records]) for name in ("dispatched", "started", "finished")
     )
     waits = [((a, i), (b, i)) for a, b, i in zip(dispatched, start, y, strict=True) if b > a]
     axes.add_collection(LineCollection(waits, colors="0.6", linewidths=0.8, zorder=1))
-    low, high = y - 0.38, y + 0.38
+    low = y - 0.38
+    high = y + 0.38
     corners = np.stack([start, low, start, high, end, high, end, low], axis=-1).reshape(-1, 4, 2)
     few = len(records) <= EDGES
     bars = PolyCollection(
@@ -57,7 +60,7 @@ def draw_trace(records: Sequence[Record[Any]], path: Path | str, *, title: str =
     )
     bars.set_array(np.array([record.staleness for record in records], dtype=float))
     axes.add_collection(bars)
-    scale = figure.colorbar(bars, ax=axes, label="staleness, versions", pad=0.01)
+    scale = axes.figure.colorbar(bars, ax=axes, label="staleness, versions", pad=0.01)
     scale.locator = MaxNLocator(integer=True)
     span = end.max() - dispatched.min() or 1.0
     axes.set_xlim(dispatched.min() - 0.005 * span, end.max() + 0.005 * span)
@@ -67,10 +70,7 @@ def draw_trace(records: Sequence[Record[Any]], path: Path | str, *, title: str =
     axes.set_xlabel("virtual time, s")
     axes.set_ylabel("client" if len(clients) <= LABELS else "client, by rank")
     axes.set_title(title)
-    try:
-        figure.savefig(Path(path))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"path: {path} cannot be written: {error}") from None
+    return axes
 
 
 def _rank(client: int | str) -> tuple[Any, ...]:

@@ -12,6 +12,8 @@ from manifoldagg.errors import ArgumentError, check_number
 from manifoldagg.simulation.clock import check_generator
 from manifoldagg.simulation.delays import Delay, measured, store
 
+__all__ = ["Empirical", "assign"]
+
 C = TypeVar("C", bound=int | str)
 D = TypeVar("D", bound=Delay)
 COLUMNS = ("client", "computation_s", "round_s")
@@ -145,7 +147,8 @@ def assign(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random
 def _round(where: str, computation: str | None, whole: str | None) -> tuple[float, float]:
     """Seconds of computation and of communication in a row of text."""
     try:
-        seconds, total = float(computation or ""), float(whole or "")
+        seconds = float(computation or "")
+        total = float(whole or "")
     except ValueError:
         raise ArgumentError(f"{where}: expected two numbers, got {computation!r} and {whole!r}") from None
     check_number(f"{where}: computation_s", seconds, at_least=0)

@@ -7,6 +7,8 @@ from manifoldagg.federated import Rule, trainers
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedGS, FedOrtho
 from manifoldagg.simulation.run import Method
 
+__all__ = ["RATES", "method", "methods"]
+
 LOCAL = trainers.Local(epochs=4, rate=0.01, proximal=1e-3)
 CURVE = trainers.Curve(epochs=(4, 2), rate=0.01, control_rate=1e-3, proximal=1e-3)
 

@@ -10,7 +10,9 @@ import numpy as np
 from manifoldagg.errors import ArgumentError, check_choice, check_number
 from manifoldagg.simulation.clock import check_generator
 from manifoldagg.simulation.delays import Delay, store
-from manifoldagg.simulation.schedulers import Completion, Scheduler, check_client
+from manifoldagg.simulation.schedulers import Completion, Scheduler, plain_client
+
+__all__ = ["Change", "Participation", "churn"]
 
 C = TypeVar("C", bound=int | str)
 KINDS = ("join", "leave", "fail", "return")
@@ -37,7 +39,7 @@ class Change(Generic[C]):
     lost: int = 0
 
     def __post_init__(self) -> None:
-        store(self, time=check_number("time", self.time, at_least=0), client=check_client(self.client))
+        store(self, time=check_number("time", self.time, at_least=0), client=plain_client(self.client))
         check_choice("kind", self.kind, KINDS)
 
 
@@ -60,9 +62,9 @@ class Participation(Generic[C]):
             a client that is here.
 
     Example:
-        >>> from manifoldagg.simulation.delays import Constant
+        >>> from manifoldagg.simulation.delays import Deterministic
         >>> from manifoldagg.simulation.schedulers import IndependentClients
-        >>> clients = IndependentClients(Constant(2.0), np.random.default_rng(0))
+        >>> clients = IndependentClients(Deterministic(2.0), np.random.default_rng(0))
         >>> crowd = Participation(clients, [Change(1.0, "a", "fail"), Change(5.0, "b", "join")])
         >>> crowd.dispatch("a", work=1.0)
         >>> crowd.next()
@@ -82,7 +84,8 @@ class Participation(Generic[C]):
         self._done = 0
         if self._changes and self._changes[0].time < scheduler.now:
             raise ArgumentError(f"changes: expected times >= {scheduler.now:g}, which is now, got {self._changes[0]}")
-        known, here = set(self._begin), set(self._begin)
+        known = set(self._begin)
+        here = set(self._begin)
         for change in self._changes:
             possible = {
                 "join": change.client not in known,
@@ -148,7 +151,9 @@ class Participation(Generic[C]):
             ArgumentError: if `state` is none of this; all stays as it was.
         """
         try:
-            settings, done, inner = state["settings"], state["done"], state["scheduler"]
+            settings = state["settings"]
+            done = state["done"]
+            inner = state["scheduler"]
             fits = settings == self._settings() and type(done) is int and 0 <= done <= len(self._changes)
             now = check_number("now", inner["clock"]["now"])
             # In order of time: those up to now are done, and no others.
@@ -159,7 +164,8 @@ class Participation(Generic[C]):
         if not fits:
             raise ArgumentError("state: expected the state of a participation with the same clients and changes")
         self._scheduler.restore(inner)
-        self._done, self._present = done, set(self._begin)
+        self._done = done
+        self._present = set(self._begin)
         self._coming = self._next_change()
         for change in self._changes[:done]:
             _apply(change, self._present)
@@ -194,8 +200,9 @@ def churn(
         ArgumentError: if a stay and an absence take no time on average, or `until` is no number >= 0.
 
     Example:
-        >>> from manifoldagg.simulation.delays import Constant
-        >>> [(c.time, c.kind) for c in churn(["a"], Constant(3.0), Constant(1.0), 5.0, np.random.default_rng(0))]
+        >>> from manifoldagg.simulation.delays import Deterministic
+        >>> up, down = Deterministic(3.0), Deterministic(1.0)
+        >>> [(c.time, c.kind) for c in churn(["a"], up, down, 5.0, np.random.default_rng(0))]
         [(3.0, 'fail'), (4.0, 'return')]
     """
     check_generator(generator)
@@ -204,7 +211,8 @@ def churn(
         raise ArgumentError("up, down: expected a positive time on average, got 0")
     changes = []
     for client in clients:
-        time, here = up.draw(generator), True
+        time = up.draw(generator)
+        here = True
         while time <= until:
             changes.append(Change(time, client, "fail" if here else "return"))
             here = not here

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count
+from manifoldagg.simulation.clock import check_generator
+
+__all__ = ["check_concentration", "dirichlet_partition"]
 
 REMAINDERS = ("largest", "drop")
 
@@ -51,8 +54,7 @@ def dirichlet_partition(
     if check_count("clients", clients) > labels.size:
         raise ArgumentError(f"clients: expected at most one for each of {labels.size} samples, got {clients}")
     check_choice("remainder", remainder, REMAINDERS)
-    if not isinstance(generator, np.random.Generator):
-        raise ArgumentError(f"generator: expected a numpy.random.Generator, got {type(generator).__name__}")
+    check_generator(generator)
     concentration = check_concentration(concentration)
     kinds, kind = np.unique(labels, return_inverse=True)
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]

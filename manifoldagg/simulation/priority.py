@@ -9,6 +9,8 @@ import numpy as np
 from manifoldagg.errors import check_count, check_number
 from manifoldagg.simulation.schedulers import Job, Scheduler
 
+__all__ = ["PriorityScheduler"]
+
 C = TypeVar("C", bound=int | str)
 
 
@@ -101,6 +103,8 @@ class PriorityScheduler(Scheduler[C]):
             raise ValueError(f"{len(running)} tasks run on {self._workers} workers")
 
     def _resume(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
-        self._idle, self._queue, self._pushed = self._workers - len(running), [], 0
+        self._idle = self._workers - len(running)
+        self._queue = []
+        self._pushed = 0
         for job in waiting:
             self._push(job)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_choice
 
+__all__ = ["images", "read_idx"]
+
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
 """The third byte of a file, and the numbers that it announces."""
 PARTS = ("train", "t10k")

@@ -13,6 +13,8 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.schedulers import Job, Scheduler
 from manifoldagg.simulation.trace import Record, check_records
 
+__all__ = ["Replay"]
+
 C = TypeVar("C", bound=int | str)
 
 
@@ -99,7 +101,8 @@ class Replay(Scheduler[C]):
         return self._endless
 
     def _check(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
-        everything, left = range(len(self._records)), set(state["left"])
+        everything = range(len(self._records))
+        left = set(state["left"])
         rows = [row for _, row, *_ in state["clock"]["events"]]
         if any(type(i) is not int or i not in everything for i in [*state["left"], *rows]):
             raise ValueError("it has tasks that are not in the trace")

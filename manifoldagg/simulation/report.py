@@ -5,29 +5,18 @@ import os
 import platform
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from manifoldagg._output import whole
+from manifoldagg._output import check_plots, new_figure, whole
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.compare import Comparison
 
+__all__ = ["check_destination", "write_report"]
+
 FILES = ("results.json", "timing.json", "accuracy.png", "plane.png")
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
-
-
-def require_plots() -> None:
-    """Fail early where matplotlib is missing.
-
-    Raises:
-        ArgumentError: saying what to install.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise ArgumentError("plots: pictures need matplotlib: pip install 'manifoldagg[plots]'") from None
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
@@ -62,7 +51,7 @@ def check_destination(folder: Path) -> None:
     Raises:
         ArgumentError: if it holds something else, or cannot be made.
     """
-    require_plots()
+    check_plots()
     try:
         if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and _is_report(folder))):
             raise ArgumentError(f"name: {folder} exists and is not a report; choose another name")
@@ -95,22 +84,14 @@ def _machine() -> dict[str, object]:
     }
 
 
-def _figure(width: float, height: float, columns: int) -> tuple[Any, Any]:
-    """A figure that needs no display and touches no global state of matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
-
-
 def _draw_accuracy(comparison: Comparison, path: Path) -> None:
     """Mean over the seeds, and a band of one standard deviation."""
-    figure, (axes,) = _figure(8, 4.5, 1)
+    figure = new_figure(8, 4.5)
+    axes = figure.subplots()
     for i, (name, runs) in enumerate(comparison.runs.items()):
         curves = 100 * np.array([run.accuracy for run in runs])
-        mean, rounds = curves.mean(0), np.arange(curves.shape[1])
+        mean = curves.mean(0)
+        rounds = np.arange(curves.shape[1])
         colour = COLOURS[i % len(COLOURS)]
         axes.plot(rounds, mean, color=colour, label=name)
         if len(runs) > 1:
@@ -137,7 +118,8 @@ def _draw_accuracy(comparison: Comparison, path: Path) -> None:
 def _draw_landscape(comparison: Comparison, path: Path) -> None:
     landscape = comparison.landscape
     assert landscape is not None
-    figure, (left, right) = _figure(13, 5.2, 2)
+    figure = new_figure(13, 5.2)
+    left, right = figure.subplots(1, 2)
     landscape.local.plot(left, label="cross-entropy")
     left.set_title(f"(a) training data of client {landscape.client}")
     landscape.held_out.plot(right, label="cross-entropy")

@@ -17,6 +17,8 @@ from manifoldagg.simulation.partitions import dirichlet_partition
 from manifoldagg.simulation.priority import PriorityScheduler
 from manifoldagg.simulation.tasks import Batches, Task, seeded_model
 
+__all__ = ["Event", "Exam", "Federation", "Method", "Run", "run"]
+
 SPLIT, SCHEDULE, TRAINING = range(3)
 """Independent streams of random numbers under one seed."""
 
@@ -177,10 +179,15 @@ def run(
         tickets[client] = server.dispatch(client)
         scheduler.dispatch(client, len(federation.batches(client, 0)))
     graded = exam.grade(server.model)
-    best, accuracy, who, staleness, refused = graded, [float(graded.mean())], [], [], 0
+    best = graded
+    accuracy = [float(graded.mean())]
+    who = []
+    staleness = []
+    refused = 0
     for round_ in range(1, rounds + 1):
         client = scheduler.next().client
-        ticket, batches = tickets.pop(client), federation.batches(client, round_)
+        ticket = tickets.pop(client)
+        batches = federation.batches(client, round_)
         seed = np.random.SeedSequence([federation.seed, TRAINING, round_]).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(seed >> np.uint64(1)))
         late = server.version - ticket.version
@@ -216,8 +223,10 @@ class Exam:
     def __init__(self, federation: Federation, space: ParameterSpace) -> None:
         self._held_out = [part for part in federation.held_out if len(part)]
         index = torch.from_numpy(np.concatenate(self._held_out))
-        self._inputs, self._labels = federation.task.inputs[index], federation.task.labels[index]
-        self._space, self._model = space, federation.model().eval()
+        self._inputs = federation.task.inputs[index]
+        self._labels = federation.task.labels[index]
+        self._space = space
+        self._model = federation.model().eval()
 
     def grade(self, point: Tensor) -> np.ndarray:
         """(held-out samples,) of booleans."""

@@ -11,6 +11,8 @@ from manifoldagg.errors import ArgumentError, ManifoldAggError, check_count, che
 from manifoldagg.simulation.clock import VirtualClock, check_generator
 from manifoldagg.simulation.delays import MOST, Delay
 
+__all__ = ["Completion", "IndependentClients", "Job", "Scheduler", "plain_client"]
+
 C = TypeVar("C", bound=int | str)
 Job = tuple[C, float, float, int]
 """A task: its client, its work, when it was dispatched and how many had finished by then."""
@@ -150,7 +152,9 @@ class Scheduler(ABC, Generic[C]):
             ArgumentError: if `state` is none of such a scheduler; this one stays as it was.
         """
         try:
-            kind, settings, finished = state["scheduler"], state["settings"], state["finished"]
+            kind = state["scheduler"]
+            settings = state["settings"]
+            finished = state["finished"]
             if (kind, settings) != (type(self).__name__, self._settings()):
                 raise ValueError(
                     f"it is of {kind} with {settings}, not of {type(self).__name__} with {self._settings()}"
@@ -172,13 +176,15 @@ class Scheduler(ABC, Generic[C]):
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"state: expected the state of such a scheduler, but {error}") from None
         self._clock.restore(state["clock"])
-        self._finished, self._held, self._in_flight = finished, dict(held), held.total()
+        self._finished = finished
+        self._held = dict(held)
+        self._in_flight = held.total()
         self._resume(waiting, running)
 
     def _job(self, client: C, work: float) -> Job[C]:
         """A task that is dispatched now, if its client can take it."""
         if type(client) is not int:
-            client = check_client(client)
+            client = plain_client(client)
         if client in self._held and not self.queues:
             raise ArgumentError(f"client: {client!r} has a task in flight already")
         if not (type(work) is float and 0 <= work <= self._easy):
@@ -246,8 +252,9 @@ class IndependentClients(Scheduler[C]):
         ArgumentError: if `delays` holds something else.
 
     Example:
-        >>> from manifoldagg.simulation.delays import Constant
-        >>> clients = IndependentClients({"fast": Constant(1.0), "slow": Constant(3.0)}, np.random.default_rng(0))
+        >>> from manifoldagg.simulation.delays import Deterministic
+        >>> delays = {"fast": Deterministic(1.0), "slow": Deterministic(3.0)}
+        >>> clients = IndependentClients(delays, np.random.default_rng(0))
         >>> clients.dispatch("slow", work=1); clients.dispatch("fast", work=2)
         >>> [(done.client, done.time) for done in (clients.next(), clients.next())]
         [('fast', 2.0), ('slow', 3.0)]
@@ -289,8 +296,8 @@ class IndependentClients(Scheduler[C]):
         self._clock.cancel(self._running[client])
 
 
-def check_client(client: Any) -> Any:
-    """`client`, an int or a str; NumPy's integers become Python's.
+def plain_client(client: Any) -> Any:
+    """`client`, an int or a str, which a state in JSON keeps; NumPy's integers become Python's.
 
     Raises:
         ArgumentError: if it is something else.

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count
 
+__all__ = ["Batches", "Task", "seeded_model", "small_cnn", "task"]
+
 
 @dataclass(frozen=True)
 class Task:

@@ -10,7 +10,9 @@ from typing import Any, Generic, TypeVar
 from manifoldagg._output import whole
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.simulation.delays import store
-from manifoldagg.simulation.schedulers import Completion, check_client
+from manifoldagg.simulation.schedulers import Completion, plain_client
+
+__all__ = ["Record", "check_records", "read_trace", "write_trace"]
 
 C = TypeVar("C", bound=int | str)
 SUFFIXES = (".csv", ".jsonl")
@@ -40,11 +42,11 @@ class Record(Generic[C]):
     staleness: int
 
     def __post_init__(self) -> None:
-        store(self, client=check_client(self.client))
-        work, dispatched = (check_number(name, getattr(self, name), at_least=0) for name in ("work", "dispatched"))
-        started = check_number("started", self.started, at_least=dispatched)
-        store(self, work=work, dispatched=dispatched, started=started)
-        store(self, finished=check_number("finished", self.finished, at_least=started))
+        store(self, client=plain_client(self.client))
+        store(self, work=check_number("work", self.work, at_least=0))
+        store(self, dispatched=check_number("dispatched", self.dispatched, at_least=0))
+        store(self, started=check_number("started", self.started, at_least=self.dispatched))
+        store(self, finished=check_number("finished", self.finished, at_least=self.started))
         store(self, staleness=check_count("staleness", self.staleness, at_least=0))
 
     @staticmethod
@@ -91,7 +93,9 @@ def read_trace(path: Path | str) -> list[Record[Any]]:
         ArgumentError: naming the file and the line that does not fit.
     """
     path = Path(path)
-    form, records, line = check_choice("path", path.suffix, SUFFIXES), [], 0
+    form = check_choice("path", path.suffix, SUFFIXES)
+    records = []
+    line = 0
     try:
         with path.open(newline="", encoding="utf-8") as file:
             if form == ".jsonl":

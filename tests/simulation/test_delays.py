@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.delays import Constant, Exponential, Gaussian, HalfNormal, LogNormal, Uniform
+from manifoldagg.simulation.delays import Deterministic, Exponential, Gaussian, HalfNormal, LogNormal, Uniform
 from manifoldagg.simulation.measurements import Empirical, assign
 from tests.support import seeds
 
@@ -80,7 +80,7 @@ def test_a_draw_is_linear_in_the_work(delay, _, seed, work):
     assert delay.expected(work) == work * delay.expected()
 
 
-@pytest.mark.parametrize(("delay", "_"), [*CASES, (Constant(1.0), None), (Empirical((1.0, 2.0)), None)])
+@pytest.mark.parametrize(("delay", "_"), [*CASES, (Deterministic(1.0), None), (Empirical((1.0, 2.0)), None)])
 def test_every_draw_takes_one_number_and_quantiles_do_not_fall(delay, _):
     one, other = np.random.default_rng(0), np.random.default_rng(0)
     delay.draw(one)
@@ -103,7 +103,7 @@ def test_a_truncated_normal_distribution_is_exact_at_both_ends_of_truncation(loc
 
 
 def test_without_spread_nothing_is_random():
-    for delay in (Gaussian(2.0, 0.0), LogNormal(2.0, 0.0), Uniform(2.0, 2.0), Constant(2.0)):
+    for delay in (Gaussian(2.0, 0.0), LogNormal(2.0, 0.0), Uniform(2.0, 2.0), Deterministic(2.0)):
         assert all(math.isclose(delay.quantile(share), 2.0, rel_tol=1e-15) for share in (1e-9, 0.3, 0.999))
         assert delay.expected() == 2.0
 
@@ -188,7 +188,7 @@ def test_a_missing_file_and_bad_scales_are_refused(tmp_path):
 
 
 def test_profiles_are_assigned_at_random_and_again_the_same():
-    profiles = {str(i): Constant(float(i)) for i in range(4)}
+    profiles = {str(i): Deterministic(float(i)) for i in range(4)}
     count = 4000
     given = assign(profiles, range(count), np.random.default_rng(2))
     assert given == assign(profiles, range(count), np.random.default_rng(2))
@@ -201,7 +201,7 @@ def test_profiles_are_assigned_at_random_and_again_the_same():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Constant(-1.0), "seconds: expected"),
+        (lambda: Deterministic(-1.0), "seconds: expected"),
         (lambda: Gaussian(0.0, 1.0), "location: expected a finite number > 0"),
         (lambda: Gaussian(1.0, -1.0), "scale: expected a finite number >= 0"),
         (lambda: LogNormal(0.0, 1.0), "mean: expected"),
@@ -222,7 +222,7 @@ def test_profiles_are_assigned_at_random_and_again_the_same():
         (lambda: Empirical((1.0, 1.0), (1.0,)), "communication: expected 2 rounds as in computation, got 1"),
         (lambda: Empirical((1.0,), 0.5), r"communication: expected a non-empty vector, got shape \(\)"),
         (lambda: assign({}, [1], np.random.default_rng(0)), "profiles: expected at least one"),
-        (lambda: assign({"a": Constant(1.0)}, [1], 0), "generator: expected"),
+        (lambda: assign({"a": Deterministic(1.0)}, [1], 0), "generator: expected"),
     ],
 )
 def test_bad_parameters_are_refused_by_name(call, words):

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.simulation import PriorityScheduler
-from manifoldagg.simulation.delays import Constant, Exponential
-from manifoldagg.simulation.network import JacksonNetwork
+from manifoldagg.simulation.delays import Deterministic, Exponential
+from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.participation import Change, Participation, churn
 from manifoldagg.simulation.schedulers import Completion, IndependentClients
 from tests.support import seeds
 
 
 def constant(seconds=2.0):
-    return IndependentClients(Constant(seconds), np.random.default_rng(0))
+    return IndependentClients(Deterministic(seconds), np.random.default_rng(0))
 
 
 def crowd(*changes, scheduler=None, present=()):
@@ -229,8 +229,14 @@ def test_churn_is_here_for_its_part_of_the_time():
         (lambda: crowd((1.0, "a", "fail"), (2.0, "a", "leave")), "cannot happen to a client that is away"),
         (lambda: crowd((1.0, "a", "join"), present=["a"]), "cannot happen to a client that is here"),
         (lambda: crowd((1.0, "a", "fail"), (2.0, "a", "join")), "cannot happen to a client that is away"),
-        (lambda: churn(["a"], Constant(0.0), Constant(0.0), 1.0, np.random.default_rng(0)), "up, down: expected"),
-        (lambda: churn(["a"], Constant(1.0), Constant(0.0), math.inf, np.random.default_rng(0)), "until: expected"),
+        (
+            lambda: churn(["a"], Deterministic(0.0), Deterministic(0.0), 1.0, np.random.default_rng(0)),
+            "up, down: expected",
+        ),
+        (
+            lambda: churn(["a"], Deterministic(1.0), Deterministic(0.0), math.inf, np.random.default_rng(0)),
+            "until: expected",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(call, words):

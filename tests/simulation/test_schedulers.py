@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.simulation import PriorityScheduler
-from manifoldagg.simulation.delays import Constant, Exponential, LogNormal, Uniform
-from manifoldagg.simulation.network import JacksonNetwork
+from manifoldagg.simulation.delays import Deterministic, Exponential, LogNormal, Uniform
+from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.replay import Replay
 from manifoldagg.simulation.schedulers import IndependentClients
 from manifoldagg.simulation.trace import Record
@@ -205,7 +205,7 @@ def test_peeking_tells_the_time_and_changes_nothing(maker, seed):
 
 
 def test_ties_are_broken_in_order_of_dispatch():
-    clients = IndependentClients(Constant(1.0), np.random.default_rng(0))
+    clients = IndependentClients(Deterministic(1.0), np.random.default_rng(0))
     for client in (3, 1, 2):
         clients.dispatch(client, 1.0)
     assert [clients.next().client for _ in range(3)] == [3, 1, 2]
@@ -213,7 +213,7 @@ def test_ties_are_broken_in_order_of_dispatch():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_a_client_has_one_task_and_clients_are_integers_or_strings():
-    clients = IndependentClients(Constant(1.0), np.random.default_rng(0))
+    clients = IndependentClients(Deterministic(1.0), np.random.default_rng(0))
     clients.dispatch(np.int64(1), 1.0)
     with pytest.raises(ArgumentError, match="client: 1 has a task in flight already"):
         clients.dispatch(1, 1.0)
@@ -326,9 +326,9 @@ GENERATOR = np.random.default_rng(0)
         (lambda: PriorityScheduler(1, 0), "generator: expected a numpy.random.Generator, got int"),
         (lambda: IndependentClients({"a": 1.0}, GENERATOR), r"delays\['a'\]: expected a Delay, got 1.0"),
         (lambda: IndependentClients({}, GENERATOR).dispatch("a", 1.0), "client: 'a' has no entry"),
-        (lambda: IndependentClients(Constant(1.0), GENERATOR).dispatch("a", -1.0), "work: expected"),
+        (lambda: IndependentClients(Deterministic(1.0), GENERATOR).dispatch("a", -1.0), "work: expected"),
         (
-            lambda: IndependentClients(Constant(1e300), GENERATOR).dispatch("a", 1e300),
+            lambda: IndependentClients(Deterministic(1e300), GENERATOR).dispatch("a", 1e300),
             "work: expected a task of at most",
         ),
         (lambda: PriorityScheduler(2, GENERATOR, speed=1e-3).dispatch("a", 1e308), "work: expected .* got 1e\\+308"),

@@ -9,8 +9,7 @@ import pytest
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.routing import ClosedNetwork, TimeBound, UpdateBound
-from manifoldagg.routing.command import check_out, make_bound, write_files
-from manifoldagg.routing.table import group_clients, make_plan, read_rates
+from manifoldagg.routing.plan import check_out, group_clients, make_plan, read_rates, write_files
 
 CONSTANTS = {"rate": 0.01, "smoothness": 1.0, "noise": 209.0, "gap": 15.0}
 
@@ -100,11 +99,14 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_objectives_are_the_two_bounds():
+    pytest.importorskip("typer")
+    from manifoldagg.cli import objective_bound
+
     rates = np.ones(2)
-    assert make_bound("time", rates, tasks=3, rounds=9, **CONSTANTS) == TimeBound(rates, 3, **CONSTANTS)
-    assert make_bound("update", rates, tasks=3, rounds=9, **CONSTANTS) == UpdateBound(rates, 3, **CONSTANTS, rounds=9)
-    with pytest.raises(ArgumentError, match="objective: expected time or update, got 'speed'"):
-        make_bound("speed", rates, tasks=3, rounds=9, **CONSTANTS)
+    assert objective_bound("time", rates, 3, rounds=9, **CONSTANTS) == TimeBound(rates, 3, **CONSTANTS)
+    assert objective_bound("update", rates, 3, rounds=9, **CONSTANTS) == UpdateBound(rates, 3, **CONSTANTS, rounds=9)
+    with pytest.raises(ArgumentError, match="objective: expected one of time, update; got 'speed'"):
+        objective_bound("speed", rates, 3, rounds=9, **CONSTANTS)
 
 
 def test_the_table_adds_up(plan):
@@ -155,7 +157,7 @@ def test_a_failed_write_leaves_what_was_there(plan, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("manifoldagg.routing.command.write_csv", fail)
+    monkeypatch.setattr("manifoldagg.routing.plan.write_csv", fail)
     with pytest.raises(ArgumentError, match="out: .* cannot be written: disk full"):
         write_files(plan, out)
     assert [path.name for path in tmp_path.iterdir()] == ["routing.csv"]

@@ -11,7 +11,10 @@ from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.simulation.delays import MOST, Exponential
 from manifoldagg.simulation.schedulers import Job, Scheduler
 
-SLACK, LEAST = 1e-6, 2.0**-1022
+__all__ = ["JacksonNetwork"]
+
+SLACK = 1e-6
+LEAST = 2.0**-1022
 
 
 class JacksonNetwork(Scheduler[int]):

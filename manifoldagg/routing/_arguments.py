@@ -1,16 +1,19 @@
-"""The vectors that routing takes: shares and rates, as read-only float64, or an error that names the entry."""
+"""The vectors that routing takes: shares and rates, as read-only float64, or an error that names the entry; and
+values that hold them."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from manifoldagg.errors import ArgumentError
 
+__all__ = ["LEAST", "MOST", "ByContent", "positive_vector", "rate_vector", "routing_vector", "vector"]
+
 Numbers = np.ndarray | Sequence[float]
 SLACK = 1e-6
-LEAST, MOST = 1e-300, 1e300
+LEAST = 1e-300
+MOST = 1e300
 """Of rates: mean service times are finite floats."""
 
 
@@ -82,14 +85,15 @@ def _all(name: str, x: np.ndarray, good: np.ndarray, expected: str) -> np.ndarra
     return x
 
 
-def softmax(theta: np.ndarray) -> np.ndarray:
-    """Shares in the ratios of exp(theta)."""
-    shares: np.ndarray = np.exp(theta - theta.max())
-    shares /= shares.sum()
-    return shares
+class ByContent:
+    """A frozen dataclass with vectors, compared by its kind and what is in it."""
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._content() == other._content()  # type: ignore[attr-defined]
 
-def content(value: Any) -> tuple[object, ...]:
-    """What a frozen dataclass with vectors compares by, and its kind."""
-    fields = (getattr(value, field.name) for field in dataclasses.fields(value))
-    return type(value), *(x.tobytes() if isinstance(x, np.ndarray) else x for x in fields)
+    def __hash__(self) -> int:
+        return hash((type(self), self._content()))
+
+    def _content(self) -> tuple[object, ...]:
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        return tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in fields)

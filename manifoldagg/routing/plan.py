@@ -1,18 +1,24 @@
-"""Routings side by side, client by client and group by group: what `manifoldagg route` prints, writes and draws."""
+"""Routings side by side, client by client and group by group: what `manifoldagg route` reads, prints and writes."""
 
 import csv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from manifoldagg._output import check_plots, new_figure, whole
 from manifoldagg.errors import ArgumentError
-from manifoldagg.routing._door import rate_vector
+from manifoldagg.routing._arguments import rate_vector
 from manifoldagg.routing.bounds import Bound
 from manifoldagg.routing.network import ClosedNetwork
 from manifoldagg.routing.optimise import Routing, balanced, optimise_routing, uniform
 
+__all__ = ["Clients", "Group", "Plan", "check_out", "group_clients", "make_plan", "read_rates", "write_files"]
+
 GROUPS = 6
+COLOURS = {"optimised": "#0072b2", "uniform": "#e69f00", "balanced": "#009e73"}
+COLUMNS = ("client", "group", "rate", "share", "mean_queue", "relative_delay", "uniform", "balanced")
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,35 @@ class Plan:
             )
             for name, members in self.clients.members().items()
         ]
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw shares, mean queues and relative delays of the clients in the order of their rates.
+
+        Args:
+            axes: three of matplotlib; those of a new figure where not given.
+
+        Returns:
+            The axes.
+        """
+        panels = new_figure(13, 4.4).subplots(1, 3) if axes is None else axes
+        order = np.argsort(self.clients.rates, kind="stable")
+        at = np.arange(1, len(order) + 1)
+        for name, p in self.routings.items():
+            network = self.networks[name]
+            label = f"{name}: {self.values[name]:.4g}, {network.throughput:.4g} rounds per unit of time"
+            for panel, values in zip(panels, (p, network.mean_tasks, network.relative_delay), strict=True):
+                style = {"color": COLOURS[name], "marker": "o", "markersize": 3, "linewidth": 1}
+                panel.plot(at, values[order], label=label, **style)
+        titles = ("share $p_i$", "mean queue $E[\\xi_i]$, tasks", "relative delay $E[D_i]$, rounds")
+        for panel, title in zip(panels, titles, strict=True):
+            panel.set_title(title)
+            panel.set_xlabel("client, slowest first")
+            panel.set_yscale("log")
+            panel.grid(alpha=0.25)
+        figure = panels[0].figure
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+        figure.suptitle(f"{len(order)} clients, {self.bound.tasks} tasks: bound and throughput of three routings")
+        return panels
 
 
 def make_plan(clients: Clients, bound: Bound) -> Plan:
@@ -141,6 +176,59 @@ def read_rates(path: Path) -> Clients:
             raise ArgumentError(f"rates: {path}, line {line}: client {name!r} is in line {first[name]} already")
     groups = tuple(row["group"] for _, row in rows) if "group" in columns else None
     return group_clients(names, rates, groups)
+
+
+def check_out(out: Path) -> None:
+    """A path that the files can be written to; said before anything is computed.
+
+    Raises:
+        ArgumentError: naming what is wrong with it.
+    """
+    if out.suffix != ".csv" or out.is_dir():
+        raise ArgumentError(f"out: expected the path of a .csv file, got {out}")
+    if not out.parent.is_dir():
+        raise ArgumentError(f"out: there is no folder {out.parent}")
+    check_plots()
+
+
+def write_files(plan: Plan, out: Path) -> list[Path]:
+    """Write the CSV file and the picture beside it, each whole or not at all.
+
+    Returns:
+        The two files.
+
+    Raises:
+        ArgumentError: if they cannot be written.
+    """
+    check_out(out)
+    files = [out, out.with_suffix(".png")]
+    try:
+        with whole(files[0]) as draft:
+            write_csv(plan, draft)
+        with whole(files[1]) as draft:
+            plan.plot()[0].figure.savefig(draft)
+    except OSError as error:
+        raise ArgumentError(f"out: {out} cannot be written: {error}") from None
+    return files
+
+
+def write_csv(plan: Plan, path: Path) -> None:
+    """One line for each client; numbers as they read back to the same bits."""
+    network = plan.networks["optimised"]
+    columns = (
+        plan.clients.names,
+        plan.clients.groups,
+        plan.clients.rates.tolist(),
+        plan.routings["optimised"].tolist(),
+        network.mean_tasks.tolist(),
+        network.relative_delay.tolist(),
+        plan.routings["uniform"].tolist(),
+        plan.routings["balanced"].tolist(),
+    )
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(zip(*columns, strict=True))
 
 
 def _digits(values: np.ndarray, least: int) -> int:
