@@ -142,7 +142,8 @@ class Bound(ByContent):
         for rate, after in islice(mean_values(loads / scale), self.tasks):
             before = means
             means = after
-        return self._formula(p, self.tasks, rate / scale, before, means)
+            throughput = rate / scale
+        return self._formula(p, self.tasks, throughput, before, means)
 
     def _differentiated(self, p: np.ndarray) -> tuple[float, np.ndarray]:
         loads = p / np.asarray(self.rates)
