@@ -19,6 +19,8 @@ from tests.support import draw, relative, seeds
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
 
+GOLDEN = {"AdaMasFL": AdaMasFL(2)}
+
 D, CLIENTS = 4, 6
 SPACE = Flat(D)
 

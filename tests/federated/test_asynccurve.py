@@ -20,6 +20,8 @@ from manifoldagg.federated.trainers.lorentzproximal import LorentzProximal
 from manifoldagg.manifolds import Flat, Sphere
 from tests.support import draw, relative, seeds
 
+GOLDEN = {"AsyncCurve": AsyncCurve(2)}
+
 P, N = 9, 4
 SPACE = Flat(P)
 PAIRS = [(draw(i, 5, P), draw(i + 50, 5)) for i in range(3)]

@@ -18,6 +18,8 @@ from manifoldagg.manifolds import Flat, Sphere, distance
 from tests.federated.company import SIZE, SPACE, Sent, life
 from tests.support import draw, relative, seeds
 
+GOLDEN = {"AsyncFedED": AsyncFedED(warm_up=0)}
+
 PLANE = Flat(2)
 
 

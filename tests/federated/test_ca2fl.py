@@ -14,6 +14,8 @@ from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.federated.company import SIZE, SPACE, arrivals
 from tests.support import draw, relative, seeds
 
+GOLDEN = {"CA2FL": CA2FL(2, rate=0.5, clients=2)}
+
 
 def transcription(came, start, *, size, rate, clients, unknown):
     """Wang et al. 2024 (ICLR), Algorithm 2, line by line: the model after each update."""

@@ -13,6 +13,8 @@ from manifoldagg.federated.rules import ASGD, DCASGD
 from manifoldagg.manifolds import Flat, ParameterSpace, SpecialOrthogonal
 from tests.support import draw, relative, seeds
 
+GOLDEN = {"DCASGD": DCASGD(0.7, variant="constant"), "adaptive DCASGD": DCASGD(0.7)}
+
 SIZE = 6
 SPACE = Flat(SIZE)
 

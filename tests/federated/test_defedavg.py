@@ -17,6 +17,8 @@ from manifoldagg.federated.staleness import Constant
 from tests.federated.company import SIZE, SPACE, arrivals
 from tests.support import draw, relative, seeds
 
+GOLDEN = {"DeFedAvg": DeFedAvg(2)}
+
 
 @settings(max_examples=6)
 @given(seeds, st.integers(1, 4), st.floats(0.1, 1.5))

@@ -14,6 +14,8 @@ from manifoldagg.manifolds import Sphere
 from tests.federated.company import SIZE, SPACE, arrivals
 from tests.support import draw, seeds
 
+GOLDEN = {"FADAS": FADAS(2, rate=0.1)}
+
 
 def transcription(came, start, *, size, rate, beta1, beta2, epsilon, tolerated):
     """Wang et al. 2024 (ICML), Algorithm 1 with the delay-adaptive rate, number by number."""

@@ -13,6 +13,8 @@ from manifoldagg.federated.rules import FedAdam
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.support import draw, seeds
 
+GOLDEN = {"FedAdam": FedAdam(2, rate=0.1)}
+
 SIZE = 7
 SPACE = Flat(SIZE)
 

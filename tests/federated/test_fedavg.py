@@ -14,6 +14,8 @@ from manifoldagg.federated.rules import FedAvg
 from manifoldagg.manifolds import Flat
 from tests.support import draw, relative, seeds
 
+GOLDEN = {"FedAvg": FedAvg(2)}
+
 SPACE = Flat(9)
 
 

@@ -14,6 +14,8 @@ from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
 from manifoldagg.manifolds import Flat
 from tests.support import draw, relative, seeds
 
+GOLDEN = {"FedBuff": FedBuff(3, rate=0.5)}
+
 SPACE = Flat(9)
 
 

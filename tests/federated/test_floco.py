@@ -18,6 +18,8 @@ from manifoldagg.federated.trainers import floco as client
 from manifoldagg.manifolds import Flat, Sphere
 from tests.support import draw, relative, seeds
 
+GOLDEN = {"FLOCO": FLOCO(2, 2)}
+
 P = 8
 SPACE = Flat(P)
 

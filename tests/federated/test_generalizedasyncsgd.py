@@ -22,6 +22,8 @@ from manifoldagg.simulation.jackson import JacksonNetwork
 from tests.federated.company import SIZE, SPACE, arrivals
 from tests.support import draw, relative, seeds
 
+GOLDEN = {"GeneralizedAsyncSGD": GeneralizedAsyncSGD({"heavy": 0.75, "light": 0.25}, 0.3)}
+
 ROUTING, SPEEDS, TASKS = [0.1, 0.2, 0.3, 0.4], [1.0, 4.0, 2.0, 8.0], 6
 
 

@@ -6,78 +6,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from manifoldagg.corrections import OrthoCorrect, OrthoDyn
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload, Server, aggregate, rules
-from manifoldagg.federated.rules import (
-    ASGD,
-    CA2FL,
-    DCASGD,
-    FADAS,
-    FLOCO,
-    AdaMasFL,
-    AsyncBezier,
-    AsyncCorrected,
-    AsyncCurve,
-    AsyncFedED,
-    DeFedAvg,
-    Dominance,
-    FedAdam,
-    FedAsync,
-    FedAvg,
-    FedBuff,
-    FedGS,
-    FedOrtho,
-    GeneralizedAsyncSGD,
-    MasFL,
-    Momentum,
-    OrthoFL,
-)
-from manifoldagg.federated.staleness import Polynomial
+from manifoldagg.federated import Payload, Server, aggregate
+from manifoldagg.federated.contract import extras
 from manifoldagg.manifolds import ParameterSpace, Sphere
 from tests.federated.fingerprint import Gathers
+from tests.federated.registered import golden, missing, mutated
 from tests.support import draw, seeds
 
-RULES = {
-    "FedAsync": FedAsync(0.5, staleness=Polynomial(0.5)),
-    "ASGD": ASGD(0.7),
-    "DCASGD": DCASGD(0.7, variant="constant"),
-    "adaptive DCASGD": DCASGD(0.7),
-    "FedOrtho": FedOrtho(0.7),
-    "FedGS": FedGS(0.7),
-    "AsyncBezier": AsyncBezier(0.7, threshold=0.0),
-    "AsyncBezierED": AsyncBezier(0.7, decay=1.0),
-    "AsyncCorrected": AsyncCorrected(0.7, correction=OrthoCorrect(0.5, 0.0)),
-    "with a state": AsyncCorrected(0.7, correction=OrthoDyn()),
-    "FedAvg": FedAvg(2),
-    "FedAdam": FedAdam(2, rate=0.1),
-    "FedBuff": FedBuff(3, rate=0.5),
-    "Momentum": Momentum(FedBuff(2), beta=0.5),
-    "a rule that waits": Gathers(2),
-    "a dominant client": ASGD(0.7, dominance=Dominance(2)),
-    "AsyncFedED": AsyncFedED(warm_up=0),
-    "CA2FL": CA2FL(2, rate=0.5, clients=2),
-    "DeFedAvg": DeFedAvg(2),
-    "FADAS": FADAS(2, rate=0.1),
-    "FLOCO": FLOCO(2, 2),
-    "GeneralizedAsyncSGD": GeneralizedAsyncSGD({"heavy": 0.75, "light": 0.25}, 0.3),
-    "OrthoFL": OrthoFL(),
-}
-BEYOND = (AdaMasFL(2), AsyncCurve(2), MasFL(2))
+CASES = golden()
+BEYOND = {name: rule for name, rule in CASES.items() if extras(rule) != ({}, ())}
 """These ask clients for more than models."""
-CURVES = ("FLOCO", "AsyncBezier", "AsyncBezierED", "AsyncCorrected", "with a state")
-CURVED = ("FedAsync", "ASGD", "FedOrtho", "AsyncBezier", "FedAvg", "FedBuff", "Momentum")
+RULES = {name: rule for name, rule in CASES.items() if name not in BEYOND} | {"a rule that waits": Gathers(2)}
+
+
+def works_on(space, start):
+    """The rules that take a space."""
+    for name, rule in RULES.items():
+        try:
+            rule.init(space, start)
+        except ArgumentError:
+            continue
+        yield name
+
+
+CURVED = [name for name in works_on(Sphere(3), torch.eye(3)[0]) if name != "a rule that waits"]
 SHARE = {"heavy": 3, "light": 1}
 POLICIES = {"*running_mean": "average", "*running_var": "latest", "*tracked": "latest"}
 
 
 def test_no_rule_is_left_out():
-    covered = {type(rule).__name__ for rule in RULES.values()}
-    offered = {name for name in rules.__all__ if hasattr(getattr(rules, name), "step")}
-    assert offered <= covered | {type(rule).__name__ for rule in BEYOND}
-    for rule in BEYOND:
-        with pytest.raises(ArgumentError, match=r"asks clients for more than models; use a Server"):
-            aggregate(rule, None, {}, {}, {})
+    assert not missing({type(rule).__name__ for rule in CASES.values()}, "GOLDEN = {name: an instance}")
+    assert not missing(mutated(), "a mutant (a Catalogue of laws, and MUTANTS of it)")
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_asks_for_more_than_models_needs_a_server(name):
+    with pytest.raises(ArgumentError, match=r"asks clients for more than models; use a Server"):
+        aggregate(BEYOND[name], None, {}, {}, {})
 
 
 def network():
@@ -111,7 +77,8 @@ def agree(name, seed, script, manifolds=None):
             open_.append((server.dispatch(client), client, current))
             continue
         ticket, client, base = open_.pop(place % len(open_))
-        count = 2 if name in CURVES else 1
+        # As many as a rule has vertices; an end and a control point where it is not for plain models alone.
+        count = getattr(RULES[name], "vertices", 1 if getattr(RULES[name], "plain", True) else 2)
         pairs = [trained(space, seed + 31 * i + j, ticket.message.start, server.state_dict()) for j in range(count)]
         carried = {key: pairs[-1][1][key] for key in (entry.name for entry in space.layout.carried)}
         receipt = server.receive(ticket.id, Payload(torch.stack([point for point, _ in pairs]), 5, buffers=carried))

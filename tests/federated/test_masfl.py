@@ -22,6 +22,8 @@ from tests.support import draw, relative, rotation, seeds
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
 
+GOLDEN = {"MasFL": MasFL(2)}
+
 D, CLIENTS = 4, 9
 SPACE = Flat(D)
 

@@ -21,6 +21,8 @@ from tests.support import draw, relative, seeds
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
 
+GOLDEN = {"OrthoFL": OrthoFL()}
+
 CLIENTS = 5
 NET = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 SPACE = ParameterSpace.of(NET)

@@ -130,6 +130,15 @@ def a_normalised_fedbuff_weighs_by_the_data(k):
 
 
 @law
+def asynccorrected_moves_as_its_correction_says(k):
+    given_ = update(44)
+    assert (
+        relative(moved(k.AsyncCorrected(1.0, correction=Position()), given_), given_.points[0] - given_.current)
+        <= 1e-13
+    )
+
+
+@law
 def waiting_rules_wait(k):
     given_ = update(11)
     for rule in (k.FedBuff(3), k.FedAvg(3), k.FedAdam(3)):
@@ -288,6 +297,12 @@ class FedBuffIgnoresStaleness(shipped.FedBuff):
 class FedBuffNormalises(shipped.FedBuff):
     def divisor(self, total):
         return total
+
+
+@caught_by("AsyncCorrected", "asynccorrected_moves_as_its_correction_says")
+class AsyncCorrectedForgetsItsCorrection(shipped.AsyncCorrected):
+    def step(self, space, state, update, *, out=None):
+        return super(type(self), replace(self, correction=Tangent())).step(space, state, update, out=out)
 
 
 @caught_by("FedBuff", "a_normalised_fedbuff_weighs_by_the_data")

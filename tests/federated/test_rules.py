@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manifoldagg.corrections import AutoThreshold, DelayCompensated, Frame, OrthoDC, OrthoDyn, Position
+from manifoldagg.corrections import AutoThreshold, DelayCompensated, Frame, OrthoCorrect, OrthoDC, OrthoDyn, Position
 from manifoldagg.curves import Bezier, parameter_at_distance
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Update
@@ -32,6 +32,19 @@ from manifoldagg.federated.rules._step import staleness_penalty
 from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
 from manifoldagg.manifolds import Flat, Manifold, ParameterSpace
 from tests.support import draw, relative, seeds
+
+GOLDEN = {
+    "FedAsync": FedAsync(0.5, staleness=Polynomial(0.5)),
+    "ASGD": ASGD(0.7),
+    "a dominant client": ASGD(0.7, dominance=Dominance(2)),
+    "FedOrtho": FedOrtho(0.7),
+    "FedGS": FedGS(0.7),
+    "AsyncBezier": AsyncBezier(0.7, threshold=0.0),
+    "AsyncBezierED": AsyncBezier(0.7, decay=1.0),
+    "AsyncCorrected": AsyncCorrected(0.7, correction=OrthoCorrect(0.5, 0.0)),
+    "with a state": AsyncCorrected(0.7, correction=OrthoDyn()),
+    "Momentum": Momentum(FedBuff(2), beta=0.5),
+}
 
 SPACE = Flat(9)
 MOVING = [FedAsync(0.5), ASGD(0.5), FedOrtho(0.5), FedGS(0.5), AsyncBezier(0.5), FedBuff(1, 0.5), FedAvg(1, 0.5)]
