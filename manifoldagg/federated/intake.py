@@ -18,7 +18,7 @@ from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.formulas import distance
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
 
-__all__ = ["UNLIMITED", "Checks", "Form", "admit", "check_on", "check_start", "norm_of"]
+__all__ = ["UNLIMITED", "Checks", "Form", "admit", "check_start", "norm_of"]
 
 WIDEST = 10**6
 """The longest window of norms: a median over it is taken with every update."""
@@ -137,14 +137,13 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
     """
     if not isinstance(payload, Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
-    points = _vectors(form, "points", payload.points, None)
+    points = _points(form, "points", payload.points, None)
     most = form.checks.max_points
     if len(points) == 0:
         listed = ", ".join(map(str, ("n", *form.space.shape)))
         raise ArgumentError(f"points: expected ({listed}) with n >= 1, got {tuple(points.shape)}")
     if len(points) > most:
         raise ArgumentError(f"points: expected at most {most} control points, got {len(points)}")
-    check_on(form.space, "points", points)
     if based != (payload.base is not None):
         expected = "the point that the client started from, which the server has not kept"
         raise ArgumentError(f"base: expected {expected if based else 'none, the server has kept it'}")
@@ -156,7 +155,7 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
         numbers=_numbers(form, payload.numbers),
         memory=None,
         buffers=_buffers(form, payload.buffers),
-        base=check_on(form.space, "base", _vectors(form, "base", payload.base)) if based else None,
+        base=_points(form, "base", payload.base) if based else None,
     )
 
 
@@ -171,16 +170,9 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
     check_finite("start", check_shape("start", start, *space.axes))
     dtypes = (space.dtype,) if isinstance(space, ParameterSpace) else MASTER_DTYPES
     check_choice("start: dtype", start.dtype, dtypes)
-    return check_on(space, "start", start.detach()).clone(memory_format=torch.contiguous_format)
-
-
-def check_on(space: Manifold, name: str, points: Tensor) -> Tensor:
-    """`points` (*batch, *shape) of checked shape, which must lie on the manifold.
-
-    Raises:
-        ArgumentError: naming the leaf and how far it is off.
-    """
-    return points if space.flat else check_point(space, points, name=name)
+    if not space.flat:
+        check_point(space, start, name="start")
+    return start.detach().clone(memory_format=torch.contiguous_format)
 
 
 def norm_of(space: Manifold, base: Tensor, points: Tensor) -> float:
@@ -191,6 +183,12 @@ def norm_of(space: Manifold, base: Tensor, points: Tensor) -> float:
     else:
         largest = distance(space, base.expand_as(points), points).max().item()
     return math.inf if math.isnan(largest) else largest
+
+
+def _points(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
+    """Vectors that lie on the manifold."""
+    points = _vectors(form, name, given, *batch)
+    return points if form.space.flat else check_point(form.space, points, name=name)
 
 
 def _vectors(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:

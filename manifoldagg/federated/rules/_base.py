@@ -11,11 +11,10 @@ from manifoldagg.corrections import Frame
 from manifoldagg.corrections.place import RUNGS, TRANSPORTS, Place, leaves_of
 from manifoldagg.errors import ArgumentError, check_choice, check_count
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
-from manifoldagg.federated.intake import check_on
 from manifoldagg.federated.rules._curved import arrive, tangents_at
 from manifoldagg.federated.rules._reading import widened
 from manifoldagg.federated.schedules import check_options
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, check_point
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class TangentRule(ServerRule):
         super().check_space(space, start)
         if not space.flat:
             # A passage of no length is refused where some leaf lacks what the transport takes.
-            point = widened(space, check_on(space, "start", start))
+            point = widened(space, check_point(space, start, name="start"))
             Place(space, point, point, self.transport, self.rungs)
         elif self.transport is not None:
             raise ArgumentError(f"transport: expected None on a flat space, got {self.transport!r}")

@@ -14,9 +14,8 @@ from manifoldagg.corrections.frame import CANCELLED
 from manifoldagg.corrections.place import RUNGS, leaves_of
 from manifoldagg.errors import ArgumentError, check_number
 from manifoldagg.federated.contract import Update
-from manifoldagg.federated.intake import check_on
 from manifoldagg.kernels import gram, is_transformed
-from manifoldagg.manifolds import Manifold, Validated
+from manifoldagg.manifolds import Manifold, Validated, check_point
 
 Numbers = list[list[float]]
 
@@ -66,7 +65,7 @@ def frame_of(
         segments = [leaf.part.stop - leaf.part.start for leaf in leaves_of(space, base)] if tensors else None
         return Frame.of_points(points, base, current, segments=segments)
     for name, x in given.items():
-        check_on(space, name, x)
+        check_point(space, x, name=name)
     base, current, points = (widened(space, x) for x in given.values())
     try:
         displacements = Validated(space).log(base.expand_as(points), points)
