@@ -43,7 +43,8 @@ class CurveLayer(nn.Module):
 
     def __init__(self, layer: nn.Module, degree: int) -> None:
         super().__init__()
-        self.layer, self.weights = layer, [1.0]
+        self.layer = layer
+        self.weights = [1.0]
         self.names = [name for name, _ in layer.named_parameters()]
         self.points = nn.ParameterDict()
         for name, parameter in list(layer.named_parameters()):
@@ -106,7 +107,9 @@ def ours(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
     """Steps of `fit` in its second phase."""
     model = make()
     space = ParameterSpace.of(model)
-    curve, loss, start = Bezier(space, degree), space.loss(model, nn.functional.cross_entropy), space.point(model)
+    curve = Bezier(space, degree)
+    loss = space.loss(model, nn.functional.cross_entropy)
+    start = space.point(model)
 
     def steps(count: int) -> None:
         fit(curve, loss, [batch], start=start, phases=Phases(steps=(0, count)), training=Training(rate=RATE))
@@ -203,10 +206,12 @@ def main() -> None:
     numbers = {}
     for degree in options.degrees:
         with one_thread():
-            times, held = timing(degree, options), memory(degree)
+            times = timing(degree, options)
+            held = memory(degree)
         numbers[str(degree)] = {"time": times, "memory": held}
         for name in WAYS:
-            t, m = times[name], held[name]
+            t = times[name]
+            m = held[name]
             spread = f"{t['ratio']['low']:.3f} to {t['ratio']['high']:.3f}"
             lines.append(
                 f"{degree:>6}  {name:<7} {t['milliseconds']:>8.2f} {t['ratio']['median']:>7.3f} {spread:>16} "

@@ -78,12 +78,13 @@ def load(folder: Path | None, part: float) -> Data:
         why = "no --data given" if folder is None else f"there is no folder {folder}"
         print(f"{why}: the 8 x 8 digits of scikit-learn in place of MNIST")
         digits = task("digits")
-        inputs, labels = digits.inputs, digits.labels
+        inputs = digits.inputs
+        labels = digits.labels
     else:
         inputs, labels = images(folder)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))[: int(part * len(inputs))]
-    held, train = order[: len(order) // 5], order[len(order) // 5 :]
-    batches = [(inputs[i], labels[i]) for i in train.split(BATCH)]
+    held = order[: len(order) // 5]
+    batches = [(inputs[i], labels[i]) for i in order[len(order) // 5 :].split(BATCH)]
     return Data(batches, (inputs[held], labels[held]))
 
 
@@ -203,7 +204,8 @@ def main() -> None:
     line, quadratic, cubic = (Bezier(space, degree) for degree in (1, 2, 3))
     tunnel = Tunnel(quadratic, options.radius)
     # Two triangles, from either network to a common edge: the chord lies in neither.
-    simplices, bent = Complex(space, faces=((0, 2, 3), (1, 2, 3))), Piecewise(space, degree=1, pieces=2)
+    simplices = Complex(space, faces=((0, 2, 3), (1, 2, 3)))
+    bent = Piecewise(space, degree=1, pieces=2)
     phi2, phi3, phi_t = (learn(embedding, start=a, end=b) for embedding in (quadratic, cubic, tunnel))
     vertices = torch.stack([a, b, quadratic(phi2, 0.5), cubic(phi3, 0.5)])
     phi_s = learn(simplices, phi=vertices, control=Control(free=[2, 3], volume=1e-3))

@@ -71,7 +71,9 @@ def refresh_buffers(
         for module, _ in modes:
             module.training = False
         for norm in norms.values():
-            norm.training, norm.momentum = True, None
+            norm.training = True
+            # Without a momentum it takes the plain mean over batches, not an exponential one.
+            norm.momentum = None
         with torch.no_grad():
             for batch in batches:
                 args, options = _inputs(batch)

@@ -85,17 +85,17 @@ class Control:
             raise ArgumentError(f"control_start: {name} begins at the chord, got base")
         return True
 
+    @torch.no_grad()
     def place(self, space: Manifold, phi: Tensor) -> None:
         """Put the inner points of φ where they begin; φ is written."""
         last = len(phi) - 1
-        with torch.no_grad():
-            for i in range(1, last):
-                if self.start == "base":
-                    phi[i].copy_(phi[0])
-                elif space.flat:
-                    torch.lerp(phi[0], phi[-1], i / last, out=phi[i])
-                else:
-                    phi[i].copy_(formulas.geodesic(space, phi[0], phi[-1], i / last))
+        for i in range(1, last):
+            if self.start == "base":
+                phi[i] = phi[0]
+            elif space.flat:
+                phi[i] = torch.lerp(phi[0], phi[-1], i / last)
+            else:
+                phi[i] = formulas.geodesic(space, phi[0], phi[-1], i / last)
 
 
 class FreePoints:

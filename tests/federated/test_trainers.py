@@ -1,5 +1,6 @@
 """Trainers: thin clients over `fit`, on flat and curved spaces."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -75,6 +76,28 @@ def test_local_training_is_the_plain_loop_of_any_torch_optimiser(optimizer, mu):
     # Eight steps of a few roundings.
     found = trained(trainers.Local(epochs=2, optimizer=optimizer, rate=0.05, proximal=mu))
     assert torch.allclose(found, theta.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_trainers_are_values_with_flat_options():
+    curve = trainers.Curve(steps=(3, 4), sharpness=SAM(0.1))
+    assert curve == trainers.Curve(2, steps=(3, 4), sharpness=SAM(0.1))
+    assert hash(curve) == hash(replace(curve))
+    assert replace(curve, degree=3) != curve
+    assert repr(trainers.Local(rate=0.1)).startswith("Local(epochs=2, steps=None, optimizer=")
+    assert repr(trainers.ControlVariate()) == "ControlVariate(epochs=2, steps=None, rate=0.01)"
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("make", [trainers.Local, trainers.Curve, trainers.Proximal, trainers.FLOCO])
+def test_options_are_refused_where_they_are_given(make):
+    """By the name they have there, before anything is trained."""
+    bad = {"rate": -1.0, "proximal": -1.0, "sharpness": SAM}
+    if make is trainers.Curve:
+        bad |= {"degree": 0, "epochs": 3, "steps": (1,), "control_rate": 0, "control_start": "moon"}
+        bad |= {"control_projection": 2, "sampling": "sobol", "samples": 0}
+    for name, value in bad.items():
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            make(**{name: value})
 
 
 def test_fedprox_has_a_trainer_of_its_own():
@@ -200,6 +223,3 @@ def test_what_cannot_be_counted_is_refused_before_training():
     ):
         with pytest.raises(ArgumentError, match=words):
             trained(trainers.Local(), objective=never, batches=batches)
-    for make in (trainers.Local, trainers.Curve, trainers.Proximal):
-        with pytest.raises(ArgumentError, match="rate: expected"):
-            make(rate=-1.0)

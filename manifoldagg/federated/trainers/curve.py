@@ -16,7 +16,7 @@ __all__ = ["Curve"]
 
 @dataclass(frozen=True)
 class Curve(Client):
-    """Two-phase learning of a Bézier curve from the server's model; the control points but the first are sent back.
+    r"""Two-phase learning of a Bézier curve from the server's model; the control points but the first are sent back.
 
     Args:
         degree: of the curve.
@@ -28,9 +28,9 @@ class Curve(Client):
             points.
         freeze_end: whether the last point rests in the second phase.
         control_start: `"chord"` or `"base"`.
-        proximal: $\\mu$.
+        proximal: $\mu$.
         alternate: whether the phases take turns.
-        control_projection: $\\gamma$.
+        control_projection: $\gamma$.
         sampling: the kind of [`Sampling`][manifoldagg.curves.Sampling].
         samples: places for each batch.
         sharpness: `SAM` or `ASAM`.
