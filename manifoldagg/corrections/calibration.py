@@ -11,8 +11,8 @@ from manifoldagg.corrections.frame import GRANULARITIES, Matrix, require_flat
 from manifoldagg.corrections.orthogonal import OrthoDC
 from manifoldagg.corrections.place import leaves_of
 from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape
-from manifoldagg.kernels import combine, gram, is_transformed
-from manifoldagg.kernels.rows import bounds
+from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels.rows import bounds, is_transformed
 from manifoldagg.manifolds import Layout, Manifold, ParameterSpace
 
 State = Mapping[str, Tensor]

@@ -13,7 +13,7 @@ from manifoldagg.corrections.algebra import congruence, identity, product, top_l
 from manifoldagg.corrections.frame import CANCELLED, Frame, Matrix, require_flat
 from manifoldagg.corrections.place import RUNGS
 from manifoldagg.errors import ArgumentError, check_finite
-from manifoldagg.kernels import is_transformed
+from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Composition", "Corrected", "Correction", "identity", "require_flat"]

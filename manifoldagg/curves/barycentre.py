@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, DivergenceError, check_shape
-from manifoldagg.kernels import is_transformed
+from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, karcher_mean
 from manifoldagg.manifolds.power import factors
 

@@ -13,7 +13,7 @@ from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
 from manifoldagg.curves.embedding import Coordinates, Embedding
 from manifoldagg.curves.simplex import Simplex
 from manifoldagg.errors import ArgumentError, check_choice, check_count
-from manifoldagg.kernels import is_transformed
+from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Complex"]

@@ -11,7 +11,8 @@ from torch import Tensor
 from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
 from manifoldagg.curves.embedding import Coordinates, Embedding, rounding
 from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape, is_finite
-from manifoldagg.kernels import combine, gram, is_transformed
+from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import norm
 from manifoldagg.manifolds.manifold import check_is_manifold

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number, check_shape
 from manifoldagg.federated.contract import Payload, Update
-from manifoldagg.kernels import gram, is_transformed
+from manifoldagg.kernels import gram
+from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.formulas import distance
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry

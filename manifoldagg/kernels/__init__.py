@@ -23,7 +23,7 @@ from manifoldagg.kernels.rows import Rows, Subtrahend, bounds, check_row, check_
 
 Coefficients = Sequence[float | Tensor] | Sequence[Sequence[float | Tensor]] | Float[Tensor, "*S k"]
 
-__all__ = ["across_ranks", "available_backends", "combine", "gram", "is_transformed", "set_backend"]
+__all__ = ["across_ranks", "available_backends", "combine", "gram", "set_backend"]
 
 
 def gram(
@@ -69,13 +69,13 @@ def gram(
         squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in cuts]
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
-    blocks, k = Blocks.of(cuts), len(lines.plus)
+    blocks = Blocks.of(cuts)
     high, _ = fold(backend(lines.tensors).partials(lines, blocks), blocks)
     outside = rescale.far(lines, high)
     if outside is not None:
         powers = rescale.exponents(lines, blocks, outside)
         high = rescale.restored(high, fold(reference.partials(lines, blocks, -powers), blocks)[0], powers)
-    return symmetric(high, k)
+    return symmetric(high, len(lines.plus))
 
 
 def combine(

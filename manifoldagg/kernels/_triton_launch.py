@@ -16,6 +16,8 @@ from torch import Tensor
 
 from manifoldagg.kernels.blocks import Blocks
 
+__all__ = ["Operands", "block_table", "opaque", "opaque_floats", "to_device", "to_host"]
+
 
 @dataclass(frozen=True)
 class Operands:

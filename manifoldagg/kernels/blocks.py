@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+__all__ = ["BLOCK", "Blocks", "fold", "pairs", "symmetric", "two_sum"]
+
 BLOCK = 1 << 14
 """The length of a block, in entries; the last one of a segment may be shorter."""
 
@@ -63,13 +65,15 @@ class Blocks:
     @cached_property
     def levels(self) -> list[tuple[Index, Index]]:
         """The tree of `fold`: at each level, which parts take another one, and which those are."""
-        here, levels = np.arange(len(self.table)), []
+        here = np.arange(len(self.table))
+        levels = []
         segment = self.table[:, 2]
         while len(here) > len(self.first):
             rank = np.arange(len(here)) - np.searchsorted(segment, segment)
             taken = np.flatnonzero(rank % 2)
             levels.append((_regular(here[taken - 1]), _regular(here[taken])))
-            here, segment = here[rank % 2 == 0], segment[rank % 2 == 0]
+            here = here[rank % 2 == 0]
+            segment = segment[rank % 2 == 0]
         return levels
 
     @cached_property
@@ -127,12 +131,15 @@ def fold(partials: np.ndarray, blocks: Blocks) -> np.ndarray:
 def two_sum(a: Pair, b: Pair) -> Pair:
     """The sum of two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0. It may warn of infinities."""
     high = a[0] + b[0]
+    # Knuth 1969: the error of a[0] + b[0] exactly, whichever is larger, in six operations without a comparison.
     other = high - a[0]
     low = (a[0] - (high - other)) + (b[0] - other) + (a[1] + b[1])
     total = high + low
     low -= total - high
     if not np.isfinite(total).all():
-        total, low = np.where(np.isfinite(total), total, high), np.where(np.isfinite(total), low, 0.0)
+        # Infinity less infinity made the errors NaN: the sum itself says what became of it.
+        low = np.where(np.isfinite(total), low, 0.0)
+        total = np.where(np.isfinite(total), total, high)
     return total, low
 
 

@@ -25,6 +25,8 @@ from manifoldagg._output import whole
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.rows import Rows
 
+__all__ = ["combine", "partials", "takes", "unavailable"]
+
 SOURCE = Path(__file__).with_name("native.cpp")
 # No contraction but the fused operations that are written: every processor rounds alike.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
@@ -53,7 +55,8 @@ def takes(tensors: Sequence[Tensor]) -> bool:
 
 def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
     r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64."""
-    k, count = len(rows.plus), len(blocks.table)
+    k = len(rows.plus)
+    count = len(blocks.table)
     sums = np.empty((count, k * (k + 1) // 2))
     described = _describe((*rows.plus, *rows.minus))
     start = described.buffer_info()[0]
@@ -70,7 +73,8 @@ def combine(
     base: Tensor | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Tensor
 ) -> Tensor:
     """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
-    k, count = len(rows.plus), len(blocks.table)
+    k = len(rows.plus)
+    count = len(blocks.table)
     described = _describe((*rows.plus, *rows.minus, base, out))
     numbers = array("d", [c for line in coefficients for c in line])
     start = described.buffer_info()[0]
@@ -101,7 +105,8 @@ def _describe(vectors: Sequence[Tensor | None]) -> "array[int]":
 
 def _streams(base: Tensor | None, rows: Rows, out: Tensor) -> bool:
     """Whether to write past the cache: a large, aligned target that is not read."""
-    place, size = out.data_ptr(), out.itemsize
+    place = out.data_ptr()
+    size = out.itemsize
     if out.shape[0] * size < STREAM or place % size != 0:
         return False
     return all(row is None or row.data_ptr() != place for row in (*rows.tensors, base))
@@ -141,7 +146,9 @@ def _library() -> ctypes.CDLL | str:
 
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    word, address, flag = ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
+    word = ctypes.c_int64
+    address = ctypes.c_void_p
+    flag = ctypes.c_bool
     library.manifoldagg_gram.argtypes = (word, address, address, word, address, address, word)
     library.manifoldagg_combine.argtypes = (word, *[address] * 5, word, address, flag, word)
     library.manifoldagg_gram.restype = library.manifoldagg_combine.restype = flag

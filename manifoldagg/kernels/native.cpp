@@ -24,6 +24,8 @@ typedef float F __attribute__((vector_size(16)));
 typedef uint32_t I __attribute__((vector_size(16)));
 typedef uint16_t H __attribute__((vector_size(8)));
 
+// The upper half of a float. Rounded by way of float, as torch does: to nearest, ties to even, by adding half of what is
+// cut off less one, and one more where the last bit that stays is odd. A NaN could carry over into an infinity.
 struct bf16 {
   uint16_t bits;
   operator double() const { uint32_t u = uint32_t(bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
@@ -39,6 +41,7 @@ struct f16 {
   _Float16 value;
   operator double() const { return double(float(value)); }
   f16() = default;
+  // By way of float, as torch does: straight from double ties can fall otherwise.
   explicit f16(double x) : value(_Float16(float(x))) {}
 };
 
@@ -63,6 +66,7 @@ F narrow(V v) {
 }
 
 template <class T> V load(const T* p) { return V{double(p[0]), double(p[1]), double(p[2]), double(p[3])}; }
+// memcpy: addresses need not be multiples of a vector's size.
 template <> V load(const float* p) { F f; std::memcpy(&f, p, 16); return wide(f); }
 #if defined(__AVX2__)
 template <> V load(const bf16* p) {
@@ -74,6 +78,7 @@ template <> V load(const f16* p) { return wide((F)_mm_cvtph_ps(_mm_loadl_epi64((
 #endif
 template <> V load(const double* p) { V v; std::memcpy(&v, p, 32); return v; }
 
+// `stream`: past the cache, for a target that nobody reads soon. Its address must be a multiple of the size stored.
 template <class T> void store(T* p, V v, bool) { for (int l = 0; l < LANES; l++) p[l] = T(v[l]); }
 template <> void store(float* p, V v, bool stream) {
   const F f = narrow(v);
@@ -97,6 +102,7 @@ void store(H h, void* p, bool stream) {
 }
 template <> void store(bf16* p, V v, bool stream) {
   const F f = narrow(v);
+  // The rounding of struct bf16, four at a time.
   const I u = (I)f, nearest = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   store(__builtin_convertvector(f == f ? nearest : I{} + 0x7fc0, H), p, stream);
 }
@@ -113,7 +119,7 @@ template <class T> V load(const T* p, int64_t n) {
   return v;
 }
 
-// a * b + c, rounded once, on every processor.
+// a * b + c, rounded once, on every processor: fma of the C library is slow without the instruction, and gives its bits.
 V fma(V a, V b, V c) {
 #if defined(__FMA__)
   return (V)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
@@ -125,6 +131,7 @@ V fma(V a, V b, V c) {
 
 // Entries of a vector, whatever its dtype and stride.
 template <class T> void widen(const Vec& x, int64_t p, int64_t n, double* to) {
+  // Stride 1 apart, so that the compiler makes vectors of it.
   const T* from = (const T*)x.data + p * x.stride;
   if (x.stride == 1) for (int64_t i = 0; i < n; i++) to[i] = double(from[i]);
   else for (int64_t i = 0; i < n; i++) to[i] = double(from[i * x.stride]);
@@ -160,11 +167,13 @@ template <class T, int K, bool M> struct Reader {
   void operator()(int64_t p, int64_t n, V* r) const { read([=](const T* x) { return load(x + p, n); }, r); }
 };
 
+// The order is fixed: sums depend on the block alone.
 double lanes(V v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
 // Apart from its callers, whose exceptions would keep the sums out of registers.
 template <class T, int K, bool M> __attribute__((noinline)) void gram_fused(const Rows& rows, Block b, double* sums) {
   const Reader<T, K, M> read(rows);
+  // K <= 4, so at most ten sums and four rows: they fit the sixteen registers of AVX.
   V total[K * (K + 1) / 2] = {}, r[K];
   int64_t p = b.start;
   auto add = [&] { for (int i = 0, n = 0; i < K; i++) for (int j = 0; j <= i; j++, n++) total[n] = fma(r[i], r[j], total[n]); };
@@ -175,6 +184,7 @@ template <class T, int K, bool M> __attribute__((noinline)) void gram_fused(cons
 
 void gram_general(const Rows& rows, Block b, double* sums) {
   const int64_t k = rows.k;
+  // Kept from block to block, so that a thread asks for memory once.
   static thread_local std::vector<V> tile, total;
   const int64_t width = TILE / LANES;
   tile.assign((k + 1) * width, V{});
@@ -182,6 +192,7 @@ void gram_general(const Rows& rows, Block b, double* sums) {
   for (int64_t p = b.start; p < b.stop; p += TILE) {
     const int64_t n = std::min<int64_t>(TILE, b.stop - p);
     for (int64_t i = 0; i < k; i++) {
+      // Zeros behind the last entry, not those of the tile before, so that whole vectors can be summed.
       if (n < TILE) std::fill_n(&tile[i * width], width, V{});
       difference(rows, i, p, n, (double*)&tile[i * width], (double*)&tile[k * width]);
     }
@@ -210,6 +221,7 @@ __attribute__((noinline)) void combine_fused(const Vec& base, const Rows& rows, 
     for (int64_t l = 0; l < n; l++) to[p + l] = T(total[l]);
   };
   int64_t p = b.start;
+  // Streaming stores trap on addresses that are no multiple of a vector: entries before the first one go one by one.
   if (stream)
     if (int64_t off = ((uintptr_t)(to + p) % sizeof(V)) / sizeof(T) % LANES) {
       const int64_t n = std::min(LANES - off, b.stop - p);
@@ -223,6 +235,7 @@ __attribute__((noinline)) void combine_fused(const Vec& base, const Rows& rows, 
       store(to + p, sum(start ? load(from + p) : V{}, r), past);
     }
   };
+  // As types, not as values: four loops without a question inside.
   using yes = std::true_type;
   using no = std::false_type;
   if (stream) from ? whole(yes{}, yes{}) : whole(yes{}, no{});
@@ -239,6 +252,7 @@ void combine_general(const Vec& base, const Rows& rows, const double* c, Block b
     const int64_t n = std::min<int64_t>(TILE, b.stop - p);
     if (base.data) widen(base, p, n, total);
     else std::fill_n(total, n, 0.0);
+    // Row by row, in their order, with one rounding each: the bits of the fast path.
     for (int64_t j = 0; j < rows.k; j++) {
       difference(rows, j, p, n, row, scratch);
       for (int64_t l = 0; l < n; l++) total[l] = __builtin_fma(c[j], row[l], total[l]);
@@ -284,6 +298,7 @@ template <class Call> bool fused(const Rows& rows, Call call, std::initializer_l
 template <class Work> bool each(int64_t blocks, int64_t threads, Work work) {
   std::atomic<int64_t> next{0};
   std::atomic<bool> done{true};
+  // An exception that leaves a thread would end the process.
   auto run = [&] {
     try {
       for (int64_t b; (b = next++) < blocks;) work(b);
@@ -294,7 +309,7 @@ template <class Work> bool each(int64_t blocks, int64_t threads, Work work) {
   std::vector<std::thread> others;
   try {
     for (int64_t t = 1; t < std::min(threads, blocks); t++) others.emplace_back(run);
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // no more threads to be had: those there are, and this one, do the work
   }
   run();
   for (auto& other : others) other.join();
@@ -319,6 +334,7 @@ bool manifoldagg_combine(int64_t k, const Vec* plus, const Vec* minus, const Vec
                          const double* coefficients, int64_t blocks, const Block* table, bool stream,
                          int64_t threads) {
   return each(blocks, threads, [&](int64_t b) {
+    // A row whose coefficient is 0 is not read: a NaN in it must not show.
     std::vector<Vec> used, less;
     std::vector<double> c;
     for (int64_t j = 0; j < k; j++)
@@ -328,6 +344,7 @@ bool manifoldagg_combine(int64_t k, const Vec* plus, const Vec* minus, const Vec
     auto fast = [&]<class T, int K, bool M>() { combine_fused<T, K, M>(*base, rows, c.data(), table[b], *out, stream); };
     if (!fused(rows, fast, {base, out})) combine_general(*base, rows, c.data(), table[b], *out);
 #if defined(__x86_64__)
+    // Streaming stores are weakly ordered: they have to be there before another thread is told that the work is done.
     _mm_sfence();
 #endif
   });

@@ -22,6 +22,8 @@ from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.ranks import Ranks
 from manifoldagg.kernels.rows import Rows, is_transformed
 
+__all__ = ["Cuts", "Piece", "across_ranks", "guard", "takes"]
+
 Cuts = Sequence[tuple[int, int]]
 
 _active: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = ContextVar("pieces", default=None)
@@ -87,7 +89,8 @@ def guard(tensors: Iterable[object]) -> Iterator[Ranks]:
         ArgumentError: if the tensors are no pieces, or their mesh is without this rank.
     """
     tensors = list(tensors)
-    meshed, active = _meshed(tensors), _active.get()
+    meshed = _meshed(tensors)
+    active = _active.get()
     device = next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
     if meshed:
         ranks = Ranks.of_mesh(meshed[0].device_mesh, device)
@@ -160,11 +163,16 @@ def _of_mesh(named: dict[str, Any], segments: Cuts) -> Piece:
     like = named["rows[0]"]
     for name, vector in named.items():
         _check_placed(name, vector, like)
-    mesh, start, stop, original = like.device_mesh, 0, like.shape[0], True
+    mesh = like.device_mesh
+    start = 0
+    stop = like.shape[0]
+    original = True
     for place, ways, index in zip(like.placements, mesh.shape, mesh.get_coordinate(), strict=True):
         if place.is_shard():  # as torch.chunk cuts
             width = -(-(stop - start) // ways)
-            start, stop = min(stop, start + index * width), min(stop, start + (index + 1) * width)
+            begin = start
+            start = min(stop, begin + index * width)
+            stop = min(stop, begin + (index + 1) * width)
         else:
             original = original and index == 0
     tensors = {}

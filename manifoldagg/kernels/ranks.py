@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from manifoldagg.errors import ArgumentError
 
+__all__ = ["Ranks"]
+
 PACKET = 1 << 10
 """The length of the first message, in float64 numbers."""
 
@@ -76,9 +78,11 @@ class Ranks:
         Raises:
             ArgumentError: on every rank, if the terms of one differ, or one was refused in its `guard`.
         """
-        head, flat = [1, self.position, dist.get_rank(), *terms.values()], numbers.reshape(-1)
+        head = [1, self.position, dist.get_rank(), *terms.values()]
+        flat = numbers.reshape(-1)
         packets = self._gather(_packet([*head, *flat[: PACKET - len(head)]]))
-        order, rest = np.argsort(packets[:, 1]), flat[PACKET - len(head) :]
+        order = np.argsort(packets[:, 1])
+        rest = flat[PACKET - len(head) :]
         _agree(packets[order], tuple(terms))
         parts = [packets[order, len(head) : len(head) + flat.size]]
         if rest.size:
@@ -103,7 +107,8 @@ def _packet(numbers: list[float]) -> np.ndarray:
 
 
 def _agree(packets: np.ndarray, terms: tuple[str, ...]) -> None:
-    accepted, ranks = packets[:, 0], packets[:, 2].astype(int).tolist()
+    accepted = packets[:, 0]
+    ranks = packets[:, 2].astype(int).tolist()
     refused = [rank for rank, well in zip(ranks, accepted, strict=True) if not well]
     if refused:
         raise ArgumentError(f"ranks: expected arguments that every rank can use; refused on {refused}, which say why")

@@ -13,6 +13,8 @@ from torch import Tensor
 from manifoldagg.kernels.blocks import BLOCK, Blocks, pairs
 from manifoldagg.kernels.rows import Rows
 
+__all__ = ["combine", "largest", "partials", "unavailable"]
+
 PART = BLOCK // 16
 """The length of a product that is one small matrix product: too small for a library to share among threads."""
 
@@ -28,13 +30,16 @@ def partials(rows: Rows, blocks: Blocks, scales: np.ndarray | None = None) -> np
 
     With `scales` (S, k), row i is multiplied by $2^{e}$, $e$ that of the segment and the row, first.
     """
-    k, cut, owners = len(rows.plus), _Cut(rows, blocks), blocks.table[:, 2].tolist()
+    k = len(rows.plus)
+    cut = _Cut(rows, blocks)
+    owners = blocks.table[:, 2].tolist()
     memory = _memory(rows, k)
     sums = []
     for b, scratch in enumerate(cut.scratches(memory)):
         for j, line in enumerate(scratch.lines):
             cut.read(b, j, line, scratch.less)
         for line, power in zip(scratch.lines, () if scales is None else scales[owners[b]].tolist(), strict=False):
+            # In two halves: 2^power itself may be no float64 where the product is.
             line.mul_(2.0 ** (power // 2)).mul_(2.0 ** (power - power // 2))
         sums.append(torch.bmm(scratch.left, scratch.right).sum(0))
     total = (torch.stack(sums) if sums else memory.new_zeros(0, k, k)).cpu().numpy()
@@ -47,8 +52,10 @@ def combine(
     base: Tensor | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Tensor
 ) -> Tensor:
     """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
-    cut, owners = _Cut(rows, blocks), blocks.table[:, 2].tolist()
-    starts, targets = None if base is None else base.split(cut.widths), out.split(cut.widths)
+    cut = _Cut(rows, blocks)
+    owners = blocks.table[:, 2].tolist()
+    starts = None if base is None else base.split(cut.widths)
+    targets = out.split(cut.widths)
     for b, scratch in enumerate(cut.scratches(_memory(rows, 2))):
         total, line = scratch.lines
         total.zero_() if starts is None else total.copy_(starts[b])
@@ -64,8 +71,9 @@ def combine(
 def largest(rows: Rows, i: int, start: int, stop: int) -> float:
     """The largest magnitude among the entries from `start` to `stop` of row i; NaN where one is NaN."""
     found = [0.0]
+    minus = rows.minus[i]
     for low in range(start, stop, BLOCK):
-        window, minus = slice(low, min(low + BLOCK, stop)), rows.minus[i]
+        window = slice(low, min(low + BLOCK, stop))
         line = rows.plus[i][window].double()
         found.append((line if minus is None else line - minus[window].double()).abs().max().item())
     return float(np.max(found))

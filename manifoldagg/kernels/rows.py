@@ -11,6 +11,8 @@ from torch.autograd import forward_ad
 
 from manifoldagg.errors import ArgumentError, check_count
 
+__all__ = ["Rows", "Subtrahend", "bounds", "check_row", "check_target", "is_transformed"]
+
 Subtrahend = Tensor | Sequence[Tensor | None] | None
 
 
@@ -114,7 +116,9 @@ def check_target(out: Tensor, rows: Rows, base: Tensor | None) -> None:
 
 def _span(row: Tensor) -> tuple[int, int, int]:
     """The addresses between which the entries of a vector lie, and from one to the next; all in bytes."""
-    start, size, item = row.data_ptr(), row.shape[0], row.itemsize
+    start = row.data_ptr()
+    size = row.shape[0]
+    item = row.itemsize
     stride = row.stride(0) * item if size > 1 else item
     return start, start + (size - 1) * stride + item if size else start, stride
 

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from manifoldagg.kernels import reference, rescale
 from manifoldagg.kernels.blocks import fold, pairs, symmetric, two_sum
-from manifoldagg.kernels.pieces import Cuts, Piece, across_ranks, guard, takes
+from manifoldagg.kernels.pieces import Cuts, Piece, guard
 from manifoldagg.kernels.ranks import Ranks
 from manifoldagg.kernels.rows import Rows, check_target
 
-__all__ = ["across_ranks", "combine", "gram", "guard", "takes"]
+__all__ = ["combine", "gram"]
 
 GRAM, RESCALED, COMBINE = range(3)
 

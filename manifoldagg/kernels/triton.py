@@ -37,6 +37,8 @@ try:
 except ImportError:
     triton = None
 
+__all__ = ["combine", "partials", "takes", "unavailable"]
+
 DTYPES = {
     torch.float64: "float64",
     torch.float32: "float32",
@@ -48,7 +50,8 @@ DTYPES = {
 LANES = 256
 """The threads of a program."""
 
-WHOLE, GROUP = 8, 4
+WHOLE = 8
+GROUP = 4
 """Up to `WHOLE` rows make one launch of `partials`; more are taken in pairs of groups of `GROUP` rows."""
 
 
@@ -90,7 +93,8 @@ def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
     Cost: one launch and one copy to the host for up to 8 rows; each distinct tensor is read once. With more rows, one
     launch for each pair of groups of 4 rows, and each row is read about k/4 times.
     """
-    k, count = len(rows.plus), len(blocks.table)
+    k = len(rows.plus)
+    count = len(blocks.table)
     _check_device(rows.plus[0])
     if count == 0:
         return np.zeros((0, k * (k + 1) // 2))
@@ -141,6 +145,8 @@ def combine(
     _check_device(out)
     if len(blocks.table) == 0:
         return out
+    # Segments with coefficients of their own read a table, where a coefficient that is 0 in one segment may be none in
+    # another: every row is then handed over. Where all are alike, rows with 0 are left out here.
     first = coefficients[0]
     alike = all(line == first for line in coefficients)
     used = [j for j, c in enumerate(first) if c != 0 or not alike]
@@ -159,6 +165,7 @@ def combine(
             SEGMENTED=not alike,
             **_constants(operands),
         )
+    # The launch wrote behind torch's back: a derivative that saved `out` must notice.
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out
@@ -188,6 +195,7 @@ def _constants(operands: Operands) -> dict[str, Any]:
         "WIDTH": operands.width,
         "LANES": LANES,
         "num_warps": LANES // 32,
+        # Products and sums are rounded apart: the bits do not depend on what a compiler fuses.
         "enable_fp_fusion": False,
     }
 
@@ -209,6 +217,7 @@ def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIG
     """To entries of tensor t; bf16 as the bits that it is."""
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     pointer = _clear(addresses[t]).to(tl.pointer_type(kind))
+    # An opaque address hides what divides it: without this hint a thread would load entry by entry.
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer + (offsets if len(strides) == 0 else offsets * _clear(strides[t]))
@@ -219,6 +228,8 @@ def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIG
 def _read(t: constexpr, addresses, strides, offsets, mask, DTYPES: constexpr, ALIGNED: constexpr):
     """Entries of tensor t in float64; 0 where they are masked."""
     value = tl.load(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), mask=mask, other=0)
+    # bf16 is the upper half of a float32. As bits no conversion flushes a denormal; the sign that the widening repeats
+    # above is shifted out.
     if DTYPES[t] == tl.bfloat16:
         value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return value.to(tl.float64)
@@ -228,6 +239,7 @@ def _read(t: constexpr, addresses, strides, offsets, mask, DTYPES: constexpr, AL
 @no_type_check
 def _write(t: constexpr, addresses, strides, offsets, mask, value, DTYPES: constexpr, ALIGNED: constexpr):
     """Round float64 to entries of tensor t."""
+    # By way of float32, as torch rounds and the other backends do; straight from float64 ties can fall otherwise.
     if DTYPES[t] == tl.float16:
         value = value.to(tl.float32)
     if DTYPES[t] == tl.bfloat16:
@@ -244,10 +256,14 @@ def _write(t: constexpr, addresses, strides, offsets, mask, value, DTYPES: const
 @no_type_check
 def _cut(table, ALIGNED: constexpr, WIDTH: constexpr, LANES: constexpr):
     """Start and stop of a block; where its middle starts and stops; the entries of a tile."""
-    start, stop = tl.load(table), tl.load(table + 1)
-    first, last = start, stop
+    start = tl.load(table)
+    stop = tl.load(table + 1)
+    first = start
+    last = stop
     if ALIGNED:
-        first, last = (start + 15) // 16 * 16, stop // 16 * 16
+        # Multiples of 16 entries are multiples of 16 bytes for every dtype.
+        first = (start + 15) // 16 * 16
+        last = stop // 16 * 16
     tile = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     return start, stop, first, last, tile
 
@@ -256,6 +272,8 @@ def _cut(table, ALIGNED: constexpr, WIDTH: constexpr, LANES: constexpr):
 @no_type_check
 def _ends(start, stop, first, last, tile):
     """The entries of a block outside its middle, and a mask."""
+    # Fewer than 16 entries lie before the middle and fewer than 16 after it: 32 places hold both. A block within 16
+    # entries has first > last; the last condition keeps its entries from being counted on both sides.
     offsets = tl.where(tile < 16, start // 16 * 16 + tile, last + tile - 16)
     mask = (tile < 32) & (offsets >= start) & (offsets < stop) & ((tile < 16) == (offsets < first))
     return offsets, mask
@@ -268,6 +286,7 @@ def _add_products(
     ALIGNED: constexpr,
 ):  # fmt: skip
     """The sums, and the products of one tile."""
+    # Each tensor is read once, however many rows it is part of.
     values = ()
     for t in tl.static_range(len(DTYPES)):
         values = values + (_read(t, addresses, strides, offsets, mask, DTYPES, ALIGNED),)
@@ -278,6 +297,7 @@ def _add_products(
     total = ()
     for i in tl.static_range(len(PLUS) - RIGHT):
         for j in tl.static_range(RIGHT if RIGHT > 0 else i + 1):
+            # Over the entries of a thread first: lanes stay apart until the block is done.
             product = rows[i] * rows[j + (len(PLUS) - RIGHT if RIGHT > 0 else 0)]
             total = total + (sums[len(total)] + tl.sum(product, axis=1),)
     return total
@@ -290,6 +310,7 @@ def _partials(
     ALIGNED: constexpr, WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
     """Lane by lane the sums of one block, then over the lanes."""
+    # In 64 bits: where its sums lie, block * k(k+1)/2, can pass 2^31.
     block = tl.program_id(0).to(tl.int64)
     start, stop, first, last, tile = _cut(table + 3 * block, ALIGNED, WIDTH, LANES)
     sums = ()
@@ -305,7 +326,10 @@ def _partials(
         if (first != start) | (last != stop):
             offsets, mask = _ends(start, stop, first, last, tile)
             sums = _add_products(sums, addresses, strides, offsets, mask, PLUS, MINUS, RIGHT, DTYPES, False)
-    row, column, width = _clear(place[0]), _clear(place[1]), _clear(place[2])
+    row = _clear(place[0])
+    column = _clear(place[1])
+    width = _clear(place[2])
+    # Row i of a lower triangle begins after i(i+1)/2 entries, and the next one is i + 1 further.
     out += block * width + row * (row + 1) // 2 + column
     for i in tl.static_range(len(PLUS) - RIGHT):
         for j in tl.static_range(RIGHT if RIGHT > 0 else i + 1):
@@ -320,6 +344,7 @@ def _add_rows(
     SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr,
 ):  # fmt: skip
     """One tile of the combination, read, summed and written."""
+    # Tensors that several rows share are the first ones; they stay in registers.
     kept = ()
     for t in tl.static_range(SHARED):
         kept = kept + (_read(t, addresses, strides, offsets, mask, DTYPES, ALIGNED),)
@@ -336,6 +361,7 @@ def _add_rows(
             else:
                 row -= _read(MINUS[j], addresses, strides, offsets, reads, DTYPES, ALIGNED)
         term = factors[j] * row
+        # A row with coefficient 0 may hold NaN or infinity, which times 0 is NaN.
         total += tl.where(factors[j] != 0, term, 0.0) if SEGMENTED else term
     _write(OUT, addresses, strides, offsets, mask, total, DTYPES, ALIGNED)
 
@@ -354,6 +380,7 @@ def _combine(
         if SEGMENTED:
             numbers = numbers + (tl.load(factors + tl.load(table + 2) * len(PLUS) + j),)
         else:
+            # Halves of 32 bits put together: Triton would round a float argument to float32.
             bits = (_clear(factors[2 * j + 1]) << 32) | _clear(factors[2 * j])
             numbers = numbers + (bits.to(tl.float64, bitcast=True),)
     for low in range(first, last, LANES * WIDTH):

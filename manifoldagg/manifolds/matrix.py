@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels import is_transformed
+from manifoldagg.kernels.rows import is_transformed
 
 
 def matrix_exp(a: Tensor) -> Tensor:

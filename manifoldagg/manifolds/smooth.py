@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels import is_transformed
+from manifoldagg.kernels.rows import is_transformed
 
 NEAR = 1e-3
 """Squared lengths below which a series is used: six of its terms leave an error below 1e-18 there."""

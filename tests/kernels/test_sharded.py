@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import sharded
+from manifoldagg.kernels import pieces, sharded
 from manifoldagg.kernels.rows import Rows
 
 WORLDS = (1, 2, 3, 4)
@@ -137,8 +137,8 @@ def test_nothing_is_taken_outside(worlds):
 
 @pytest.mark.usefixtures("as_shipped")
 def test_without_a_process_group_nothing_is_sharded():
-    assert not sharded.takes([torch.ones(2)])
-    with pytest.raises(ArgumentError, match="group: expected an initialised process group"), sharded.across_ranks():
+    assert not pieces.takes([torch.ones(2)])
+    with pytest.raises(ArgumentError, match="group: expected an initialised process group"), pieces.across_ranks():
         pass
     with pytest.raises(ArgumentError, match="rows: expected DTensors, or a call within across_ranks"):
         sharded.gram(Rows.of((torch.ones(2),), (None,)), [(0, 2)], None)

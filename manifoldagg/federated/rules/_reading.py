@@ -14,7 +14,8 @@ from manifoldagg.corrections.frame import CANCELLED
 from manifoldagg.corrections.place import RUNGS, leaves_of
 from manifoldagg.errors import ArgumentError, check_number
 from manifoldagg.federated.contract import Update
-from manifoldagg.kernels import gram, is_transformed
+from manifoldagg.kernels import gram
+from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, Validated, check_point
 
 Numbers = list[list[float]]
