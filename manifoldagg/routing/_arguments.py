@@ -89,7 +89,7 @@ class ByContent:
     """A frozen dataclass with vectors, compared by its kind and what is in it."""
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._content() == other._content()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self._content() == other._content()
 
     def __hash__(self) -> int:
         return hash((type(self), self._content()))

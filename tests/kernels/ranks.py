@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import pieces as whose
 from manifoldagg.kernels import reference, sharded
 from manifoldagg.kernels.blocks import BLOCK, Blocks, fold, symmetric
+from manifoldagg.kernels.pieces import across_ranks, guard, takes
 from manifoldagg.kernels.rows import Rows, bounds
 from tests.support import draw
 
@@ -78,7 +78,7 @@ def held(rank, lengths, cuts, *, replicated=(), k=3):
         for s, (start, length, cut) in enumerate(zip(starts, lengths, cuts, strict=True))
     ]
     mine = [b - a for a, b in windows]
-    with whose.across_ranks(replicated=replicated):
+    with across_ranks(replicated=replicated):
         return compared(
             lengths,
             lambda vector: torch.cat([vector[:0], *(vector[a:b] for a, b in windows)]),
@@ -155,7 +155,7 @@ def module(rank, world):
         chunks = [[*part.view(shape).chunk(world), *[vector[:0]] * world][rank] for part, shape in parts]
         return torch.cat([chunk.flatten() for chunk in chunks])
 
-    with whose.across_ranks():
+    with across_ranks():
         return {
             "FSDP2": compared(
                 lengths,
@@ -171,7 +171,7 @@ def extreme(rank, world):
     """Float64 rows whose squares no float64 holds, though it holds some of their products or the sum of them."""
     huge = (2.0**600 if rank == 0 else 0.0) * torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     tiny = torch.full((1, 2 * BLOCK), 2.0**-540, dtype=torch.float64)
-    with whose.across_ranks():
+    with across_ranks():
         apart = sharded.gram(Rows.of(huge), [(0, 2)], backend)
         small = sharded.gram(Rows.of(tiny), [(0, 2 * BLOCK)], backend)
     return {"orthogonal": apart[0].tolist(), "tiny": small.item() / 2.0**-1065}
@@ -180,13 +180,13 @@ def extreme(rank, world):
 def some(rank, world):
     """What is not finite on one rank; ranks that meet without the last one."""
     row, rows = torch.tensor([1.0, torch.inf if rank == world - 1 else 2.0]), Rows.of((torch.ones(2),), (None,))
-    with whose.across_ranks():
+    with across_ranks():
         infinite = sharded.gram(Rows.of((row, torch.ones(2)), (None, None)), [(0, 2)], backend)
     members = list(range(max(1, world - 1)))
     group, mesh = dist.new_group(members), DeviceMesh("cpu", members)
 
     def in_group():
-        with whose.across_ranks(group):
+        with across_ranks(group):
             return sharded.gram(rows, [(0, 2)], backend).item()
 
     def in_mesh():
@@ -194,7 +194,7 @@ def some(rank, world):
         return sharded.gram(Rows.of((row,), (None,)), [(0, 2 * len(members))], backend).sum().item()
 
     told = {"group": attempt(in_group), "mesh": attempt(in_mesh)}
-    return {"infinite": infinite, "some ranks": told, "taken outside": whose.takes([row])}
+    return {"infinite": infinite, "some ranks": told, "taken outside": takes([row])}
 
 
 def attempt(call):
@@ -212,20 +212,20 @@ def refusals(rank, world):
         return ill if last else well
 
     def gram(rows=rows, cuts=((0, 8),), backend=backend, replicated=(), context=True):
-        with whose.across_ranks(replicated=replicated) if context else nullcontext():
+        with across_ranks(replicated=replicated) if context else nullcontext():
             return sharded.gram(rows, cuts, backend)
 
     def combine(rows=rows, grad=False):
         out = torch.zeros(8, requires_grad=grad)
-        with whose.across_ranks():
+        with across_ranks():
             try:
                 return sharded.combine(base, rows, [[1.0] * len(rows.plus)], [(0, 8)], out, backend)
             finally:
                 assert not out.any()
 
     def checked():
-        with whose.across_ranks():
-            with whose.guard(rows.tensors):
+        with across_ranks():
+            with guard(rows.tensors):
                 bounds(odd([8], [9]), 8)
             return sharded.gram(rows, [(0, 8)], backend)
 
