@@ -26,6 +26,20 @@ __all__ = [
     "is_finite",
 ]
 
+__all__ = [
+    "ArgumentError",
+    "DivergenceError",
+    "ManifoldAggError",
+    "StateDictError",
+    "check_choice",
+    "check_count",
+    "check_decay",
+    "check_finite",
+    "check_number",
+    "check_shape",
+    "is_finite",
+]
+
 T = TypeVar("T")
 
 
@@ -170,5 +184,6 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether every entry is finite (an empty tensor is)."""
     if tensor.numel() == 0:
         return True
+    # The least and the largest are NaN where any entry is, and infinite where one is.
     low, high = tensor.detach().aminmax()
     return math.isfinite(low.item()) and math.isfinite(high.item())

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.grassmann import Grassmann
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
-from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry, Layout
-from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold
+from manifoldagg.manifolds.layout import Layout
+from manifoldagg.manifolds.manifold import PRIMITIVES, Leaf, Manifold
 from manifoldagg.manifolds.mean import Mean, RunningMean, karcher_mean
 from manifoldagg.manifolds.operations import distance, geodesic, norm, pole_ladder, schild_ladder
 from manifoldagg.manifolds.optimizers import RiemannianAdam, RiemannianSGD
@@ -15,7 +15,7 @@ from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.rotations import SpecialOrthogonal
 from manifoldagg.manifolds.sphere import Sphere
-from manifoldagg.manifolds.stiefel import Log, Stiefel
+from manifoldagg.manifolds.stiefel import Stiefel
 from manifoldagg.manifolds.symmetric import SymmetricPositiveDefinite
 from manifoldagg.manifolds.validate import Validated, check_point, check_tangent
 
@@ -23,13 +23,11 @@ if TYPE_CHECKING:
     from manifoldagg.manifolds.geoopt import from_geoopt
 
 __all__ = [
-    "MASTER_DTYPES",
     "PRIMITIVES",
-    "Entry",
     "Flat",
     "Grassmann",
     "Layout",
-    "Log",
+    "Leaf",
     "Lorentz",
     "Loss",
     "Manifold",

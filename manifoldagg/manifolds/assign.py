@@ -12,6 +12,8 @@ from manifoldagg.manifolds.layout import Entry, Layout
 from manifoldagg.manifolds.manifold import Manifold
 from manifoldagg.manifolds.power import Power
 
+__all__ = ["Assignment", "assigned", "declared"]
+
 Assignment = Mapping[str, Any]
 """Name or glob pattern to a `Manifold`, or to a geoopt manifold."""
 
@@ -39,7 +41,9 @@ def assigned(
         raise ArgumentError(f"manifolds: expected a mapping of name or pattern to space, got {manifolds!r}")
     if not manifolds and not brought:
         return ()
-    said, pairs, matched = manifolds or {}, [], set()
+    said = manifolds or {}
+    pairs = []
+    matched = set()
     for leaf in layout.leaves:
         names = [leaf.name, *(alias for alias, name in layout.aliases if name == leaf.name)]
         patterns = [name for name in names if name in said]

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent
 
+__all__ = ["Delegate"]
+
 
 class Delegate(Manifold):
     """Hands every formula, and what the space declares, to the space `inside`."""

@@ -9,6 +9,8 @@ import torch
 from manifoldagg.errors import check_count
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 
+__all__ = ["Flat"]
+
 
 @dataclass(frozen=True)
 class Flat(Manifold):

@@ -62,5 +62,6 @@ def _climb(rung: Rung, space: Manifold, x: Tensor, y: Tensor, u: Tensor, rungs: 
     start = x
     for i in range(1, rungs + 1):
         end = y if i == rungs else geodesic(space, x, y, i / rungs)
-        start, u = end, rung(start, end, u)
+        u = rung(start, end, u)
+        start = end
     return u

@@ -26,6 +26,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import geoopt  # type: ignore[import-untyped]
 
+__all__ = ["GeooptManifold", "from_geoopt"]
+
 BALLS = (
     geoopt.PoincareBall,
     geoopt.PoincareBallExact,
@@ -97,7 +99,8 @@ def from_geoopt(
     if isinstance(manifold, geoopt.ManifoldTensor):
         if shape is not None and shape != tuple(manifold.shape):
             raise ArgumentError(f"shape: expected {tuple(manifold.shape)} as the tensor's, got {shape!r}")
-        manifold, shape = manifold.manifold, tuple(manifold.shape)
+        shape = tuple(manifold.shape)
+        manifold = manifold.manifold
     if not isinstance(manifold, geoopt.Manifold):
         raise ArgumentError(f"manifold: expected a geoopt manifold or a tensor on one, got {manifold!r}")
     known = _is_known(manifold, vouched=capabilities is not None or injectivity_radius is not None)
@@ -220,7 +223,8 @@ class GeooptManifold(Manifold):
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         self._need("random_point")
-        module, radius = self.manifold.module, self.manifold.radius or math.inf
+        module = self.manifold.module
+        radius = self.manifold.radius or math.inf
         # Where a sphere is projected from, coordinates are infinite: half a radian from the origin is far enough.
         near = type(module) is geoopt.StereographicExact and radius < math.inf
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
@@ -234,7 +238,9 @@ class GeooptManifold(Manifold):
         self._need("random_tangent")
         if self._open:
             return self._at(x)._random_tangent(x, generator)
-        a, size, batch = x.detach().double(), math.prod(self.sizes), self._batch(x.shape)
+        a = x.detach().double()
+        size = math.prod(self.sizes)
+        batch = self._batch(x.shape)
         # B takes coordinates e_i to tangents P e_i; B (B*B)^(-1/2), on the range of B*B, is an isometry.
         units = torch.eye(size, dtype=a.dtype, device=a.device).reshape(size, *(1 for _ in batch), *self.sizes)
         tangents = self._project_tangent(a, units.expand(size, *x.shape))
@@ -358,7 +364,8 @@ def _subsphere(projector: Tensor) -> Snapshot:
     """The unit sphere of the range of a projector."""
     if projector.ndim != 2:
         raise ArgumentError(f"manifold: expected a Sphere in one subspace, got projectors {tuple(projector.shape)}")
-    sphere, p = geoopt.Sphere(), projector.detach().double()
+    sphere = geoopt.Sphere()
+    p = projector.detach().double()
     for _ in range(2):
         # It takes the eigenvalues to 0 and 1, with twice the digits each time.
         p = 3 * p @ p - 2 * p @ p @ p
@@ -370,7 +377,9 @@ def _fitting(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...
     """`shape`, if points of the manifold, or copies of them, have it."""
     if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
         raise ArgumentError(f"{name}: expected a shape of positive integers, got {shape!r}")
-    sizes, kind, ndim = tuple(shape), type(manifold), manifold.ndim
+    sizes = tuple(shape)
+    kind = type(manifold)
+    ndim = manifold.ndim
     if len(sizes) < ndim:
         raise ArgumentError(f"{name}: expected a shape of at least {ndim} axes for {manifold}, got {sizes}")
     fits, reason = manifold.check_point(torch.empty(sizes, device="meta"), explain=True)

@@ -11,6 +11,8 @@ from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import across, eye, matrix_exp, polar, sym
 
+__all__ = ["Grassmann"]
+
 
 @dataclass(frozen=True)
 class Grassmann(Manifold):
@@ -81,7 +83,8 @@ class Grassmann(Manifold):
         return (x.double() @ cosine + v @ sinc).to(x.dtype)
 
     def _log(self, x: Point, y: Point) -> Tangent:
-        a, b = x.double(), y.double()
+        a = x.double()
+        b = y.double()
         turn, cosines, basis = polar(b.mT @ a)
         step = b @ turn - a
         # Small angles keep their digits here; Θ / sin Θ is smooth in the cosine, and loses none to it.
@@ -92,7 +95,9 @@ class Grassmann(Manifold):
         return tangent.to(x.dtype)
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        a, b, v = x.double(), y.double(), u.double()
+        a = x.double()
+        b = y.double()
+        v = u.double()
         turn, _, _ = polar(b.mT @ a)
         middle = a + b @ turn
         reflected: Tensor = v - 2 * middle @ torch.linalg.inv(middle.mT @ middle) @ (middle.mT @ v)
@@ -129,7 +134,8 @@ def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
     """cos √S and sin(√S)/√S for a symmetric S >= 0: the upper blocks of exp [[0, 1], [-S, 0]]."""
     # With √‖S‖ on either side the norm of the matrix is that of √S: fewer digits cancel.
     scale = s.detach().square().sum((-2, -1), keepdim=True).pow(0.25).clamp(min=1.0)
-    zero, p = torch.zeros_like(s), s.shape[-1]
+    zero = torch.zeros_like(s)
+    p = s.shape[-1]
     rows = torch.cat([zero, scale * eye(s)], -1), torch.cat([-s / scale, zero], -1)
     upper = matrix_exp(torch.cat(rows, -2))[..., :p, :]
     return sym(upper[..., :p]), sym(upper[..., p:]) / scale
@@ -140,7 +146,8 @@ def _squares(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
 
     Newton's step adds nothing at a solution, and one right order to the derivatives each time that it is taken.
     """
-    mean, half = (angles.unsqueeze(-1) + angles.unsqueeze(-2)) / 2, (angles.unsqueeze(-1) - angles.unsqueeze(-2)) / 2
+    mean = (angles.unsqueeze(-1) + angles.unsqueeze(-2)) / 2
+    half = (angles.unsqueeze(-1) - angles.unsqueeze(-2)) / 2
     # (cos a - cos b) / (a² - b²), with no difference to divide by.
     slopes = -torch.sinc(mean / math.pi) * torch.sinc(half / math.pi) / 2
     s = (basis * angles.square().unsqueeze(-2)) @ basis.mT

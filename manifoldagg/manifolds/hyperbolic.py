@@ -12,6 +12,8 @@ from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.smooth import dot, joined
 
+__all__ = ["Lorentz", "PoincareBall"]
+
 FARTHEST_DRAW = 0.6
 """How far from the centre of a ball its points are drawn, in radii."""
 
@@ -80,17 +82,26 @@ class PoincareBall(Manifold):
         return self._moved(x, u, _tanhc_of_square, lambda square: _cosh_of_square(square).square().reciprocal())
 
     def _log(self, x: Point, y: Point) -> Tangent:
-        a, b = self._unit(x), self._unit(y)
+        a = self._unit(x)
+        b = self._unit(y)
         d = b - a
-        alpha, beta, apart = 1 - dot(a, a), 1 - dot(b, b), dot(d, d)
+        alpha = 1 - dot(a, a)
+        beta = 1 - dot(b, b)
+        apart = dot(d, d)
         q = apart / (alpha * beta)
         return self._scaled(_arsinhc_of_square(q) * (alpha * d - apart * a) / (beta * (1 + q).sqrt()), x)
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        a, b, v = self._unit(x), self._unit(y), u.double()
+        a = self._unit(x)
+        b = self._unit(y)
+        v = u.double()
         d = b - a
-        square, beta, apart = dot(a, a), 1 - dot(b, b), dot(d, d)
-        alpha, outward, onward = 1 - square, dot(a, v), dot(d, v)
+        square = dot(a, a)
+        beta = 1 - dot(b, b)
+        apart = dot(d, d)
+        alpha = 1 - square
+        outward = dot(a, v)
+        onward = dot(d, v)
         plane = (alpha * onward - apart * outward) * a - ((beta + apart) * outward + square * onward) * d
         return (beta / alpha * (v + 2 * plane / (apart + alpha * beta))).to(u.dtype)
 
@@ -98,7 +109,8 @@ class PoincareBall(Manifold):
         return u
 
     def _project(self, x: Point) -> Point:
-        a, eps = self._unit(x), torch.finfo(x.dtype).eps
+        a = self._unit(x)
+        eps = torch.finfo(x.dtype).eps
         square = dot(a, a)
         # Rounding a coordinate to x's dtype moves a length by less than ε: what was brought back stays inside.
         outside = square >= (1 - 2 * eps) ** 2
@@ -134,12 +146,15 @@ class PoincareBall(Manifold):
 
         p is v = u / (1 - |x|²), times what `shorten` makes of |v|², so that it ends within 1; `rest` is 1 - |p|².
         """
-        a, v = self._unit(x), self._unit(u)
+        a = self._unit(x)
+        v = self._unit(u)
         square = dot(a, a)
         alpha = 1 - square
         speed = dot(v, v) / alpha.square()
         short = shorten(speed)
-        far, onward, left = short.square() * speed, short / alpha * dot(a, v), rest(speed)
+        far = short.square() * speed
+        onward = short / alpha * dot(a, v)
+        left = rest(speed)
         # x + α (p + |p|² x) / (1 + 2 x·p + |x|²|p|²); inward, its denominator |x + p|² + α (1 - |p|²) does not cancel.
         p = short / alpha * v
         both = a + p
@@ -207,14 +222,17 @@ class Lorentz(Manifold):
         return _minkowski(u.double(), v.double()).squeeze(-1).to(u.dtype)
 
     def _exp(self, x: Point, u: Tangent) -> Point:
-        (a0, a), v = _read(x), u[..., 1:].double()
+        a0, a = _read(x)
+        v = u[..., 1:].double()
         along = dot(a, v) / a0
         square = _square(a0, a, v, along)
-        far, onward = _cosh_of_square(square), _sinhc_of_square(square)
+        far = _cosh_of_square(square)
+        onward = _sinhc_of_square(square)
         return torch.cat([far * a0 + onward * along, torch.addcmul(far * a, onward, v)], -1).to(x.dtype)
 
     def _log(self, x: Point, y: Point) -> Tangent:
-        (a0, a), (b0, b) = _read(x), _read(y)
+        a0, a = _read(x)
+        b0, b = _read(y)
         d = b - a
         onward = dot(a, d)
         d0 = (dot(d, d) + 2 * onward) / (a0 + b0)
@@ -222,7 +240,9 @@ class Lorentz(Manifold):
         return (_arsinhc_of_square(dot(z, z)) * _from_origin(a0, a, z)).to(x.dtype)
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        (a0, a), (b0, b), v = _read(x), _read(y), u[..., 1:].double()
+        a0, a = _read(x)
+        b0, b = _read(y)
+        v = u[..., 1:].double()
         d = b - a
         # <y, u> = <y - x, u>, which keeps its digits where y is near.
         ahead = dot(d, v) - dot(d, a + b) / (a0 + b0) * dot(a, v) / a0
@@ -230,7 +250,8 @@ class Lorentz(Manifold):
         return torch.cat([dot(b, moved) / b0, moved], -1).to(u.dtype)
 
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        a, v = torch.cat(_read(x), -1), u.double()
+        a = torch.cat(_read(x), -1)
+        v = u.double()
         # Twice: after one pass what is left along x is ε|u|, after two it is ε of what remains.
         for _ in range(2):
             v = v + _minkowski(a, v) * a
@@ -240,7 +261,8 @@ class Lorentz(Manifold):
         return _point(x[..., 1:].double()).to(x.dtype)
 
     def _retract(self, x: Point, u: Tangent) -> Point:
-        (a0, a), v = _read(x), u[..., 1:].double()
+        a0, a = _read(x)
+        v = u[..., 1:].double()
         return _point((1 + _square(a0, a, v, dot(a, v) / a0)).sqrt() * a + v).to(x.dtype)
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:

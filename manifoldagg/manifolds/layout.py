@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, StateDictError, check_choice, is_finite
 
+__all__ = ["MASTER_DTYPES", "Entry", "Layout", "tensors_of"]
+
 MASTER_DTYPES = (torch.float32, torch.float64)
 OPAQUE = "_extra_state"
 
@@ -108,7 +110,8 @@ class Layout:
         """
         _match(self.entries, tensors)
         for alias, name in self.aliases:
-            other, own = tensors[alias], tensors[name]
+            other = tensors[alias]
+            own = tensors[name]
             if other is not own and not torch.equal(other, own):
                 if not is_finite(other):
                     raise StateDictError(f"{alias}: expected finite values, got NaN or infinity")
@@ -193,7 +196,9 @@ def _sort(
     tensors: Mapping[str, Tensor], leaf_name: Callable[[str, Tensor], str | None], dtype: torch.dtype | None
 ) -> Layout:
     """Sort named tensors into leaves, carried ones and aliases; `leaf_name(name, tensor)` is `None` for carried."""
-    leaves, carried, aliases = [], [], []
+    leaves = []
+    carried = []
+    aliases = []
     for name, tensor in tensors.items():
         entry = Entry(name, tuple(tensor.shape), tensor.dtype)
         owner = leaf_name(name, tensor)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_shape
 
+__all__ = ["CHECKED", "PRIMITIVES", "Leaf", "Manifold", "check_is_manifold"]
+
 Point = Float[Tensor, "..."]
 Tangent = Float[Tensor, "..."]
 Scalar = Float[Tensor, "..."]
@@ -100,7 +102,8 @@ class Manifold(abc.ABC):
     @property
     def axes(self) -> list[int | None]:
         """The shape of one point as `check_shape` takes it: None for an axis of any length."""
-        return [None if n < 0 else n for n in self.shape]
+        shape = self.shape
+        return [None if n < 0 else n for n in shape] if -1 in shape else [*shape]
 
     def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         r"""$\langle u, v \rangle_x$, one number for each point: (*batch,)."""
@@ -213,8 +216,9 @@ class Manifold(abc.ABC):
         """Trailing shapes are the space's, dtypes and devices agree: of points, tangents at "x", any vectors."""
         tensors = points | (tangents or {}) | (vectors or {})
         first = next(iter(tensors.values()))
+        axes = self.axes
         for name, tensor in tensors.items():
-            check_shape(name, tensor, *self.axes, batch=True)
+            check_shape(name, tensor, *axes, batch=True)
             if tensor.device != first.device or tensor.dtype != first.dtype:
                 expected = f"{first.dtype} on {first.device}"
                 given = f"{tensor.dtype} on {tensor.device}"

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from manifoldagg.kernels.rows import is_transformed
 
+__all__ = ["across", "differentiable_log", "eye", "matrix_exp", "polar", "skew", "sym"]
+
 
 def matrix_exp(a: Tensor) -> Tensor:
     """$e^A$ (*batch, n, n) to rounding.
@@ -57,7 +59,8 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
             values = torch.cat([values[..., :-1], values[..., -1:] * sign], -1)
             left = torch.cat([left[..., :-1], left[..., -1:] * sign[..., None]], -1)
     basis = right.mT
-    inverse, pairs = 1 / values.unsqueeze(-2), values.unsqueeze(-1) + values.unsqueeze(-2)
+    inverse = 1 / values.unsqueeze(-2)
+    pairs = values.unsqueeze(-1) + values.unsqueeze(-2)
     # The product of an SVD is off by some tens of ε; the step takes them away where it would bring no more.
     sound = (values[..., -1:].abs() > 1e-8 * values[..., :1]).unsqueeze(-1)
     start = q = left @ right

@@ -10,6 +10,8 @@ from manifoldagg.errors import ArgumentError, check_count, check_finite, check_n
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, check_is_manifold
 
+__all__ = ["Mean", "RunningMean", "karcher_mean"]
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -74,7 +76,8 @@ def karcher_mean(
     check_count("max_steps", max_steps)
     spread = points.ndim - len(space.shape)
     # Points of a narrower dtype lie on the manifold only up to its rounding; in float64 that would show.
-    x, w = space._project(points.double()), _normalised(weights, points.shape[:spread], points)
+    x = space._project(points.double())
+    w = _normalised(weights, points.shape[:spread], points)
     heaviest = w.argmax(-1).reshape(*w.shape[:-1], *(1 for _ in range(len(space.shape) + 1)))
     m = x.take_along_dim(heaviest, spread - 1)
     factor = w.reshape(*w.shape, *(1 for _ in space.shape))
@@ -86,20 +89,20 @@ def karcher_mean(
         return step, formulas.norm(space, m, step)
 
     allowed = tolerance * x.detach().abs().flatten(spread - 1).amax(-1).clamp(min=1).unsqueeze(-1)
-    (step, residual), steps = pull(m), 0
+    step, residual = pull(m)
+    steps = 0
     share = torch.ones_like(residual)
     while steps < max_steps and bool((residual > allowed).any()):
         there = space._exp(m, share.reshape(*share.shape, *(1 for _ in space.shape)) * step)
-        (onward, left), steps = pull(there), steps + 1
+        onward, left = pull(there)
+        steps = steps + 1
         # Where curvature makes a whole step overshoot, half of it is tried.
         better = (left < residual) | (left <= allowed) | residual.isnan()
         share = torch.where(better, (1.5 * share).clamp(max=1), share / 2)
         keep = better.reshape(*better.shape, *(1 for _ in space.shape))
-        m, step, residual = (
-            torch.where(keep, there, m),
-            torch.where(keep, onward, step),
-            torch.where(better, left, residual),
-        )
+        m = torch.where(keep, there, m)
+        step = torch.where(keep, onward, step)
+        residual = torch.where(better, left, residual)
     done = bool((residual <= allowed).all())
     return Mean(m.squeeze(spread - 1).to(points.dtype), residual.squeeze(-1), steps, done)
 

@@ -13,6 +13,8 @@ from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, check_is_manifold
 from manifoldagg.manifolds.power import factors
 
+__all__ = ["RiemannianAdam", "RiemannianSGD", "carry", "lower", "optimizer_on"]
+
 RUNG = 0.1
 """The longest tangent that a ladder carries; longer ones are carried to scale."""
 
@@ -25,7 +27,8 @@ class _Riemannian(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], space: Manifold, retract: bool, defaults: dict[str, Any]) -> None:
         check_is_manifold(space)
         defaults["lr"] = check_number("lr", defaults["lr"], at_least=0)
-        self.space, self.retract = space, retract
+        self.space = space
+        self.retract = retract
         super().__init__(params, defaults)
         for group in self.param_groups:
             for x in group["params"]:
@@ -45,7 +48,8 @@ class _Riemannian(torch.optim.Optimizer):
         return value
 
     def _move(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        direction, rate = self._direction(x, gradient, group), group["lr"]
+        direction = self._direction(x, gradient, group)
+        rate = group["lr"]
         momentum = self.state[x].get("momentum")
         if self.space.flat:
             x.add_(direction, alpha=-rate)
@@ -110,7 +114,8 @@ class RiemannianSGD(_Riemannian):
         super().__init__(params, space, retract, {"lr": lr, "momentum": momentum, "nesterov": nesterov})
 
     def _direction(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        beta, state = group["momentum"], self.state[x]
+        beta = group["momentum"]
+        state = self.state[x]
         if beta == 0:
             return gradient
         if "momentum" not in state:
@@ -175,12 +180,14 @@ class RiemannianAdam(_Riemannian):
         super().__init__(params, space, retract, defaults)
 
     def _direction(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        (first, second), state = group["betas"], self.state[x]
+        first, second = group["betas"]
+        state = self.state[x]
         if not state:
             state |= {"step": 0, "momentum": torch.zeros_like(x), "square": {}, "largest": {}}
         state["step"] += 1
         state["momentum"].lerp_(gradient, 1 - first)
-        early, late = 1 - first ** state["step"], (1 - second ** state["step"]) ** 0.5
+        early = 1 - first ** state["step"]
+        late = (1 - second ** state["step"]) ** 0.5
         direction: Tensor = (state["momentum"] / early).contiguous()
         # The parts of `direction` are views of it, which are scaled in place.
         for leaf, (point, slope, part) in factors(self.space, x, gradient, direction):

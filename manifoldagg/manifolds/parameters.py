@@ -18,7 +18,10 @@ from manifoldagg.manifolds.manifold import Leaf, Manifold
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.validate import check_point
 
-BEFORE, AFTER = "..before", "..after"
+__all__ = ["Loss", "ParameterSpace"]
+
+BEFORE = "..before"
+AFTER = "..after"
 """Runs of flat leaves; no parameter is called so."""
 
 Loss = Callable[[Tensor, Any], Tensor]
@@ -125,14 +128,17 @@ class ParameterSpace(Delegate):
     @cached_property
     def inside(self) -> Manifold:
         """The geometry alone: flat, or the product of the curved leaves and of the runs of flat ones between."""
-        curved, factors, run = dict(self.manifolds), dict[str, Manifold](), 0
+        curved = dict(self.manifolds)
+        factors = dict[str, Manifold]()
+        run = 0
         for leaf in self.layout.leaves:
             if leaf.name not in curved:
                 run += leaf.size
                 continue
             if run:
                 factors[f"{leaf.name} {BEFORE}"] = Flat(run)
-            factors[leaf.name], run = curved[leaf.name], 0
+            factors[leaf.name] = curved[leaf.name]
+            run = 0
         return Product(factors | ({AFTER: Flat(run)} if run else {})) if curved else Flat(self.layout.size)
 
     def leaves(self, x: Tensor) -> tuple[Leaf, ...]:

@@ -10,6 +10,8 @@ from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent, check_is_manifold
 
+__all__ = ["Power", "factors"]
+
 
 @dataclass(frozen=True)
 class Power(Delegate):
@@ -31,7 +33,6 @@ class Power(Delegate):
 
         Example:
             >>> import torch
-    from torch import Tensor
             >>> from manifoldagg.manifolds import Sphere
             >>> rows = Power(Sphere(2), (3,))
             >>> rows.shape

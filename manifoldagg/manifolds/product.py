@@ -11,6 +11,8 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent
 
+__all__ = ["Product"]
+
 
 @dataclass(frozen=True, init=False)
 class Product(Manifold):

@@ -11,6 +11,8 @@ from manifoldagg.errors import check_count
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import differentiable_log, eye, matrix_exp, polar, skew
 
+__all__ = ["SpecialOrthogonal"]
+
 
 @dataclass(frozen=True)
 class SpecialOrthogonal(Manifold):
@@ -120,7 +122,8 @@ def _velocity(x: Tensor, y: Tensor) -> Tensor:
         value = skew((basis * ratios.unsqueeze(-2)) @ basis.mT @ across)
         # The derivative of exp at a skew A = V diag(iμ) V* is exp(i(μ + ν)/2) sinc((μ - ν)/2) in that basis.
         turns, frame = torch.linalg.eigh(-1j * value)
-        mean, half = (turns.unsqueeze(-1) + turns.unsqueeze(-2)) / 2, (turns.unsqueeze(-1) - turns.unsqueeze(-2)) / 2
+        mean = (turns.unsqueeze(-1) + turns.unsqueeze(-2)) / 2
+        half = (turns.unsqueeze(-1) - turns.unsqueeze(-2)) / 2
         slopes = torch.exp(1j * mean) * torch.sinc(half / math.pi)
 
     def solve(e: Tensor) -> Tensor:

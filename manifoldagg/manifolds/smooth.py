@@ -8,6 +8,8 @@ from torch import Tensor
 
 from manifoldagg.kernels.rows import is_transformed
 
+__all__ = ["angle_per_sine", "cos_of_square", "dot", "joined", "sinc_of_square"]
+
 NEAR = 1e-3
 """Squared lengths below which a series is used: six of its terms leave an error below 1e-18 there."""
 

@@ -11,6 +11,8 @@ from manifoldagg.errors import check_count
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.smooth import angle_per_sine, cos_of_square, dot, sinc_of_square
 
+__all__ = ["Sphere"]
+
 
 @dataclass(frozen=True)
 class Sphere(Manifold):
@@ -55,17 +57,21 @@ class Sphere(Manifold):
         return dot(u.double(), v.double()).squeeze(-1).to(u.dtype)
 
     def _exp(self, x: Point, u: Tangent) -> Point:
-        a, v = x.double(), u.double()
+        a = x.double()
+        v = u.double()
         square = dot(v, v)
         return (cos_of_square(square) * a + sinc_of_square(square) * v).to(x.dtype)
 
     def _log(self, x: Point, y: Point) -> Tangent:
-        a, b = x.double(), y.double()
+        a = x.double()
+        b = y.double()
         across = _across(a, b - a)
         return (angle_per_sine(dot(across, across), dot(a, b)) * across).to(x.dtype)
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        a, b, v = x.double(), y.double(), u.double()
+        a = x.double()
+        b = y.double()
+        v = u.double()
         # 1 + <x, y> = |x + y|² / 2 keeps its digits near the cut locus.
         middle = a + b
         return (v - 2 * dot(b, v) / dot(middle, middle) * middle).to(u.dtype)

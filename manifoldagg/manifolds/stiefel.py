@@ -12,7 +12,10 @@ from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import eye, matrix_exp, polar, skew, sym
 
-STEPS, TRIALS = 12, 4
+__all__ = ["Log", "Stiefel"]
+
+STEPS = 12
+TRIALS = 4
 """Newton steps of a log, and after how many of them the better of two starts is kept."""
 
 LONGEST = 0.7
@@ -133,7 +136,8 @@ class Stiefel(Manifold):
     def _certified(self, x: Tensor, y: Tensor) -> Log:
         a, b = torch.broadcast_tensors(x.double(), y.double())
         for _ in range(3):
-            a, b = _orthonormal(a), _orthonormal(b)
+            a = _orthonormal(a)
+            b = _orthonormal(b)
         tangent = _logarithm(a, b)
         with torch.no_grad():
             residual = (_exponential(a, tangent) - b).square().sum((-2, -1)).sqrt().detach()
@@ -186,7 +190,8 @@ def _orthonormal(x: Tensor) -> Tensor:
 def _exponential(x: Tensor, u: Tensor) -> Tensor:
     p = x.shape[-1]
     u = _tangent(x, u)
-    turn, gram = skew(x.mT @ u), u.mT @ u
+    turn = skew(x.mT @ u)
+    gram = u.mT @ u
     # A basis of [x, u/c] with c = ‖u‖ keeps the exponent nearly normal; the value does not depend on c.
     scale = u.detach().square().sum((-2, -1), keepdim=True).sqrt()
     scale = torch.where(scale == 0, 1.0, scale)
@@ -206,9 +211,11 @@ class _Linear(NamedTuple):
 
 
 def _logarithm(x: Tensor, y: Tensor) -> Tensor:
-    p, m = x.shape[-1], min(x.shape[-1], x.shape[-2] - x.shape[-1])
+    p = x.shape[-1]
+    m = min(x.shape[-1], x.shape[-2] - x.shape[-1])
     with torch.no_grad():
-        a, b = x.detach(), y.detach()
+        a = x.detach()
+        b = y.detach()
         step = b - a
         # A QR of both completes x where the rest of y has less than full rank, or none.
         q = torch.linalg.qr(torch.cat([a, step - a @ (a.mT @ step)], -1)).Q[..., p : p + m]
@@ -236,7 +243,8 @@ def _logarithm(x: Tensor, y: Tensor) -> Tensor:
 def _solve(target: Tensor) -> Tensor:
     """[A; R] (*batch, p + m, p) from [xᵀy; qᵀy]."""
     z = _iterate(_starts(target), target.unsqueeze(0), TRIALS)
-    at, square = _linear(z), z.square().sum((-2, -1))
+    at = _linear(z)
+    square = z.square().sum((-2, -1))
     unit = eye(z, z.shape[-2])[:, : z.shape[-1]]
     miss = (at.turn.mT @ target @ at.back - unit).square().sum((-2, -1))
     # The shorter of two solutions, or what comes nearer to one.
@@ -257,7 +265,8 @@ def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
 def _starts(target: Tensor) -> Tensor:
     """(starts, *batch, p + m, p): logs of completions of `target` to a rotation, nearest to two guesses of the rest."""
     k, p = target.shape[-2:]
-    top, bottom = target[..., :p, :], target[..., p:, :]
+    top = target[..., :p, :]
+    bottom = target[..., p:, :]
     whole = [target]
     if k > p:
         rest = torch.linalg.qr(target, mode="complete").Q[..., p:]
@@ -289,8 +298,10 @@ def _linear(z: Tensor) -> _Linear:
     p = z.shape[-1]
     (mu, v), (nu, w) = (torch.linalg.eigh(-1j * a) for a in (_exponent(z), z[..., :p, :]))
     # gᵀ dg for g = e^W, and -(de^-A) e^A, which is the same expression in A. The coordinates of A come first.
-    moved, still = _coordinates(_left(mu, v, p)), _coordinates(_left(nu, w, p))
-    both, inner = moved.shape[-1], still.shape[-1]
+    moved = _coordinates(_left(mu, v, p))
+    still = _coordinates(_left(nu, w, p))
+    both = moved.shape[-1]
+    inner = still.shape[-1]
     twice = 1 + (torch.arange(both, device=z.device) < inner).to(z.dtype)
     slopes = moved * twice.unsqueeze(-1) - torch.nn.functional.pad(still, (0, both - inner, 0, both - inner))
     average = torch.exp(0.5j * mu) * torch.sinc(mu / (2 * math.pi))
@@ -309,7 +320,8 @@ def _left(angles: Tensor, frame: Tensor, p: int) -> Tensor:
     gap = angles.unsqueeze(-1) - angles.unsqueeze(-2)
     slopes = torch.exp(-0.5j * gap) * torch.sinc(gap / (2 * math.pi))
     # V* (e_a e_bᵀ - e_b e_aᵀ) V for every pair, then V (...) V* as two products of large matrices.
-    one, other = frame[..., rows, :], frame[..., columns, :]
+    one = frame[..., rows, :]
+    other = frame[..., columns, :]
     along = one.conj().unsqueeze(-1) * other.unsqueeze(-2) - other.conj().unsqueeze(-1) * one.unsqueeze(-2)
     right = (slopes.unsqueeze(-3) * along).flatten(-3, -2) @ frame[..., :p, :].mH
     swapped = right.unflatten(-2, (-1, k)).transpose(-3, -2).flatten(-2)
@@ -320,7 +332,8 @@ def _left(angles: Tensor, frame: Tensor, p: int) -> Tensor:
 def _exponent(z: Tensor) -> Tensor:
     """[2A, -Rᵀ; R, 0] of [A; R]."""
     k, p = z.shape[-2:]
-    turn, out = z[..., :p, :], z[..., p:, :]
+    turn = z[..., :p, :]
+    out = z[..., p:, :]
     right = torch.cat([-out.mT, z.new_zeros(*z.shape[:-2], k - p, k - p)], -2)
     return torch.cat([torch.cat([2 * turn, out], -2), right], -1)
 

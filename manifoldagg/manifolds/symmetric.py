@@ -11,6 +11,8 @@ from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import differentiable_log, eye, matrix_exp, sym
 
+__all__ = ["SymmetricPositiveDefinite"]
+
 
 @dataclass(frozen=True)
 class SymmetricPositiveDefinite(Manifold):
@@ -127,7 +129,8 @@ class SymmetricPositiveDefinite(Manifold):
             values, basis = torch.linalg.eigh(torch.where(near, step, target.detach()))
             logs = torch.where(near[..., 0], torch.where(near[..., 0], values, 0.0).log1p(), values.log())
         # exp[a, b] = (e^a - e^b) / (a - b), the derivative of exp in the basis of its eigenvectors.
-        mean, half = (logs.unsqueeze(-1) + logs.unsqueeze(-2)) / 2, (logs.unsqueeze(-1) - logs.unsqueeze(-2)) / 2
+        mean = (logs.unsqueeze(-1) + logs.unsqueeze(-2)) / 2
+        half = (logs.unsqueeze(-1) - logs.unsqueeze(-2)) / 2
         slopes = mean.exp() * torch.where(half == 0, 1.0, half.sinh() / torch.where(half == 0, 1.0, half))
         value = (basis * logs.unsqueeze(-2)) @ basis.mT
         return factor, differentiable_log(value, target, lambda e: basis @ ((basis.mT @ e @ basis) / slopes) @ basis.mT)

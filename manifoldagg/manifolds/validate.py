@@ -12,6 +12,8 @@ from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Tangent, Tensors, check_is_manifold
 from manifoldagg.manifolds.power import factors
 
+__all__ = ["Validated", "check_point", "check_reach", "check_tangent"]
+
 MARGIN = 64
 """Roundings by which a point of an open set may miss its own projection: it is brought back a little further in."""
 
@@ -45,7 +47,8 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
         factor = leaf.space
         if factor.flat or part.numel() == 0 or "project" not in factor.capabilities:
             continue
-        away, size = _largest(factor, factor._project(part) - part), _largest(factor, part)
+        away = _largest(factor, factor._project(part) - part)
+        size = _largest(factor, part)
         if factor.open and tolerance is None and leaf.stored is None:
             allowed = MARGIN * torch.finfo(part.dtype).eps * size
         else:
@@ -84,7 +87,8 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
         factor = leaf.space
         if factor.flat or part.numel() == 0 or "project_tangent" not in factor.capabilities:
             continue
-        normal, size = _largest(factor, factor._project_tangent(base, part) - part), _largest(factor, part)
+        normal = _largest(factor, factor._project_tangent(base, part) - part)
+        size = _largest(factor, part)
         # A hyperboloid's projection magnifies the rounding of u by the square of the point's coordinates.
         allowed = _root(part.dtype, tolerance) * size * _largest(factor, base).clamp(min=1).square()
         if not bool((normal <= allowed).all()):

@@ -49,7 +49,8 @@ class Verdict:
         kept = sum(finding.holds for finding in self.findings)
         lines = [f"{self.space}: {kept} of {len(self.findings)} laws hold"]
         for finding in self.findings:
-            mark, name = "holds " if finding.holds else "BROKEN", finding.law.replace("_", " ")
+            mark = "holds " if finding.holds else "BROKEN"
+            name = finding.law.replace("_", " ")
             lines.append(f"  {mark} {name:<60} {finding.ratio:9.3g} of what is allowed{finding.where}")
         return "\n".join(lines)
 
@@ -112,7 +113,8 @@ def check_manifold(
                         found, allowed = law(Setting(subject, seed, dtype, t, condition))
                         ratio = found / allowed if allowed > 0 else (0.0 if found == 0 else math.inf)
                     except (ManifoldAggError, RuntimeError, NotImplementedError) as error:
-                        ratio, where = math.inf, f"{where}: {type(error).__name__}: {error}"
+                        ratio = math.inf
+                        where = f"{where}: {type(error).__name__}: {error}"
                     if not ratio <= worst.ratio:
                         worst = Finding(name, math.inf if math.isnan(ratio) else ratio, where)
         findings.append(worst)

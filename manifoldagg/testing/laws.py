@@ -119,7 +119,10 @@ def law(*primitives: str) -> Callable[[Law], Law]:
 @law("inner", "random_tangent")
 def inner_is_a_scalar_product(s: Setting) -> Violation:
     """Symmetric, bilinear, positive."""
-    p, (x, u, v) = s.space, (s.x, s.u, s.v)
+    p = s.space
+    x = s.x
+    u = s.u
+    v = s.v
     skew = (p.inner(x, u, v) - p.inner(x, v, u)).abs().max().item()
     sum_ = p.inner(x, u, 2 * u - 3 * v) - 2 * p.inner(x, u, u) + 3 * p.inner(x, u, v)
     negative = (-p.inner(x, u, u)).clamp(min=0).max().item()
@@ -144,7 +147,8 @@ def the_derivative_of_exp_at_zero_is_the_identity(s: Setting) -> Violation:
     """exp_x(hu) - exp_x(-hu) = 2hu + O(h³), in coordinates."""
     if s.dtype is not torch.float64:
         return 0.0, 0.0
-    unit, h = s.u / s.t, 1e-4
+    unit = s.u / s.t
+    h = 1e-4
     slope = (s.space.exp(s.x, h * unit) - s.space.exp(s.x, -h * unit)) / (2 * h)
     # The cubic term is curvature times h²; rounding is ε/h.
     return s.apart(slope, unit) / unit.abs().max().item(), 10 * h**2 + s.rounding / h
@@ -153,14 +157,16 @@ def the_derivative_of_exp_at_zero_is_the_identity(s: Setting) -> Violation:
 @law(*GEODESIC)
 def geodesics_have_constant_speed(s: Setting) -> Violation:
     """d(γ(a), γ(b)) = |b - a| d(x, y)."""
-    a, b = geodesic(s.space, s.x, s.y, 0.2), geodesic(s.space, s.x, s.y, 0.7)
+    a = geodesic(s.space, s.x, s.y, 0.2)
+    b = geodesic(s.space, s.x, s.y, 0.7)
     return (distance(s.space, a, b) / s.t - 0.5).abs().max().item(), 4 * s.tolerance
 
 
 @law(*GEODESIC)
 def geodesics_can_be_walked_back(s: Setting) -> Violation:
     """The geodesic from y to x at 1 - t is the one from x to y at t."""
-    there, back = geodesic(s.space, s.x, s.y, 0.3), geodesic(s.space, s.y, s.x, 0.7)
+    there = geodesic(s.space, s.x, s.y, 0.3)
+    back = geodesic(s.space, s.y, s.x, 0.7)
     return s.points_apart(there, back), 2 * s.absolute
 
 
@@ -169,7 +175,8 @@ def distance_is_symmetric_and_keeps_the_triangle_inequality(s: Setting) -> Viola
     """d(x, y) = d(y, x), d(x, x) = 0 and d(x, z) <= d(x, y) + d(y, z)."""
     # As far as z can be without y being beyond its cut locus.
     far = min(0.5 * s.t, (reach(s.space, s.x) - s.t) / 2)
-    z, d = s.space.exp(s.x, far / s.t * s.v), distance
+    z = s.space.exp(s.x, far / s.t * s.v)
+    d = distance
     skew = (d(s.space, s.x, s.y) - d(s.space, s.y, s.x)).abs().max().item()
     short = (d(s.space, s.y, z) - d(s.space, s.y, s.x) - d(s.space, s.x, z)).clamp(min=0).max().item()
     self_ = d(s.space, s.x, s.x).max().item()
@@ -181,7 +188,8 @@ def distance_grows_against_the_log(s: Setting) -> Violation:
     """The gradient of d(·, y)² at x is -2 log_x y: metric, exp and log belong together."""
     if s.dtype is not torch.float64 or s.t < 1e-2:
         return 0.0, 0.0
-    w, h = s.v / s.t, 1e-4
+    w = s.v / s.t
+    h = 1e-4
     ahead, behind = (distance(s.space, s.space.exp(s.x, e * h * w), s.y).square() for e in (1, -1))
     slope = (ahead - behind) / (2 * h)
     expected = -2 * s.space.inner(s.x, w, s.space.log(s.x, s.y))
@@ -199,7 +207,9 @@ def retractions_agree_with_exp_to_second_order(s: Setting) -> Violation:
     """log_x(retract_x(hu)) - hu shrinks with the third power of h, and what is retracted lies on the manifold."""
     if s.dtype is not torch.float64:
         return 0.0, 0.0
-    unit, far, near = s.u / s.t, 2e-2, 1e-2
+    unit = s.u / s.t
+    far = 2e-2
+    near = 1e-2
     gaps = [s.size(s.x, s.space.log(s.x, s.space.retract(s.x, h * unit)) - h * unit) for h in (far, near)]
     if gaps[0] <= s.rounding:
         return 0.0, 0.0
@@ -211,7 +221,8 @@ def retractions_agree_with_exp_to_second_order(s: Setting) -> Violation:
 def projections_are_idempotent(s: Setting) -> Violation:
     """Projecting twice is projecting once, for points and for tangents; drawn tangents are tangent."""
     noise = s.x + 0.1 * torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed), dtype=s.dtype)
-    point, tangent = s.space.project(noise), s.space.project_tangent(s.x, noise)
+    point = s.space.project(noise)
+    tangent = s.space.project_tangent(s.x, noise)
     found = max(
         s.points_apart(s.space.project(point), point),
         s.apart(s.space.project_tangent(s.x, tangent), tangent),
@@ -244,7 +255,8 @@ def the_gradient_represents_the_derivative(s: Setting) -> Violation:
 @law("log", "transport", "project_tangent")
 def logs_and_transports_are_tangent(s: Setting) -> Violation:
     """They are their own projections."""
-    log, moved = s.space.log(s.x, s.y), s.space.transport(s.x, s.y, s.v)
+    log = s.space.log(s.x, s.y)
+    moved = s.space.transport(s.x, s.y, s.v)
     at_x = s.apart(s.space.project_tangent(s.x, log), log)
     at_y = s.apart(s.space.project_tangent(s.y, moved), moved)
     return max(at_x, at_y), s.tolerance * s.t
@@ -301,7 +313,8 @@ def the_pole_ladder_transports(s: Setting) -> Violation:
 def gradients_are_finite_where_lengths_vanish(s: Setting) -> Violation:
     """At u = 0 and y = x, in every argument."""
     x = s.x.clone().requires_grad_()
-    y, zero = s.x.clone().requires_grad_(), torch.zeros_like(s.u).requires_grad_()
+    y = s.x.clone().requires_grad_()
+    zero = torch.zeros_like(s.u).requires_grad_()
     values = (s.space.exp(x, zero), s.space.log(x, y), distance(s.space, x, y), norm(s.space, x, zero))
     slopes = torch.autograd.grad([value.sum() for value in values], [x, y, zero])
     return float(sum((~slope.isfinite()).sum().item() for slope in slopes)), 0.0
@@ -310,7 +323,10 @@ def gradients_are_finite_where_lengths_vanish(s: Setting) -> Violation:
 @law(*GEODESIC)
 def a_batch_is_a_loop(s: Setting) -> Violation:
     """Points and tangents of a batch do not see one another."""
-    x, y, u, v = s.x, s.y, s.u, s.v
+    x = s.x
+    y = s.y
+    u = s.u
+    v = s.v
     calls: list[Callable[[int | slice], Tensor]] = [
         lambda i: s.space.exp(x[i], u[i]),
         lambda i: s.space.log(x[i], y[i]),
@@ -333,7 +349,8 @@ def the_mean_of_two_points_is_the_middle(s: Setting) -> Violation:
     """A Karcher mean is stationary; of two points it lies on their geodesic; of equal points it is one of them."""
     if 2 * s.t >= reach(s.space, s.x):
         return 0.0, 0.0
-    pair, weights = torch.stack([s.x, s.y], 1), torch.tensor([0.75, 0.25], dtype=s.dtype)
+    pair = torch.stack([s.x, s.y], 1)
+    weights = torch.tensor([0.75, 0.25], dtype=s.dtype)
     mean = karcher_mean(s.space, pair, weights, tolerance=s.tolerance * s.t / 10)
     same = karcher_mean(s.space, torch.stack([s.x, s.x, s.x], 1))
     if not mean.converged:

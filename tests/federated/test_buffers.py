@@ -9,7 +9,8 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server, aggregate
 from manifoldagg.federated.buffers import collect, policies, settle
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.manifolds import Entry, ParameterSpace
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.layout import Entry
 from tests.federated.fingerprint import Adds, Gathers, bits
 from tests.support import draw, seeds
 
