@@ -17,30 +17,30 @@ __all__ = ["Power", "factors"]
 class Power(Delegate):
     r"""$M^k$ for $k = k_1 \cdots k_m$ copies of one space, with the product metric.
 
-        A point has shape (*batch, *copies, *space.shape): the primitives of the space see the copies as a batch, and
+    A point has shape (*batch, *copies, *space.shape): the primitives of the space see the copies as a batch, and
 
-        $$\langle u, v\rangle_x = \sum_i \langle u_i, v_i\rangle_{x_i}, \qquad
-          \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
+    $$\langle u, v\rangle_x = \sum_i \langle u_i, v_i\rangle_{x_i}, \qquad
+      \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
 
-        A log needs each copy within its own radius only.
+    A log needs each copy within its own radius only.
 
-        Args:
-            space: of one copy.
-            copies: how many there are, along each leading axis.
+    Args:
+        space: of one copy.
+        copies: how many there are, along each leading axis.
 
-        Raises:
-            ArgumentError: if `space` is no manifold, or `copies` no tuple of positive integers.
+    Raises:
+        ArgumentError: if `space` is no manifold, or `copies` no tuple of positive integers.
 
-        Example:
-            >>> import torch
-            >>> from manifoldagg.manifolds import Sphere
-            >>> rows = Power(Sphere(2), (3,))
-            >>> rows.shape
-            (3, 2)
-            >>> x = torch.tensor([1.0, 0.0]).expand(3, 2)
-            >>> u = torch.tensor([0.0, 1.0]).expand(3, 2)
-            >>> rows.inner(x, u, u)
-            tensor(3.)
+    Example:
+        >>> import torch
+        >>> from manifoldagg.manifolds import Sphere
+        >>> rows = Power(Sphere(2), (3,))
+        >>> rows.shape
+        (3, 2)
+        >>> x = torch.tensor([1.0, 0.0]).expand(3, 2)
+        >>> u = torch.tensor([0.0, 1.0]).expand(3, 2)
+        >>> rows.inner(x, u, u)
+        tensor(3.)
     """
 
     space: Manifold
