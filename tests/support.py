@@ -27,3 +27,8 @@ def relative(a: Tensor, b: Tensor) -> float:
     a, b = a.double(), b.double()
     scale = max(a.norm().item(), b.norm().item())
     return 0.0 if scale == 0 else (a - b).norm().item() / scale
+
+
+def numbers(gram) -> Tensor:
+    """A Gram matrix of floats as a tensor: (S, k, k), or (k, k) of one part."""
+    return torch.from_numpy(gram.parts.astype(float)).squeeze(0)

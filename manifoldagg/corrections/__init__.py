@@ -6,10 +6,11 @@ from manifoldagg.corrections.correction import Composition, Corrected, Correctio
 from manifoldagg.corrections.delay import DelayCompensated, Position, Tangent
 from manifoldagg.corrections.dynamic import OrthoDyn
 from manifoldagg.corrections.frame import Frame
+from manifoldagg.corrections.gram import Gram
 from manifoldagg.corrections.orthogonal import OrthoCorrect, OrthoDC, OrthoGrad, OrthoPos, OrthoStrict
-from manifoldagg.corrections.place import Transport
 from manifoldagg.corrections.rotation import rotate_control
 from manifoldagg.corrections.surgery import GradientSurgery, Pairwise
+from manifoldagg.corrections.transport import Transport
 
 __all__ = [
     "AutoThreshold",
@@ -19,6 +20,7 @@ __all__ = [
     "DelayCompensated",
     "Frame",
     "GradientSurgery",
+    "Gram",
     "OrthoCorrect",
     "OrthoDC",
     "OrthoDyn",

@@ -5,10 +5,15 @@ from typing import Any
 
 import torch
 
-from manifoldagg.corrections.algebra import identity, untracked
-from manifoldagg.corrections.correction import Correction, Lines
-from manifoldagg.corrections.frame import Frame, Matrix
+from manifoldagg.corrections.correction import Correction
+from manifoldagg.corrections.frame import Frame
+from manifoldagg.corrections.gram import Gram, Matrix, untracked
+from manifoldagg.corrections.orthogonal import OrthoDC
 from manifoldagg.errors import check_number, check_shape
+
+__all__ = ["AutoThreshold"]
+
+PROJECT = OrthoDC(1.0)
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,6 @@ class AutoThreshold(Correction):
     def __post_init__(self) -> None:
         check_number("decay", self.decay, above=0, at_most=1 - 2**-30)
 
-    def added(self, displacements: int) -> int:
-        return 2
-
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         frame.require_flat("AutoThreshold, a fit to updates from different points,")
         if state is None or "base" not in state:
@@ -83,35 +85,35 @@ class AutoThreshold(Correction):
             check_shape(f"state[{name!r}]", state[name], *frame.rows[0].shape)
         return frame.extended("mean v", state["displacement"]).extended("base - mean", frame.base, state["base"])
 
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        n = self._displacements(gram, displacements)
-        lines = identity(n, len(gram))
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        lines = gram.identity()
+        n = gram.displacements
         if n == 0:
             return lines, state
-        mean, moved, end = n + 1, n + 2, n - 1
+        inner = gram.matrix
+        mean = gram.row("mean v")
+        moved = gram.row("base - mean")
+        end = n - 1
         if state is None or "covariance" not in state:
-            covariance = variance = 0 * gram[n][n]
+            covariance = variance = 0 * inner[n, n]
             state = {}
         else:
             gain = 1 - self.decay
-            covariance = self.decay * (state["covariance"] + gain * (gram[end][moved] - gram[mean][moved]))
-            variance = self.decay * (state["variance"] + gain * gram[moved][moved])
+            covariance = self.decay * (state["covariance"] + gain * (inner[end, moved] - inner[mean, moved]))
+            variance = self.decay * (state["variance"] + gain * inner[moved, moved])
         beta = slope(covariance, variance)
-        if gram[n][n] != 0 and 0 <= gram[end][n] / gram[n][n] <= 2 * beta:
-            for i, line in enumerate(lines):
-                line[n] = -gram[i][n] / gram[n][n]
+        threshold = -1
+        if inner[n, n] != 0 and 0 <= inner[end, n] / inner[n, n] <= 2 * beta:
+            lines, _ = PROJECT.coefficients(gram)
             threshold = 1
-        else:
-            threshold = -1
         numbers = {"covariance": covariance, "variance": variance, "slope": beta, "threshold": threshold}
         return lines, {**state, **{name: untracked(value) for name, value in numbers.items()}}
 
-    def remember(self, frame: Frame, lines: Lines, state: Any) -> Any:
-        n, frame = frame.displacements, frame.detached()
+    def remember(self, frame: Frame, lines: Matrix, state: Any) -> Any:
+        n = frame.displacements
         if n == 0:
             return state
+        frame = frame.detached()
         wide = torch.promote_types(frame.rows[0].dtype, torch.float32)
         seen = {"displacement": frame.row(n - 1), "base": frame.base.double()}
         if "base" not in state:

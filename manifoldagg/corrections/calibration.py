@@ -1,55 +1,35 @@
 """OrthoFL's calibration: where a client starts next, so that the others' progress does not undo its own."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from manifoldagg.corrections.algebra import span_coefficients, total
-from manifoldagg.corrections.frame import GRANULARITIES, Matrix, require_flat
+from manifoldagg.corrections.frame import GRANULARITIES, require_flat
+from manifoldagg.corrections.gram import Gram
 from manifoldagg.corrections.orthogonal import OrthoDC
-from manifoldagg.corrections.place import leaves_of
+from manifoldagg.corrections.surgery import span_coefficients
+from manifoldagg.corrections.transport import leaves_of
 from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape
 from manifoldagg.kernels import combine, gram
-from manifoldagg.kernels.rows import bounds, is_transformed
+from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Layout, Manifold, ParameterSpace
 
-State = Mapping[str, Tensor]
+__all__ = ["calibrate"]
+
+Model = TypeVar("Model", Tensor, Mapping[str, Tensor])
 
 
-@overload
 def calibrate(
-    start: Tensor,
-    global_shift: Tensor,
-    client_shift: Tensor,
-    granularity: str = ...,
-    against: Sequence[Tensor] | Tensor | None = ...,
-    *,
-    space: Manifold | None = ...,
-    segments: Sequence[int] | None = ...,
-) -> Tensor: ...
-@overload
-def calibrate(
-    start: State,
-    global_shift: State,
-    client_shift: State,
-    granularity: str = ...,
-    against: Sequence[State] | None = ...,
-    *,
-    space: Manifold | None = ...,
-    segments: None = ...,
-) -> dict[str, Tensor]: ...
-def calibrate(
-    start: Any,
-    global_shift: Any,
-    client_shift: Any,
+    start: Model,
+    global_shift: Model,
+    client_shift: Model,
     granularity: str = "tensor",
-    against: Any = None,
+    against: Sequence[Model] | Tensor | None = None,
     *,
     space: Manifold | None = None,
-    segments: Sequence[int] | None = None,
-) -> Any:
+) -> Model:
     r"""The model from which a client trains next: its own, moved by what the global model gained beside its update.
 
     $$W_m + \Delta - \operatorname{proj}_{\Delta_m} \Delta, \qquad
@@ -66,9 +46,8 @@ def calibrate(
         client_shift: $\Delta_m$, how far the client moved in that time.
         granularity: `"tensor"` (OrthoFL), or `"model"` (full projection).
         against: the most recent updates of the other clients, for the pairwise form.
-        space: of points: its named tensors are those of `granularity="tensor"`; of a mapping: which tensors are
-            parameters. A curved one is refused.
-        segments: instead of a space: the lengths of the named tensors in a point; without either, a point is one.
+        space: of points: its named tensors are those of `granularity="tensor"`, and without one a point is a single
+            tensor; of a mapping: which tensors are parameters. A curved one is refused.
 
     Returns:
         In kind: a new point, or a new dict. Of a mapping, what is no parameter (frozen, or not floating) is copied from
@@ -93,40 +72,64 @@ def calibrate(
         raise ArgumentError(f"against: expected a sequence of updates, got {type(against).__name__}")
     if space is not None:
         require_flat(space)
-    if isinstance(start, Mapping):
-        return _calibrate_state(
-            start, global_shift, client_shift, granularity, cast("Sequence[State] | None", against), space, segments
-        )
+    given: dict[str, Any] = {"start": start, "global_shift": global_shift, "client_shift": client_shift}
+    given |= {f"against[{i}]": other for i, other in enumerate(() if against is None else against)}
+    split = _tensors_of_states if isinstance(start, Mapping) else _tensors_of_points
+    pieces, joined = split(given, space)
+    inner = [gram(rows)[0] for _, *rows in pieces]
+    for i, numbers in enumerate(inner):
+        check_finite(f"shifts: inner products of tensor {i}", numbers.detach())
+    # Rows: the shift, the client's own, which takes the place of the drift, and the others' updates.
+    extra = tuple(name for name in given if name.startswith("against"))
+    moved = []
+    for i, ((model, *rows), part) in enumerate(zip(pieces, _grams(inner, granularity, extra), strict=True)):
+        piece = combine(model, rows, _weights(part, pairwise=against is not None))
+        moved.append(piece if is_transformed([piece]) else check_finite(f"the calibrated start: tensor {i}", piece))
+    result: Model = joined(moved)
+    return result
+
+
+def _grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) -> list[Gram]:
+    """For each tensor its own, or that of the model."""
+    if not inner:
+        return []
+    every = Gram.of(torch.stack(inner), extra=extra)
+    return [*every] if granularity == "tensor" else [every.whole] * len(inner)
+
+
+def _weights(inner: Gram, *, pairwise: bool) -> list[Any]:
+    """On the shift, the client's own and the others' updates."""
+    if not pairwise:
+        lines, _ = OrthoDC(1.0).coefficients(inner)
+        weights: list[Any] = lines[0].tolist()
+        return weights
+    others = inner.matrix[2:, 2:]
+    return [1.0, 0.0, *(-x for x in span_coefficients(others, inner.matrix[1, 2:]))]
+
+
+Split = tuple[list[list[Tensor]], Callable[[list[Tensor]], Any]]
+"""For each named tensor the rows (W, Δ, Δₘ, others), and what makes the result of the new tensors."""
+
+
+def _tensors_of_points(given: dict[str, Any], space: Manifold | None) -> Split:
+    start = given["start"]
     shape = check_shape("start", start, *getattr(start, "shape", ())).shape
-    rows = {"start": start, "global_shift": global_shift, "client_shift": client_shift}
-    rows |= {f"against[{i}]": row for i, row in enumerate(() if against is None else against)}
-    for name, row in rows.items():
-        check_finite(name, check_shape(name, row, *shape))
     if space is not None:
         check_shape("start", start, *space.axes)
-        segments = [leaf.part.stop - leaf.part.start for leaf in leaves_of(space, start)]
-    vectors = [row.flatten() for row in rows.values()]
-    pieces = [[vector[low:high] for vector in vectors] for low, high in bounds(segments, start.numel())]
-    moved = _moved(pieces, granularity, pairwise=against is not None)
-    return torch.cat(moved).view(shape) if moved else start.clone()
+    for name, row in given.items():
+        check_finite(name, check_shape(name, row, *shape))
+    parts = [slice(None)] if space is None else [leaf.part for leaf in leaves_of(space, start)]
+    pieces = [[row.flatten()[part] for row in given.values()] for part in parts]
+    return pieces, lambda moved: torch.cat(moved).view(shape) if moved else start.clone()
 
 
-def _calibrate_state(
-    start: State,
-    global_shift: State,
-    client_shift: State,
-    granularity: str,
-    against: Sequence[State] | None,
-    space: Manifold | None,
-    segments: Sequence[int] | None,
-) -> dict[str, Tensor]:
-    if segments is not None or not (space is None or isinstance(space, ParameterSpace)):
-        raise ArgumentError("start: named tensors are their own segments; give a ParameterSpace, or neither")
+def _tensors_of_states(given: dict[str, Any], space: Manifold | None) -> Split:
+    start = given["start"]
+    if not (space is None or isinstance(space, ParameterSpace)):
+        raise ArgumentError("space: expected a ParameterSpace of named tensors, or None, where each is its own")
     layout = Layout.of_state_dict(start, dtype=torch.float64) if space is None else space.layout
     layout.check(start)
-    states = {"start": start, "global_shift": global_shift, "client_shift": client_shift}
-    states |= {f"against[{i}]": state for i, state in enumerate(against or ())}
-    for name, state in states.items():
+    for name, state in given.items():
         if not isinstance(state, Mapping):
             raise ArgumentError(f"{name}: expected named tensors as in start, got {type(state).__name__}")
         if extra := sorted(map(str, state.keys() - start.keys())):
@@ -136,32 +139,10 @@ def _calibrate_state(
                 raise ArgumentError(f"{name}: expected a tensor {leaf.name!r} as in start")
             label = f"{name}[{leaf.name!r}]"
             check_finite(label, check_shape(label, state[leaf.name], *leaf.shape))
-    pieces = [tuple(state[leaf.name].flatten() for state in states.values()) for leaf in layout.leaves]
-    moved = _moved(pieces, granularity, pairwise=against is not None)
-    new = {leaf.name: value.view(leaf.shape) for leaf, value in zip(layout.leaves, moved, strict=True)}
-    new |= {alias: new[name] for alias, name in layout.aliases}
-    return {name: new[name] if name in new else start[name].clone() for name in start}
 
+    def joined(moved: list[Tensor]) -> dict[str, Tensor]:
+        new = {leaf.name: value.view(leaf.shape) for leaf, value in zip(layout.leaves, moved, strict=True)}
+        new |= {alias: new[name] for alias, name in layout.aliases}
+        return {name: new[name] if name in new else start[name].clone() for name in start}
 
-def _moved(pieces: Sequence[Sequence[Tensor]], granularity: str, *, pairwise: bool) -> list[Tensor]:
-    r"""$W + C r$ for each piece (W, Δ, Δₘ, others)."""
-    tensors = [gram(rows)[0] for _, *rows in pieces]
-    for i, inner in enumerate(tensors):
-        check_finite(f"shifts: inner products of tensor {i}", inner.detach())
-    # Numbers that a derivative follows stay on its path.
-    grams: list[Matrix] = [inner if is_transformed([inner]) else inner.tolist() for inner in tensors]
-    if granularity == "model" and grams:
-        grams = [total(grams)] * len(grams)
-
-    def weights(inner: Any) -> list[Any]:
-        others = range(2, len(inner))
-        if not pairwise:
-            return OrthoDC(1.0).coefficients(inner)[0][0]
-        along = [inner[1][j] for j in others]
-        return [1.0, 0.0, *(-x for x in span_coefficients([[inner[i][j] for j in others] for i in others], along))]
-
-    moved = [combine(start, rows, weights(inner)) for (start, *rows), inner in zip(pieces, grams, strict=True)]
-    for i, piece in enumerate(moved):
-        if not is_transformed([piece]):
-            check_finite(f"the calibrated start: tensor {i}", piece)
-    return moved
+    return [[state[leaf.name].flatten() for state in given.values()] for leaf in layout.leaves], joined

@@ -1,24 +1,24 @@
 """What a correction is: a small matrix, computed from a Gram matrix, that takes a stale update to the present."""
 
 import abc
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.corrections.algebra import congruence, identity, product, top_left, total
-from manifoldagg.corrections.frame import CANCELLED, Frame, Matrix, require_flat
-from manifoldagg.corrections.place import RUNGS
+from manifoldagg.corrections.frame import Frame
+from manifoldagg.corrections.gram import Gram, Matrix
+from manifoldagg.corrections.transport import RUNGS
 from manifoldagg.errors import ArgumentError, check_finite
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["Composition", "Corrected", "Correction", "identity", "require_flat"]
-
-Lines = list[list[list[Any]]]
+__all__ = ["Composition", "Corrected", "Correction", "by_granularity"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,107 +27,112 @@ class Corrected:
 
     Attributes:
         frame: with the rows that the correction added.
-        lines: $C$ for each segment, or one for all: (S, n, k).
+        gram: of its rows.
+        lines: $C$, (n, k), or (S, n, k) with one for each segment.
         state: the next one, of a correction that keeps one.
+        came: the Gram matrix of the displacements as they came; not `gram` where rows were formed on the way.
     """
 
     frame: Frame
-    lines: Lines
+    gram: Gram
+    lines: Matrix
     state: Any
+    came: Gram
+
+    @cached_property
+    def moved(self) -> Gram:
+        r"""$\bar C G \bar C^\top$: of the corrected displacements and the drift."""
+        return self.gram.corrected(self.lines)
+
+    def combine(self, base: Tensor | None, weights: Any, out: Tensor | None = None) -> Tensor:
+        r"""$\mathrm{base} + \sum_i w_i \sum_j C_{ij} r_j$, rounded once."""
+        return self.frame.combine(base, np.asarray(weights, dtype=object) @ self.lines, out=out)
 
     def displacements(self) -> Float[Tensor, "n P"]:
         r"""The corrected rows, tangent at $\Theta^\tau$, each rounded once to the dtype of the frame's rows."""
-        rows = []
-        for i in range(len(self.lines[0])):
-            line = [lines[i] for lines in self.lines]
-            if any(isinstance(c, Tensor) for piece in line for c in piece):
-                zero = self.frame.rows[0].new_zeros((), dtype=torch.float64)
-                weights = torch.stack([torch.stack([zero + c for c in piece]) for piece in line])
-                rows.append(self.frame.combine(None, weights if len(line) > 1 else weights[0]))
-            else:
-                row = self.frame.combine(None, line if len(line) > 1 else line[0])
-                rows.append(row if is_transformed([row]) else check_finite("corrected displacements", row))
+        rows = [self.frame.combine(None, self.lines[..., i, :]) for i in range(self.lines.shape[-2])]
+        for row in rows:
+            if not is_transformed([row]):
+                check_finite("corrected displacements", row)
         return torch.stack(rows) if rows else self.frame.rows[0].new_empty(0, *self.frame.rows[0].shape)
 
 
 class Correction(abc.ABC):
     r"""A map $\pi(\Theta^t, \Theta^\tau, v)$ from displacements at the base to tangents at the current model.
 
-    It acts on each control point by itself, so that a curve keeps its start at $\Theta^\tau$. What it needs besides
-    $v$ and $g$ it adds to the frame as rows; what it remembers it returns as the next state.
+    It acts on each control point by itself, so that a curve keeps its start at $\Theta^\tau$. One that is algebra has
+    `coefficients` alone; what it needs besides $v$ and $g$ it adds to the frame as rows, in `extend`; tensors that it
+    remembers it makes in `remember`. A state is returned, never changed.
+
+    Attributes:
+        granularity: `"tensor"` where it asks the Gram matrix for its segments, such as `gram["head.weight"]`.
+        keeps_state: whether there is something to remember.
+
+    Example:
+        Take half of the displacement where it conflicts with the drift in the last layer.
+
+        >>> import torch
+        >>> from manifoldagg.manifolds import Flat, Product
+        >>> class Wary(Correction):
+        ...     granularity = "tensor"
+        ...     def coefficients(self, gram, state=None):
+        ...         lines, n, last = gram.identity(), gram.displacements, gram["head"].matrix
+        ...         for i in range(n):
+        ...             lines[i, i] = 0.5 if last[i, n] < 0 else 1.0
+        ...         return lines, state
+        >>> space = Product({"body": Flat(1), "head": Flat(1)})
+        >>> base, current = torch.zeros(2), torch.ones(2)
+        >>> Wary()(space, base, current, torch.tensor([[4.0, -2.0], [-4.0, 2.0]]))
+        tensor([[ 2., -1.],
+                [-4.,  2.]])
     """
 
     granularity: str = "model"
     keeps_state: ClassVar[bool] = False
 
-    def derives(self, frame: Frame | None = None) -> bool:
-        """Whether it makes rows of the displacements (on such a frame)."""
-        return False
+    @abc.abstractmethod
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        r"""$C$ such that corrected row i is $\sum_j C_{ij} r_j$, and the next state.
 
-    def added(self, displacements: int) -> int:
-        """How many rows it adds to a frame of so many displacements."""
-        return 0
+        Args:
+            gram: the inner products of $v_1, \dots, v_n, g$ and the correction's own rows.
+            state: of a correction that keeps one; `None` at first.
+
+        Returns:
+            (n, k) numbers of the same kind, or (S, n, k) with a matrix for each segment; and the state.
+        """
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         """`frame` with the rows that it adds."""
         return frame
 
-    @abc.abstractmethod
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        r"""$C$ such that corrected row i is $\sum_j C_{ij} r_j$, and the next state.
-
-        Args:
-            gram: the (k, k) inner products of $v_1, \dots, v_n, g$ and the correction's own rows: floats, torch
-                numbers or sympy expressions, indexed `gram[i][j]`.
-            state: of a correction that keeps one; `None` at first.
-            displacements: n; where not given, all rows but the drift and those that the correction adds.
-
-        Returns:
-            (n, k) numbers of the same kind, and the state.
-        """
-
-    def remember(self, frame: Frame, lines: Lines, state: Any) -> Any:
+    def remember(self, frame: Frame, lines: Matrix, state: Any) -> Any:
         """The state with its tensors brought up to date, given what was made of the frame."""
         return state
 
-    def segmented(self, grams: Sequence[Matrix], state: Any, displacements: int) -> tuple[Lines, Any]:
-        """The coefficients for each segment; a correction of the whole model sums the Gram matrices first."""
-        if self.granularity == "tensor":
-            return [self.coefficients(gram, state, displacements=displacements)[0] for gram in grams], state
-        lines, state = self.coefficients(total(grams), state, displacements=displacements)
-        return [lines for _ in grams], state
+    def extends(self, frame: Frame) -> bool:
+        """Whether it adds rows to such a frame; so it is taken to do where it has an `extend`."""
+        return type(self).extend is not Correction.extend
 
-    def apply(self, frame: Frame, state: Any = None) -> Corrected:
+    def apply(self, frame: Frame, state: Any = None, *, granularity: str | None = None) -> Corrected:
         """Correct the displacements of a frame.
 
         Args:
             frame: of displacements and the drift.
             state: what the last call returned, of a correction that keeps one. It is not changed.
+            granularity: to read segments for what comes after; its own where not given.
 
         Raises:
             ArgumentError: if inner products overflow float64, or the correction cannot work on such a frame.
 
         Cost: one pass that reads the rows (beside those that the correction makes); `displacements` is another.
         """
-        extended, numbers = self._read(frame, state)
-        lines, state = self.segmented(numbers, state, frame.displacements)
-        return Corrected(extended, lines, self.remember(extended, lines, state))
-
-    def loses(self, grams: Sequence[Matrix], displacements: int) -> bool:
-        """Whether inner products of what is corrected first are rounding, so that nothing can be decided from them."""
-        return False
-
-    def _read(self, frame: Frame, state: Any) -> tuple[Frame, list[Any]]:
-        """The frame with this correction's rows, and its Gram matrices: floats, or torch numbers where followed."""
         if frame.extra:
             raise ArgumentError(f"frame: expected displacements and the drift alone, got also {', '.join(frame.extra)}")
-        extended = self.extend(frame, state)
-        inner = extended.gram(self.granularity)
-        check_finite("displacements and drift: inner products", inner.detach())
-        grams = inner if self.granularity == "tensor" else inner[None]
-        return extended, list(grams) if is_transformed([inner]) else grams.tolist()
+        frame = self.extend(frame, state)
+        gram = frame.gram(granularity or self.granularity)
+        lines, state = self.coefficients(gram, state)
+        return Corrected(frame, gram, lines, self.remember(frame, lines, state), gram)
 
     def __call__(
         self,
@@ -169,92 +174,73 @@ class Correction(abc.ABC):
         """`a >> b`: first `a`, then `b` on what `a` made of the rows."""
         if not isinstance(after, Correction):
             return NotImplemented
-        return Composition(self, after)
-
-    def _displacements(self, gram: Matrix, given: int | None) -> int:
-        """n, from the size of a Gram matrix."""
-        for n in range(len(gram)) if given is None else [given]:
-            if len(gram) >= n + 1 and (given is not None or n + 1 + self.added(n) == len(gram)):
-                return n
-        raise ArgumentError(f"gram: a {len(gram)} x {len(gram)} matrix does not fit the rows of {self}")
+        return Composition((*_parts(self), *_parts(after)))
 
 
 @dataclass(frozen=True)
 class Composition(Correction):
     r"""One correction after another: $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$; $\bar C_a$ keeps the drift.
 
-    Where `after` makes rows of the displacements, one of the two keeps a state, or `before` leaves so little of a
-    displacement that $\bar C_a G \bar C_a^\top$ is rounding, what `before` made of them is formed in between, which
-    takes another pass.
+    Where the next one makes rows of the displacements or keeps a state, or so little of a displacement is left that
+    $\bar C_a G \bar C_a^\top$ is rounding, what has been made of them is formed in between, which takes another pass.
+
+    Attributes:
+        parts: from the first to the last.
     """
 
-    before: Correction
-    after: Correction
+    parts: tuple[Correction, ...]
 
     @property
     def granularity(self) -> str:  # type: ignore[override]  # of its parts
-        """Finer where one of the two is."""
-        return "tensor" if "tensor" in (self.before.granularity, self.after.granularity) else "model"
+        """The finest among them."""
+        return "tensor" if any(part.granularity == "tensor" for part in self.parts) else "model"
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]  # as above
-        """Whether one of the two does."""
-        return self.before.keeps_state or self.after.keeps_state
+        """Whether one of them does."""
+        return any(part.keeps_state for part in self.parts)
 
-    def derives(self, frame: Frame | None = None) -> bool:
-        return self.before.derives(frame) or self.after.derives(frame)
+    def extends(self, frame: Frame) -> bool:
+        return any(part.extends(frame) for part in self.parts)
 
-    def staged(self, frame: Frame) -> bool:
-        """Whether what `before` makes has to be formed."""
-        return (
-            self.keeps_state
-            or self.after.derives(frame)
-            or (isinstance(self.before, Composition) and self.before.staged(frame))
-            or (frame.place is not None and self.before.derives(frame))
-        )
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        states = [*(state or (None for _ in self.parts))]
+        lines, states[0] = self.parts[0].coefficients(gram, states[0])
+        for i, part in enumerate(self.parts[1:], 1):
+            after, states[i] = part.coefficients(gram.corrected(lines), states[i])
+            lines = after @ gram.carried(lines)
+        return lines, tuple(states) if self.keeps_state else None
 
-    def added(self, displacements: int) -> int:
-        return self.before.added(displacements) + self.after.added(displacements)
+    def apply(self, frame: Frame, state: Any = None, *, granularity: str | None = None) -> Corrected:
+        finest = granularity or self.granularity
+        states = [*(state or (None for _ in self.parts))]
+        done = self.parts[0].apply(frame, states[0], granularity=finest)
+        states[0] = done.state
+        for i, part in enumerate(self.parts[1:], 1):
+            if part.keeps_state or part.extends(done.frame) or done.moved.cancelled(done.gram):
+                formed = part.apply(done.frame.moved(done.displacements()), states[i], granularity=finest)
+                done = replace(formed, came=done.came)
+                states[i] = done.state
+            else:
+                lines, _ = part.coefficients(done.moved)
+                done = replace(done, lines=lines @ done.gram.carried(done.lines))
+        return replace(done, state=tuple(states) if self.keeps_state else None)
 
-    def extend(self, frame: Frame, state: Any = None) -> Frame:
-        first, second = state or (None, None)
-        return self.after.extend(self.before.extend(frame, first), second)
 
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        lines, state = self.segmented([gram], state, self._displacements(gram, displacements))
-        return lines[0], state
+def _parts(correction: Correction) -> tuple[Correction, ...]:
+    return correction.parts if isinstance(correction, Composition) else (correction,)
 
-    def segmented(self, grams: Sequence[Matrix], state: Any, displacements: int) -> tuple[Lines, Any]:
-        if self.after.derives():
-            raise ArgumentError(f"{self.after} makes rows of what {self.before} returns: use apply, not coefficients")
-        first, second = state or (None, None)
-        n, size = displacements, len(grams[0])
-        inner = n + 1 + self.before.added(n)
-        lines, first = self.before.segmented([top_left(gram, inner) for gram in grams], first, n)
-        rest = [identity(size, size)[n], *identity(size, size)[inner:]]
-        carried = [[*([*row, *(0 for _ in range(size - inner))] for row in line), *rest] for line in lines]
-        moved = [congruence(c, gram) for c, gram in zip(carried, grams, strict=True)]
-        outer, second = self.after.segmented(moved, second, n)
-        state = None if first is None and second is None else (first, second)
-        return [product(a, b) for a, b in zip(outer, carried, strict=True)], state
 
-    def loses(self, grams: Sequence[Matrix], displacements: int) -> bool:
-        n, size = displacements, displacements + 1 + self.before.added(displacements)
-        inner = [top_left(gram, size) for gram in grams]
-        for lines, gram in zip(self.before.segmented(inner, None, n)[0], inner, strict=True):
-            moved = congruence(lines, gram)
-            if any(bool(moved[i][i] < CANCELLED * gram[i][i]) for i in range(n)):
-                return True
-        return self.before.loses(inner, n)
+Rule = TypeVar("Rule", bound=Callable[..., tuple[Matrix, Any]])
 
-    def apply(self, frame: Frame, state: Any = None) -> Corrected:
-        if not self.staged(frame):
-            extended, numbers = self._read(frame, state)
-            if not self.loses(numbers, frame.displacements):
-                return Corrected(extended, self.segmented(numbers, state, frame.displacements)[0], None)
-        first, second = state or (None, None)
-        middle = self.before.apply(frame, first)
-        end = self.after.apply(frame.moved(middle.displacements()), second)
-        return Corrected(end.frame, end.lines, (middle.state, end.state) if self.keeps_state else None)
+
+def by_granularity(coefficients: Rule) -> Rule:
+    """For a method `coefficients`: of each segment by itself where `granularity` is `"tensor"`, else of the model."""
+
+    @wraps(coefficients)
+    def each(self: Any, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        if self.granularity == "model":
+            return coefficients(self, gram, state)
+        return np.stack([coefficients(self, part, state)[0] for part in gram]), state
+
+    return each  # type: ignore[return-value]  # of the same signature

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from manifoldagg.corrections.algebra import identity
-from manifoldagg.corrections.correction import Correction, Lines
-from manifoldagg.corrections.frame import Frame, Matrix
+from manifoldagg.corrections.correction import Correction
+from manifoldagg.corrections.frame import Frame
+from manifoldagg.corrections.gram import Gram, Matrix
 from manifoldagg.errors import ArgumentError, check_number, check_shape, is_finite
+
+__all__ = ["DelayCompensated", "Position", "Tangent"]
 
 EPSILON = 1e-7
 """Added to the mean square of the gradient under the root: Zheng et al."""
@@ -21,10 +23,8 @@ class Tangent(Correction):
     Source: Manifold (AsyncTan).
     """
 
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        return identity(self._displacements(gram, displacements), len(gram)), state
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        return gram.identity(), state
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,29 @@ class Position(Correction):
         tensor([[2.]])
     """
 
-    def derives(self, frame: Frame | None = None) -> bool:
-        return frame is not None and frame.place is not None
+    def extends(self, frame: Frame) -> bool:
+        return frame.passage is not None
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
-        if frame.place is None:
+        passage = frame.passage
+        if passage is None:
             return frame
         original = frame.original
         if original is None:
             rows = torch.stack(frame.rows[: frame.displacements])
-            original = frame.place.depart(rows.view(-1, *frame.place.base.shape))
-        for i, row in enumerate(frame.place.position(original).flatten(1)):
+            original = passage.depart(rows.view(-1, *passage.base.shape))
+        for i, row in enumerate(passage.position(original).flatten(1)):
             frame = frame.extended(f"p{i + 1}", row)
         return frame
 
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        n, k = self._displacements(gram, displacements), len(gram)
-        if k == 2 * n + 1 and n:
-            return identity(k, k)[n + 1 :], state
-        lines = identity(n, k)
-        for line in lines:
-            line[n] = -1
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        lines = gram.identity()
+        for i, line in enumerate(lines):
+            if gram.extra:
+                line[i] = 0
+                line[gram.row(f"p{i + 1}")] = 1
+            else:
+                line[gram.displacements] = -1
         return lines, state
 
 
@@ -117,12 +117,6 @@ class DelayCompensated(Correction):
         """Whether the mean square is followed."""
         return self.adaptive
 
-    def derives(self, frame: Frame | None = None) -> bool:
-        return True
-
-    def added(self, displacements: int) -> int:
-        return displacements
-
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         frame.require_flat("DelayCompensated, an elementwise product,")
         n = frame.displacements
@@ -131,19 +125,16 @@ class DelayCompensated(Correction):
         for i in range(n):
             v = frame.row(i)
             row = v * v * drift
-            frame = frame.extended(f"v{i + 1}*v{i + 1}*g", row if scale is None else row / scale)
+            frame = frame.extended(_product(i), row if scale is None else row / scale)
         return frame
 
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        n = self._displacements(gram, displacements)
-        lines = identity(n, len(gram))
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        lines = gram.identity()
         for i, line in enumerate(lines):
-            line[n + 1 + i] = -self.strength
+            line[gram.row(_product(i))] = -self.strength
         return lines, state
 
-    def remember(self, frame: Frame, lines: Lines, state: Any) -> Any:
+    def remember(self, frame: Frame, lines: Matrix, state: Any) -> Any:
         if not (self.adaptive and frame.displacements):
             return state
         wide = torch.promote_types(frame.rows[0].dtype, torch.float32)
@@ -158,3 +149,7 @@ class DelayCompensated(Correction):
         if state is None:
             return fresh
         return fresh + self.decay * check_shape("state['mean_square']", state["mean_square"], *fresh.shape).double()
+
+
+def _product(i: int) -> str:
+    return f"v{i + 1}*v{i + 1}*g"

@@ -4,14 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from manifoldagg.corrections.algebra import untracked
-from manifoldagg.corrections.correction import Correction, Lines
+from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.delay import Tangent
-from manifoldagg.corrections.frame import GRANULARITIES, Frame, Matrix
+from manifoldagg.corrections.frame import GRANULARITIES, Frame
+from manifoldagg.corrections.gram import Gram, Matrix, untracked
 from manifoldagg.corrections.orthogonal import OrthoGrad, OrthoPos
 from manifoldagg.errors import ArgumentError, check_choice, check_number, check_shape
+
+__all__ = ["OrthoDyn"]
 
 PHASES = ("gradient", "tangent", "position")
 
@@ -68,9 +71,6 @@ class OrthoDyn(Correction):
         check_number("decay", self.decay, at_least=0, at_most=1)
         check_choice("granularity", self.granularity, GRANULARITIES)
 
-    def added(self, displacements: int) -> int:
-        return int(self.schedule is None)
-
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         if self.schedule is not None:
             return frame
@@ -80,20 +80,16 @@ class OrthoDyn(Correction):
         check_shape("state['mean']", state["mean"], *frame.rows[0].shape)
         return frame.extended("mean step", state["mean"])
 
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        lines, state = self.segmented([gram], state, self._displacements(gram, displacements))
-        return lines[0], state
-
-    def segmented(self, grams: Any, state: Any, displacements: int) -> tuple[Lines, Any]:
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         state = {"version": 0, "phase": "gradient", "length": 0.0} if state is None else state
-        version, phase, length = state["version"], state["phase"], state["length"]
+        version = state["version"]
+        phase = state["phase"]
+        length = state["length"]
         if self.schedule is not None:
             phase = check_choice(f"schedule({version})", self.schedule(version), PHASES)
-        lines, _ = self.correction(phase).segmented(grams, None, displacements)
-        if self.schedule is None and displacements:
-            length, phase = self._follow(grams, lines, length, phase)
+        lines, _ = self.correction(phase).coefficients(gram)
+        if self.schedule is None and gram.displacements:
+            length, phase = self._follow(gram, lines[..., -1, :], length, phase)
         return lines, {**state, "version": version + 1, "phase": phase, "length": untracked(length)}
 
     def correction(self, phase: str) -> Correction:
@@ -104,24 +100,24 @@ class OrthoDyn(Correction):
             return OrthoGrad(granularity=self.granularity)
         return OrthoPos(clip=self.clip, granularity=self.granularity)
 
-    def remember(self, frame: Frame, lines: Lines, state: Any) -> Any:
+    def remember(self, frame: Frame, lines: Matrix, state: Any) -> Any:
         if self.schedule is not None or not frame.displacements:
             return state
         frame = frame.detached()
-        weights = [[float(untracked(c)) for c in self._weights(line[-1], self.decay)] for line in lines]
+        weights = self._next_mean(np.frompyfunc(lambda c: float(untracked(c)), 1, 1)(lines[..., -1, :]))
         mean = torch.empty_like(frame.current, dtype=torch.promote_types(frame.current.dtype, torch.float32))
-        return {**state, "mean": frame.combine(None, weights if len(weights) > 1 else weights[0], out=mean)}
+        return {**state, "mean": frame.combine(None, weights, out=mean)}
 
-    def _weights(self, line: list[Any], decay: float) -> list[Any]:
-        """The next mean step on the rows of the frame: the mean step is the last of them."""
-        return [*((1 - decay) * c for c in line[:-1]), (1 - decay) * line[-1] + decay]
+    def _next_mean(self, line: Matrix) -> Matrix:
+        """The next mean step on the rows of the frame, from the step: the mean step is the last of them."""
+        after: Matrix = (1 - self.decay) * line
+        after[..., -1] = after[..., -1] + self.decay
+        return after
 
-    def _follow(self, grams: Any, lines: Lines, length: Any, phase: str) -> tuple[Any, str]:
+    def _follow(self, gram: Gram, line: Matrix, length: Any, phase: str) -> tuple[Any, str]:
         """The mean length and the phase after this step."""
-        step, mean = 0, 0
-        for gram, line in zip(grams, lines, strict=True):
-            step = step + _square(line[-1], gram)
-            mean = mean + _square(self._weights(line[-1], self.decay), gram)
+        step = _square(line, gram)
+        mean = _square(self._next_mean(line), gram)
         length = self.decay * length + (1 - self.decay) * max(step, 0 * step) ** 0.5
         if length == 0:
             return length, phase
@@ -133,6 +129,7 @@ class OrthoDyn(Correction):
         return length, phase
 
 
-def _square(line: list[Any], gram: Any) -> Any:
-    r"""$c^\top G c$."""
-    return sum(a * b * gram[i][j] for i, a in enumerate(line) for j, b in enumerate(line))
+def _square(line: Matrix, gram: Gram) -> Any:
+    r"""$\sum_s c_s^\top G_s c_s$: the square of a combination of rows, (k,) or (S, k)."""
+    terms = line[..., :, None] * line[..., None, :] * gram.parts
+    return terms.reshape(len(gram.parts), -1).sum(1).sum()

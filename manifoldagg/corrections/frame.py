@@ -1,22 +1,20 @@
 """A frame: the displacements of an update and the drift, as tangent vectors at the current model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg.corrections.algebra import Matrix, congruence, product
-from manifoldagg.corrections.place import RUNGS, Place, Transport, leaves_of
-from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape
+from manifoldagg.corrections.gram import Gram, Matrix
+from manifoldagg.corrections.transport import RUNGS, Passage, Transport, leaves_of
+from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape, is_finite
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["GRANULARITIES", "Frame", "Matrix", "congruence", "product"]
-
-CANCELLED = 1e-6
-"""Which part of a squared norm is left where a correction is said to have cancelled it."""
+__all__ = ["GRANULARITIES", "Frame", "require_flat"]
 
 GRANULARITIES = ("model", "tensor")
 
@@ -32,23 +30,25 @@ class Frame:
     Attributes:
         rows: vectors (P,): row i is `rows[i]` less `minus[i]`, where that is not `None`.
         minus: as many vectors or `None`.
-        segments: lengths of the named tensors in a row; `None` is one piece.
+        segments: the named tensors in a row, with their lengths; `None` is one piece.
         extra: the names of the rows after the drift.
-        place: where a curved space is; `None` on a flat one.
+        points: whether the $v_i$ are points less the base, as the drift is.
+        passage: from the base of a curved space; `None` on a flat one.
         original: the displacements (n, *shape) at the base, where they are at hand.
 
     Example:
         >>> import torch
         >>> model, base, current = torch.tensor([[3.0, 1.0]]), torch.zeros(2), torch.tensor([0.0, 2.0])
-        >>> Frame.of_points(model, base, current).gram().tolist()
+        >>> Frame.of_points(model, base, current).gram().matrix.tolist()
         [[10.0, 2.0], [2.0, 4.0]]
     """
 
     rows: tuple[Tensor, ...]
     minus: tuple[Tensor | None, ...]
-    segments: tuple[int, ...] | None = None
+    segments: Mapping[str, int] | None = None
     extra: tuple[str, ...] = ()
-    place: Place | None = None
+    points: bool = False
+    passage: Passage | None = None
     original: Tensor | None = None
 
     @staticmethod
@@ -57,11 +57,10 @@ class Frame:
         base: Float[Tensor, " P"],
         current: Float[Tensor, " P"],
         *,
-        segments: Sequence[int] | None = None,
+        segments: Mapping[str, int] | None = None,
     ) -> "Frame":
         """The frame of control points in a flat space: $v_i$ = `points[i]` - `base`."""
-        cuts = None if segments is None else tuple(segments)
-        return Frame((*points, current), (base,) * (len(points) + 1), cuts)
+        return Frame((*points, current), (base,) * (len(points) + 1), segments, points=True)
 
     @staticmethod
     def of_displacements(
@@ -69,11 +68,10 @@ class Frame:
         base: Float[Tensor, " P"],
         current: Float[Tensor, " P"],
         *,
-        segments: Sequence[int] | None = None,
+        segments: Mapping[str, int] | None = None,
     ) -> "Frame":
         """The frame of displacements in a flat space that are at hand as such."""
-        cuts = None if segments is None else tuple(segments)
-        return Frame((*displacements, current), (*(None for _ in displacements), base), cuts)
+        return Frame((*displacements, current), (*(None for _ in displacements), base), segments)
 
     @staticmethod
     def of(
@@ -107,7 +105,7 @@ class Frame:
             >>> import torch
             >>> from manifoldagg.manifolds import Flat
             >>> frame = Frame.of(Flat(2), torch.zeros(2), torch.tensor([0.0, 2.0]), torch.tensor([[3.0, 1.0]]))
-            >>> frame.names, frame.gram().tolist()
+            >>> frame.names, frame.gram().matrix.tolist()
             (('v1', 'g'), [[10.0, 2.0], [2.0, 4.0]])
         """
         if not isinstance(space, Manifold):
@@ -122,17 +120,17 @@ class Frame:
         for name, tensor in (("base", base), ("current", current), ("displacements", displacements)):
             check_finite(name, tensor)
         n = len(displacements)
-        segments = tuple(leaf.part.stop - leaf.part.start for leaf in leaves_of(space, base))
+        segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in leaves_of(space, base)}
         if space.flat if flat is None else flat:
             require_flat(space)
             frame = Frame.of_displacements(
                 displacements.flatten(1), base.flatten(), current.flatten(), segments=segments
             )
             return replace(frame, original=displacements)
-        place = Place(space, base, current, transport, rungs)
-        drift = place.drift.flatten()
-        rows = (*place.arrive(displacements).flatten(1), drift)
-        return Frame(rows, (None,) * (n + 1), segments, (), place, displacements)
+        passage = Passage(space, base, current, transport, rungs)
+        drift = passage.drift.flatten()  # first: it says by name what is out of reach
+        rows = (*passage.arrive(displacements).flatten(1), drift)
+        return Frame(rows, (None,) * (n + 1), segments, passage=passage, original=displacements)
 
     @property
     def displacements(self) -> int:
@@ -147,20 +145,21 @@ class Frame:
     @property
     def transports(self) -> tuple[Transport, ...]:
         """How each leaf of a curved space was transported; empty on a flat one."""
-        return () if self.place is None else self.place.transports
+        return () if self.passage is None else self.passage.transports
 
     @property
     def base(self) -> Tensor:
         r"""$\Theta^t$ as a vector (P,)."""
-        if self.place is not None:
-            return self.place.base.flatten()
-        less = self.minus[self.displacements]
-        return torch.zeros_like(self.current) if less is None else less
+        if self.passage is not None:
+            return self.passage.base.flatten()
+        base = self.minus[self.displacements]
+        assert base is not None  # the drift of a flat space is a difference of points
+        return base
 
     @property
     def current(self) -> Tensor:
         r"""$\Theta^\tau$ as a vector (P,)."""
-        return self.rows[self.displacements] if self.place is None else self.place.current.flatten()
+        return self.rows[self.displacements] if self.passage is None else self.passage.current.flatten()
 
     def row(self, i: int) -> Float64[Tensor, " P"]:
         """One row, formed in float64."""
@@ -179,8 +178,8 @@ class Frame:
     def moved(self, displacements: Float[Tensor, "n P"]) -> "Frame":
         """The frame of other tangents at the same current point: its displacements and the drift, without the rest."""
         n = self.displacements
-        rows, minus = (*displacements, self.rows[n]), (*(None for _ in displacements), self.minus[n])
-        return Frame(rows, minus, self.segments, (), self.place)
+        minus = (*(None for _ in displacements), self.minus[n])
+        return Frame((*displacements, self.rows[n]), minus, self.segments, passage=self.passage)
 
     def require_flat(self, what: str) -> None:
         """Refuse a curved leaf, by name.
@@ -188,29 +187,44 @@ class Frame:
         Raises:
             ArgumentError: naming it, and `what` cannot be done there.
         """
-        curved = [str(leaf) for leaf in self.place.leaves if not leaf.space.flat] if self.place else []
+        curved = [str(leaf) for leaf in self.passage.leaves if not leaf.space.flat] if self.passage else []
         if curved:
             raise ArgumentError(f"space: {what} needs flat leaves; these are curved: {', '.join(curved)}")
 
-    def gram(self, granularity: str = "model") -> Float64[Tensor, "*S k k"]:
-        """Inner products of the rows: (k, k) of the `"model"`, or (S, k, k) of each `"tensor"`, that is segment.
+    def gram(self, granularity: str = "model") -> Gram:
+        """Inner products of the rows: of the `"model"`, or of each `"tensor"`, that is segment.
 
         Raises:
-            ArgumentError: if `granularity` is another word.
+            ArgumentError: if `granularity` is another word, or a row is so long that its square overflows.
         """
         check_choice("granularity", granularity, GRANULARITIES)
-        if self.place is not None:
-            grams = self.place.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
-            return grams.sum(0) if granularity == "model" else grams
-        if granularity == "model":
-            return gram(self.rows, minus=self.minus)[0]
-        return gram(self.rows, minus=self.minus, segments=self.segments)
+        apart = granularity == "tensor"
+        if self.passage is None:
+            lengths = [*self.segments.values()] if apart and self.segments is not None else None
+            inner = gram(self.rows, minus=self.minus, segments=lengths)
+        else:
+            inner = self.passage.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
+            inner = inner if apart else inner.sum(0, keepdim=True)
+        squares = inner.diagonal(dim1=-2, dim2=-1).sum(0)
+        if not is_finite(squares):
+            name, square = next((name, s) for name, s in zip(self._called(), squares) if not is_finite(s))
+            raise ArgumentError(f"{name}: expected a finite number, got {square.item()}")
+        return Gram.of(inner, extra=self.extra, segments=tuple(self.segments or ()) if apart else ())
+
+    def _called(self) -> tuple[str, ...]:
+        """What to call the squares of the rows in a message."""
+        if self.points:
+            given = (*(f"points[{i}]" for i in range(self.displacements)), "current")
+            return (*(f"{name}: squared distance from the base" for name in given), *self.extra)
+        given = (*(f"displacements[{i}]" for i in range(self.displacements)), "drift", *self.extra)
+        return tuple(f"{name}: squared length" for name in given)
+
+    def measure(self, rows: Sequence[Float64[Tensor, " P"]]) -> Float64[Tensor, "m m"]:
+        """Inner products of other tangents at the current point, in the metric of the space."""
+        return gram(rows)[0] if self.passage is None else self.passage.gram(torch.stack([*rows])).sum(0)
 
     def combine(
-        self,
-        base: Tensor | None,
-        coefficients: Sequence[float] | Sequence[Sequence[float]] | Tensor,
-        out: Tensor | None = None,
+        self, base: Tensor | None, coefficients: Sequence[float] | Matrix, out: Tensor | None = None
     ) -> Tensor:
         r"""$\mathrm{base} + \sum_j c_j\, r_j$, rounded once; with (S, k) coefficients, for each segment its own.
 
@@ -220,22 +234,17 @@ class Frame:
         Raises:
             ArgumentError: if a `base` is given on a curved space, where points and tangents are not added.
         """
-        if self.place is not None and base is not None:
+        if self.passage is not None and base is not None:
             raise ArgumentError("base: expected None on a curved space: a point and a tangent have no sum; use exp")
-        if isinstance(coefficients, Tensor):
-            segments = self.segments if coefficients.ndim > 1 else None
-            return combine(base, self.rows, coefficients, minus=self.minus, segments=segments, out=out)
-        if len(coefficients) == 0:
-            raise ArgumentError(f"coefficients: expected {len(self.rows)} numbers, one a row; got none")
-        nested = isinstance(coefficients[0], Sequence)
-        lines = [[*line] if isinstance(line, Sequence) else [line] for line in coefficients]
-        lines = lines if nested else [[c for line in lines for c in line]]
-        minus, n = self.minus, self.displacements
-        from_base = [j for j, less in enumerate(minus) if less is minus[n]]
-        if minus[0] is not None and all(sum(line[j] for j in from_base) == 0 for line in lines):
-            minus = tuple(self.rows[n] if j in from_base else less for j, less in enumerate(minus))
-            lines = [[*line[:n], 0.0, *line[n + 1 :]] for line in lines]
-        return combine(base, self.rows, lines, minus=minus, segments=self.segments if nested else None, out=out)
+        lines = np.asarray(coefficients, dtype=object)
+        segments = None if lines.ndim == 1 or self.segments is None else [*self.segments.values()]
+        minus = self.minus
+        n = self.displacements
+        if self.points and not np.any(lines[..., : n + 1].sum(-1)):
+            lines = lines.copy()
+            lines[..., n] = 0.0
+            minus = (*(self.rows[n] for _ in range(n + 1)), *minus[n + 1 :])
+        return combine(base, self.rows, lines.tolist(), minus=minus, segments=segments, out=out)
 
 
 def require_flat(space: Manifold) -> None:

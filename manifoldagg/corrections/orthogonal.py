@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from manifoldagg.corrections.algebra import identity
-from manifoldagg.corrections.correction import Correction
-from manifoldagg.corrections.frame import GRANULARITIES, Matrix
+from manifoldagg.corrections.correction import Correction, by_granularity
+from manifoldagg.corrections.frame import GRANULARITIES
+from manifoldagg.corrections.gram import Gram, Matrix
 from manifoldagg.errors import ArgumentError, check_choice, check_number
+
+__all__ = ["OrthoCorrect", "OrthoDC", "OrthoGrad", "OrthoPos", "OrthoStrict"]
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,15 @@ class OrthoDC(Correction):
         finer = "" if self.granularity == "model" else f", granularity={self.granularity!r}"
         return f"OrthoDC(threshold={self.threshold}{finer})"
 
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        n = self._displacements(gram, displacements)
-        lines, drift = identity(n, len(gram)), gram[n][n]
+    @by_granularity
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        lines = gram.identity()
+        inner = gram.matrix
+        n = gram.displacements
+        drift = inner[n, n]
         for i in range(n):
-            if drift != 0 and conflicts(self.threshold, gram[i][i], gram[i][n], drift):
-                lines[i][n] = -gram[i][n] / drift
+            if drift != 0 and conflicts(self.threshold, inner[i, i], inner[i, n], drift):
+                lines[i, n] = -inner[i, n] / drift
         return lines, state
 
 
@@ -107,40 +110,35 @@ class OrthoCorrect(Correction):
                 f"clip: the continuous form is that of threshold 0, got a threshold of {self.threshold}"
             )
 
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        n = self._displacements(gram, displacements)
-        lines, drift = identity(n, len(gram)), gram[n][n]
-        for i in range(n):
-            square, along = gram[i][i], gram[i][n]
-            if drift == 0:
-                continue
-            if conflicts(self.threshold, square, along, drift):
-                lines[i][n] = -along / drift
+    @by_granularity
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        lines = gram.identity()
+        inner = gram.matrix
+        n = gram.displacements
+        drift = inner[n, n]
+        for i in range(n if drift != 0 else 0):
+            square = inner[i, i]
+            share = inner[i, n] / drift
+            if conflicts(self.threshold, square, inner[i, n], drift):
+                lines[i, n] = -share
             elif self.alpha != 0 and square > 0:
-                share = along / drift
-                lines[i][n] = -share if self.clip and share <= self.alpha else -self.alpha
+                lines[i, n] = -share if self.clip and share <= self.alpha else -self.alpha
         return lines, state
 
 
-@dataclass(frozen=True)
-class OrthoGrad(OrthoCorrect):
+def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:  # as the paper has it
     r"""Gradient surgery of the displacement against the drift: $(\alpha, \vartheta) = (0, 0)$.
 
     Source: Report §3.
 
     Example:
-        >>> OrthoGrad().coefficients([[5.0, 1.0], [1.0, 2.0]])[0]
+        >>> OrthoGrad().coefficients(Gram.of([[5.0, 1.0], [1.0, 2.0]]))[0].tolist()
         [[1, 0]]
     """
-
-    alpha: float = field(default=0.0, init=False)
-    threshold: float = field(default=0.0, init=False)
+    return OrthoCorrect(0.0, 0.0, clip=clip, granularity=granularity)
 
 
-@dataclass(frozen=True)
-class OrthoPos(OrthoCorrect):
+def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
     r"""The position reading, projected where the displacement conflicts: $(\alpha, \vartheta) = (1, 0)$.
 
     As printed it differs from surgery on $v - g$ where $0 < \langle v, g\rangle < \langle g, g\rangle$; with `clip` it
@@ -149,28 +147,22 @@ class OrthoPos(OrthoCorrect):
     Source: Report §3.
 
     Example:
-        >>> OrthoPos().coefficients([[5.0, 1.0], [1.0, 2.0]])[0]
+        >>> OrthoPos().coefficients(Gram.of([[5.0, 1.0], [1.0, 2.0]]))[0].tolist()
         [[1, -1.0]]
     """
-
-    alpha: float = field(default=1.0, init=False)
-    threshold: float = field(default=0.0, init=False)
+    return OrthoCorrect(1.0, 0.0, clip=clip, granularity=granularity)
 
 
-@dataclass(frozen=True)
-class OrthoStrict(OrthoCorrect):
+def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
     r"""Only what is orthogonal to the drift, always: $\vartheta = 1$, any $\alpha$.
 
     Source: Report §3.
 
     Example:
-        >>> OrthoStrict().coefficients([[5.0, 1.0], [1.0, 2.0]])[0]
+        >>> OrthoStrict().coefficients(Gram.of([[5.0, 1.0], [1.0, 2.0]]))[0].tolist()
         [[1, -0.5]]
     """
-
-    alpha: float = field(default=0.0, init=False)
-    threshold: float = field(default=1.0, init=False)
-    clip: bool = field(default=False, init=False)
+    return OrthoCorrect(0.0, 1.0, granularity=granularity)
 
 
 def conflicts(threshold: float, square: Any, along: Any, drift: Any) -> bool:

@@ -7,11 +7,16 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.corrections.algebra import RANK, identity, span_coefficients
-from manifoldagg.corrections.correction import Correction
-from manifoldagg.corrections.frame import GRANULARITIES, Frame, Matrix
+from manifoldagg.corrections.correction import Correction, by_granularity
+from manifoldagg.corrections.frame import GRANULARITIES, Frame
+from manifoldagg.corrections.gram import Gram, Matrix
 from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_number, check_shape
 from manifoldagg.manifolds import check_tangent
+
+__all__ = ["GradientSurgery", "Pairwise"]
+
+RANK = 1e-7
+"""The part of a row's length that must be new for it to count as a direction of its own."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class GradientSurgery(Correction):
     Source: Yu et al. 2020, Algorithm 1, which draws the order.
 
     Example:
-        >>> GradientSurgery().coefficients([[1.0, -1.0, 0.0], [-1.0, 4.0, 0.0], [0.0, 0.0, 0.0]])[0]
+        >>> gram = Gram.of([[1.0, -1.0, 0.0], [-1.0, 4.0, 0.0], [0.0, 0.0, 0.0]])
+        >>> GradientSurgery().coefficients(gram)[0].tolist()
         [[1, 0.25, 0], [1.0, 1, 0]]
     """
 
@@ -47,21 +53,21 @@ class GradientSurgery(Correction):
         ):
             raise ArgumentError(f"order: expected a tuple with a permutation of 0, 1, ...; got {self.order!r}")
 
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        n = self._displacements(gram, displacements)
+    @by_granularity
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        inner = gram.matrix
+        n = gram.displacements
         order = range(n + 1) if self.order is None else self.order
         if len(order) != n + 1:
             raise ArgumentError(f"order: expected a permutation of {n + 1} rows, the drift among them; got {order}")
-        lines = identity(n, len(gram))
+        lines = gram.identity()
         for i, line in enumerate(lines):
             for j in order:
-                if j == i or gram[j][j] == 0:
+                if j == i or inner[j, j] == 0:
                     continue
-                along = sum(line[k] * gram[k][j] for k in range(n + 1))
+                along = line[: n + 1] @ inner[: n + 1, j]
                 if along < 0:
-                    line[j] = line[j] - along / gram[j][j]
+                    line[j] = line[j] - along / inner[j, j]
         return lines, state
 
 
@@ -110,30 +116,87 @@ class Pairwise(Correction):
                 raise ArgumentError(f"others[{i}]: expected a tensor, got {type(row).__name__}")
             check_finite(f"others[{i}]", check_shape(f"others[{i}]", row, *row.shape))
 
-    def added(self, displacements: int) -> int:
-        return len(self.others)
-
     def extend(self, frame: Frame, state: Any = None) -> Frame:
-        shape = frame.rows[-1].shape if frame.place is None else frame.place.current.shape
+        passage = frame.passage
+        shape = frame.rows[-1].shape if passage is None else passage.current.shape
         for i, row in enumerate(self.others):
             name = f"others[{i}]"
-            if frame.place is None:
-                row = row.flatten()
-            check_shape(name, row, *shape)
-            if frame.place is not None:
-                check_tangent(frame.place.space, frame.place.current, row, name=name)
+            if passage is None:
+                row = check_shape(name, row.flatten(), *shape)
+            else:
+                check_tangent(passage.space, passage.current, check_shape(name, row, *shape), name=name)
             frame = frame.extended(name, row.flatten())
         return frame
 
-    def coefficients(
-        self, gram: Matrix, state: Any = None, *, displacements: int | None = None
-    ) -> tuple[list[list[Any]], Any]:
-        n = self._displacements(gram, displacements)
-        first, k = n + 1, len(gram)
-        lines = identity(n, k)
-        inner = [[gram[i][j] for j in range(first, k)] for i in range(first, k)]
+    @by_granularity
+    def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        lines = gram.identity()
+        others = [gram.row(f"others[{j}]") for j in range(len(self.others))]
+        span = gram.matrix[others][:, others]
         for i, line in enumerate(lines):
-            along = [gram[i][j] for j in range(first, k)]
-            for j, x in enumerate(span_coefficients(inner, along, tolerance=self.tolerance)):
-                line[first + j] = -x
+            along = gram.matrix[i, others]
+            for j, x in zip(others, span_coefficients(span, along, tolerance=self.tolerance), strict=True):
+                line[j] = -x
         return lines, state
+
+
+def span_coefficients(inner: Any, along: Any, *, tolerance: float = RANK) -> list[Any]:
+    r"""The $x$ that solves $\min_x \|v - \sum_j x_j r_j\|$, from $\langle r_i, r_j\rangle$ and $\langle v, r_j\rangle$.
+
+    A root-free pivoted Cholesky factorisation $L D L^\top$ of the Gram matrix: the next pivot is the row with the
+    largest part outside the span of those before it, relative to its own length, so that the units of a row do not
+    matter. What is left of a row below `tolerance` is rounding and gets coefficient 0. The solution is refined once by
+    its residual, which is one re-orthogonalisation. Numbers that cannot be compared (symbols) are taken in the given
+    order, as independent.
+
+    Args:
+        inner: (m, m) inner products of the rows.
+        along: m inner products with $v$.
+        tolerance: of the rank, relative to the length of a row.
+
+    Returns:
+        m numbers.
+
+    Example:
+        >>> span_coefficients([[4.0, 0.0], [0.0, 1.0]], [2.0, 3.0])
+        [0.5, 3.0]
+    """
+    m, zero = len(along), 0 * along[0] if len(along) else 0
+    left = [inner[i][i] for i in range(m)]
+    pivots, columns = list[int](), list[list[Any]]()
+    for _ in range(m):
+        new = [j for j in range(m) if j not in pivots and not _at_most(left[j], tolerance**2 * inner[j][j])]
+        if not new:
+            break
+        p = new[0]
+        for j in new[1:]:
+            if not _at_most(left[j] * inner[p][p], left[p] * inner[j][j]):
+                p = j
+        before = list(zip(pivots, columns, strict=True))
+        column = [(inner[i][p] - sum(left[q] * c[i] * c[p] for q, c in before)) / left[p] for i in range(m)]
+        for j in new:
+            if j != p:
+                left[j] = left[j] - column[j] * column[j] * left[p]
+        pivots.append(p)
+        columns.append(column)
+
+    def solve(right: Any) -> list[Any]:
+        x, y = [zero for _ in range(m)], list[Any]()
+        for p in pivots:
+            y.append(right[p] - sum(c[p] * z for c, z in zip(columns, y, strict=False)))
+        for k in reversed(range(len(pivots))):
+            p, later = pivots[k], pivots[k + 1 :]
+            x[p] = y[k] / left[p] - sum(columns[k][q] * x[q] for q in later)
+        return x
+
+    x = solve(along)
+    residual = [b - sum(inner[i][j] * x[j] for j in range(m)) for i, b in enumerate(along)]
+    return [a + b for a, b in zip(x, solve(residual), strict=True)]
+
+
+def _at_most(a: Any, b: Any) -> bool:
+    """Whether a ≤ b; not, where this cannot be decided."""
+    try:
+        return bool(a <= b)
+    except TypeError:
+        return False

@@ -10,6 +10,7 @@ from tests.support import draw, relative, rotation
 
 KIT = {name: getattr(corrections, name) for name in corrections.__all__}
 SPACE, SIZE = Flat(12), 12
+PARTS = Product({"a": Flat(5), "b": Flat(7)})
 LAWS = {}
 SMALL = 1e-12
 """Sums of a dozen float64 products of numbers about 1, with room for the conditioning of a random projection."""
@@ -192,9 +193,8 @@ def pairwise_is_orthogonal_to_every_other(kit):
 
 @law
 def tensors_are_corrected_one_by_one(kit):
-    space = Product({"a": Flat(5), "b": Flat(7)})
     base, current, g, v = setting()
-    out = kit.OrthoDC(1.0, "tensor")(space, base, current, v)
+    out = kit.OrthoDC(1.0, "tensor")(PARTS, base, current, v)
     expected = torch.cat([project(v[:, :5], g[:5]), project(v[:, 5:], g[5:])], 1)
     close(out, expected)
     assert (out @ g).abs().max() <= SMALL * g.norm() * v.norm()
@@ -286,10 +286,10 @@ def parallel_chords_turn_nothing(kit):
 @law
 def calibration_adds_what_is_orthogonal_to_the_own_update(kit):
     start, shift, own = draw(13, 3, SIZE)
-    out = kit.calibrate(start, shift, own, segments=[5, 7])
+    out = kit.calibrate(start, shift, own, space=PARTS)
     expected = torch.cat([project(shift[None, :5], own[:5])[0], project(shift[None, 5:], own[5:])[0]])
     close(out, start + expected)
-    close(kit.calibrate(start, shift, own, "model", segments=[5, 7]), start + project(shift[None], own)[0])
+    close(kit.calibrate(start, shift, own, "model", space=PARTS), start + project(shift[None], own)[0])
 
 
 @law
@@ -304,7 +304,7 @@ def calibration_against_others_projects_the_own_update(kit):
 def a_standing_client_takes_the_whole_shift(kit):
     start, shift = draw(15, 2, SIZE)
     own = torch.cat([torch.zeros(5), torch.ones(7)]).double()
-    out = kit.calibrate(start, shift, own, segments=[5, 7])
+    out = kit.calibrate(start, shift, own, space=PARTS)
     assert torch.equal(out[:5], start[:5] + shift[:5])
 
 

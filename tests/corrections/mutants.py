@@ -1,26 +1,24 @@
 """Deliberately wrong corrections: each must be caught by the laws named beside it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from manifoldagg.corrections import (
     AutoThreshold,
+    Composition,
     DelayCompensated,
-    Frame,
     GradientSurgery,
+    Gram,
     OrthoCorrect,
     OrthoDC,
     OrthoDyn,
-    OrthoPos,
     Pairwise,
     Position,
     Tangent,
     calibrate,
     rotate_control,
 )
-from manifoldagg.corrections.algebra import identity
-from manifoldagg.corrections.correction import Composition
 
 MUTANTS = {}
 
@@ -36,16 +34,17 @@ def caught_by(name, *laws):
 
 @caught_by("Tangent", "tangent_is_the_displacement")
 class TangentBackwards(Tangent):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        lines, state = super().coefficients(gram, state, displacements=displacements)
-        return [[-c for c in line] for line in lines], state
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        return -lines, state
 
 
 @caught_by("Position", "position_is_the_way_to_the_model_that_was_reached")
 class PositionWithTheWrongSignOfDrift(Position):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        lines, state = super().coefficients(gram, state, displacements=displacements)
-        return [[*line[:-1], -line[-1]] for line in lines], state
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        lines[..., -1] *= -1
+        return lines, state
 
 
 @caught_by("Position", "position_on_a_sphere_is_the_way_to_the_model_that_was_reached")
@@ -56,28 +55,31 @@ class PositionIsTheDifferenceOfRowsEverywhere(Position):
 
 @caught_by("OrthoDC", "what_is_projected_is_orthogonal_to_the_drift", "pythagoras")
 class OrthoDCWithTheWrongSignOfDrift(OrthoDC):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        lines, state = super().coefficients(gram, state, displacements=displacements)
-        return [[*line[:-1], -line[-1]] for line in lines], state
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        lines[..., -1] *= -1
+        return lines, state
 
 
 @caught_by("OrthoDC", "what_is_removed_lies_along_the_drift", "what_is_projected_is_orthogonal_to_the_drift")
 class OrthoDCDividesByTheDisplacement(OrthoDC):
     """Projects the other vector."""
 
-    def coefficients(self, gram, state=None, *, displacements=None):
-        lines, state = super().coefficients(gram, state, displacements=displacements)
-        n = len(lines)
-        return [[*line[:-1], line[-1] * gram[n][n] / gram[i][i]] for i, line in enumerate(lines)], state
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        for i, line in enumerate(lines):
+            line[-1] = line[-1] * gram.matrix[-1, -1] / gram.matrix[i, i]
+        return lines, state
 
 
 @caught_by("OrthoDC", "what_is_projected_is_orthogonal_to_the_drift", "pythagoras")
 class OrthoDCProjectsTwiceAsFar(OrthoDC):
     """A reflection."""
 
-    def coefficients(self, gram, state=None, *, displacements=None):
-        lines, state = super().coefficients(gram, state, displacements=displacements)
-        return [[*line[:-1], 2 * line[-1]] for line in lines], state
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        lines[..., -1] *= 2
+        return lines, state
 
 
 class Comparing(OrthoDC):
@@ -86,13 +88,12 @@ class Comparing(OrthoDC):
     def far(self, cosine):
         return cosine > self.threshold
 
-    def coefficients(self, gram, state=None, *, displacements=None):
-        n = len(gram) - 1
-        lines = identity(n, n + 1)
+    def coefficients(self, gram, state=None):
+        n, inner, lines = gram.displacements, gram.matrix, gram.identity()
         for i in range(n):
-            scale = (gram[i][i] * gram[n][n]) ** 0.5
-            if scale != 0 and not self.far(gram[i][n] / scale):
-                lines[i][n] = -gram[i][n] / gram[n][n]
+            scale = (inner[i, i] * inner[n, n]) ** 0.5
+            if scale != 0 and not self.far(inner[i, n] / scale):
+                lines[i, n] = -inner[i, n] / inner[n, n]
         return lines, state
 
 
@@ -121,54 +122,51 @@ class OrthoDCComparesTheSquare(Comparing):
 
 @caught_by("OrthoDC", "a_threshold_splits_by_the_cosine")
 class OrthoDCComparesTheInnerProduct(OrthoDC):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        n = len(gram) - 1
-        lines = identity(n, n + 1)
+    def coefficients(self, gram, state=None):
+        n, inner, lines = gram.displacements, gram.matrix, gram.identity()
         for i in range(n):
-            if gram[n][n] != 0 and gram[i][n] <= self.threshold:
-                lines[i][n] = -gram[i][n] / gram[n][n]
+            if inner[n, n] != 0 and inner[i, n] <= self.threshold:
+                lines[i, n] = -inner[i, n] / inner[n, n]
         return lines, state
 
 
 @caught_by("OrthoDC", "tensors_are_corrected_one_by_one")
 class OrthoDCOfTheWholeModel(OrthoDC):
-    def segmented(self, grams, state, displacements):
-        lines, state = self.coefficients(torch.tensor(grams).sum(0).tolist(), state, displacements=displacements)
-        return [lines for _ in grams], state
+    def coefficients(self, gram, state=None):
+        return OrthoDC(self.threshold).coefficients(gram, state)
 
 
 @caught_by("OrthoDC", "zero_vectors_are_left_alone")
 class OrthoDCDividesByZero(OrthoDC):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        n = len(gram) - 1
-        lines = identity(n, n + 1)
+    def coefficients(self, gram, state=None):
+        n, inner, lines = gram.displacements, gram.matrix, gram.identity()
         for i in range(n):
-            lines[i][n] = -(torch.tensor(gram[i][n]) / torch.tensor(gram[n][n])).item()
+            lines[i, n] = -(torch.tensor(inner[i, n]) / torch.tensor(inner[n, n])).item()
         return lines, state
 
 
 @caught_by("OrthoDC", "what_is_projected_is_orthogonal_to_the_drift")
 class OrthoDCWithAnEpsilonInTheDenominator(OrthoDC):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        gram = [list(row) for row in gram]
-        gram[-1][-1] += 1e-8 * (gram[-1][-1] > 0)
-        return super().coefficients(gram, state, displacements=displacements)
+    def coefficients(self, gram, state=None):
+        inner = gram.matrix.copy()
+        inner[-1, -1] += 1e-8 * (inner[-1, -1] > 0)
+        return super().coefficients(Gram.of(inner), state)
 
 
 @caught_by("OrthoDC", "composition_is_one_after_the_other")
 class CompositionInTheWrongOrder(OrthoDC):
     def __rshift__(self, after):
-        return Composition(after, self)
+        return Composition((after, self))
 
 
 @caught_by(
     "DelayCompensated", "delay_compensation_is_its_formula", "delay_compensation_vanishes_to_first_order_on_quartics"
 )
 class DelayCompensatedWithTheWrongSign(DelayCompensated):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        lines, state = super().coefficients(gram, state, displacements=displacements)
-        n = len(lines)
-        return [[*line[: n + 1], *(-c for c in line[n + 1 :])] for line in lines], state
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        lines[:, gram.displacements + 1 :] *= -1
+        return lines, state
 
 
 @caught_by("DelayCompensated", "delay_compensation_is_its_formula")
@@ -176,7 +174,7 @@ class DelayCompensatedWithoutTheSquare(DelayCompensated):
     def extend(self, frame, state=None):
         n = frame.displacements
         for i in range(n):
-            frame = frame.extended("v*g", frame.row(i) * frame.row(n))
+            frame = frame.extended(f"v{i + 1}*v{i + 1}*g", frame.row(i) * frame.row(n))
         return frame
 
 
@@ -198,75 +196,86 @@ class MeanSquareForgetsAll(DelayCompensated):
 
 @caught_by("OrthoCorrect", "ortho_correct_is_its_formula")
 class OrthoCorrectAddsTheDrift(OrthoCorrect):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        lines, state = super().coefficients(gram, state, displacements=displacements)
-        return [[*line[:-1], -line[-1] if line[-1] == -self.alpha else line[-1]] for line in lines], state
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        lines[lines == -self.alpha] *= -1
+        return lines, state
 
 
 @caught_by("OrthoCorrect", "zero_vectors_are_left_alone")
 class OrthoCorrectMovesWhatStands(OrthoCorrect):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        lines, state = super().coefficients(gram, state, displacements=displacements)
-        return [[*line[:-1], line[-1] if gram[i][i] else -self.alpha] for i, line in enumerate(lines)], state
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        for i, line in enumerate(lines):
+            line[-1] = line[-1] if gram.matrix[i, i] else -self.alpha
+        return lines, state
 
 
 @caught_by("OrthoPos", "the_named_members_are_their_parameters")
-class OrthoPosWithHalfTheDrift(OrthoPos):
-    alpha: float = field(default=0.5, init=False)
+def ortho_pos_with_half_the_drift(**options):
+    return OrthoCorrect(0.5, 0.0, **options)
 
 
 @caught_by("OrthoPos", "the_clipped_position_is_surgery_on_the_position")
-class OrthoPosNeverClips(OrthoPos):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        return OrthoCorrect(1.0, 0.0).coefficients(gram, state, displacements=displacements)
+def ortho_pos_never_clips(clip=False, **options):
+    return OrthoCorrect(1.0, 0.0, **options)
+
+
+@caught_by("OrthoGrad", "the_named_members_are_their_parameters")
+def ortho_grad_with_the_drift(**options):
+    return OrthoCorrect(1.0, 0.0, **options)
+
+
+@caught_by("OrthoStrict", "the_named_members_are_their_parameters", "zero_vectors_are_left_alone")
+def ortho_strict_does_what_it_likes(**options):
+    return Position()
 
 
 @caught_by("GradientSurgery", "surgery_goes_through_the_rows_in_turn")
 class SurgeryAtOnce(GradientSurgery):
     """All conflicts are judged by the row as it came in."""
 
-    def coefficients(self, gram, state=None, *, displacements=None):
-        n = len(gram) - 1
-        lines = identity(n, n + 1)
+    def coefficients(self, gram, state=None):
+        inner, lines = gram.matrix, gram.identity()
         for i, line in enumerate(lines):
-            for j in range(n + 1):
-                if j != i and gram[i][j] < 0:
-                    line[j] -= gram[i][j] / gram[j][j]
+            for j in range(len(inner)):
+                if j != i and inner[i, j] < 0:
+                    line[j] -= inner[i, j] / inner[j, j]
         return lines, state
 
 
 @caught_by("GradientSurgery", "surgery_goes_through_the_rows_in_turn")
 class SurgeryWithoutTheDrift(GradientSurgery):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        gram = [list(row) for row in gram]
-        gram[-1][-1] = 0.0
-        return super().coefficients(gram, state, displacements=displacements)
+    def coefficients(self, gram, state=None):
+        inner = gram.matrix.copy()
+        inner[-1, -1] = 0.0
+        return super().coefficients(Gram.of(inner), state)
 
 
 @caught_by("Pairwise", "pairwise_is_orthogonal_to_every_other")
 class PairwiseOneByOne(Pairwise):
     """Removes the component along each as if they were orthogonal."""
 
-    def coefficients(self, gram, state=None, *, displacements=None):
-        n, k = displacements, len(gram)
-        lines = identity(n, k)
+    def coefficients(self, gram, state=None):
+        n, inner, lines = gram.displacements, gram.matrix, gram.identity()
         for i in range(n):
-            for j in range(n + 1, k):
-                lines[i][j] = -gram[i][j] / gram[j][j]
+            for j in range(n + 1, len(inner)):
+                lines[i, j] = -inner[i, j] / inner[j, j]
         return lines, state
 
 
 @caught_by("Pairwise", "pairwise_is_orthogonal_to_every_other")
 class PairwiseForgetsTheLast(Pairwise):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        lines, state = super().coefficients(gram, state, displacements=displacements)
-        return [[*line[:-3], 0, 0, 0] for line in lines], state
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        lines[:, -3:] = 0
+        return lines, state
 
 
 @caught_by("OrthoDyn", "dynamic_correction_changes_with_the_way")
 class OrthoDynGoesBack(OrthoDyn):
-    def _follow(self, grams, lines, length, phase):
-        return super()._follow(grams, lines, length, "gradient")
+    def _follow(self, gram, line, length, phase):
+        return super()._follow(gram, line, length, "gradient")
 
 
 @caught_by("OrthoDyn", "dynamic_correction_changes_with_the_way")
@@ -276,11 +285,11 @@ class OrthoDynWithoutHysteresis(OrthoDyn):
 
 @caught_by("AutoThreshold", "the_chosen_threshold_is_nearest_to_the_fresh_update")
 class AutoThresholdWithHalfTheBound(AutoThreshold):
-    def coefficients(self, gram, state=None, *, displacements=None):
-        lines, state = super().coefficients(gram, state, displacements=displacements)
-        n, beta = len(lines), state["slope"]
-        if gram[n - 1][n] ** 2 > beta * gram[n][n] * gram[n - 1][n] and state["threshold"] == 1:
-            lines, state["threshold"] = identity(n, len(gram)), -1
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        n, inner, beta = len(lines), gram.matrix, state["slope"]
+        if inner[n - 1, n] ** 2 > beta * inner[n, n] * inner[n - 1, n] and state["threshold"] == 1:
+            lines, state["threshold"] = gram.identity(), -1
         return lines, state
 
 
@@ -340,6 +349,6 @@ class TangentByProjection(Tangent):
 @caught_by("Tangent", "rows_on_a_sphere_are_transported")
 class TangentWithoutTransport(Tangent):
     def apply(self, frame, state=None):
-        if frame.place is not None:
-            frame = Frame((*frame.original.flatten(1), frame.rows[-1]), frame.minus, frame.segments, (), frame.place)
+        if frame.passage is not None:
+            frame = replace(frame, rows=(*frame.original.flatten(1), frame.rows[-1]))
         return super().apply(frame, state)

@@ -11,6 +11,7 @@ from manifoldagg.manifolds import Flat, ParameterSpace, Product, Sphere
 from tests.support import draw, relative, seeds
 
 SIZE, CUTS = 12, [5, 7]
+PARTS = Product({"a": Flat(5), "b": Flat(7)})
 
 
 def project(v, g):
@@ -25,8 +26,8 @@ def states(seed, count, dtype=torch.float64):
 def test_it_is_equations_6_and_7(seed):
     start, shift, own = draw(seed, 3, SIZE)
     by_layer = torch.cat([project(a, b) for a, b in zip(shift.split(CUTS), own.split(CUTS), strict=True)])
-    assert relative(calibrate(start, shift, own, segments=CUTS), start + by_layer) <= 1e-13
-    assert relative(calibrate(start, shift, own, "model", segments=CUTS), start + project(shift, own)) <= 1e-13
+    assert relative(calibrate(start, shift, own, space=PARTS), start + by_layer) <= 1e-13
+    assert relative(calibrate(start, shift, own, "model", space=PARTS), start + project(shift, own)) <= 1e-13
     assert relative(calibrate(start, shift, own), start + project(shift, own)) <= 1e-13
 
 
@@ -42,15 +43,15 @@ def test_points_and_state_dicts_agree_bit_for_bit(seed, granularity):
         assert torch.equal(space.point(state), point)
         same = calibrate(*dicts[:3], granularity, other_dicts, space=space)
         assert all(torch.equal(same[name], state[name]) for name in state)
-        assert torch.equal(calibrate(*rows[:3], granularity, others, segments=[6, 2]), point)
+        assert torch.equal(calibrate(*rows[:3], granularity, others, space=Product({"a": Flat(6), "b": Flat(2)})), point)
 
 
 @given(seeds)
 def test_both_protocols_hand_out_the_same_start(seed):
     """Server and client know the global model before aggregation, the one handed out, and the client's two."""
     now, then, model, began = (row.float() for row in draw(seed, 4, SIZE))
-    server = calibrate(model, now - then, model - began, segments=CUTS)
-    client = calibrate(model.clone(), now.clone() - then.clone(), model.clone() - began.clone(), segments=CUTS)
+    server = calibrate(model, now - then, model - began, space=PARTS)
+    client = calibrate(model.clone(), now.clone() - then.clone(), model.clone() - began.clone(), space=PARTS)
     assert torch.equal(server, client)
 
 
@@ -104,7 +105,7 @@ def test_narrow_dtypes_are_rounded_once(dtype):
 def test_inputs_are_untouched():
     rows = draw(3, 3, SIZE)
     copy = rows.clone()
-    calibrate(*rows, segments=CUTS).zero_()
+    calibrate(*rows, space=PARTS).zero_()
     assert torch.equal(rows, copy)
 
 
@@ -115,14 +116,12 @@ def test_inputs_are_untouched():
         (lambda: calibrate(*draw(1, 3, 4), "layer"), "granularity: expected one of model, tensor"),
         (lambda: calibrate(*draw(1, 2, 4), torch.zeros(3).double()), r"client_shift: expected shape \(4\)"),
         (lambda: calibrate(*draw(1, 2, 4), torch.full((4,), torch.inf).double()), "client_shift: expected finite"),
-        (lambda: calibrate(*draw(1, 3, 4), segments=[1, 2]), "segments: expected lengths that sum to 4"),
-        (lambda: calibrate(*draw(1, 3, 4), segments=[-1, 5]), r"segments\[0\]: expected an integer >= 0"),
         (lambda: calibrate(*draw(1, 3, 4), space=Flat(3)), r"start: expected shape \(3\)"),
         (lambda: calibrate(*draw(1, 3, 4), space=Product({"a": Sphere(3), "b": Flat(1)})), "space: expected a flat manifold"),
         (lambda: calibrate(*draw(1, 3, 4), against=draw(1, 2, 3)), r"against\[0\]: expected shape \(4\)"),
         (lambda: calibrate(*states(1, 2), {"w": torch.zeros(2, 3)}), "client_shift: expected a tensor 'b'"),
         (lambda: calibrate(*states(1, 2), draw(1, 3)), "client_shift: expected named tensors"),
-        (lambda: calibrate(*states(1, 3), segments=[6, 2]), "start: named tensors are their own segments"),
+        (lambda: calibrate(*states(1, 3), space=Flat(8)), "space: expected a ParameterSpace"),
         (lambda: calibrate([1.0], [1.0], [1.0]), "start: expected a floating tensor"),
     ],
 )  # fmt: skip

@@ -2,13 +2,16 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import sympy
+import torch
 
 from manifoldagg.corrections import (
     AutoThreshold,
     DelayCompensated,
     GradientSurgery,
+    Gram,
     OrthoCorrect,
     OrthoDC,
     OrthoGrad,
@@ -18,8 +21,9 @@ from manifoldagg.corrections import (
     Position,
     Tangent,
 )
-from manifoldagg.corrections.algebra import congruence, span_coefficients
 from manifoldagg.corrections.automatic import slope
+from manifoldagg.corrections.gram import untracked
+from manifoldagg.corrections.surgery import span_coefficients
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
 
@@ -37,8 +41,13 @@ def symbols(rows, negative=()):
     return [[entry(i, j) for j in range(rows)] for i in range(rows)]
 
 
-def lines_of(correction, inner, n=None):
-    return correction.coefficients(inner, displacements=n)[0]
+def lines_of(correction, inner, extra=()):
+    return correction.coefficients(Gram.of(inner, extra=extra))[0].tolist()
+
+
+def congruence(c, inner):
+    c = np.array(c, dtype=object)
+    return (c @ np.array(inner, dtype=object) @ c.T).tolist()
 
 
 def same(a, b):
@@ -174,8 +183,8 @@ def test_the_printed_position_differs_from_surgery_between_zero_and_one(share, p
 def test_orthogonal_parts_make_an_orthogonal_whole():
     parts = [symbols(2), [[sympy.Symbol(f"H{i}{j}", positive=i == j, real=True) for j in range(2)] for i in range(2)]]
     parts[1][1][0] = parts[1][0][1]
-    lines, _ = OrthoDC(1.0, "tensor").segmented(parts, None, 1)
-    whole = sum(line[0][0] * part[0][1] + line[0][1] * part[1][1] for line, part in zip(lines, parts, strict=True))
+    lines, _ = OrthoDC(1.0, "tensor").coefficients(Gram.of(parts))
+    whole = sum(line[0, 0] * part[0][1] + line[0, 1] * part[1][1] for line, part in zip(lines, parts, strict=True))
     assert sympy.simplify(whole) == 0
 
 
@@ -185,7 +194,7 @@ def test_delay_compensation_is_the_expansion_of_the_gradient():
     e = -v
     rows = [v, g, v * v * g]
     inner = [[a * b for b in rows] for a in rows]
-    line = DelayCompensated(0.5).coefficients(inner)[0][0]
+    (line,) = lines_of(DelayCompensated(0.5), inner, ["v1*v1*g"])
     found = sum(c * row for c, row in zip(line, rows, strict=True)).subs(0.5, strength)
     assert sympy.simplify(found + e + strength * e * e * g) == 0
 
@@ -193,7 +202,7 @@ def test_delay_compensation_is_the_expansion_of_the_gradient():
 def test_the_complement_of_a_span_is_orthogonal_to_it():
     """Rows v, g, o₁, o₂: symbols are taken as independent, in their order."""
     inner = symbols(4)
-    line = Pairwise([]).coefficients(inner, displacements=1)[0][0]
+    (line,) = lines_of(Pairwise(torch.zeros(2, 1)), inner, ["others[0]", "others[1]"])
     assert along(line, inner, 2) == 0
     assert along(line, inner, 3) == 0
     assert line[:2] == [1, 0]
@@ -233,9 +242,9 @@ def test_the_choice_follows_the_criterion(s, slope_, chosen):
     """Rows v, g, mean v, base − mean: the state says what the slope is."""
     inner = [[sympy.Rational(4), sympy.Rational(s), 0, 0], [sympy.Rational(s), 1, 0, 0], [0] * 4, [0] * 4]
     state = {"covariance": -sympy.Rational(slope_), "variance": sympy.Integer(1)}
-    lines, state = AutoThreshold().coefficients(inner, state)
+    lines, state = AutoThreshold().coefficients(Gram.of(inner, extra=["mean v", "base - mean"]), state)
     assert state["threshold"] == chosen
-    assert sympy.simplify(lines[0][1] - (-sympy.Rational(s) if chosen == 1 else 0)) == 0
+    assert sympy.simplify(lines[0, 1] - (-sympy.Rational(s) if chosen == 1 else 0)) == 0
 
 
 def test_composition_is_associative():
@@ -246,13 +255,12 @@ def test_composition_is_associative():
 
 
 def test_floats_torch_numbers_and_symbols_agree():
-    import torch
-
     inner = [[5.0, -2.0, 1.0], [-2.0, 4.0, 0.5], [1.0, 0.5, 3.0]]
+    followed = torch.tensor(inner, dtype=torch.float64, requires_grad=True)
+    exact = sympy.Matrix(inner).applyfunc(sympy.nsimplify).tolist()
     members = [Tangent(), Position(), OrthoDC(0.2), OrthoPos(clip=True), GradientSurgery(), Position() >> OrthoGrad()]
-    for correction, n in [*itertools.product(members, [2]), (Pairwise([]), 1)]:
-        floats = correction.coefficients(inner, displacements=n)[0]
-        tensors = correction.coefficients(torch.tensor(inner, dtype=torch.float64), displacements=n)[0]
-        exact = correction.coefficients(sympy.Matrix(inner).applyfunc(sympy.nsimplify).tolist(), displacements=n)[0]
-        for row in zip(floats, tensors, exact, strict=True):
+    for correction, extra in [*itertools.product(members, [()]), (Pairwise(torch.zeros(1, 1)), ["others[0]"])]:
+        found = [lines_of(correction, numbers, extra) for numbers in (inner, followed, exact)]
+        found[1] = [[untracked(c) for c in line] for line in found[1]]
+        for row in zip(*found, strict=True):
             assert all(float(a) == pytest.approx(float(b), abs=1e-14) == pytest.approx(float(c), abs=1e-14) for a, b, c in zip(*row, strict=True))  # fmt: skip

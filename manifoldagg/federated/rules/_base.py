@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.corrections import Frame
-from manifoldagg.corrections.place import RUNGS, TRANSPORTS, Place, leaves_of
+from manifoldagg.corrections.transport import RUNGS, TRANSPORTS, Passage, leaves_of
 from manifoldagg.errors import ArgumentError, check_choice, check_count
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._curved import arrive, tangents_at
@@ -83,16 +83,16 @@ class TangentRule(ServerRule):
         if not space.flat:
             # A passage of no length is refused where some leaf lacks what the transport takes.
             point = widened(space, check_point(space, start, name="start"))
-            Place(space, point, point, self.transport, self.rungs)
+            Passage(space, point, point, self.transport, self.rungs)
         elif self.transport is not None:
             raise ArgumentError(f"transport: expected None on a flat space, got {self.transport!r}")
 
 
 def follow(space: Manifold, current: Tensor, frame: Frame, line: list[float], out: Tensor | None) -> Tensor:
     r"""$\exp_\Theta u$ for the tangent $u$ at the current model that `line` makes of the rows of a frame."""
-    if frame.place is None:
+    if frame.passage is None:
         return frame.combine(current, line, out=out)
-    here = frame.place.current
-    (u,) = tangents_at(space, here, frame, [[line]])
+    here = frame.passage.current
+    (u,) = tangents_at(space, here, frame.combine(None, line)[None])
     model = torch.empty_like(current) if out is None else out
     return model.copy_(arrive(space, here, u))

@@ -7,19 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.corrections import Frame
+from manifoldagg.corrections import Frame, Gram
 from manifoldagg.errors import check_number
 from manifoldagg.federated.contract import Outcome, State, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
-from manifoldagg.federated.rules._reading import (
-    Numbers,
-    check_distances,
-    corrected_gram,
-    cosine,
-    frame_of,
-    root,
-    rungs_of,
-)
+from manifoldagg.federated.rules._reading import along, cosine, frame_of, moved, root, rungs_of
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
@@ -40,7 +32,7 @@ class Mean:
     current: Tensor
     frame: Frame
     line: list[float]
-    inner: Numbers
+    gram: Gram
 
     def formed(self, out: Tensor | None) -> Tensor:
         r"""$\bar\Delta$."""
@@ -49,7 +41,7 @@ class Mean:
     def step(self, rate: float, out: Tensor | None) -> tuple[Tensor, float]:
         r"""$\exp_\Theta(\eta \bar\Delta)$, and how far it is."""
         line = [rate * c for c in self.line]
-        norm = root(corrected_gram(self.frame, [[line]], [self.inner])[0][0])
+        norm = root(moved(along(self.frame, self.gram, line))[0, 0])
         return follow(self.space, self.current, self.frame, line, out), norm
 
 
@@ -100,23 +92,22 @@ class BufferedRule(TangentRule):
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
         if "buffer" in state:
             frame = frame.extended("buffer", state["buffer"])
-        inner = frame.gram().tolist()
-        check_distances([row[:2] for row in inner[:2]])
+        gram = frame.gram()
         largest = root(torch.finfo(update.current.dtype).max) / self.wanted
-        check_number("points: size of the displacement", root(inner[0][0]), at_most=largest)
+        check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=largest)
         count = state["count"] + 1
         total = check_number("weight: sum over the buffer", state["total"] + share)
         before = state.get("unit", share)
         unit = max(before, share)
-        line = [share / (unit or 1.0), 0.0, before / (unit or 1.0)][: len(inner)]
-        numbers = {"cosine": cosine([row[:2] for row in inner[:2]]), "weight": share, "buffered": float(count)}
+        line = [share / (unit or 1.0), 0.0, before / (unit or 1.0)][: len(frame.rows)]
+        numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(count)}
         if count < self.wanted:
             buffer = frame.combine(None, line)
             waiting = {**state, "count": count, "total": total, "unit": unit, "buffer": buffer}
             return waiting, Outcome(None, update.memory, numbers)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
         rate = self.step_size(state)
-        mean = Mean(space, update.current.detach(), frame, [unit / divisor * c for c in line], inner)
+        mean = Mean(space, update.current.detach(), frame, [unit / divisor * c for c in line], gram)
         model, norm, changes = self.move(state, mean, rate, out)
         numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | rungs_of(frame)
         after = {name: kept for name, kept in state.items() if name not in ("unit", "buffer")}

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from manifoldagg.corrections import Corrected, Frame
-from manifoldagg.corrections.correction import Lines
 from manifoldagg.curves import Bezier
-from manifoldagg.errors import ArgumentError, check_number
+from manifoldagg.errors import ArgumentError, check_finite, check_number
 from manifoldagg.manifolds import Manifold, Validated, distance, norm
 
 PLACES = 64
@@ -113,7 +111,7 @@ def settled(space: Manifold, point: Tensor) -> Tensor:
     return space.project(point) if "project" in space.capabilities else point
 
 
-def tangents_at(space: Manifold, current: Tensor, frame: Frame, lines: Lines) -> Tensor:
-    """What `lines` make of the rows of a frame, as tangents at `current`: (n, *shape)."""
-    u = Corrected(frame, lines, None).displacements().view(-1, *current.shape)
+def tangents_at(space: Manifold, current: Tensor, rows: Tensor) -> Tensor:
+    """Combinations of rows (n, P), as tangents at `current`: (n, *shape)."""
+    u = check_finite("points: corrected displacements", rows).view(-1, *current.shape)
     return space.project_tangent(current.expand_as(u), u) if "project_tangent" in space.capabilities else u

@@ -5,19 +5,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manifoldagg.corrections import Correction
-from manifoldagg.corrections.algebra import congruence, product
-from manifoldagg.corrections.place import leaves_of
+from manifoldagg.corrections.transport import leaves_of
 from manifoldagg.curves import Bezier
 from manifoldagg.curves.distance import OVERSHOOT, parameter_at_distance_of
 from manifoldagg.errors import ArgumentError, check_choice, check_number
 from manifoldagg.federated.contract import Memory, Outcome, State, Update
 from manifoldagg.federated.rules._base import TangentRule
 from manifoldagg.federated.rules._curved import tangents_at, travel
-from manifoldagg.federated.rules._reading import cosine, frame_of, read, root, rungs_of
+from manifoldagg.federated.rules._reading import cosine, frame_of, moved, root, rungs_of
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
@@ -70,30 +70,29 @@ class CurveRule(TangentRule):
         correction = self.correction
         tensors = correction.granularity == "tensor"
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs, tensors=tensors)
-        reading = read(correction, frame, state.get("correction"))
-        inner, moved = reading.inner, reading.moved
+        corrected = correction.apply(frame, state.get("correction"))
+        inner = moved(corrected)
 
         def penalty(strength: float) -> float:
-            return staleness_penalty(strength, root(moved[-1][-1]), root(inner[n][n]))
+            return staleness_penalty(strength, root(inner[-1, -1]), root(corrected.came.matrix[n, n]))
 
         rho = check_number("rate: step size", self.step_size(state["version"], update, penalty), at_least=0)
-        numbers = {"cosine": cosine(inner), "rate": rho}
-        if frame.place is None:
-            s = parameter_at_distance_of(moved, rho, self.overshoot)
-            weights = Bezier(space, n).weights(s)[1:]
-            lines = [product([weights], c)[0] for c in reading.lines]
-            model = reading.frame.combine(update.current.detach(), lines if len(lines) > 1 else lines[0], out=out)
-            norm = root(congruence([weights], moved)[0][0])
+        numbers = {"cosine": cosine(corrected.came), "rate": rho}
+        if frame.passage is None:
+            s = parameter_at_distance_of(inner.tolist(), rho, self.overshoot)
+            weights = np.array(Bezier(space, n).weights(s)[1:], dtype=object)
+            model = corrected.combine(update.current.detach(), weights, out=out)
+            norm = root(weights @ inner @ weights)
         else:
-            here = frame.place.current
-            u = tangents_at(space, here, reading.frame, reading.lines)
+            here = frame.passage.current
+            u = tangents_at(space, here, corrected.displacements())
             s, reached, norm = travel(space, here, u, rho, self.overshoot)
             model = torch.empty_like(update.current) if out is None else out
             model.copy_(reached)
         numbers |= {"step": s, "norm": norm} | rungs_of(frame)
         after = {"version": state["version"] + 1}
         if correction.keeps_state:
-            after["correction"] = reading.state
+            after["correction"] = corrected.state
         return after, Outcome(model, self.remember(update), numbers)
 
 

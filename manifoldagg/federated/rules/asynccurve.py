@@ -11,7 +11,7 @@ from manifoldagg.corrections import Correction, OrthoDyn, rotate_control
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import cosine, frame_of, read, root
+from manifoldagg.federated.rules._reading import cosine, frame_of, root
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
@@ -111,9 +111,8 @@ class AsyncCurve(ServerRule):
         control, theirs = update.points.detach()
         ends = replace(update, points=update.points[1:])
         frame = frame_of(space, ends, tensors=self.correction.granularity == "tensor")
-        reading = read(self.correction, frame, state.get("correction"))
-        lines = [line[0] for line in reading.lines]
-        end = reading.frame.combine(current, lines if len(lines) > 1 else lines[0])
+        corrected = self.correction.apply(frame, state.get("correction"))
+        end = corrected.combine(current, [1.0])
         control = rotate_control(control, base, theirs, current, end)
         dominance = Dominance(self.clients, self.smoothed)
         rate = rate_at(self.rate, version)
@@ -123,9 +122,9 @@ class AsyncCurve(ServerRule):
         moved = combine(None, [current], [1.0], minus=model)
         after = {"version": version + 1, "step": moved} | averages
         if self.correction.keeps_state:
-            after["correction"] = reading.state
+            after["correction"] = corrected.state
         norm = root(gram([moved])[0, 0, 0].item())
-        numbers = {"cosine": cosine(reading.inner), "rate": rate, "step": s, "norm": norm}
+        numbers = {"cosine": cosine(corrected.came), "rate": rate, "step": s, "norm": norm}
         return after, Outcome(model, dominance.memory(update.memory) | {"batches": batches}, numbers)
 
     def _averaged(self, state: State, version: int, model: Tensor) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldagg.errors import check_count, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
-from manifoldagg.federated.rules._reading import check_distances, cosine, frame_of, root, rungs_of
+from manifoldagg.federated.rules._reading import cosine, frame_of, root, rungs_of
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
@@ -89,10 +89,9 @@ class AsyncFedED(TangentRule):
     ) -> tuple[State, Outcome]:
         self.check_points(update)
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
-        inner = frame.gram().tolist()
-        check_distances(inner)
-        moved = root(inner[0][0])
-        drift = root(inner[1][1])
+        gram = frame.gram()
+        moved = root(gram.matrix[0, 0])
+        drift = root(gram.matrix[1, 1])
         version = state["version"]
         epochs = self.planned(update.memory)
         gamma = self.target
@@ -104,7 +103,7 @@ class AsyncFedED(TangentRule):
             epochs = min(max(1, epochs + math.floor(change)), LONGEST)
         rate = rate_at(self.rate, version) / (gamma + self.epsilon) if moved > 0 else 0.0
         check_number("rate: step size", rate, at_least=0)
-        numbers = {"cosine": cosine(inner), "rate": rate, "step": rate, "norm": rate * moved}
+        numbers = {"cosine": cosine(gram), "rate": rate, "step": rate, "norm": rate * moved}
         numbers |= {"distance": gamma, "epochs": float(epochs)} | rungs_of(frame)
         model = follow(space, update.current.detach(), frame, [rate, 0.0], out)
         memory = {**(update.memory or {}), "epochs": epochs}

@@ -10,7 +10,7 @@ from manifoldagg.corrections import Frame
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.federated.contract import Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import check_distances, corrected_gram, cosine, frame_of, root
+from manifoldagg.federated.rules._reading import along, cosine, frame_of, moved, root
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
@@ -108,10 +108,9 @@ class CA2FL(ServerRule):
         frame = frame_of(space, update)
         for name, row in rows.items():
             frame = frame if row is None else frame.extended(name, row)
-        inner = frame.gram().tolist()
-        check_distances([line[:2] for line in inner[:2]])
+        gram = frame.gram()
         longest = root(torch.finfo(update.current.dtype).max) / self.size
-        check_number("points: size of the displacement", root(inner[0][0]), at_most=longest)
+        check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=longest)
         cache = frame.combine(None, _line(frame, v1=1.0))
         # What is added is what will be taken away again: the cache, as it was rounded.
         rounded = frame.extended("cache", cache)
@@ -119,7 +118,7 @@ class CA2FL(ServerRule):
         count = state["count"] + 1
         guests = state["guests"] + (slot == NONE)
         joined = state["joined"] + (slot == NONE and not again)
-        told = {"cosine": cosine([line[:2] for line in inner[:2]]), "weight": 1.0, "buffered": float(count)}
+        told = {"cosine": cosine(gram), "weight": 1.0, "buffered": float(count)}
         waits = {**state, "count": count, "guests": guests, "joined": joined, "held": held}
         if count < self.size:
             waits["buffer"] = _wide(rounded, cache=1.0, held=-1.0, buffer=1.0)
@@ -132,7 +131,7 @@ class CA2FL(ServerRule):
         among = state["cached"] if self.unknown == "mean" else max(self.clients or 0, cached)
         a = rate / self.size
         line = _line(frame, v1=a, held=-a, buffer=a, sum=rate * mean / max(among, 1))
-        norm = root(corrected_gram(frame, [[line]], [inner])[0][0])
+        norm = root(moved(along(frame, gram, line))[0, 0])
         model = frame.combine(update.current.detach(), line, out=out)
         # h_i goes to its last displacement: of two in this buffer, the first counts no more.
         change = {"cache": 1.0, "held": -float(not again), "before": -1.0, "buffer": 1.0, "replaced": -1.0, "sum": 1.0}

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from manifoldagg.corrections import calibrate
+from manifoldagg.corrections import Gram, calibrate
 from manifoldagg.corrections.frame import GRANULARITIES
 from manifoldagg.errors import ArgumentError, check_choice, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import check_distances, cosine, root
+from manifoldagg.federated.rules._reading import cosine, root
 from manifoldagg.federated.schedules import Rate, Weight, rate_at
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.kernels import combine, gram
@@ -126,8 +126,9 @@ class OrthoFL(ServerRule):
         known = memory is not None and not late and "start" in memory
         start = memory["start"] if known else base
         home = memory["global"] if known else base
-        inner = gram([model, current, model], minus=[start, home, current])[0].tolist()
-        check_distances([row[:2] for row in inner[:2]])
+        inner = Gram.of(gram([model, current, model], minus=[start, home, current]), extra=("step",))
+        for name, place in (("points[0]", 0), ("current", 1)):
+            check_number(f"{name}: squared distance from the base", inner.matrix[place, place])
         protocol = self.protocol(update.client) if callable(self.protocol) else self.protocol
         check_choice("protocol", protocol, PROTOCOLS)
         calibrated: Tensor | None = None
@@ -141,11 +142,11 @@ class OrthoFL(ServerRule):
             calibrated = calibrate(model, *shifts, self.granularity, others, space=space)
         if self.moving_average or calibrated is None:
             new = mixed(current, model, rate, out=out)
-            norm = rate * root(inner[2][2])
+            norm = rate * root(inner.matrix[2, 2])
         else:
             new = calibrated.clone() if out is None else out.copy_(calibrated)
             norm = root(gram([new], minus=current)[0, 0, 0].item())
-        numbers = {"cosine": cosine([row[:2] for row in inner[:2]]), "rate": rate, "step": rate, "norm": norm}
+        numbers = {"cosine": cosine(inner), "rate": rate, "step": rate, "norm": norm}
         numbers["calibrated"] = float(self.calibration != "none" and not late)
         if late or self.calibration == "none":
             return after, Outcome(new, memory, numbers)

@@ -1,4 +1,4 @@
-"""Curved spaces: bring tangents at the base to the current point, and measure them there."""
+"""Transport on curved spaces: how tangents at the base come to the current point, and are measured there."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class Transport(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    r"""The current point $\Theta^\tau$ of a space, and the base $\Theta^t$ from which tangents come to it.
+class Passage:
+    r"""The way of tangents from the base $\Theta^t$ to the current point $\Theta^\tau$ of a curved space.
 
     Args:
         space: with inner, exp and log, and what the transport needs.

@@ -1,0 +1,151 @@
+"""A Gram matrix whose rows have names: all that a correction knows of an update."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels.rows import is_transformed
+
+__all__ = ["Gram", "Matrix", "untracked"]
+
+Matrix = NDArray[np.object_]
+"""An array of Python floats, torch numbers or sympy expressions: the same lines compute on all three."""
+
+CANCELLED = 1e-6
+"""Which part of a squared norm is left where a correction is said to have cancelled it: of float64's sixteen digits
+ten are left of the square, five of the length."""
+
+
+@dataclass(frozen=True, eq=False)
+class Gram:
+    r"""Inner products of the rows $v_1, \dots, v_n, g$ of a frame and of those that a correction has added.
+
+    Attributes:
+        parts: (S, k, k), for each segment, or one for the whole model.
+        extra: the names of the rows after the drift.
+        segments: the names of the parts, where they are those of segments.
+
+    Example:
+        >>> gram = Gram.of([[5.0, 1.0], [1.0, 2.0]])
+        >>> gram.displacements, gram.matrix[0, gram.displacements]
+        (1, 1.0)
+        >>> gram.corrected(Gram.of([[5.0, 1.0], [1.0, 2.0]]).identity()).matrix.tolist()
+        [[5.0, 1.0], [1.0, 2.0]]
+    """
+
+    parts: Matrix
+    extra: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(matrix: Any, *, extra: Sequence[str] = (), segments: Sequence[str] = ()) -> "Gram":
+        """The Gram matrix of these numbers: (k, k), or (S, k, k) of segments.
+
+        Args:
+            matrix: nested lists, an array or a tensor of floats, torch numbers or sympy expressions.
+            extra: the names of the rows after the drift.
+            segments: the names of the segments.
+
+        Raises:
+            ArgumentError: if a matrix is not square, or has no row for the drift beside those named.
+        """
+        parts = _array(matrix)
+        parts = parts if parts.ndim == 3 else parts[None]
+        if parts.ndim != 3 or parts.shape[1] != parts.shape[2] or parts.shape[1] < 1 + len(extra):
+            raise ArgumentError(
+                f"gram: expected square matrices of at least {1 + len(extra)} rows, got shape {parts.shape}"
+            )
+        return Gram(parts, tuple(extra), tuple(segments))
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        """Of the whole model, (k, k): the sum over the segments."""
+        whole: Matrix = self.parts[0] if len(self.parts) == 1 else self.parts.sum(0)
+        return whole
+
+    @cached_property
+    def displacements(self) -> int:
+        """n, how many rows are displacements; row n is the drift."""
+        return int(self.parts.shape[-1]) - 1 - len(self.extra)
+
+    def row(self, name: str) -> int:
+        """The place of a row that a correction has added.
+
+        Raises:
+            ArgumentError: if there is none of this name.
+        """
+        if name not in self.extra:
+            known = ", ".join(["the displacements", "the drift", *self.extra])
+            raise ArgumentError(f"gram: expected a row {name!r}, which `extend` adds; its rows are {known}")
+        return self.displacements + 1 + self.extra.index(name)
+
+    def __getitem__(self, segment: str) -> "Gram":
+        """That of one segment, by its name.
+
+        Raises:
+            ArgumentError: if there is none of this name, or the segments were not read.
+        """
+        if segment not in self.segments:
+            known = ", ".join(map(repr, self.segments)) or "none, which granularity='tensor' reads"
+            raise ArgumentError(f"gram: expected the name of a segment, got {segment!r}; there are {known}")
+        place = self.segments.index(segment)
+        return Gram(self.parts[place : place + 1], self.extra, (segment,))
+
+    def __iter__(self) -> Iterator["Gram"]:
+        """Segment by segment."""
+        for part in self.parts:
+            yield Gram(part[None], self.extra)
+
+    @property
+    def whole(self) -> "Gram":
+        """That of the whole model."""
+        return self if len(self.parts) == 1 else Gram(self.matrix[None], self.extra)
+
+    def identity(self) -> Matrix:
+        """The coefficients that leave the displacements as they are: (n, k)."""
+        return np.eye(self.displacements, self.parts.shape[-1], dtype=object)
+
+    def carried(self, lines: Matrix) -> Matrix:
+        r"""$\bar C$, (n + 1, k): corrected displacements, and the drift as it is; (S, n + 1, k) where $C$ is."""
+        drift = np.eye(1, lines.shape[-1], self.displacements, dtype=object)
+        return np.concatenate([lines, np.broadcast_to(drift, (*lines.shape[:-2], *drift.shape))], axis=-2)
+
+    def corrected(self, lines: Matrix) -> "Gram":
+        r"""$\bar C G \bar C^\top$: of the corrected displacements and the drift."""
+        carried = self.carried(lines)
+        return Gram(carried @ self.parts @ carried.swapaxes(-1, -2), (), self.segments)
+
+    def cancelled(self, came: "Gram") -> bool:
+        """Whether so little is left of a displacement that its inner products are rounding.
+
+        Args:
+            came: of the rows before they were corrected.
+        """
+        n = self.displacements
+        left = np.diagonal(self.parts, axis1=-2, axis2=-1)[:, :n]
+        square = np.diagonal(came.parts, axis1=-2, axis2=-1)[:, :n]
+        return not bool((left >= CANCELLED * square).all())
+
+
+def _array(numbers: Any) -> Matrix:
+    """An object array of plain floats where no derivative follows them, and of what they are elsewhere."""
+    if isinstance(numbers, Tensor):
+        if not is_transformed([numbers]):
+            return numbers.detach().numpy().astype(object)
+        # One by one: NumPy would take a tensor for a sequence, or for an array.
+        array = np.empty(numbers.numel(), dtype=object)
+        for i, number in enumerate(numbers.flatten()):
+            array[i] = number
+        return array.reshape(tuple(numbers.shape))
+    return np.array(numbers, dtype=object)
+
+
+def untracked(value: Any) -> Any:
+    """A number without the derivatives that follow it."""
+    return value.detach() if isinstance(value, Tensor) else value
