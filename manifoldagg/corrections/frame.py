@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.corrections.gram import Gram, Matrix
 from manifoldagg.corrections.transport import RUNGS, Passage, Transport, leaves_of
-from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape, is_finite
+from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_number, check_shape, is_finite
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
@@ -207,8 +207,8 @@ class Frame:
             inner = inner if apart else inner.sum(0, keepdim=True)
         squares = inner.diagonal(dim1=-2, dim2=-1).sum(0)
         if not is_finite(squares):
-            name, square = next((name, s) for name, s in zip(self._called(), squares) if not is_finite(s))
-            raise ArgumentError(f"{name}: expected a finite number, got {square.item()}")
+            for name, square in zip(self._called(), squares, strict=True):
+                check_number(name, square)
         return Gram.of(inner, extra=self.extra, segments=tuple(self.segments or ()) if apart else ())
 
     def _called(self) -> tuple[str, ...]:
@@ -223,9 +223,7 @@ class Frame:
         """Inner products of other tangents at the current point, in the metric of the space."""
         return gram(rows)[0] if self.passage is None else self.passage.gram(torch.stack([*rows])).sum(0)
 
-    def combine(
-        self, base: Tensor | None, coefficients: Sequence[float] | Matrix, out: Tensor | None = None
-    ) -> Tensor:
+    def combine(self, base: Tensor | None, coefficients: Sequence[float] | Matrix, out: Tensor | None = None) -> Tensor:
         r"""$\mathrm{base} + \sum_j c_j\, r_j$, rounded once; with (S, k) coefficients, for each segment its own.
 
         Where the coefficients on rows from $\Theta^t$ sum to 0, $\Theta^t$ drops out: its place is taken by

@@ -43,7 +43,9 @@ def test_points_and_state_dicts_agree_bit_for_bit(seed, granularity):
         assert torch.equal(space.point(state), point)
         same = calibrate(*dicts[:3], granularity, other_dicts, space=space)
         assert all(torch.equal(same[name], state[name]) for name in state)
-        assert torch.equal(calibrate(*rows[:3], granularity, others, space=Product({"a": Flat(6), "b": Flat(2)})), point)
+        assert torch.equal(
+            calibrate(*rows[:3], granularity, others, space=Product({"a": Flat(6), "b": Flat(2)})), point
+        )
 
 
 @given(seeds)

@@ -56,7 +56,7 @@ class CurveRule(TangentRule):
                     f"overshoot: extend follows a polynomial, which needs flat leaves; not so: {curved}"
                 )
             still = Update(None, start, start, start[None])
-            self.correction.extend(frame_of(space, still, transport=self.transport, rungs=self.rungs))
+            self.correction.apply(frame_of(space, still, transport=self.transport, rungs=self.rungs))
         return state
 
     def step(
