@@ -126,7 +126,7 @@ class OrthoCorrect(Correction):
         return lines, state
 
 
-def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:  # as the paper has it
+def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
     r"""Gradient surgery of the displacement against the drift: $(\alpha, \vartheta) = (0, 0)$.
 
     Source: Report §3.
