@@ -68,7 +68,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def manifoldagg(
+def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,

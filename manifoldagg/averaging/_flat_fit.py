@@ -212,7 +212,8 @@ def _trimmed(embedding: Embedding, sight: Sight) -> tuple[Phi, Tensor]:
 
     $\iota_\varphi(x)$ stays where it is, with $x_i = a_i + (1 - \sum a) x_i'$, $a_i$ the least coordinates.
     """
-    phi, x = sight.phi, sight.places
+    phi = sight.phi
+    x = sight.places
     if isinstance(embedding, Simplex):
         least = x.amin(0)
         rest = 1 - least.sum()

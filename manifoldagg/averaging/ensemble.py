@@ -221,6 +221,6 @@ def _check_targets(targets: Tensor, n: int, classes: int) -> Tensor:
     if targets.shape != (n,):
         raise ArgumentError(f"targets: expected shape {(n,)} as there are predictions, got {tuple(targets.shape)}")
     if n and not bool(((targets >= 0) & (targets < classes)).all()):
-        low, high = int(targets.min()), int(targets.max())
-        raise ArgumentError(f"targets: expected classes from 0 to {classes - 1}, got {low} to {high}")
+        given = f"{int(targets.min())} to {int(targets.max())}"
+        raise ArgumentError(f"targets: expected classes from 0 to {classes - 1}, got {given}")
     return targets.long()

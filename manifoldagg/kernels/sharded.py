@@ -92,7 +92,8 @@ def combine(
             dtype = (rows.plus[0] if base is None else base).dtype
             out = torch.empty_like(rows.plus[0].detach(), dtype=dtype, memory_format=torch.contiguous_format)
         piece = Piece.of(rows, segments, base=base, out=out)
-        lines, target = piece.rows(rows), piece.here(out)
+        lines = piece.rows(rows)
+        target = piece.here(out)
         start = None if base is None else piece.here(base)
         check_target(target, lines, start)
         own = np.array(coefficients, np.float64).reshape(len(segments), k)
