@@ -68,6 +68,7 @@ def parameter_at_arc_length(speed: Speed, edges: Sequence[float], part: Float[Te
         part = part.to(reached)
         straight = edges[0] + (edges[-1] - edges[0]) * part
         wanted = (part * reached[-1]).flatten()
+        # Within one panel: the sum of those before it is not subtracted from one of its own size.
         k = (torch.searchsorted(reached, wanted, right=True) - 1).clamp(0, len(pieces) - 1)
         rest = wanted - reached[k]
         t = crossing(lambda t: rest - _quadrature(speed, cuts[k], t), cuts[k], cuts[k + 1])
@@ -99,6 +100,7 @@ def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:
             total = (left + right).sum() if total is None else total
             if not bool(total.isfinite()):
                 raise ArgumentError(f"phi: expected a curve of finite length in float64, got length {total.item()}")
+            # Against the whole length: a short panel with a kink may be as rough as it likes.
             rough = (left + right - whole).abs() > tolerance * total
             if not rough.any() or sum(map(len, found)) > MOST_PANELS:
                 break

@@ -107,11 +107,8 @@ class Bezier(CurveEmbedding):
         self._check_phi(phi)
         if not self.space.flat:
             return super().acceleration(phi, t)
-        place = parameter(t, phi)
         n = self.degree
-        if n == 1:
-            return phi.new_zeros(*place.shape, *phi.shape[1:])
-        return weighted(basis(n - 2, place), n * (n - 1) * phi.diff(n=2, dim=0))
+        return weighted(basis(n - 2, parameter(t, phi)), n * (n - 1) * phi.diff(n=2, dim=0))
 
     def weights(self, t: float) -> list[float]:
         """The degree + 1 Bernstein weights at `t`, as numbers: what control points of a flat space are summed with."""

@@ -114,6 +114,7 @@ class CurveEmbedding(Embedding):
             `phi` and `point` are right; higher ones are not, as they take the parameter for fixed.
         """
         self._check_phi(phi)
+        self.space._check({"phi": phi, "point": point})
         points = self._points(point)
         with torch.no_grad():
             t = self._search(phi.detach(), points.detach())

@@ -81,8 +81,6 @@ class Piecewise(CurveEmbedding):
         if not self.space.flat:
             return super().acceleration(phi, t)
         piece, s = self._local(parameter(t, phi))
-        if self.degree == 1:
-            return phi.new_zeros(*s.shape, *phi.shape[1:])
         rate = self.pieces**2 * self.degree * (self.degree - 1)
         return self._sum(basis(self.degree - 2, s), piece, rate * phi.diff(n=2, dim=0))
 

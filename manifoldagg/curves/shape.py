@@ -44,6 +44,7 @@ def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
                 [5.]], dtype=torch.float64)
     """
     points = phi.detach().flatten(1)
+    # Of all chunks so far: a Gram matrix would square the condition of control points that nearly lie in a line.
     triangle = points.new_zeros(0, len(points) - 1, dtype=torch.float64)
     for low in range(0, points.shape[1], CHUNK):
         piece = points[:, low : low + CHUNK].double()
@@ -59,6 +60,7 @@ def span(phi: Float[Tensor, "control ..."]) -> tuple[Float64[Tensor, "k P"], Con
     """
     points = phi.double().flatten(1)
     lines, triangle = torch.linalg.qr((points[1:] - points[0]).mT)
+    # LAPACK's diagonal has either sign, that of Gram and Schmidt is positive.
     sign = torch.where(triangle.detach().diagonal() < 0, -1.0, 1.0).to(triangle)
     control = (sign[:, None] * triangle).mT
     return (lines * sign).mT, torch.cat([control.new_zeros(1, control.shape[1]), control])
@@ -90,6 +92,7 @@ def sharpest(control: Control) -> tuple[float, float]:
     degree = len(control) - 1
     if degree == 1:
         return 0.0, 0.0
+    # Six factors of a velocity would leave float64; where the curvature is greatest does not depend on the unit.
     scaled = control / control.diff(dim=0).norm(dim=-1).max()
     velocity = degree * scaled.diff(dim=0)
     bend = (degree - 1) * velocity.diff(dim=0)
@@ -128,6 +131,7 @@ def feet(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N
         line[: len(found)] = line.new_tensor(found)
     apart = points[:, None] - derivative(control, t, 0)
     along = derivative(control, t)
+    # Of ⟨y - b, b'⟩ by its own derivative; at a focal point, where that vanishes, the step is long and refused.
     step = (apart * along).sum(-1) / (along.square() - apart * derivative(control, t, 2)).sum(-1)
     return torch.where(step.abs() < POLISH, t + step, t).clamp(0, 1)
 
@@ -163,6 +167,7 @@ def nearest_disk(
 def unit(v: Float64[Tensor, "*b k"]) -> Float64[Tensor, "*b k"]:
     """`v` over its length; 0 for 0."""
     size = v.norm(dim=-1, keepdim=True)
+    # Not a quotient that is replaced: its derivative at 0 would be NaN all the same.
     return v / torch.where(size > 0, size, torch.ones_like(size))
 
 

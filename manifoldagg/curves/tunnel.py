@@ -194,9 +194,8 @@ class Tunnel(Embedding):
         t, xi = self._split(x)
         control, offset = self._form.offset(phi, t, xi)
         bend = (offset * curvature_vector(control, t)).sum(-1)
-        return torch.mul(
-            derivative(control, t).norm(dim=-1), self._form.unit(control) ** self._form.normal * (1 - bend)
-        )
+        scale = self._form.unit(control) ** self._form.normal
+        return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - bend))
 
     def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
         r"""$\log(L\, V_m(r))$, $L$ the length of the curve and $V_m$ the volume of a ball in its m normal dimensions.
