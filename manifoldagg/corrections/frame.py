@@ -163,7 +163,8 @@ class Frame:
 
     def row(self, i: int) -> Float64[Tensor, " P"]:
         """One row, formed in float64."""
-        less, full = self.minus[i], self.rows[i].double()
+        less = self.minus[i]
+        full = self.rows[i].double()
         return full if less is None else full - less.double()
 
     def extended(self, name: str, plus: Float[Tensor, " P"], minus: Float[Tensor, " P"] | None = None) -> "Frame":

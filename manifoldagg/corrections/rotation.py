@@ -68,17 +68,22 @@ def rotate_control(
     for name, point in given.items():
         check_finite(name, check_shape(name, point, *control.shape))
     phi, start, stop, now, goal = (point.flatten() for point in given.values())
-    rows, minus = [phi, stop, goal], [start, start, now]
+    rows = [phi, stop, goal]
+    minus = [start, start, now]
     inner = gram(rows, minus=minus)[0]
     check_finite("points: inner products", inner.detach())
     pp, pd, pe = inner[0]
-    dd, ee, de = inner[1, 1], inner[2, 2], inner[1, 2]
+    dd = inner[1, 1]
+    ee = inner[2, 2]
+    de = inner[1, 2]
     # On rows φ − Θᵗ, d = Θᵢ − Θᵗ, e = Θ̂ − Θ^τ: x = φ − Θᵗ − d/2, and the midpoint is Θ^τ + e/2.
     weights = [torch.ones_like(pp), -0.5 * torch.ones_like(pp), 0.5 * torch.ones_like(pp)]
     if bool(dd < SMALL) or bool(ee < SMALL):
         return _turned_about(phi, start, stop, now, goal).view(control.shape)
-    a, b = dd.rsqrt(), ee.rsqrt()
-    along_a, along_b = a * (pd - dd / 2), b * (pe - de / 2)
+    a = dd.rsqrt()
+    b = ee.rsqrt()
+    along_a = a * (pd - dd / 2)
+    along_b = b * (pe - de / 2)
     cosine = (a * de * b).clamp(-1, 1)
     if bool(cosine < NEARLY_OPPOSITE - 1):
         return _turned_about(phi, start, stop, now, goal).view(control.shape)
@@ -93,10 +98,12 @@ def rotate_control(
 
 def _turned_about(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
     """The same for chords that are nearly opposite, or tiny: the plane by Gram-Schmidt on vectors, orthogonal twice."""
-    e1, unit = _direction(stop.double() - start.double()), _direction(goal.double() - now.double())
+    e1 = _direction(stop.double() - start.double())
+    unit = _direction(goal.double() - now.double())
     e2 = unit - (e1 @ unit) * e1
     e2 = e2 - (e1 @ e2) * e1
-    cosine, sine = e1 @ unit, e2.norm()
+    cosine = e1 @ unit
+    sine = e2.norm()
     x = phi.double() - (start.double() + stop.double()) / 2
     middle = (now.double() + goal.double()) / 2
     if not (bool(e1.any()) and bool(unit.any())):
@@ -105,7 +112,8 @@ def _turned_about(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: T
         turned = x - 2 * (e1 @ x) * e1
         return torch.add(middle, turned).to(phi.dtype)
     e2 = e2 / sine
-    p, q = e1 @ x, e2 @ x
+    p = e1 @ x
+    q = e2 @ x
     turned = x + ((cosine - 1) * p - sine * q) * e1 + (sine * p + (cosine - 1) * q) * e2
     return torch.add(middle, turned).to(phi.dtype)
 

@@ -161,9 +161,11 @@ def span_coefficients(inner: Any, along: Any, *, tolerance: float = RANK) -> lis
         >>> span_coefficients([[4.0, 0.0], [0.0, 1.0]], [2.0, 3.0])
         [0.5, 3.0]
     """
-    m, zero = len(along), 0 * along[0] if len(along) else 0
+    m = len(along)
+    zero = 0 * along[0] if m else 0
     left = [inner[i][i] for i in range(m)]
-    pivots, columns = list[int](), list[list[Any]]()
+    pivots: list[int] = []
+    columns: list[list[Any]] = []
     for _ in range(m):
         new = [j for j in range(m) if j not in pivots and not _at_most(left[j], tolerance**2 * inner[j][j])]
         if not new:
@@ -181,12 +183,13 @@ def span_coefficients(inner: Any, along: Any, *, tolerance: float = RANK) -> lis
         columns.append(column)
 
     def solve(right: Any) -> list[Any]:
-        x, y = [zero for _ in range(m)], list[Any]()
+        x = [zero for _ in range(m)]
+        y: list[Any] = []
         for p in pivots:
             y.append(right[p] - sum(c[p] * z for c, z in zip(columns, y, strict=False)))
         for k in reversed(range(len(pivots))):
-            p, later = pivots[k], pivots[k + 1 :]
-            x[p] = y[k] / left[p] - sum(columns[k][q] * x[q] for q in later)
+            p = pivots[k]
+            x[p] = y[k] / left[p] - sum(columns[k][q] * x[q] for q in pivots[k + 1 :])
         return x
 
     x = solve(along)

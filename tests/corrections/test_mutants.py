@@ -2,6 +2,7 @@
 
 import pytest
 
+from manifoldagg import corrections
 from manifoldagg.errors import ManifoldAggError
 from tests.corrections.laws import LAWS, kit
 from tests.corrections.mutants import MUTANTS
@@ -33,3 +34,10 @@ def breaks(law, wrong):
 def test_there_are_enough_mutants():
     assert len(MUTANTS) >= 40
     assert {law for _, laws in MUTANTS.values() for law in laws} <= set(LAWS)
+
+
+def test_whatever_is_exported_has_a_law_that_catches_a_wrong_one():
+    values = {"Composition", "Corrected", "Correction", "Frame", "Gram", "Transport"}
+    caught = {name for changes, _ in MUTANTS.values() for name in changes}
+    for name in sorted(set(corrections.__all__) - values):
+        assert name in caught, f"{name} needs a law in laws.py, and a mutant in mutants.py that the law catches"
