@@ -1,11 +1,14 @@
 """The last part of a step on a curved space: the way along a corrected curve, and the new point."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from manifoldagg.curves import Bezier
-from manifoldagg.errors import ArgumentError, check_finite, check_number
-from manifoldagg.manifolds import Manifold, Validated, distance, norm
+from manifoldagg.errors import ArgumentError, check_finite
+from manifoldagg.manifolds import Manifold, Validated
+from manifoldagg.manifolds.formulas import distance, norm
 
 PLACES = 64
 """Into how many parts [0, 1] is cut to find where a distance is reached for the first time."""
@@ -39,7 +42,7 @@ def travel(
     rho = min(rho, 1.0) if overshoot == "clamp" else rho
     if len(tangents) == 1:
         return rho, arrive(space, current, rho * tangents[0]), rho * float(norm(space, current, tangents[0]))
-    phi = torch.cat([current[None], space.exp(current.expand_as(tangents), tangents)])
+    phi = torch.cat([current[None], space._exp(current.expand_as(tangents), tangents)])
     curve = Bezier(space, len(tangents))
     try:
         Validated(space).log(current, phi[-1])
@@ -87,7 +90,9 @@ def parameter_at_distance_on(curve: Bezier, phi: Tensor, rho: float) -> float:
             points = curve(phi, torch.tensor(places, dtype=torch.float64, device=phi.device))
             reached = distance(curve.space, phi[0].expand_as(points), points).tolist()
             for place, away in zip(places, reached, strict=True):
-                after = goal - check_number("points: distance along the corrected curve", away)
+                if not math.isfinite(away):
+                    raise ArgumentError(f"points: no distance along the corrected curve, at {place:g} of it")
+                after = goal - away
                 if after <= 0:
                     return before, place, gap, after
                 before, gap = place, after
@@ -103,15 +108,15 @@ def parameter_at_distance_on(curve: Bezier, phi: Tensor, rho: float) -> float:
 
 def arrive(space: Manifold, current: Tensor, tangent: Tensor) -> Tensor:
     r"""$\exp_{\Theta^\tau} u$, without what rounding takes it off the space."""
-    return settled(space, space.exp(current, tangent))
+    return settled(space, space._exp(current, tangent))
 
 
 def settled(space: Manifold, point: Tensor) -> Tensor:
     """The nearest point of the space, where it has a projection."""
-    return space.project(point) if "project" in space.capabilities else point
+    return space._project(point) if "project" in space.capabilities else point
 
 
 def tangents_at(space: Manifold, current: Tensor, rows: Tensor) -> Tensor:
     """Combinations of rows (n, P), as tangents at `current`: (n, *shape)."""
     u = check_finite("points: corrected displacements", rows).view(-1, *current.shape)
-    return space.project_tangent(current.expand_as(u), u) if "project_tangent" in space.capabilities else u
+    return space._project_tangent(current.expand_as(u), u) if "project_tangent" in space.capabilities else u
