@@ -1,9 +1,12 @@
 """The house: which way imports point, what an import costs, and that documents tell the truth."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -76,18 +79,88 @@ def test_importing_loads_nothing_heavy_and_warns_of_nothing():
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
 
 
-FOUND = ["averaging", "corrections", "curves", "federated", "kernels", "manifolds", "routing", "simulation", "testing"]
-
-
-@pytest.mark.parametrize("name", [*FOUND, "rules"])
-def test_packages_are_found_by_name_and_load_when_they_are_touched(name):
-    home = "manifoldagg.federated.rules" if name == "rules" else f"manifoldagg.{name}"
-    code = "import sys, manifoldagg; "
-    code += f"print('{name}' in dir(manifoldagg), manifoldagg.{name} is sys.modules['{home}'])"
+def test_packages_are_found_by_name_and_load_when_they_are_touched():
+    paths = [*(path.parent.name for path in PACKAGE.glob("*/__init__.py")), "federated.rules"]
+    code = "import sys, manifoldagg; loaded = set(sys.modules)\n"
+    for path in paths:
+        name = path.rpartition(".")[2]
+        code += f"assert '{name}' in dir(manifoldagg)\n"
+        code += f"assert manifoldagg.{name} is sys.modules['manifoldagg.{path}']\n"
+    code += (
+        "print(*sorted(name for name in set(sys.modules) - loaded if name.count('.') == 1 and 'manifoldagg' in name))"
+    )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.stdout.split(), done.stderr) == (["True", "True"], "")
+    assert done.stderr == ""
+    assert {"manifoldagg.averaging", "manifoldagg.routing", "manifoldagg.simulation"} < set(done.stdout.split())
     with pytest.raises(AttributeError, match="has no attribute 'averages'"):
         _ = manifoldagg.averages
+
+
+def dotted(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def load(path):
+    if str(path.relative_to(PACKAGE)) == FOREIGN["flwr"]:
+        pytest.importorskip("flwr")
+    return import_module(dotted(path))
+
+
+def is_documented(module, name):
+    """A class or a function has a docstring of its own; below any other value that a package exports stands what it is."""
+    value = getattr(module, name)
+    if isinstance(value, type) or inspect.isroutine(value):
+        docstring = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
+        # A dataclass that has none gets its signature.
+        return bool(docstring) and not docstring.startswith(f"{name}(")
+    if not hasattr(module, "__path__"):
+        return True
+    for path in FILES:
+        for assignment, below in pairwise(ast.parse(path.read_text()).body):
+            targets = getattr(assignment, "targets", [getattr(assignment, "target", None)])
+            if any(getattr(target, "id", None) == name for target in targets):
+                return isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    return False
+
+
+PUBLIC_FILES = [path for path in FILES if "._" not in dotted(path)]
+
+
+@pytest.mark.parametrize("path", PUBLIC_FILES, ids=dotted)
+def test_public_modules_say_what_they_export_and_document_it(path):
+    module = load(path)
+    assert hasattr(module, "__all__"), f"{dotted(path)} has no __all__"
+    missing = [name for name in module.__all__ if not hasattr(module, name)]
+    undocumented = [name for name in module.__all__ if name not in missing and not is_documented(module, name)]
+    assert (missing, undocumented) == ([], [])
+
+
+def homonyms():
+    """Every name that two packages export for different things, with the packages."""
+    named = {}
+    for path in PUBLIC_FILES:
+        if path.name == "__init__.py" or path.stem in ("schedules", "staleness"):
+            module = load(path)
+            for name in getattr(module, "__all__", ()):
+                named.setdefault(name, {})[dotted(path)] = getattr(module, name)
+    return {
+        name: set(values) for name, values in named.items() if any(a is not b for a, b in pairwise(values.values()))
+    }
+
+
+def test_only_a_rule_and_its_trainer_share_a_name():
+    pair = {"manifoldagg.federated.rules", "manifoldagg.federated.trainers"}
+    assert [name for name, packages in homonyms().items() if packages != pair] == []
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.stem
+)
+def test_documents_write_the_module_of_a_shared_name(page):
+    found = re.findall(r"^```python\n(.*?)^```|`([^`\n]+)`", page.read_text(), flags=re.M | re.S)
+    code = "\n".join(block or span for block, span in found)
+    for name in homonyms():
+        assert not re.search(rf"(?<!rules\.)(?<!trainers\.)\b{name}\b", code), name
 
 
 CORRECTIONS = [
