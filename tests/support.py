@@ -1,4 +1,9 @@
-"""Draws that several test files share: tensors come from a seeded generator, hypothesis draws its seed."""
+"""What several test files share: draws (a seeded generator makes tensors, hypothesis its seed), and what a package has."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -32,3 +37,10 @@ def relative(a: Tensor, b: Tensor) -> float:
 def numbers(gram) -> Tensor:
     """A Gram matrix of floats as a tensor: (S, k, k), or (k, k) of one part."""
     return torch.from_numpy(gram.parts.astype(float)).squeeze(0)
+
+
+def exported(package: ModuleType) -> dict[str, Any]:
+    """What the public modules of a package have in `__all__`: a new file is found without being listed anywhere."""
+    names = [info.name for info in iter_modules(package.__path__) if not info.name.startswith("_")]
+    modules = [import_module(f"{package.__name__}.{name}") for name in names]
+    return {name: getattr(module, name) for module in modules for name in getattr(module, "__all__", ())}

@@ -109,7 +109,7 @@ def load(path):
 def is_documented(module, name):
     """A class or a function has a docstring of its own; below any other value that a package exports stands what it is."""
     value = getattr(module, name)
-    if isinstance(value, type) or inspect.isroutine(value):
+    if (isinstance(value, type) or inspect.isroutine(value)) and value.__name__ == name:
         docstring = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
         # A dataclass that has none gets its signature.
         return bool(docstring) and not docstring.startswith(f"{name}(")
