@@ -4,10 +4,11 @@ import importlib
 import pkgutil
 
 from manifoldagg.federated import rules
+from tests.support import exported
 
 FOLDER = "tests.federated"
-RULES = tuple(name for name in rules.__all__ if hasattr(getattr(rules, name), "step"))
-"""Every exported rule."""
+RULES = tuple(name for name, kind in exported(rules).items() if hasattr(kind, "step"))
+"""Every rule that a module exports."""
 
 
 def modules():
