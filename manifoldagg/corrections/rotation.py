@@ -9,6 +9,8 @@ from manifoldagg.errors import check_finite, check_shape
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["rotate_control"]
+
 NEARLY_OPPOSITE = 1e-3
 """Below this $1 + \\cos$ the inner products alone lose the plane: the second direction is formed and read again."""
 SMALL = 1e-280

@@ -13,6 +13,8 @@ from manifoldagg.kernels import gram
 from manifoldagg.manifolds import Manifold, Validated, check_point, check_tangent, pole_ladder
 from manifoldagg.manifolds.manifold import Leaf
 
+__all__ = ["RUNGS", "TRANSPORTS", "Passage", "Transport", "leaves_of"]
+
 TRANSPORTS = {"parallel": {"transport"}, "ladder": {"exp", "log"}, "projection": {"project_tangent"}}
 """The ways to bring a tangent from one point to another, and the primitives that they need."""
 

@@ -25,6 +25,7 @@ AFTER = "..after"
 """Runs of flat leaves; no parameter is called so."""
 
 Loss = Callable[[Tensor, Any], Tensor]
+"""`loss(theta, batch)`: a scalar for a point of parameters and whatever a batch is."""
 
 
 @dataclass(frozen=True)

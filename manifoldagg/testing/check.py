@@ -10,6 +10,8 @@ from manifoldagg.errors import ArgumentError, ManifoldAggError, check_choice, ch
 from manifoldagg.manifolds import Manifold, Validated, norm
 from manifoldagg.testing.laws import LAWS, Setting, reach
 
+__all__ = ["Finding", "Verdict", "check_manifold"]
+
 DISTANCES = (1e-7, 1e-3, 0.1, 0.7, 2.0)
 NEAREST_FLOAT32 = 1e-3
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from manifoldagg.manifolds import Manifold, distance, geodesic, karcher_mean, norm, pole_ladder
 
+__all__ = ["LAWS", "Setting", "law", "reach"]
+
 Violation = tuple[float, float]
 """The largest error found, and the largest that the law allows."""
 
