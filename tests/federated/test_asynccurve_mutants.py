@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from manifoldagg.corrections import Correction
 from manifoldagg.curves import fit
 from manifoldagg.errors import ManifoldAggError
 from manifoldagg.federated import Message, Update
@@ -285,9 +286,9 @@ def forgets_who_dominates(self, rate, own, total):
     return min(1.0, rate)
 
 
-@caught_by(asynccurve, "read", "the_correction_remembers")
-def forgets_the_statistic(correction, frame, state, read=asynccurve.read):
-    return read(correction, frame, None)
+@caught_by(Correction, "apply", "the_correction_remembers")
+def forgets_the_statistic(self, frame, state=None, *, apply=Correction.apply, **options):
+    return apply(self, frame, None, **options)
 
 
 @caught_by(asynccurve.AsyncCurve, "message", "moments_are_those_of_the_last_step")
