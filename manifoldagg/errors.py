@@ -180,10 +180,12 @@ def check_finite(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_finite(tensor: Tensor) -> bool:
+def is_finite(*tensors: Tensor) -> bool:
     """Whether every entry is finite (an empty tensor is)."""
-    if tensor.numel() == 0:
-        return True
-    # The least and the largest are NaN where any entry is, and infinite where one is.
-    low, high = tensor.detach().aminmax()
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+    for tensor in tensors:
+        if tensor.numel():
+            # The least and the largest are NaN where any entry is, and infinite where one is.
+            low, high = tensor.detach().aminmax()
+            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+                return False
+    return True

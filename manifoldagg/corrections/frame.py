@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.corrections.gram import Gram, Matrix
 from manifoldagg.corrections.transport import RUNGS, Passage, Transport, leaves_of
-from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_number, check_shape, is_finite
+from manifoldagg.errors import ArgumentError, check_finite, check_number, check_shape
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
@@ -198,8 +198,9 @@ class Frame:
         Raises:
             ArgumentError: if `granularity` is another word, or a row is so long that its square overflows.
         """
-        check_choice("granularity", granularity, GRANULARITIES)
         apart = granularity == "tensor"
+        if granularity not in GRANULARITIES:
+            raise ArgumentError(f"granularity: expected one of {', '.join(GRANULARITIES)}; got {granularity!r}")
         if self.passage is None:
             lengths = [*self.segments.values()] if apart and self.segments is not None else None
             inner = gram(self.rows, minus=self.minus, segments=lengths)
@@ -207,7 +208,7 @@ class Frame:
             inner = self.passage.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             inner = inner if apart else inner.sum(0, keepdim=True)
         squares = inner.diagonal(dim1=-2, dim2=-1).sum(0)
-        if not is_finite(squares):
+        if not squares.isfinite().all():
             for name, square in zip(self._called(), squares, strict=True):
                 check_number(name, square)
         return Gram.of(inner, extra=self.extra, segments=tuple(self.segments or ()) if apart else ())

@@ -109,7 +109,7 @@ def aggregate(
     *_, newest = tensors.values()
     now = tensors["current"]
     space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
-    here, then, *brought = [_point(space, name, entries) for name, entries in tensors.items()]
+    here, then, *brought = space.points(tensors)
     kept = state if isinstance(state, ServerState) else ServerState(state)
     before = Snapshot(
         current=here,
@@ -130,7 +130,7 @@ def aggregate(
     terms = Terms(space, rule, policies(space.layout.carried, buffers), points="update", buffers="update")
     after, outcome = step(terms, before, taken, newest, torch.empty_like(here))
     moved = outcome.model is not None
-    new = space.state_dict(after.current, after.buffers) if moved else {name: x.clone() for name, x in now.items()}
+    new = space._state_dict(after.current, after.buffers) if moved else {name: x.clone() for name, x in now.items()}
     memory = {name: tree for name, tree in kept.memory.items() if name != client}
     if outcome.memory is not None:
         memory[client] = outcome.memory
@@ -170,13 +170,6 @@ def _tensors(name: str, model: Any) -> dict[str, Tensor]:
             raise ArgumentError(f"{name}: {key}: expected a tensor or an array, got {type(array).__name__}")
         tensors[str(key)] = array.detach()
     return tensors
-
-
-def _point(space: ParameterSpace, name: str, tensors: dict[str, Tensor]) -> Tensor:
-    try:
-        return space.point(tensors)
-    except ArgumentError as error:
-        raise type(error)(f"{name}: {error}") from None
 
 
 def _like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:

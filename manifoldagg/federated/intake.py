@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
@@ -124,6 +125,11 @@ class Form:
     buffers: tuple[Entry, ...]
     checks: Checks
 
+    @cached_property
+    def axes(self) -> list[int | None]:
+        """The shape of one point."""
+        return self.space.axes
+
 
 def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
     """The payload as the server reads it: plain tensors on its device, plain numbers, nothing else.
@@ -196,7 +202,7 @@ def _vectors(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
     """Plain dense finite vectors (*batch, *shape), of the server's dtype and on its device."""
     if isinstance(given, Tensor):
         _check_stored(name, given)
-    tensor = check_shape(name, given, *batch, *form.space.axes).detach().as_subclass(Tensor)
+    tensor = check_shape(name, given, *batch, *form.axes).detach().as_subclass(Tensor)
     if tensor.dtype != form.dtype:
         raise ArgumentError(f"{name}: expected {form.dtype}, got {tensor.dtype}")
     return check_finite(name, tensor.to(form.device))

@@ -127,10 +127,10 @@ class Ledger:
         arrival = Arrival(
             snapshot=self.now,
             ticket=ticket,
-            base=self.store.found(ticket.base),
-            memory=self.store.found(("client", ticket.client)),
             weight=self.weights.of(ticket.client, samples),
             share=self.weights.share(ticket.client, samples),
+            base=self.store.found(ticket.base),
+            memory=self.store.found(("client", ticket.client)),
             spare=self.spare,
         )
         self.store.hold(ticket.base)
@@ -159,21 +159,21 @@ class Ledger:
             ArgumentError: if the ticket was dropped meanwhile.
         """
         self.find(ticket_id)
-        if again and self.weights.of(update.client, update.samples) != update.weight:
-            return None
         # Whatever can fail comes before the first change.
         moved = outcome.model is not None
         told = {name: outcome.numbers.get(name, math.nan) for name in REPORTED}
         receipt = Receipt(True, "", after.version, update.staleness, update.weight, **told, buffered=not moved)
         line = row(update.client, update.samples, receipt, outcome.numbers)
         before = self.current
+        if again and self.weights.of(update.client, update.samples) != update.weight:
+            return None
+        self.weights.record(update.client, update.samples)
         if moved:
             self.store.add(("version", after.version), after.current)
         self.now = after
         if moved:
             self.release(before)
         self.history.append(line)
-        self.weights.record(update.client, update.samples)
         if outcome.memory is not update.memory:
             key = ("client", update.client)
             if key in self.store:

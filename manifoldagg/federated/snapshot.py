@@ -49,19 +49,19 @@ class Arrival:
     Attributes:
         snapshot: the server's.
         ticket: its own.
-        base: where it started; gives `None` where the client brings it.
-        memory: what is kept for the client.
         weight: $w_i$.
         share: what the weight is a multiple of.
+        base: where it started; gives `None` where the client brings it.
+        memory: what is kept for the client.
         spare: memory for the next model, if there is any.
     """
 
     snapshot: Snapshot
     ticket: Open
-    base: Found
-    memory: Found
     weight: float
     share: float
+    base: Found
+    memory: Found
     spare: Tensor | None
 
     def update(self, payload: Payload) -> Update:

@@ -85,8 +85,10 @@ def _checked(terms: Terms, model: Tensor | None, out: Tensor) -> Tensor | None:
     """The new model, in `out`."""
     if model is None:
         return None
-    check_shape("rule: new model", model, *terms.space.axes)
-    check_choice("rule: new model: dtype", model.dtype, (out.dtype,))
-    if not is_finite(model):
+    if model is not out:
+        check_shape("rule: new model", model, *terms.space.axes)
+        check_choice("rule: new model: dtype", model.dtype, (out.dtype,))
+        out.copy_(model.detach())
+    if not is_finite(out):
         raise ArgumentError(f"{terms.points}: the new model would not be finite")
-    return model if model is out else out.copy_(model.detach())
+    return out

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError, StateDictError, check_choice, is_finite
+from manifoldagg.errors import ArgumentError, StateDictError, is_finite
 
 __all__ = ["MASTER_DTYPES", "Entry", "Layout", "tensors_of"]
 
@@ -49,7 +49,8 @@ class Layout:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, MASTER_DTYPES)
+        if self.dtype not in MASTER_DTYPES:
+            raise ArgumentError(f"dtype: expected one of torch.float32, torch.float64; got {self.dtype!r}")
         for leaf in self.leaves:
             if not leaf.dtype.is_floating_point:
                 raise StateDictError(f"{leaf.name}: expected a floating parameter, got {leaf.dtype}")
@@ -102,20 +103,21 @@ class Layout:
         named = {entry.name: entry for entry in self.leaves + self.carried}
         return named | {alias: named[name] for alias, name in self.aliases}
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
+    def check(self, tensors: Mapping[str, Tensor], label: str = "") -> None:
         """The names, shapes and dtypes of `tensors` must be the layout's, and tied tensors equal.
 
         Raises:
-            StateDictError: naming the first tensors that are missing, extra, misshaped, of another dtype or untied.
+            StateDictError: after `label`, naming the first tensors that are missing, extra, misshaped, of another
+                dtype or untied.
         """
-        _match(self.entries, tensors)
+        _match(self.entries, tensors, label)
         for alias, name in self.aliases:
             other = tensors[alias]
             own = tensors[name]
             if other is not own and not torch.equal(other, own):
                 if not is_finite(other):
-                    raise StateDictError(f"{alias}: expected finite values, got NaN or infinity")
-                raise StateDictError(f"{alias}: tied to {name}, but their values differ")
+                    raise StateDictError(f"{label}{alias}: expected finite values, got NaN or infinity")
+                raise StateDictError(f"{label}{alias}: tied to {name}, but their values differ")
 
     def check_carried(self, tensors: Mapping[str, Tensor]) -> None:
         """The names, shapes and dtypes of `tensors` must be those of what is carried.
@@ -125,22 +127,26 @@ class Layout:
         """
         _match({entry.name: entry for entry in self.carried}, tensors)
 
-    def read(self, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Tensor:
-        """The point (P,) of checked `tensors`.
+    def read(self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None) -> list[Tensor]:
+        """The points (P,) of the tensors of models, by what errors begin with.
 
         Raises:
-            StateDictError: naming a leaf that is not finite.
+            StateDictError: as `check`, or naming a leaf that is not finite.
         """
-        if device is None:
-            device = tensors[self.leaves[0].name].device if self.leaves else torch.device("cpu")
-        point = torch.empty(self.size, dtype=self.dtype, device=device)
-        with torch.no_grad():
-            for leaf, place in zip(self.leaves, point.split(self.sizes), strict=True):
-                place.copy_(tensors[leaf.name].detach().reshape(-1))
-        if not is_finite(point):
-            name = next(leaf.name for leaf in self.leaves if not is_finite(tensors[leaf.name]))
-            raise StateDictError(f"{name}: expected finite values, got NaN or infinity")
-        return point
+        points = []
+        for label, tensors in models.items():
+            self.check(tensors, label)
+            first = tensors[self.leaves[0].name].device if self.leaves else torch.device("cpu")
+            point = torch.empty(self.size, dtype=self.dtype, device=device or first)
+            with torch.no_grad():
+                for leaf, place in zip(self.leaves, point.split(self.sizes), strict=True):
+                    place.copy_(tensors[leaf.name].detach().reshape(-1))
+            points.append(point)
+        if not is_finite(*points):
+            pairs = ((label, leaf.name) for label in models for leaf in self.leaves)
+            label, name = next((label, name) for label, name in pairs if not is_finite(models[label][name]))
+            raise StateDictError(f"{label}{name}: expected finite values, got NaN or infinity")
+        return points
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
         """Each leaf, under all its names, in its own shape and dtype: a view of `point` (P,) where dtypes agree."""
@@ -179,17 +185,17 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def _match(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> None:
+def _match(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], label: str = "") -> None:
     """Exactly these names, with these shapes and dtypes."""
     for problem, names in (("missing", entries.keys() - tensors.keys()), ("extra", tensors.keys() - entries.keys())):
         if names:
-            raise StateDictError(f"{problem}: {_listed(names)}")
+            raise StateDictError(f"{label}{problem}: {_listed(names)}")
     for name, entry in entries.items():
         given = tensors[name]
         if tuple(given.shape) != entry.shape:
-            raise StateDictError(f"{name}: expected shape {entry.shape}, got {tuple(given.shape)}")
+            raise StateDictError(f"{label}{name}: expected shape {entry.shape}, got {tuple(given.shape)}")
         if given.dtype != entry.dtype:
-            raise StateDictError(f"{name}: expected {entry.dtype}, got {given.dtype}")
+            raise StateDictError(f"{label}{name}: expected {entry.dtype}, got {given.dtype}")
 
 
 def _sort(

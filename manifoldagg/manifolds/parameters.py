@@ -142,6 +142,15 @@ class ParameterSpace(Delegate):
             run = 0
         return Product(factors | ({AFTER: Flat(run)} if run else {})) if curved else Flat(self.layout.size)
 
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return (self.layout.size,)
+
+    @cached_property
+    def flat(self) -> bool:  # type: ignore[override]  # of the leaves, not of the class
+        """Whether every leaf is."""
+        return not self.manifolds or self.inside.flat
+
     def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
         return self._leaves
 
@@ -177,13 +186,16 @@ class ParameterSpace(Delegate):
             StateDictError: naming a tensor that is missing, extra, misshaped, of another dtype or not finite.
             ArgumentError: naming a leaf that is off its manifold, and how far.
         """
-        tensors = tensors_of(source)
-        self.layout.check(tensors)
-        if validate:
-            for name, space in self.manifolds:
-                leaf = tensors[name].detach()
-                check_point(space, leaf.to(self.dtype), name=name, tolerance=torch.finfo(leaf.dtype).eps ** 0.5)
-        return self.layout.read(tensors, device)
+        return self._read({"": tensors_of(source)}, device, validate)[0]
+
+    def points(self, models: Mapping[str, Mapping[str, Tensor]]) -> list[Float[Tensor, " P"]]:
+        """The points of several state dicts of this layout, by names that errors begin with.
+
+        Raises:
+            StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point], naming the model too.
+            ArgumentError: likewise.
+        """
+        return self._read({f"{name}: ": tensors for name, tensors in models.items()})
 
     def carried(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of what is no geometry: frozen parameters, buffers, counters, by name.
@@ -207,11 +219,10 @@ class ParameterSpace(Delegate):
             ArgumentError: if `point` does not lie in the space.
             StateDictError: naming a tensor of `carried` that is not the layout's, or a leaf whose dtype overflows.
         """
+        check_finite("point", check_shape("point", point, *self.shape))
         if carried is not None:
             self.layout.check_carried(carried)
-        leaves = {name: view.clone() for name, view in self._views(point).items()}
-        leaves |= {alias: leaves[name] for alias, name in self.layout.aliases}
-        return leaves | {name: tensor.detach().clone() for name, tensor in (carried or {}).items()}
+        return self._state_dict(point, carried or {})
 
     def load(self, model: nn.Module, point: Float[Tensor, " P"]) -> nn.Module:
         """Copy `point` into the parameters of `model`, which is returned; what is carried stays as it is.
@@ -220,6 +231,7 @@ class ParameterSpace(Delegate):
             StateDictError: if the tensors of `model` are not the layout's, or a leaf's dtype overflows.
             ArgumentError: if `point` does not lie in the space. The model is untouched then.
         """
+        check_finite("point", check_shape("point", point, *self.shape))
         tensors = tensors_of(model)
         self.layout.check(tensors)
         views = self._views(point)
@@ -264,9 +276,25 @@ class ParameterSpace(Delegate):
 
         return loss
 
+    def _read(
+        self, models: dict[str, Mapping[str, Tensor]], device: torch.device | None = None, validate: bool = True
+    ) -> list[Tensor]:
+        points = self.layout.read(models, device)
+        for label, tensors in models.items():
+            for name, space in self.manifolds if validate else ():
+                leaf = tensors[name].detach()
+                rounding = torch.finfo(leaf.dtype).eps ** 0.5
+                check_point(space, leaf.to(self.dtype), name=f"{label}{name}", tolerance=rounding)
+        return points
+
+    def _state_dict(self, point: Tensor, carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {name: view.clone() for name, view in self._views(point).items()}
+        leaves |= {alias: leaves[name] for alias, name in self.layout.aliases}
+        return leaves | {name: tensor.detach().clone() for name, tensor in carried.items()}
+
     def _views(self, point: Tensor) -> dict[str, Tensor]:
-        """The leaves of a checked point, finite in their own dtypes too."""
-        views = self.layout.views(check_finite("point", check_shape("point", point, *self.shape).detach()))
+        """The leaves of a finite point, finite in their own dtypes too."""
+        views = self.layout.views(point.detach())
         for name, space in self.manifolds:
             leaf = views[name]
             check_point(space, leaf.to(point.dtype), name=name, tolerance=torch.finfo(leaf.dtype).eps ** 0.5)

@@ -245,7 +245,7 @@ class Blows(FedAsync):
         (lambda: aggregate(FedAsync(), None, W, W, {"v": torch.ones(2)}), "update: missing: w"),
         (lambda: aggregate(FedAsync(), None, W, {"w": torch.ones(3)}, W), r"base: w: expected shape \(2,\)"),
         (lambda: aggregate(FedAsync(), None, W, W, {"w": torch.tensor([1.0, float("nan")])}), "update: w: expected finite"),
-        (lambda: aggregate(FedAsync(), None, {"w": torch.tensor([float("inf")])}, W, W), "current: w: expected finite"),
+        (lambda: aggregate(FedAsync(), None, {"w": torch.tensor([1.0, float("inf")])}, W, W), "current: w: expected finite"),
         (lambda: aggregate(FedAsync(), None, W, W, {"w": torch.ones(2).double()}), "update: w: expected torch.float32"),
         (lambda: aggregate(FedAsync(), None, W, W, []), "update: expected a model or a sequence of models"),
         (lambda: aggregate(FedAsync(), None, W, W, [W, W]), "points: FedAsync expects one model"),

@@ -53,17 +53,6 @@ class ServerRule(abc.ABC):
         if curved:
             raise ArgumentError(f"space: {self.needs_flat} need flat leaves; these are curved: {', '.join(curved)}")
 
-    def check_points(self, update: Update, count: int | None = 1, what: str = "one model") -> None:
-        """So many points are in an update; `None`: any number but none.
-
-        Raises:
-            ArgumentError: saying `what` is expected.
-        """
-        given = len(update.points)
-        if given == 0 or given != (count or given):
-            expected = f"{type(self).__name__} expects {what}, ({count or 'n'}, P)"
-            raise ArgumentError(f"points: {expected}; got {given} points")
-
 
 @dataclass(frozen=True)
 class TangentRule(ServerRule):

@@ -11,7 +11,7 @@ from manifoldagg.corrections import Frame, Gram
 from manifoldagg.errors import check_number
 from manifoldagg.federated.contract import Outcome, State, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
-from manifoldagg.federated.rules._reading import along, cosine, frame_of, moved, root, rungs_of
+from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root, rungs_of
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
@@ -87,7 +87,7 @@ class BufferedRule(TangentRule):
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        self.check_points(update)
+        check_points(self, update)
         share = check_number("weight", self.share(update), at_least=0)
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
         if "buffer" in state:

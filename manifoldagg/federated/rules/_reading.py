@@ -9,10 +9,22 @@ from torch import Tensor
 from manifoldagg.corrections import Corrected, Frame, Gram
 from manifoldagg.corrections.gram import Matrix
 from manifoldagg.corrections.transport import RUNGS, leaves_of
-from manifoldagg.errors import ArgumentError, check_number
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.contract import Update
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, Validated, check_point
+
+
+def check_points(rule: object, update: Update, count: int | None = 1, what: str = "one model") -> None:
+    """So many points are in an update; `None`: any number but none.
+
+    Raises:
+        ArgumentError: saying `what` the rule expects.
+    """
+    given = len(update.points)
+    if given == 0 or given != (count or given):
+        expected = f"{type(rule).__name__} expects {what}, ({count or 'n'}, P)"
+        raise ArgumentError(f"points: {expected}; got {given} points")
 
 
 def frame_of(
@@ -75,7 +87,8 @@ def moved(corrected: Corrected) -> Matrix:
         rows = [corrected.frame.combine(None, corrected.lines[..., i, :], out=blank.clone()) for i in range(n)]
         inner = corrected.frame.measure(rows).numpy().astype(object)
     for i in range(n):
-        check_number(f"points[{i}]: squared length of the corrected displacement", inner[i, i])
+        if not math.isfinite(inner[i, i]):
+            raise ArgumentError(f"points[{i}]: squared length of the corrected displacement overflows")
     return inner
 
 

@@ -1,6 +1,7 @@
 """The server step of Manifold (9)-(12), shared by every rule that moves along a corrected curve."""
 
 import abc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from manifoldagg.corrections import Correction
 from manifoldagg.corrections.transport import leaves_of
-from manifoldagg.curves import Bezier
+from manifoldagg.curves.bernstein import weights
 from manifoldagg.curves.distance import OVERSHOOT, parameter_at_distance_of
 from manifoldagg.errors import ArgumentError, check_choice, check_number
 from manifoldagg.federated.contract import Memory, Outcome, State, Update
 from manifoldagg.federated.rules._base import TangentRule
 from manifoldagg.federated.rules._curved import tangents_at, travel
-from manifoldagg.federated.rules._reading import cosine, frame_of, moved, root, rungs_of
+from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, moved, root, rungs_of
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
@@ -63,33 +64,39 @@ class CurveRule(TangentRule):
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
         if self.plain:
-            self.check_points(update)
+            check_points(self, update)
         else:
-            self.check_points(update, None, "at least one control point")
+            check_points(self, update, None, "at least one control point")
         n = len(update.points)
         correction = self.correction
         tensors = correction.granularity == "tensor"
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs, tensors=tensors)
         corrected = correction.apply(frame, state.get("correction"))
+        numbers = {"cosine": cosine(corrected.came)}
         inner = moved(corrected)
 
         def penalty(strength: float) -> float:
+            if strength == 0:
+                return 1.0
             return staleness_penalty(strength, root(inner[-1, -1]), root(corrected.came.matrix[n, n]))
 
-        rho = check_number("rate: step size", self.step_size(state["version"], update, penalty), at_least=0)
-        numbers = {"cosine": cosine(corrected.came), "rate": rho}
+        rho = self.step_size(state["version"], update, penalty)
+        if not 0 <= rho < math.inf:
+            raise ArgumentError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
+        numbers["rate"] = rho
         if frame.passage is None:
             s = parameter_at_distance_of(inner.tolist(), rho, self.overshoot)
-            weights = np.array(Bezier(space, n).weights(s)[1:], dtype=object)
-            model = corrected.combine(update.current.detach(), weights, out=out)
-            norm = root(weights @ inner @ weights)
+            line = np.array(weights(n, s)[1:], dtype=object)
+            model = corrected.combine(update.current.detach(), line, out=out)
+            norm = root(line @ inner @ line)
+            numbers |= {"step": s, "norm": norm}
         else:
             here = frame.passage.current
             u = tangents_at(space, here, corrected.displacements())
             s, reached, norm = travel(space, here, u, rho, self.overshoot)
             model = torch.empty_like(update.current) if out is None else out
             model.copy_(reached)
-        numbers |= {"step": s, "norm": norm} | rungs_of(frame)
+            numbers |= {"step": s, "norm": norm} | rungs_of(frame)
         after = {"version": state["version"] + 1}
         if correction.keeps_state:
             after["correction"] = corrected.state
@@ -139,4 +146,4 @@ def staleness_penalty(strength: float, candidate: float, drift: float) -> float:
         >>> staleness_penalty(1.0, candidate=1.0, drift=4.0)
         0.25
     """
-    return 1.0 if strength == 0 or drift == 0 else 1 + strength * (candidate / drift - 1)
+    return 1.0 if drift == 0 else 1 + strength * (candidate / drift - 1)

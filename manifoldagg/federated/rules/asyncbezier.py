@@ -1,6 +1,7 @@
 """AsyncBezier: step along the curve that a client learned, moved to the current model."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from manifoldagg.corrections import AutoThreshold, Correction, OrthoDC
@@ -52,6 +53,6 @@ class AsyncBezier(ScheduledRule):
         else:
             check_number("threshold", self.threshold, at_least=-1, at_most=1)
 
-    @property
+    @cached_property
     def correction(self) -> Correction:
         return AutoThreshold() if isinstance(self.threshold, str) else OrthoDC(self.threshold)

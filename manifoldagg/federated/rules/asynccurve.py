@@ -11,7 +11,7 @@ from manifoldagg.corrections import Correction, OrthoDyn, rotate_control
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import cosine, frame_of, root
+from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, root
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
@@ -103,7 +103,7 @@ class AsyncCurve(ServerRule):
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        self.check_points(update, 2, "control point and end")
+        check_points(self, update, 2, "control point and end")
         batches = check_number("numbers: batches", update.numbers.get("batches", 0), at_least=1)
         version = state["version"]
         base = update.base.detach()

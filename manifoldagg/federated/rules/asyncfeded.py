@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldagg.errors import check_count, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
-from manifoldagg.federated.rules._reading import cosine, frame_of, root, rungs_of
+from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, root, rungs_of
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
@@ -87,7 +87,7 @@ class AsyncFedED(TangentRule):
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        self.check_points(update)
+        check_points(self, update)
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
         gram = frame.gram()
         moved = root(gram.matrix[0, 0])

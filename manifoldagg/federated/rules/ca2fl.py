@@ -10,7 +10,7 @@ from manifoldagg.corrections import Frame
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.federated.contract import Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import along, cosine, frame_of, moved, root
+from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
@@ -93,7 +93,7 @@ class CA2FL(ServerRule):
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        self.check_points(update)
+        check_points(self, update)
         memory = dict(update.memory or {})
         held = [*state["held"]]
         again = memory.get("round") == state["version"]

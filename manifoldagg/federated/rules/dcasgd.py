@@ -1,6 +1,7 @@
 """DC-ASGD: a linear step along an update that was expanded to first order about its base."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from manifoldagg.corrections import Correction, DelayCompensated
 from manifoldagg.errors import check_choice, check_number
@@ -53,7 +54,7 @@ class DCASGD(ScheduledRule):
             check_number("strength", self.strength, at_least=0)
         check_number("square_decay", self.square_decay, at_least=0, at_most=1)
 
-    @property
+    @cached_property
     def correction(self) -> Correction:
         strength = STRENGTHS[self.variant] if self.strength is None else self.strength
         return DelayCompensated(strength, adaptive=self.variant == "adaptive", decay=self.square_decay)

@@ -1,6 +1,7 @@
 """FedGS: a linear step along an update whose conflict with the drift was removed (gradient surgery)."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from manifoldagg.corrections import Correction, OrthoDC, Position
 from manifoldagg.errors import check_choice
@@ -37,7 +38,7 @@ class FedGS(ScheduledRule):
         super().__post_init__()
         check_choice("reading", self.reading, READINGS)
 
-    @property
+    @cached_property
     def correction(self) -> Correction:
         surgery = OrthoDC(0.0)
         return surgery if self.reading == "tangent" else Position() >> surgery

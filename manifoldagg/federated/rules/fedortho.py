@@ -1,6 +1,7 @@
 """FedOrtho: a linear step along the part of an update that is orthogonal to the drift."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from manifoldagg.corrections import Correction, OrthoDC
 from manifoldagg.federated.rules._step import ScheduledRule
@@ -25,6 +26,6 @@ class FedOrtho(ScheduledRule):
         OrthoDC(threshold=1.0)
     """
 
-    @property
+    @cached_property
     def correction(self) -> Correction:
         return OrthoDC(1.0)

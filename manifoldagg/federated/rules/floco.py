@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import root
+from manifoldagg.federated.rules._reading import check_points, root
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
@@ -107,7 +107,7 @@ class FLOCO(ServerRule):
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
         n = self.vertices
-        self.check_points(update, n, f"{n} vertices")
+        check_points(self, update, n, f"{n} vertices")
         base = update.base.detach()
         current = update.current.detach()
         points = update.points.detach()

@@ -11,7 +11,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import root
+from manifoldagg.federated.rules._reading import check_points, root
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
@@ -79,7 +79,7 @@ class ControlVariates(ServerRule):
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        self.check_points(update)
+        check_points(self, update)
         opening = update.numbers["opening"]
         beta = self.momentum
         memory = update.memory

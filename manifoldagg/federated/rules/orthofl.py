@@ -11,7 +11,7 @@ from manifoldagg.corrections.frame import GRANULARITIES
 from manifoldagg.errors import ArgumentError, check_choice, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import cosine, root
+from manifoldagg.federated.rules._reading import check_points, cosine, root
 from manifoldagg.federated.schedules import Rate, Weight, rate_at
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.kernels import combine, gram
@@ -112,7 +112,7 @@ class OrthoFL(ServerRule):
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        self.check_points(update)
+        check_points(self, update)
         current = update.current.detach()
         base = update.base.detach()
         model = update.points[0].detach()
