@@ -6,20 +6,27 @@ keeps its digits. Several backends do the same work: `reference`, `compiled` and
 for rows of which every rank holds a piece (`DTensor`s, or plain tensors within `across_ranks`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Sequence
+from contextlib import nullcontext
 
-import numpy as np
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import reference, rescale, sharded
-from manifoldagg.kernels.blocks import Blocks, fold, symmetric
+from manifoldagg.kernels import reference, sharded, sums
+from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.choice import available_backends, backend, set_backend
 from manifoldagg.kernels.pieces import across_ranks, guard, takes
-from manifoldagg.kernels.rows import Rows, Subtrahend, bounds, check_row, check_target, is_transformed
+from manifoldagg.kernels.rows import (
+    Rows,
+    Subtrahend,
+    bounds,
+    check_coefficients,
+    check_row,
+    check_target,
+    is_transformed,
+)
 
 Coefficients = Sequence[float | Tensor] | Sequence[Sequence[float | Tensor]] | Float[Tensor, "*S k"]
 
@@ -57,25 +64,24 @@ def gram(
         tensor([[[25., -8.],
                  [-8.,  4.]]], dtype=torch.float64)
     """
-    if not torch.compiler.is_compiling() and takes(_vectors(rows, minus)):
-        with guard(_vectors(rows, minus)):
-            lines = Rows.of(rows, minus)
-            cuts = bounds(segments, lines.size)
+    spread = takes(rows, minus)
+    with guard(rows, minus) if spread else nullcontext():
+        lines = Rows.of(rows, minus)
+        cuts = bounds(segments, lines.size)
+    if spread:
         return sharded.gram(lines, cuts, backend)
-    lines = Rows.of(rows, minus)
-    cuts = bounds(segments, lines.size)
     if is_transformed(lines.tensors):
         dense = lines.materialise()
         squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in cuts]
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
     blocks = Blocks.of(cuts)
-    high, _ = fold(backend(lines.tensors).partials(lines, blocks), blocks)
-    outside = rescale.far(lines, high)
+    high, _ = sums.fold(backend(lines.tensors).partials(lines, blocks), blocks)
+    outside = sums.far(lines, high)
     if outside is not None:
-        powers = rescale.exponents(lines, blocks, outside)
-        high = rescale.restored(high, fold(reference.partials(lines, blocks, -powers), blocks)[0], powers)
-    return symmetric(high, len(lines.plus))
+        powers = sums.exponents(lines, blocks, outside)
+        high = sums.restored(high, sums.fold(reference.partials(lines, blocks, -powers), blocks)[0], powers)
+    return sums.symmetric(high, len(lines.plus))
 
 
 def combine(
@@ -113,17 +119,21 @@ def combine(
         >>> combine(torch.ones(2), [torch.tensor([2.0, 4.0])], [0.5], minus=torch.ones(2))
         tensor([1.5000, 2.5000])
     """
-    if not torch.compiler.is_compiling() and takes(_vectors(rows, minus, base, out)):
-        with guard(_vectors(rows, minus, base, out)):
-            lines, cuts, factors = _checked(base, rows, coefficients, minus, segments)
-            if out is not None:
-                check_row("out", None, out, like=lines.plus[0])
-            table = factors.tolist() if isinstance(factors, Tensor) else factors
-        return sharded.combine(base, lines, table, cuts, out, backend)
-    lines, cuts, factors = _checked(base, rows, coefficients, minus, segments)
+    spread = takes(rows, minus, base, out)
+    with guard(rows, minus, base, out) if spread else nullcontext():
+        lines = Rows.of(rows, minus)
+        cuts = bounds(segments, lines.size)
+        if base is not None:
+            check_row("base", None, base, like=lines.plus[0])
+        factors = check_coefficients(coefficients, len(cuts), len(lines.plus))
+        if out is not None:
+            check_row("out", None, out, like=lines.plus[0])
+    if spread:
+        return sharded.combine(base, lines, factors, cuts, out, backend)
+    others = [] if base is None else [base]
     if out is not None:
         check_target(out, lines, base)
-    others = [vector for vector in (base, out) if vector is not None]
+        others.append(out)
     dtype = (lines.plus[0] if base is None else base).dtype
     numbers = [factors] if isinstance(factors, Tensor) else []
     if is_transformed([*lines.tensors, *numbers, *others]):
@@ -132,75 +142,6 @@ def combine(
     table = factors.tolist() if isinstance(factors, Tensor) else factors
     backend([*lines.tensors, *others]).combine(base, lines, table, Blocks.of(cuts), target)
     return target
-
-
-def _vectors(*groups: Tensor | Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:
-    for group in groups:
-        yield from group if isinstance(group, Sequence) else (group,)
-
-
-def _checked(
-    base: Tensor | None,
-    rows: Tensor | Sequence[Tensor],
-    coefficients: Coefficients,
-    minus: Subtrahend,
-    segments: Sequence[int] | None,
-) -> tuple[Rows, tuple[tuple[int, int], ...], Tensor | list[list[float]]]:
-    lines = Rows.of(rows, minus)
-    cuts = bounds(segments, lines.size)
-    if base is not None:
-        check_row("base", None, base, like=lines.plus[0])
-    return lines, cuts, _factors(coefficients, len(cuts), len(lines.plus))
-
-
-def _factors(coefficients: Any, s: int, k: int) -> Tensor | list[list[float]]:
-    """Coefficients of shape (s, k): lists of floats, or a tensor where tensors were given.
-
-    Raises:
-        ArgumentError: if they are no numbers, or not so many.
-    """
-    try:
-        if isinstance(coefficients, np.ndarray):
-            coefficients = coefficients.tolist()
-        if isinstance(coefficients, Tensor):
-            factors = _real(coefficients)
-        else:
-            if isinstance(coefficients, str | bytes | Mapping | Set):
-                raise TypeError(f"got {coefficients!r}")
-            listed: list[Any] = list(coefficients)
-            if _plain(listed, k):
-                return [[float(c) for c in listed]] * s
-            if len(listed) == s and all(_plain(line, k) for line in listed):
-                return [[float(c) for c in line] for line in listed]
-            factors = _stacked(listed)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ArgumentError(f"coefficients: expected numbers of shape (k,) or (S, k): {error}") from None
-    if factors.ndim == 1:
-        factors = factors.expand(s, -1)
-    if tuple(factors.shape) != (s, k):
-        raise ArgumentError(f"coefficients: expected shape ({s}, {k}), got {tuple(factors.shape)}")
-    return factors
-
-
-def _plain(line: Any, k: int) -> bool:
-    return isinstance(line, list | tuple) and len(line) == k and all(type(c) is float or type(c) is int for c in line)
-
-
-def _stacked(numbers: Any) -> Tensor:
-    """Nested numbers and tensors as one float64 tensor, which carries their derivatives."""
-    if isinstance(numbers, Tensor):
-        return _real(numbers).to("cpu", torch.float64)
-    if isinstance(numbers, str | bytes | bool | np.bool_):
-        raise TypeError(f"got {numbers!r}")
-    if isinstance(numbers, Sequence):
-        return torch.stack([_stacked(c) for c in numbers])
-    return torch.tensor(float(numbers), dtype=torch.float64, device="cpu")
-
-
-def _real(numbers: Tensor) -> Tensor:
-    if numbers.is_complex() or numbers.dtype is torch.bool:
-        raise TypeError(f"got {numbers.dtype}")
-    return numbers
 
 
 def _differentiable(

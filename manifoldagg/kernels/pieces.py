@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -72,13 +73,13 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
         _active.reset(token)
 
 
-def takes(tensors: Iterable[object]) -> bool:
+def takes(*groups: Tensor | Sequence[Tensor | None] | None) -> bool:
     """Whether these are pieces: one is a `DTensor`, or the call comes from within `across_ranks`."""
-    return _active.get() is not None or bool(_meshed(tensors))
+    return not torch.compiler.is_compiling() and (_active.get() is not None or bool(_meshed(groups)))
 
 
 @contextmanager
-def guard(tensors: Iterable[object]) -> Iterator[Ranks]:
+def guard(*groups: Tensor | Sequence[Tensor | None] | None) -> Iterator[Ranks]:
     """Around what a rank does before it meets the others: an error in it becomes an error on every rank.
 
     The others would wait for ever; so they raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names
@@ -88,10 +89,9 @@ def guard(tensors: Iterable[object]) -> Iterator[Ranks]:
     Raises:
         ArgumentError: if the tensors are no pieces, or their mesh is without this rank.
     """
-    tensors = list(tensors)
-    meshed = _meshed(tensors)
+    meshed = _meshed(groups)
     active = _active.get()
-    device = next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
+    device = next((tensor.device for tensor in _each(groups) if isinstance(tensor, Tensor)), torch.device("cpu"))
     if meshed:
         ranks = Ranks.of_mesh(meshed[0].device_mesh, device)
     elif active:
@@ -132,7 +132,7 @@ class Piece:
         named = {name: vector for name, vector in listed.items() if vector is not None}
         if is_transformed(list(named.values())):
             raise ArgumentError("rows: derivatives are not followed over ranks; use torch.no_grad(), or detach them")
-        return _of_mesh(named, segments) if _meshed(named.values()) else _of_group(named, segments)
+        return _of_mesh(named, segments) if _meshed([*named.values()]) else _of_group(named, segments)
 
     def here(self, vector: Tensor) -> Tensor:
         """The local tensor of a vector."""
@@ -205,9 +205,13 @@ def _to_local(vector: Any) -> Tensor:
     return ready
 
 
-def _meshed(tensors: Iterable[object]) -> list[Any]:
+def _each(groups: Iterable[Any]) -> Iterator[Any]:
+    return chain.from_iterable(group if isinstance(group, Sequence) else (group,) for group in groups)
+
+
+def _meshed(groups: Iterable[Any]) -> list[Any]:
     module = sys.modules.get("torch.distributed.tensor")
-    return [] if module is None else [tensor for tensor in tensors if isinstance(tensor, module.DTensor)]
+    return [] if module is None else [tensor for tensor in _each(groups) if isinstance(tensor, module.DTensor)]
 
 
 def _digest(integers: Iterable[int] | Cuts) -> int:

@@ -1,17 +1,18 @@
-"""Rows: the tensors, or differences of tensors that are never stored, on which the kernels work."""
+"""Rows: the tensors, or differences of tensors that are never stored, on which the kernels work; their checks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from manifoldagg.errors import ArgumentError, check_count
 
-__all__ = ["Rows", "Subtrahend", "bounds", "check_row", "check_target", "is_transformed"]
+__all__ = ["Rows", "Subtrahend", "bounds", "check_coefficients", "check_row", "check_target", "is_transformed"]
 
 Subtrahend = Tensor | Sequence[Tensor | None] | None
 
@@ -86,20 +87,12 @@ def check_row(name: str, index: int | None, row: Tensor, *, like: Tensor) -> Non
     raise ArgumentError(f"{name}: expected device {like.device}, got {row.device}")
 
 
-def _listed(name: str, vectors: Any) -> tuple[Any, ...]:
-    try:
-        return tuple(vectors)
-    except TypeError:
-        raise ArgumentError(f"{name}: expected a sequence of tensors, got {type(vectors).__name__}") from None
-
-
 def check_target(out: Tensor, rows: Rows, base: Tensor | None) -> None:
-    """`out` fits the rows, and is apart from what is read, or the same entries.
+    """`out`, a row, is apart from what is read, or the same entries.
 
     Raises:
-        ArgumentError: if it does not fit, or shares a part of its memory with itself or what is read.
+        ArgumentError: if it shares a part of its memory with itself or what is read.
     """
-    check_row("out", None, out, like=rows.plus[0])
     if out.shape[0] > 1 and out.stride(0) == 0:
         raise ArgumentError("out: expected entries with memory of their own, got an expanded tensor")
     low, high, stride = _span(out)
@@ -112,15 +105,6 @@ def check_target(out: Tensor, rows: Rows, base: Tensor | None) -> None:
         gap = (start - low) % stride
         if step != stride or not out.itemsize <= gap <= stride - row.itemsize:  # else between its entries
             raise ArgumentError("out: expected base or a row itself, or memory apart from theirs; got an overlap")
-
-
-def _span(row: Tensor) -> tuple[int, int, int]:
-    """The addresses between which the entries of a vector lie, and from one to the next; all in bytes."""
-    start = row.data_ptr()
-    size = row.shape[0]
-    item = row.itemsize
-    stride = row.stride(0) * item if size > 1 else item
-    return start, start + (size - 1) * stride + item if size else start, stride
 
 
 def bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
@@ -145,6 +129,35 @@ def bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], 
     return tuple(pairwise(edges))
 
 
+def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[float]]:
+    """Coefficients of shape (s, k): lists of floats, or a tensor where tensors were given.
+
+    Raises:
+        ArgumentError: if they are no numbers, or not so many.
+    """
+    try:
+        if isinstance(coefficients, np.ndarray):
+            coefficients = coefficients.tolist()
+        if isinstance(coefficients, Tensor):
+            factors = _real(coefficients)
+        else:
+            if isinstance(coefficients, str | bytes | Mapping | Set):
+                raise TypeError(f"got {coefficients!r}")
+            listed: list[Any] = list(coefficients)
+            if _plain(listed, k):
+                return [[float(c) for c in listed]] * s
+            if len(listed) == s and all(_plain(line, k) for line in listed):
+                return [[float(c) for c in line] for line in listed]
+            factors = _stacked(listed)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ArgumentError(f"coefficients: expected numbers of shape (k,) or (S, k): {error}") from None
+    if factors.ndim == 1:
+        factors = factors.expand(s, -1)
+    if tuple(factors.shape) != (s, k):
+        raise ArgumentError(f"coefficients: expected shape ({s}, {k}), got {tuple(factors.shape)}")
+    return factors
+
+
 def is_transformed(tensors: Sequence[Tensor]) -> bool:
     """Whether a derivative or a functorch transform follows any of `tensors`.
 
@@ -161,3 +174,40 @@ def is_transformed(tensors: Sequence[Tensor]) -> bool:
         return True
     within = torch._C._functorch.peek_interpreter_stack() is not None
     return within and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in tensors)
+
+
+def _listed(name: str, vectors: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(vectors)
+    except TypeError:
+        raise ArgumentError(f"{name}: expected a sequence of tensors, got {type(vectors).__name__}") from None
+
+
+def _span(row: Tensor) -> tuple[int, int, int]:
+    """The addresses between which the entries of a vector lie, and from one to the next; all in bytes."""
+    start = row.data_ptr()
+    size = row.shape[0]
+    item = row.itemsize
+    stride = row.stride(0) * item if size > 1 else item
+    return start, start + (size - 1) * stride + item if size else start, stride
+
+
+def _plain(line: Any, k: int) -> bool:
+    return isinstance(line, list | tuple) and len(line) == k and all(type(c) is float or type(c) is int for c in line)
+
+
+def _stacked(numbers: Any) -> Tensor:
+    """Nested numbers and tensors as one float64 tensor, which carries their derivatives."""
+    if isinstance(numbers, Tensor):
+        return _real(numbers).to("cpu", torch.float64)
+    if isinstance(numbers, str | bytes | bool | np.bool_):
+        raise TypeError(f"got {numbers!r}")
+    if isinstance(numbers, Sequence):
+        return torch.stack([_stacked(c) for c in numbers])
+    return torch.tensor(float(numbers), dtype=torch.float64, device="cpu")
+
+
+def _real(numbers: Tensor) -> Tensor:
+    if numbers.is_complex() or numbers.dtype is torch.bool:
+        raise TypeError(f"got {numbers.dtype}")
+    return numbers

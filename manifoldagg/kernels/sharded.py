@@ -7,7 +7,7 @@ $$G^{(s)} = \sum_{r} G^{(s, r)}, \qquad G^{(s, r)}_{ij} = \sum_{p \in s \cap r} 
 An all-reduce would add float64 numbers in an order that the library, its algorithm and the number of ranks decide, and
 round each time. So it is an all-gather: every rank receives the sums of all as unevaluated pairs $h + l$ and adds them
 in the order of the ranks, by the compensated sum that also adds blocks. All ranks have the same bits then, and where
-the pieces are cut at borders of blocks these are the bits of one rank (but for the exceptional ties of `blocks.fold`).
+the pieces are cut at borders of blocks these are the bits of one rank (but for the exceptional ties of `sums.fold`).
 Cut elsewhere, the blocks are others: to first order the two results differ by at most
 $2 (n + 1)\, u \sum_p |r_i[p]\, r_j[p]|$, with $n$ the length of a block and $u = 2^{-53}$.
 """
@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels import reference, rescale
-from manifoldagg.kernels.blocks import fold, pairs, symmetric, two_sum
+from manifoldagg.kernels import reference, sums
 from manifoldagg.kernels.pieces import Cuts, Piece, guard
 from manifoldagg.kernels.ranks import Ranks
 from manifoldagg.kernels.rows import Rows, check_target
@@ -49,23 +48,23 @@ def gram(rows: Rows, segments: Cuts, backend: Backend) -> Tensor:
         lines = piece.rows(rows)
     k = len(rows.plus)
     high = _total(ranks, piece, k, GRAM, lambda: backend(lines.tensors).partials(lines, piece.blocks))
-    outside = rescale.far(rows, high)  # the same on every rank, as dtypes and sums are
+    outside = sums.far(rows, high)  # the same on every rank, as dtypes and sums are
     if outside is None:
-        return symmetric(high, k)
+        return sums.symmetric(high, k)
     with ranks.guard():
-        own = rescale.exponents(lines, piece.blocks, outside).astype(np.float64)
+        own = sums.exponents(lines, piece.blocks, outside).astype(np.float64)
     every = ranks.exchange(piece.terms(RESCALED, k), own)
     # 0 is said of a piece that is zero, and of one whose largest entry is next to 1: then another rank's is far.
     powers = np.where(every != 0, every, -np.inf).max(axis=0)
     powers = np.where(np.isfinite(powers), powers, 0).astype(int)
     scaled = _total(ranks, piece, k, GRAM, lambda: reference.partials(lines, piece.blocks, -powers))
-    return symmetric(rescale.restored(high, scaled, powers), k)
+    return sums.symmetric(sums.restored(high, scaled, powers), k)
 
 
 def combine(
     base: Tensor | None,
     rows: Rows,
-    coefficients: Sequence[Sequence[float]],
+    coefficients: Tensor | Sequence[Sequence[float]],
     segments: Cuts,
     out: Tensor | None,
     backend: Backend,
@@ -96,7 +95,8 @@ def combine(
         target = piece.here(out)
         start = None if base is None else piece.here(base)
         check_target(target, lines, start)
-        own = np.array(coefficients, np.float64).reshape(len(segments), k)
+        listed = coefficients.tolist() if isinstance(coefficients, Tensor) else coefficients
+        own = np.array(listed, np.float64).reshape(len(segments), k)
     shared = ranks.exchange(piece.terms(COMBINE, k), own)[0].tolist()
     if len(piece.blocks.table) > 0:
         local = backend([*piece.tensors.values()])
@@ -108,12 +108,12 @@ def combine(
 def _total(ranks: Ranks, piece: Piece, k: int, call: int, partials: Callable[[], np.ndarray]) -> np.ndarray:
     """The sums of all ranks: (S, k(k+1)/2)."""
     with ranks.guard():
-        sums = np.zeros((2, len(piece.counted), len(pairs(k))))
+        pairs = np.zeros((2, len(piece.counted), k * (k + 1) // 2))
         if len(piece.blocks.table) > 0 and any(piece.counted):
             with torch.no_grad():
-                sums = fold(partials(), piece.blocks)
-            sums[:, ~np.array(piece.counted)] = 0
-    every = ranks.exchange(piece.terms(call, k), sums)
+                pairs = sums.fold(partials(), piece.blocks)
+            pairs[:, ~np.array(piece.counted)] = 0
+    every = ranks.exchange(piece.terms(call, k), pairs)
     with np.errstate(invalid="ignore", over="ignore"):
-        high: np.ndarray = reduce(two_sum, every)[0]
+        high: np.ndarray = reduce(sums.two_sum, every)[0]
     return high

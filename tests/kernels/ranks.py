@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import reference, sharded
-from manifoldagg.kernels.blocks import BLOCK, Blocks, fold, symmetric
+from manifoldagg.kernels.blocks import BLOCK, Blocks
 from manifoldagg.kernels.pieces import across_ranks, guard, takes
 from manifoldagg.kernels.rows import Rows, bounds
+from manifoldagg.kernels.sums import fold, symmetric
 from tests.support import draw
 
 PATIENCE = 50

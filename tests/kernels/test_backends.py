@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import available_backends, choice, combine, compiled, gram, reference, set_backend
-from manifoldagg.kernels.blocks import BLOCK, Blocks, fold
+from manifoldagg.kernels.blocks import BLOCK, Blocks
 from manifoldagg.kernels.choice import VARIABLE, explain
+from manifoldagg.kernels.sums import fold
 from tests.support import draw, seeds
 
 U = 2.0**-53
