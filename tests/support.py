@@ -1,5 +1,6 @@
 """What several test files share: draws (a seeded generator makes tensors, hypothesis its seed), and what a package has."""
 
+from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
@@ -44,3 +45,11 @@ def exported(package: ModuleType) -> dict[str, Any]:
     names = [info.name for info in iter_modules(package.__path__) if not info.name.startswith("_")]
     modules = [import_module(f"{package.__name__}.{name}") for name in names]
     return {name: getattr(module, name) for module in modules for name in getattr(module, "__all__", ())}
+
+
+def beside(name: str) -> Iterator[ModuleType]:
+    """The other test files in the folder of one, by its `__name__`: what they register is found by their being there."""
+    folder = name.rpartition(".")[0]
+    for found in iter_modules(import_module(folder).__path__):
+        if found.name.startswith("test_") and name != f"{folder}.{found.name}":
+            yield import_module(f"{folder}.{found.name}")

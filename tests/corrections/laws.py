@@ -6,9 +6,9 @@ import torch
 
 from manifoldagg import corrections
 from manifoldagg.manifolds import Flat, Product, Sphere
-from tests.support import draw, relative, rotation
+from tests.support import draw, exported, relative, rotation
 
-KIT = {name: getattr(corrections, name) for name in corrections.__all__}
+KIT = exported(corrections)
 SPACE, SIZE = Flat(12), 12
 PARTS = Product({"a": Flat(5), "b": Flat(7)})
 LAWS = {}

@@ -6,8 +6,12 @@ from manifoldagg import corrections
 from manifoldagg.errors import ManifoldAggError
 from tests.corrections.laws import LAWS, kit
 from tests.corrections.mutants import MUTANTS
+from tests.support import beside, exported
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
+
+# What is registered by `law` and `caught_by` in any file of this folder counts.
+list(beside(__name__))
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -39,5 +43,10 @@ def test_there_are_enough_mutants():
 def test_whatever_is_exported_has_a_law_that_catches_a_wrong_one():
     values = {"Composition", "Corrected", "Correction", "Frame", "Gram", "Transport"}
     caught = {name for changes, _ in MUTANTS.values() for name in changes}
-    for name in sorted(set(corrections.__all__) - values):
-        assert name in caught, f"{name} needs a law in laws.py, and a mutant in mutants.py that the law catches"
+    offered = {name for name, value in exported(corrections).items() if issubclass_of(value, corrections.Correction)}
+    for name in sorted((offered | set(corrections.__all__)) - values):
+        assert name in caught, f"{name} needs a `law`, and a mutant `caught_by` it, in tests/corrections/test_*.py"
+
+
+def issubclass_of(value, kind):
+    return isinstance(value, type) and issubclass(value, kind)

@@ -1,33 +1,26 @@
 """What the test files of this folder register of rules: a case for the golden suite each, and mutants."""
 
-import importlib
-import pkgutil
-
 from manifoldagg.federated import rules
-from tests.support import exported
+from tests.support import beside, exported
 
-FOLDER = "tests.federated"
 RULES = tuple(name for name, kind in exported(rules).items() if hasattr(kind, "step"))
 """Every rule that a module exports."""
 
 
-def modules():
-    """The test files of this folder but the one that asks, which has nothing to register."""
-    for found in pkgutil.iter_modules(importlib.import_module(FOLDER).__path__):
-        if found.name.startswith("test_") and found.name != "test_golden":
-            yield importlib.import_module(f"{FOLDER}.{found.name}")
-
-
 def golden():
     """The rules that test files have in a dict `GOLDEN`, by what they are called there."""
-    cases = [item for module in modules() for item in getattr(module, "GOLDEN", {}).items()]
+    cases = [item for module in beside("tests.federated.test_golden") for item in getattr(module, "GOLDEN", {}).items()]
     assert len(dict(cases)) == len(cases), "two cases of GOLDEN have the same name"
     return dict(cases)
 
 
 def mutated():
     """The names of what the mutants of all test files are mutants of."""
-    changes = [mutant[0] for module in modules() for mutant in getattr(module, "MUTANTS", {}).values()]
+    changes = [
+        mutant[0]
+        for module in beside("tests.federated.test_golden")
+        for mutant in getattr(module, "MUTANTS", {}).values()
+    ]
     return {name for change in changes for name in (change if isinstance(change, dict) else [change.__name__])}
 
 
