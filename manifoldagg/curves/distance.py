@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
@@ -82,7 +83,7 @@ def parameter_at_distance_of(inner: Gram, rho: float, overshoot: str = "clamp") 
     unit = [[entry / chord for entry in row] for row in inner]
     # Of what is still ahead, so that the start is positive and a curve that only touches the distance has reached it.
     # Coefficients are as exact as their sizes; where d' vanishes at the place, an ε in them moves s by √ε.
-    ahead = [rho * rho - value for value in squared_distance(unit)]
+    ahead = np.subtract(rho * rho, squared_distance(unit)).tolist()
     end = 1.0
     if ahead[-1] > 0:
         # Not by Bernstein weights past 1: they alternate and grow like (2s)^2n, and their sum would cancel.

@@ -70,14 +70,17 @@ class Checks:
         if self.norm_after > self.norm_window:
             raise ArgumentError(f"norm_after: expected at most norm_window = {self.norm_window}, got {self.norm_after}")
 
+    @cached_property
+    def measured(self) -> bool:
+        """Whether the norm of an update is asked for."""
+        return self.max_norm is not None or self.norm_factor is not None
+
     def passed(self, space: Manifold, update: Update, accepted: tuple[float, ...]) -> tuple[float, ...]:
-        """The norms accepted lately, with that of an update; as they are where nobody asks.
+        """The norms accepted lately, with that of an update.
 
         Raises:
             ArgumentError: naming the limit that the update is over.
         """
-        if self.max_norm is None and self.norm_factor is None:
-            return accepted
         norm = norm_of(space, update.base, update.points)
         self.refuse(norm, accepted)
         return (*accepted, norm)[-self.norm_window :]
@@ -261,7 +264,9 @@ def _check_stored(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta:
         what = "on the meta device" if tensor.is_meta else tensor.layout
         raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
-    last = tensor.storage_offset() + sum([(n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True)])
+    last = tensor.storage_offset()
+    for n, by in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (n - 1) * by
     if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
         raise ArgumentError(f"{name}: expected a dense tensor with values, got one whose storage was freed")
 

@@ -171,8 +171,6 @@ class Ledger:
         if moved:
             self.store.add(("version", after.version), after.current)
         self.now = after
-        if moved:
-            self.release(before)
         self.history.append(line)
         if outcome.memory is not update.memory:
             key = ("client", update.client)
@@ -180,7 +178,7 @@ class Ledger:
                 self.store.release(key)
             if outcome.memory is not None:
                 self.store.add(key, outcome.memory)
-        self.discard(ticket_id)
+        self.release(before if moved else None, self.tickets.pop(ticket_id).base)
         return receipt
 
     def refuse(self, error: ManifoldAggError) -> Receipt:
@@ -193,11 +191,17 @@ class Ledger:
         """A ticket is used up, or given back."""
         self.release(self.tickets.pop(ticket_id).base)
 
-    def release(self, key: Key | None) -> None:
-        """Take a holder away; the memory of a model that nobody holds any more is spare."""
-        freed = None if self.closed else self.store.release(key)
-        if self._recycle and key is not None and key[0] == "version" and freed is not None:
-            self.spare = freed
+    def release(self, *keys: Key | None) -> None:
+        """Take a holder of each away; the memory of a model that nobody holds any more is spare."""
+        for key in keys if not self.closed else ():
+            freed = self.store.release(key)
+            if self._recycle and key is not None and key[0] == "version" and freed is not None:
+                self.spare = freed
+
+    def spill(self) -> None:
+        """Bring what is held for clients within the limit. The one method that takes `lock` itself."""
+        if self.store.limit is not None:
+            self.store.spill(self.lock, without=self.current)
 
     def close(self) -> None:
         """Let go of everything but the model and what is written of its past."""

@@ -180,7 +180,7 @@ class Server:
                     return books.refuse(error)
             if self._averaging is not None and not receipt.buffered:
                 self._averaging.update(receipt.version, books.now.current)
-            books.store.spill(books.lock, without=books.current)
+            books.spill()
         return receipt
 
     def drop(self, ticket_id: str) -> None:

@@ -56,19 +56,21 @@ def step(
     Raises:
         ManifoldAggError: naming what does not fit. Nothing but `out` has changed then.
     """
-    norms = terms.checks.passed(terms.space, update, before.norms)
+    norms = before.norms
+    if terms.checks.measured:
+        norms = terms.checks.passed(terms.space, update, norms)
     # A rule may write `out` while it reads the points, and what it keeps may share memory neither with what clients
     # hold nor with models that will be recycled.
     mine = [update.base, before.current, before.state, update.memory, out]
     points, tensors = disjoint((update.points, update.tensors), mine)
     brought = replace(update, points=points, tensors=tensors)
     state, outcome = terms.rule.step(terms.space, before.state, brought, out=out)
+    numbers = {name: float(value) for name, value in outcome.numbers.items()}
     model = _checked(terms, outcome.model, out)
     if spoils(state, before.state) or spoils(outcome.memory, update.memory):
         raise ArgumentError(f"{terms.points}: the rule's state would not be finite")
     foreign = [update.base, before.current, update.points, update.tensors, out]
     state, memory = disjoint((state, outcome.memory), foreign)
-    numbers = {name: float(value) for name, value in outcome.numbers.items()}
     after = before.buffers
     waiting = before.waiting
     if terms.policies:

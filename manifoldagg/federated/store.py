@@ -61,7 +61,7 @@ class Store:
     """
 
     def __init__(self, limit: int | None = None, folder: str | Path | None = None) -> None:
-        self._limit = None if limit is None else check_count("memory_limit", limit, at_least=0)
+        self.limit = None if limit is None else check_count("memory_limit", limit, at_least=0)
         if folder is not None and not (isinstance(folder, str | Path) and Path(folder).is_dir()):
             raise ArgumentError(f"spill: expected a folder that exists, got {folder!r}")
         self._parent = folder
@@ -124,10 +124,10 @@ class Store:
         The lock is free while a file is written. What cannot be written stays in memory, with a warning: a tree of a
         kind that files do not have for good, the others until a file can be written again.
         """
-        while self._limit is not None:
+        while self.limit is not None:
             with lock:
                 used = self.usage(without)
-                if sum(used.values()) - used[SPILLED] <= self._limit:
+                if sum(used.values()) - used[SPILLED] <= self.limit:
                     return
                 movable = (k for k, x in self._kept.items() if x.path is None and x.size and not x.unwritable)
                 key = next((k for k in movable if k != without), None)

@@ -50,8 +50,9 @@ def frame_of(
         raise ArgumentError("update: a server step has no derivative; call it outside of functorch transforms")
     if space.flat:
         base, current, points = given.values()
-        leaves = leaves_of(space, base) if tensors else ()
-        segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in leaves} or None
+        segments = None
+        if tensors:
+            segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in leaves_of(space, base)} or None
         return Frame.of_points(points, base, current, segments=segments)
     for name, x in given.items():
         check_point(space, x, name=name)

@@ -81,6 +81,7 @@ class CurveRule(TangentRule):
             return staleness_penalty(strength, root(inner[-1, -1]), root(corrected.came.matrix[n, n]))
 
         rho = self.step_size(state["version"], update, penalty)
+        memory = self.remember(update)
         if not 0 <= rho < math.inf:
             raise ArgumentError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
         numbers["rate"] = rho
@@ -100,7 +101,7 @@ class CurveRule(TangentRule):
         after = {"version": state["version"] + 1}
         if correction.keeps_state:
             after["correction"] = corrected.state
-        return after, Outcome(model, self.remember(update), numbers)
+        return after, Outcome(model, memory, numbers)
 
 
 @dataclass(frozen=True)
