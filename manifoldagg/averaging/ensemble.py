@@ -216,7 +216,7 @@ def _check_targets(targets: Tensor, n: int, classes: int) -> Tensor:
         ArgumentError: naming what was given.
     """
     if not isinstance(targets, Tensor) or targets.dtype.is_floating_point or targets.dtype.is_complex:
-        given = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+        given = str(targets.dtype) if isinstance(targets, Tensor) else type(targets).__name__
         raise ArgumentError(f"targets: expected a tensor of class numbers, got {given}")
     if targets.shape != (n,):
         raise ArgumentError(f"targets: expected shape {(n,)} as there are predictions, got {tuple(targets.shape)}")
