@@ -11,18 +11,8 @@ import numpy as np
 
 try:
     import typer
-    from rich import box
+    from rich import box, progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TaskID,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as missing:
@@ -138,8 +128,15 @@ def compare_command(
     folder = out / (name or f"{data}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
     check_destination(folder)
     try:
-        with Progress(*_columns(), console=screen) as bars:
-            tracks: dict[tuple[str, int], TaskID] = {}
+        columns = (
+            progress.TextColumn("{task.description:<24}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+        )
+        with progress.Progress(*columns, console=screen) as bars:
+            tracks: dict[tuple[str, int], progress.TaskID] = {}
 
             def advance(method: str, seed: int) -> None:
                 if (method, seed) not in tracks:
@@ -231,56 +228,38 @@ def objective_bound(objective: str, rates: np.ndarray, tasks: int, *, rounds: in
 def routing_tables(plan: Plan) -> tuple[Table, Table]:
     """Groups of clients under the routing found, and the three routings side by side."""
     title = f"{len(plan.clients.names)} clients, {plan.bound.tasks} tasks"
-    groups = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    groups.add_column("group")
-    for heading in ("clients", "rate", "share of each", "mean queue", "relative delay"):
-        groups.add_column(heading, justify="right")
+    groups = _grid("group", "clients", "rate", "share of each", "mean queue", "relative delay", title=title)
     for g in plan.groups():
         # A name is no markup.
         groups.add_row(
             Text(g.name), str(g.clients), f"{g.rate:.4g}", f"{g.share:.5f}", f"{g.queue:.3f}", f"{g.delay:.3f}"
         )
-    sides = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("routing", "throughput", "bound"):
-        sides.add_column(heading, justify="left" if heading == "routing" else "right")
+    sides = _grid("routing", "throughput", "bound")
     for name, value in plan.values.items():
         sides.add_row(name, f"{plan.networks[name].throughput:.5g}", f"{value:.5g}")
     return groups, sides
-
-
-def _columns() -> tuple[ProgressColumn, ...]:
-    return (
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
 
 
 def table(comparison: Comparison) -> Table:
     """The summary as a table for the terminal."""
     settings = comparison.settings
     seconds = comparison.seconds()
-    target = settings["target"]
-    seeds = settings["seeds"]
-    assert isinstance(target, float)
-    assert isinstance(seeds, list)
-    title = f"{settings['data']}: {settings['clients']} clients, {settings['rounds']} rounds, {len(seeds)} seeds"
-    grid = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, caption="accuracies in %, staleness in versions")
-    grid.add_column("method", no_wrap=True)
-    for heading in (
+    seeds = len(settings["seeds"])
+    title = f"{settings['data']}: {settings['clients']} clients, {settings['rounds']} rounds, {seeds} seeds"
+    numbers = (
         "final\nacc.",
         "best\nacc.",
-        f"rounds\nto {target:.0%}",
+        f"rounds\nto {settings['target']:.0%}",
         "staleness\nmean/max",
         "Gini",
         "time\ns",
-    ):
-        grid.add_column(heading, justify="right", no_wrap=True)
+    )
+    grid = _grid("method", *numbers, title=title, caption="accuracies in %, staleness in versions")
+    for column in grid.columns:
+        column.no_wrap = True
     for name, row in comparison.summary().items():
         reached = row["rounds_to_target_mean"]
-        share = "" if row["reached_target"] == len(seeds) else f" ({row['reached_target']}/{len(seeds)})"
+        share = "" if row["reached_target"] == seeds else f" ({row['reached_target']}/{seeds})"
         grid.add_row(
             name,
             _spread(row["final_mean"], row["final_sd"]),
@@ -290,6 +269,13 @@ def table(comparison: Comparison) -> Table:
             f"{row['gini_mean']:.3f}",
             f"{sum(seconds[name]):.0f}",
         )
+    return grid
+
+
+def _grid(first: str, *numbers: str, title: str | None = None, caption: str | None = None) -> Table:
+    grid = Table(first, title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in numbers:
+        grid.add_column(heading, justify="right")
     return grid
 
 

@@ -6,9 +6,10 @@ Every error of this package is a [`ManifoldAggError`][manifoldagg.errors.Manifol
 
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import SupportsFloat, SupportsIndex, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ __all__ = [
     "check_finite",
     "check_number",
     "check_shape",
+    "check_vector",
     "is_finite",
 ]
 
@@ -37,6 +39,7 @@ __all__ = [
     "check_finite",
     "check_number",
     "check_shape",
+    "check_vector",
     "is_finite",
 ]
 
@@ -140,6 +143,30 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
         if isinstance(value, type(choice)) and value == choice:
             return value
     raise ArgumentError(f"{name}: expected one of {', '.join(map(str, choices))}; got {value!r}")
+
+
+def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: float = -math.inf) -> np.ndarray:
+    """A float64 copy of `values`: a non-empty vector of finite numbers in the stated range.
+
+    Raises:
+        ArgumentError: if `values` are no numbers or no vector, or naming the first entry that does not fit.
+
+    Example:
+        >>> check_vector("rates", [1, 2.5]).tolist()
+        [1.0, 2.5]
+    """
+    try:
+        x = np.array(values)
+        if x.dtype.kind not in "fiu":
+            raise TypeError
+        x = x.astype(np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentError(f"{name}: expected real numbers, got {values!r}") from None
+    if x.ndim != 1 or x.size == 0:
+        raise ArgumentError(f"{name}: expected a non-empty vector, got shape {x.shape}")
+    for i in np.flatnonzero(~(np.isfinite(x) & (x >= at_least)))[:1]:
+        check_number(f"{name}[{i}]", float(x[i]), at_least=at_least)
+    return x
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = False) -> Tensor:

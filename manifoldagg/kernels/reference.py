@@ -41,8 +41,7 @@ def partials(rows: Rows, blocks: Blocks, scales: np.ndarray | None = None) -> np
             line.mul_(2.0 ** (power // 2)).mul_(2.0 ** (power - power // 2))
         sums.append(torch.bmm(lines.factors, lines.factors.mT).sum(0))
     total = (torch.stack(sums) if sums else lines.memory.new_zeros(0, k, k)).cpu().numpy()
-    i, j = np.tril_indices(k)
-    found: np.ndarray = total[:, i, j]
+    found: np.ndarray = total[:, *np.tril_indices(k)]
     return found
 
 

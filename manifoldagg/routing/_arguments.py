@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, check_vector
 
-__all__ = ["LEAST", "MOST", "ByContent", "positive_vector", "rate_vector", "routing_vector", "vector"]
+__all__ = ["LEAST", "MOST", "ByContent", "positive_vector", "rate_vector", "routing_vector"]
 
 Numbers = np.ndarray | Sequence[float]
 SLACK = 1e-6
@@ -17,33 +17,13 @@ MOST = 1e300
 """Of rates: mean service times are finite floats."""
 
 
-def vector(name: str, values: Numbers) -> np.ndarray:
-    """A copy of `values`, finite, (n,) with n >= 1, that nobody can write to.
-
-    Raises:
-        ArgumentError: if it is something else.
-    """
-    try:
-        x = np.array(values)
-        if x.dtype.kind not in "fiu":
-            raise TypeError
-        x = x.astype(np.float64)
-    except (TypeError, ValueError, RuntimeError):
-        raise ArgumentError(f"{name}: expected real numbers, got {values!r}") from None
-    if x.ndim != 1 or x.size == 0:
-        raise ArgumentError(f"{name}: expected a non-empty vector, got shape {x.shape}")
-    _all(name, x, np.isfinite(x), "a finite number")
-    x.flags.writeable = False
-    return x
-
-
 def rate_vector(values: Numbers) -> np.ndarray:
     """Rates, in tasks per unit of time: positive, and so that mean service times are finite floats.
 
     Raises:
         ArgumentError: naming the first rate that is not.
     """
-    rates = vector("rates", values)
+    rates = check_vector("rates", values)
     return _all("rates", rates, (rates >= LEAST) & (rates <= MOST), f"a positive number, {LEAST:g} to {MOST:g}")
 
 
@@ -53,7 +33,7 @@ def positive_vector(name: str, values: Numbers, clients: int) -> np.ndarray:
     Raises:
         ArgumentError: naming the first that is not.
     """
-    p = _length(name, vector(name, values), clients)
+    p = _length(name, check_vector(name, values), clients)
     return _all(name, p, p > 0, "a positive share (the bounds are infinite where a client gets no task)")
 
 
@@ -63,7 +43,7 @@ def routing_vector(values: Numbers, clients: int, *, positive: bool = False) -> 
     Raises:
         ArgumentError: saying by how much the sum misses 1, or which share is negative.
     """
-    p = _length("routing", vector("routing", values), clients)
+    p = _length("routing", check_vector("routing", values), clients)
     _all("routing", p, p >= 0, "a share >= 0")
     excess = float(p.sum()) - 1
     if abs(excess) > SLACK:
@@ -79,9 +59,10 @@ def _length(name: str, x: np.ndarray, clients: int) -> np.ndarray:
 
 
 def _all(name: str, x: np.ndarray, good: np.ndarray, expected: str) -> np.ndarray:
-    if not good.all():
-        bad = int(np.flatnonzero(~good)[0])
-        raise ArgumentError(f"{name}[{bad}]: expected {expected}, got {x[bad]}")
+    """`x` to be read only, if all of it is good."""
+    for i in np.flatnonzero(~good)[:1]:
+        raise ArgumentError(f"{name}[{i}]: expected {expected}, got {x[i]}")
+    x.flags.writeable = False
     return x
 
 

@@ -19,8 +19,8 @@ from itertools import islice
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_number
-from manifoldagg.routing._arguments import ByContent, positive_vector, rate_vector, routing_vector, vector
+from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_number, check_vector
+from manifoldagg.routing._arguments import ByContent, positive_vector, rate_vector, routing_vector
 from manifoldagg.routing.mean_values import directional, mean_values
 
 __all__ = ["Bound", "TimeBound", "UpdateBound", "softmax"]
@@ -104,7 +104,7 @@ class Bound(ByContent):
 
         Source: Queue, appendix E.
         """
-        p = positive_vector("softmax(theta)", softmax(vector("theta", theta)), self.clients)
+        p = positive_vector("softmax(theta)", softmax(check_vector("theta", theta)), self.clients)
         gradient = self._differentiated(p)[1]
         slope: np.ndarray = p * (gradient - float(p @ gradient))
         return slope

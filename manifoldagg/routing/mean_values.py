@@ -9,6 +9,7 @@ positive terms only, so nothing cancels, and no constant that over- or underflow
 """
 
 from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 
@@ -28,9 +29,7 @@ def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
         [(0.5, [0.5, 0.5]), (0.6666666666666666, [1.0, 1.0])]
     """
     means = np.zeros_like(loads)
-    tasks = 0
-    while True:
-        tasks += 1
+    for tasks in count(1):
         work = loads * (1 + means)
         rate = tasks / float(work.sum())
         means = rate * work
@@ -52,16 +51,10 @@ def directional(loads: np.ndarray, direction: np.ndarray) -> Iterator[tuple[floa
 
     Source: Queue (7) for the covariance as a derivative.
     """
-    means = np.zeros_like(loads)
     moved = np.zeros_like(loads)
     # A constant weight has no effect, as the tasks are fixed; without the busiest client's, less is subtracted below.
     weights = direction - direction[loads.argmax()]
-    tasks = 0
-    while True:
-        tasks += 1
-        work = loads * (1 + means)
-        rate = tasks / float(work.sum())
-        means = rate * work
+    for tasks, (rate, means) in enumerate(mean_values(loads), start=1):
         moved = weights * means + (rate * loads) * moved
         moved -= means * (float(moved.sum()) / tasks)
         yield rate, means, moved

@@ -70,12 +70,12 @@ class ClosedNetwork(ByContent):
 
         Its sum is m - 1. Of a task that is sent to client i, the mean is $E[D_i] / p_i$.
         """
-        return self._means[0]
+        return self._steps[1]
 
     @property
     def mean_tasks(self) -> np.ndarray:
         r"""$E[\xi_i]$, (n,): tasks at client i, queued or in service, at any time; its sum is m."""
-        return self._means[1]
+        return self._steps[2]
 
     @property
     def utilisation(self) -> np.ndarray:
@@ -166,7 +166,7 @@ class ClosedNetwork(ByContent):
         return loads / self._scale
 
     @cached_property
-    def _steps(self) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    def _steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """All rates, in units of the largest load, and the means with m - 1 and m tasks."""
         rates = np.empty(self.tasks)
         before = means = np.zeros_like(self._loads)
@@ -174,15 +174,11 @@ class ClosedNetwork(ByContent):
             rates[k] = rate
             before = means
             means = after
-        return rates, (_frozen(before), _frozen(means))
+        return rates, _frozen(before), _frozen(means)
 
     @property
     def _throughputs(self) -> np.ndarray:
         return self._steps[0]
-
-    @property
-    def _means(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._steps[1]
 
 
 def _frozen(values: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,15 +45,13 @@ class Comparison:
         landscape: of the first method that learns curves; `None` if none does.
     """
 
-    settings: dict[str, object]
+    settings: dict[str, Any]
     runs: dict[str, list[Run]]
     landscape: Landscape | None = field(compare=False)
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
         """A row of the table for each method; means and sample standard deviations over the seeds."""
-        target = self.settings["target"]
-        assert isinstance(target, float)
-        return {name: _summarise(runs, target) for name, runs in self.runs.items()}
+        return {name: _summarise(runs, self.settings["target"]) for name, runs in self.runs.items()}
 
     def results(self) -> dict[str, object]:
         """A tree for JSON that depends on the settings alone: equal seeds give equal bits."""
@@ -122,7 +121,7 @@ def compare(
             for method in methods
         }
         landscape = camera.develop(federations[0])
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "data": task.name,
         "clients": clients,
         "rounds": rounds,

@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError, check_number
+from manifoldagg.errors import ArgumentError, check_number, check_vector
 
 __all__ = [
     "Delay",
@@ -23,10 +24,10 @@ __all__ = [
     "HalfNormal",
     "LogNormal",
     "Uniform",
-    "measured",
     "store",
 ]
 
+S = TypeVar("S", bound="_Scaled")
 NORMAL = NormalDist()
 LEAST = 2.0**-1022
 MOST = 1 - 2.0**-53
@@ -136,7 +137,7 @@ class Gaussian(Delay):
         Raises:
             ArgumentError: if `delays` are no measurements.
         """
-        x = measured("delays", delays)
+        x = check_vector("delays", delays, at_least=0)
         return Gaussian(float(x.mean()), float(x.std()))
 
     def _mean(self) -> float:
@@ -194,7 +195,7 @@ class LogNormal(Delay):
         Raises:
             ArgumentError: if `delays` are no measurements.
         """
-        x = measured("delays", delays)
+        x = check_vector("delays", delays, at_least=0)
         return LogNormal(float(x.mean()), float(x.std()))
 
     def _mean(self) -> float:
@@ -205,7 +206,29 @@ class LogNormal(Delay):
 
 
 @dataclass(frozen=True)
-class HalfNormal(Delay):
+class _Scaled(Delay):
+    """A distribution whose mean says all."""
+
+    mean: float
+
+    def __post_init__(self) -> None:
+        store(self, mean=check_number("mean", self.mean, above=0))
+
+    @classmethod
+    def of(cls: type[S], delays: Sequence[float] | np.ndarray) -> S:
+        """With the mean of measured delays.
+
+        Raises:
+            ArgumentError: if `delays` are no measurements.
+        """
+        return cls(float(check_vector("delays", delays, at_least=0).mean()))
+
+    def _mean(self) -> float:
+        return self.mean
+
+
+@dataclass(frozen=True)
+class HalfNormal(_Scaled):
     r"""The absolute value of a centred normal distribution of scale $a \sqrt{\pi / 2}$, whose mean is a.
 
     Args:
@@ -220,23 +243,6 @@ class HalfNormal(Delay):
         >>> round(HalfNormal(10.0).quantile(0.5), 4)
         8.4535
     """
-
-    mean: float
-
-    def __post_init__(self) -> None:
-        store(self, mean=check_number("mean", self.mean, above=0))
-
-    @staticmethod
-    def of(delays: Sequence[float] | np.ndarray) -> "HalfNormal":
-        """With the mean of measured delays.
-
-        Raises:
-            ArgumentError: if `delays` are no measurements.
-        """
-        return HalfNormal(float(measured("delays", delays).mean()))
-
-    def _mean(self) -> float:
-        return self.mean
 
     def _invert(self, share: float) -> float:
         # The lower half of the normal distribution: (1 - u) / 2 is exact where (1 + u) / 2 rounds.
@@ -275,7 +281,7 @@ class Uniform(Delay):
 
         Source: OrthoFL D.4.
         """
-        low, high = np.percentile(measured("delays", delays), [5, 95])
+        low, high = np.percentile(check_vector("delays", delays, at_least=0), [5, 95])
         return Uniform(float(low), float(high))
 
     def _mean(self) -> float:
@@ -286,7 +292,7 @@ class Uniform(Delay):
 
 
 @dataclass(frozen=True)
-class Exponential(Delay):
+class Exponential(_Scaled):
     r"""Without memory: $F^{-1}(u) = -a \log(1 - u)$, of mean a, which is one over the rate.
 
     Args:
@@ -300,47 +306,8 @@ class Exponential(Delay):
         6.9315
     """
 
-    mean: float
-
-    def __post_init__(self) -> None:
-        store(self, mean=check_number("mean", self.mean, above=0))
-
-    @staticmethod
-    def of(delays: Sequence[float] | np.ndarray) -> "Exponential":
-        """With the mean of measured delays.
-
-        Raises:
-            ArgumentError: if `delays` are no measurements.
-        """
-        return Exponential(float(measured("delays", delays).mean()))
-
-    def _mean(self) -> float:
-        return self.mean
-
     def _invert(self, share: float) -> float:
         return -self.mean * math.log1p(-share)
-
-
-def measured(name: str, delays: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Measured seconds in float64: (n,), n >= 1, finite, not negative.
-
-    Raises:
-        ArgumentError: naming the first that is not.
-    """
-    try:
-        x = np.array(delays)
-        if x.dtype.kind not in "fiu":
-            raise TypeError
-        x = x.astype(np.float64)
-    except (TypeError, ValueError):
-        raise ArgumentError(f"{name}: expected seconds as real numbers, got {delays!r}") from None
-    if x.ndim != 1 or x.size == 0:
-        raise ArgumentError(f"{name}: expected a non-empty vector, got shape {x.shape}")
-    good = np.isfinite(x) & (x >= 0)
-    if not good.all():
-        bad = int(np.flatnonzero(~good)[0])
-        raise ArgumentError(f"{name}[{bad}]: expected a finite number >= 0, got {x[bad]}")
-    return x
 
 
 def store(value: object, **fields: object) -> None:

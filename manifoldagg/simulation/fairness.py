@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import check_vector
 
 __all__ = ["gini", "theil"]
 
@@ -57,14 +57,6 @@ def theil(values: np.ndarray | Sequence[float]) -> float:
 
 
 def _checked(values: np.ndarray | Sequence[float]) -> np.ndarray:
-    try:
-        x = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise ArgumentError(f"values: expected numbers, got {values!r}") from None
-    if x.ndim != 1 or x.size == 0:
-        raise ArgumentError(f"values: expected a non-empty vector, got shape {x.shape}")
-    if not (np.isfinite(x).all() and (x >= 0).all()):
-        bad = int(np.flatnonzero(~(np.isfinite(x) & (x >= 0)))[0])
-        raise ArgumentError(f"values[{bad}]: expected a finite number >= 0, got {x[bad]}")
+    x = check_vector("values", values, at_least=0)
     # Relative to the largest, so that sums neither overflow nor vanish.
     return x / x.max() if x.max() > 0 else x

@@ -2,12 +2,11 @@ r"""A closed Jackson network in virtual time: tasks queue at clients of exponent
 
 import bisect
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.errors import ArgumentError, check_count, check_vector
 from manifoldagg.simulation.delays import MOST, Exponential
 from manifoldagg.simulation.schedulers import Job, Scheduler
 
@@ -57,13 +56,8 @@ class JacksonNetwork(Scheduler[int]):
         tasks: int,
     ) -> None:
         super().__init__(generator)
-        for name, numbers in (("routing", routing), ("rates", rates)):
-            if not isinstance(numbers, Sequence | np.ndarray) or getattr(numbers, "ndim", 1) != 1:
-                raise ArgumentError(f"{name}: expected a vector, got {numbers!r}")
-        self._rates = [check_number(f"rates[{i}]", rate, at_least=LEAST) for i, rate in enumerate(rates)]
-        self._routing = [check_number(f"routing[{i}]", share, at_least=0) for i, share in enumerate(routing)]
-        if not self._rates:
-            raise ArgumentError("rates: expected at least one client, got none")
+        self._rates: list[float] = check_vector("rates", rates, at_least=LEAST).tolist()
+        self._routing: list[float] = check_vector("routing", routing, at_least=0).tolist()
         if len(self._routing) != len(self._rates):
             raise ArgumentError(
                 f"routing: expected {len(self._rates)} shares, one for each of the rates, got {len(self._routing)}"

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError, check_number
+from manifoldagg.errors import ArgumentError, check_number, check_vector
 from manifoldagg.simulation.clock import check_generator
-from manifoldagg.simulation.delays import Delay, measured, store
+from manifoldagg.simulation.delays import Delay, store
 
 __all__ = ["Empirical", "assign"]
 
@@ -42,9 +42,9 @@ class Empirical(Delay):
     communication: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        computation = measured("computation", self.computation)
+        computation = check_vector("computation", self.computation, at_least=0)
         none = isinstance(self.communication, tuple | list) and not self.communication
-        sent = np.zeros_like(computation) if none else measured("communication", self.communication)
+        sent = np.zeros_like(computation) if none else check_vector("communication", self.communication, at_least=0)
         if len(sent) != len(computation):
             raise ArgumentError(f"communication: expected {len(computation)} rounds as in computation, got {len(sent)}")
         order = np.argsort(computation + sent, kind="stable")

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -80,26 +79,20 @@ class Participation(Generic[C]):
                 raise ArgumentError(f"changes[{i}]: expected a Change, got {change!r}")
         self._scheduler = scheduler
         self._changes = sorted(changes, key=lambda change: change.time)
-        self._begin = set(present) | _from_the_start(self._changes)
+        first = {change.client: change.kind for change in reversed(self._changes)}
+        self._begin = set(present) | {client for client, kind in first.items() if kind != "join"}
         self._done = 0
         if self._changes and self._changes[0].time < scheduler.now:
             raise ArgumentError(f"changes: expected times >= {scheduler.now:g}, which is now, got {self._changes[0]}")
         known = set(self._begin)
         here = set(self._begin)
         for change in self._changes:
-            possible = {
-                "join": change.client not in known,
-                "leave": change.client in here,
-                "fail": change.client in here,
-                "return": change.client in known and change.client not in here,
-            }
-            if not possible[change.kind]:
-                state = "here" if change.client in here else "away" if change.client in known else "unknown"
+            state = "here" if change.client in here else "away" if change.client in known else "unknown"
+            if state != {"join": "unknown", "return": "away"}.get(change.kind, "here"):
                 raise ArgumentError(f"changes: {change} cannot happen to a client that is {state}")
             known.add(change.client)
             _apply(change, here)
         self._present = set(self._begin)
-        self._coming = self._next_change()
 
     @property
     def now(self) -> float:
@@ -131,12 +124,11 @@ class Participation(Generic[C]):
         Raises:
             ManifoldAggError: if neither is left.
         """
-        if self._scheduler.peek() < self._coming or self._coming == inf:
+        change = self._changes[self._done] if self._done < len(self._changes) else None
+        if change is None or self._scheduler.peek() < change.time:
             return self._scheduler.next()
-        change = self._changes[self._done]
         self._scheduler.advance(change.time)
         self._done += 1
-        self._coming = self._next_change()
         _apply(change, self._present)
         return replace(change, lost=self._scheduler.cancel(change.client)) if change.kind == "fail" else change
 
@@ -166,13 +158,8 @@ class Participation(Generic[C]):
         self._scheduler.restore(inner)
         self._done = done
         self._present = set(self._begin)
-        self._coming = self._next_change()
         for change in self._changes[:done]:
             _apply(change, self._present)
-
-    def _next_change(self) -> float:
-        """When it happens; infinity if none is left."""
-        return self._changes[self._done].time if self._done < len(self._changes) else inf
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -218,13 +205,6 @@ def churn(
             here = not here
             time += (up if here else down).draw(generator)
     return changes
-
-
-def _from_the_start(changes: list[Change[C]]) -> set[C]:
-    first: dict[C, str] = {}
-    for change in changes:
-        first.setdefault(change.client, change.kind)
-    return {client for client, kind in first.items() if kind != "join"}
 
 
 def _apply(change: Change[C], here: set[C]) -> None:

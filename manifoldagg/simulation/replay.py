@@ -2,9 +2,8 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import astuple
 from itertools import pairwise
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,7 +50,7 @@ class Replay(Scheduler[C]):
                     f"records[{i}]: expected them in order of `finished`, "
                     f"got {record.finished:g} after {before.finished:g}"
                 )
-        self._digest = hashlib.sha256(repr(list(map(_row, self._records))).encode()).hexdigest()
+        self._digest = hashlib.sha256(repr(list(map(astuple, self._records))).encode()).hexdigest()
         self._left = self._by_client(range(len(self._records)))
         self._endless: list[Job[C]] = []
 
@@ -124,6 +123,3 @@ class Replay(Scheduler[C]):
 
     def _resume(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
         self._endless = waiting
-
-
-_row = attrgetter(*(field.name for field in fields(Record)))

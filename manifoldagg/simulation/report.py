@@ -11,7 +11,7 @@ import torch
 
 from manifoldagg._output import check_plots, new_figure, whole
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.compare import Comparison
+from manifoldagg.simulation.compare import Comparison, Landscape
 
 __all__ = ["check_destination", "write_report"]
 
@@ -39,7 +39,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
             _write_json(draft / FILES[1], {"seconds": comparison.seconds()} | _machine())
             _draw_accuracy(comparison, draft / FILES[2])
             if comparison.landscape is not None:
-                _draw_landscape(comparison, draft / FILES[3])
+                _draw_landscape(comparison.landscape, draft / FILES[3])
     except OSError as error:
         raise ArgumentError(f"out: {folder} cannot be written: {error}") from error
     return [folder / file for file in FILES if (folder / file).exists()]
@@ -53,7 +53,7 @@ def check_destination(folder: Path) -> None:
     """
     check_plots()
     try:
-        if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and _is_report(folder))):
+        if folder.is_symlink() or (folder.exists() and not _is_report(folder)):
             raise ArgumentError(f"name: {folder} exists and is not a report; choose another name")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent):
@@ -63,7 +63,7 @@ def check_destination(folder: Path) -> None:
 
 
 def _is_report(folder: Path) -> bool:
-    return all(entry.name in FILES and entry.is_file() for entry in folder.iterdir())
+    return folder.is_dir() and all(entry.name in FILES and entry.is_file() for entry in folder.iterdir())
 
 
 def _write_json(path: Path, tree: object) -> None:
@@ -99,15 +99,13 @@ def _draw_accuracy(comparison: Comparison, path: Path) -> None:
             axes.fill_between(rounds, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0)
     settings = comparison.settings
     target = settings["target"]
-    assert isinstance(target, float)
     axes.axhline(100 * target, color="grey", linestyle=":", linewidth=1)
     axes.text(0, 100 * target + 0.8, f"target {target:.0%}", color="grey", fontsize="small")
     axes.set_xlabel("round (one client's update each)")
     axes.set_ylabel("accuracy on held-out samples, %")
-    seeds = settings["seeds"]
-    assert isinstance(seeds, list)
-    band = " (mean, band ± 1 sd)" if len(seeds) > 1 else ""
-    axes.set_title(f"{settings['data']}, {settings['clients']} clients, {len(seeds)} seeds{band}")
+    seeds = len(settings["seeds"])
+    band = " (mean, band ± 1 sd)" if seeds > 1 else ""
+    axes.set_title(f"{settings['data']}, {settings['clients']} clients, {seeds} seeds{band}")
     axes.set_xlim(0, settings["rounds"])
     axes.set_ylim(0, 100)
     axes.grid(alpha=0.25)
@@ -115,9 +113,7 @@ def _draw_accuracy(comparison: Comparison, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_landscape(comparison: Comparison, path: Path) -> None:
-    landscape = comparison.landscape
-    assert landscape is not None
+def _draw_landscape(landscape: Landscape, path: Path) -> None:
     figure = new_figure(13, 5.2)
     left, right = figure.subplots(1, 2)
     landscape.local.plot(left, label="cross-entropy")

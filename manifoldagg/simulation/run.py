@@ -167,15 +167,16 @@ def run(
     model = federation.model()
     space = ParameterSpace.of(model)
     loss = space.loss(model, nn.functional.cross_entropy)
-    server = Server(space, method.rule, space.point(model), weights=_sizes(federation))
+    sizes = {client: len(federation.train[client]) for client in federation.scheduled}
+    server = Server(space, method.rule, space.point(model), weights=sizes)
     scheduler: PriorityScheduler[int] = PriorityScheduler(
-        len(federation.scheduled), np.random.default_rng([federation.seed, SCHEDULE])
+        len(sizes), np.random.default_rng([federation.seed, SCHEDULE])
     )
     exam = Exam(federation, space)
     memories: dict[int, Memory] = {}
 
     tickets = {}
-    for client in federation.scheduled:
+    for client in sizes:
         tickets[client] = server.dispatch(client)
         scheduler.dispatch(client, len(federation.batches(client, 0)))
     graded = exam.grade(server.model)
@@ -239,7 +240,3 @@ class Exam:
         """The mean for each client that has held-out samples."""
         edges = np.cumsum([len(part) for part in self._held_out])[:-1]
         return [float(part.mean()) for part in np.split(graded, edges)]
-
-
-def _sizes(federation: Federation) -> dict[int, int]:
-    return {client: len(federation.train[client]) for client in federation.scheduled}

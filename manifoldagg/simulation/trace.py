@@ -3,7 +3,7 @@
 import csv
 import json
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -71,7 +71,7 @@ def write_trace(path: Path | str, records: Iterable[Record[Any]]) -> None:
     try:
         with whole(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
             if form == ".jsonl":
-                file.writelines(json.dumps(_row(record)) + "\n" for record in records)
+                file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
             else:
                 # Quotes around every name keep a carriage return in it.
                 table = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
@@ -140,10 +140,6 @@ def check_records(records: Iterable[Record[C]]) -> list[Record[C]]:
 
 
 _NAMES = tuple(field.name for field in fields(Record))
-
-
-def _row(record: Record[Any]) -> dict[str, Any]:
-    return dict(zip(_NAMES, astuple(record), strict=True))
 
 
 def _client(text: str) -> int | str:

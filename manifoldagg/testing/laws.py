@@ -8,7 +8,7 @@ $\kappa\,\varepsilon\,(1 + 1/t) / \min(1, r - t)$, $r$ the injectivity radius.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -121,13 +121,10 @@ def law(*primitives: str) -> Callable[[Law], Law]:
 @law("inner", "random_tangent")
 def inner_is_a_scalar_product(s: Setting) -> Violation:
     """Symmetric, bilinear, positive."""
-    p = s.space
-    x = s.x
-    u = s.u
-    v = s.v
-    skew = (p.inner(x, u, v) - p.inner(x, v, u)).abs().max().item()
-    sum_ = p.inner(x, u, 2 * u - 3 * v) - 2 * p.inner(x, u, u) + 3 * p.inner(x, u, v)
-    negative = (-p.inner(x, u, u)).clamp(min=0).max().item()
+    inner = partial(s.space.inner, s.x)
+    skew = (inner(s.u, s.v) - inner(s.v, s.u)).abs().max().item()
+    sum_ = inner(s.u, 2 * s.u - 3 * s.v) - 2 * inner(s.u, s.u) + 3 * inner(s.u, s.v)
+    negative = (-inner(s.u, s.u)).clamp(min=0).max().item()
     return max(skew, sum_.abs().max().item(), negative) / s.t**2, 10 * s.rounding
 
 
@@ -325,17 +322,13 @@ def gradients_are_finite_where_lengths_vanish(s: Setting) -> Violation:
 @law(*GEODESIC)
 def a_batch_is_a_loop(s: Setting) -> Violation:
     """Points and tangents of a batch do not see one another."""
-    x = s.x
-    y = s.y
-    u = s.u
-    v = s.v
     calls: list[Callable[[int | slice], Tensor]] = [
-        lambda i: s.space.exp(x[i], u[i]),
-        lambda i: s.space.log(x[i], y[i]),
-        lambda i: s.space.inner(x[i], u[i], v[i]),
+        lambda i: s.space.exp(s.x[i], s.u[i]),
+        lambda i: s.space.log(s.x[i], s.y[i]),
+        lambda i: s.space.inner(s.x[i], s.u[i], s.v[i]),
     ]
     if "transport" in s.space.capabilities:
-        calls.append(lambda i: s.space.transport(x[i], y[i], v[i]))
+        calls.append(lambda i: s.space.transport(s.x[i], s.y[i], s.v[i]))
     found = 0.0
     for call in calls:
         together = call(slice(None))

@@ -215,7 +215,7 @@ def test_profiles_are_assigned_at_random_and_again_the_same():
         (lambda: Exponential(1.0).quantile(-0.1), "share: expected"),
         (lambda: Gaussian.of([]), "delays: expected a non-empty vector"),
         (lambda: Gaussian.of([1.0, math.nan]), r"delays\[1\]: expected a finite number >= 0, got nan"),
-        (lambda: Uniform.of(["a"]), "delays: expected seconds as real numbers"),
+        (lambda: Uniform.of(["a"]), "delays: expected real numbers"),
         (lambda: LogNormal.of([0.0, 0.0]), "mean: expected"),
         (lambda: Empirical(()), "computation: expected a non-empty vector"),
         (lambda: Empirical((1.0, -1.0)), r"computation\[1\]: expected"),

@@ -61,7 +61,7 @@ def test_one_who_has_all_is_the_maximum(n):
         ([1.0, -0.5], r"values\[1\]: expected a finite number >= 0, got -0.5"),
         ([float("nan")], r"values\[0\]"),
         ([1.0, float("inf")], r"values\[1\]"),
-        (["a"], "values: expected numbers"),
+        (["a"], "values: expected real numbers"),
     ],
 )
 def test_bad_input_is_refused_by_name(measure, bad, words):

@@ -138,10 +138,13 @@ GENERATOR = np.random.default_rng(0)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: JacksonNetwork([], [], GENERATOR, tasks=1), "rates: expected at least one"),
-        (lambda: JacksonNetwork(0.5, [1.0], GENERATOR, tasks=1), r"routing: expected a vector, got 0.5"),
-        (lambda: JacksonNetwork([1.0], None, GENERATOR, tasks=1), "rates: expected a vector, got None"),
-        (lambda: JacksonNetwork([1.0], np.ones((1, 1)), GENERATOR, tasks=1), "rates: expected a vector"),
+        (lambda: JacksonNetwork([], [], GENERATOR, tasks=1), "rates: expected a non-empty vector"),
+        (
+            lambda: JacksonNetwork(0.5, [1.0], GENERATOR, tasks=1),
+            r"routing: expected a non-empty vector, got shape \(\)",
+        ),
+        (lambda: JacksonNetwork([1.0], None, GENERATOR, tasks=1), "rates: expected real numbers, got None"),
+        (lambda: JacksonNetwork([1.0], np.ones((1, 1)), GENERATOR, tasks=1), "rates: expected a non-empty vector"),
         (lambda: JacksonNetwork([1.0], [0.0], GENERATOR, tasks=1), r"rates\[0\]: expected"),
         (lambda: JacksonNetwork([1.0], [1.0, 1.0], GENERATOR, tasks=1), "routing: expected 2 shares"),
         (lambda: JacksonNetwork([0.5, 0.6], [1.0, 1.0], GENERATOR, tasks=1), "sum to 1, got 1.1: off by \\+0.1"),
