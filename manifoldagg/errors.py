@@ -28,21 +28,6 @@ __all__ = [
     "is_finite",
 ]
 
-__all__ = [
-    "ArgumentError",
-    "DivergenceError",
-    "ManifoldAggError",
-    "StateDictError",
-    "check_choice",
-    "check_count",
-    "check_decay",
-    "check_finite",
-    "check_number",
-    "check_shape",
-    "check_vector",
-    "is_finite",
-]
-
 T = TypeVar("T")
 
 

@@ -17,7 +17,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import reference, sharded, sums
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.choice import available_backends, backend, set_backend
-from manifoldagg.kernels.pieces import across_ranks, guard, takes
+from manifoldagg.kernels.pieces import across_ranks, guard
 from manifoldagg.kernels.rows import (
     Rows,
     Subtrahend,
@@ -25,6 +25,7 @@ from manifoldagg.kernels.rows import (
     check_coefficients,
     check_row,
     check_target,
+    is_spread,
     is_transformed,
 )
 
@@ -64,7 +65,7 @@ def gram(
         tensor([[[25., -8.],
                  [-8.,  4.]]], dtype=torch.float64)
     """
-    spread = takes(rows, minus)
+    spread = is_spread(rows, minus)
     with guard(rows, minus) if spread else nullcontext():
         lines = Rows.of(rows, minus)
         cuts = bounds(segments, lines.size)
@@ -119,7 +120,7 @@ def combine(
         >>> combine(torch.ones(2), [torch.tensor([2.0, 4.0])], [0.5], minus=torch.ones(2))
         tensor([1.5000, 2.5000])
     """
-    spread = takes(rows, minus, base, out)
+    spread = is_spread(rows, minus, base, out)
     with guard(rows, minus, base, out) if spread else nullcontext():
         lines = Rows.of(rows, minus)
         cuts = bounds(segments, lines.size)

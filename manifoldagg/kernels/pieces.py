@@ -4,13 +4,10 @@ Either the vectors are `DTensor`s, which know it, or they are plain tensors with
 [`across_ranks`][manifoldagg.kernels.pieces.across_ranks].
 """
 
-import sys
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,13 +18,11 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.ranks import Ranks
-from manifoldagg.kernels.rows import Rows, is_transformed
+from manifoldagg.kernels.rows import ACROSS, Rows, flat, is_transformed, meshed
 
-__all__ = ["Cuts", "Piece", "across_ranks", "guard", "takes"]
+__all__ = ["Cuts", "Piece", "across_ranks", "guard"]
 
 Cuts = Sequence[tuple[int, int]]
-
-_active: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = ContextVar("pieces", default=None)
 
 
 @contextmanager
@@ -55,10 +50,11 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
     second, of 16 bytes each. Rows whose squares leave the range of float64 take two more.
 
     Example:
+        >>> from manifoldagg.kernels import gram
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> with across_ranks():
-        ...     takes([torch.ones(3)])
-        True
+        ...     gram([torch.ones(3)])
+        tensor([[[3.]]], dtype=torch.float64)
         >>> dist.destroy_process_group()
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -66,16 +62,11 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
     if dist.get_rank(group) < 0:
         raise ArgumentError(f"group: expected one with rank {dist.get_rank()} in it")
     copies = tuple(sorted({check_count("replicated", s, at_least=0) for s in replicated}))
-    token = _active.set((group, copies))
+    token = ACROSS.set((group, copies))
     try:
         yield
     finally:
-        _active.reset(token)
-
-
-def takes(*groups: Tensor | Sequence[Tensor | None] | None) -> bool:
-    """Whether these are pieces: one is a `DTensor`, or the call comes from within `across_ranks`."""
-    return not torch.compiler.is_compiling() and (_active.get() is not None or bool(_meshed(groups)))
+        ACROSS.reset(token)
 
 
 @contextmanager
@@ -89,11 +80,11 @@ def guard(*groups: Tensor | Sequence[Tensor | None] | None) -> Iterator[Ranks]:
     Raises:
         ArgumentError: if the tensors are no pieces, or their mesh is without this rank.
     """
-    meshed = _meshed(groups)
-    active = _active.get()
-    device = next((tensor.device for tensor in _each(groups) if isinstance(tensor, Tensor)), torch.device("cpu"))
-    if meshed:
-        ranks = Ranks.of_mesh(meshed[0].device_mesh, device)
+    placed = meshed(groups)
+    active = ACROSS.get()
+    device = next((tensor.device for tensor in flat(groups) if isinstance(tensor, Tensor)), torch.device("cpu"))
+    if placed:
+        ranks = Ranks.of_mesh(placed[0].device_mesh, device)
     elif active:
         ranks = Ranks.of_group(active[0], device)
     else:
@@ -132,7 +123,7 @@ class Piece:
         named = {name: vector for name, vector in listed.items() if vector is not None}
         if is_transformed(list(named.values())):
             raise ArgumentError("rows: derivatives are not followed over ranks; use torch.no_grad(), or detach them")
-        return _of_mesh(named, segments) if _meshed([*named.values()]) else _of_group(named, segments)
+        return _of_mesh(named, segments) if meshed([*named.values()]) else _of_group(named, segments)
 
     def here(self, vector: Tensor) -> Tensor:
         """The local tensor of a vector."""
@@ -150,7 +141,7 @@ class Piece:
 
 
 def _of_group(named: dict[str, Tensor], segments: Cuts) -> Piece:
-    group, copies = _active.get() or (None, ())
+    group, copies = ACROSS.get() or (None, ())
     if copies and copies[-1] >= len(segments):
         raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {copies[-1]}")
     first = dist.get_rank(group) == 0
@@ -203,15 +194,6 @@ def _to_local(vector: Any) -> Tensor:
         local = vector.to_local()
     ready: Tensor = local.wait() if hasattr(local, "wait") else local
     return ready
-
-
-def _each(groups: Iterable[Any]) -> Iterator[Any]:
-    return chain.from_iterable(group if isinstance(group, Sequence) else (group,) for group in groups)
-
-
-def _meshed(groups: Iterable[Any]) -> list[Any]:
-    module = sys.modules.get("torch.distributed.tensor")
-    return [] if module is None else [tensor for tensor in _each(groups) if isinstance(tensor, module.DTensor)]
 
 
 def _digest(integers: Iterable[int] | Cuts) -> int:

@@ -1,20 +1,37 @@
 """Rows: the tensors, or differences of tensors that are never stored, on which the kernels work; their checks."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from manifoldagg.errors import ArgumentError, check_count
 
-__all__ = ["Rows", "Subtrahend", "bounds", "check_coefficients", "check_row", "check_target", "is_transformed"]
+__all__ = [
+    "ACROSS",
+    "Rows",
+    "Subtrahend",
+    "bounds",
+    "check_coefficients",
+    "check_row",
+    "check_target",
+    "flat",
+    "is_spread",
+    "is_transformed",
+    "meshed",
+]
 
 Subtrahend = Tensor | Sequence[Tensor | None] | None
+ACROSS: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = ContextVar("across", default=None)
+"""The group of `across_ranks` and its replicated segments, within it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +191,22 @@ def is_transformed(tensors: Sequence[Tensor]) -> bool:
         return True
     within = torch._C._functorch.peek_interpreter_stack() is not None
     return within and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in tensors)
+
+
+def is_spread(*groups: Subtrahend) -> bool:
+    """Whether this rank holds but pieces: one of these is a `DTensor`, or the call comes from within `across_ranks`."""
+    return not torch.compiler.is_compiling() and (ACROSS.get() is not None or bool(meshed(groups)))
+
+
+def meshed(groups: Iterable[Any]) -> list[Any]:
+    """The `DTensor`s among tensors and sequences of them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return [] if module is None else [tensor for tensor in flat(groups) if isinstance(tensor, module.DTensor)]
+
+
+def flat(groups: Iterable[Any]) -> Iterator[Any]:
+    """Tensors and sequences of them, one by one."""
+    return chain.from_iterable(group if isinstance(group, Sequence) else (group,) for group in groups)
 
 
 def _listed(name: str, vectors: Any) -> tuple[Any, ...]:

@@ -80,19 +80,14 @@ class AdaptiveRouting:
     def sent(self, client: int, time: float) -> None:
         """A task went to a client at a time."""
         i = self._client(client)
-        time = check_number("time", time)
         latest = self._pending[i][-1] if self._pending[i] else self._back[i]
-        if time < latest:
-            raise ArgumentError(f"time: expected a time >= {latest:g}, the client's latest, got {time:g}")
-        self._pending[i].append(time)
+        self._pending[i].append(_time(time, latest, "the client's latest"))
 
     def returned(self, client: int, time: float) -> None:
         """The task that was sent to a client the longest ago came back at a time."""
         i = self._busy(client)
-        time = check_number("time", time)
         start = self._start(i)
-        if time < start:
-            raise ArgumentError(f"time: expected a time >= {start:g}, when the service began, got {time:g}")
+        time = _time(time, start, "when the service began")
         self._pending[i].popleft()
         self._count[i] = self._keep * self._count[i] + 1
         self._seconds[i] = self._keep * self._seconds[i] + time - start
@@ -101,9 +96,7 @@ class AdaptiveRouting:
     def lost(self, client: int, time: float) -> None:
         """The task that was sent to a client the longest ago is given up at a time: it says nothing about the rate."""
         i = self._busy(client)
-        time = check_number("time", time)
-        if time < self._pending[i][0]:
-            raise ArgumentError(f"time: expected a time >= {self._pending[i][0]:g}, when it was sent, got {time:g}")
+        time = _time(time, self._pending[i][0], "when it was sent")
         self._pending[i].popleft()
         self._back[i] = max(self._back[i], time)
 
@@ -173,3 +166,10 @@ class AdaptiveRouting:
 
     def _start(self, i: int) -> float:
         return max(self._pending[i][0], float(self._back[i]))
+
+
+def _time(time: float, least: float, what: str) -> float:
+    time = check_number("time", time)
+    if time < least:
+        raise ArgumentError(f"time: expected a time >= {least:g}, {what}, got {time:g}")
+    return time

@@ -130,15 +130,12 @@ def group_clients(
     mu = rate_vector(rates)
     if groups is None:
         distinct = np.unique(mu)
-        if len(distinct) <= GROUPS:
-            digits = _digits(distinct, 6)
-            groups = tuple(f"rate {rate:.{digits}g}" for rate in mu)
-        else:
-            cuts = [part[0] for part in np.array_split(distinct, GROUPS)]
-            ends = [part[-1] for part in np.array_split(distinct, GROUPS)]
-            place = np.searchsorted(cuts, mu, side="right") - 1
-            digits = _digits(np.array(cuts), 3)
-            groups = tuple(f"rate {cuts[g]:.{digits}g} to {ends[g]:.{digits}g}" for g in place)
+        few = len(distinct) <= GROUPS
+        parts = np.array_split(distinct, len(distinct) if few else GROUPS)
+        cuts = np.array([part[0] for part in parts])
+        digits = _digits(cuts, 6 if few else 3)
+        titles = [f"rate {part[0]:.{digits}g}" + ("" if few else f" to {part[-1]:.{digits}g}") for part in parts]
+        groups = tuple(titles[g] for g in np.searchsorted(cuts, mu, side="right") - 1)
     return Clients(names, mu, groups)
 
 

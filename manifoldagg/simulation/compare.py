@@ -106,21 +106,26 @@ def compare(
         raise ArgumentError("methods: expected at least one, with distinct names")
     with one_thread():
         federations = [Federation.split(task, clients, concentration=concentration, seed=s) for s in range(seeds)]
-        camera = _Camera(after=PICTURED * rounds)
+        pictured: list[tuple[str, Event]] = []
+
+        def watch(name: str, event: Event) -> None:
+            if not pictured and event.round >= PICTURED * rounds and len(event.payload.points) > 1:
+                pictured.append((name, event))
+
         runs = {
             method.name: [
                 run(
                     federation,
                     method,
                     rounds=rounds,
-                    watch=camera.of(method.name) if federation.seed == 0 else None,
+                    watch=partial(watch, method.name) if federation.seed == 0 else None,
                     progress=progress and partial(progress, method.name, federation.seed),
                 )
                 for federation in federations
             ]
             for method in methods
         }
-        landscape = camera.develop(federations[0])
+        landscape = _landscape(federations[0], *pictured[0]) if pictured else None
     settings: dict[str, Any] = {
         "data": task.name,
         "clients": clients,
@@ -145,41 +150,24 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Camera:
-    """Keeps the first curve that arrives after a given round."""
+def _landscape(federation: Federation, name: str, event: Event) -> Landscape:
+    """The planes of a curve that a client sent."""
+    model = federation.model()
+    space = ParameterSpace.of(model)
+    loss = space.loss(model, nn.functional.cross_entropy)
+    phi = torch.cat([event.message.start[None], event.payload.points])
 
-    def __init__(self, after: float) -> None:
-        self._after = after
-        self._kept: tuple[str, Event] | None = None
+    def over(samples: np.ndarray) -> Plane:
+        batch = federation.task.inputs[samples], federation.task.labels[samples]
 
-    def of(self, name: str) -> Callable[[Event], None]:
-        def watch(event: Event) -> None:
-            if self._kept is None and event.round >= self._after and len(event.payload.points) > 1:
-                self._kept = name, event
+        def value(theta: Tensor) -> float:
+            with torch.no_grad():
+                return loss(theta, batch).item()
 
-        return watch
+        return plane(Bezier(space, len(event.payload.points)), phi, value)
 
-    def develop(self, federation: Federation) -> Landscape | None:
-        """The planes of the kept curve, if there is one."""
-        if self._kept is None:
-            return None
-        name, event = self._kept
-        model = federation.model()
-        space = ParameterSpace.of(model)
-        loss = space.loss(model, nn.functional.cross_entropy)
-        phi = torch.cat([event.message.start[None], event.payload.points])
-        everybody = np.concatenate(federation.held_out)
-
-        def over(samples: np.ndarray) -> Plane:
-            batch = federation.task.inputs[samples], federation.task.labels[samples]
-
-            def value(theta: Tensor) -> float:
-                with torch.no_grad():
-                    return loss(theta, batch).item()
-
-            return plane(Bezier(space, len(event.payload.points)), phi, value)
-
-        return Landscape(name, event.round, event.client, over(federation.train[event.client]), over(everybody))
+    everybody = np.concatenate(federation.held_out)
+    return Landscape(name, event.round, event.client, over(federation.train[event.client]), over(everybody))
 
 
 def _describe(method: Method) -> str:

@@ -49,7 +49,8 @@ class Setting:
         object.__setattr__(self, "x", x)
         for name in ("u", "v"):
             tangent = self.space.random_tangent(x, generator)
-            object.__setattr__(self, name, self.times(self.t / norm(self.space, x, tangent), tangent))
+            factor = self.t / norm(self.space, x, tangent)
+            object.__setattr__(self, name, factor.reshape(-1, *(1 for _ in self.space.shape)) * tangent)
 
     @cached_property
     def y(self) -> Tensor:
@@ -75,12 +76,6 @@ class Setting:
     def absolute(self) -> float:
         """The error that is allowed in a coordinate of a point."""
         return self.rounding * max(1.0, self.t, self.x.double().abs().max().item()) / self.room
-
-    def times(self, factor: Tensor | float, u: Tensor) -> Tensor:
-        """`factor` (batch,) times tangents."""
-        if isinstance(factor, Tensor):
-            factor = factor.reshape(*factor.shape, *(1 for _ in self.space.shape))
-        return factor * u
 
     def size(self, x: Tensor, u: Tensor) -> float:
         """The largest norm of tangents `u` at `x`."""

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import reference, sharded
 from manifoldagg.kernels.blocks import BLOCK, Blocks
-from manifoldagg.kernels.pieces import across_ranks, guard, takes
-from manifoldagg.kernels.rows import Rows, bounds
+from manifoldagg.kernels.pieces import across_ranks, guard
+from manifoldagg.kernels.rows import Rows, bounds, is_spread
 from manifoldagg.kernels.sums import fold, symmetric
 from tests.support import draw
 
@@ -195,7 +195,7 @@ def some(rank, world):
         return sharded.gram(Rows.of((row,), (None,)), [(0, 2 * len(members))], backend).sum().item()
 
     told = {"group": attempt(in_group), "mesh": attempt(in_mesh)}
-    return {"infinite": infinite, "some ranks": told, "taken outside": takes([row])}
+    return {"infinite": infinite, "some ranks": told, "taken outside": is_spread([row])}
 
 
 def attempt(call):

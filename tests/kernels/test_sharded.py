@@ -9,7 +9,7 @@ import torch
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import pieces, sharded
-from manifoldagg.kernels.rows import Rows
+from manifoldagg.kernels.rows import Rows, is_spread
 
 WORLDS = (1, 2, 3, 4)
 
@@ -137,7 +137,7 @@ def test_nothing_is_taken_outside(worlds):
 
 @pytest.mark.usefixtures("as_shipped")
 def test_without_a_process_group_nothing_is_sharded():
-    assert not pieces.takes([torch.ones(2)])
+    assert not is_spread([torch.ones(2)])
     with pytest.raises(ArgumentError, match="group: expected an initialised process group"), pieces.across_ranks():
         pass
     with pytest.raises(ArgumentError, match="rows: expected DTensors, or a call within across_ranks"):
