@@ -1,6 +1,5 @@
 """Transport on curved spaces: how tangents at the base come to the current point, and are measured there."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -10,10 +9,11 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite
 from manifoldagg.kernels import gram
-from manifoldagg.manifolds import Manifold, Validated, check_point, check_tangent, pole_ladder
+from manifoldagg.manifolds import Manifold, check_point, check_tangent, formulas
 from manifoldagg.manifolds.manifold import Leaf
+from manifoldagg.manifolds.validate import check_reach
 
-__all__ = ["RUNGS", "TRANSPORTS", "Passage", "Transport", "leaves_of"]
+__all__ = ["RUNGS", "TRANSPORTS", "Passage", "Transport", "leaves_of", "log_within_reach"]
 
 TRANSPORTS = {"parallel": {"transport"}, "ladder": {"exp", "log"}, "projection": {"project_tangent"}}
 """The ways to bring a tangent from one point to another, and the primitives that they need."""
@@ -57,14 +57,13 @@ class Passage:
         if self.transport is not None:
             check_choice("transport", self.transport, TRANSPORTS)
         check_count("rungs", self.rungs)
-        for leaf, method, _ in self.transports:
-            space = next(found.space for found in self.leaves if found.name == leaf)
-            lacks = sorted(({"inner", "exp", "log"} | TRANSPORTS.get(method, set())) - space.capabilities)
+        for leaf, kind in zip(self.leaves, self.transports, strict=True):
+            lacks = sorted(({"inner", "exp", "log"} | TRANSPORTS.get(kind.method, set())) - leaf.space.capabilities)
             if lacks:
-                where, rest = f"{leaf}: {space}" if leaf else str(space), " or ".join(set(TRANSPORTS) - {method})
+                rest = " or ".join(set(TRANSPORTS) - {kind.method})
                 advice = f"; try transport={rest}" if lacks == ["transport"] else ""
                 raise ArgumentError(
-                    f"transport: {method} needs {', '.join(lacks)}, which {where} does not have{advice}"
+                    f"transport: {kind.method} needs {', '.join(lacks)}, which {leaf} does not have{advice}"
                 )
         for name, point in (("base", self.base), ("current", self.current)):
             check_point(self.space, point, name=name)
@@ -72,7 +71,7 @@ class Passage:
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         """The factors of the space, in the order in which they lie in a point."""
-        return leaves_of(self.space, self.base)
+        return self.space.leaves(self.base)
 
     @property
     def transports(self) -> tuple[Transport, ...]:
@@ -80,8 +79,8 @@ class Passage:
         found = []
         for leaf in self.leaves:
             method = self.transport or ("parallel" if "transport" in leaf.space.capabilities else "ladder")
-            kind = Transport(leaf.name, "none") if leaf.space.flat else Transport(leaf.name, method)
-            found.append(kind._replace(rungs=self.rungs) if kind.method == "ladder" else kind)
+            method = "none" if leaf.space.flat else method
+            found.append(Transport(leaf.name, method, self.rungs if method == "ladder" else 0))
         return tuple(found)
 
     @cached_property
@@ -91,10 +90,7 @@ class Passage:
 
     def log(self, points: Tensor, name: str) -> Tensor:
         r"""$\log_{\Theta^\tau}$ of points within reach."""
-        try:
-            return Validated(self.space).log(self.current.expand_as(points), points)
-        except ArgumentError as error:
-            raise ArgumentError(f"{name}: out of reach of the current point: {error}") from None
+        return log_within_reach(self.space, self.current, points, f"{name}: out of reach of the current point")
 
     def arrive(self, displacements: Tensor) -> Tensor:
         r"""Tangents (n, *shape) at the base, transported to the current point."""
@@ -103,7 +99,7 @@ class Passage:
 
     def position(self, displacements: Tensor) -> Tensor:
         r"""$\log_{\Theta^\tau} \exp_{\Theta^t} v$ for tangents at the base."""
-        reached = self.space.exp(self.base.expand_as(displacements), displacements)
+        reached = self.space._exp(self.base.expand_as(displacements), displacements)
         return self.log(reached, "displacements: the points reached")
 
     def depart(self, tangents: Tensor) -> Tensor:
@@ -112,30 +108,42 @@ class Passage:
 
     def gram(self, rows: Tensor) -> Tensor:
         """Inner products of tangents (k, P) at the current point, in float64, for each leaf: (S, k, k)."""
+        tangents = rows.view(len(rows), *self.current.shape)
         grams = []
-        for leaf, x in self._parts(self.current):
-            part = rows[:, leaf.part]
-            grams.append(gram(part)[0] if leaf.space.flat else _inner(leaf.space, x, part))
+        for leaf in self.leaves:
+            part = leaf.of(tangents)
+            grams.append(gram(part.flatten(1))[0] if leaf.space.flat else _inner(leaf.space, leaf.of(self.current), part))
         return torch.stack(grams)
 
     def _carry(self, start: Tensor, end: Tensor, u: Tensor) -> Tensor:
         carried = []
-        for (leaf, x), (_, y), kind in zip(self._parts(start), self._parts(end), self.transports, strict=True):
-            v = u.flatten(1)[:, leaf.part].view(len(u), *x.shape)
-            x, y = x.expand_as(v), y.expand_as(v)
+        for leaf, kind in zip(self.leaves, self.transports, strict=True):
+            v = leaf.of(u)
+            x = leaf.of(start).expand_as(v)
+            y = leaf.of(end).expand_as(v)
             if kind.method == "parallel":
-                v = leaf.space.transport(x, y, v)
+                v = leaf.space._transport(x, y, v)
             elif kind.method == "ladder":
-                v = kind.rungs * pole_ladder(leaf.space, x, y, v / kind.rungs, rungs=kind.rungs)
+                # A rung errs at third order in the tangent, so it carries a part, however few rungs the way has.
+                v = kind.rungs * formulas.pole_ladder(leaf.space, x, y, v / kind.rungs, rungs=kind.rungs)
             elif kind.method == "projection":
-                v = leaf.space.project_tangent(y, v)
+                v = leaf.space._project_tangent(y, v)
             carried.append(v.flatten(1))
         return check_finite("displacements: transported", torch.cat(carried, 1).view(u.shape))
 
-    def _parts(self, x: Tensor) -> Iterator[tuple[Leaf, Tensor]]:
-        """The leaves with their parts of a point, each in its own shape."""
-        for leaf in self.leaves:
-            yield leaf, x.flatten()[leaf.part].view(leaf.space.shape) if leaf.name else x
+
+def log_within_reach(space: Manifold, x: Tensor, points: Tensor, what: str) -> Tensor:
+    r"""$\log_x$ of points (n, *shape) that lie on the space.
+
+    Raises:
+        ArgumentError: saying `what` is wrong, if a point has no log or is beyond the injectivity radius.
+    """
+    log = space._log(x.expand_as(points), points)
+    try:
+        check_reach(space, x, log)
+    except ArgumentError as error:
+        raise ArgumentError(f"{what}: {error}") from None
+    return log
 
 
 def leaves_of(space: Manifold, point: Tensor) -> tuple[Leaf, ...]:
@@ -143,10 +151,12 @@ def leaves_of(space: Manifold, point: Tensor) -> tuple[Leaf, ...]:
     return space.leaves(point)
 
 
-def _inner(space: Manifold, x: Tensor, rows: Tensor) -> Tensor:
-    """The Gram matrix of tangents (k, size) at `x` in the metric of the space."""
-    k = len(rows)
-    u, (i, j) = rows.view(k, *x.shape).double(), torch.tril_indices(k, k)
-    values = space.inner(x.double().expand(len(i), *x.shape), u[i], u[j]).reshape(len(i), -1).sum(1)
+def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:
+    """The Gram matrix of tangents (k, *shape) at `x` in the metric of the space."""
+    k = len(tangents)
+    # Each pair once: the matrix is symmetric to the last bit, whatever the metric rounds.
+    i, j = torch.tril_indices(k, k)
+    u = tangents.double()
+    values = space._inner(x.double().expand(len(i), *x.shape), u[i], u[j]).reshape(len(i), -1).sum(1)
     lower = values.new_zeros(k, k).index_put((i, j), values)
     return lower + lower.tril(-1).mT

@@ -13,7 +13,8 @@ from manifoldagg.federated.rules._curved import arrive
 from manifoldagg.federated.rules._reading import root, widened
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.kernels import combine, gram
-from manifoldagg.manifolds import Manifold, norm
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.formulas import norm
 from manifoldagg.manifolds.optimizers import carry
 
 __all__ = ["Momentum"]
@@ -100,7 +101,7 @@ class Momentum:
             check_number("points: size of the velocity", moved, at_most=largest)
         else:
             here = widened(space, current)
-            u = space.log(here, widened(space, reached))
+            u = space._log(here, widened(space, reached))
             check_way(space, here, u, outcome.numbers.get("norm", 0.0), math.sqrt(torch.finfo(current.dtype).eps))
             if "velocity" in state:
                 u = u + self.beta * tangent_at(space, here, state["velocity"])
@@ -114,7 +115,7 @@ class Momentum:
 def tangent_at(space: Manifold, x: Tensor, u: Tensor) -> Tensor:
     """A velocity without what the rounding of the point takes it off the tangent space."""
     check_finite("state['velocity']", u)
-    return space.project_tangent(x, u) if "project_tangent" in space.capabilities else u
+    return space._project_tangent(x, u) if "project_tangent" in space.capabilities else u
 
 
 def check_way(space: Manifold, x: Tensor, log: Tensor, length: float, tolerance: float) -> None:
@@ -124,7 +125,7 @@ def check_way(space: Manifold, x: Tensor, log: Tensor, length: float, tolerance:
         ArgumentError: if it is none, or a shorter way.
     """
     shortest = float(norm(space, x, check_finite("points: log of the rule's step", log)))
-    radius = float(space.injectivity_radius(x)) if "injectivity_radius" in space.capabilities else math.inf
+    radius = float(space._injectivity_radius(x)) if "injectivity_radius" in space.capabilities else math.inf
     if length > max(radius, (1 + tolerance) * shortest):
         raise ArgumentError(
             f"points: expected a step of the rule within the injectivity radius {radius:.3g}, got one of {length:.3g}"
