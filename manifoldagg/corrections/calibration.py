@@ -10,7 +10,6 @@ from manifoldagg.corrections.frame import GRANULARITIES, require_flat
 from manifoldagg.corrections.gram import Gram
 from manifoldagg.corrections.orthogonal import OrthoDC
 from manifoldagg.corrections.surgery import span_coefficients
-from manifoldagg.corrections.transport import leaves_of
 from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape
 from manifoldagg.kernels import combine, gram
 from manifoldagg.kernels.rows import is_transformed
@@ -118,7 +117,7 @@ def _tensors_of_points(given: dict[str, Any], space: Manifold | None) -> Split:
         check_shape("start", start, *space.axes)
     for name, row in given.items():
         check_finite(name, check_shape(name, row, *shape))
-    parts = [slice(None)] if space is None else [leaf.part for leaf in leaves_of(space, start)]
+    parts = [slice(None)] if space is None else [leaf.part for leaf in space.leaves(start)]
     pieces = [[row.flatten()[part] for row in given.values()] for part in parts]
     return pieces, lambda moved: torch.cat(moved).view(shape) if moved else start.clone()
 

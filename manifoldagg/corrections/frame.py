@@ -9,7 +9,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from manifoldagg.corrections.gram import Gram, Matrix
-from manifoldagg.corrections.transport import RUNGS, Passage, Transport, leaves_of
+from manifoldagg.corrections.transport import RUNGS, Passage, Transport
 from manifoldagg.errors import ArgumentError, check_finite, check_number, check_shape
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
@@ -120,7 +120,7 @@ class Frame:
         for name, tensor in (("base", base), ("current", current), ("displacements", displacements)):
             check_finite(name, tensor)
         n = len(displacements)
-        segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in leaves_of(space, base)}
+        segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(base)}
         if space.flat if flat is None else flat:
             require_flat(space)
             frame = Frame.of_displacements(

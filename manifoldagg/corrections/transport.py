@@ -13,7 +13,7 @@ from manifoldagg.manifolds import Manifold, check_point, check_tangent, formulas
 from manifoldagg.manifolds.manifold import Leaf
 from manifoldagg.manifolds.validate import check_reach
 
-__all__ = ["RUNGS", "TRANSPORTS", "Passage", "Transport", "leaves_of", "log_within_reach"]
+__all__ = ["RUNGS", "TRANSPORTS", "Passage", "Transport", "log_within_reach"]
 
 TRANSPORTS = {"parallel": {"transport"}, "ladder": {"exp", "log"}, "projection": {"project_tangent"}}
 """The ways to bring a tangent from one point to another, and the primitives that they need."""
@@ -112,7 +112,9 @@ class Passage:
         grams = []
         for leaf in self.leaves:
             part = leaf.of(tangents)
-            grams.append(gram(part.flatten(1))[0] if leaf.space.flat else _inner(leaf.space, leaf.of(self.current), part))
+            grams.append(
+                gram(part.flatten(1))[0] if leaf.space.flat else _inner(leaf.space, leaf.of(self.current), part)
+            )
         return torch.stack(grams)
 
     def _carry(self, start: Tensor, end: Tensor, u: Tensor) -> Tensor:
@@ -144,11 +146,6 @@ def log_within_reach(space: Manifold, x: Tensor, points: Tensor, what: str) -> T
     except ArgumentError as error:
         raise ArgumentError(f"{what}: {error}") from None
     return log
-
-
-def leaves_of(space: Manifold, point: Tensor) -> tuple[Leaf, ...]:
-    """The named tensors of a parameter space, the factors of a product, or the space itself."""
-    return space.leaves(point)
 
 
 def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:

@@ -386,9 +386,10 @@ class DCASGDCompensatesTheOtherWay(shipped.DCASGD):
     def correction(self):
         @dataclass(frozen=True)
         class Backwards(DelayCompensated):
-            def coefficients(self, gram, state=None, *, displacements=None):
-                lines, state = super().coefficients(gram, state, displacements=displacements)
-                return [[-c if j > len(lines) else c for j, c in enumerate(line)] for line in lines], state
+            def coefficients(self, gram, state=None):
+                lines, state = super().coefficients(gram, state)
+                lines[:, gram.displacements + 1 :] *= -1
+                return lines, state
 
         return Backwards(2.0, adaptive=True)
 

@@ -1,4 +1,8 @@
-"""What rules share: checked options, the spaces and points that they take, the message that is a model alone."""
+"""What rules share: checked options, the spaces and points that they take, the message that is a model alone.
+
+Above it are three ways to move: `ScheduledRule` steps along what its `correction` makes of each update, `CurveRule`
+also chooses its `step_size`, and `BufferedRule` waits and moves by a mean. What is none of these is a `ServerRule`.
+"""
 
 import abc
 from dataclasses import dataclass, field
@@ -8,13 +12,15 @@ import torch
 from torch import Tensor
 
 from manifoldagg.corrections import Frame
-from manifoldagg.corrections.transport import RUNGS, TRANSPORTS, Passage, leaves_of
+from manifoldagg.corrections.transport import RUNGS, TRANSPORTS, Passage
 from manifoldagg.errors import ArgumentError, check_choice, check_count
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._curved import arrive, tangents_at
-from manifoldagg.federated.rules._reading import widened
+from manifoldagg.federated.rules._reading import in_float64
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.manifolds import Manifold, check_point
+
+__all__ = ["ServerRule", "TangentRule", "follow"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class ServerRule(abc.ABC):
         """
         if not isinstance(space, Manifold):
             raise ArgumentError(f"space: expected a manifold, got {space!r}")
-        curved = [str(leaf) for leaf in leaves_of(space, start) if not leaf.space.flat] if self.needs_flat else []
+        curved = [str(leaf) for leaf in space.leaves(start) if not leaf.space.flat] if self.needs_flat else []
         if curved:
             raise ArgumentError(f"space: {self.needs_flat} need flat leaves; these are curved: {', '.join(curved)}")
 
@@ -71,7 +77,7 @@ class TangentRule(ServerRule):
         super().check_space(space, start)
         if not space.flat:
             # A passage of no length is refused where some leaf lacks what the transport takes.
-            point = widened(space, check_point(space, start, name="start"))
+            point = in_float64(space, check_point(space, start, name="start"))
             Passage(space, point, point, self.transport, self.rungs)
         elif self.transport is not None:
             raise ArgumentError(f"transport: expected None on a flat space, got {self.transport!r}")

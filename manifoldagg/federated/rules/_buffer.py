@@ -15,6 +15,8 @@ from manifoldagg.federated.rules._reading import along, check_points, cosine, fr
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
+__all__ = ["BufferedRule", "Mean"]
+
 
 @dataclass(frozen=True, eq=False)
 class Mean:

@@ -1,11 +1,12 @@
 """The last part of a step on a curved space: the way along a corrected curve, and the new point."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from manifoldagg.corrections.transport import log_within_reach
 from manifoldagg.curves import Bezier
-from manifoldagg.curves.bernstein import crossing
 from manifoldagg.errors import ArgumentError, check_finite
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import distance, norm
@@ -15,7 +16,9 @@ __all__ = ["arrive", "parameter_at_distance_on", "settled", "tangents_at", "trav
 PLACES = 64
 """Into how many parts [0, 1] is cut to find where a distance is reached for the first time."""
 AT_ONCE = 8
-"""So many places are looked at together: each is a point as long as a model."""
+"""So many places are looked at together, and the bracket is cut into so many parts each time."""
+FINE = 1e-9
+"""Where the distance is as good as linear."""
 
 
 def travel(
@@ -53,8 +56,8 @@ def travel(
 def parameter_at_distance_on(curve: Bezier, phi: Tensor, rho: float) -> float:
     r"""The smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$.
 
-    The first change of sign on 64 equidistant places, then within its bracket: a curve that comes to the distance and
-    leaves it again between two places is not seen.
+    The first change of sign on 64 equidistant places, whose bracket is cut down until a chord is exact: a curve that
+    comes to the distance and leaves it again between two places is not seen.
 
     Args:
         curve: on any space.
@@ -79,21 +82,30 @@ def parameter_at_distance_on(curve: Bezier, phi: Tensor, rho: float) -> float:
     if goal == 0:
         return 0.0
 
-    def left(places: Tensor) -> Tensor:
-        """How much of the distance is left at some places."""
-        points = curve(phi, places)
-        return goal - distance(curve.space, phi[0].expand_as(points), points)
+    def section(low: float, high: float, gap: float, parts: int) -> tuple[float, float, float, float] | None:
+        """The first of so many equal parts at whose end the distance is reached, and what is left at both ends."""
+        before = low
+        for first in range(0, parts, AT_ONCE):
+            places = [low + (high - low) * (first + i + 1) / parts for i in range(AT_ONCE)]
+            points = curve(phi, torch.tensor(places, dtype=torch.float64, device=phi.device))
+            reached = distance(curve.space, phi[0].expand_as(points), points).tolist()
+            for place, away in zip(places, reached, strict=True):
+                if not math.isfinite(away):
+                    raise ArgumentError(f"points: no distance along the corrected curve, at {place:g} of it")
+                after = goal - away
+                if after <= 0:
+                    return before, place, gap, after
+                before = place
+                gap = after
+        return None
 
-    places = torch.linspace(0, 1, PLACES + 1, dtype=torch.float64, device=phi.device)
-    for some in places[1:].split(AT_ONCE):
-        ahead = left(some)
-        # NaN is not more than 0, so that a place without a distance ends the search too.
-        for i in (~(ahead > 0)).nonzero()[:1, 0]:
-            if not bool(ahead[i].isfinite()):
-                raise ArgumentError(f"points: no distance along the corrected curve, at {some[i].item():g} of it")
-            high = some[i, None]
-            return float(crossing(left, high - 1 / PLACES, high))
-    return 1.0
+    found = section(0.0, 1.0, goal, PLACES)
+    low, high, ahead, behind = found or (1.0, 1.0, 0.0, 0.0)
+    # Not `bernstein.crossing`: it evaluates one place a step, where a batch of points costs little more than one.
+    while found is not None and high - low > FINE:
+        low, high, ahead, behind = found
+        found = section(low, high, ahead, AT_ONCE)
+    return low + (high - low) * (ahead / (ahead - behind) if ahead > behind else 1.0)
 
 
 def arrive(space: Manifold, current: Tensor, tangent: Tensor) -> Tensor:

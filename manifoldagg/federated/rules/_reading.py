@@ -8,11 +8,13 @@ from torch import Tensor
 
 from manifoldagg.corrections import Corrected, Frame, Gram
 from manifoldagg.corrections.gram import Matrix
-from manifoldagg.corrections.transport import RUNGS, leaves_of
+from manifoldagg.corrections.transport import RUNGS, log_within_reach
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.contract import Update
 from manifoldagg.kernels.rows import is_transformed
-from manifoldagg.manifolds import Manifold, Validated, check_point
+from manifoldagg.manifolds import Manifold, check_point
+
+__all__ = ["along", "check_points", "cosine", "frame_of", "in_float64", "moved", "root", "rungs_of"]
 
 
 def check_points(rule: object, update: Update, count: int | None = 1, what: str = "one model") -> None:
@@ -52,21 +54,18 @@ def frame_of(
         base, current, points = given.values()
         segments = None
         if tensors:
-            segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in leaves_of(space, base)} or None
+            segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(base)} or None
         return Frame.of_points(points, base, current, segments=segments)
     for name, x in given.items():
         check_point(space, x, name=name)
-    base, current, points = (widened(space, x) for x in given.values())
-    try:
-        displacements = Validated(space).log(base.expand_as(points), points)
-    except ArgumentError as error:
-        raise ArgumentError(f"points: out of reach of the base: {error}") from None
+    base, current, points = (in_float64(space, x) for x in given.values())
+    displacements = log_within_reach(space, base, points, "points: out of reach of the base")
     return Frame.of(space, base, current, displacements, transport=transport, rungs=rungs)
 
 
-def widened(space: Manifold, x: Tensor) -> Tensor:
+def in_float64(space: Manifold, x: Tensor) -> Tensor:
     """The point of the space in float64 that `x` is the rounding of; `x` itself where there is no projection."""
-    return space.project(x.double()) if "project" in space.capabilities else x
+    return space._project(x.double()) if "project" in space.capabilities else x
 
 
 def along(frame: Frame, gram: Gram, line: list[float]) -> Corrected:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from manifoldagg.corrections import Correction
-from manifoldagg.corrections.transport import leaves_of
 from manifoldagg.curves.bernstein import weights
 from manifoldagg.curves.distance import OVERSHOOT, parameter_at_distance_of
 from manifoldagg.errors import ArgumentError, check_choice, check_number
@@ -22,6 +21,8 @@ from manifoldagg.federated.rules._reading import check_points, cosine, frame_of,
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
+
+__all__ = ["CurveRule", "ScheduledRule", "staleness_penalty"]
 
 
 class CurveRule(TangentRule):
@@ -52,7 +53,7 @@ class CurveRule(TangentRule):
         state = super().init(space, start)
         if not space.flat:
             if self.overshoot == "extend" and not self.plain:
-                curved = ", ".join(str(leaf) for leaf in leaves_of(space, start) if not leaf.space.flat)
+                curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
                 raise ArgumentError(
                     f"overshoot: extend follows a polynomial, which needs flat leaves; not so: {curved}"
                 )

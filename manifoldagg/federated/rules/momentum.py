@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_decay, check_finite, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, Rule, State, Update, check_rule
 from manifoldagg.federated.rules._curved import arrive
-from manifoldagg.federated.rules._reading import root, widened
+from manifoldagg.federated.rules._reading import in_float64, root
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
@@ -100,15 +100,15 @@ class Momentum:
             largest = root(torch.finfo(current.dtype).max)
             check_number("points: size of the velocity", moved, at_most=largest)
         else:
-            here = widened(space, current)
-            u = space._log(here, widened(space, reached))
+            here = in_float64(space, current)
+            u = space._log(here, in_float64(space, reached))
             check_way(space, here, u, outcome.numbers.get("norm", 0.0), math.sqrt(torch.finfo(current.dtype).eps))
             if "velocity" in state:
                 u = u + self.beta * tangent_at(space, here, state["velocity"])
             moved = float(norm(space, here, u))
             model = torch.empty_like(current) if out is None else out
             model.copy_(arrive(space, here, u))
-            after["velocity"] = carry(space, here, widened(space, model), u)
+            after["velocity"] = carry(space, here, in_float64(space, model), u)
         return after, replace(outcome, model=model, numbers={**outcome.numbers, "norm": moved})
 
 
