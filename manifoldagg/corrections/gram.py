@@ -127,6 +127,7 @@ class Gram:
         Args:
             came: of the rows before they were corrected.
         """
+        # C G Cᵀ adds terms as large as |v|², each rounded: what is left is known to ε of those, not to ε of itself.
         n = self.displacements
         left = np.diagonal(self.parts, axis1=-2, axis2=-1)[:, :n]
         square = np.diagonal(came.parts, axis1=-2, axis2=-1)[:, :n]

@@ -53,14 +53,7 @@ class OrthoDC(Correction):
 
     @by_granularity
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        lines = gram.identity()
-        inner = gram.matrix
-        n = gram.displacements
-        drift = inner[n, n]
-        for i in range(n):
-            if drift != 0 and conflicts(self.threshold, inner[i, i], inner[i, n], drift):
-                lines[i, n] = -inner[i, n] / drift
-        return lines, state
+        return projected(gram, self.threshold), state
 
 
 @dataclass(frozen=True)
@@ -112,18 +105,7 @@ class OrthoCorrect(Correction):
 
     @by_granularity
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        lines = gram.identity()
-        inner = gram.matrix
-        n = gram.displacements
-        drift = inner[n, n]
-        for i in range(n if drift != 0 else 0):
-            square = inner[i, i]
-            share = inner[i, n] / drift
-            if conflicts(self.threshold, square, inner[i, n], drift):
-                lines[i, n] = -share
-            elif self.alpha != 0 and square > 0:
-                lines[i, n] = -share if self.clip and share <= self.alpha else -self.alpha
-        return lines, state
+        return projected(gram, self.threshold, self.alpha, self.clip), state
 
 
 def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
@@ -165,6 +147,23 @@ def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
     return OrthoCorrect(0.0, 1.0, granularity=granularity)
 
 
+def projected(gram: Gram, threshold: float, alpha: float = 0.0, clip: bool = False) -> Matrix:
+    r"""The lines that project where a displacement conflicts with the drift, and subtract $\alpha\, g$ elsewhere."""
+    lines = gram.identity()
+    inner = gram.matrix
+    n = gram.displacements
+    drift = inner[n, n]
+    for i in range(n if drift != 0 else 0):
+        share = inner[i, n] / drift
+        if conflicts(threshold, inner[i, i], inner[i, n], drift):
+            lines[i, n] = -share
+        elif alpha != 0 and inner[i, i] > 0:
+            # The smaller of share and α is 0 where the conflict begins, so that there is no jump there on whose side
+            # rounding decides.
+            lines[i, n] = -share if clip and share <= alpha else -alpha
+    return lines
+
+
 def conflicts(threshold: float, square: Any, along: Any, drift: Any) -> bool:
     r"""Whether $\cos(v, g)$, clipped to [-1, 1], is at most the threshold; never at -1, always at 1.
 
@@ -178,10 +177,12 @@ def conflicts(threshold: float, square: Any, along: Any, drift: Any) -> bool:
         >>> conflicts(0.5, square=1.0, along=1.0, drift=4.0)
         True
     """
+    # |cos| ≤ 1 up to rounding: the ends of the range are decided without it, which is the clipping.
     if abs(threshold) == 1:
         return threshold == 1
-    if threshold == 0:
+    if threshold == 0:  # by the sign alone, which no root or product can round
         return bool(along <= 0)
     if square <= 0:  # no displacement, or one that cancelled down to rounding
         return False
+    # Root by root: the product of the squares may leave the range of floats where that of the lengths does not.
     return bool(along <= threshold * square**0.5 * drift**0.5)

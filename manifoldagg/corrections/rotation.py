@@ -87,11 +87,13 @@ def rotate_control(
     along_a = a * (pd - dd / 2)
     along_b = b * (pe - de / 2)
     cosine = (a * de * b).clamp(-1, 1)
+    # 1 + cos divides, and where chords are nearly opposite it is a difference of nearly equal numbers.
     if bool(cosine < NEARLY_OPPOSITE - 1):
         return _turned_about(phi, start, stop, now, goal).view(control.shape)
     share = (along_a + along_b) / (1 + cosine)
     weights[1] = weights[1] - share * a
     weights[2] = weights[2] + (2 * along_a - share) * b
+    # R of the formula above as weights on d and e: three vectors are read once, none is formed.
     # In the wider dtype where the two differ: it is rounded once, at the end.
     now = now if now.dtype == control.dtype else now.double()
     moved = combine(now, rows, torch.stack(weights), minus=minus)
@@ -103,6 +105,7 @@ def _turned_about(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: T
     e1 = _direction(stop.double() - start.double())
     unit = _direction(goal.double() - now.double())
     e2 = unit - (e1 @ unit) * e1
+    # Twice is enough (Kahan; Parlett 1998, §6.9): the first pass leaves ε of `unit`, which is large beside a small e2.
     e2 = e2 - (e1 @ e2) * e1
     cosine = e1 @ unit
     sine = e2.norm()
@@ -122,6 +125,7 @@ def _turned_about(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: T
 
 def _direction(v: Tensor) -> Tensor:
     """The unit vector, whatever the scale; zero of zero."""
+    # Scaled by the largest entry first: squares of tiny entries would underflow, of huge ones overflow.
     largest = v.detach().abs().amax() if v.numel() else v.new_ones(())
     if not bool(largest > 0):
         return torch.zeros_like(v)

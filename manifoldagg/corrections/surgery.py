@@ -167,14 +167,18 @@ def span_coefficients(inner: Any, along: Any, *, tolerance: float = RANK) -> lis
     pivots: list[int] = []
     columns: list[list[Any]] = []
     for _ in range(m):
+        # Of a dependent row a difference of nearly equal squares is left, about ε of its own: a length of √ε, which
+        # the tolerance has to exceed.
         new = [j for j in range(m) if j not in pivots and not _at_most(left[j], tolerance**2 * inner[j][j])]
         if not new:
             break
         p = new[0]
         for j in new[1:]:
+            # left[j] / inner[j][j], the part that is new, compared without a division.
             if not _at_most(left[j] * inner[p][p], left[p] * inner[j][j]):
                 p = j
         before = list(zip(pivots, columns, strict=True))
+        # Root-free: L D Lᵀ takes no square root of a pivot that rounding may have left below zero.
         column = [(inner[i][p] - sum(left[q] * c[i] * c[p] for q, c in before)) / left[p] for i in range(m)]
         for j in new:
             if j != p:
@@ -193,6 +197,7 @@ def span_coefficients(inner: Any, along: Any, *, tolerance: float = RANK) -> lis
         return x
 
     x = solve(along)
+    # The Gram matrix squares the condition of the rows; one refinement wins back the digits that the factors lost.
     residual = [b - sum(inner[i][j] * x[j] for j in range(m)) for i, b in enumerate(along)]
     return [a + b for a, b in zip(x, solve(residual), strict=True)]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_decay, check_finite, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, Rule, State, Update, check_rule
-from manifoldagg.federated.rules._curved import arrive
+from manifoldagg.federated.rules._curved import arrive, tangents_at
 from manifoldagg.federated.rules._reading import in_float64, root
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.kernels import combine, gram
@@ -104,18 +104,14 @@ class Momentum:
             u = space._log(here, in_float64(space, reached))
             check_way(space, here, u, outcome.numbers.get("norm", 0.0), math.sqrt(torch.finfo(current.dtype).eps))
             if "velocity" in state:
-                u = u + self.beta * tangent_at(space, here, state["velocity"])
+                velocity = check_finite("state['velocity']", state["velocity"])
+                # The point was rounded since: what that took the velocity off the tangent space goes.
+                u = u + self.beta * tangents_at(space, here, velocity[None])[0]
             moved = float(norm(space, here, u))
             model = torch.empty_like(current) if out is None else out
             model.copy_(arrive(space, here, u))
             after["velocity"] = carry(space, here, in_float64(space, model), u)
         return after, replace(outcome, model=model, numbers={**outcome.numbers, "norm": moved})
-
-
-def tangent_at(space: Manifold, x: Tensor, u: Tensor) -> Tensor:
-    """A velocity without what the rounding of the point takes it off the tangent space."""
-    check_finite("state['velocity']", u)
-    return space._project_tangent(x, u) if "project_tangent" in space.capabilities else u
 
 
 def check_way(space: Manifold, x: Tensor, log: Tensor, length: float, tolerance: float) -> None:
