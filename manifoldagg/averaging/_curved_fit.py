@@ -1,7 +1,7 @@
 """How a subspace of a curved space is fitted: L-BFGS over tangents at one point and places."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float64
@@ -10,10 +10,11 @@ from torch import Tensor
 from manifoldagg.averaging._flat_fit import SMOOTHING, Descent, Search, descend
 from manifoldagg.curves import Embedding, Simplex
 from manifoldagg.curves.bernstein import basis
+from manifoldagg.curves.plane import View
 from manifoldagg.errors import DivergenceError, ManifoldAggError
 from manifoldagg.manifolds import formulas
 
-__all__ = ["Chart", "descend_curved"]
+__all__ = ["descend_curved"]
 
 BLOCK = 10
 """Iterations between two looks at how far the sum fell."""
@@ -25,22 +26,9 @@ BORDER = 1e-4
 """How far inside of its domain a place begins: at a border it would have no slope."""
 
 
-@dataclass(frozen=True, eq=False)
-class Chart:
-    """Points as the tangent space at one point sees them.
-
-    Attributes:
-        center: $c$ (*shape), in float64.
-        frame: orthonormal tangents there (k, *shape) that span the logs of the points.
-        seen: the logs in that frame (m, k).
-    """
-
-    center: Tensor
-    frame: Tensor
-    seen: Float64[Tensor, "m k"]
-
-
-def descend_curved(embedding: Embedding, points: Tensor, chart: Chart, search: Search) -> Descent:
+def descend_curved(
+    embedding: Embedding, points: Tensor, view: View, seen: Float64[Tensor, "m k"], search: Search
+) -> Descent:
     r"""$\min_{\varphi, x} \sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, from what its tangent space gives.
 
     L-BFGS over $\varphi_i = \exp_c u_i$ and places without borders, $t = \sin^2 z$ and $x_i = z_i^2 / |z|^2$: first
@@ -49,15 +37,16 @@ def descend_curved(embedding: Embedding, points: Tensor, chart: Chart, search: S
     Args:
         embedding: a Bézier curve or a simplex, on the space of the points.
         points: (m, *shape) in float64.
-        chart: the points from their mean.
+        view: from their mean, along tangents that span their logs there.
+        seen: the points in it (m, k).
         search: p; the fall in ten iterations; the steps of each sum.
     """
     space = embedding.space
-    unit = math.sqrt(float(chart.seen.square().sum(-1).mean()))
-    begin = _bent(embedding, points, chart, search)
+    unit = math.sqrt(float(seen.square().sum(-1).mean()))
+    begin = _bent(embedding, points, view, seen, search)
     if float(begin.distances.mean()) <= ROUNDING * unit:
         return begin
-    center = chart.center.expand_as(begin.phi)
+    center = view.center.expand_as(begin.phi)
     u = (space._log(center, begin.phi) / unit).detach().clone().requires_grad_()
     z = _opened(embedding, begin.places).detach().clone().requires_grad_()
     found = None
@@ -103,19 +92,19 @@ def descend_curved(embedding: Embedding, points: Tensor, chart: Chart, search: S
 
 
 @torch.no_grad()
-def _bent(embedding: Embedding, points: Tensor, chart: Chart, search: Search) -> Descent:
+def _bent(embedding: Embedding, points: Tensor, view: View, seen: Tensor, search: Search) -> Descent:
     """The least squares of the tangent space, its targets moved by what the space bends the embedding: the best of
     a few rounds. Where the points lie on an embedding this finds it.
     """
     space = embedding.space
-    targets = chart.seen
+    targets = seen
     best = None
     steps = 0
     for _ in range(ROUNDS):
         inside = descend(embedding, targets, None, replace(search, power=2))
         steps += inside.steps
-        tangents = torch.einsum("ik,k...->i...", inside.phi, chart.frame)
-        phi = space._exp(chart.center.expand_as(tangents), tangents)
+        tangents = torch.einsum("ik,k...->i...", inside.phi, view.axes)
+        phi = space._exp(view.center.expand_as(tangents), tangents)
         try:
             image = embedding(phi, inside.places)
         except ManifoldAggError:
@@ -125,13 +114,10 @@ def _bent(embedding: Embedding, points: Tensor, chart: Chart, search: Search) ->
             break
         if best is None or distances.square().sum() < best.distances.square().sum():
             best = Descent(phi, inside.places, distances, steps, False)
-        if float(best.distances.mean()) <= ROUNDING * float(chart.seen.norm(dim=-1).mean()):
+        if float(best.distances.mean()) <= ROUNDING * float(seen.norm(dim=-1).mean()):
             return replace(best, converged=True)
-        center = chart.center.expand_as(image)
-        logs = space._log(center, image)
-        drawn = torch.stack([space._inner(center, logs, axis.expand_as(logs)) for axis in chart.frame], -1)
         shares = inside.places if isinstance(embedding, Simplex) else basis(embedding.size - 1, inside.places)
-        targets = chart.seen + shares @ inside.phi - drawn
+        targets = seen + shares @ inside.phi - view(image).to(seen.device)
     if best is None:
         raise DivergenceError("points: they lie too far apart for a subspace to be found")
     return replace(best, steps=steps)

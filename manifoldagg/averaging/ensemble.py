@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from manifoldagg.curves import Embedding, refresh_buffers
+from manifoldagg.curves.batchnorm import batch_norms, evaluating
 from manifoldagg.curves.sampling import Sampling
 from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_finite, check_shape
 from manifoldagg.manifolds import ParameterSpace
@@ -121,7 +121,7 @@ def ensemble(
     check_finite("single", check_shape("single", single, *space.shape))
     check_count("draws", draws)
     space.carried(model)
-    norms = any(isinstance(module, _BatchNorm) and module.running_mean is not None for module in model.modules())
+    norms = bool(batch_norms(model))
     if norms and refresh is None:
         raise ArgumentError(
             "refresh: the model has BatchNorm, whose statistics need batches of training data; got None"
@@ -149,10 +149,7 @@ def ensemble(
     buffers = [statistics(i) for i in range(draws + 1)]
     together = _Tally()
     tallies = [_Tally() for _ in buffers]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
+    with evaluating(model):
         for batch in batches:
             inputs, classes = _split(batch, targets)
             if classes is None:
@@ -172,9 +169,6 @@ def ensemble(
                     total = logs if total is None else torch.logaddexp(total, logs)
             if total is not None:
                 together.add(total - torch.tensor(draws).double().log(), classes)
-    finally:
-        for module, mode in modes:
-            module.training = mode
     *members, alone = [tally.score() for tally in tallies]
     return Ensemble(together.score(), tuple(members), alone, drawn)
 
@@ -197,8 +191,21 @@ class _Tally:
         self._nll = 0.0
 
     def add(self, logs: Float[Tensor, "n classes"], targets: Tensor) -> None:
-        """Logarithms of probabilities (n, classes) and the true classes (n,)."""
-        truth = _check_targets(targets, *logs.shape).to(logs.device)
+        """Logarithms of probabilities (n, classes) and the true classes (n,).
+
+        Raises:
+            ArgumentError: if these are no n class numbers.
+        """
+        n, classes = logs.shape
+        if not isinstance(targets, Tensor) or targets.dtype.is_floating_point or targets.dtype.is_complex:
+            given = f"{targets.dtype}" if isinstance(targets, Tensor) else type(targets).__name__
+            raise ArgumentError(f"targets: expected a tensor of class numbers, got {given}")
+        if targets.shape != (n,):
+            raise ArgumentError(f"targets: expected shape {(n,)} as there are predictions, got {tuple(targets.shape)}")
+        if n and not bool(((targets >= 0) & (targets < classes)).all()):
+            given = f"{int(targets.min())} to {int(targets.max())}"
+            raise ArgumentError(f"targets: expected classes from 0 to {classes - 1}, got {given}")
+        truth = targets.long().to(logs.device)
         self._samples += len(truth)
         self._right += int((logs.argmax(-1) == truth).sum())
         self._nll -= float(logs.gather(-1, truth[:, None]).sum())
@@ -207,20 +214,3 @@ class _Tally:
         if self._samples == 0:
             raise ArgumentError("batches: expected at least one sample, got none")
         return Score(self._samples, self._right / self._samples, self._nll / self._samples)
-
-
-def _check_targets(targets: Tensor, n: int, classes: int) -> Tensor:
-    """n class numbers.
-
-    Raises:
-        ArgumentError: naming what was given.
-    """
-    if not isinstance(targets, Tensor) or targets.dtype.is_floating_point or targets.dtype.is_complex:
-        given = str(targets.dtype) if isinstance(targets, Tensor) else type(targets).__name__
-        raise ArgumentError(f"targets: expected a tensor of class numbers, got {given}")
-    if targets.shape != (n,):
-        raise ArgumentError(f"targets: expected shape {(n,)} as there are predictions, got {tuple(targets.shape)}")
-    if n and not bool(((targets >= 0) & (targets < classes)).all()):
-        given = f"{int(targets.min())} to {int(targets.max())}"
-        raise ArgumentError(f"targets: expected classes from 0 to {classes - 1}, got {given}")
-    return targets.long()

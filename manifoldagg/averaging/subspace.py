@@ -9,16 +9,16 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from manifoldagg._output import new_figure
-from manifoldagg.averaging._curved_fit import Chart, descend_curved
+from manifoldagg.averaging._curved_fit import descend_curved
 from manifoldagg.averaging._flat_fit import Descent, Search, descend
 from manifoldagg.averaging.karcher import check_versions, check_weights, karcher
 from manifoldagg.curves import Bezier, Embedding, Simplex, Tunnel
+from manifoldagg.curves.plane import View
 from manifoldagg.curves.shape import coordinates
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number, check_shape
 from manifoldagg.kernels import combine
-from manifoldagg.manifolds import Manifold
 
-__all__ = ["Subspace", "View", "fit_subspace"]
+__all__ = ["Subspace", "fit_subspace"]
 
 NEEDS = {"exp", "log", "inner", "project", "project_tangent"}
 POWERS = (1, 2)
@@ -27,28 +27,6 @@ MOST = 1e100
 """Distances whose squares are numbers, and products of two of these."""
 DUST = 8 * torch.finfo(torch.float64).eps
 """What rounding leaves of an entry of the log of a point at itself."""
-
-
-@dataclass(frozen=True, eq=False)
-class View:
-    r"""A plane in which models are seen: through a centre $c$, along two unit tangents $a, b$ there.
-
-    Attributes:
-        space: of the models.
-        center: $c$ (*shape) in float64.
-        axes: $a, b$ (2, *shape), orthonormal; zero where the models do not spread.
-    """
-
-    space: Manifold
-    center: Float64[Tensor, "..."]
-    axes: Float64[Tensor, "2 ..."]
-
-    def __call__(self, points: Float[Tensor, "m ..."]) -> Float64[Tensor, "m 2"]:
-        r"""$(\langle \log_c x, a \rangle, \langle \log_c x, b \rangle)$ for points (m, *shape)."""
-        x = points.detach().double()
-        middle = self.center.expand_as(x)
-        logs = self.space._log(middle, x)
-        return torch.stack([self.space._inner(middle, logs, axis.expand_as(x)) for axis in self.axes], -1).cpu()
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +247,7 @@ def _check_spread(spread: float, least: float = 0.0) -> None:
 
 def _curved(models: Tensor, embedding: Embedding, search: Search) -> Subspace:
     space = embedding.space
-    x = space.project(models.double())
+    x = space._project(models.double())
     center = karcher(space, x).point
     middle = center.expand_as(x)
     logs = space._log(middle, x)
@@ -285,7 +263,7 @@ def _curved(models: Tensor, embedding: Embedding, search: Search) -> Subspace:
     if len(roots) == 0:
         found = _resting(embedding, models.double())
     else:
-        found = descend_curved(embedding, x, Chart(center, frame, seen), search)
+        found = descend_curved(embedding, x, View(space, center, frame), seen, search)
     phi = found.phi.to(models.dtype)
     return Subspace(embedding, phi, found.places, found.distances, found.steps, found.converged, view, view(models))
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from manifoldagg.averaging.karcher import check_model, karcher
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_shape
 from manifoldagg.kernels import combine
-from manifoldagg.manifolds import Manifold, Mean, RunningMean
+from manifoldagg.manifolds import Manifold, Mean
+from manifoldagg.manifolds.formulas import geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
 
 __all__ = ["SWA", "average_in_"]
@@ -262,24 +263,20 @@ class SWA:
         elif self.space.flat:
             average_in_(self._mean.view(-1), model.reshape(-1), self._count + 1)
         else:
-            self._mean = self._between(self._mean, model)
+            between = geodesic(self.space, self._mean, self._precise(model), 1 / (self._count + 1.0))
+            try:
+                self._mean = self._precise(check_model(self.space, between, "average"))
+            except ArgumentError:
+                raise ArgumentError(
+                    "model: expected one that a geodesic joins to the average; it is too far away"
+                ) from None
         self._like = model.new_empty(()).expand(model.shape)
         self._count += 1
-
-    def _between(self, mean: Tensor, model: Tensor) -> Tensor:
-        """A part of the geodesic from the average to one more model."""
-        point = RunningMean(self.space, mean, float(self._count)).updated(self._precise(model)).point
-        try:
-            return self._precise(check_model(self.space, point, "average"))
-        except ArgumentError:
-            raise ArgumentError(
-                "model: expected one that a geodesic joins to the average; it is too far away"
-            ) from None
 
     def _precise(self, model: Tensor) -> Tensor:
         """A copy in float64, brought onto the space, which a narrower dtype misses by its rounding."""
         point = model.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-        return point if self.space.flat or "project" not in self.space.capabilities else self.space.project(point)
+        return point if self.space.flat or "project" not in self.space.capabilities else self.space._project(point)
 
 
 def average_in_(mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int) -> None:

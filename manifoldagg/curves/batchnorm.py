@@ -1,6 +1,7 @@
 """BatchNorm statistics for a point of a curve: those of the models that made the curve do not fit it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from manifoldagg.errors import ArgumentError, DivergenceError, check_finite, che
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.layout import tensors_of
 
-__all__ = ["refresh_buffers"]
+__all__ = ["batch_norms", "evaluating", "refresh_buffers"]
 
 
 def refresh_buffers(
@@ -54,36 +55,26 @@ def refresh_buffers(
     """
     carried = space.carried(model)
     check_finite("point", check_shape("point", point, *space.shape))
-    norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    norms = batch_norms(model)
     if not norms:
         return carried
     leaves = {leaf.name for leaf in space.layout.leaves}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in leaves}
     fresh = {id(b): buffers[name] for name, b in model.named_buffers() if name not in leaves}
-    for norm in norms.values():
+    for norm in norms:
         for buffer, value in ((norm.running_mean, 0), (norm.running_var, 1), (norm.num_batches_tracked, 0)):
             fresh[id(buffer)].fill_(value)
     tensors = space.layout.views(point.detach()) | buffers
-    modes = [(module, module.training) for module in model.modules()]
-    momenta = [(norm, norm.momentum) for norm in norms.values()]
     read = False
-    try:
-        for module, _ in modes:
-            module.training = False
-        for norm in norms.values():
+    with evaluating(model), torch.no_grad():
+        for norm in norms:
             norm.training = True
             # Without a momentum it takes the plain mean over batches, not an exponential one.
             norm.momentum = None
-        with torch.no_grad():
-            for batch in batches:
-                args, options = _inputs(batch)
-                torch.func.functional_call(model, tensors, args, options)
-                read = True
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for norm, momentum in momenta:
-            norm.momentum = momentum
+        for batch in batches:
+            args, options = _inputs(batch)
+            torch.func.functional_call(model, tensors, args, options)
+            read = True
     if not read:
         raise ArgumentError("batches: expected at least one batch, got none")
     given = tensors_of(model)
@@ -92,6 +83,26 @@ def refresh_buffers(
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise DivergenceError(f"{name}: the statistics at this point are not finite")
     return carried
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """The layers that keep statistics."""
+    return [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation within the block; afterwards modes and momenta are what they were."""
+    modes = [(module, module.training, getattr(module, "momentum", None)) for module in model.modules()]
+    try:
+        for module, *_ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode, momentum in modes:
+            module.training = mode
+            if isinstance(module, _BatchNorm):
+                module.momentum = momentum
 
 
 def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

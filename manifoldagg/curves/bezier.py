@@ -1,5 +1,6 @@
 """Bézier curves of any degree: the embedding of [0, 1] that follows its control points."""
 
+import abc
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,21 +11,116 @@ from torch import Tensor
 
 from manifoldagg.curves.arc import Speed
 from manifoldagg.curves.bernstein import basis, bilinear, least, quadratic_root, weights
-from manifoldagg.curves.path import CurveEmbedding, Parameter, Path, Phi, Points, parameter
+from manifoldagg.curves.path import CurveEmbedding, Parameter, Phi, Points, parameter
 from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape, is_finite
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
 
-__all__ = ["Bezier", "check_space", "de_casteljau", "differences_gram", "weighted"]
+__all__ = ["Bezier", "Polygonal", "check_space", "de_casteljau", "weighted"]
 
 HIGHEST = 1000
 """The degree beyond which binomial coefficients overflow."""
 
 
+class Polygonal(CurveEmbedding):
+    r"""Bézier curves of one `degree`, one after the other, of control points that share the joints: one piece or more.
+
+    On a flat space they and their derivatives are sums of control points and of their differences.
+    """
+
+    degree: int
+
+    @property
+    @abc.abstractmethod
+    def pieces(self) -> int:
+        """How many curves there are."""
+
+    @property
+    def size(self) -> int:
+        return self.pieces * self.degree + 1
+
+    @property
+    def breaks(self) -> tuple[float, ...]:
+        return tuple(k / self.pieces for k in range(self.pieces + 1))
+
+    def __call__(self, phi: Phi, t: Parameter) -> Points:
+        """The point of the curve at `t`.
+
+        Args:
+            phi: control points (size, *space.shape).
+            t: a number or a tensor (*batch,).
+
+        Returns:
+            (*batch, *space.shape), in the dtype of `phi`.
+
+        Raises:
+            ArgumentError: if `phi` has another shape, or a number `t` is not finite.
+        """
+        self._check_phi(phi)
+        if self.space.flat:
+            return self._derivative(phi, t, 0)
+        piece, s = self._local(parameter(t, phi))
+        return de_casteljau(self.space, phi if self.pieces == 1 else phi[self._rows(piece, self.degree + 1)], s)
+
+    def velocity(self, phi: Phi, t: Parameter) -> Points:
+        r"""$\iota_\varphi'(t)$, of one piece on a flat space $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i}
+        (\varphi_{i+1} - \varphi_i)$: the hodograph, a Bézier curve of degree n - 1.
+
+        Arguments, result and errors as for a call; at a joint it is that of the piece that begins there. At the ends of
+        one piece it is $n \log_{\varphi_0} \varphi_1$ and $-n \log_{\varphi_n} \varphi_{n-1}$.
+        """
+        self._check_phi(phi)
+        return self._derivative(phi, t, 1) if self.space.flat else super().velocity(phi, t)
+
+    def acceleration(self, phi: Phi, t: Parameter) -> Points:
+        r"""$\nabla_{\iota'} \iota'$ at $t$, on a flat space $\iota_\varphi''(t)$, the hodograph of the hodograph;
+        at a joint that of the piece that begins there.
+        """
+        self._check_phi(phi)
+        return self._derivative(phi, t, 2) if self.space.flat else super().acceleration(phi, t)
+
+    def _derivative(self, phi: Tensor, t: Parameter, order: int) -> Tensor:
+        """On a flat space, a curve of degree n - order: weighted sums of consecutive differences of control points."""
+        piece, s = self._local(parameter(t, phi))
+        shares = basis(self.degree - order, s)
+        rows = phi
+        if order:
+            rows = self.pieces**order * math.perm(self.degree, order) * phi.diff(n=order, dim=0)
+        if self.pieces > 1:
+            blank = shares.new_zeros(*piece.shape, len(rows))
+            shares = blank.scatter(-1, self._rows(piece, shares.shape[-1]), shares)
+        return weighted(shares, rows)
+
+    def _speed(self, phi: Tensor) -> Speed:
+        if not self.space.flat:
+            return super()._speed(phi)
+        n = self.degree
+        inner = torch.stack([differences_gram(phi[k * n : (k + 1) * n + 1]) for k in range(self.pieces)])
+
+        def speed(t: Tensor) -> Tensor:
+            piece, s = self._local(t.cpu())
+            each = inner[0] if self.pieces == 1 else inner[piece]
+            return self.pieces * n * quadratic_root(each, basis(n - 1, s)).to(t.device)
+
+        return speed
+
+    def _local(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Which piece a parameter belongs to, and where it is in it; before the first and past the last it extends."""
+        if self.pieces == 1:
+            return torch.zeros_like(t, dtype=torch.long), t
+        joints = torch.tensor(self.breaks[1:-1], dtype=t.dtype, device=t.device)
+        piece = torch.bucketize(t.detach(), joints, right=True).clamp(max=self.pieces - 1)
+        return piece, t * self.pieces - piece
+
+    def _rows(self, piece: Tensor, count: int) -> Tensor:
+        """The numbers of consecutive points from each piece's first on: (*batch, count)."""
+        return (self.degree * piece).unsqueeze(-1) + torch.arange(count, device=piece.device)
+
+
 @dataclass(frozen=True)
-class Bezier(CurveEmbedding):
+class Bezier(Polygonal):
     r"""The Bézier curve of $\varphi_0, \dots, \varphi_n$: de Casteljau's algorithm along geodesics,
 
     $$\varphi_i^{k}(t) = \gamma(\varphi_i^{k-1}, \varphi_{i+1}^{k-1}; t), \qquad
@@ -67,48 +163,8 @@ class Bezier(CurveEmbedding):
         check_space(self.space)
 
     @property
-    def size(self) -> int:
-        return self.degree + 1
-
-    def __call__(self, phi: Phi, t: Parameter) -> Points:
-        """The point of the curve at `t`.
-
-        Args:
-            phi: control points (degree + 1, *space.shape).
-            t: a number or a tensor (*batch,).
-
-        Returns:
-            (*batch, *space.shape), in the dtype of `phi`.
-
-        Raises:
-            ArgumentError: if `phi` has another shape, or a number `t` is not finite.
-        """
-        self._check_phi(phi)
-        place = parameter(t, phi)
-        return weighted(basis(self.degree, place), phi) if self.space.flat else de_casteljau(self.space, phi, place)
-
-    def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""$\iota_\varphi'(t)$, on a flat space $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i}
-        (\varphi_{i+1} - \varphi_i)$: the hodograph, a Bézier curve of degree n - 1.
-
-        Arguments, result and errors as for a call. At the ends it is $n \log_{\varphi_0} \varphi_1$ and
-        $-n \log_{\varphi_n} \varphi_{n-1}$.
-        """
-        self._check_phi(phi)
-        if not self.space.flat:
-            return super().velocity(phi, t)
-        return weighted(basis(self.degree - 1, parameter(t, phi)), self.degree * phi.diff(dim=0))
-
-    def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""$\nabla_{\iota'} \iota'$, on a flat space $\iota_\varphi''(t)$, the hodograph of the hodograph.
-
-        Arguments, result and errors as for a call.
-        """
-        self._check_phi(phi)
-        if not self.space.flat:
-            return super().acceleration(phi, t)
-        n = self.degree
-        return weighted(basis(n - 2, parameter(t, phi)), n * (n - 1) * phi.diff(n=2, dim=0))
+    def pieces(self) -> int:
+        return 1
 
     def weights(self, t: float) -> list[float]:
         """The degree + 1 Bernstein weights at `t`, as numbers: what control points of a flat space are summed with."""
@@ -280,16 +336,6 @@ class Bezier(CurveEmbedding):
         lengths = [offset.double().norm() for offset in away]
         found = torch.stack(lengths) if lengths else t
         return t.reshape(batch), found.to(phi.dtype).reshape(batch)
-
-    def at(self, phi: Phi) -> "Path[Bezier]":
-        self._check_phi(phi)
-        return Path(self, phi)
-
-    def _speed(self, phi: Tensor) -> Speed:
-        if not self.space.flat:
-            return super()._speed(phi)
-        inner = differences_gram(phi)
-        return lambda t: self.degree * quadratic_root(inner, basis(self.degree - 1, t.cpu())).to(t.device)
 
 
 def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from manifoldagg._output import new_figure
 from manifoldagg.curves.arc import arc_length
 from manifoldagg.curves.bezier import Bezier
 from manifoldagg.curves.path import CurveEmbedding, Phi
-from manifoldagg.curves.plane import new_axes
 from manifoldagg.curves.shape import coordinates, sharpest, slowest
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.manifolds import Flat
@@ -75,7 +75,7 @@ class Barrier:
         Returns:
             The axes.
         """
-        axes = new_axes(axes)
+        axes = new_figure().subplots() if axes is None else axes
         axes.plot(self.part, self.chord, "--", color="crimson", linewidth=1.8, label="chord")
         axes.plot(self.part, self.losses, color=color, linewidth=2.2, label=name)
         axes.plot([0, 1], self.losses[[0, -1]], ":", color="grey", linewidth=1, label="between the ends")

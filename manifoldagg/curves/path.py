@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from manifoldagg._output import new_figure
 from manifoldagg.curves.arc import Speed, arc_length, parameter_at_arc_length
 from manifoldagg.curves.bernstein import crossing
 from manifoldagg.curves.embedding import Embedding, rounding
-from manifoldagg.curves.plane import Plane, View, new_axes
+from manifoldagg.curves.plane import Plane, View
 from manifoldagg.errors import ArgumentError, check_number, check_shape
 from manifoldagg.manifolds.formulas import distance, norm
 
@@ -140,7 +141,7 @@ class CurveEmbedding(Embedding):
         device = None if generator is None else generator.device
         return torch.rand(*batch, generator=generator, dtype=torch.float64, device=device)
 
-    def at(self, phi: Phi) -> "Path[Any]":
+    def at(self, phi: Phi) -> "Path[Self]":
         """The curve of one `phi`, as a value with methods of $t$ alone."""
         self._check_phi(phi)
         return Path(self, phi)
@@ -270,20 +271,21 @@ class Path(Generic[C]):
             ArgumentError: if there is a function and the control points span no plane.
         """
         phi = self.phi.detach()
-        seen = View(self.curve.space, phi)
-        control = seen.control
+        seen = View.of(self.curve.space, phi)
+        control = seen(phi)
         t = torch.linspace(0, 1, 101, dtype=torch.float64, device=phi.device)
         path = seen.curve(self.curve, phi, t)
         if function is None:
-            axes = new_axes(axes)
+            axes = new_figure().subplots() if axes is None else axes
             axes.plot(path[:, 0], path[:, 1], color="black", linewidth=2.2, label="path")
             axes.plot(control[:, 0], control[:, 1], ":^", color="black", linewidth=0.8, label="control points")
             axes.set_aspect("equal", adjustable="datalim")
             return axes
-        if not bool(seen.second.any()):
+        if not bool(seen.axes[1].any()):
             raise ArgumentError("phi: its control points lie on one line: there is no plane to draw a function on")
         low, high = torch.cat([control, path]).aminmax(dim=0)
-        x, y, values = seen.grid(function, low, high, 0.25 * (high - low).max(), resolution)
+        reach = 0.25 * (high - low).max()
+        x, y, values = seen.grid(function, phi.dtype, low - reach, high + reach, resolution)
         return Plane(x, y, values, control, path).plot(axes, label="function")
 
 

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldagg.curves.arc import Speed
-from manifoldagg.curves.bernstein import basis, quadratic_root
-from manifoldagg.curves.bezier import Bezier, check_space, de_casteljau, differences_gram, weighted
-from manifoldagg.curves.path import CurveEmbedding, Parameter, Path, Phi, Points, parameter
+from manifoldagg.curves.bezier import Bezier, Polygonal, check_space
+from manifoldagg.curves.path import Path, Phi, Points
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import geodesic
@@ -17,7 +15,7 @@ __all__ = ["Piecewise"]
 
 
 @dataclass(frozen=True)
-class Piecewise(CurveEmbedding):
+class Piecewise(Polygonal):
     r"""m Bézier curves of one degree n, each over an m-th of [0, 1], each beginning where the one before it ends.
 
     $\varphi$ has $mn + 1$ points, of which every n-th is a joint: the curve is continuous whatever they are. Its
@@ -48,41 +46,6 @@ class Piecewise(CurveEmbedding):
         check_count("degree", self.degree)
         check_count("pieces", self.pieces)
         check_space(self.space)
-
-    @property
-    def size(self) -> int:
-        return self.pieces * self.degree + 1
-
-    @property
-    def breaks(self) -> tuple[float, ...]:
-        return tuple(k / self.pieces for k in range(self.pieces + 1))
-
-    def __call__(self, phi: Phi, t: Parameter) -> Points:
-        """The point of the curve at `t`: phi (size, *space.shape), t (*batch,) to (*batch, *space.shape)."""
-        self._check_phi(phi)
-        piece, s = self._local(parameter(t, phi))
-        if self.space.flat:
-            return self._sum(basis(self.degree, s), piece, phi)
-        places = (self.degree * piece).unsqueeze(-1) + torch.arange(self.degree + 1, device=phi.device)
-        return de_casteljau(self.space, phi[places], s)
-
-    def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""$\iota_\varphi'(t)$, a tangent at $\iota_\varphi(t)$; at a joint that of the piece that begins there."""
-        self._check_phi(phi)
-        if not self.space.flat:
-            return super().velocity(phi, t)
-        piece, s = self._local(parameter(t, phi))
-        rate = self.pieces * self.degree
-        return self._sum(basis(self.degree - 1, s), piece, rate * phi.diff(dim=0))
-
-    def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""$\nabla_{\iota'} \iota'$ at $t$; at a joint that of the piece that begins there."""
-        self._check_phi(phi)
-        if not self.space.flat:
-            return super().acceleration(phi, t)
-        piece, s = self._local(parameter(t, phi))
-        rate = self.pieces**2 * self.degree * (self.degree - 1)
-        return self._sum(basis(self.degree - 2, s), piece, rate * phi.diff(n=2, dim=0))
 
     def smooth(self, phi: Phi) -> Points:
         r"""Control points whose curve has a continuous velocity: what follows a joint mirrors what precedes it.
@@ -130,30 +93,3 @@ class Piecewise(CurveEmbedding):
         places = torch.stack([(k + s) / self.pieces for k, (s, _) in enumerate(found)])
         distances, best = torch.stack([d for _, d in found]).min(0)
         return places.gather(0, best.unsqueeze(0)).squeeze(0), distances
-
-    def at(self, phi: Phi) -> "Path[Piecewise]":
-        self._check_phi(phi)
-        return Path(self, phi)
-
-    def _speed(self, phi: Tensor) -> Speed:
-        if not self.space.flat:
-            return super()._speed(phi)
-        inner = torch.stack([differences_gram(self.piece(phi, k).phi) for k in range(self.pieces)])
-
-        def speed(t: Tensor) -> Tensor:
-            piece, s = self._local(t.cpu())
-            root = quadratic_root(inner[piece], basis(self.degree - 1, s))
-            return self.pieces * self.degree * root.to(t.device)
-
-        return speed
-
-    def _local(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Which piece a parameter belongs to, and where it is in it; before the first and past the last it extends."""
-        joints = torch.tensor(self.breaks[1:-1], dtype=t.dtype, device=t.device)
-        piece = torch.bucketize(t.detach(), joints, right=True).clamp(max=self.pieces - 1)
-        return piece, t * self.pieces - piece
-
-    def _sum(self, local: Tensor, piece: Tensor, rows: Tensor) -> Tensor:
-        """Sums of consecutive rows from each piece's first on, (*batch, k) weights at a time."""
-        places = (self.degree * piece).unsqueeze(-1) + torch.arange(local.shape[-1], device=rows.device)
-        return weighted(local.new_zeros(*piece.shape, len(rows)).scatter(-1, places, local), rows)

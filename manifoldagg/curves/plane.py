@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from manifoldagg._output import new_figure
 from manifoldagg.curves.embedding import Embedding
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.manifolds import Flat, Manifold
@@ -67,9 +68,9 @@ class Plane:
         Returns:
             The axes.
         """
+        axes = new_figure().subplots() if axes is None else axes
         from matplotlib.colors import PowerNorm
 
-        axes = new_axes(axes)
         # Levels crowd towards the minimum, where a landscape is flat.
         low, high = (limit.item() for limit in self.values.aminmax())
         steps = low + (high - low) * torch.linspace(0, 1, levels + 1, dtype=torch.float64) ** 2
@@ -142,87 +143,80 @@ def plane(
         raise ArgumentError("curve: expected degree 2 or more, a line spans no plane")
 
     phi = phi.detach()
-    seen = View(curve.space, phi)
-    if not bool((phi[-1] != phi[0]).any() and seen.second.any()):
+    seen = View.of(curve.space, phi)
+    control = seen(phi)
+    if not bool((phi[-1] != phi[0]).any() and seen.axes[1].any()):
         raise ArgumentError("phi: its ends coincide, or its control points lie on one line: they span no plane")
-    low = seen.control.amin(0)
-    high = seen.control.amax(0)
+    low, high = control.aminmax(dim=0)
     extent = high - low
     reach = margin * extent.max() + (SQUARENESS * extent.max() - extent).clamp(min=0) / 2
-    x, y, values = seen.grid(function, low, high, reach, resolution)
+    x, y, values = seen.grid(function, phi.dtype, low - reach, high + reach, resolution)
     t = torch.linspace(0, 1, PATH, dtype=torch.float64, device=phi.device)
     paths = {name: seen.curve(each, points.detach(), t) for name, (each, points) in drawn.items()}
-    return Plane(x, y, values, seen.control, paths.pop("curve"), paths)
+    return Plane(x, y, values, control, paths.pop("curve"), paths)
 
 
+@dataclass(frozen=True, eq=False)
 class View:
-    """The plane of the tangent space at the first of some points in which they lie or are seen, in float64.
+    r"""Points as a tangent space sees them: at a centre $c$, along unit tangents $a_i$ there, in float64.
 
-    Its first axis points to the last point, or to the farthest where the ends meet; the second to what is farthest from
-    that line, and is zero where nothing is.
-
-    Args:
+    Attributes:
         space: of the points.
-        phi: (n + 1, *space.shape).
+        center: $c$ (*shape).
+        axes: $a_i$ (k, *shape), orthonormal; zero where nothing is to be seen.
     """
 
-    def __init__(self, space: Manifold, phi: Tensor) -> None:
-        self.space = space
-        self.start = phi[0]
-        rows = self._logs(phi)
-        here = phi[0].double()
-        lengths = norm(space, here.expand_as(rows), rows)
+    space: Manifold
+    center: Float64[Tensor, "..."]
+    axes: Float64[Tensor, "k ..."]
+
+    @classmethod
+    def of(cls, space: Manifold, phi: Tensor) -> "View":
+        """The plane at the first of some points (n + 1, *space.shape) in which they lie or are seen.
+
+        Its first axis points to the last point, or to the farthest where the ends meet; the second to what is farthest
+        from that line, and is zero where nothing is.
+        """
+        rows = phi.double()
+        here = rows[0]
+        center = here.expand_as(rows)
+        rows = space._log(center, rows)
+        lengths = norm(space, center, rows)
         tiny = TINY * lengths.max()
         end = rows[-1] if lengths[-1] > tiny else rows[lengths.argmax()]
         size = norm(space, here, end)
-        self.first = end / size if size > 0 else torch.zeros_like(end)
-        self.second = torch.zeros_like(end)
-        along = self._inner(rows, self.first)
-        across = rows - along.reshape(-1, *(1 for _ in end.shape)) * self.first
-        heights = norm(space, here.expand_as(rows), across)
+        first = end / size if size > 0 else torch.zeros_like(end)
+        along = space._inner(center, rows, first.expand_as(rows))
+        across = rows - along.reshape(-1, *(1 for _ in end.shape)) * first
+        heights = norm(space, center, across)
         k = heights.argmax()
-        if heights[k] > tiny:
-            self.second = across[k] / heights[k]
-        self.control = torch.stack([along, self._inner(rows, self.second)], -1).cpu()
+        second = across[k] / heights[k] if heights[k] > tiny else torch.zeros_like(end)
+        return cls(space, here, torch.stack([first, second]))
 
-    def points(self, points: Tensor) -> Float64[Tensor, "m 2"]:
-        """Where points are seen."""
-        logs = self._logs(points)
-        return torch.stack([self._inner(logs, self.first), self._inner(logs, self.second)], -1).cpu()
+    def __call__(self, points: Float[Tensor, "m ..."]) -> Float64[Tensor, "m k"]:
+        r"""$\langle \log_c x, a_i \rangle$ for points (m, *shape)."""
+        x = points.detach().double()
+        center = self.center.expand_as(x)
+        logs = self.space._log(center, x)
+        return torch.stack([self.space._inner(center, logs, axis.expand_as(x)) for axis in self.axes], -1).cpu()
 
     def curve(self, curve: Embedding, phi: Tensor, t: Float64[Tensor, " m"]) -> Float64[Tensor, "m 2"]:
         """Where a curve is seen: on a flat space that is the curve of the control points as they are seen."""
         if not self.space.flat:
-            return self.points(curve(phi, t))
+            return self(curve(phi, t))
         flat: Embedding = replace(curve, space=Flat(2))  # type: ignore[type-var]  # every curve is a dataclass
-        return flat(self.points(phi), t.cpu())
+        return flat(self(phi), t.cpu())
 
     def grid(
-        self, function: Callable[[Tensor], float], low: Tensor, high: Tensor, reach: Tensor, resolution: int
+        self, function: Callable[[Tensor], float], dtype: torch.dtype, low: Tensor, high: Tensor, resolution: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Coordinates from `low` to `high` and `reach` beyond, and the function over them."""
-        ends = zip((low - reach).tolist(), (high + reach).tolist(), strict=True)
+        """Coordinates from `low` to `high`, and the function over them, of points in `dtype`."""
+        ends = zip(low.tolist(), high.tolist(), strict=True)
         x, y = (torch.linspace(a, b, resolution, dtype=torch.float64) for a, b in ends)
 
         def value(a: float, b: float) -> float:
-            place = self.space._exp(self.start.double(), a * self.first + b * self.second)
-            return function(place.to(self.start.dtype))
+            place = self.space._exp(self.center, a * self.axes[0] + b * self.axes[1])
+            return function(place.to(dtype))
 
         values = [[value(a, b) for a in x.tolist()] for b in y.tolist()]
         return x, y, torch.tensor(values, dtype=torch.float64)
-
-    def _logs(self, points: Tensor) -> Tensor:
-        return self.space._log(self.start.double().expand_as(points), points.double())
-
-    def _inner(self, tangents: Tensor, axis: Tensor) -> Tensor:
-        here = self.start.double().expand_as(tangents)
-        return self.space._inner(here, tangents, axis.expand_as(tangents))
-
-
-def new_axes(axes: Any) -> Any:
-    """`axes`, or where there are none those of a figure of their own, which pyplot does not know."""
-    if axes is not None:
-        return axes
-    from matplotlib.figure import Figure
-
-    return Figure(layout="constrained").add_subplot()
