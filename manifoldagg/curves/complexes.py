@@ -10,8 +10,8 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
-from manifoldagg.curves.embedding import Coordinates, Embedding
-from manifoldagg.curves.simplex import Simplex
+from manifoldagg.curves.embedding import Coordinates
+from manifoldagg.curves.simplex import Hull, Simplex
 from manifoldagg.errors import ArgumentError, check_choice, check_count
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold
@@ -22,7 +22,7 @@ By = Literal["face", "volume"]
 
 
 @dataclass(frozen=True)
-class Complex(Embedding):
+class Complex(Hull):
     r"""Simplices on common vertices $\varphi_0, \dots, \varphi_{V-1}$: moving one moves every face that has it.
 
     A place is $x \in \mathbb{R}^V$, barycentric coordinates of all vertices that vanish outside one face;
@@ -75,10 +75,6 @@ class Complex(Embedding):
         return 1 + max(itertools.chain(*self.faces))
 
     @property
-    def domain(self) -> tuple[int, ...]:
-        return (self.size,)
-
-    @property
     def components(self) -> tuple[tuple[int, ...], ...]:
         """The vertices of each connected part; one part where every vertex can be reached from every other.
 
@@ -92,34 +88,6 @@ class Complex(Embedding):
             apart = [part for part in parts if part.isdisjoint(face)]
             parts = [*apart, set(face).union(*(part for part in parts if part not in apart))]
         return tuple(sorted(tuple(sorted(part)) for part in parts))
-
-    def __call__(self, phi: Float[Tensor, "size ..."], x: Coordinates) -> Float[Tensor, "..."]:
-        r"""The points $\iota_\varphi(x)$.
-
-        Args:
-            phi: all vertices (V, *space.shape).
-            x: barycentric coordinates (*batch, V).
-
-        Returns:
-            (*batch, *space.shape) in the dtype of `phi`.
-
-        Raises:
-            ArgumentError: as for a simplex, or if no face holds all vertices of a place.
-            DivergenceError: as for a simplex.
-        """
-        self._check_phi(phi)
-        face = self._face(x)
-        if self.space.flat:
-            return self._hull(phi, x)
-        # The face's own vertices alone, the first repeated without weight to the length of the longest.
-        longest = max(map(len, self.faces))
-        table = [[*f, *[f[0]] * (longest - len(f))] for f in self.faces]
-        used = [[1.0] * len(f) + [0.0] * (longest - len(f)) for f in self.faces]
-        corners = torch.tensor(table, device=phi.device)[face.to(phi.device)]
-        weights = self._hull.weights(x).to(phi.device).gather(-1, corners)
-        weights = weights * torch.tensor(used, dtype=torch.float64, device=phi.device)[face.to(phi.device)]
-        weights = weights / weights.sum(-1, keepdim=True)
-        return weighted_mean(self.space, phi[corners].double(), weights).to(phi.dtype)
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
         """Places (*batch, V): a face, each as likely, and in it uniform."""
@@ -207,19 +175,21 @@ class Complex(Embedding):
         chosen = torch.stack(places).take_along_dim(face_of[None, ..., None], 0)
         return chosen[0], nearest
 
-    def pull_phi(
-        self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
-    ) -> Float[Tensor, "size ..."]:
+    def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
+        """What the vertices are summed with at `x` (*batch, V), which lies on a face: `x` by its sum, in float64."""
         self._face(x)
-        return self._hull.pull_phi(phi, x, w) if self.space.flat else super().pull_phi(phi, x, w)
+        return super().weights(x)
 
-    contains = Simplex.contains
-    ensemble = Simplex.ensemble
-
-    @property
-    def _hull(self) -> Simplex:
-        """The simplex of all vertices, of which the complex is a part."""
-        return Simplex(self.space, self.size)
+    def _mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
+        # The face's own vertices alone, the first repeated without weight to the length of the longest.
+        face = self._face(x).to(phi.device)
+        longest = max(map(len, self.faces))
+        table = [[*f, *[f[0]] * (longest - len(f))] for f in self.faces]
+        used = [[1.0] * len(f) + [0.0] * (longest - len(f)) for f in self.faces]
+        corners = torch.tensor(table, device=phi.device)[face]
+        weights = weights.gather(-1, corners) * torch.tensor(used, dtype=torch.float64, device=phi.device)[face]
+        weights = weights / weights.sum(-1, keepdim=True)
+        return weighted_mean(self.space, phi[corners].double(), weights).to(phi.dtype)
 
     def _members(self, device: torch.device) -> Tensor:
         """Which vertices (V,) each face has: (faces, V)."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Tensor
 
 from manifoldagg._output import new_figure
@@ -238,7 +238,15 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
     check_count("points", points, at_least=2)
     curve._check_phi(phi)
     slow = RESTING * curve.length(phi.detach()).item()
-    curve, phi, known = _coordinates(curve, phi.detach(), slow)
+    phi = phi.detach()
+    known = []
+    if not curve.space.flat:
+        phi = phi.double()
+    else:
+        # The same curve in as few coordinates as its points need.
+        phi = coordinates(phi)
+        curve = replace(curve, space=Flat(phi.shape[1]))  # type: ignore[type-var]  # every curve is a dataclass
+        known = [sharpest(phi)[0]] if isinstance(curve, Bezier) and slowest(phi)[1] > slow else []
     even = torch.linspace(0, 1, points, dtype=torch.float64, device=phi.device)
     places = torch.cat([even, even.new_tensor(known)]).unique()
     with torch.no_grad():
@@ -254,21 +262,6 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
 
 def _value(function: Callable[[Tensor], float], point: Tensor, where: str) -> float:
     return check_number(f"function at {where}", function(point))
-
-
-def _coordinates(
-    curve: CurveEmbedding, phi: Tensor, slow: float
-) -> tuple[CurveEmbedding, Float[Tensor, "size ..."], list[float]]:
-    """The same curve in as few coordinates as its points need, and where it is sharpest, if that is known.
-
-    On a curved space it is what it was, in float64.
-    """
-    if not curve.space.flat:
-        return curve, phi.double(), []
-    control = coordinates(phi)
-    small: CurveEmbedding = replace(curve, space=Flat(control.shape[1]))  # type: ignore[type-var]  # every curve is a dataclass
-    known = isinstance(curve, Bezier) and slowest(control)[1] > slow
-    return small, control, [sharpest(control)[0]] if known else []
 
 
 def _turning(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from manifoldagg.errors import (
     check_shape,
     is_finite,
 )
-from manifoldagg.manifolds import Loss, Manifold
+from manifoldagg.manifolds import Loss
 from manifoldagg.manifolds.optimizers import Optimizer, lower, optimizer_on
 
 __all__ = ["Fit", "Training", "fit"]
@@ -154,10 +154,15 @@ def fit(
         >>> bool((result.phi[-1] - target).norm() < 0.1)
         True
     """
-    groups = {"phases": (phases, Phases), "training": (training, Training), "control": (control, Control)}
-    for name, (value, kind) in {"curve": (curve, Embedding), **groups, "sampling": (sampling, Sampling)}.items():
-        if not isinstance(value, kind):
-            raise ArgumentError(f"{name}: expected {kind.__name__}, got {value!r}")
+    for name, given, kind in (
+        ("curve", curve, Embedding),
+        ("phases", phases, Phases),
+        ("training", training, Training),
+        ("control", control, Control),
+        ("sampling", sampling, Sampling),
+    ):
+        if not isinstance(given, kind):
+            raise ArgumentError(f"{name}: expected {kind.__name__}, got {given!r}")
     sampling.check(curve)
     relative = control.check(curve, alternate=phases.alternate)
     free = control.indices(curve.size)
@@ -173,7 +178,13 @@ def fit(
         control.place(curve.space, points)
 
     learner = FreePoints(points, free, control.projection if relative else None)
-    optimizer = _optimizer(curve.space, training, learner.groups(training.rate, control.rate or training.rate))
+    groups = learner.groups(training.rate, control.rate or training.rate)
+    try:
+        optimizer = optimizer_on(curve.space, training.optimizer)(groups, lr=training.rate)
+    except ManifoldAggError:
+        raise
+    except (TypeError, ValueError) as problem:
+        raise ArgumentError(f"optimizer: expected one that takes parameter groups and lr; {problem}") from None
     schedule = Schedule(batches, phases, generator, None if resume is None else resume["schedule"])
     losses: list[float] = []
     if resume is not None:
@@ -264,15 +275,6 @@ def _log_volume_slope(embedding: Any, phi: Tensor) -> Tensor:
             raise ArgumentError(f"volume: the log of it is {value.item()}; begin with points in general position")
         (slope,) = torch.autograd.grad(value, leaf)
     return slope
-
-
-def _optimizer(space: Manifold, training: Training, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    try:
-        return optimizer_on(space, training.optimizer)(groups, lr=training.rate)
-    except ManifoldAggError:
-        raise
-    except (TypeError, ValueError) as problem:
-        raise ArgumentError(f"optimizer: expected one that takes parameter groups and lr; {problem}") from None
 
 
 def _restore(

@@ -17,14 +17,111 @@ from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import norm
 from manifoldagg.manifolds.manifold import check_is_manifold
 
-__all__ = ["Simplex"]
+__all__ = ["Hull", "Simplex"]
 
 EPS = torch.finfo(torch.float64).eps
 TINY = torch.finfo(torch.float64).tiny
 
 
+class Hull(Embedding):
+    r"""Combinations of the points of $\varphi$, whose places are barycentric coordinates of all of them."""
+
+    @property
+    def domain(self) -> tuple[int, ...]:
+        return (self.size,)
+
+    def __call__(self, phi: Float[Tensor, "size ..."], x: Coordinates) -> Float[Tensor, "..."]:
+        r"""The points $\iota_\varphi(x)$.
+
+        Args:
+            phi: the vertices (size, *space.shape).
+            x: barycentric coordinates (*batch, size).
+
+        Returns:
+            (*batch, *space.shape) in the dtype of `phi`; a vertex where `x` is one.
+
+        Raises:
+            ArgumentError: if a shape differs, or an entry of `x` is negative or its sum not 1, beyond the square root
+                of its dtype's precision; functorch transforms hide values, so that only shapes are checked there;
+                of a complex, if no face holds all vertices of a place.
+            DivergenceError: if the Karcher mean is not found: the vertices lie too far apart.
+        """
+        self._check_phi(phi)
+        weights = self.weights(x).to(phi.device)
+        if not self.space.flat:
+            return self._mean(phi, x, weights)
+        rows = phi.flatten(1)
+        flat = combine(None, rows, weights) if weights.ndim == 1 else (weights @ rows.double()).to(phi.dtype)
+        return flat.reshape(*weights.shape[:-1], *phi.shape[1:])
+
+    def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
+        """What the vertices are summed with at `x` (*batch, size): `x` by its sum, in float64."""
+        weights = check_barycentric(x, self.size).double()
+        return weights / weights.sum(-1, keepdim=True)
+
+    def pull_phi(
+        self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
+    ) -> Float[Tensor, "size ..."]:
+        r"""What derivatives `w` (*batch, *space.shape) at $\iota_\varphi(x)$ are for the vertices: flat, $x_i w$."""
+        if not self.space.flat:
+            return super().pull_phi(phi, x, w)
+        self._check_phi(phi)
+        weights = self.weights(x).to(phi.device)
+        check_shape("w", w, *weights.shape[:-1], *self.space.shape)
+        rows = w.double().reshape(weights.shape[:-1].numel(), phi[0].numel())
+        return (weights.reshape(len(rows), self.size).mT @ rows).to(phi.dtype).reshape(phi.shape)
+
+    def contains(
+        self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."], tolerance: float | None = None
+    ) -> Tensor:
+        r"""Whether points (*batch, *space.shape) are within a distance `tolerance` of the image: (*batch,).
+
+        The default is the rounding of $\iota_\varphi$: $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$, $\varepsilon$
+        of the coarser dtype. Errors are those of `nearest`, and one for a negative `tolerance`.
+        """
+        _, distances = self.nearest(phi.detach(), point.detach())
+        if tolerance is None:
+            tolerance = 4 * self.size * rounding(phi, point)
+        return distances <= check_number("tolerance", tolerance, at_least=0)
+
+    def ensemble(
+        self,
+        phi: Float[Tensor, "size ..."],
+        predict: Callable[[Tensor], Tensor],
+        draws: int,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        r"""$\frac1n \sum_j f(\iota_\varphi(x_j))$: the mean prediction of n draws, with one model in memory at a time.
+
+        Args:
+            phi: the points that draw the embedding.
+            predict: $f$, from a point (*space.shape) to a floating tensor of one shape, such as class probabilities.
+            draws: $n$.
+            generator: of the draws.
+
+        Returns:
+            A tensor like those of `predict`, without derivatives, summed in float64.
+
+        Raises:
+            ArgumentError: if `draws` is no positive integer, or predictions are no floating tensors of one shape.
+        """
+        total = made = torch.zeros(())
+        with torch.no_grad():
+            for n, x in enumerate(self.sample(check_count("draws", draws), generator=generator)):
+                made = predict(self(phi, x))
+                check_shape("predict", made, *getattr(total if n else made, "shape", ()))
+                total = total.to(made.device) + made.double()
+        return (total / draws).to(made.dtype)
+
+    def _mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
+        """The points of a curved space: Karcher means."""
+        points = phi.expand(*weights.shape[:-1], *phi.shape)
+        return weighted_mean(self.space, points.double(), weights).to(phi.dtype)
+
+
 @dataclass(frozen=True)
-class Simplex(Embedding):
+class Simplex(Hull):
     r"""The simplex whose vertices are $\varphi_0, \dots, \varphi_k$, in barycentric coordinates.
 
     A place is $x \in \mathbb{R}^{k+1}$ with $x_i \ge 0$ and $\sum_i x_i = 1$, and
@@ -71,57 +168,12 @@ class Simplex(Embedding):
     def size(self) -> int:
         return self.vertices
 
-    @property
-    def domain(self) -> tuple[int, ...]:
-        return (self.vertices,)
-
-    def __call__(self, phi: Float[Tensor, "size ..."], x: Coordinates) -> Float[Tensor, "..."]:
-        r"""The points $\iota_\varphi(x)$.
-
-        Args:
-            phi: the vertices (k + 1, *space.shape).
-            x: barycentric coordinates (*batch, k + 1).
-
-        Returns:
-            (*batch, *space.shape) in the dtype of `phi`; a vertex where `x` is one.
-
-        Raises:
-            ArgumentError: if a shape differs, or an entry of `x` is negative or its sum not 1, beyond the square root
-                of its dtype's precision; functorch transforms hide values, so that only shapes are checked there.
-            DivergenceError: if the Karcher mean is not found: the vertices lie too far apart.
-        """
-        self._check_phi(phi)
-        weights = self.weights(x).to(phi.device)
-        if not self.space.flat:
-            points = phi.expand(*weights.shape[:-1], *phi.shape)
-            return weighted_mean(self.space, points.double(), weights).to(phi.dtype)
-        rows = phi.flatten(1)
-        flat = combine(None, rows, weights) if weights.ndim == 1 else (weights @ rows.double()).to(phi.dtype)
-        return flat.reshape(*weights.shape[:-1], *phi.shape[1:])
-
-    def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """What the vertices are summed with at `x` (*batch, k + 1): `x` by its sum, in float64."""
-        weights = check_barycentric(x, self.vertices).double()
-        return weights / weights.sum(-1, keepdim=True)
-
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
         """Places (*batch, k + 1), uniform: Dirichlet(1, ..., 1), as exponential variables by their sum."""
         device = None if generator is None else generator.device
         spacings = torch.empty(*batch, self.vertices, dtype=torch.float64, device=device)
         spacings.exponential_(generator=generator)
         return spacings / spacings.sum(-1, keepdim=True)
-
-    def pull_phi(
-        self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
-    ) -> Float[Tensor, "size ..."]:
-        r"""What derivatives `w` (*batch, *space.shape) at $\iota_\varphi(x)$ are for the vertices: flat, $x_i w$."""
-        if not self.space.flat:
-            return super().pull_phi(phi, x, w)
-        self._check_phi(phi)
-        weights = self.weights(x).to(phi.device)
-        check_shape("w", w, *weights.shape[:-1], *self.space.shape)
-        rows = w.double().reshape(weights.shape[:-1].numel(), phi[0].numel())
-        return (weights.reshape(len(rows), self.vertices).mT @ rows).to(phi.dtype).reshape(phi.shape)
 
     def log_volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
         r"""$\tfrac12 \log\det(E E^\top) - \log k!$, $E$ the edges $\varphi_i - \varphi_0$, on a flat space: in float64.
@@ -198,19 +250,6 @@ class Simplex(Embedding):
         distances = norm(self.space, gaps, gaps)
         return x.reshape(*batch, self.vertices), distances.reshape(batch)
 
-    def contains(
-        self: Embedding, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."], tolerance: float | None = None
-    ) -> Tensor:
-        r"""Whether points (*batch, *space.shape) are within a distance `tolerance` of the simplex: (*batch,).
-
-        The default is the rounding of $\iota_\varphi$: $4 (k + 1)\, \varepsilon \max_i \|\varphi_i\|$, $\varepsilon$ of
-        the coarser dtype. Errors are those of `nearest`, and one for a negative `tolerance`.
-        """
-        _, distances = self.nearest(phi.detach(), point.detach())
-        if tolerance is None:
-            tolerance = 4 * self.size * rounding(phi, point)
-        return distances <= check_number("tolerance", tolerance, at_least=0)
-
     def add_vertex(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float[Tensor, "more ..."], "Simplex"]:
@@ -218,36 +257,6 @@ class Simplex(Embedding):
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": check_shape("point", point, *self.space.shape)})
         return torch.cat([phi, point.unsqueeze(0)]), replace(self, vertices=self.vertices + 1)
-
-    def ensemble(
-        self: Embedding,
-        phi: Float[Tensor, "size ..."],
-        predict: Callable[[Tensor], Tensor],
-        draws: int,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        r"""$\frac1n \sum_j f(\iota_\varphi(x_j))$: the mean prediction of n draws, with one model in memory at a time.
-
-        Args:
-            phi: the points that draw the embedding.
-            predict: $f$, from a point (*space.shape) to a floating tensor of one shape, such as class probabilities.
-            draws: $n$.
-            generator: of the draws.
-
-        Returns:
-            A tensor like those of `predict`, without derivatives, summed in float64.
-
-        Raises:
-            ArgumentError: if `draws` is no positive integer, or predictions are no floating tensors of one shape.
-        """
-        total = made = torch.zeros(())
-        with torch.no_grad():
-            for n, x in enumerate(self.sample(check_count("draws", draws), generator=generator)):
-                made = predict(self(phi, x))
-                check_shape("predict", made, *getattr(total if n else made, "shape", ()))
-                total = total.to(made.device) + made.double()
-        return (total / draws).to(made.dtype)
 
     def _heights(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         """The heights by their number, $h_i / i$, and whether the simplex is solid (ones if it is not)."""
