@@ -1,17 +1,41 @@
-"""A space that does what another does, but for what it says itself."""
+"""Spaces made of others: what they declare, and one that does what another does but for what it says itself."""
 
 import abc
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Tangent
 
-__all__ = ["Delegate"]
+__all__ = ["Composite", "Delegate"]
 
 
-class Delegate(Manifold):
-    """Hands every formula, and what the space declares, to the space `inside`."""
+class Composite(Manifold):
+    """Declares what all of its `spaces` do."""
+
+    @property
+    @abc.abstractmethod
+    def spaces(self) -> tuple[Manifold, ...]:
+        """What the space is made of."""
+
+    @property
+    def capabilities(self) -> frozenset[str]:  # type: ignore[override]  # a property of the space, not of the class
+        """What every space can do."""
+        return frozenset.intersection(*(space.capabilities for space in self.spaces))
+
+    @property
+    def flat(self) -> bool:  # type: ignore[override]  # as above
+        """Whether every space is."""
+        return all(space.flat for space in self.spaces)
+
+    @property
+    def symmetric(self) -> bool:  # type: ignore[override]  # as above
+        """Whether every space is."""
+        return all(space.symmetric for space in self.spaces)
+
+
+class Delegate(Composite):
+    """Hands every formula that it does not write, and what the space declares, to the space `inside`."""
 
     @property
     @abc.abstractmethod
@@ -19,53 +43,16 @@ class Delegate(Manifold):
         """The space that is asked."""
 
     @property
+    def spaces(self) -> tuple[Manifold, ...]:
+        return (self.inside,)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.inside.shape
 
-    @property
-    def capabilities(self) -> frozenset[str]:  # type: ignore[override]  # a property of the space, not of the class
-        """What the space inside can do."""
-        return self.inside.capabilities
-
-    @property
-    def flat(self) -> bool:  # type: ignore[override]  # as above
-        """Whether the space inside is."""
-        return self.inside.flat
-
-    @property
-    def symmetric(self) -> bool:  # type: ignore[override]  # as above
-        """Whether the space inside is."""
-        return self.inside.symmetric
-
-    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        return self.inside._inner(x, u, v)
-
-    def _exp(self, x: Point, u: Tangent) -> Point:
-        return self.inside._exp(x, u)
-
-    def _log(self, x: Point, y: Point) -> Tangent:
-        return self.inside._log(x, y)
-
-    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        return self.inside._transport(x, y, u)
-
-    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        return self.inside._project_tangent(x, u)
-
-    def _project(self, x: Point) -> Point:
-        return self.inside._project(x)
-
-    def _retract(self, x: Point, u: Tangent) -> Point:
-        return self.inside._retract(x, u)
-
-    def _injectivity_radius(self, x: Point) -> Scalar:
-        return self.inside._injectivity_radius(x)
-
-    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        return self.inside._random_point(batch, generator, dtype)
-
-    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        return self.inside._random_tangent(x, generator)
+    def _unwritten(self, formula: str, *arguments: Any) -> Tensor:
+        value: Tensor = getattr(self.inside, f"_{formula}")(*arguments)
+        return value
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
         return self.inside._gradient(x, derivative)

@@ -191,29 +191,8 @@ class GeooptManifold(Manifold):
         """Whether the manifold is known to be."""
         return self.manifold.symmetric
 
-    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        return self._ask("inner", x, u, v)
-
-    def _exp(self, x: Point, u: Tangent) -> Point:
-        return self._ask("exp", x, u)
-
-    def _log(self, x: Point, y: Point) -> Tangent:
-        return self._ask("log", x, y)
-
-    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        return self._ask("transport", x, y, u)
-
-    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        return self._ask("project_tangent", x, u)
-
-    def _project(self, x: Point) -> Point:
-        return self._ask("project", x)
-
-    def _retract(self, x: Point, u: Tangent) -> Point:
-        return self._ask("retract", x, u)
-
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        return self._ask("gradient", x, derivative)
+        return self._unwritten("gradient", x, derivative)
 
     def _injectivity_radius(self, x: Point) -> Scalar:
         self._need("injectivity_radius")
@@ -268,16 +247,19 @@ class GeooptManifold(Manifold):
         """The space of the size of these points."""
         return self.manifold.space(_fitting("x", self.manifold.module, x.shape[x.ndim - len(self.sizes) :]))
 
-    def _ask(self, primitive: str, x: Tensor, *others: Tensor) -> Tensor:
-        self._need("project_tangent" if primitive == "gradient" else primitive)
+    def _unwritten(self, formula: str, *arguments: Any) -> Tensor:
+        """The formula by geoopt's method of the same meaning."""
+        self._need("project_tangent" if formula == "gradient" else formula)
+        x, *others = arguments
         if self._open:
-            return getattr(self._at(x), f"_{primitive}")(x, *others)  # type: ignore[no-any-return]  # a name is no type
+            answer: Tensor = getattr(self._at(x), f"_{formula}")(x, *others)
+            return answer
         module = self.manifold.module
-        method = getattr(module if x.is_cpu else copy.deepcopy(module).to(x.device), METHODS[primitive])
+        method = getattr(module if x.is_cpu else copy.deepcopy(module).to(x.device), METHODS[formula])
         parts = torch.broadcast_tensors(*(tensor.as_subclass(Tensor).double() for tensor in (x, *others)))
         # Without keepdim a Stereographic's inner has another shape on a batch.
-        value: Tensor = method(*parts, keepdim=True) if primitive == "inner" else method(*parts)
-        return value.reshape(self._batch(parts[0].shape) if primitive == "inner" else parts[0].shape).to(x.dtype)
+        value: Tensor = method(*parts, keepdim=True) if formula == "inner" else method(*parts)
+        return value.reshape(self._batch(parts[0].shape) if formula == "inner" else parts[0].shape).to(x.dtype)
 
     def _need(self, primitive: str) -> None:
         if primitive not in self.capabilities:

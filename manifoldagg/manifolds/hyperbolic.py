@@ -79,6 +79,7 @@ class PoincareBall(Manifold):
         return (dot(u.double(), v.double()) * (2 / (1 - dot(a, a))).square()).squeeze(-1).to(u.dtype)
 
     def _exp(self, x: Point, u: Tangent) -> Point:
+        # 1 - tanh² = 1 / cosh²: the difference would cancel far out.
         return self._moved(x, u, _tanhc_of_square, lambda square: _cosh_of_square(square).square().reciprocal())
 
     def _log(self, x: Point, y: Point) -> Tangent:
@@ -88,6 +89,7 @@ class PoincareBall(Manifold):
         alpha = 1 - dot(a, a)
         beta = 1 - dot(b, b)
         apart = dot(d, d)
+        # q = sinh²(r/2) keeps its digits at both ends; artanh |(-x) ⊕ y|, the same distance, has none left near 1.
         q = apart / (alpha * beta)
         return self._scaled(_arsinhc_of_square(q) * (alpha * d - apart * a) / (beta * (1 + q).sqrt()), x)
 
@@ -103,6 +105,7 @@ class PoincareBall(Manifold):
         outward = dot(a, v)
         onward = dot(d, v)
         plane = (alpha * onward - apart * outward) * a - ((beta + apart) * outward + square * onward) * d
+        # 1 - 2 x·y + |x|²|y|² as a sum of positive terms; β/α is the quotient of the conformal factors.
         return (beta / alpha * (v + 2 * plane / (apart + alpha * beta))).to(u.dtype)
 
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
@@ -114,10 +117,12 @@ class PoincareBall(Manifold):
         square = dot(a, a)
         # Rounding a coordinate to x's dtype moves a length by less than ε: what was brought back stays inside.
         outside = square >= (1 - 2 * eps) ** 2
+        # Inside, the root of 0 would make the derivative NaN, though its branch is not taken.
         length = torch.where(outside, square, torch.ones_like(square)).sqrt()
         return torch.where(outside, self._scaled((1 - 4 * eps) / length * a, x), x)
 
     def _retract(self, x: Point, u: Tangent) -> Point:
+        # t / √(1 + t²) = t - t³/2 + ..., where tanh t = t - t³/3 + ...: exp to second order.
         return self._moved(x, u, lambda square: (1 + square).rsqrt(), lambda square: (1 + square).reciprocal())
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
@@ -132,6 +137,7 @@ class PoincareBall(Manifold):
         noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
         level = torch.rand(*batch, 1, generator=generator, dtype=torch.float64, device=generator.device)
         a = noise.double()
+        # The volume within a radius grows with its n-th power.
         return self._scaled(FARTHEST_DRAW * level ** (1 / self.n) * a / dot(a, a).sqrt(), noise)
 
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
@@ -157,6 +163,7 @@ class PoincareBall(Manifold):
         left = rest(speed)
         # x + α (p + |p|² x) / (1 + 2 x·p + |x|²|p|²); inward, its denominator |x + p|² + α (1 - |p|²) does not cancel.
         p = short / alpha * v
+        # Here p + |p|² x is (x + p) - (1 - |p|²) x, and 1 - |p|² comes in closed form.
         both = a + p
         inward = onward < 0
         scale = alpha / torch.where(inward, dot(both, both) + alpha * left, 1 + 2 * onward + square * far)
@@ -228,6 +235,7 @@ class Lorentz(Manifold):
         square = _square(a0, a, v, along)
         far = _cosh_of_square(square)
         onward = _sinhc_of_square(square)
+        # `along` is the time coordinate that the velocity must have to be tangent.
         return torch.cat([far * a0 + onward * along, torch.addcmul(far * a, onward, v)], -1).to(x.dtype)
 
     def _log(self, x: Point, y: Point) -> Tangent:
@@ -235,8 +243,10 @@ class Lorentz(Manifold):
         b0, b = _read(y)
         d = b - a
         onward = dot(a, d)
+        # b₀ - a₀ = (|b|² - |a|²) / (a₀ + b₀), with no difference of large numbers.
         d0 = (dot(d, d) + 2 * onward) / (a0 + b0)
         z = torch.addcmul(d, d0 - onward / (1 + a0), a, value=-1)
+        # |z| = sinh r: unlike arcosh, arsinh is smooth at r = 0.
         return (_arsinhc_of_square(dot(z, z)) * _from_origin(a0, a, z)).to(x.dtype)
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
@@ -246,7 +256,9 @@ class Lorentz(Manifold):
         d = b - a
         # <y, u> = <y - x, u>, which keeps its digits where y is near.
         ahead = dot(d, v) - dot(d, a + b) / (a0 + b0) * dot(a, v) / a0
+        # 1 - <x, y> = 1 + cosh r >= 2: no pole.
         moved = v + ahead / (1 + a0 * b0 - dot(a, b)) * (a + b)
+        # The time coordinate from the others: what comes out is tangent, whatever was rounded.
         return torch.cat([dot(b, moved) / b0, moved], -1).to(u.dtype)
 
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
@@ -266,6 +278,7 @@ class Lorentz(Manifold):
         return _point((1 + _square(a0, a, v, dot(a, v) / a0)).sqrt() * a + v).to(x.dtype)
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
+        # The inverse of the metric diag(-1, 1, ..., 1) turns the sign of time.
         return self._project_tangent(x, torch.cat([-derivative[..., :1], derivative[..., 1:]], -1))
 
     def _injectivity_radius(self, x: Point) -> Scalar:
@@ -275,6 +288,7 @@ class Lorentz(Manifold):
         """Draw from the image, under exp at the origin, of a normal tangent with mean square length 1."""
         noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
         v = noise.double() / math.sqrt(self.n)
+        # exp at the origin has the space coordinates sinh|v| v/|v|.
         return _point(_sinhc_of_square(dot(v, v)) * v).to(noise.dtype)
 
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
@@ -295,6 +309,7 @@ def _read(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _square(a0: Tensor, a: Tensor, v: Tensor, along: Tensor) -> Tensor:
     """<v, v> of the tangent at a point with these space coordinates and time coordinate, taken at the origin."""
+    # |v|² - v₀² cancels far out; boosted to the origin the same tangent has v₀ = 0, and the sum has no minus.
     at_origin = torch.addcmul(v, along / (1 + a0), a, value=-1)
     return dot(at_origin, at_origin)
 

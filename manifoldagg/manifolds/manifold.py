@@ -176,34 +176,34 @@ class Manifold(abc.ABC):
         return (Leaf("", self, slice(0, x.shape[x.ndim - len(self.shape) :].numel())),)
 
     def _inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        raise self._lacks("inner")
+        return self._unwritten("inner", x, u, v)
 
     def _exp(self, x: Tensor, u: Tensor) -> Tensor:
-        raise self._lacks("exp")
+        return self._unwritten("exp", x, u)
 
     def _log(self, x: Tensor, y: Tensor) -> Tensor:
-        raise self._lacks("log")
+        return self._unwritten("log", x, y)
 
     def _transport(self, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
-        raise self._lacks("transport")
+        return self._unwritten("transport", x, y, u)
 
     def _project_tangent(self, x: Tensor, u: Tensor) -> Tensor:
-        raise self._lacks("project_tangent")
+        return self._unwritten("project_tangent", x, u)
 
     def _project(self, x: Tensor) -> Tensor:
-        raise self._lacks("project")
+        return self._unwritten("project", x)
 
     def _retract(self, x: Tensor, u: Tensor) -> Tensor:
-        raise self._lacks("retract")
+        return self._unwritten("retract", x, u)
 
     def _injectivity_radius(self, x: Tensor) -> Tensor:
-        raise self._lacks("injectivity_radius")
+        return self._unwritten("injectivity_radius", x)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        raise self._lacks("random_point")
+        return self._unwritten("random_point", batch, generator, dtype)
 
     def _random_tangent(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        raise self._lacks("random_tangent")
+        return self._unwritten("random_tangent", x, generator)
 
     def _gradient(self, x: Tensor, derivative: Tensor) -> Tensor:
         """The one of a metric that is the dot product of coordinates."""
@@ -211,6 +211,10 @@ class Manifold(abc.ABC):
 
     def _invariant(self, x: Tensor) -> Tensor:
         return x
+
+    def _unwritten(self, formula: str, *arguments: Any) -> Tensor:
+        """What answers for a formula that the class has not written: here nobody, in a space made of others they."""
+        raise self._lacks(formula)
 
     def _check(self, points: Tensors, *, tangents: Tensors | None = None, vectors: Tensors | None = None) -> None:
         """Trailing shapes are the space's, dtypes and devices agree: of points, tangents at "x", any vectors."""

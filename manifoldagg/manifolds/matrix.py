@@ -60,6 +60,7 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
             left = torch.cat([left[..., :-1], left[..., -1:] * sign[..., None]], -1)
     basis = right.mT
     inverse = 1 / values.unsqueeze(-2)
+    # Sums of singular values, never differences: repeated ones do no harm.
     pairs = values.unsqueeze(-1) + values.unsqueeze(-2)
     # The product of an SVD is off by some tens of ε; the step takes them away where it would bring no more.
     sound = (values[..., -1:].abs() > 1e-8 * values[..., :1]).unsqueeze(-1)

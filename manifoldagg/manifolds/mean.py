@@ -78,12 +78,14 @@ def karcher_mean(
     # Points of a narrower dtype lie on the manifold only up to its rounding; in float64 that would show.
     x = space._project(points.double())
     w = _normalised(weights, points.shape[:spread], points)
+    # A start among the points lies in every ball that holds them, and is the mean where one has all the weight.
     heaviest = w.argmax(-1).reshape(*w.shape[:-1], *(1 for _ in range(len(space.shape) + 1)))
     m = x.take_along_dim(heaviest, spread - 1)
     factor = w.reshape(*w.shape, *(1 for _ in space.shape))
 
     def pull(m: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum of the logs at `m`, and its norm."""
+        # A point of weight 0 has no say, even where its log has no value.
         logs = torch.where(factor == 0, 0.0, factor * space._log(m.expand_as(x), x))
         step = logs.sum(spread - 1, keepdim=True)
         return step, formulas.norm(space, m, step)

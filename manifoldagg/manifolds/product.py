@@ -4,18 +4,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds.delegate import Composite
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent
 
 __all__ = ["Product"]
 
 
 @dataclass(frozen=True, init=False)
-class Product(Manifold):
+class Product(Composite):
     r"""The product $M_1 \times \dots \times M_k$ of named leaves, with the product metric.
 
     A point is one tensor (*batch, P): the flattened points of the leaves, one after the other, $P$ the sum of their
@@ -53,19 +55,8 @@ class Product(Manifold):
         return (sum(self._sizes),)
 
     @property
-    def capabilities(self) -> frozenset[str]:  # type: ignore[override]  # a property of the leaves, not of the class
-        """What every leaf can do."""
-        return reduce(frozenset.intersection, (space.capabilities for _, space in self.factors))
-
-    @property
-    def flat(self) -> bool:  # type: ignore[override]  # as above
-        """Whether every leaf is."""
-        return all(space.flat for _, space in self.factors)
-
-    @property
-    def symmetric(self) -> bool:  # type: ignore[override]  # as above
-        """Whether every leaf is."""
-        return all(space.symmetric for _, space in self.factors)
+    def spaces(self) -> tuple[Manifold, ...]:
+        return tuple(space for _, space in self.factors)
 
     def split(self, x: Point) -> dict[str, Tensor]:
         """The leaves of points or tangents, by name: views (*batch, *leaf shape).
@@ -95,33 +86,18 @@ class Product(Manifold):
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         return reduce(torch.add, self._each("_inner", x.double(), u.double(), v.double())).to(u.dtype)
 
-    def _exp(self, x: Point, u: Tangent) -> Point:
-        return self._join(self._each("_exp", x, u))
-
-    def _log(self, x: Point, y: Point) -> Tangent:
-        return self._join(self._each("_log", x, y))
-
-    def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        return self._join(self._each("_transport", x, y, u))
-
-    def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        return self._join(self._each("_project_tangent", x, u))
-
-    def _project(self, x: Point) -> Point:
-        return self._join(self._each("_project", x))
-
-    def _retract(self, x: Point, u: Tangent) -> Point:
-        return self._join(self._each("_retract", x, u))
+    def _unwritten(self, formula: str, *arguments: Any) -> Tensor:
+        return self._join(self._each(f"_{formula}", *arguments))
 
     def _injectivity_radius(self, x: Point) -> Scalar:
         return reduce(torch.minimum, self._each("_injectivity_radius", x))
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        return self._join([space._random_point(batch, generator, dtype) for _, space in self.factors])
+        return self._join([space._random_point(batch, generator, dtype) for space in self.spaces])
 
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        pairs = zip(self.factors, self._split(x), strict=True)
-        return self._join([space._random_tangent(part, generator) for (_, space), part in pairs])
+        pairs = zip(self.spaces, self._split(x), strict=True)
+        return self._join([space._random_tangent(part, generator) for space, part in pairs])
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
         return self._join(self._each("_gradient", x, derivative))
@@ -142,23 +118,23 @@ class Product(Manifold):
 
     @property
     def _sizes(self) -> list[int]:
-        return [math.prod(space.shape) for _, space in self.factors]
+        return [math.prod(space.shape) for space in self.spaces]
 
     def _split(self, x: Tensor) -> list[Tensor]:
         """The leaves of points or tangents: views (*batch, *leaf shape)."""
-        pieces = zip(self.factors, x.split(self._sizes, -1), strict=True)
-        return [piece.view(*x.shape[:-1], *space.shape) for (_, space), piece in pieces]
+        pieces = zip(self.spaces, x.split(self._sizes, -1), strict=True)
+        return [piece.view(*x.shape[:-1], *space.shape) for space, piece in pieces]
 
     def _join(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of `_split`; batches are broadcast."""
-        pairs = list(zip(self.factors, parts, strict=True))
-        batch = torch.broadcast_shapes(*(part.shape[: part.ndim - len(space.shape)] for (_, space), part in pairs))
-        return torch.cat([part.expand(*batch, *space.shape).flatten(len(batch)) for (_, space), part in pairs], -1)
+        pairs = list(zip(self.spaces, parts, strict=True))
+        batch = torch.broadcast_shapes(*(part.shape[: part.ndim - len(space.shape)] for space, part in pairs))
+        return torch.cat([part.expand(*batch, *space.shape).flatten(len(batch)) for space, part in pairs], -1)
 
     def _each(self, formula: str, *tensors: Tensor) -> list[Tensor]:
         """What the formula of each leaf makes of its parts of the tensors."""
         parts = zip(*map(self._split, tensors), strict=True)
-        return [getattr(space, formula)(*own) for (_, space), own in zip(self.factors, parts, strict=True)]
+        return [getattr(space, formula)(*own) for space, own in zip(self.spaces, parts, strict=True)]
 
 
 def _checked(factors: object) -> tuple[tuple[str, Manifold], ...]:

@@ -74,6 +74,7 @@ class SpecialOrthogonal(Manifold):
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         a = x.double()
+        # Half of the way on either side: transport by left or right translation alone would twist u.
         half = matrix_exp(_velocity(a, y.double()) / 2)
         return (a @ half @ skew(a.mT @ u.double()) @ half).to(u.dtype)
 

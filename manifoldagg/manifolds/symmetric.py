@@ -91,6 +91,7 @@ class SymmetricPositiveDefinite(Manifold):
             values, basis = torch.linalg.eigh(symmetric.detach())
             largest = values.abs().amax(-1, keepdim=True)
             floor = (4 * self.n * torch.finfo(x.dtype).eps * largest).clamp(min=torch.finfo(x.dtype).tiny)
+            # Added, and not rebuilt from eigenvalues: a matrix that is positive definite keeps its bits.
             lift = (basis * (floor - values).clamp(min=0).unsqueeze(-2)) @ basis.mT
         point: Tensor = symmetric + lift
         return point.to(x.dtype)
@@ -125,12 +126,14 @@ class SymmetricPositiveDefinite(Manifold):
         target = sym(_whiten(factor, sym(y.double())))
         with torch.no_grad():
             step = sym(_whiten(factor, sym(y.double() - x.double())).detach())
+            # Eigenvalues of W(y) - 1 within 1/2: log1p keeps the digits of small ones, which 1 + them would round off.
             near = (step.square().sum((-2, -1)) < 0.25)[..., None, None]
             values, basis = torch.linalg.eigh(torch.where(near, step, target.detach()))
             logs = torch.where(near[..., 0], torch.where(near[..., 0], values, 0.0).log1p(), values.log())
         # exp[a, b] = (e^a - e^b) / (a - b), the derivative of exp in the basis of its eigenvectors.
         mean = (logs.unsqueeze(-1) + logs.unsqueeze(-2)) / 2
         half = (logs.unsqueeze(-1) - logs.unsqueeze(-2)) / 2
+        # As e^mean sinh(half) / half: the quotient of differences would cancel where eigenvalues are near.
         slopes = mean.exp() * torch.where(half == 0, 1.0, half.sinh() / torch.where(half == 0, 1.0, half))
         value = (basis * logs.unsqueeze(-2)) @ basis.mT
         return factor, differentiable_log(value, target, lambda e: basis @ ((basis.mT @ e @ basis) / slopes) @ basis.mT)
