@@ -7,13 +7,14 @@ from typing import ClassVar
 import torch
 
 from manifoldagg.errors import check_count
-from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.embedded import Embedded
+from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 
 __all__ = ["Flat"]
 
 
 @dataclass(frozen=True)
-class Flat(Manifold):
+class Flat(Embedded):
     r"""$\mathbb{R}^n$ with the dot product: exp is addition, log subtraction, transport the identity.
 
     Args:
@@ -41,10 +42,6 @@ class Flat(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n,)
 
-    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        dims = tuple(range(-len(self.shape), 0))
-        return (u.double() * v.double()).sum(dims).to(torch.promote_types(u.dtype, v.dtype))
-
     def _exp(self, x: Point, u: Tangent) -> Point:
         return x + u
 
@@ -65,9 +62,3 @@ class Flat(Manifold):
 
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[: x.ndim - len(self.shape)], math.inf)
-
-    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        return torch.randn(*batch, *self.shape, generator=generator, dtype=dtype, device=generator.device)
-
-    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count
-from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.embedded import Embedded
+from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import across, eye, matrix_exp, polar, sym
 
 __all__ = ["Grassmann"]
 
 
 @dataclass(frozen=True)
-class Grassmann(Manifold):
+class Grassmann(Embedded):
     r"""Subspaces of $\mathbb{R}^n$ of dimension $p$, with $\langle u, v \rangle_x = \operatorname{tr}(u^\top v)$.
 
     A point is a class of $n \times p$ matrices with orthonormal columns: $x$ and $x q$, $q \in O(p)$, span the same
@@ -74,9 +75,6 @@ class Grassmann(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n, self.p)
 
-    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        return (u.double() * v.double()).sum((-2, -1)).to(u.dtype)
-
     def _exp(self, x: Point, u: Tangent) -> Point:
         v = u.double()
         cosine, sinc = _cos_and_sinc(v.mT @ v)
@@ -115,14 +113,6 @@ class Grassmann(Manifold):
 
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-2], math.inf if self.p == self.n else math.pi / 2)
-
-    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        noise = torch.randn(*batch, *self.shape, generator=generator, dtype=torch.float64, device=generator.device)
-        return self._project(noise).to(dtype)
-
-    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=generator.device)
-        return across(x.double(), noise.to(x.device)).to(x.dtype)
 
     def _invariant(self, x: Point) -> Tensor:
         r"""The projector $x x^\top$ (*batch, n, n) onto the subspace."""

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import check_count
-from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.embedded import Embedded
+from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import differentiable_log, eye, matrix_exp, polar, skew
 
 __all__ = ["SpecialOrthogonal"]
 
 
 @dataclass(frozen=True)
-class SpecialOrthogonal(Manifold):
+class SpecialOrthogonal(Embedded):
     r"""Rotations of $\mathbb{R}^n$ with the Frobenius metric $\langle u, v \rangle_x = \operatorname{tr}(u^\top v)$.
 
     The metric does not change under rotations from either side. Tangents are $x A$ with $A$ skew, and
@@ -61,9 +62,6 @@ class SpecialOrthogonal(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n, self.n)
 
-    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        return (u.double() * v.double()).sum((-2, -1)).to(u.dtype)
-
     def _exp(self, x: Point, u: Tangent) -> Point:
         a = x.double()
         return (a @ matrix_exp(skew(a.mT @ u.double()))).to(x.dtype)
@@ -96,15 +94,6 @@ class SpecialOrthogonal(Manifold):
 
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-2], math.inf if self.n == 1 else math.pi * math.sqrt(2))
-
-    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        device = generator.device
-        noise = torch.randn(*batch, self.n, self.n, generator=generator, dtype=torch.float64, device=device)
-        return self._project(noise).to(dtype)
-
-    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device)
-        return self._project_tangent(x, noise.to(x.device))
 
 
 def _velocity(x: Tensor, y: Tensor) -> Tensor:

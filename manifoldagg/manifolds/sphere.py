@@ -4,18 +4,18 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from manifoldagg.errors import check_count
-from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.embedded import Embedded
+from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.smooth import angle_per_sine, cos_of_square, dot, sinc_of_square
 
 __all__ = ["Sphere"]
 
 
 @dataclass(frozen=True)
-class Sphere(Manifold):
+class Sphere(Embedded):
     r"""The unit sphere $S^{n-1} \subset \mathbb{R}^n$ with the metric of $\mathbb{R}^n$.
 
     With $t = \|u\|$, and $\theta$ the angle between $x$ and $y$:
@@ -53,9 +53,6 @@ class Sphere(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n,)
 
-    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        return dot(u.double(), v.double()).squeeze(-1).to(u.dtype)
-
     def _exp(self, x: Point, u: Tangent) -> Point:
         a = x.double()
         v = u.double()
@@ -90,13 +87,6 @@ class Sphere(Manifold):
 
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-1], math.pi)
-
-    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        return self._project(torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device))
-
-    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device)
-        return self._project_tangent(x, noise.to(x.device))
 
 
 def _across(x: Tensor, u: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count
-from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
+from manifoldagg.manifolds.embedded import Embedded
+from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import eye, matrix_exp, polar, skew, sym
 
 __all__ = ["Log", "Stiefel"]
@@ -39,7 +40,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Stiefel(Manifold):
+class Stiefel(Embedded):
     r"""Matrices with $p$ orthonormal columns in $\mathbb{R}^n$, in the Frobenius metric.
 
     $$\langle u, v \rangle = \operatorname{tr}(u^\top v).$$
@@ -113,9 +114,6 @@ class Stiefel(Manifold):
     def shape(self) -> tuple[int, ...]:
         return (self.n, self.p)
 
-    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        return (u.double() * v.double()).sum((-2, -1)).to(u.dtype)
-
     def _exp(self, x: Point, u: Tangent) -> Point:
         return _exponential(x.double(), u.double()).to(x.dtype)
 
@@ -171,10 +169,6 @@ class Stiefel(Manifold):
         signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)
         frame: Tensor = basis * signs.unsqueeze(-2)
         return frame.to(dtype)
-
-    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device)
-        return self._project_tangent(x, noise.to(x.device))
 
 
 def _tangent(x: Tensor, u: Tensor) -> Tensor:

@@ -186,6 +186,18 @@ class InjectivityRadiusTooLarge(Sphere):
         return x.new_full(x.shape[:-1], 2 * math.pi)
 
 
+@caught_by("retractions_agree_with_exp_to_second_order")
+class RetractIsOfFirstOrder(Sphere):
+    def _retract(self, x, u):
+        return self._exp(x, u * (1 + dot(u, u).sqrt()))
+
+
+@caught_by("the_gradient_represents_the_derivative")
+class GradientTwiceAsLong(Sphere):
+    def _gradient(self, x, derivative):
+        return 2 * super()._gradient(x, derivative)
+
+
 @caught_by("projections_are_idempotent")
 class ProjectHalfway(Sphere):
     def _project(self, x):

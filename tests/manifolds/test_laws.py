@@ -104,6 +104,12 @@ def test_there_are_enough_mutants():
     assert {law for _, laws in MUTANTS.values() for law in laws} <= set(LAWS)
 
 
+def test_every_primitive_has_a_mutant():
+    wrong = {name for mutant, _ in MUTANTS.values() for name in vars(mutant)}
+    spared = sorted(name for name in {*PRIMITIVES, "gradient"} if f"_{name}" not in wrong)
+    assert not spared, f"no mutant has a wrong {', '.join(spared)}: add one, and the law that catches it, to mutants.py"
+
+
 @pytest.mark.usefixtures("as_shipped")
 def test_laws_are_chosen_by_what_a_space_declares():
     class Shy(Sphere):

@@ -1,0 +1,26 @@
+"""Spaces whose metric is the dot product of coordinates, and what that alone determines."""
+
+import torch
+
+from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
+
+__all__ = ["Embedded"]
+
+
+class Embedded(Manifold):
+    r"""A submanifold of $\mathbb{R}^N$, or a quotient of one: $\langle u, v\rangle_x = u \cdot v$.
+
+    Points and tangents are drawn as normal numbers, and projected.
+    """
+
+    def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        dims = tuple(range(-len(self.shape), 0))
+        return (u.double() * v.double()).sum(dims).to(torch.promote_types(u.dtype, v.dtype))
+
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
+        noise = torch.randn(*batch, *self.shape, generator=generator, dtype=dtype, device=generator.device)
+        return self._project(noise)
+
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device)
+        return self._project_tangent(x, noise.to(x.device))
