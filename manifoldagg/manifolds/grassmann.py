@@ -114,6 +114,13 @@ class Grassmann(Embedded):
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-2], math.inf if self.p == self.n else math.pi / 2)
 
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
+        # Draws are the same in both precisions: in float64, then cast.
+        return super()._random_point(batch, generator, torch.float64).to(dtype)
+
+    def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
+        return super()._random_tangent(x.double(), generator).to(x.dtype)
+
     def _invariant(self, x: Point) -> Tensor:
         r"""The projector $x x^\top$ (*batch, n, n) onto the subspace."""
         a = x.double()

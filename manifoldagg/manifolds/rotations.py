@@ -95,6 +95,10 @@ class SpecialOrthogonal(Embedded):
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-2], math.inf if self.n == 1 else math.pi * math.sqrt(2))
 
+    def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
+        # A draw is the same in both precisions: in float64, then cast.
+        return super()._random_point(batch, generator, torch.float64).to(dtype)
+
 
 def _velocity(x: Tensor, y: Tensor) -> Tensor:
     """The skew log of xᵀ y."""
