@@ -27,7 +27,7 @@ class Mean:
         current: $\Theta$.
         frame: with the rows v, g and, beyond the first update, the sum before it.
         line: the coefficients of the mean on these rows.
-        inner: their inner products.
+        gram: their inner products.
     """
 
     space: Manifold
