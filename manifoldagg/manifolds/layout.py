@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError, StateDictError, is_finite
+from manifoldagg.errors import ArgumentError, StateDictError, check_choice, is_finite
 
 __all__ = ["MASTER_DTYPES", "Entry", "Layout", "tensors_of"]
 
@@ -49,8 +49,7 @@ class Layout:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if self.dtype not in MASTER_DTYPES:
-            raise ArgumentError(f"dtype: expected one of torch.float32, torch.float64; got {self.dtype!r}")
+        check_choice("dtype", self.dtype, MASTER_DTYPES)
         for leaf in self.leaves:
             if not leaf.dtype.is_floating_point:
                 raise StateDictError(f"{leaf.name}: expected a floating parameter, got {leaf.dtype}")
