@@ -15,12 +15,9 @@ them; our backends then work on one vector with 42 segments, their own Gram matr
 """
 
 import argparse
-import ctypes
 import json
 import platform
 import statistics
-import subprocess
-import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -29,34 +26,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from floor import Floor
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from manifoldagg.corrections import OrthoDC
+from manifoldagg.corrections import Gram, OrthoDC
 from manifoldagg.kernels import available_backends, combine, gram, set_backend
 from manifoldagg.kernels.choice import BACKENDS
 
 HERE = Path(__file__).parent
 WEIGHTS = (0.42, 0.09)
 Step = Callable[[], Any]
-
-
-class Floor:
-    """The two streams, built on the spot."""
-
-    def __init__(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder) / "streams.so"
-            flags = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
-            subprocess.run(["g++", *flags, "-o", str(library), str(HERE / "streams.cpp")], check=True)
-            self.library = ctypes.CDLL(str(library))
-
-    def step(self, vectors: list[Tensor], out: Tensor, threads: int) -> None:
-        """Read four, then read four and write one."""
-        places = [ctypes.c_void_p(vector.data_ptr()) for vector in vectors]
-        size, count = ctypes.c_int64(out.numel()), ctypes.c_int64(threads)
-        self.library.read4(*places, size, count)
-        self.library.read4_write1(*places, ctypes.c_void_p(out.data_ptr()), size, count)
 
 
 def pieces(size: int) -> list[int]:
@@ -76,7 +56,7 @@ def ours(vectors: list[Tensor], lengths: list[int] | None, out: Tensor) -> Step:
     correction = OrthoDC(1.0)
 
     def line(inner: list[list[float]]) -> list[float]:
-        lines, _ = correction.coefficients(inner)
+        lines, _ = correction.coefficients(Gram.of(inner))
         return [sum(w * row[j] for w, row in zip(WEIGHTS, lines, strict=True)) for j in range(3)]
 
     def step() -> None:
@@ -143,7 +123,12 @@ def ways(size: int, layout: str, threads: int, floor: Floor) -> dict[str, Step]:
     vectors = [base, *(base.add(torch.randn(size, generator=generator), alpha=0.01) for _ in range(3))]
     out = torch.empty(size)
     lengths = None if layout == "flat" else pieces(size)
-    found: dict[str, Step] = {"floor": lambda: floor.step(vectors, out, threads)}
+
+    def stream() -> None:
+        floor.read(vectors, threads)
+        floor.read_write(vectors, out, threads)
+
+    found: dict[str, Step] = {"floor": stream}
     step = ours(vectors, lengths, out)
     found |= dict.fromkeys(available_backends(), step)
     split = [list(vector.split(lengths or [size])) for vector in vectors]

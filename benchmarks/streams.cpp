@@ -1,27 +1,31 @@
-// The floor of a server step: four vectors are read and nothing kept; four are read and one is written.
+// The floor of work on a model: k vectors are read and nothing kept; k are read and one is written.
 #include <cstdint>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
+
+constexpr int WIDTH = 32;  // entries of a vector between one and the next: whole lines of the cache
+constexpr int MOST = 33;   // vectors
+
 template <class Work> void split(int64_t size, int64_t threads, Work work) {
   std::vector<std::thread> others;
   for (int64_t t = 1; t < threads; t++) others.emplace_back(work, t, size * t / threads, size * (t + 1) / threads);
   work(0, 0, size / threads);
   for (auto& other : others) other.join();
 }
-}  // namespace
 
-extern "C" {
-
-float read4(const float* a, const float* b, const float* c, const float* d, int64_t size, int64_t threads) {
+template <int K> float read(const float* const* from, int64_t size, int64_t threads) {
   std::vector<float> sums(threads);
   split(size, threads, [&](int64_t t, int64_t low, int64_t high) {
-    float lanes[32] = {}, sum = 0;
+    float lanes[WIDTH] = {}, sum = 0;
     int64_t p = low;
-    for (; p + 32 <= high; p += 32)
-      for (int l = 0; l < 32; l++) lanes[l] += (a[p + l] + b[p + l]) + (c[p + l] + d[p + l]);
-    for (; p < high; p++) sum += (a[p] + b[p]) + (c[p] + d[p]);
+    for (; p + WIDTH <= high; p += WIDTH)
+      for (int i = 0; i < K; i++)
+        for (int l = 0; l < WIDTH; l++) lanes[l] += from[i][p + l];
+    for (; p < high; p++)
+      for (int i = 0; i < K; i++) sum += from[i][p];
     for (float lane : lanes) sum += lane;
     sums[t] = sum;
   });
@@ -30,11 +34,44 @@ float read4(const float* a, const float* b, const float* c, const float* d, int6
   return total;
 }
 
-void read4_write1(const float* a, const float* b, const float* c, const float* d, float* out, int64_t size,
-                  int64_t threads) {
+template <int K> void read_write(const float* const* from, float* out, int64_t size, int64_t threads) {
   split(size, threads, [=](int64_t, int64_t low, int64_t high) {
-    for (int64_t p = low; p < high; p++) out[p] = (a[p] + b[p]) + (c[p] + d[p]);
+    int64_t p = low;
+    for (; p + WIDTH <= high; p += WIDTH) {
+      float lanes[WIDTH] = {};
+      for (int i = 0; i < K; i++)
+        for (int l = 0; l < WIDTH; l++) lanes[l] += from[i][p + l];
+      for (int l = 0; l < WIDTH; l++) out[p + l] = lanes[l];
+    }
+    for (; p < high; p++) {
+      float sum = 0;
+      for (int i = 0; i < K; i++) sum += from[i][p];
+      out[p] = sum;
+    }
   });
+}
+
+using Read = float (*)(const float* const*, int64_t, int64_t);
+using ReadWrite = void (*)(const float* const*, float*, int64_t, int64_t);
+template <int... K> Read reads(int64_t k, std::integer_sequence<int, K...>) {
+  static const Read all[] = {read<K>...};
+  return all[k];
+}
+template <int... K> ReadWrite writes(int64_t k, std::integer_sequence<int, K...>) {
+  static const ReadWrite all[] = {read_write<K>...};
+  return all[k];
+}
+
+}  // namespace
+
+extern "C" {
+
+float streams_read(int64_t k, const float* const* from, int64_t size, int64_t threads) {
+  return reads(k, std::make_integer_sequence<int, MOST>())(from, size, threads);
+}
+
+void streams_read_write(int64_t k, const float* const* from, float* out, int64_t size, int64_t threads) {
+  writes(k, std::make_integer_sequence<int, MOST>())(from, out, size, threads);
 }
 
 }

@@ -1,0 +1,37 @@
+"""The floor that other benchmarks stand on: vectors streamed through the processor, and nothing else done with them."""
+
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("streams.cpp")
+
+
+class Floor:
+    """Streams in C++, built on the spot, over contiguous float32 vectors of one length."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "streams.so"
+            flags = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
+            subprocess.run(["g++", *flags, "-o", str(library), str(SOURCE)], check=True)
+            self.library = ctypes.CDLL(str(library))
+
+    def read(self, vectors: Sequence[Tensor], threads: int) -> None:
+        """Read each once."""
+        self.library.streams_read(*_listed(vectors), ctypes.c_int64(vectors[0].numel()), ctypes.c_int64(threads))
+
+    def read_write(self, vectors: Sequence[Tensor], out: Tensor, threads: int) -> None:
+        """Read each once and write one."""
+        size = ctypes.c_int64(out.numel())
+        target = ctypes.c_void_p(out.data_ptr())
+        self.library.streams_read_write(*_listed(vectors), target, size, ctypes.c_int64(threads))
+
+
+def _listed(vectors: Sequence[Tensor]) -> tuple[ctypes.c_int64, ctypes.Array[ctypes.c_void_p]]:
+    places = (ctypes.c_void_p * len(vectors))(*[vector.data_ptr() for vector in vectors])
+    return ctypes.c_int64(len(vectors)), places
