@@ -6,7 +6,10 @@
 
 namespace {
 
-constexpr int WIDTH = 32;  // entries of a vector between one and the next: whole lines of the cache
+typedef float F __attribute__((vector_size(32), aligned(4)));
+constexpr int LANES = sizeof(F) / sizeof(float);
+constexpr int WIDTH = 4 * LANES;  // entries of a vector between one and the next: whole lines of the cache
+constexpr int AHEAD = 256;        // entries by which the processor is told
 constexpr int MOST = 33;   // vectors
 
 template <class Work> void split(int64_t size, int64_t threads, Work work) {
@@ -16,17 +19,25 @@ template <class Work> void split(int64_t size, int64_t threads, Work work) {
   for (auto& other : others) other.join();
 }
 
+template <int K> inline __attribute__((always_inline)) void add(const float* const* from, int64_t p, F* lanes) {
+  for (int i = 0; i < K; i++) {
+    __builtin_prefetch(from[i] + p + AHEAD);
+    __builtin_prefetch(from[i] + p + AHEAD + WIDTH / 2);
+    for (int l = 0; l < 4; l++) lanes[l] += *(const F*)(from[i] + p + l * LANES);
+  }
+}
+
 template <int K> float read(const float* const* from, int64_t size, int64_t threads) {
   std::vector<float> sums(threads);
   split(size, threads, [&](int64_t t, int64_t low, int64_t high) {
-    float lanes[WIDTH] = {}, sum = 0;
+    F lanes[4] = {};
+    float sum = 0;
     int64_t p = low;
-    for (; p + WIDTH <= high; p += WIDTH)
-      for (int i = 0; i < K; i++)
-        for (int l = 0; l < WIDTH; l++) lanes[l] += from[i][p + l];
+    for (; p + WIDTH <= high; p += WIDTH) add<K>(from, p, lanes);
     for (; p < high; p++)
       for (int i = 0; i < K; i++) sum += from[i][p];
-    for (float lane : lanes) sum += lane;
+    for (F lane : lanes)
+      for (int l = 0; l < LANES; l++) sum += lane[l];
     sums[t] = sum;
   });
   float total = 0;
@@ -38,10 +49,9 @@ template <int K> void read_write(const float* const* from, float* out, int64_t s
   split(size, threads, [=](int64_t, int64_t low, int64_t high) {
     int64_t p = low;
     for (; p + WIDTH <= high; p += WIDTH) {
-      float lanes[WIDTH] = {};
-      for (int i = 0; i < K; i++)
-        for (int l = 0; l < WIDTH; l++) lanes[l] += from[i][p + l];
-      for (int l = 0; l < WIDTH; l++) out[p + l] = lanes[l];
+      F lanes[4] = {};
+      add<K>(from, p, lanes);
+      for (int l = 0; l < 4; l++) *(F*)(out + p + l * LANES) = lanes[l];
     }
     for (; p < high; p++) {
       float sum = 0;
