@@ -58,10 +58,11 @@ def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
     k = len(rows.plus)
     count = len(blocks.table)
     sums = np.empty((count, k * (k + 1) // 2))
+    edges = array("q", (0, rows.size))
     described = _describe((*rows.plus, *rows.minus))
     start = described.buffer_info()[0]
     done = _loaded().manifoldagg_gram(
-        *(k, start, start + k * VECTOR, count, blocks.address, sums.ctypes.data),
+        *(k, 1, edges.buffer_info()[0], start, start + k * VECTOR, count, blocks.address, sums.ctypes.data),
         _threads(rows, count),
     )
     if not done:
@@ -75,11 +76,13 @@ def combine(
     """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
     k = len(rows.plus)
     count = len(blocks.table)
+    edges = array("q", (0, rows.size))
     described = _describe((*rows.plus, *rows.minus, base, out))
     numbers = array("d", [c for line in coefficients for c in line])
     start = described.buffer_info()[0]
     done = _loaded().manifoldagg_combine(
-        *(k, start, start + k * VECTOR, start + 2 * k * VECTOR, start + (2 * k + 1) * VECTOR),
+        *(k, 1, edges.buffer_info()[0], start, start + k * VECTOR),
+        *(start + 2 * k * VECTOR, start + (2 * k + 1) * VECTOR),
         *(numbers.buffer_info()[0], count, blocks.address, _streams(base, rows, out), _threads(rows, count)),
     )
     if not done:
@@ -149,8 +152,8 @@ def _load(path: Path) -> ctypes.CDLL:
     word = ctypes.c_int64
     address = ctypes.c_void_p
     flag = ctypes.c_bool
-    library.manifoldagg_gram.argtypes = (word, address, address, word, address, address, word)
-    library.manifoldagg_combine.argtypes = (word, *[address] * 5, word, address, flag, word)
+    library.manifoldagg_gram.argtypes = (word, word, *[address] * 3, word, address, address, word)
+    library.manifoldagg_combine.argtypes = (word, word, *[address] * 6, word, address, flag, word)
     library.manifoldagg_gram.restype = library.manifoldagg_combine.restype = flag
     return library
 

@@ -49,6 +49,39 @@ struct Vec { char* data; int64_t stride, dtype; };  // strides in entries; dtype
 struct Rows { int64_t k; const Vec *plus, *minus; };  // minus[i].data is null where nothing is subtracted
 struct Block { int64_t start, stop, segment; };
 
+// Where the tensors of a row are joined: piece i has the entries from edges[i] on, and its description for row j is
+// at j * count + i.
+struct Pieces {
+  int64_t count;
+  const int64_t* edges;
+  // Calls work(piece, start, stop) for each part of [start, stop) that lies in one piece, in order.
+  template <class Work> void runs(int64_t start, int64_t stop, Work work) const {
+    for (int64_t i = std::upper_bound(edges, edges + count, start) - edges - 1; start < stop; i++) {
+      const int64_t end = std::min(stop, edges[i + 1]);
+      if (start < end) work(i, start, end);
+      start = std::max(start, end);
+    }
+  }
+};
+
+constexpr int64_t BYTES[] = {4, 8, 2, 2};
+
+// A piece, as if the vector that it is part of began where this one says entry 0 is.
+Vec from_zero(Vec x, int64_t edge) {
+  if (x.data) x.data -= edge * x.stride * BYTES[x.dtype];
+  return x;
+}
+
+// The rows of one piece.
+struct Part {
+  std::vector<Vec> plus, minus;
+  void add(const Vec& row, const Vec& less, int64_t edge) {
+    plus.push_back(from_zero(row, edge));
+    minus.push_back(from_zero(less, edge));
+  }
+  Rows rows() const { return {int64_t(plus.size()), plus.data(), minus.data()}; }
+};
+
 // Written out where the processor has it in one instruction: compilers make four of a converted vector.
 V wide(F f) {
 #if defined(__AVX__)
@@ -144,10 +177,10 @@ void widen(const Vec& x, int64_t p, int64_t n, double* to) {
     default: return widen<f16>(x, p, n, to);
   }
 }
-void difference(const Rows& rows, int64_t i, int64_t p, int64_t n, double* to, double* scratch) {
-  widen(rows.plus[i], p, n, to);
-  if (rows.minus[i].data == nullptr) return;
-  widen(rows.minus[i], p, n, scratch);
+void difference(const Vec& plus, const Vec& minus, int64_t p, int64_t n, double* to, double* scratch) {
+  widen(plus, p, n, to);
+  if (minus.data == nullptr) return;
+  widen(minus, p, n, scratch);
   for (int64_t l = 0; l < n; l++) to[l] -= scratch[l];
 }
 
@@ -182,8 +215,7 @@ template <class T, int K, bool M> __attribute__((noinline)) void gram_fused(cons
   for (int n = 0; n < K * (K + 1) / 2; n++) sums[n] = lanes(total[n]);
 }
 
-void gram_general(const Rows& rows, Block b, double* sums) {
-  const int64_t k = rows.k;
+void gram_general(int64_t k, const Pieces& pieces, const Vec* plus, const Vec* minus, Block b, double* sums) {
   // Kept from block to block, so that a thread asks for memory once.
   static thread_local std::vector<V> tile, total;
   const int64_t width = TILE / LANES;
@@ -191,11 +223,15 @@ void gram_general(const Rows& rows, Block b, double* sums) {
   total.assign(k * (k + 1) / 2, V{});
   for (int64_t p = b.start; p < b.stop; p += TILE) {
     const int64_t n = std::min<int64_t>(TILE, b.stop - p);
-    for (int64_t i = 0; i < k; i++) {
-      // Zeros behind the last entry, not those of the tile before, so that whole vectors can be summed.
-      if (n < TILE) std::fill_n(&tile[i * width], width, V{});
-      difference(rows, i, p, n, (double*)&tile[i * width], (double*)&tile[k * width]);
-    }
+    // Zeros behind the last entry, not those of the tile before, so that whole vectors can be summed.
+    if (n < TILE) std::fill(tile.begin(), tile.end(), V{});
+    pieces.runs(p, p + n, [&](int64_t piece, int64_t start, int64_t stop) {
+      for (int64_t i = 0; i < k; i++) {
+        const Vec row = plus[i * pieces.count + piece], less = minus[i * pieces.count + piece];
+        const int64_t from = start - pieces.edges[piece];
+        difference(row, less, from, stop - start, (double*)&tile[i * width] + (start - p), (double*)&tile[k * width]);
+      }
+    });
     for (int64_t i = 0, m = 0; i < k; i++)
       for (int64_t j = 0; j <= i; j++, m++) {
         V sum = total[m];
@@ -254,7 +290,7 @@ void combine_general(const Vec& base, const Rows& rows, const double* c, Block b
     else std::fill_n(total, n, 0.0);
     // Row by row, in their order, with one rounding each: the bits of the fast path.
     for (int64_t j = 0; j < rows.k; j++) {
-      difference(rows, j, p, n, row, scratch);
+      difference(rows.plus[j], rows.minus[j], p, n, row, scratch);
       for (int64_t l = 0; l < n; l++) total[l] = __builtin_fma(c[j], row[l], total[l]);
     }
     switch (out.dtype) {
@@ -318,31 +354,52 @@ template <class Work> bool each(int64_t blocks, int64_t threads, Work work) {
 
 }  // namespace
 
+// A row is described piece by piece; row i's pieces lie together. `minus` likewise, and `base` for one row: data null in
+// every piece where there is none. The edges go from 0 to P.
 extern "C" {
 
-bool manifoldagg_gram(int64_t k, const Vec* plus, const Vec* minus, int64_t blocks, const Block* table, double* sums,
-                      int64_t threads) {
-  const Rows rows{k, plus, minus};
+bool manifoldagg_gram(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
+                      int64_t blocks, const Block* table, double* sums, int64_t threads) {
+  const Pieces pieces{count, edges};
   return each(blocks, threads, [&](int64_t b) {
+    const Block& block = table[b];
     double* to = sums + b * (k * (k + 1) / 2);
-    auto fast = [&]<class T, int K, bool M>() { gram_fused<T, K, M>(rows, table[b], to); };
-    if (!fused(rows, fast)) gram_general(rows, table[b], to);
+    bool done = false;
+    pieces.runs(block.start, block.stop, [&](int64_t piece, int64_t start, int64_t stop) {
+      if (start != block.start || stop != block.stop) return;
+      Part part;
+      for (int64_t i = 0; i < k; i++) part.add(plus[i * count + piece], minus[i * count + piece], edges[piece]);
+      const Rows rows = part.rows();
+      auto fast = [&]<class T, int K, bool M>() { gram_fused<T, K, M>(rows, block, to); };
+      done = fused(rows, fast);
+    });
+    if (!done) gram_general(k, pieces, plus, minus, block, to);
   });
 }
 
-bool manifoldagg_combine(int64_t k, const Vec* plus, const Vec* minus, const Vec* base, const Vec* out,
-                         const double* coefficients, int64_t blocks, const Block* table, bool stream,
-                         int64_t threads) {
+bool manifoldagg_combine(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
+                         const Vec* base, const Vec* out, const double* coefficients, int64_t blocks,
+                         const Block* table, bool stream, int64_t threads) {
+  const Pieces pieces{count, edges};
   return each(blocks, threads, [&](int64_t b) {
-    // A row whose coefficient is 0 is not read: a NaN in it must not show.
-    std::vector<Vec> used, less;
-    std::vector<double> c;
-    for (int64_t j = 0; j < k; j++)
-      if (const double x = coefficients[table[b].segment * k + j]; x != 0)
-        used.push_back(plus[j]), less.push_back(minus[j]), c.push_back(x);
-    const Rows rows{int64_t(used.size()), used.data(), less.data()};
-    auto fast = [&]<class T, int K, bool M>() { combine_fused<T, K, M>(*base, rows, c.data(), table[b], *out, stream); };
-    if (!fused(rows, fast, {base, out})) combine_general(*base, rows, c.data(), table[b], *out);
+    pieces.runs(table[b].start, table[b].stop, [&](int64_t piece, int64_t start, int64_t stop) {
+      const Block run{start, stop, table[b].segment};
+      const int64_t edge = edges[piece];
+      Part part;
+      // A row whose coefficient is 0 is not read: a NaN in it must not show.
+      std::vector<double> c;
+      for (int64_t j = 0; j < k; j++)
+        if (const double x = coefficients[run.segment * k + j]; x != 0) {
+          part.add(plus[j * count + piece], minus[j * count + piece], edge);
+          c.push_back(x);
+        }
+      const Rows rows = part.rows();
+      const Vec first = from_zero(base[piece], edge), to = from_zero(out[piece], edge);
+      // An address between two entries' multiples never meets a vector's.
+      const bool past = stream && (uintptr_t)to.data % BYTES[to.dtype] == 0;
+      auto fast = [&]<class T, int K, bool M>() { combine_fused<T, K, M>(first, rows, c.data(), run, to, past); };
+      if (!fused(rows, fast, {&first, &to})) combine_general(first, rows, c.data(), run, to);
+    });
 #if defined(__x86_64__)
     // Streaming stores are weakly ordered: they have to be there before another thread is told that the work is done.
     _mm_sfence();
