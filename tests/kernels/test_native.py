@@ -95,7 +95,9 @@ def test_a_gram_matrix_has_the_same_bits_however_the_rows_are_cut(seed, k, lengt
     minus = subtrahends(seed + 1, pattern, k, size, dtype)
     strides = [2, 1, 3] if strided else None
     whole = grams([[row] for row in rows], [[row] for row in minus], [size])
-    found = grams([cut(row, lengths, strides) for row in rows], [cut(row, lengths) for row in minus], lengths, threads=2)
+    found = grams(
+        [cut(row, lengths, strides) for row in rows], [cut(row, lengths) for row in minus], lengths, threads=2
+    )
     assert np.array_equal(whole.view(np.int64), found.view(np.int64))
 
 
@@ -116,7 +118,9 @@ def test_a_gram_matrix_has_the_same_bits_in_every_dtype_that_holds_the_numbers(s
     assert np.array_equal(whole.view(np.int64), found.view(np.int64))
 
 
-@given(seeds, st.integers(1, 70), st.sampled_from([1, 5, 8, 1000, BLOCK + 9]), st.sampled_from(["none", "one", "mixed"]))
+@given(
+    seeds, st.integers(1, 70), st.sampled_from([1, 5, 8, 1000, BLOCK + 9]), st.sampled_from(["none", "one", "mixed"])
+)
 def test_an_entry_does_not_depend_on_which_rows_are_beside_it(seed, k, size, pattern):
     rows = [[row] for row in draw(seed, k, size, dtype=torch.float32)]
     minus = [[row] for row in subtrahends(seed + 1, pattern, k, size, torch.float32)]
