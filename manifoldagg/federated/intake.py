@@ -4,7 +4,7 @@ import heapq
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
@@ -148,22 +148,21 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
     if not isinstance(payload, Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
     points = _points(form, "points", payload.points, None)
+    count = points.shape[0]
     most = form.checks.max_points
-    if len(points) == 0:
+    if count == 0:
         listed = ", ".join(map(str, ("n", *form.space.shape)))
         raise ArgumentError(f"points: expected ({listed}) with n >= 1, got {tuple(points.shape)}")
-    if len(points) > most:
-        raise ArgumentError(f"points: expected at most {most} control points, got {len(points)}")
+    if count > most:
+        raise ArgumentError(f"points: expected at most {most} control points, got {count}")
     if based != (payload.base is not None):
         expected = "the point that the client started from, which the server has not kept"
         raise ArgumentError(f"base: expected {expected if based else 'none, the server has kept it'}")
-    return replace(
-        payload,
+    return Payload(
         points=points,
         samples=_samples(payload.samples, form.checks.max_samples),
         tensors=_tensors(form, payload.tensors),
         numbers=_numbers(form, payload.numbers),
-        memory=None,
         buffers=_buffers(form, payload.buffers),
         base=_points(form, "base", payload.base) if based else None,
     )
@@ -205,10 +204,17 @@ def _vectors(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
     """Plain dense finite vectors (*batch, *shape), of the server's dtype and on its device."""
     if isinstance(given, Tensor):
         _check_stored(name, given)
-    tensor = check_shape(name, given, *batch, *form.axes).detach().as_subclass(Tensor)
+    tensor = _plain(check_shape(name, given, *batch, *form.axes))
     if tensor.dtype != form.dtype:
         raise ArgumentError(f"{name}: expected {form.dtype}, got {tensor.dtype}")
     return check_finite(name, tensor.to(form.device))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Without a derivative and of no subclass; itself where it is so already."""
+    if type(tensor) is Tensor and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().as_subclass(Tensor)
 
 
 def _samples(given: Any, most: int) -> int:
@@ -257,16 +263,17 @@ def _buffers(form: Form, given: Any) -> dict[str, Tensor]:
 
 def _check_stored(name: str, tensor: Tensor) -> None:
     """Nested tensors have no shape to ask for; freed storage has no values."""
-    if is_transformed([tensor.detach()]):
+    if is_transformed([_plain(tensor)]):
         raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
     if tensor.is_nested:
         raise ArgumentError(f"{name}: expected a dense tensor with values, got a nested one")
     if tensor.layout is not torch.strided or tensor.is_meta:
         what = "on the meta device" if tensor.is_meta else tensor.layout
         raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
-    last = tensor.storage_offset()
-    for n, by in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (n - 1) * by
+    if tensor.is_contiguous():
+        last = tensor.storage_offset() + tensor.numel() - 1
+    else:
+        last = tensor.storage_offset() + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
         raise ArgumentError(f"{name}: expected a dense tensor with values, got one whose storage was freed")
 
@@ -276,7 +283,10 @@ def _check_names(name: str, given: Any, expected: Sequence[str] | Mapping[str, A
     if not isinstance(given, Mapping):
         raise ArgumentError(f"{name}: expected a mapping from names, got {type(given).__name__}")
     names: set[Hashable] = set(given)
-    for problem, odd in (("missing", set(expected) - names), ("unknown", names - set(expected))):
+    wanted = set(expected)
+    if names == wanted:
+        return
+    for problem, odd in (("missing", wanted - names), ("unknown", names - wanted)):
         if odd:
             further = f" and {len(odd) - LISTED} more" if len(odd) > LISTED else ""
             listed = ", ".join(heapq.nsmallest(LISTED, map(_short, odd)))

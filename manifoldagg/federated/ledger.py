@@ -3,9 +3,9 @@
 import math
 import secrets
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,10 @@ from manifoldagg.federated.store import Found, Key, Store
 from manifoldagg.federated.trees import size_of
 from manifoldagg.federated.weights import Weights
 
-__all__ = ["Ledger", "row"]
+__all__ = ["Ledger", "Row", "row"]
+
+Row = dict[str, object]
+"""A line of the history."""
 
 REPORTED = ("cosine", "step", "norm")
 """Which numbers of an outcome a receipt has; the history has all of them."""
@@ -32,18 +35,28 @@ class Ledger:
         store: for versions and client memory.
         max_staleness: of an update.
         recycle: whether the memory of a model that was freed may become that of a later one.
+        history: how many of the latest rows to keep; `None` for all.
     """
 
     def __init__(
-        self, first: Snapshot, weights: Weights, store: Store, *, max_staleness: int | None, recycle: bool
+        self,
+        first: Snapshot,
+        weights: Weights,
+        store: Store,
+        *,
+        max_staleness: int | None,
+        recycle: bool,
+        history: int | None,
     ) -> None:
         if max_staleness is not None:
             check_count("max_staleness", max_staleness, at_least=0)
+        if history is not None:
+            check_count("history", history, at_least=0)
         self.lock = threading.Lock()
         self.now = first
         self.weights = weights
         self.store = store
-        self.history: list[dict[str, object]] = []
+        self.history: deque[Row] = deque(maxlen=history)
         self.refused: Counter[str] = Counter()
         self.tickets: dict[str, Open] = {}
         self.spare: Tensor | None = None
@@ -145,7 +158,7 @@ class Ledger:
 
     def enter(
         self, ticket_id: str, update: Update, after: Snapshot, outcome: Outcome, *, again: bool
-    ) -> Receipt | None:
+    ) -> tuple[Receipt, Row] | None:
         """Enter a step; `None`, and nothing is changed, where clients that joined meanwhile have changed its weight.
 
         Args:
@@ -179,7 +192,7 @@ class Ledger:
             if outcome.memory is not None:
                 self.store.add(key, outcome.memory)
         self.release(before if moved else None, self.tickets.pop(ticket_id).base)
-        return receipt
+        return receipt, line
 
     def refuse(self, error: ManifoldAggError) -> Receipt:
         """Count a refusal by the field that its reason names first."""
@@ -222,7 +235,7 @@ class Ledger:
         }
 
 
-def row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> dict[str, object]:
+def row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> Row:
     """A line of the history: plain Python values under plain names. What a rule calls `buffered` is called `waiting`.
 
     Example:
@@ -231,5 +244,7 @@ def row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, 
     """
     count = numbers.get("buffered", 0)
     waiting = int(count) if math.isfinite(count) else 0
-    line = {"client": client, "samples": samples, **asdict(receipt), "waiting": waiting}
-    return line | {name: value for name, value in numbers.items() if name not in line}
+    line = {"client": client, "samples": samples, **vars(receipt), "waiting": waiting}
+    for name, value in numbers.items():
+        line.setdefault(name, value)
+    return line

@@ -1,10 +1,11 @@
 """The server: one owner of the model, its versions and its clients, for every rule."""
 
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -24,7 +25,7 @@ from manifoldagg.federated.contract import (
 )
 from manifoldagg.federated.dispatch import check_base_dtype, message, rounded
 from manifoldagg.federated.intake import UNLIMITED, Checks, Form, admit, check_start
-from manifoldagg.federated.ledger import Ledger
+from manifoldagg.federated.ledger import Ledger, Row
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.store import Store
@@ -33,6 +34,27 @@ from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
 
 __all__ = ["Server"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_derivatives(call: Callable[P, T]) -> Callable[P, T]:
+    """`call` under `no_grad` and outside of inference mode, whose two decorators cost as much as the books of an update."""
+
+    @wraps(call)
+    def plain(*args: P.args, **named: P.kwargs) -> T:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return plain(*args, **named)
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            return call(*args, **named)
+        finally:
+            torch.set_grad_enabled(before)
+
+    return plain
 
 
 class Server:
@@ -63,6 +85,10 @@ class Server:
             drift is measured from it: it is never quite zero. Flat spaces only; what overflows is kept as it is.
         memory_limit: bytes in memory for older versions and client memory. The oldest go to files, mapped when they are
             needed and removed with their last holder, in the folder `spill` (`None`: the system's temporary one).
+        history: how many of the latest rows `history` keeps; `None` for all.
+        on_update: called with the row of each accepted update, once it is entered: one at a time, in order, in the
+            thread that calls `receive`. It may ask the server for anything that does not wait for the update. What it
+            raises comes out of `receive`, and undoes nothing.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
@@ -81,8 +107,7 @@ class Server:
         'ticket: unknown, or used already'
     """
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @without_derivatives
     def __init__(
         self,
         space: Manifold,
@@ -98,17 +123,22 @@ class Server:
         base_dtype: torch.dtype | None = None,
         memory_limit: int | None = None,
         spill: str | Path | None = None,
+        history: int | None = 10_000,
+        on_update: Callable[[Row], object] | None = None,
     ) -> None:
         first = check_start(space, start)
         tensors, numbers = extras(check_rule(rule))
         checks = UNLIMITED if checks is None else checks
         if not isinstance(checks, Checks):
             raise ArgumentError(f"checks: expected Checks, got {checks!r}")
+        if on_update is not None and not callable(on_update):
+            raise ArgumentError(f"on_update: expected a function of a row, got {on_update!r}")
         kept, policies = of_model(space, carried, buffers)
         sent = tuple(Entry(name, tuple(x.shape), x.dtype) for name, x in kept.items() if policies[name] != "leave")
         self.space = space
         self.rule = rule
         self._averaging = check_averaging(averaging)
+        self._on_update = on_update
         self._base_dtype = check_base_dtype(space, base_dtype, first.dtype)
         self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks)
         self._terms = Terms(space, rule, policies, checks)
@@ -120,10 +150,10 @@ class Server:
             Store(memory_limit, spill),
             max_staleness=max_staleness,
             recycle=averaging is None,
+            history=history,
         )
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @without_derivatives
     def dispatch(self, client: Hashable, *, keep: bool = True) -> Ticket:
         """Send a client to work on the current model.
 
@@ -152,14 +182,14 @@ class Server:
             raise
         return Ticket(ticket_id, now.version, sent)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @without_derivatives
     def receive(self, ticket_id: str, payload: Payload) -> Receipt:
         """Take what a client returns on a ticket. The payload must not be written before this returns.
 
         Returns:
             A receipt. With `accepted=False` its `reason` names the field and nothing has changed. What the rule's own
-            code raises comes out and changes nothing either; what `averaging` raises comes after the update.
+            code raises comes out and changes nothing either; what `averaging` and `on_update` raise comes after the
+            update.
 
         Raises:
             ArgumentError: if it is called from within an update.
@@ -174,13 +204,15 @@ class Server:
                 return books.refuse(error)
         with self._in_turn():
             try:
-                receipt = self._take(ticket_id, brought)
+                receipt, row = self._take(ticket_id, brought)
             except ManifoldAggError as error:
                 with books.lock:
                     return books.refuse(error)
             if self._averaging is not None and not receipt.buffered:
                 self._averaging.update(receipt.version, books.now.current)
             books.spill()
+            if self._on_update is not None:
+                self._on_update(dict(row))
         return receipt
 
     def drop(self, ticket_id: str) -> None:
@@ -226,10 +258,13 @@ class Server:
         return self._ledger.now.version
 
     @property
-    def history(self) -> list[dict[str, object]]:
-        """A flat row, fit for a data frame, for each accepted update: client, samples, receipt, the rule's numbers."""
-        with self._ledger.lock:
-            return [dict(row) for row in self._ledger.history]
+    def history(self) -> list[Row]:
+        """A flat row, fit for a data frame, for each of the latest accepted updates, of which the server keeps `history`.
+
+        A row has the client, its samples, the receipt and the rule's numbers. Nobody waits for the reader.
+        """
+        # A deque is copied in one piece, without the lock.
+        return [dict(row) for row in self._ledger.history.copy()]
 
     @property
     def refused(self) -> dict[str, int]:
@@ -251,12 +286,12 @@ class Server:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Server has locks and tickets that are out: it is not copied or pickled; keep its `model`")
 
-    def _take(self, ticket_id: str, payload: Payload) -> Receipt:
+    def _take(self, ticket_id: str, payload: Payload) -> tuple[Receipt, Row]:
         """One update, in its turn."""
         books = self._ledger
-        receipt = None
+        entered = None
         again = True
-        while receipt is None:
+        while entered is None:
             with books.lock:
                 arrival = books.arrive(ticket_id, payload.samples)
             blank = arrival.spare
@@ -265,13 +300,13 @@ class Server:
                 update = arrival.update(payload)
                 after, outcome = step(self._terms, arrival.snapshot, update, payload.buffers, blank)
                 with books.lock:
-                    receipt = books.enter(ticket_id, update, after, outcome, again=again)
+                    entered = books.enter(ticket_id, update, after, outcome, again=again)
             finally:
                 with books.lock:
                     books.leave(arrival, blank)
             # Clients that join without end must not keep it from ever being taken.
             again = False
-        return receipt
+        return entered
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:

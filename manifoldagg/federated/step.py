@@ -63,7 +63,8 @@ def step(
     # hold nor with models that will be recycled.
     mine = [update.base, before.current, before.state, update.memory, out]
     points, tensors = disjoint((update.points, update.tensors), mine)
-    brought = replace(update, points=points, tensors=tensors)
+    apart = points is update.points and tensors is update.tensors
+    brought = update if apart else replace(update, points=points, tensors=tensors)
     state, outcome = terms.rule.step(terms.space, before.state, brought, out=out)
     numbers = {name: float(value) for name, value in outcome.numbers.items()}
     model = _checked(terms, outcome.model, out)

@@ -62,8 +62,11 @@ def disjoint(tree: Tree, others: Tree) -> Tree:
         >>> disjoint({"mine": x[:1]}, x)["mine"].data_ptr() == x.data_ptr()
         False
     """
+    mine = _storages(tree)
+    if not mine:
+        return tree
     taken = _storages(others).keys()
-    if taken.isdisjoint(_storages(tree)):
+    if taken.isdisjoint(mine):
         return tree
     return replaced(tree, lambda x: x if taken.isdisjoint(_storages(x)) else x.detach().clone())
 
@@ -114,6 +117,8 @@ def widened(tensor: Tensor) -> Tensor:
 
 def _is_sound(tensor: Tensor) -> bool:
     """Whether a tensor of any dtype and layout has finite values only."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
     for part in _parts(tensor.detach()):
         real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
         if real.is_floating_point() and not real.is_meta and not is_finite(widened(real)):
@@ -121,14 +126,17 @@ def _is_sound(tensor: Tensor) -> bool:
     return True
 
 
-def _storages(tree: Tree) -> dict[tuple[torch.device, int], int]:
-    """Where the tensors of a tree lie, and how many bytes there; what has no memory lies nowhere."""
+def _storages(tree: Tree) -> dict[int, int]:
+    """Where the tensors of a tree lie, and how many bytes there; what has no memory lies nowhere.
+
+    Should two devices use one address, what is there is taken for the same.
+    """
     held = {}
     for tensor in tensors(tree):
         for part in (tensor,) if tensor.layout is torch.strided else _parts(tensor):
             storage = part.untyped_storage()
             if address := storage.data_ptr():
-                held[part.device, address] = storage.nbytes()
+                held[address] = storage.nbytes()
     return held
 
 

@@ -200,6 +200,35 @@ def test_dispatch_drop_and_model_do_not_wait_for_arithmetic():
     assert whole(s.model, 1)
 
 
+def test_who_reads_the_history_holds_nobody_up_and_waits_for_nobody():
+    s, _, _, finish = paused()
+    rows = []
+    # Whoever holds the lock, or is in the middle of an update: the reader goes by.
+    with s._ledger.lock:
+        together(1, lambda _: rows.append(s.history))
+    assert rows == [[]]
+    assert finish().version == 1
+    assert len(s.history) == 1
+
+
+@pytest.mark.usefixtures("eager")
+def test_history_is_read_whole_while_it_is_written():
+    s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", history=50)
+
+    def work(i):
+        if i:
+            for _ in range(500):
+                assert s.receive(s.dispatch(i).id, LATER).accepted
+            return
+        while s.version < 1000:
+            seen = [row["version"] for row in s.history]
+            last = seen[-1] if seen else 0
+            assert seen == list(range(max(last - 50, 0) + 1, last + 1))
+
+    together(3, work)
+    assert [row["version"] for row in s.history] == list(range(951, 1001))
+
+
 def test_a_ticket_that_is_dropped_during_its_update_is_dropped():
     s, _, ticket, finish = paused()
     s.drop(ticket.id)
