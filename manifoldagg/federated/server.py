@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def without_derivatives(call: Callable[P, T]) -> Callable[P, T]:
-    """`call` under `no_grad` and outside of inference mode, whose two decorators cost as much as the books of an update."""
+    """`call` under `no_grad` and outside of inference mode; their two decorators would cost as much as the books."""
 
     @wraps(call)
     def plain(*args: P.args, **named: P.kwargs) -> T:
@@ -259,7 +259,7 @@ class Server:
 
     @property
     def history(self) -> list[Row]:
-        """A flat row, fit for a data frame, for each of the latest accepted updates, of which the server keeps `history`.
+        """A flat row, fit for a data frame, for each of the latest accepted updates, at most `history=` of them.
 
         A row has the client, its samples, the receipt and the rule's numbers. Nobody waits for the reader.
         """
