@@ -5,6 +5,7 @@ The weights, products, changes of sign and the least value; and where a function
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from operator import ne
 from typing import Any
@@ -29,7 +30,8 @@ def weights(degree: int, t: Any) -> list[Any]:
         >>> weights(2, 0.5)
         [0.25, 0.5, 0.25]
     """
-    return [math.comb(degree, i) * t**i * (1 - t) ** (degree - i) for i in range(degree + 1)]
+    rest = 1 - t
+    return [count * t**i * rest ** (degree - i) for i, count in enumerate(_binomials(degree))]
 
 
 def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"]:
@@ -66,11 +68,12 @@ def bilinear(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
     """
     p = len(table) - 1
     q = len(table[0]) - 1
+    across = _binomials(q)
     sums: list[Any] = [0.0] * (p + q + 1)
-    for i, row in enumerate(table):
+    for i, (row, down) in enumerate(zip(table, _binomials(p), strict=True)):
         for j, entry in enumerate(row):
-            sums[i + j] += math.comb(p, i) * math.comb(q, j) * entry
-    return [value / math.comb(p + q, m) for m, value in enumerate(sums)]
+            sums[i + j] += down * across[j] * entry
+    return [value / count for value, count in zip(sums, _binomials(p + q), strict=True)]
 
 
 def slopes(coefficients: Sequence[float]) -> list[float]:
@@ -175,6 +178,11 @@ def crossing(
     return torch.where(changes, torch.where(fx.abs() <= fy.abs(), x, y), torch.where(positive, high, low))
 
 
+@lru_cache(maxsize=64)
+def _binomials(n: int) -> tuple[int, ...]:
+    return tuple(math.comb(n, i) for i in range(n + 1))
+
+
 def _halves(coefficients: Sequence[float]) -> tuple[list[float], list[float]]:
     """de Casteljau at 1/2: the coefficients on both halves, the last of one being the first of the other."""
     left = list(coefficients)
@@ -220,6 +228,9 @@ def _evaluate(coefficients: Sequence[float], t: float) -> tuple[float, float]:
     n = len(row) - 1
     rest = 1 - t
     for k in range(n, 1, -1):
+        left = row[0]
         for i in range(k):
-            row[i] = rest * row[i] + t * row[i + 1]
+            right = row[i + 1]
+            row[i] = rest * left + t * right
+            left = right
     return (rest * row[0] + t * row[1], n * (row[1] - row[0])) if n else (row[0], 0.0)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
@@ -83,14 +82,15 @@ def parameter_at_distance_of(inner: Gram, rho: float, overshoot: str = "clamp") 
     unit = [[entry / chord for entry in row] for row in inner]
     # Of what is still ahead, so that the start is positive and a curve that only touches the distance has reached it.
     # Coefficients are as exact as their sizes; where d' vanishes at the place, an ε in them moves s by √ε.
-    ahead = np.subtract(rho * rho, squared_distance(unit)).tolist()
+    square = rho * rho
+    ahead = [square - value for value in squared_distance(unit)]
     end = 1.0
     if ahead[-1] > 0:
         # Not by Bernstein weights past 1: they alternate and grow like (2s)^2n, and their sum would cancel.
         powers = _powers(unit)
         while ahead[-1] > 0:
             end *= 2
-            ahead = [rho * rho - value for value in _stretched(powers, end)]
+            ahead = [square - value for value in _stretched(powers, end)]
             if not math.isfinite(ahead[-1]):
                 raise DivergenceError(f"rho: {rho:g} chords lie beyond what the curve reaches in float64")
     # The first of several places: a curve may leave and come back. Where rounding hides the change it is at the end.
