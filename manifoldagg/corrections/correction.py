@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg.corrections.frame import Frame
-from manifoldagg.corrections.gram import Gram, Matrix
+from manifoldagg.corrections.gram import Gram, Matrix, cancelled
 from manifoldagg.corrections.transport import RUNGS
 from manifoldagg.errors import ArgumentError, check_finite
 from manifoldagg.kernels.rows import is_transformed
@@ -44,9 +44,20 @@ class Corrected:
         r"""$\bar C G \bar C^\top$: of the corrected displacements and the drift."""
         return self.gram.corrected(self.lines)
 
+    def line(self, weights: Any) -> Matrix:
+        r"""$\sum_i w_i C_{ij}$, (k,) or (S, k): a combination of the corrected rows as one of the frame's."""
+        line: Matrix = np.asarray(weights, dtype=object) @ self.lines
+        return line
+
     def combine(self, base: Tensor | None, weights: Any, out: Tensor | None = None) -> Tensor:
         r"""$\mathrm{base} + \sum_i w_i \sum_j C_{ij} r_j$, rounded once."""
-        return self.frame.combine(base, np.asarray(weights, dtype=object) @ self.lines, out=out)
+        return self.frame.combine(base, self.line(weights), out=out)
+
+    def cancelled(self) -> bool:
+        """Whether so little is left of a displacement, of a segment where there are some, that it is rounding."""
+        n = self.gram.displacements
+        left = self.moved.parts[:, :n, :n]
+        return any(cancelled(*pair) for pair in zip(left, self.gram.parts, strict=True))
 
     def displacements(self) -> Float[Tensor, "n P"]:
         r"""The corrected rows, tangent at $\Theta^\tau$, each rounded once to the dtype of the frame's rows."""
@@ -217,7 +228,7 @@ class Composition(Correction):
         done = self.parts[0].apply(frame, states[0], granularity=finest)
         states[0] = done.state
         for i, part in enumerate(self.parts[1:], 1):
-            if part.keeps_state or part.extends(done.frame) or done.moved.cancelled(done.gram):
+            if part.keeps_state or part.extends(done.frame) or done.cancelled():
                 formed = part.apply(done.frame.moved(done.displacements()), states[i], granularity=finest)
                 done = replace(formed, came=done.came)
                 states[i] = done.state

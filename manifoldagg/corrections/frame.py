@@ -1,14 +1,17 @@
 """A frame: the displacements of an update and the drift, as tangent vectors at the current model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg.corrections.gram import Gram, Matrix
+from manifoldagg.corrections.gram import Gram, Matrix, untracked
 from manifoldagg.corrections.transport import RUNGS, Passage, Transport
 from manifoldagg.errors import ArgumentError, check_finite, check_number, check_shape
 from manifoldagg.kernels import combine, gram
@@ -207,11 +210,12 @@ class Frame:
         else:
             inner = self.passage.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             inner = inner if apart else inner.sum(0, keepdim=True)
-        squares = inner.diagonal(dim1=-2, dim2=-1).sum(0)
-        if not squares.isfinite().all():
-            for name, square in zip(self._called(), squares, strict=True):
-                check_number(name, square)
-        return Gram.of(inner, extra=self.extra, segments=tuple(self.segments or ()) if apart else ())
+        found = Gram.of(inner, extra=self.extra, segments=tuple(self.segments or ()) if apart else ())
+        for i in range(len(self.rows)):
+            square = untracked(found.matrix[i, i])
+            if not math.isfinite(square):
+                check_number(self._called()[i], square)
+        return found
 
     def _called(self) -> tuple[str, ...]:
         """What to call the squares of the rows in a message."""
@@ -236,15 +240,18 @@ class Frame:
         """
         if self.passage is not None and base is not None:
             raise ArgumentError("base: expected None on a curved space: a point and a tangent have no sum; use exp")
-        lines = np.asarray(coefficients, dtype=object)
-        segments = None if lines.ndim == 1 or self.segments is None else [*self.segments.values()]
+        given = np.asarray(coefficients, dtype=object)
+        apart = given.ndim == 2
+        lines = given.tolist() if apart else [given.tolist()]
+        segments = [*self.segments.values()] if apart and self.segments is not None else None
         minus = self.minus
         n = self.displacements
-        if self.points and not np.any(lines[..., : n + 1].sum(-1)):
-            lines = lines.copy()
-            lines[..., n] = 0.0
+        # One by one from the first: so mirrored terms cancel to the last digit, as compensated sums need not.
+        if self.points and not any(reduce(add, line[: n + 1]) for line in lines):
+            for line in lines:
+                line[n] = 0.0
             minus = (*(self.rows[n] for _ in range(n + 1)), *minus[n + 1 :])
-        return combine(base, self.rows, lines.tolist(), minus=minus, segments=segments, out=out)
+        return combine(base, self.rows, lines if apart else lines[0], minus=minus, segments=segments, out=out)
 
 
 def require_flat(space: Manifold) -> None:

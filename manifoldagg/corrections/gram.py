@@ -1,8 +1,9 @@
 """A Gram matrix whose rows have names: all that a correction knows of an update."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ class Gram:
         whole: Matrix = self.parts[0] if len(self.parts) == 1 else self.parts.sum(0)
         return whole
 
-    @cached_property
+    @property
     def displacements(self) -> int:
         """n, how many rows are displacements; row n is the drift."""
         return int(self.parts.shape[-1]) - 1 - len(self.extra)
@@ -109,29 +110,52 @@ class Gram:
 
     def identity(self) -> Matrix:
         """The coefficients that leave the displacements as they are: (n, k)."""
-        return np.eye(self.displacements, self.parts.shape[-1], dtype=object)
+        return _identity(self.displacements, self.parts.shape[-1]).copy()
 
     def carried(self, lines: Matrix) -> Matrix:
         r"""$\bar C$, (n + 1, k): corrected displacements, and the drift as it is; (S, n + 1, k) where $C$ is."""
         drift = np.eye(1, lines.shape[-1], self.displacements, dtype=object)
         return np.concatenate([lines, np.broadcast_to(drift, (*lines.shape[:-2], *drift.shape))], axis=-2)
 
+    def among(self, lines: Matrix) -> Matrix:
+        r"""$C G C^\top$, (S, m, m): inner products of m combinations of the rows."""
+        inner: Matrix = lines @ self.parts @ lines.swapaxes(-1, -2)
+        return inner
+
     def corrected(self, lines: Matrix) -> "Gram":
         r"""$\bar C G \bar C^\top$: of the corrected displacements and the drift."""
-        carried = self.carried(lines)
-        return Gram(carried @ self.parts @ carried.swapaxes(-1, -2), (), self.segments)
+        return Gram(self.among(self.carried(lines)), (), self.segments)
 
-    def cancelled(self, came: "Gram") -> bool:
-        """Whether so little is left of a displacement that its inner products are rounding.
+    def reach(self, line: Matrix) -> float:
+        r"""$\sum_j |c_j| \sqrt{G_{jj}}$: the length of this combination of the rows is no more than that.
 
         Args:
-            came: of the rows before they were corrected.
+            line: $c$, numbers: (k,), or (S, k) with those of each segment.
+
+        Example:
+            >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).reach(np.array([1.0, -0.5], dtype=object))
+            4.0
         """
-        # C G Cᵀ adds terms as large as |v|², each rounded: what is left is known to ε of those, not to ε of itself.
-        n = self.displacements
-        left = np.diagonal(self.parts, axis1=-2, axis2=-1)[:, :n]
-        square = np.diagonal(came.parts, axis1=-2, axis2=-1)[:, :n]
-        return not bool((left >= CANCELLED * square).all())
+        parts = [(line, self.matrix)] if line.ndim == 1 else zip(line, self.parts, strict=True)
+        terms = (abs(c) * math.sqrt(inner[j, j]) for row, inner in parts for j, c in enumerate(row) if c != 0)
+        return float(sum(terms))
+
+
+def cancelled(left: Matrix, came: Matrix) -> bool:
+    """Whether so little is left of a displacement that its inner products are rounding.
+
+    Args:
+        left: (n, n) inner products of the corrected displacements, or more rows after them.
+        came: (k, k) of the rows before they were corrected.
+    """
+    # C G Cᵀ adds terms as large as |v|², each rounded: what is left is known to ε of those, not to ε of itself.
+    return not all(left[i, i] >= CANCELLED * came[i, i] for i in range(len(left)))
+
+
+@lru_cache(maxsize=64)
+def _identity(n: int, k: int) -> Matrix:
+    """Never handed out itself: an array can be written."""
+    return np.eye(n, k, dtype=object)
 
 
 def _array(numbers: Any) -> Matrix:

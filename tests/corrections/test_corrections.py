@@ -1,5 +1,8 @@
 """Laws of the corrections, proved on symbolic Gram matrices and tested on numbers."""
 
+import math
+
+import numpy as np
 import pytest
 import sympy
 import torch
@@ -274,3 +277,16 @@ def test_what_overflows_is_refused():
         Position()(
             Flat(1), torch.zeros(1, dtype=half), torch.tensor([-6e4], dtype=half), torch.tensor([[6e4]], dtype=half)
         )
+
+
+def test_no_combination_is_longer_than_its_reach():
+    rows = draw(3, 4, 12)
+    gram = Frame.of(Flat(12), rows[0], rows[1], rows[2:]).gram()
+    for seed in range(20):
+        line = draw(seed, 3).numpy().astype(object)
+        assert math.sqrt(line @ gram.matrix @ line) <= gram.reach(line) * (1 + 1e-14)
+    aligned = Gram.of([[4.0, -2.0], [-2.0, 1.0]])  # v = -2 g
+    assert aligned.reach(np.array([1.0, -3.0], dtype=object)) == 5.0
+    parts = Gram.of([[[4.0, 0.0], [0.0, 9.0]], [[1.0, 0.0], [0.0, math.inf]]])
+    assert parts.reach(np.array([[1.0, 1.0], [1.0, 0.0]], dtype=object)) == 6.0
+    assert parts.reach(np.array([1.0, 1e-3], dtype=object)) == math.inf

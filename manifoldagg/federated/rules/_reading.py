@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.corrections import Corrected, Frame, Gram
-from manifoldagg.corrections.gram import Matrix
+from manifoldagg.corrections.gram import Matrix, cancelled
 from manifoldagg.corrections.transport import RUNGS, log_within_reach
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.contract import Update
@@ -47,11 +47,13 @@ def frame_of(
     Raises:
         ArgumentError: if a point is off the space or out of reach, or a derivative is followed.
     """
-    given = {"base": update.base.detach(), "current": update.current.detach(), "points": update.points.detach()}
+    given = {"base": update.base, "current": update.current, "points": update.points}
     if is_transformed([*given.values()]):
-        raise ArgumentError("update: a server step has no derivative; call it outside of functorch transforms")
+        given = {name: x.detach() for name, x in given.items()}
+        if is_transformed([*given.values()]):
+            raise ArgumentError("update: a server step has no derivative; call it outside of functorch transforms")
+    base, current, points = given.values()
     if space.flat:
-        base, current, points = given.values()
         segments = None
         if tensors:
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(base)} or None
@@ -79,10 +81,10 @@ def moved(corrected: Corrected) -> Matrix:
     Raises:
         ArgumentError: if a row is so long that its square overflows.
     """
-    gram = corrected.moved.whole
-    n = gram.displacements
-    inner = gram.matrix[:n, :n]
-    if gram.cancelled(corrected.gram.whole):
+    parts = corrected.gram.among(corrected.lines)
+    inner: Matrix = parts[0] if len(parts) == 1 else parts.sum(0)
+    n = len(inner)
+    if cancelled(inner, corrected.gram.matrix):
         blank = torch.empty_like(corrected.frame.rows[0], dtype=torch.float64)
         rows = [corrected.frame.combine(None, corrected.lines[..., i, :], out=blank.clone()) for i in range(n)]
         inner = corrected.frame.measure(rows).numpy().astype(object)

@@ -89,7 +89,7 @@ class CurveRule(TangentRule):
         if frame.passage is None:
             s = parameter_at_distance_of(inner.tolist(), rho, self.overshoot)
             line = np.array(weights(n, s)[1:], dtype=object)
-            model = corrected.combine(update.current.detach(), line, out=out)
+            model = corrected.combine(frame.current, line, out=out)
             norm = root(line @ inner @ line)
             numbers |= {"step": s, "norm": norm}
         else:
