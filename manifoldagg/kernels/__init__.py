@@ -1,41 +1,46 @@
 """The two operations that touch the parameters: `gram` reads them, `combine` writes them.
 
-Everything between the two is algebra on a k x k matrix. Rows are tensors or differences of tensors; a
+Everything between the two is algebra on a k x k matrix. Rows are vectors, tuples of tensors, or differences of them; a
 difference is formed in float64, a few entries at a time, and never stored, so that a drift of relative size 1e-4
 keeps its digits. Several backends do the same work: `reference`, `compiled` and `triton`, and `sharded` around them
 for rows of which every rank holds a piece (`DTensor`s, or plain tensors within `across_ranks`).
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from typing import TypeVar, overload
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import reference, sharded, sums
-from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.choice import available_backends, backend, set_backend
+from manifoldagg.kernels import choice, reference, sharded, sums
+from manifoldagg.kernels.choice import available_backends, set_backend
 from manifoldagg.kernels.pieces import across_ranks, guard
 from manifoldagg.kernels.rows import (
+    Line,
     Rows,
     Subtrahend,
+    blocks_of,
     bounds,
     check_coefficients,
-    check_row,
     check_target,
+    fresh,
     is_spread,
     is_transformed,
+    written,
 )
+from manifoldagg.kernels.tensors import Row, Tensors, reals
 
 Coefficients = Sequence[float | Tensor] | Sequence[Sequence[float | Tensor]] | Float[Tensor, "*S k"]
 
-__all__ = ["across_ranks", "available_backends", "combine", "gram", "set_backend"]
+R = TypeVar("R", Tensor, tuple[Tensor, ...])
+
+__all__ = ["Row", "Tensors", "across_ranks", "available_backends", "combine", "gram", "set_backend"]
 
 
 def gram(
-    rows: Float[Tensor, "k P"] | Sequence[Float[Tensor, " P"]],
+    rows: Float[Tensor, "k P"] | Sequence[Row],
     *,
     minus: Subtrahend = None,
     segments: Sequence[int] | None = None,
@@ -45,19 +50,22 @@ def gram(
     $$G^{(s)}_{ij} = \sum_{p \in s} (a_i[p] - b_i[p])\,(a_j[p] - b_j[p])$$
 
     Args:
-        rows: the $a_i$: k vectors of one length P, of any floating dtypes.
-        minus: the $b_i$: `None`, one vector for all rows, or a sequence with one vector or `None` a row.
+        rows: the $a_i$: k rows of P entries of any floating dtypes. A row is a vector, or a tuple of tensors of any
+            shapes, the entries of which are read one tensor after another where they lie; the tuples of a call have
+            the same lengths tensor by tensor.
+        minus: the $b_i$: `None`, one vector for all rows, or a sequence with one row or `None` a row.
         segments: lengths that cut P into S consecutive pieces; `None` is one piece.
 
     Returns:
         (S, k, k) in float64 on the CPU, where the algebra on it is done; exactly symmetric. Differences and
-        products are formed in float64. A row with an entry that is not finite has such a diagonal entry, and leaves
-        those of the others as they are.
+        products are formed in float64; the bits do not depend on how a row is cut into tensors. A row with an entry
+        that is not finite has such a diagonal entry, and leaves those of the others as they are.
 
     Raises:
         ArgumentError: if rows, `minus` or `segments` do not fit one another.
 
-    Cost: every distinct vector is read once from memory; no scratch of size P.
+    Cost: every distinct row is read once from memory; no scratch of size P. Of a tuple's tensors those that do not
+    lie in one piece are copied first.
 
     Example:
         >>> import torch
@@ -65,94 +73,138 @@ def gram(
         tensor([[[25., -8.],
                  [-8.,  4.]]], dtype=torch.float64)
     """
-    spread = is_spread(rows, minus)
-    with guard(rows, minus) if spread else nullcontext():
-        lines = Rows.of(rows, minus)
-        cuts = bounds(segments, lines.size)
-    if spread:
-        return sharded.gram(lines, cuts, backend)
-    if is_transformed(lines.tensors):
+    if is_spread(rows, minus):
+        with guard(rows, minus):
+            lines = Rows.of(rows, minus)
+            cuts = bounds(segments, lines.size)
+        return sharded.gram(lines, cuts, choice)
+    lines = Rows.of(rows, minus)
+    if is_transformed(lines.distinct):
         dense = lines.materialise()
-        squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in cuts]
+        squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in bounds(segments, lines.size)]
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
-    blocks = Blocks.of(cuts)
-    high, _ = sums.fold(backend(lines.tensors).partials(lines, blocks), blocks)
+    blocks = blocks_of(segments, lines.size)
+    high = sums.total(choice.partials(lines, blocks), blocks)
     outside = sums.far(lines, high)
     if outside is not None:
         powers = sums.exponents(lines, blocks, outside)
-        high = sums.restored(high, sums.fold(reference.partials(lines, blocks, -powers), blocks)[0], powers)
+        high = sums.restored(high, sums.total(reference.partials(lines, blocks, -powers), blocks), powers)
     return sums.symmetric(high, len(lines.plus))
 
 
+@overload
 def combine(
-    base: Float[Tensor, " P"] | None,
-    rows: Float[Tensor, "k P"] | Sequence[Float[Tensor, " P"]],
+    base: R,
+    rows: Tensor | Sequence[Row],
     coefficients: Coefficients,
     *,
     minus: Subtrahend = None,
     segments: Sequence[int] | None = None,
-    out: Float[Tensor, " P"] | None = None,
-) -> Float[Tensor, " P"]:
-    r"""A vector plus a linear combination of the rows.
+    out: None = None,
+) -> R: ...
+@overload
+def combine(
+    base: None,
+    rows: Tensor | Sequence[R],
+    coefficients: Coefficients,
+    *,
+    minus: Subtrahend = None,
+    segments: Sequence[int] | None = None,
+    out: None = None,
+) -> R: ...
+@overload
+def combine(
+    base: Row | None,
+    rows: Tensor | Sequence[Row],
+    coefficients: Coefficients,
+    *,
+    minus: Subtrahend = None,
+    segments: Sequence[int] | None = None,
+    out: R,
+) -> R: ...
+def combine(
+    base: Row | None,
+    rows: Float[Tensor, "k P"] | Sequence[Row],
+    coefficients: Coefficients,
+    *,
+    minus: Subtrahend = None,
+    segments: Sequence[int] | None = None,
+    out: Row | None = None,
+) -> Row:
+    r"""A row plus a linear combination of rows.
 
     $$\mathrm{out}[p] = \mathrm{base}[p] + \sum_j c^{(s(p))}_j\,(a_j[p] - b_j[p])$$
 
     Args:
-        base: a vector of length P, or `None` for zero.
+        base: a row, or `None` for zero.
         rows: the $a_j$, as in [`gram`][manifoldagg.kernels.gram].
         coefficients: k numbers, or (S, k) numbers with `segments`. A row whose coefficient is 0 is not read.
-        minus: the $b_j$, as in [`gram`][manifoldagg.kernels.gram].
+        minus: the $b_j$, likewise.
         segments: lengths that cut P into S consecutive pieces; `None` is one piece.
-        out: where to write; it may be `base` or a row itself, but must not overlap one otherwise.
+        out: a row to write into; it may be `base` or another row itself, but must not overlap one otherwise.
 
     Returns:
-        `out`, or a new vector with the dtype of `base` (of the first row without one). The sum is formed
+        `out`, or a new row of the kind, shapes and dtypes of `base` (of the first row without one). The sum is formed
         in float64 and rounded once (by way of float32, as torch does, where the result is bf16 or fp16).
 
     Raises:
         ArgumentError: if the arguments do not fit one another.
 
-    Cost: every vector used is read once and `out` is written once; no scratch of size P.
+    Cost: every row used is read once and `out` is written once; no scratch of size P. Of a tuple's tensors those that
+    do not lie in one piece are copied first.
 
     Example:
         >>> import torch
         >>> combine(torch.ones(2), [torch.tensor([2.0, 4.0])], [0.5], minus=torch.ones(2))
         tensor([1.5000, 2.5000])
     """
-    spread = is_spread(rows, minus, base, out)
-    with guard(rows, minus, base, out) if spread else nullcontext():
-        lines = Rows.of(rows, minus)
+    if is_spread(rows, minus, base, out):
+        with guard(rows, minus, base, out):
+            lines = Rows.of(rows, minus)
+            cuts = bounds(segments, lines.size)
+            start, target = _beside(lines, base, out)
+            factors = check_coefficients(coefficients, len(cuts), len(lines.plus))
+        return sharded.combine(start, lines, factors, cuts, target, choice)
+    lines = Rows.of(rows, minus)
+    start, target = _beside(lines, base, out)
+    involved: list[Line] = [*lines.distinct]
+    if start is not None:
+        involved.append(start)
+    if target is not None:
+        check_target(target, lines, start)
+        involved.append(target)
+    if is_transformed(involved):
         cuts = bounds(segments, lines.size)
-        if base is not None:
-            check_row("base", None, base, like=lines.plus[0])
-        factors = check_coefficients(coefficients, len(cuts), len(lines.plus))
-        if out is not None:
-            check_row("out", None, out, like=lines.plus[0])
-    if spread:
-        return sharded.combine(base, lines, factors, cuts, out, backend)
-    others = [] if base is None else [base]
-    if out is not None:
-        check_target(out, lines, base)
-        others.append(out)
-    dtype = (lines.plus[0] if base is None else base).dtype
-    numbers = [factors] if isinstance(factors, Tensor) else []
-    if is_transformed([*lines.tensors, *numbers, *others]):
-        return _differentiable(base, lines, factors, cuts, out, dtype)
-    target = lines.plus[0].new_empty(lines.size, dtype=dtype) if out is None else out
-    table = factors.tolist() if isinstance(factors, Tensor) else factors
-    backend([*lines.tensors, *others]).combine(base, lines, table, Blocks.of(cuts), target)
-    return target
+        return _differentiable(start, lines, check_coefficients(coefficients, len(cuts), len(lines.plus)), cuts, target)
+    blocks = blocks_of(segments, lines.size)
+    factors = check_coefficients(coefficients, len(blocks.cuts), len(lines.plus))
+    if isinstance(factors, Tensor):
+        if is_transformed((factors,)):
+            return _differentiable(start, lines, factors, blocks.cuts, target)
+        factors = factors.tolist()
+    if out is None or target is None:
+        target = fresh(lines.plus[0] if start is None else start)
+        choice.combine(start, lines, factors, blocks, target)
+        return target
+    choice.combine(start, lines, factors, blocks, target)
+    written(target)
+    return out
+
+
+def _beside(lines: Rows, base: Row | None, out: Row | None) -> tuple[Line | None, Line | None]:
+    """The base and the target, checked."""
+    start = None if base is None else lines.common.line("base", base)
+    return start, None if out is None else lines.common.line("out", out)
 
 
 def _differentiable(
-    base: Tensor | None,
+    base: Line | None,
     lines: Rows,
     factors: Tensor | list[list[float]],
     cuts: Sequence[tuple[int, int]],
-    out: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    out: Line | None,
+) -> Row:
     """Plain torch. A row is left out where its coefficient is the number 0; a tensor's derivative needs the row."""
     if out is not None:
         raise ArgumentError("out: cannot be written into while a derivative is followed; leave it out")
@@ -164,5 +216,9 @@ def _differentiable(
         else:
             used = [j for j, c in enumerate(factors[s]) if c != 0]
             parts.append(dense.new_tensor([factors[s][j] for j in used]) @ dense[used, a:b])
-    total = torch.cat(parts)
-    return (total if base is None else base.double() + total).to(dtype)
+    total = torch.cat(parts) if base is None else reals(base) + torch.cat(parts)
+    like = lines.plus[0] if base is None else base
+    if isinstance(like, Tensor):
+        return total.to(like.dtype)
+    pieces = zip(total.split(like.lengths), like, strict=True)
+    return Tensors(piece.view(tensor.shape).to(tensor.dtype) for piece, tensor in pieces)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Operands:
     width: int
 
     @staticmethod
-    def of(wanted: Sequence[Tensor | None]) -> "Operands":
+    def of(wanted: Sequence[Any]) -> "Operands":
         """Number the tensors, those that appear repeatedly first.
 
         Example:

@@ -1,4 +1,8 @@
-"""Which backend works: asked for by name, by `MANIFOLDAGG_BACKEND`, or the compiled one wherever it can."""
+"""Which backend works: asked for by name, by `MANIFOLDAGG_BACKEND`, or the compiled one wherever it can.
+
+A backend is a module with `partials` and `combine`, which return `None`, and have done nothing, where it cannot read
+the tensors at hand: the reference backend does it then. It gets vectors, and tuples of tensors that lie in one piece.
+"""
 
 import functools
 import importlib
@@ -8,15 +12,16 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_choice
 from manifoldagg.kernels import reference
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.rows import Rows
+from manifoldagg.kernels.rows import Line, Rows
+from manifoldagg.kernels.tensors import Tensors
 
-__all__ = ["available_backends", "backend", "explain", "module", "set_backend"]
+__all__ = ["available_backends", "backend", "combine", "explain", "module", "partials", "set_backend"]
 
 BACKENDS = ("reference", "compiled", "triton")
 AUTOMATIC = "auto"
@@ -67,17 +72,33 @@ def available_backends() -> list[str]:
     return [name for name in BACKENDS if module(name).unavailable() is None]
 
 
-def backend(tensors: Sequence[Tensor]) -> ModuleType:
-    """The backend for these tensors.
+def backend(device: str) -> ModuleType:
+    """The backend for tensors on this kind of device.
 
     Raises:
         ArgumentError: if `MANIFOLDAGG_BACKEND` names one that there is not, or that does not work here.
     """
     name = _asked or _from_environment()
-    if name == AUTOMATIC:
-        name = _best(tensors[0].device.type)
-    chosen = module(name)
-    return chosen if chosen is reference or chosen.takes(tensors) else reference
+    return module(_best(device) if name == AUTOMATIC else name)
+
+
+def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
+    r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64."""
+    rows = rows.contiguous()
+    found: np.ndarray | None = backend(rows.device.type).partials(rows, blocks)
+    return reference.partials(rows, blocks) if found is None else found
+
+
+def combine(base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line) -> None:
+    """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
+    rows = rows.contiguous()
+    start = base.contiguous() if isinstance(base, Tensors) else base
+    target = out.fresh() if isinstance(out, Tensors) and not out.whole else out
+    if backend(rows.device.type).combine(start, rows, coefficients, blocks, target) is None:
+        reference.combine(start, rows, coefficients, blocks, target)
+    if target is not out:
+        for tensor, piece in zip(out, target, strict=True):
+            tensor.copy_(piece)
 
 
 def explain() -> list[tuple[str, str]]:

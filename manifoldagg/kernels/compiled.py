@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +24,14 @@ from torch import Tensor
 
 from manifoldagg._output import whole
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.rows import Rows
+from manifoldagg.kernels.rows import Line, Rows
+from manifoldagg.kernels.tensors import DTYPES, VECTOR, Tensors, edges
 
-__all__ = ["combine", "partials", "takes", "unavailable"]
+__all__ = ["combine", "partials", "unavailable"]
 
 SOURCE = Path(__file__).with_name("native.cpp")
 # No contraction but the fused operations that are written: every processor rounds alike.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 SERIAL = 1 << 17
 """Below so many entries read, starting a thread costs more than it saves."""
 STREAM = 1 << 22
@@ -43,26 +44,20 @@ def unavailable() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def takes(tensors: Sequence[Tensor]) -> bool:
-    """Whether the library can read these tensors of one device: on the CPU, of the four dtypes, plain memory."""
-    if not tensors[0].is_cpu:
-        return False
-    for tensor in tensors:
-        if tensor.dtype not in DTYPES or tensor.is_neg() or (tensor.data_ptr() == 0 and tensor.shape[0] > 0):
-            return False
-    return True
+def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
+    r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
 
-
-def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
-    r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64."""
+    `None` for tensors that are not on the CPU, of another dtype, or no plain memory.
+    """
+    described = _describe(rows, (*rows.plus, *rows.minus))
+    if described is None:
+        return None
     k = len(rows.plus)
+    pieces, edges, start = described[:3]
     count = len(blocks.table)
     sums = np.empty((count, k * (k + 1) // 2))
-    edges = array("q", (0, rows.size))
-    described = _describe((*rows.plus, *rows.minus))
-    start = described.buffer_info()[0]
     done = _loaded().manifoldagg_gram(
-        *(k, 1, edges.buffer_info()[0], start, start + k * VECTOR, count, blocks.address, sums.ctypes.data),
+        *(k, pieces, edges, start, start + k * pieces * VECTOR, count, blocks.address, sums.ctypes.data),
         _threads(rows, count),
     )
     if not done:
@@ -71,48 +66,99 @@ def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
 
 
 def combine(
-    base: Tensor | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Tensor
-) -> Tensor:
-    """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
+    base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line
+) -> Line | None:
+    """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once.
+
+    `None`, and nothing is written, as in `partials`.
+    """
+    described = _describe(rows, (*rows.plus, *rows.minus, base, out))
+    if described is None:
+        return None
     k = len(rows.plus)
+    pieces, edges, start = described[:3]
+    row = pieces * VECTOR
     count = len(blocks.table)
-    edges = array("q", (0, rows.size))
-    described = _describe((*rows.plus, *rows.minus, base, out))
     numbers = array("d", [c for line in coefficients for c in line])
-    start = described.buffer_info()[0]
     done = _loaded().manifoldagg_combine(
-        *(k, 1, edges.buffer_info()[0], start, start + k * VECTOR),
-        *(start + 2 * k * VECTOR, start + (2 * k + 1) * VECTOR),
+        *(k, pieces, edges, start, start + k * row, start + 2 * k * row, start + (2 * k + 1) * row),
         *(numbers.buffer_info()[0], count, blocks.address, _streams(base, rows, out), _threads(rows, count)),
     )
     if not done:
         raise MemoryError("combine: no memory for the scratch of a block")
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
     return out
 
 
-VECTOR = 24
-"""The bytes of a vector's description: address, stride, dtype."""
+NOTHING = (0, 1, 0)
+"""What describes that nothing is subtracted, or added to."""
 
 
-def _describe(vectors: Sequence[Tensor | None]) -> "array[int]":
-    known = {id(None): (0, 1, 0)}
-    numbers: list[int] = []
-    for vector in vectors:
-        if vector is not None and id(vector) not in known:
-            known[id(vector)] = (vector.data_ptr(), vector.stride(0), DTYPES[vector.dtype])
-        numbers += known[id(vector)]
-    return array("q", numbers)
+def _describe(rows: Rows, lines: Sequence[Line | None]) -> tuple[int, int, int, Any] | None:
+    """The number of pieces, the addresses of their edges and of what describes them, and what keeps these there."""
+    if rows.device.type != "cpu":
+        return None
+    if rows.lengths is not None:
+        return _describe_pieces(rows.lengths, lines)
+    known: dict[int, tuple[int, int, int]] = {id(None): NOTHING}
+    numbers: list[int] = [0, rows.size]
+    for line in lines:
+        if id(line) not in known:
+            assert isinstance(line, Tensor)
+            address = line.data_ptr()
+            dtype = DTYPES.get(line.dtype)
+            # Zeros that torch never wrote down have no address.
+            if dtype is None or line.is_neg() or (address == 0 and rows.size > 0):
+                return None
+            known[id(line)] = (address, line.stride(0), dtype)
+        numbers += known[id(line)]
+    memory = array("q", numbers)
+    place = memory.buffer_info()[0]
+    return 1, place, place + 16, memory
 
 
-def _streams(base: Tensor | None, rows: Rows, out: Tensor) -> bool:
-    """Whether to write past the cache: a large, aligned target that is not read."""
-    place = out.data_ptr()
-    size = out.itemsize
-    if out.shape[0] * size < STREAM or place % size != 0:
-        return False
-    return all(row is None or row.data_ptr() != place for row in (*rows.tensors, base))
+def _describe_pieces(lengths: tuple[int, ...], lines: Sequence[Line | None]) -> tuple[int, int, int, Any] | None:
+    borders = edges(lengths)
+    nothing = array("q", NOTHING * len(lengths)).tobytes()
+    tables = []
+    for line in lines:
+        if line is None:
+            tables.append(nothing)
+            continue
+        table = line.table if isinstance(line, Tensors) else _pieces(line, borders)
+        if table is None:
+            return None
+        tables.append(table)
+    memory = array("q", b"".join(tables))
+    return len(lengths), borders.ctypes.data, memory.buffer_info()[0], (memory, borders)
+
+
+def _pieces(vector: Tensor, borders: np.ndarray) -> bytes | None:
+    """A vector beside tuples, described as pieces of the same lengths."""
+    dtype = DTYPES.get(vector.dtype)
+    address = vector.data_ptr()
+    if dtype is None or vector.is_neg() or (address == 0 and borders[-1] > 0):
+        return None
+    step = vector.stride(0)
+    table = np.empty((len(borders) - 1, 3), np.int64)
+    table[:, 0] = address + borders[:-1] * (step * vector.itemsize)
+    table[:, 1] = step
+    table[:, 2] = dtype
+    return table.tobytes()
+
+
+def _streams(base: Line | None, rows: Rows, out: Line) -> bool:
+    """Whether to write past the cache: a large target that is not read."""
+    read = rows.distinct if base is None else (*rows.distinct, base)
+    if isinstance(out, Tensor):
+        if rows.size * out.itemsize < STREAM:
+            return False
+        places = [out.data_ptr()]
+    else:
+        if rows.size * min(dtype.itemsize for dtype in out.dtypes) < STREAM:
+            return False
+        places = [*out.addresses]
+    apart = set(places)
+    return all(apart.isdisjoint((row.data_ptr(),) if isinstance(row, Tensor) else row.addresses) for row in read)
 
 
 def _threads(rows: Rows, blocks: int) -> int:

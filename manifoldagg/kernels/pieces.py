@@ -18,7 +18,8 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.ranks import Ranks
-from manifoldagg.kernels.rows import ACROSS, Rows, flat, is_transformed, meshed
+from manifoldagg.kernels.rows import ACROSS, Line, Rows, Subtrahend, flat, is_transformed, meshed
+from manifoldagg.kernels.tensors import Row
 
 __all__ = ["Cuts", "Piece", "across_ranks", "guard"]
 
@@ -70,7 +71,7 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
 
 
 @contextmanager
-def guard(*groups: Tensor | Sequence[Tensor | None] | None) -> Iterator[Ranks]:
+def guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
     """Around what a rank does before it meets the others: an error in it becomes an error on every rank.
 
     The others would wait for ever; so they raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names
@@ -102,17 +103,17 @@ class Piece:
         counted: for each segment, whether its entries count here: one rank's do where several hold a copy.
         cuts: a digest of what must be the same of the segments on every rank.
         dtypes: a digest of which vectors there are.
-        tensors: the local tensor of each vector, by its `id`.
+        tensors: the local part of each vector, by its `id`.
     """
 
     blocks: Blocks
     counted: tuple[bool, ...]
     cuts: int
     dtypes: int
-    tensors: dict[int, Tensor]
+    tensors: dict[int, Line]
 
     @staticmethod
-    def of(rows: Rows, segments: Cuts, **others: Tensor | None) -> "Piece":
+    def of(rows: Rows, segments: Cuts, **others: Line | None) -> "Piece":
         """The piece of these vectors; `None` among the others is left out.
 
         Raises:
@@ -125,8 +126,8 @@ class Piece:
             raise ArgumentError("rows: derivatives are not followed over ranks; use torch.no_grad(), or detach them")
         return _of_mesh(named, segments) if meshed([*named.values()]) else _of_group(named, segments)
 
-    def here(self, vector: Tensor) -> Tensor:
-        """The local tensor of a vector."""
+    def here(self, vector: Line) -> Line:
+        """The local part of a vector."""
         return self.tensors[id(vector)]
 
     def rows(self, rows: Rows) -> Rows:
@@ -140,7 +141,7 @@ class Piece:
         return {"call": call, **counts, "segments": self.cuts, "dtypes": self.dtypes}
 
 
-def _of_group(named: dict[str, Tensor], segments: Cuts) -> Piece:
+def _of_group(named: dict[str, Line], segments: Cuts) -> Piece:
     group, copies = ACROSS.get() or (None, ())
     if copies and copies[-1] >= len(segments):
         raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {copies[-1]}")
@@ -166,7 +167,7 @@ def _of_mesh(named: dict[str, Any], segments: Cuts) -> Piece:
             stop = min(stop, begin + (index + 1) * width)
         else:
             original = original and index == 0
-    tensors = {}
+    tensors: dict[int, Line] = {}
     for name, vector in named.items():
         tensors[id(vector)] = local = _to_local(vector)
         if local.shape[0] != stop - start:
@@ -200,5 +201,6 @@ def _digest(integers: Iterable[int] | Cuts) -> int:
     return zlib.crc32(np.array([*integers], np.int64).tobytes())
 
 
-def _dtypes(named: dict[str, Tensor]) -> int:
-    return zlib.crc32(str([(name, vector.dtype) for name, vector in named.items()]).encode())
+def _dtypes(named: dict[str, Line]) -> int:
+    dtypes = [(name, *(tensor.dtype for tensor in flat((vector,)))) for name, vector in named.items()]
+    return zlib.crc32(str(dtypes).encode())

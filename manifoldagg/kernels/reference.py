@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from manifoldagg.kernels.blocks import BLOCK, Blocks
-from manifoldagg.kernels.rows import Rows
+from manifoldagg.kernels.rows import Line, Rows
+from manifoldagg.kernels.tensors import Tensors, edges, overlaps
 
 __all__ = ["combine", "partials", "unavailable"]
 
@@ -46,21 +47,19 @@ def partials(rows: Rows, blocks: Blocks, scales: np.ndarray | None = None) -> np
 
 
 @torch.no_grad()
-def combine(
-    base: Tensor | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Tensor
-) -> Tensor:
+def combine(base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line) -> Line:
     """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
     lines = _Lines(rows, blocks, 2)
-    starts = None if base is None else base.split(lines.widths)
-    targets = out.split(lines.widths)
+    first = None if base is None else lines.cut(base)
+    target = lines.cut(out)
     for b, segment in lines:
         total, line = lines.each
-        total.zero_() if starts is None else total.copy_(starts[b])
+        total.zero_() if first is None else lines.load(first, b, total)
         for j, c in enumerate(coefficients[segment]):
             if c != 0:
                 lines.read(b, j, line)
                 total.add_(line, alpha=c)
-        targets[b].copy_(total)
+        lines.store(total, b, target)
     return out
 
 
@@ -77,11 +76,13 @@ class _Lines:
 
     def __init__(self, rows: Rows, blocks: Blocks, count: int) -> None:
         self.segments = blocks.table[:, 2].tolist()
-        self.widths: list[int] = (blocks.table[:, 1] - blocks.table[:, 0]).tolist()
-        self.views = {id(row): row.split(self.widths) for row in rows.tensors}
+        self.borders = blocks.table[:, :2].tolist()
+        self.widths: list[int] = [stop - start for start, stop in self.borders]
+        self.pieces = None if rows.lengths is None else edges(rows.lengths).tolist()
+        self.views = {id(row): self.cut(row) for row in rows.distinct}
         self.rows = rows
-        self.memory = rows.plus[0].new_empty((count + 1, BLOCK), dtype=torch.float64)
-        self.held: Tensor | None = None
+        self.memory = torch.empty((count + 1, BLOCK), dtype=torch.float64, device=rows.device)
+        self.held: tuple[Line, int] | None = None
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Each block and its segment."""
@@ -94,15 +95,40 @@ class _Lines:
                 *self.each, self.less = self.memory[:, :width]
                 self.factors = self.memory[:-1, :whole].view(len(self.each), -1, PART).transpose(0, 1)
                 before = width
+            if self.pieces is not None:
+                self.parts = overlaps(self.pieces, *self.borders[b])
             yield b, segment
+
+    def cut(self, row: Line) -> Sequence[Tensor]:
+        """A vector block by block, or the tensors as vectors."""
+        return row.split(self.widths) if isinstance(row, Tensor) else Tensors(tensor.view(-1) for tensor in row)
+
+    def load(self, row: Sequence[Tensor], b: int, line: Tensor) -> None:
+        """Block b of a row that was cut, into a line."""
+        if not isinstance(row, Tensors):
+            line.copy_(row[b])
+            return
+        at = 0
+        for i, start, stop in self.parts:
+            line[at : at + stop - start].copy_(row[i][start:stop])
+            at += stop - start
+
+    def store(self, line: Tensor, b: int, row: Sequence[Tensor]) -> None:
+        """A line into block b of a row that was cut."""
+        if not isinstance(row, Tensors):
+            row[b].copy_(line)
+            return
+        at = 0
+        for i, start, stop in self.parts:
+            row[i][start:stop].copy_(line[at : at + stop - start])
+            at += stop - start
 
     def read(self, b: int, j: int, line: Tensor) -> None:
         """Block b of row j, in float64, into a line; `less` holds what was subtracted last."""
-        line.copy_(self.views[id(self.rows.plus[j])][b])
+        self.load(self.views[id(self.rows.plus[j])], b, line)
         if (minus := self.rows.minus[j]) is None:
             return
-        view = self.views[id(minus)][b]
-        if view is not self.held:
-            self.held = view
-            self.less.copy_(view)
+        if self.held is None or self.held[0] is not minus or self.held[1] != b:
+            self.held = (minus, b)
+            self.load(self.views[id(minus)], b, self.less)
         line.sub_(self.less)

@@ -1,10 +1,12 @@
-"""Rows: the tensors, or differences of tensors that are never stored, on which the kernels work; their checks."""
+"""Rows: the vectors, or differences of vectors that are never stored, on which the kernels work; their checks."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from functools import lru_cache
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -14,43 +16,136 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.kernels.blocks import Blocks
+from manifoldagg.kernels.tensors import Row, Tensors, edges, reals
 
 __all__ = [
     "ACROSS",
+    "Common",
+    "Line",
     "Rows",
     "Subtrahend",
+    "blocks_of",
     "bounds",
     "check_coefficients",
-    "check_row",
     "check_target",
     "flat",
+    "fresh",
     "is_spread",
     "is_transformed",
     "meshed",
+    "written",
 ]
 
-Subtrahend = Tensor | Sequence[Tensor | None] | None
+Subtrahend = Tensor | Sequence[Row | None] | None
+Line = Tensor | Tensors
+"""A row that was checked."""
 ACROSS: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = ContextVar("across", default=None)
 """The group of `across_ranks` and its replicated segments, within it."""
+
+_followed = attrgetter("requires_grad")
+
+
+class Common:
+    """What all rows of a call have in common; the first one says it.
+
+    Attributes:
+        shape: (P,).
+        device: on which the rows are.
+        lengths: of the tensors of those that are tuples; `None` as long as there is none.
+    """
+
+    __slots__ = ("device", "lengths", "shape")
+
+    def __init__(self) -> None:
+        self.shape: torch.Size | None = None
+        self.device: torch.device | None = None
+        self.lengths: tuple[int, ...] | None = None
+
+    def line(self, name: str, row: Any) -> Line:
+        """A row, if it is one beside those before; the next ones then have to fit it, too.
+
+        Raises:
+            ArgumentError: naming the row, or the tensor in it.
+        """
+        if isinstance(row, Tensor):
+            if self.shape is None and row.ndim == 1 and not row.is_meta:
+                self.shape = row.shape
+                self.device = row.device
+            fits = row.shape == self.shape and row.device == self.device
+            if fits and row.dtype.is_floating_point and row.layout is torch.strided:
+                return row
+        elif isinstance(row, tuple) and row:
+            line = row if isinstance(row, Tensors) else Tensors(row)
+            if self._fits(line):
+                self.lengths = line.lengths
+                return line
+        raise ArgumentError(f"{name}{self._fault(row)}")
+
+    def _fits(self, line: Tensors) -> bool:
+        try:
+            size = sum(line.lengths)
+            kinds = line.kinds
+        except (TypeError, AttributeError):  # not of a tensor
+            return False
+        if self.shape is None and not line[0].is_meta:
+            self.shape = torch.Size((size,))
+            self.device = line[0].device
+        if (size,) != self.shape or self.lengths not in (None, line.lengths) or meshed(line):
+            return False
+        return all(
+            dtype.is_floating_point and layout is torch.strided and device == self.device
+            for dtype, layout, device in kinds
+        )
+
+    def _fault(self, row: Any) -> str:
+        """What is wrong with a row, or with the first tensor in it with which something is."""
+        if not isinstance(row, tuple):
+            fault = _fault(row, self.device)
+            real = isinstance(row, Tensor) and row.dtype.is_floating_point
+            if real and (row.ndim != 1 or self.shape not in (None, row.shape)):
+                expected = "one dimension" if self.shape is None else f"({self.shape[0]},)"
+                fault = f"expected shape {expected}, got {tuple(row.shape)}"
+            return f": {fault}"
+        if not row:
+            return ": expected at least one tensor, got an empty tuple"
+        lengths = self.lengths
+        if lengths is not None and len(lengths) != len(row):
+            return f": expected {len(lengths)} tensors, got {len(row)}"
+        for i, tensor in enumerate(row):
+            fault = _fault(tensor, self.device)
+            if fault is None and meshed((tensor,)):
+                fault = "expected a plain tensor, got a DTensor, of which whole vectors alone may be"
+            if fault is None and lengths is not None and tensor.numel() != lengths[i]:
+                fault = f"expected {lengths[i]} entries, got {tensor.numel()}"
+            if fault is not None:
+                return f"[{i}]: {fault}"
+        assert self.shape is not None  # a first row of which each tensor is in order fits
+        return f": expected {self.shape[0]} entries, got {sum(tensor.numel() for tensor in row)}"
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """k vectors of length P: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
+    """k rows of P entries: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
 
-    `tensors` are all that are involved, each once.
+    Attributes:
+        plus: vectors, or tensors that all have the same lengths.
+        minus: likewise.
+        distinct: all that are involved, each once.
+        common: what they have in common.
     """
 
-    plus: tuple[Tensor, ...]
-    minus: tuple[Tensor | None, ...]
-    tensors: tuple[Tensor, ...]
+    plus: tuple[Line, ...]
+    minus: tuple[Line | None, ...]
+    distinct: tuple[Line, ...]
+    common: Common
 
     @staticmethod
-    def of(rows: Tensor | Sequence[Tensor], minus: Subtrahend = None) -> "Rows":
-        """Check and pair `rows` with `minus`: one tensor for all rows, or one (or `None`) for each.
+    def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Rows":
+        """Check and pair `rows` with `minus`: one vector for all rows, or one row (or `None`) for each.
 
         Raises:
-            ArgumentError: if a row is no floating vector, or lengths or devices differ.
+            ArgumentError: if a row is no floating vector nor a tuple of floating tensors, or lengths or devices differ.
         """
         if isinstance(rows, Tensor) and rows.ndim != 2:
             raise ArgumentError(f"rows: expected shape (k, P), got {tuple(rows.shape)}")
@@ -60,60 +155,107 @@ class Rows:
             raise ArgumentError("rows: expected at least one row, got none")
         if len(less) != len(plus):
             raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(less)}")
-        distinct: dict[int, Tensor] = {}
-        for name, group in (("rows", plus), ("minus", less)):
-            for i, row in enumerate(group):
-                if not (row is None and name == "minus") and id(row) not in distinct:
-                    check_row(name, i, row, like=plus[0])
-                    distinct[id(row)] = row
-        return Rows(plus, less, tuple(distinct.values()))
+        common = Common()
+        lines: dict[int, Line] = {}
+        for i, row in enumerate(plus):
+            if id(row) not in lines:
+                lines[id(row)] = common.line(f"rows[{i}]", row)
+        for i, row in enumerate(less):
+            if row is not None and id(row) not in lines:
+                lines[id(row)] = common.line(f"minus[{i}]", row)
+        return Rows(
+            tuple([lines[id(row)] for row in plus]),
+            tuple([None if row is None else lines[id(row)] for row in less]),
+            tuple(lines.values()),
+            common,
+        )
 
     @property
     def size(self) -> int:
-        """P, the length of a row."""
-        return self.plus[0].shape[0]
+        """P, the number of entries of a row."""
+        assert self.common.shape is not None
+        return self.common.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """On which the rows are."""
+        assert self.common.device is not None
+        return self.common.device
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Of the tensors of the rows that are tuples; `None` where all rows of the call are vectors."""
+        return self.common.lengths
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes that occur."""
+        found: set[torch.dtype] = set()
+        for row in self.distinct:
+            found |= {row.dtype} if isinstance(row, Tensor) else row.dtypes
+        return found
 
     def materialise(self) -> Tensor:
         """The rows as one float64 tensor (k, P): plain torch, so that every transform sees through it."""
         return torch.stack(
-            [a.double() if b is None else a.double() - b.double() for a, b in zip(self.plus, self.minus, strict=True)]
+            [reals(a) if b is None else reals(a) - reals(b) for a, b in zip(self.plus, self.minus, strict=True)]
+        )
+
+    def contiguous(self) -> "Rows":
+        """These rows, tensors that do not lie in one piece replaced by copies."""
+        if self.lengths is None or all(isinstance(row, Tensor) or row.whole for row in self.distinct):
+            return self
+        lines = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
+        return Rows(
+            tuple([lines[id(row)] for row in self.plus]),
+            tuple([None if row is None else lines[id(row)] for row in self.minus]),
+            tuple(lines.values()),
+            self.common,
         )
 
 
-def check_row(name: str, index: int | None, row: Tensor, *, like: Tensor) -> None:
-    """A floating vector with the length and device of `like`, which is itself one, or this row.
-
-    Raises:
-        ArgumentError: naming the row.
-    """
-    if isinstance(row, Tensor) and row.dtype.is_floating_point and row.layout is torch.strided:
-        if row is like:
-            if row.ndim == 1 and not row.is_meta:
-                return
-        elif row.shape == like.shape and row.device == like.device:
-            return
-    name = name if index is None else f"{name}[{index}]"
-    if not isinstance(row, Tensor) or not row.dtype.is_floating_point:
-        kind = row.dtype if isinstance(row, Tensor) else type(row).__name__
-        raise ArgumentError(f"{name}: expected a tensor of a floating dtype, got {kind}")
-    if row.ndim != 1 or row.shape != like.shape:
-        expected = f"({like.shape[0]},)" if like.ndim == 1 else "one dimension"
-        raise ArgumentError(f"{name}: expected shape {expected}, got {tuple(row.shape)}")
-    if row.layout is not torch.strided or row.is_meta:
-        raise ArgumentError(f"{name}: expected a dense tensor with values, got {row.layout} on {row.device}")
-    raise ArgumentError(f"{name}: expected device {like.device}, got {row.device}")
+def _fault(tensor: Any, device: torch.device | None) -> str | None:
+    if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        return f"expected a tensor of a floating dtype, got {kind}"
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return f"expected a dense tensor with values, got {tensor.layout} on {tensor.device}"
+    return f"expected device {device}, got {tensor.device}" if device not in (None, tensor.device) else None
 
 
-def check_target(out: Tensor, rows: Rows, base: Tensor | None) -> None:
+def fresh(like: Line) -> Line:
+    """A row like this one, not yet written."""
+    if isinstance(like, Tensors):
+        return like.fresh()
+    return torch.empty_like(like.detach(), memory_format=torch.contiguous_format)
+
+
+OVERLAP = "out: expected base or a row itself, or memory apart from theirs; got an overlap"
+
+
+def written(out: Line) -> None:
+    """Say that `out` was written behind torch's back: a derivative that saved it must notice."""
+    tensors = [tensor for tensor in flat((out,)) if not tensor.is_inference()]
+    if tensors:
+        torch.autograd.graph.increment_version(tensors)
+
+
+def check_target(out: Line, rows: Rows, base: Line | None) -> None:
     """`out`, a row, is apart from what is read, or the same entries.
 
     Raises:
         ArgumentError: if it shares a part of its memory with itself or what is read.
     """
+    read = rows.distinct if base is None else (*rows.distinct, base)
+    if rows.lengths is not None:
+        _check_pieces(out, read, rows.lengths)
+        return
+    assert isinstance(out, Tensor)
     if out.shape[0] > 1 and out.stride(0) == 0:
         raise ArgumentError("out: expected entries with memory of their own, got an expanded tensor")
     low, high, stride = _span(out)
-    for row in rows.tensors if base is None else (*rows.tensors, base):
+    for row in read:
+        assert isinstance(row, Tensor)
         if row is out or row.data_ptr() >= high:
             continue
         start, stop, step = _span(row)
@@ -121,7 +263,68 @@ def check_target(out: Tensor, rows: Rows, base: Tensor | None) -> None:
             continue
         gap = (start - low) % stride
         if step != stride or not out.itemsize <= gap <= stride - row.itemsize:  # else between its entries
-            raise ArgumentError("out: expected base or a row itself, or memory apart from theirs; got an overlap")
+            raise ArgumentError(OVERLAP)
+
+
+def blocks_of(segments: Sequence[int] | None, size: int) -> Blocks:
+    """The blocks of `segments`, which are lengths that sum to `size`; `None` is one segment.
+
+    Raises:
+        ArgumentError: if the lengths do not sum to `size`.
+    """
+    if segments is None:
+        return Blocks.of(((0, size),))
+    if isinstance(segments, list | tuple) and set(map(type, segments)) <= {int}:
+        return _blocks_of(tuple(segments), size)
+    return Blocks.of(bounds(segments, size))
+
+
+@lru_cache(maxsize=64)
+def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
+    """Kept, as checks and borders of some hundred segments take longer than the step of a small model."""
+    return Blocks.of(bounds(segments, size))
+
+
+def _check_pieces(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> None:
+    """`check_target` where rows are tensors, or vectors seen as such: each is apart from the others, or the same."""
+    starts, stops, dtypes = _places(out, lengths)
+    order = np.argsort(starts, kind="stable")
+    order = order[stops[order] > starts[order]]  # tensors without entries are nowhere
+    low = starts[order]
+    high = stops[order]
+    if (high[:-1] > low[1:]).any() or any(_is_expanded(tensor) for tensor in flat((out,))):
+        raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
+    for row in read:
+        if row is out or len(order) == 0:
+            continue
+        begin, end, kinds = _places(row, lengths)
+        # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
+        first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
+        met = np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin))
+        for piece in met.tolist():
+            i = order[first[piece]]
+            same = i == piece and starts[i] == begin[piece] and stops[i] == end[piece] and dtypes[i] == kinds[i]
+            if not same:
+                raise ArgumentError(OVERLAP)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and any(
+        step == 0 < n - 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _places(row: Line, lengths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, Sequence[torch.dtype]]:
+    """Between which addresses the entries of each piece of a row lie; and their dtypes."""
+    if isinstance(row, Tensors):
+        starts, stops = row.spans
+        return starts, stops, [tensor.dtype for tensor in row]
+    borders = edges(lengths)
+    item = row.itemsize
+    step = row.stride(0) * item
+    starts = row.data_ptr() + borders[:-1] * step
+    stops = np.where(borders[1:] > borders[:-1], row.data_ptr() + (borders[1:] - 1) * step + item, starts)
+    return starts, stops, [row.dtype] * len(lengths)
 
 
 def bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
@@ -175,8 +378,8 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
     return factors
 
 
-def is_transformed(tensors: Sequence[Tensor]) -> bool:
-    """Whether a derivative or a functorch transform follows any of `tensors`.
+def is_transformed(tensors: Iterable[Row]) -> bool:
+    """Whether a derivative or a functorch transform follows any of `tensors`, vectors or tuples of them.
 
     The fused kernels are inference-only: a custom operator would hand a transform silent zeros, so such
     calls take the plain torch path. So do calls that `torch.compile` traces, which sees through nothing else.
@@ -185,12 +388,12 @@ def is_transformed(tensors: Sequence[Tensor]) -> bool:
         return True
     if torch.is_grad_enabled():
         for row in tensors:
-            if row.requires_grad:
+            if row.requires_grad if isinstance(row, Tensor) else any(map(_followed, row)):
                 return True
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(row).tangent is not None for row in tensors):
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(row).tangent is not None for row in flat(tensors)):
         return True
     within = torch._C._functorch.peek_interpreter_stack() is not None
-    return within and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in tensors)
+    return within and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in flat(tensors))
 
 
 def is_spread(*groups: Subtrahend) -> bool:
@@ -205,8 +408,12 @@ def meshed(groups: Iterable[Any]) -> list[Any]:
 
 
 def flat(groups: Iterable[Any]) -> Iterator[Any]:
-    """Tensors and sequences of them, one by one."""
-    return chain.from_iterable(group if isinstance(group, Sequence) else (group,) for group in groups)
+    """Tensors, and those in sequences of tensors and of tuples of tensors, one by one."""
+    for group in groups:
+        if isinstance(group, Sequence):
+            yield from flat(group)
+        else:
+            yield group
 
 
 def _listed(name: str, vectors: Any) -> tuple[Any, ...]:

@@ -23,31 +23,29 @@ from torch import Tensor
 from manifoldagg.kernels import reference, sums
 from manifoldagg.kernels.pieces import Cuts, Piece, guard
 from manifoldagg.kernels.ranks import Ranks
-from manifoldagg.kernels.rows import Rows, check_target
+from manifoldagg.kernels.rows import Line, Rows, check_target, fresh, written
 
 __all__ = ["combine", "gram"]
 
 GRAM, RESCALED, COMBINE = range(3)
 
-Backend = Callable[[Sequence[Tensor]], Any]
 
-
-def gram(rows: Rows, segments: Cuts, backend: Backend) -> Tensor:
+def gram(rows: Rows, segments: Cuts, backend: Any) -> Tensor:
     """The Gram matrices (S, k, k) of rows of which this rank holds a piece; the same bits on every rank.
 
     Args:
         rows: pieces, or vectors that are `DTensor`s, all `Shard(0)` or replicated alike in each dimension of a mesh.
         segments: start and stop of each: in the piece, but in the whole vector if that is a `DTensor`.
-        backend: the module that works on given local tensors.
+        backend: what has `partials` and `combine`, for local rows.
 
     Raises:
         ArgumentError: on every rank, if the rows of one cannot be used or the ranks disagree.
     """
-    with guard(rows.tensors) as ranks:
+    with guard(rows.distinct) as ranks:
         piece = Piece.of(rows, segments)
         lines = piece.rows(rows)
     k = len(rows.plus)
-    high = _total(ranks, piece, k, GRAM, lambda: backend(lines.tensors).partials(lines, piece.blocks))
+    high = _total(ranks, piece, k, GRAM, lambda: backend.partials(lines, piece.blocks))
     outside = sums.far(rows, high)  # the same on every rank, as dtypes and sums are
     if outside is None:
         return sums.symmetric(high, k)
@@ -62,13 +60,13 @@ def gram(rows: Rows, segments: Cuts, backend: Backend) -> Tensor:
 
 
 def combine(
-    base: Tensor | None,
+    base: Line | None,
     rows: Rows,
     coefficients: Tensor | Sequence[Sequence[float]],
     segments: Cuts,
-    out: Tensor | None,
-    backend: Backend,
-) -> Tensor:
+    out: Line | None,
+    backend: Any,
+) -> Line:
     """The linear combination with the coefficients of rank 0, written into the piece of `out` that is here.
 
     Args:
@@ -76,7 +74,7 @@ def combine(
         rows: as in `gram`.
         coefficients: (S, k); every rank uses those of rank 0, or of the first of a mesh.
         segments: as in `gram`.
-        out: held like the rows; `None` for a new one, with the dtype of `base`, or else of the first row.
+        out: held like the rows; `None` for a new one, of the kind and dtypes of `base`, or else of the first row.
         backend: as in `gram`.
 
     Returns:
@@ -86,10 +84,9 @@ def combine(
         ArgumentError: on every rank, before anything is written, if the arguments of one cannot be used.
     """
     k = len(rows.plus)
-    with guard(rows.tensors) as ranks:
+    with guard(rows.distinct) as ranks:
         if out is None:
-            dtype = (rows.plus[0] if base is None else base).dtype
-            out = torch.empty_like(rows.plus[0].detach(), dtype=dtype, memory_format=torch.contiguous_format)
+            out = fresh(rows.plus[0] if base is None else base)
         piece = Piece.of(rows, segments, base=base, out=out)
         lines = piece.rows(rows)
         target = piece.here(out)
@@ -99,9 +96,9 @@ def combine(
         own = np.array(listed, np.float64).reshape(len(segments), k)
     shared = ranks.exchange(piece.terms(COMBINE, k), own)[0].tolist()
     if len(piece.blocks.table) > 0:
-        local = backend([*piece.tensors.values()])
         with torch.no_grad():
-            local.combine(start, lines, shared, piece.blocks, target)
+            backend.combine(start, lines, shared, piece.blocks, target)
+        written(target)
     return out
 
 

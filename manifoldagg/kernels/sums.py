@@ -18,8 +18,9 @@ from torch import Tensor
 
 from manifoldagg.kernels.blocks import BLOCK, Blocks
 from manifoldagg.kernels.rows import Rows
+from manifoldagg.kernels.tensors import reals
 
-__all__ = ["exponents", "far", "fold", "restored", "symmetric", "two_sum"]
+__all__ = ["exponents", "far", "fold", "restored", "symmetric", "total", "two_sum"]
 
 Pair = tuple[np.ndarray, np.ndarray] | np.ndarray
 
@@ -56,6 +57,14 @@ def fold(partials: np.ndarray, blocks: Blocks) -> np.ndarray:
     return total
 
 
+def total(partials: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """The sums over the blocks of each segment, rounded once: (S, n)."""
+    if len(partials) == len(blocks.cuts) == 1:
+        return partials
+    high: np.ndarray = fold(partials, blocks)[0]
+    return high
+
+
 def two_sum(a: Pair, b: Pair) -> Pair:
     """The sum of two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0. It may warn of infinities."""
     high = a[0] + b[0]
@@ -80,13 +89,16 @@ def far(rows: Rows, sums: np.ndarray) -> np.ndarray | None:
     """
     k = len(rows.plus)
     # Of float32 and narrower the least magnitude is 2^-149 and the largest below 2^128: all squares fit.
-    if all(row.dtype != torch.float64 for row in rows.tensors):
+    if torch.float64 not in rows.dtypes:
         return None
-    squares = sums[:, np.cumsum(np.arange(1, k + 1)) - 1]
+    squares = sums[:, _places(k).diagonal()]
+    # Negated, so that a NaN, which is in no range, is outside.
+    outside: np.ndarray = ~((squares >= SMALLEST) & (squares <= LARGEST))
+    if not outside.any():
+        return None
     # Differences of a vector from itself are 0 and need no second look; other zeros are found by `exponents`.
     zero = [plus is minus for plus, minus in zip(rows.plus, rows.minus, strict=True)]
-    # Negated, so that a NaN, which is in no range, is outside.
-    outside: np.ndarray = ~((squares >= SMALLEST) & (squares <= LARGEST) | np.array(zero))
+    outside &= ~np.array(zero)
     return outside if outside.any() else None
 
 
@@ -130,7 +142,7 @@ def _largest(rows: Rows, i: int, start: int, stop: int) -> float:
     found = [0.0]
     minus = rows.minus[i]
     for low in range(start, stop, BLOCK):
-        window = slice(low, min(low + BLOCK, stop))
-        line = rows.plus[i][window].double()
-        found.append((line if minus is None else line - minus[window].double()).abs().max().item())
+        window = (low, min(low + BLOCK, stop))
+        line = reals(rows.plus[i], *window)
+        found.append((line if minus is None else line - reals(minus, *window)).abs().max().item())
     return float(np.max(found))

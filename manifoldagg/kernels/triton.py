@@ -25,10 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels._triton_launch import Operands, block_table, opaque, opaque_floats, to_device, to_host
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.rows import Rows
+from manifoldagg.kernels.rows import Line, Rows
 
 try:
     import triton
@@ -37,7 +36,7 @@ try:
 except ImportError:
     triton = None
 
-__all__ = ["combine", "partials", "takes", "unavailable"]
+__all__ = ["combine", "partials", "unavailable"]
 
 DTYPES = {
     torch.float64: "float64",
@@ -72,12 +71,7 @@ def unavailable() -> str | None:
     return None
 
 
-def takes(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernels can read these tensors of one device: on a GPU, of the four floating dtypes."""
-    return tensors[0].device.type == _device() and all(tensor.dtype in DTYPES for tensor in tensors)
-
-
-def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
+def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
     r"""The sums $\sum_p r_i[p]\, r_j[p]$, $j \le i$, over each block.
 
     Args:
@@ -85,20 +79,18 @@ def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
         blocks: the B blocks.
 
     Returns:
-        (B, k(k+1)/2) float64, on the host.
-
-    Raises:
-        ArgumentError: if the rows are not on a CUDA device.
+        (B, k(k+1)/2) float64, on the host; `None` for rows that are not on a CUDA device or of another dtype.
 
     Cost: one launch and one copy to the host for up to 8 rows; each distinct tensor is read once. With more rows, one
     launch for each pair of groups of 4 rows, and each row is read about k/4 times.
     """
+    if not _takes(rows, rows.distinct):
+        return None
     k = len(rows.plus)
     count = len(blocks.table)
-    _check_device(rows.plus[0])
     if count == 0:
         return np.zeros((0, k * (k + 1) // 2))
-    sums = rows.plus[0].new_empty((count, k * (k + 1) // 2), dtype=torch.float64)
+    sums = torch.empty((count, k * (k + 1) // 2), dtype=torch.float64, device=rows.device)
     group = k if k <= WHOLE else GROUP
     with torch.cuda.device_of(sums):
         for i in range(0, k, group):
@@ -122,8 +114,8 @@ def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
 
 
 def combine(
-    base: Tensor | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Tensor
-) -> Tensor:
+    base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line
+) -> Line | None:
     r"""$out[p] = base[p] + \sum_j c^{(s(p))}_j\, r_j[p]$, in float64 and rounded once.
 
     Args:
@@ -134,15 +126,14 @@ def combine(
         out: (P,); it may be `base` or a row.
 
     Returns:
-        `out`. A row whose coefficient is 0 in a segment is not read there, unless another row reads the same tensor.
-
-    Raises:
-        ArgumentError: if `out` is not on a CUDA device.
+        `out`; `None`, and nothing is written, as in `partials`. A row whose coefficient is 0 in a segment is not read
+        there, unless another row reads the same tensor.
 
     Cost: one launch. The coefficients are arguments of it where all segments have the same, else one small copy to the
     device goes before.
     """
-    _check_device(out)
+    if not _takes(rows, (*rows.distinct, out) if base is None else (*rows.distinct, base, out)):
+        return None
     if len(blocks.table) == 0:
         return out
     # Segments with coefficients of their own read a table, where a coefficient that is 0 in one segment may be none in
@@ -153,8 +144,8 @@ def combine(
     operands = Operands.of([base, out, *(tensor for j in used for tensor in (rows.plus[j], rows.minus[j]))])
     with torch.cuda.device_of(out):
         _combine[(len(blocks.table),)](
-            block_table(blocks, out.device),
-            opaque_floats([first[j] for j in used]) if alike else to_device(coefficients, out.device),
+            block_table(blocks, rows.device),
+            opaque_floats([first[j] for j in used]) if alike else to_device(coefficients, rows.device),
             operands.addresses,
             operands.strides,
             BASE=operands.places[0],
@@ -165,9 +156,6 @@ def combine(
             SEGMENTED=not alike,
             **_constants(operands),
         )
-    # The launch wrote behind torch's back: a derivative that saved `out` must notice.
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
     return out
 
 
@@ -175,10 +163,11 @@ def _device() -> str:
     return "cuda" if isinstance(_partials, triton.JITFunction) else "cpu"
 
 
-def _check_device(tensor: Tensor) -> None:
-    # The kernels get bare addresses: one from elsewhere would be an illegal access, and the end of the CUDA context.
-    if tensor.device.type != _device():
-        raise ArgumentError(f"rows: the triton backend expected device {_device()}, got {tensor.device}")
+def _takes(rows: Rows, lines: Sequence[Line]) -> bool:
+    """Whether these are on the device, which gets bare addresses, and of a dtype that the kernels read."""
+    if rows.lengths is not None or rows.device.type != _device():
+        return False
+    return all(isinstance(line, Tensor) and line.dtype in DTYPES for line in lines)
 
 
 def _constants(operands: Operands) -> dict[str, Any]:

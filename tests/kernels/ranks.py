@@ -29,12 +29,15 @@ from tests.support import draw
 PATIENCE = 50
 
 
-def backend(tensors):
-    return reference
+class Broken:
+    """A backend that fails."""
+
+    def partials(self, rows, blocks):
+        raise RuntimeError("out of memory")
 
 
-def broken(tensors):
-    raise RuntimeError("out of memory")
+backend = reference
+broken = Broken()
 
 
 def vectors(size, k=3):
@@ -48,7 +51,7 @@ def compared(lengths, piece, segments, *, first, whole=None):
     """Both operations on pieces, and what one rank finds that holds everything."""
     rows, base = vectors(sum(lengths)) if whole is None else whole
     c, k = draw(3, len(lengths), len(rows.plus)), len(rows.plus)
-    held = {id(vector): piece(vector) for vector in (*rows.tensors, base)}
+    held = {id(vector): piece(vector) for vector in (*rows.distinct, base)}
     minus = tuple(row if row is None else held[id(row)] for row in rows.minus)
     pieces, out = Rows.of(tuple(held[id(row)] for row in rows.plus), minus), piece(torch.full_like(base, torch.nan))
     own = (c + (0 if first else 1)).tolist()
@@ -226,7 +229,7 @@ def refusals(rank, world):
 
     def checked():
         with across_ranks():
-            with guard(rows.tensors):
+            with guard(rows.distinct):
                 bounds(odd([8], [9]), 8)
             return sharded.gram(rows, [(0, 8)], backend)
 

@@ -1,0 +1,159 @@
+"""Tensors: a row that lies in pieces, as a model does."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "VECTOR", "Row", "Tensors", "edges", "overlaps", "reals"]
+
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+"""What `native.cpp` calls the dtypes that it reads."""
+VECTOR = 24
+"""The bytes of a description in `native.cpp`: address, stride and dtype."""
+APART = 64
+"""An address that no tensor has and nobody reads: that of a tensor without entries, where 0 would mean no tensor."""
+
+_kind = attrgetter("dtype", "layout", "device")
+_dtype = attrgetter("dtype")
+
+
+class Tensors(tuple[Tensor, ...]):
+    r"""A row whose P entries are those of some tensors, of any shapes and dtypes, one tensor after another.
+
+    It is the tuple of these tensors and stands wherever a kernel takes one; the kernels make it of a plain tuple
+    themselves. Made by the caller it spares questions: what each tensor is and where it lies is asked once, by the
+    first call, and not again in the next ones. So it is for one step, in which no tensor is given another shape, dtype
+    or storage; what the entries are may change.
+
+    Example:
+        >>> from manifoldagg.kernels import combine, gram
+        >>> row = Tensors([torch.ones(2, 2), torch.tensor(3.0)])
+        >>> gram([row]).item()
+        13.0
+        >>> combine(None, [row], [2.0])
+        (tensor([[2., 2.],
+                [2., 2.]]), tensor(6.))
+    """
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """How many entries each tensor has."""
+        return tuple(map(Tensor.numel, self))
+
+    @cached_property
+    def kinds(self) -> frozenset[Any]:
+        """The dtypes, layouts and devices that occur together."""
+        return frozenset(map(_kind, self))
+
+    @cached_property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes that occur."""
+        return frozenset([dtype for dtype, _, _ in self.kinds])
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether each tensor lies in one piece, entry after entry."""
+        return all(map(Tensor.is_contiguous, self))
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where each tensor begins."""
+        return tuple(map(Tensor.data_ptr, self))
+
+    @cached_property
+    def spans(self) -> np.ndarray:
+        """(2, n): the addresses between which the entries of each tensor lie."""
+        starts = np.array(self.addresses, np.int64)
+        if self.whole:
+            items = self[0].itemsize if len(self.dtypes) == 1 else [dtype.itemsize for dtype in map(_dtype, self)]
+            sizes = np.array(self.lengths, np.int64) * items
+        else:
+            sizes = np.array([_extent(tensor) for tensor in self], np.int64)
+        return np.stack([starts, starts + sizes])
+
+    @cached_property
+    def table(self) -> bytes | None:
+        """Address, stride 1 and dtype of each tensor, as `native.cpp` reads them; `None` where it could not.
+
+        The tensors lie in one piece each.
+        """
+        if not self.dtypes <= DTYPES.keys() or any(map(Tensor.is_neg, self)):
+            return None
+        table = np.ones((len(self), 3), np.int64)
+        table[:, 0] = self.addresses
+        table[:, 2] = DTYPES[self[0].dtype] if len(self.dtypes) == 1 else [DTYPES[d] for d in map(_dtype, self)]
+        if 0 in self.addresses:
+            empty = table[:, 0] == 0
+            if np.array(self.lengths)[empty].any():  # zeros that torch never wrote down
+                return None
+            table[empty, 0] = APART
+        return table.tobytes()
+
+    def contiguous(self) -> "Tensors":
+        """This row, or one with copies of the tensors that do not lie in one piece."""
+        return self if self.whole else Tensors(tensor.contiguous() for tensor in self)
+
+    def fresh(self) -> "Tensors":
+        """Tensors like these, not yet written."""
+        return Tensors(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
+
+
+def _extent(tensor: Tensor) -> int:
+    """The bytes from the first entry to the last."""
+    if tensor.numel() == 0:
+        return 0
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.itemsize
+
+
+Row = Tensor | tuple[Tensor, ...]
+"""A vector (P,), or tensors whose entries, one tensor after another, are P numbers."""
+
+
+@lru_cache(maxsize=64)
+def edges(lengths: tuple[int, ...]) -> np.ndarray:
+    """Where pieces of these lengths begin, and where the last one ends.
+
+    Example:
+        >>> edges((2, 0, 3)).tolist()
+        [0, 2, 2, 5]
+    """
+    found = np.array([0, *accumulate(lengths)], np.int64)
+    found.setflags(write=False)
+    return found
+
+
+def overlaps(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """The pieces with entries from `start` to `stop`: which, and from where to where within it.
+
+    Example:
+        >>> overlaps([0, 2, 2, 5], 1, 4)
+        [(0, 1, 2), (2, 0, 2)]
+    """
+    found = []
+    piece = bisect_right(borders, start) - 1
+    while start < stop:
+        end = min(stop, borders[piece + 1])
+        if end > start:
+            found.append((piece, start - borders[piece], end - borders[piece]))
+        start = max(start, end)
+        piece += 1
+    return found
+
+
+def reals(row: "Tensor | Tensors", start: int = 0, stop: int | None = None) -> Tensor:
+    """Entries of a row as one vector of float64 numbers, in plain torch."""
+    if isinstance(row, Tensor):
+        return row[start:stop].double()
+    if stop is None and start == 0:
+        return torch.cat([tensor.reshape(-1).double() for tensor in row])
+    borders = edges(row.lengths).tolist()
+    parts = overlaps(borders, start, borders[-1] if stop is None else stop)
+    return torch.cat([row[i].reshape(-1)[a:b].double() for i, a, b in parts])
