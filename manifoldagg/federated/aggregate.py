@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.federated.buffers import Patterns, Waiting, policies
+from manifoldagg.federated.buffers import Packed, Patterns, Waiting, policies
 from manifoldagg.federated.contract import Memory, Rule, State, Update, check_rule, extras
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
@@ -110,11 +110,12 @@ def aggregate(
     now = tensors["current"]
     space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
     here, then, *brought = space.points(tensors)
+    chosen = policies(space.layout.carried, buffers)
     kept = state if isinstance(state, ServerState) else ServerState(state)
     before = Snapshot(
         current=here,
         state=rule.init(space, here.clone()) if kept.state is None else kept.state,
-        buffers={entry.name: now[entry.name] for entry in space.layout.carried},
+        buffers=Packed.of(chosen, now),
         waiting=kept.buffers,
     )
     taken = Update(
@@ -127,7 +128,7 @@ def aggregate(
         samples=samples,
         memory=kept.memory.get(client),
     )
-    terms = Terms(space, rule, policies(space.layout.carried, buffers), points="update", buffers="update")
+    terms = Terms(space, rule, chosen, points="update", buffers="update")
     after, outcome = step(terms, before, taken, newest, torch.empty_like(here))
     moved = outcome.model is not None
     new = space._state_dict(after.current, after.buffers) if moved else {name: x.clone() for name, x in now.items()}

@@ -63,7 +63,7 @@ def message(space: Manifold, rule: Rule, snapshot: Snapshot, memory: Memory, bas
         start=sent.start.detach().clone(),
         tensors=_copies(sent.tensors),
         numbers=dict(sent.numbers),
-        buffers=_copies(snapshot.buffers),
+        buffers=dict(snapshot.buffers.clone()),
     )
 
 

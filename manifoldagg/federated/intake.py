@@ -2,11 +2,13 @@
 
 import heapq
 import math
+import operator
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +28,11 @@ WIDEST = 10**6
 """The longest window of norms: a median over it is taken with every update."""
 LISTED = 5
 """How many wrong names a refusal lists."""
+NESTED = attrgetter("is_nested")
+DTYPE = attrgetter("dtype")
+SHAPE = attrgetter("shape")
+DEVICE = attrgetter("device")
+LAYOUT = attrgetter("layout")
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,15 @@ class Form:
     def axes(self) -> list[int | None]:
         """The shape of one point."""
         return self.space.axes
+
+    @cached_property
+    def buffers_like(self) -> tuple[list[str], list[torch.dtype], list[tuple[int, ...]], list[int], list[int]]:
+        """Names, dtypes, shapes, sizes and bytes a number of the buffers."""
+        names = [entry.name for entry in self.buffers]
+        dtypes = [entry.dtype for entry in self.buffers]
+        shapes = [entry.shape for entry in self.buffers]
+        sizes = [entry.size for entry in self.buffers]
+        return names, dtypes, shapes, sizes, [dtype.itemsize for dtype in dtypes]
 
 
 def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
@@ -248,17 +264,40 @@ def _number(name: str, given: Any) -> float:
 
 
 def _buffers(form: Form, given: Any) -> dict[str, Tensor]:
-    _check_names("buffers", given, [entry.name for entry in form.buffers])
+    names, *_ = form.buffers_like
+    _check_names("buffers", given, names)
+    brought = dict(zip(names, map(given.__getitem__, names), strict=True))
+    if _is_fit(form, [*brought.values()]):
+        return brought
     for entry in form.buffers:
         name = f"buffers: {entry.name}"
-        tensor = given[entry.name]
+        tensor = brought[entry.name]
         if not isinstance(tensor, Tensor) or tensor.dtype != entry.dtype:
             what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ArgumentError(f"{name}: expected a tensor of {entry.dtype}, got {what}")
         _check_stored(name, tensor)
         if tuple(tensor.shape) != entry.shape:
             raise ArgumentError(f"{name}: expected shape {entry.shape}, got {tuple(tensor.shape)}")
-    return {entry.name: given[entry.name].detach().as_subclass(Tensor).to(form.device) for entry in form.buffers}
+    return {name: _plain(tensor).to(form.device) for name, tensor in brought.items()}
+
+
+def _is_fit(form: Form, brought: Sequence[Any]) -> bool:
+    """Whether buffers are as they should be and nothing needs to be done to them.
+
+    Models have hundreds: what is asked of all of them is asked in one go, attribute by attribute, not one by one.
+    """
+    _, dtypes, shapes, sizes, widths = form.buffers_like
+    if not set(map(type, brought)) <= {Tensor} or any(map(NESTED, brought)):
+        return False
+    if list(map(DTYPE, brought)) != dtypes or list(map(SHAPE, brought)) != shapes:
+        return False
+    if not set(map(DEVICE, brought)) <= {form.device} or not set(map(LAYOUT, brought)) <= {torch.strided}:
+        return False
+    if not all(map(Tensor.is_contiguous, brought)) or is_transformed(brought):
+        return False
+    stored = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, brought))
+    used = map(operator.add, map(Tensor.storage_offset, brought), sizes)
+    return all(map(operator.ge, stored, map(operator.mul, used, widths)))
 
 
 def _check_stored(name: str, tensor: Tensor) -> None:

@@ -228,7 +228,7 @@ class Ledger:
         used = self.store.usage(without=self.current)
         return {
             "model": size_of(self.now.current),
-            "state": size_of([self.now.state, dict(self.now.buffers)]),
+            "state": size_of([self.now.state, self.now.buffers.vectors]),
             "versions": used["version"] + used["base"],
             "clients": used["client"],
             "spilled": used["spilled"],

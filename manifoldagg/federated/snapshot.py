@@ -1,11 +1,11 @@
 """What a server holds at one moment: immutable values, which the arithmetic of an update reads without the lock."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from manifoldagg.federated.buffers import Waiting
+from manifoldagg.federated.buffers import Packed, Waiting
 from manifoldagg.federated.contract import Payload, State, Update
 from manifoldagg.federated.store import Found, Key
 
@@ -27,7 +27,7 @@ class Snapshot:
 
     current: Tensor
     state: State
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Packed = field(default_factory=Packed)
     waiting: Waiting | None = None
     version: int = 0
     norms: tuple[float, ...] = ()

@@ -76,11 +76,11 @@ def step(
     waiting = before.waiting
     if terms.policies:
         share = update.weight if update.share is None else update.share
-        waiting = collect(terms.policies, waiting, buffers, after, share, name=terms.buffers)
+        waiting = collect(waiting, buffers, after, share, name=terms.buffers)
     if model is None:
         return replace(before, state=state, waiting=waiting, norms=norms), Outcome(None, memory, numbers)
     if waiting is not None:
-        after = settle(terms.policies, waiting, after, numbers)
+        after = settle(waiting, after, numbers)
     return Snapshot(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
 
 

@@ -1,6 +1,7 @@
 """Everything of a server that a refusal must not change, as bytes that compare."""
 
-from dataclasses import asdict, is_dataclass
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ def bits(tree):
             str(tree.dtype),
             tree.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
         )
-    if is_dataclass(tree):
-        return bits(asdict(tree))
-    if isinstance(tree, dict):
+    if is_dataclass(tree) and not isinstance(tree, Mapping):
+        return {name: bits(branch) for name, branch in vars(tree).items()}
+    if isinstance(tree, Mapping):
         return {name: bits(branch) for name, branch in tree.items()}
     return [bits(branch) for branch in tree] if isinstance(tree, list | tuple) else repr(tree)
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from manifoldagg import aggregate
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
+from manifoldagg.federated.buffers import Packed
 from manifoldagg.federated.rules import AsyncBezier
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
@@ -24,7 +25,7 @@ def scene(seed, rule, count):
     """What a step takes: its terms, what it meets, an update of `count` points, buffers, and memory for the model."""
     base, current, *points = draw(seed, 2 + count, 4, dtype=torch.float32)
     kept, brought = draw(seed + 1, 2, 2, dtype=torch.float32)
-    before = Snapshot(current, rule.init(SPACE, current), {"mean": kept})
+    before = Snapshot(current, rule.init(SPACE, current), Packed.of({"mean": "average"}, {"mean": kept}))
     update = Update("a", base, current, torch.stack(points), memory={"last": base + 1})
     return Terms(SPACE, rule, {"mean": "average"}), before, update, {"mean": brought}, torch.empty(4)
 
