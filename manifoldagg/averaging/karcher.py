@@ -8,9 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number, check_shape
-from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold, Mean, check_point, karcher_mean
 from manifoldagg.manifolds.manifold import check_is_manifold
+from manifoldagg.manifolds.mean import mean_in_span
+from manifoldagg.manifolds.span import Span
 
 __all__ = ["check_model", "check_versions", "check_weights", "karcher"]
 
@@ -24,8 +25,8 @@ def karcher(
 ) -> Mean:
     r"""The model $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$, and how near it is to that.
 
-    On a flat space it is the weighted arithmetic mean, summed in float64 and rounded once: two passes over the models,
-    the second for the certificate. On others it is that of
+    Where the leaves of the space are flat or spheres it is one combination of the models, summed in float64 and rounded
+    once, with coefficients that follow from their Gram matrix. On others it is that of
     [`karcher_mean`][manifoldagg.manifolds.karcher_mean], which holds all models in float64 at once.
 
     Args:
@@ -51,19 +52,19 @@ def karcher(
         tensor([2., 3.])
     """
     check_is_manifold(space)
-    points = check_versions(space, versions)
+    points = _alike(space, versions)
     shares = check_weights(weights, len(points))
     allowed = check_number("tolerance", tolerance, at_least=0) * math.sqrt(max(points[0].numel(), 1))
     check_count("max_steps", max_steps)
-    if not space.flat:
-        stacked = torch.stack(points)
-        return karcher_mean(space, stacked, shares.to(stacked.device), tolerance=allowed, max_steps=max_steps)
-    rows = [point.flatten() for point in points]
-    mean = combine(None, rows, shares, out=torch.empty_like(rows[0], dtype=torch.float64))
-    residual = gram([combine(None, rows, shares, minus=mean, out=torch.empty_like(mean))])[0, 0, 0].sqrt()
-    largest = max(max(-low, high) for low, high in (torch.aminmax(row) for row in rows)) if len(mean) else residual
-    done = bool(residual <= allowed * largest.double().clamp(min=1))
-    return Mean(mean.to(rows[0].dtype).reshape(points[0].shape), residual, 1, done)
+    span = Span.of(space, [point.flatten() for point in points], start=int(shares.argmax()))
+    if span is None or not span.lies_on_space:
+        for i, point in enumerate(points):
+            _check_values(space, point, f"versions[{i}]")
+    if span is not None:
+        return mean_in_span(space, span, shares, tolerance=allowed, max_steps=max_steps)
+    return karcher_mean(
+        space, torch.stack(points), shares.to(points[0].device), tolerance=allowed, max_steps=max_steps
+    )
 
 
 def check_versions(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
@@ -72,13 +73,10 @@ def check_versions(space: Manifold, versions: Versions, name: str = "versions") 
     Raises:
         ArgumentError: naming the first that does not fit.
     """
-    many = versions.ndim > 0 if isinstance(versions, Tensor) else isinstance(versions, Sequence)
-    if not many or len(versions) == 0:
-        given = "none" if many else "a number" if isinstance(versions, Tensor) else type(versions).__name__
-        raise ArgumentError(
-            f"{name}: expected at least one model, a tensor (k, ...) or a sequence of them; got {given}"
-        )
-    return [check_model(space, point, f"{name}[{i}]", like=versions[0]) for i, point in enumerate(versions)]
+    points = _alike(space, versions, name)
+    for i, point in enumerate(points):
+        _check_values(space, point, f"{name}[{i}]")
+    return points
 
 
 def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | None = None) -> Tensor:
@@ -87,13 +85,36 @@ def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | Non
     Raises:
         ArgumentError: naming it.
     """
-    check_finite(name, check_shape(name, point, *space.axes))
+    found = _fitting(space, point, name, like)
+    _check_values(space, found, name)
+    return found
+
+
+def _alike(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
+    """The models, whose values nobody has looked at."""
+    many = versions.ndim > 0 if isinstance(versions, Tensor) else isinstance(versions, Sequence)
+    if not many or len(versions) == 0:
+        given = "none" if many else "a number" if isinstance(versions, Tensor) else type(versions).__name__
+        raise ArgumentError(
+            f"{name}: expected at least one model, a tensor (k, ...) or a sequence of them; got {given}"
+        )
+    return [_fitting(space, point, f"{name}[{i}]", versions[0]) for i, point in enumerate(versions)]
+
+
+def _fitting(space: Manifold, point: Tensor, name: str, like: Tensor | None) -> Tensor:
+    """A model of the shape of the space, alike `like`."""
+    check_shape(name, point, *space.axes)
     if like is not None and (point.shape, point.dtype, point.device) != (like.shape, like.dtype, like.device):
         expected, given = ((*x.shape, x.dtype, x.device.type) for x in (like, point))
         raise ArgumentError(f"{name}: expected {expected} as those before, got {given}")
-    if not space.flat and "project" in space.capabilities:
-        check_point(space, point.detach(), name=name)
     return point.detach()
+
+
+def _check_values(space: Manifold, point: Tensor, name: str) -> None:
+    """A model whose entries are finite and that lies on the space."""
+    check_finite(name, point)
+    if not space.flat and "project" in space.capabilities:
+        check_point(space, point, name=name)
 
 
 def check_weights(weights: Weights, k: int) -> Float[Tensor, " k"]:

@@ -7,10 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number, check_shape
+from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, check_is_manifold
+from manifoldagg.manifolds.span import Span, Spheres
 
-__all__ = ["Mean", "RunningMean", "karcher_mean"]
+__all__ = ["Mean", "RunningMean", "karcher_mean", "mean_in_span"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ def karcher_mean(
     the farther they lie apart. Outside,
     `converged` and `residual` say what was reached. On a flat space one step gives the weighted arithmetic mean.
 
+    The mean of k points of a product of spheres and flat leaves lies in their span. One mean of at most as many points
+    as a sphere has coordinates is therefore found by its k coefficients: the points are read twice and nothing else of
+    their size is held. On flat leaves the coefficients are the weights, which leave no residual.
+
     Args:
         space: with exp, log, inner and project.
         points: (*batch, k, *shape): k points for each mean.
@@ -75,9 +81,13 @@ def karcher_mean(
     check_number("tolerance", tolerance, at_least=0)
     check_count("max_steps", max_steps)
     spread = points.ndim - len(space.shape)
+    w = _normalised(weights, points.shape[:spread], points)
+    if spread == 1 and not is_transformed([points, w]):
+        span = Span.of(space, [*points.detach().flatten(1)], start=int(w.argmax()))
+        if span is not None:
+            return mean_in_span(space, span, w, tolerance=tolerance, max_steps=max_steps)
     # Points of a narrower dtype lie on the manifold only up to its rounding; in float64 that would show.
     x = space._project(points.double())
-    w = _normalised(weights, points.shape[:spread], points)
     # A start among the points lies in every ball that holds them, and is the mean where one has all the weight.
     heaviest = w.argmax(-1).reshape(*w.shape[:-1], *(1 for _ in range(len(space.shape) + 1)))
     m = x.take_along_dim(heaviest, spread - 1)
@@ -107,6 +117,20 @@ def karcher_mean(
         residual = torch.where(better, left, residual)
     done = bool((residual <= allowed).all())
     return Mean(m.squeeze(spread - 1).to(points.dtype), residual.squeeze(-1), steps, done)
+
+
+def mean_in_span(
+    space: Manifold, span: Span, weights: Float[Tensor, " k"], *, tolerance: float, max_steps: int
+) -> Mean:
+    """The mean of the points of a span, with weights of sum 1: one combination of them, found by its coefficients."""
+    w = weights.detach().cpu()
+    corners = span.corners
+    found = Mean(corners[0], w.new_zeros(()), 1, True)
+    if not span.flat:
+        turned = Spheres(span.inner)
+        found = karcher_mean(turned, corners, w[span.order], tolerance=tolerance, max_steps=max_steps)
+    point = span.point(w, found.point)
+    return Mean(point.view(space.shape), found.residual.to(point.device), found.steps, found.converged)
 
 
 @dataclass(frozen=True)

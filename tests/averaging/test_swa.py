@@ -16,7 +16,16 @@ import manifoldagg.averaging.swa
 from manifoldagg.averaging import SWA, karcher
 from manifoldagg.curves import refresh_buffers
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds import Flat, ParameterSpace, PoincareBall, SpecialOrthogonal, Sphere, Stiefel, distance
+from manifoldagg.manifolds import (
+    Flat,
+    Lorentz,
+    ParameterSpace,
+    PoincareBall,
+    SpecialOrthogonal,
+    Sphere,
+    Stiefel,
+    distance,
+)
 from manifoldagg.manifolds import SymmetricPositiveDefinite as Positive
 from tests.support import draw, seeds
 
@@ -339,12 +348,21 @@ def test_a_state_that_does_not_fit_changes_nothing(kind, changes):
         swa.update(7, ONE)
 
 
-def test_the_tolerance_is_on_the_root_mean_square_of_the_residual():
-    models = draw(0, 3, 10_000)
-    reached = karcher(Flat(10_000), models).residual.item() / models.abs().max().item()
+@pytest.mark.parametrize(
+    ("space", "models", "scale"),
+    [
+        (Sphere(10_000), around(Sphere(10_000), 0, 3, 0.5), 1.0),
+        (Lorentz(99), around(Lorentz(99), 0, 3, 9.0), None),
+    ],
+    ids=["sphere", "hyperboloid"],
+)
+def test_the_tolerance_is_on_the_root_mean_square_of_the_residual(space, models, scale):
+    scale = models.abs().max().clamp(min=1).item() if scale is None else scale
+    reached = karcher(space, models, max_steps=1).residual.item() / scale
     assert reached > 0
     for part, done in ((0.9, False), (1.1, True)):
-        assert karcher(Flat(10_000), models, tolerance=part * reached / 100).converged is done
+        tolerance = part * reached / math.sqrt(models[0].numel())
+        assert karcher(space, models, max_steps=1, tolerance=tolerance).converged is done
 
 
 @pytest.mark.usefixtures("as_shipped")
