@@ -62,9 +62,7 @@ def karcher(
             _check_values(space, point, f"versions[{i}]")
     if span is not None:
         return mean_in_span(space, span, shares, tolerance=allowed, max_steps=max_steps)
-    return karcher_mean(
-        space, torch.stack(points), shares.to(points[0].device), tolerance=allowed, max_steps=max_steps
-    )
+    return karcher_mean(space, torch.stack(points), shares.to(points[0].device), tolerance=allowed, max_steps=max_steps)
 
 
 def check_versions(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
