@@ -181,15 +181,31 @@ def _expected(shape: tuple[int | None, ...], batch: bool) -> str:
 
 
 def check_finite(name: str, tensor: Tensor) -> Tensor:
-    """`tensor`, all of whose entries must be finite: one pass, no temporary of its size.
+    """`tensor`, all of whose entries must be finite: one pass, two where they are not, no temporary of its size.
 
     Raises:
-        ArgumentError: naming the tensor and one position.
+        ArgumentError: naming the tensor and the first position.
     """
     if not is_finite(tensor):
-        where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+        where = _first_odd(tensor)
         raise ArgumentError(f"{name}: expected finite values, got {tensor[where].item()} at {where}")
     return tensor
+
+
+def _first_odd(tensor: Tensor) -> tuple[int, ...]:
+    """Where the first entry is that is not finite: halves are asked until what is left is small."""
+    start = [0] * tensor.ndim
+    for dim in range(tensor.ndim):
+        while tensor.shape[dim] > 1 and tensor.numel() > 2**14:
+            half = tensor.shape[dim] // 2
+            first = tensor.narrow(dim, 0, half)
+            if not is_finite(first):
+                tensor = first
+                continue
+            start[dim] += half
+            tensor = tensor.narrow(dim, half, tensor.shape[dim] - half)
+    within = (~tensor.isfinite()).nonzero()[0].tolist()
+    return tuple(map(operator.add, start, within))
 
 
 def is_finite(*tensors: Tensor) -> bool:

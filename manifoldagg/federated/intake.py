@@ -22,7 +22,7 @@ from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.formulas import distance
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
 
-__all__ = ["UNLIMITED", "Checks", "Form", "admit", "check_start", "norm_of"]
+__all__ = ["UNLIMITED", "Checks", "Form", "admit", "blame", "check_start", "norm_of"]
 
 WIDEST = 10**6
 """The longest window of norms: a median over it is taken with every update."""
@@ -125,6 +125,8 @@ class Form:
         numbers: names of further numbers.
         buffers: that a client sends.
         checks: the most samples and control points that are believed.
+        rows: whether the rule reads of points and base no more than a Gram matrix and a combination, on a flat space.
+            Neither is finite where they are not: so nobody reads them first, and `blame` says what it was.
     """
 
     space: Manifold
@@ -134,6 +136,7 @@ class Form:
     numbers: tuple[str, ...]
     buffers: tuple[Entry, ...]
     checks: Checks
+    rows: bool = False
 
     @cached_property
     def axes(self) -> list[int | None]:
@@ -155,7 +158,8 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
 
     Args:
         form: what it must look like.
-        payload: as it came. It is not written; tensors that are right already are not copied.
+        payload: as it came. It is not written; tensors that are right already are not copied. With `form.rows`, what
+            follows says whether points and base are finite.
         based: whether it must bring its base.
 
     Raises:
@@ -182,6 +186,18 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
         buffers=_buffers(form, payload.buffers),
         base=_points(form, "base", payload.base) if based else None,
     )
+
+
+def blame(form: Form, payload: Payload) -> None:
+    """Say what of an admitted payload was not looked at and is not finite, if it was that on which an update failed.
+
+    Raises:
+        ArgumentError: naming the field, as `admit` does where it looks.
+    """
+    if form.rows:
+        check_finite("points", payload.points)
+        if payload.base is not None:
+            check_finite("base", payload.base)
 
 
 def check_start(space: Manifold, start: Tensor) -> Tensor:
@@ -213,17 +229,20 @@ def norm_of(space: Manifold, base: Tensor, points: Tensor) -> float:
 def _points(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
     """Vectors that lie on the manifold."""
     points = _vectors(form, name, given, *batch)
+    if form.rows:
+        return points
+    check_finite(name, points)
     return points if form.space.flat else check_point(form.space, points, name=name)
 
 
 def _vectors(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
-    """Plain dense finite vectors (*batch, *shape), of the server's dtype and on its device."""
+    """Plain dense vectors (*batch, *shape), of the server's dtype and on its device."""
     if isinstance(given, Tensor):
         _check_stored(name, given)
     tensor = _plain(check_shape(name, given, *batch, *form.axes))
     if tensor.dtype != form.dtype:
         raise ArgumentError(f"{name}: expected {form.dtype}, got {tensor.dtype}")
-    return check_finite(name, tensor.to(form.device))
+    return tensor.to(form.device)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -241,10 +260,11 @@ def _samples(given: Any, most: int) -> int:
 
 def _tensors(form: Form, given: Any) -> dict[str, Tensor]:
     _check_names("tensors", given, form.tensors)
-    return {
-        name: _vectors(form, f"tensors: {name}", given[name], *([] if count is None else [count]))
-        for name, count in form.tensors.items()
-    }
+    brought = {}
+    for name, count in form.tensors.items():
+        field = f"tensors: {name}"
+        brought[name] = check_finite(field, _vectors(form, field, given[name], *([] if count is None else [count])))
+    return brought
 
 
 def _numbers(form: Form, given: Any) -> dict[str, float]:

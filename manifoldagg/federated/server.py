@@ -24,7 +24,7 @@ from manifoldagg.federated.contract import (
     extras,
 )
 from manifoldagg.federated.dispatch import check_base_dtype, message, rounded
-from manifoldagg.federated.intake import UNLIMITED, Checks, Form, admit, check_start
+from manifoldagg.federated.intake import UNLIMITED, Checks, Form, admit, blame, check_start
 from manifoldagg.federated.ledger import Ledger, Row
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
@@ -140,7 +140,8 @@ class Server:
         self._averaging = check_averaging(averaging)
         self._on_update = on_update
         self._base_dtype = check_base_dtype(space, base_dtype, first.dtype)
-        self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks)
+        rows = space.flat and getattr(rule, "rows", False)
+        self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks, rows)
         self._terms = Terms(space, rule, policies, checks)
         self._turn = threading.Lock()
         self._taking: int | None = None
@@ -298,7 +299,11 @@ class Server:
             try:
                 blank = torch.empty_like(arrival.snapshot.current) if blank is None else blank
                 update = arrival.update(payload)
-                after, outcome = step(self._terms, arrival.snapshot, update, payload.buffers, blank)
+                try:
+                    after, outcome = step(self._terms, arrival.snapshot, update, payload.buffers, blank)
+                except Exception:
+                    blame(self._form, payload)
+                    raise
                 with books.lock:
                     entered = books.enter(ticket_id, update, after, outcome, again=again)
             finally:

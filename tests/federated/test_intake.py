@@ -1,6 +1,7 @@
 """The intake: a corpus of bad payloads, each refused by name, and none of them leaves a trace."""
 
 import math
+import re
 import warnings
 from collections import OrderedDict
 from decimal import Decimal
@@ -9,14 +10,19 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, check_finite
 from manifoldagg.federated import Outcome, Payload, Server
 from manifoldagg.federated.intake import Checks, norm_of
+from manifoldagg.federated.rules import ASGD, AsyncBezier, FedAsync, FedGS, FedOrtho
+from manifoldagg.federated.trees import tensors as tensors_of
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, SymmetricPositiveDefinite, distance
 from tests.federated.fingerprint import Adds, fingerprint
-from tests.support import draw
+from tests.support import draw, seeds
 
 NAN, INF = float("nan"), float("inf")
 
@@ -357,3 +363,78 @@ def test_points_of_curved_leaves_lie_on_them_to_the_rounding_of_the_leaf():
     assert s.receive(s.dispatch("a", keep=False).id, Payload(start[None], 1, base=1.2 * start)).reason.startswith(
         "base: weight: "
     )
+
+
+PLAIN = [FedAsync(0.5), ASGD(0.5), FedOrtho(0.5), FedGS(0.5), AsyncBezier(0.5)]
+
+
+@pytest.fixture(params=PLAIN, ids=lambda rule: type(rule).__name__)
+def plain(request, monkeypatch):
+    """A rule that reads of the points no more than a Gram matrix and a combination."""
+    monkeypatch.setattr(type(request.param), "rows", True, raising=False)
+    return request.param
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("checks", [None, Checks(max_norm=1e6)])
+def test_what_nobody_looked_at_is_refused_in_the_same_words(plain, checks, dtype):
+    s = Server(Flat(P), plain, torch.zeros(P, dtype=dtype), checks=checks)
+    count = 2 if isinstance(plain, AsyncBezier) else 1
+    assert s.receive(s.dispatch("b").id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
+    kept, brings = s.dispatch("a"), s.dispatch("a", keep=False)
+    assert s.receive(s.dispatch("b").id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
+    before = fingerprint(s)
+    for value in (NAN, INF, -INF):
+        for i in range(count):
+            points = torch.ones(count, P, dtype=dtype)
+            points[i, 3:] = value
+            receipt = s.receive(kept.id, Payload(points, 1))
+            assert receipt.reason == f"points: expected finite values, got {value} at ({i}, 3)"
+            assert s.receive(brings.id, Payload(points, 1, base=points[0])).reason == receipt.reason
+        base = torch.ones(P, dtype=dtype)
+        base[5] = value
+        receipt = s.receive(brings.id, Payload(torch.ones(count, P, dtype=dtype), 1, base=base))
+        assert receipt.reason == f"base: expected finite values, got {value} at (5,)"
+    assert fingerprint(s) == before
+    assert s.receive(kept.id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
+
+
+@given(seeds, st.sampled_from([(40_000,), (3, 20_000), (70_000, 1), (2, 3, 9_000)]), st.integers(1, 3))
+def test_the_first_odd_entry_is_named_and_nothing_large_is_made(seed, shape, count):
+    class Made(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for tensor in () if func.is_view else tensors_of(result):
+                self.largest = max(self.largest, tensor.numel())
+            return result
+
+    x = torch.ones(shape)
+    places = torch.randint(x.numel(), (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    for place in places:
+        x.view(-1)[place] = NAN
+    first = tuple(int(i) for i in np.unravel_index(min(places), shape))
+    with pytest.raises(ArgumentError, match=re.escape(f"x: expected finite values, got nan at {first}")):
+        check_finite("x", x)
+    x.fill_(NAN)
+    with Made() as made, pytest.raises(ArgumentError, match=re.escape(f"got nan at {(0,) * x.ndim}")):
+        check_finite("x", x)
+    assert made.largest <= 2**14 * x.ndim
+
+
+def test_points_that_a_gram_matrix_measures_are_not_read_for_it_alone(plain):
+    class Reads(TorchDispatchMode):
+        read = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.read += any(x is points for x in args) and not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    s = Server(Flat(P), plain, torch.zeros(P))
+    points = torch.ones(2 if isinstance(plain, AsyncBezier) else 1, P)
+    ticket = s.dispatch("a")
+    with Reads() as reads:
+        assert s.receive(ticket.id, Payload(points, 1)).accepted
+    assert reads.read == 0
