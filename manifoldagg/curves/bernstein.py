@@ -214,6 +214,9 @@ def _settled(piece: Sequence[float]) -> float:
             below = t
         attempt += 1
         step = t - value / slope if slope else math.nan
+        # Less than the resolution of t is left to go; the other end of the bracket may still be far, and need not come.
+        if step == t:
+            return t
         # After so many steps that gained too little halving alone, which always ends.
         if attempt > PATIENCE or not below < step < above:
             step = 0.5 * (below + above)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manifoldagg.curves import bernstein
 from manifoldagg.curves.bernstein import basis, crossing, least, roots
 from tests.support import draw, seeds
 
@@ -40,6 +41,19 @@ def test_where_no_sign_changes_there_is_no_root():
 @given(st.floats(1e-300, 1e-3))
 def test_a_small_root_has_all_its_digits(place):
     assert next(roots([-place, 1 - place])) == pytest.approx(place, rel=1e-13, abs=0)
+
+
+def test_newton_ends_where_it_has_converged(monkeypatch):
+    """Quadratically, also where it came from one side alone and the bracket has stayed wide on the other."""
+    evaluate = bernstein._evaluate
+    places = []
+    monkeypatch.setattr(bernstein, "_evaluate", lambda piece, t: places.append(t) or evaluate(piece, t))
+    for seed in range(200):
+        falling = sorted(draw(seed, 5).tolist(), reverse=True)
+        middle = 0.5 * (falling[0] + falling[-1])
+        places.clear()
+        assert len(list(roots([value - middle for value in falling]))) == 1
+        assert len(places) <= 12
 
 
 def test_roots_closer_than_rounding_are_counted_by_what_they_make():
