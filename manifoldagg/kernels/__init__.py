@@ -194,8 +194,8 @@ def combine(
 
 def _beside(lines: Rows, base: Row | None, out: Row | None) -> tuple[Line | None, Line | None]:
     """The base and the target, checked."""
-    start = None if base is None else lines.common.line("base", base)
-    return start, None if out is None else lines.common.line("out", out)
+    start = None if base is None else lines.line("base", base)
+    return start, None if out is None else lines.line("out", out)
 
 
 def _differentiable(

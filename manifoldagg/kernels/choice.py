@@ -72,20 +72,20 @@ def available_backends() -> list[str]:
     return [name for name in BACKENDS if module(name).unavailable() is None]
 
 
-def backend(device: str) -> ModuleType:
-    """The backend for tensors on this kind of device.
+def backend(device: torch.device) -> ModuleType:
+    """The backend for tensors on this device.
 
     Raises:
         ArgumentError: if `MANIFOLDAGG_BACKEND` names one that there is not, or that does not work here.
     """
     name = _asked or _from_environment()
-    return module(_best(device) if name == AUTOMATIC else name)
+    return module(_best(device.type) if name == AUTOMATIC else name)
 
 
 def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
     r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64."""
     rows = rows.contiguous()
-    found: np.ndarray | None = backend(rows.device.type).partials(rows, blocks)
+    found: np.ndarray | None = backend(rows.device).partials(rows, blocks)
     return reference.partials(rows, blocks) if found is None else found
 
 
@@ -94,7 +94,7 @@ def combine(base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float
     rows = rows.contiguous()
     start = base.contiguous() if isinstance(base, Tensors) else base
     target = out.fresh() if isinstance(out, Tensors) and not out.whole else out
-    if backend(rows.device.type).combine(start, rows, coefficients, blocks, target) is None:
+    if backend(rows.device).combine(start, rows, coefficients, blocks, target) is None:
         reference.combine(start, rows, coefficients, blocks, target)
     if target is not out:
         for tensor, piece in zip(out, target, strict=True):

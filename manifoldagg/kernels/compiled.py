@@ -12,11 +12,11 @@ import shutil
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from struct import Struct
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from manifoldagg._output import whole
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.rows import Line, Rows
-from manifoldagg.kernels.tensors import DTYPES, VECTOR, Tensors, edges
+from manifoldagg.kernels.tensors import CPU, DTYPES, Tensors, edges
 
 __all__ = ["combine", "partials", "unavailable"]
 
@@ -49,20 +49,20 @@ def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
 
     `None` for tensors that are not on the CPU, of another dtype, or no plain memory.
     """
-    described = _describe(rows, (*rows.plus, *rows.minus))
-    if described is None:
+    tables = _tables(rows, rows.distinct)
+    if tables is None:
         return None
     k = len(rows.plus)
-    pieces, edges, start = described[:3]
     count = len(blocks.table)
-    sums = np.empty((count, k * (k + 1) // 2))
+    width = k * (k + 1) // 2
+    memory = array("d", bytes(8 * count * width))
     done = _loaded().manifoldagg_gram(
-        *(k, pieces, edges, start, start + k * pieces * VECTOR, count, blocks.address, sums.ctypes.data),
-        _threads(rows, count),
+        *(k, *_edges(rows), _joined(tables, rows.plus), _joined(tables, rows.minus)),
+        *(count, blocks.address, memory.buffer_info()[0], _threads(rows, count)),
     )
     if not done:
         raise MemoryError("gram: no memory for the scratch of a block")
-    return sums
+    return np.frombuffer(memory).reshape(count, width)
 
 
 def combine(
@@ -72,99 +72,90 @@ def combine(
 
     `None`, and nothing is written, as in `partials`.
     """
-    described = _describe(rows, (*rows.plus, *rows.minus, base, out))
-    if described is None:
+    read = rows.distinct if base is None else (*rows.distinct, base)
+    tables = _tables(rows, (*read, out))
+    if tables is None:
         return None
-    k = len(rows.plus)
-    pieces, edges, start = described[:3]
-    row = pieces * VECTOR
     count = len(blocks.table)
     numbers = array("d", [c for line in coefficients for c in line])
     done = _loaded().manifoldagg_combine(
-        *(k, pieces, edges, start, start + k * row, start + 2 * k * row, start + (2 * k + 1) * row),
-        *(numbers.buffer_info()[0], count, blocks.address, _streams(base, rows, out), _threads(rows, count)),
+        *(len(rows.plus), *_edges(rows), _joined(tables, rows.plus), _joined(tables, rows.minus)),
+        *(tables[id(base)], tables[id(out)], numbers.buffer_info()[0]),
+        *(count, blocks.address, _streams(read, rows.size, out), _threads(rows, count)),
     )
     if not done:
         raise MemoryError("combine: no memory for the scratch of a block")
     return out
 
 
-NOTHING = (0, 1, 0)
+_pair = Struct("2q").pack
+_triple = Struct("3q").pack
+NOTHING = _triple(0, 1, 0)
 """What describes that nothing is subtracted, or added to."""
 
 
-def _describe(rows: Rows, lines: Sequence[Line | None]) -> tuple[int, int, int, Any] | None:
-    """The number of pieces, the addresses of their edges and of what describes them, and what keeps these there."""
-    if rows.device.type != "cpu":
+def _tables(rows: Rows, lines: Sequence[Line]) -> dict[int, bytes] | None:
+    """By `id`, what describes each row, or `None`, piece by piece; `None` where the library could not read one."""
+    if rows.device != CPU:
         return None
-    if rows.lengths is not None:
-        return _describe_pieces(rows.lengths, lines)
-    known: dict[int, tuple[int, int, int]] = {id(None): NOTHING}
-    numbers: list[int] = [0, rows.size]
+    lengths = rows.lengths
+    tables = {id(None): NOTHING if lengths is None else NOTHING * len(lengths)}
     for line in lines:
-        if id(line) not in known:
-            assert isinstance(line, Tensor)
-            address = line.data_ptr()
-            dtype = DTYPES.get(line.dtype)
-            # Zeros that torch never wrote down have no address.
-            if dtype is None or line.is_neg() or (address == 0 and rows.size > 0):
-                return None
-            known[id(line)] = (address, line.stride(0), dtype)
-        numbers += known[id(line)]
-    memory = array("q", numbers)
-    place = memory.buffer_info()[0]
-    return 1, place, place + 16, memory
-
-
-def _describe_pieces(lengths: tuple[int, ...], lines: Sequence[Line | None]) -> tuple[int, int, int, Any] | None:
-    borders = edges(lengths)
-    nothing = array("q", NOTHING * len(lengths)).tobytes()
-    tables = []
-    for line in lines:
-        if line is None:
-            tables.append(nothing)
-            continue
-        table = line.table if isinstance(line, Tensors) else _pieces(line, borders)
+        table = line.table if isinstance(line, Tensors) else _vector(line, lengths)
         if table is None:
             return None
-        tables.append(table)
-    memory = array("q", b"".join(tables))
-    return len(lengths), borders.ctypes.data, memory.buffer_info()[0], (memory, borders)
+        tables[id(line)] = table
+    return tables
 
 
-def _pieces(vector: Tensor, borders: np.ndarray) -> bytes | None:
-    """A vector beside tuples, described as pieces of the same lengths."""
+def _vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes | None:
     dtype = DTYPES.get(vector.dtype)
     address = vector.data_ptr()
-    if dtype is None or vector.is_neg() or (address == 0 and borders[-1] > 0):
+    # Zeros that torch never wrote down have no address.
+    if dtype is None or vector.is_neg() or (address == 0 and vector.shape[0] > 0):
         return None
     step = vector.stride(0)
-    table = np.empty((len(borders) - 1, 3), np.int64)
-    table[:, 0] = address + borders[:-1] * (step * vector.itemsize)
+    if lengths is None:
+        return _triple(address, step, dtype)
+    table = np.empty((len(lengths), 3), np.int64)
+    table[:, 0] = address + edges(lengths)[:-1] * (step * vector.itemsize)
     table[:, 1] = step
     table[:, 2] = dtype
     return table.tobytes()
 
 
-def _streams(base: Line | None, rows: Rows, out: Line) -> bool:
+def _joined(tables: dict[int, bytes], lines: Sequence[Line | None]) -> bytes:
+    return b"".join([tables[id(line)] for line in lines])
+
+
+def _edges(rows: Rows) -> tuple[int, bytes]:
+    """The number of pieces, and where they begin and end."""
+    if rows.lengths is None:
+        return 1, _pair(0, rows.size)
+    return len(rows.lengths), edges(rows.lengths).tobytes()
+
+
+def _streams(read: Sequence[Line], size: int, out: Line) -> bool:
     """Whether to write past the cache: a large target that is not read."""
-    read = rows.distinct if base is None else (*rows.distinct, base)
-    if isinstance(out, Tensor):
-        if rows.size * out.itemsize < STREAM:
-            return False
-        places = [out.data_ptr()]
-    else:
-        if rows.size * min(dtype.itemsize for dtype in out.dtypes) < STREAM:
-            return False
-        places = [*out.addresses]
-    apart = set(places)
-    return all(apart.isdisjoint((row.data_ptr(),) if isinstance(row, Tensor) else row.addresses) for row in read)
+    if size * max(dtype.itemsize for dtype in _dtypes(out)) < STREAM:
+        return False
+    apart = set(_addresses(out))
+    return all(apart.isdisjoint(_addresses(row)) for row in read)
+
+
+def _dtypes(row: Line) -> Iterable[torch.dtype]:
+    return (row.dtype,) if isinstance(row, Tensor) else row.dtypes
+
+
+def _addresses(row: Line) -> Sequence[int]:
+    return (row.data_ptr(),) if isinstance(row, Tensor) else row.addresses
 
 
 def _threads(rows: Rows, blocks: int) -> int:
     return min(torch.get_num_threads(), blocks) if rows.size * len(rows.plus) > SERIAL else 1
 
 
+@cache
 def _loaded() -> ctypes.CDLL:
     found = _library()
     if isinstance(found, str):

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
@@ -21,7 +20,6 @@ from manifoldagg.kernels.tensors import Row, Tensors, edges, reals
 
 __all__ = [
     "ACROSS",
-    "Common",
     "Line",
     "Rows",
     "Subtrahend",
@@ -46,99 +44,33 @@ ACROSS: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = 
 _followed = attrgetter("requires_grad")
 
 
-class Common:
-    """What all rows of a call have in common; the first one says it.
-
-    Attributes:
-        shape: (P,).
-        device: on which the rows are.
-        lengths: of the tensors of those that are tuples; `None` as long as there is none.
-    """
-
-    __slots__ = ("device", "lengths", "shape")
-
-    def __init__(self) -> None:
-        self.shape: torch.Size | None = None
-        self.device: torch.device | None = None
-        self.lengths: tuple[int, ...] | None = None
-
-    def line(self, name: str, row: Any) -> Line:
-        """A row, if it is one beside those before; the next ones then have to fit it, too.
-
-        Raises:
-            ArgumentError: naming the row, or the tensor in it.
-        """
-        if isinstance(row, Tensor):
-            if self.shape is None and row.ndim == 1 and not row.is_meta:
-                self.shape = row.shape
-                self.device = row.device
-            fits = row.shape == self.shape and row.device == self.device
-            if fits and row.dtype.is_floating_point and row.layout is torch.strided:
-                return row
-        elif isinstance(row, tuple) and row:
-            line = row if isinstance(row, Tensors) else Tensors(row)
-            if self._fits(line):
-                self.lengths = line.lengths
-                return line
-        raise ArgumentError(f"{name}{self._fault(row)}")
-
-    def _fits(self, line: Tensors) -> bool:
-        try:
-            size = sum(line.lengths)
-            kinds = line.kinds
-        except (TypeError, AttributeError):  # not of a tensor
-            return False
-        if self.shape is None and not line[0].is_meta:
-            self.shape = torch.Size((size,))
-            self.device = line[0].device
-        if (size,) != self.shape or self.lengths not in (None, line.lengths) or meshed(line):
-            return False
-        return all(
-            dtype.is_floating_point and layout is torch.strided and device == self.device
-            for dtype, layout, device in kinds
-        )
-
-    def _fault(self, row: Any) -> str:
-        """What is wrong with a row, or with the first tensor in it with which something is."""
-        if not isinstance(row, tuple):
-            fault = _fault(row, self.device)
-            real = isinstance(row, Tensor) and row.dtype.is_floating_point
-            if real and (row.ndim != 1 or self.shape not in (None, row.shape)):
-                expected = "one dimension" if self.shape is None else f"({self.shape[0]},)"
-                fault = f"expected shape {expected}, got {tuple(row.shape)}"
-            return f": {fault}"
-        if not row:
-            return ": expected at least one tensor, got an empty tuple"
-        lengths = self.lengths
-        if lengths is not None and len(lengths) != len(row):
-            return f": expected {len(lengths)} tensors, got {len(row)}"
-        for i, tensor in enumerate(row):
-            fault = _fault(tensor, self.device)
-            if fault is None and meshed((tensor,)):
-                fault = "expected a plain tensor, got a DTensor, of which whole vectors alone may be"
-            if fault is None and lengths is not None and tensor.numel() != lengths[i]:
-                fault = f"expected {lengths[i]} entries, got {tensor.numel()}"
-            if fault is not None:
-                return f"[{i}]: {fault}"
-        assert self.shape is not None  # a first row of which each tensor is in order fits
-        return f": expected {self.shape[0]} entries, got {sum(tensor.numel() for tensor in row)}"
+NOWHERE = torch.device("meta")
+"""Where no row can be: rows have values."""
 
 
-@dataclass(frozen=True, eq=False)
 class Rows:
     """k rows of P entries: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
 
     Attributes:
         plus: vectors, or tensors that all have the same lengths.
         minus: likewise.
-        distinct: all that are involved, each once.
-        common: what they have in common.
+        distinct: all of them, each once.
+        shape: (P,), of a vector.
+        device: on which all are.
+        lengths: of the tensors of what is a tuple; `None` as long as all are vectors.
     """
+
+    __slots__ = ("device", "distinct", "lengths", "minus", "plus", "shape")
 
     plus: tuple[Line, ...]
     minus: tuple[Line | None, ...]
     distinct: tuple[Line, ...]
-    common: Common
+    device: torch.device
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] = ()
+        self.device = NOWHERE
+        self.lengths: tuple[int, ...] | None = None
 
     @staticmethod
     def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Rows":
@@ -155,44 +87,92 @@ class Rows:
             raise ArgumentError("rows: expected at least one row, got none")
         if len(less) != len(plus):
             raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(less)}")
-        common = Common()
+        found = Rows()
         lines: dict[int, Line] = {}
         for i, row in enumerate(plus):
             if id(row) not in lines:
-                lines[id(row)] = common.line(f"rows[{i}]", row)
+                lines[id(row)] = found.line("rows", row, i)
         for i, row in enumerate(less):
             if row is not None and id(row) not in lines:
-                lines[id(row)] = common.line(f"minus[{i}]", row)
-        return Rows(
-            tuple([lines[id(row)] for row in plus]),
-            tuple([None if row is None else lines[id(row)] for row in less]),
-            tuple(lines.values()),
-            common,
+                lines[id(row)] = found.line("minus", row, i)
+        found.plus = tuple([lines[id(row)] for row in plus])
+        found.minus = tuple([None if row is None else lines[id(row)] for row in less])
+        found.distinct = tuple(lines.values())
+        return found
+
+    def line(self, name: str, row: Any, index: int | None = None) -> Line:
+        """A row beside those before it, of which the first says what the others have to be.
+
+        Raises:
+            ArgumentError: naming the row, or the tensor in it.
+        """
+        if isinstance(row, Tensor):
+            if self.device is NOWHERE and row.ndim == 1 and not row.is_meta:
+                self.shape = row.shape
+                self.device = row.device
+            fits = row.shape == self.shape and row.device == self.device
+            if fits and row.dtype.is_floating_point and row.layout is torch.strided:
+                return row
+        elif isinstance(row, tuple) and row:
+            line = row if isinstance(row, Tensors) else Tensors(row)
+            if self._fits(line):
+                self.lengths = line.lengths
+                return line
+        raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._fault(row)}")
+
+    def _fits(self, line: Tensors) -> bool:
+        try:
+            size = line.size
+            devices = line.devices
+        except (TypeError, AttributeError):  # not of a tensor
+            return False
+        if self.device is NOWHERE and not line[0].is_meta:
+            self.shape = torch.Size((size,))
+            self.device = line[0].device
+        if (size,) != self.shape or self.lengths not in (None, line.lengths) or devices != {self.device}:
+            return False
+        return not meshed((line,)) and all(
+            dtype.is_floating_point and layout is torch.strided for dtype, layout, _ in line.kinds
         )
+
+    def _fault(self, row: Any) -> str:
+        """What is wrong with a row, or with the first tensor in it with which something is."""
+        if not isinstance(row, tuple):
+            fault = _fault(row, self.device)
+            real = isinstance(row, Tensor) and row.dtype.is_floating_point
+            if real and (row.ndim != 1 or (self.device is not NOWHERE and row.shape != self.shape)):
+                expected = "one dimension" if self.device is NOWHERE else f"({self.size},)"
+                fault = f"expected shape {expected}, got {tuple(row.shape)}"
+            return f": {fault}"
+        if not row:
+            return ": expected at least one tensor, got an empty tuple"
+        lengths = self.lengths
+        if lengths is not None and len(lengths) != len(row):
+            return f": expected {len(lengths)} tensors, got {len(row)}"
+        for i, tensor in enumerate(row):
+            fault = _fault(tensor, self.device)
+            if fault is None and meshed((tensor,)):
+                fault = "expected a plain tensor, got a DTensor, of which whole vectors alone may be"
+            if fault is None and lengths is not None and tensor.numel() != lengths[i]:
+                fault = f"expected {lengths[i]} entries, got {tensor.numel()}"
+            if fault is not None:
+                return f"[{i}]: {fault}"
+        return f": expected {self.size} entries, got {sum(tensor.numel() for tensor in row)}"
 
     @property
     def size(self) -> int:
         """P, the number of entries of a row."""
-        assert self.common.shape is not None
-        return self.common.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """On which the rows are."""
-        assert self.common.device is not None
-        return self.common.device
-
-    @property
-    def lengths(self) -> tuple[int, ...] | None:
-        """Of the tensors of the rows that are tuples; `None` where all rows of the call are vectors."""
-        return self.common.lengths
+        return self.shape[0]
 
     @property
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes that occur."""
         found: set[torch.dtype] = set()
         for row in self.distinct:
-            found |= {row.dtype} if isinstance(row, Tensor) else row.dtypes
+            if isinstance(row, Tensor):
+                found.add(row.dtype)
+            else:
+                found |= row.dtypes
         return found
 
     def materialise(self) -> Tensor:
@@ -206,28 +186,28 @@ class Rows:
         if self.lengths is None or all(isinstance(row, Tensor) or row.whole for row in self.distinct):
             return self
         lines = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
-        return Rows(
-            tuple([lines[id(row)] for row in self.plus]),
-            tuple([None if row is None else lines[id(row)] for row in self.minus]),
-            tuple(lines.values()),
-            self.common,
-        )
+        found = Rows()
+        found.shape = self.shape
+        found.device = self.device
+        found.lengths = self.lengths
+        found.plus = tuple([lines[id(row)] for row in self.plus])
+        found.minus = tuple([None if row is None else lines[id(row)] for row in self.minus])
+        found.distinct = tuple(lines.values())
+        return found
 
 
-def _fault(tensor: Any, device: torch.device | None) -> str | None:
+def _fault(tensor: Any, device: torch.device) -> str | None:
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         return f"expected a tensor of a floating dtype, got {kind}"
     if tensor.layout is not torch.strided or tensor.is_meta:
         return f"expected a dense tensor with values, got {tensor.layout} on {tensor.device}"
-    return f"expected device {device}, got {tensor.device}" if device not in (None, tensor.device) else None
+    return f"expected device {device}, got {tensor.device}" if device not in (NOWHERE, tensor.device) else None
 
 
 def fresh(like: Line) -> Line:
     """A row like this one, not yet written."""
-    if isinstance(like, Tensors):
-        return like.fresh()
-    return torch.empty_like(like.detach(), memory_format=torch.contiguous_format)
+    return like.fresh() if isinstance(like, Tensors) else torch.empty_like(like)
 
 
 OVERLAP = "out: expected base or a row itself, or memory apart from theirs; got an overlap"
@@ -235,9 +215,10 @@ OVERLAP = "out: expected base or a row itself, or memory apart from theirs; got 
 
 def written(out: Line) -> None:
     """Say that `out` was written behind torch's back: a derivative that saved it must notice."""
-    tensors = [tensor for tensor in flat((out,)) if not tensor.is_inference()]
-    if tensors:
-        torch.autograd.graph.increment_version(tensors)
+    tensors: Sequence[Tensor] = (out,) if isinstance(out, Tensor) else out
+    if any(map(Tensor.is_inference, tensors)):
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+    torch.autograd.graph.increment_version(tensors)
 
 
 def check_target(out: Line, rows: Rows, base: Line | None) -> None:
@@ -287,24 +268,25 @@ def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
 
 def _check_pieces(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> None:
     """`check_target` where rows are tensors, or vectors seen as such: each is apart from the others, or the same."""
-    starts, stops, dtypes = _places(out, lengths)
+    starts, stops = _places(out, lengths)
     order = np.argsort(starts, kind="stable")
     order = order[stops[order] > starts[order]]  # tensors without entries are nowhere
     low = starts[order]
     high = stops[order]
-    if (high[:-1] > low[1:]).any() or any(_is_expanded(tensor) for tensor in flat((out,))):
+    expanded = _is_expanded(out) if isinstance(out, Tensor) else not out.whole and any(map(_is_expanded, out))
+    if expanded or (high[:-1] > low[1:]).any():
         raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
     for row in read:
         if row is out or len(order) == 0:
             continue
-        begin, end, kinds = _places(row, lengths)
+        begin, end = _places(row, lengths)
         # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
         first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
         met = np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin))
         for piece in met.tolist():
-            i = order[first[piece]]
-            same = i == piece and starts[i] == begin[piece] and stops[i] == end[piece] and dtypes[i] == kinds[i]
-            if not same:
+            i = int(order[first[piece]])
+            same = i == piece and starts[i] == begin[i] and stops[i] == end[i]
+            if not same or _dtype(out, i) != _dtype(row, i):
                 raise ArgumentError(OVERLAP)
 
 
@@ -314,17 +296,20 @@ def _is_expanded(tensor: Tensor) -> bool:
     )
 
 
-def _places(row: Line, lengths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, Sequence[torch.dtype]]:
-    """Between which addresses the entries of each piece of a row lie; and their dtypes."""
+def _places(row: Line, lengths: tuple[int, ...]) -> np.ndarray:
+    """(2, n): between which addresses the entries of each piece of a row lie."""
     if isinstance(row, Tensors):
-        starts, stops = row.spans
-        return starts, stops, [tensor.dtype for tensor in row]
+        return row.spans
     borders = edges(lengths)
     item = row.itemsize
     step = row.stride(0) * item
     starts = row.data_ptr() + borders[:-1] * step
     stops = np.where(borders[1:] > borders[:-1], row.data_ptr() + (borders[1:] - 1) * step + item, starts)
-    return starts, stops, [row.dtype] * len(lengths)
+    return np.stack([starts, stops])
+
+
+def _dtype(row: Line, piece: int) -> torch.dtype:
+    return row.dtype if isinstance(row, Tensor) else row[piece].dtype
 
 
 def bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
@@ -410,10 +395,10 @@ def meshed(groups: Iterable[Any]) -> list[Any]:
 def flat(groups: Iterable[Any]) -> Iterator[Any]:
     """Tensors, and those in sequences of tensors and of tuples of tensors, one by one."""
     for group in groups:
-        if isinstance(group, Sequence):
-            yield from flat(group)
-        else:
+        if isinstance(group, Tensor) or not isinstance(group, Sequence):
             yield group
+        else:
+            yield from flat(group)
 
 
 def _listed(name: str, vectors: Any) -> tuple[Any, ...]:

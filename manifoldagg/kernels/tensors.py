@@ -11,17 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "VECTOR", "Row", "Tensors", "edges", "overlaps", "reals"]
+__all__ = ["CPU", "DTYPES", "Row", "Tensors", "edges", "overlaps", "reals"]
 
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """What `native.cpp` calls the dtypes that it reads."""
-VECTOR = 24
-"""The bytes of a description in `native.cpp`: address, stride and dtype."""
 APART = 64
 """An address that no tensor has and nobody reads: that of a tensor without entries, where 0 would mean no tensor."""
 
-_kind = attrgetter("dtype", "layout", "device")
+CPU = torch.device("cpu")
+
+_kind = attrgetter("dtype", "layout", "is_cpu")
 _dtype = attrgetter("dtype")
+_device = attrgetter("device")
 
 
 class Tensors(tuple[Tensor, ...]):
@@ -48,14 +49,25 @@ class Tensors(tuple[Tensor, ...]):
         return tuple(map(Tensor.numel, self))
 
     @cached_property
+    def size(self) -> int:
+        """P."""
+        return sum(self.lengths)
+
+    @cached_property
     def kinds(self) -> frozenset[Any]:
-        """The dtypes, layouts and devices that occur together."""
+        """The dtypes and layouts that occur together, each with whether it is on the CPU."""
         return frozenset(map(_kind, self))
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
         """The dtypes that occur."""
         return frozenset([dtype for dtype, _, _ in self.kinds])
+
+    @cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """The devices that occur."""
+        # To ask each tensor for its device takes as long as everything else together.
+        return frozenset(map(_device, self)) if not all(kind[2] for kind in self.kinds) else frozenset({CPU})
 
     @cached_property
     def whole(self) -> bool:
@@ -101,7 +113,9 @@ class Tensors(tuple[Tensor, ...]):
         return self if self.whole else Tensors(tensor.contiguous() for tensor in self)
 
     def fresh(self) -> "Tensors":
-        """Tensors like these, not yet written."""
+        """Tensors like these, each in one piece, not yet written."""
+        if self.whole:
+            return Tensors(map(torch.empty_like, self))
         return Tensors(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
 
 
