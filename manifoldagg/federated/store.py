@@ -1,13 +1,16 @@
 """The store: what a server keeps for others, counted by its holders, in memory or past a limit in mapped files."""
 
+import ctypes
 import shutil
+import sys
 import tempfile
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,17 +28,18 @@ Key = tuple[str, Hashable]
 Found = Callable[[], Tree]
 """Gives a tree on its devices, which may take a while."""
 SPILLED = "spilled"
+TRIMMED = 2**20
+"""Bytes that go to files between two requests that freed memory be returned, or a quarter of the limit."""
 
 
 @dataclass
 class Kept:
-    """A tree, the bytes of its tensors, how many hold it, and its file where it is in one, or that none can have it."""
+    """A tree, the bytes of its tensors, how many hold it, and its file where it is in one."""
 
     tree: Tree
     size: int
     holders: int = 1
     path: Path | None = None
-    unwritable: bool = False
     devices: tuple[torch.device, ...] = ()
 
 
@@ -67,8 +71,11 @@ class Store:
         self._parent = folder
         self._folder: Path | None = None
         self._kept: dict[Key, Kept] = {}
+        # What is in memory and may go to a file, the oldest first: to find it no one else is asked.
+        self._movable: OrderedDict[Key, Kept] = OrderedDict()
         self._used: Counter[str] = Counter()
         self._files = 0
+        self._untrimmed = 0
 
     def __contains__(self, key: Key | None) -> bool:
         return key in self._kept
@@ -89,6 +96,8 @@ class Store:
         """Keep a tree under a new key, for one holder."""
         kept = Kept(tree, size_of(tree))
         self._kept[key] = kept
+        if kept.size:
+            self._movable[key] = kept
         self._used[key[0]] += kept.size
 
     def hold(self, key: Key | None) -> None:
@@ -105,6 +114,7 @@ class Store:
         if kept.holders:
             return None
         del self._kept[key]
+        self._movable.pop(key, None)
         self._used[_place(key, kept)] -= kept.size
         if kept.path is None:
             return kept.tree
@@ -123,17 +133,18 @@ class Store:
 
         The lock is free while a file is written. What cannot be written stays in memory, with a warning: a tree of a
         kind that files do not have for good, the others until a file can be written again.
+
+        Cost: per file, whatever else is kept; what that leaves free goes back to the system every so many bytes.
         """
         while self.limit is not None:
             with lock:
                 used = self.usage(without)
                 if sum(used.values()) - used[SPILLED] <= self.limit:
                     return
-                movable = (k for k, x in self._kept.items() if x.path is None and x.size and not x.unwritable)
-                key = next((k for k in movable if k != without), None)
+                key = next((key for key in self._movable if key != without), None)
                 if key is None:
                     return
-                kept = self._kept[key]
+                kept = self._movable[key]
             path = None
             try:
                 path = self._new_path()
@@ -144,21 +155,29 @@ class Store:
                 warnings.warn(f"memory_limit: {key} stays in memory: {error}", RuntimeWarning, stacklevel=2)
                 if isinstance(error, OSError):
                     return
-                kept.unwritable = True
+                with lock:
+                    if self._movable.get(key) is kept:
+                        del self._movable[key]
                 continue
             with lock:
                 if self._kept.get(key) is not kept:
                     path.unlink()
                     continue
+                del self._movable[key]
                 self._used[key[0]] -= kept.size
                 self._used[SPILLED] += kept.size
                 kept.devices = tuple(tensor.device for tensor in tensors(kept.tree))
                 kept.tree = replaced(kept.tree, lambda tensor: tensor.to("meta"))
                 kept.path = path
+            self._untrimmed += kept.size
+            if self._untrimmed > max(self.limit // 4, TRIMMED):
+                self._untrimmed = 0
+                _trim()
 
     def close(self) -> None:
         """Forget everything and remove the files."""
         self._kept.clear()
+        self._movable.clear()
         self._used.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -173,6 +192,22 @@ class Store:
 
 def _place(key: Key, kept: Kept) -> str:
     return key[0] if kept.path is None else SPILLED
+
+
+@cache
+def _returns_memory() -> Callable[[int], int] | None:
+    """What makes an allocator return free memory to the system. Only that of glibc needs to be asked."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+def _trim() -> None:
+    """Let go of freed memory.
+
+    Aligned blocks leave holes too small for the next of their size: a process would grow by all that it writes to files.
+    """
+    returns = _returns_memory()
+    if returns is not None:
+        returns(0)
 
 
 def _save(path: Path, tree: Tree) -> None:

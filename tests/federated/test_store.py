@@ -1,6 +1,8 @@
 """Versions and client memory: counted, accounted, narrowed, spilled, and gone at once."""
 
 import gc
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.federated import Outcome, Payload, Server
+from manifoldagg.federated import store as store_module
 from manifoldagg.federated.rules import AsyncBezier, FedAsync
 from manifoldagg.federated.store import Store
 from manifoldagg.manifolds import Flat
@@ -293,6 +296,67 @@ def test_a_tree_that_goes_while_it_is_written_leaves_no_file(tmp_path):
     store.add(key, torch.ones(3))
     store.spill(Vanishing(), without=("version", 1))
     assert (("version", 0) in store, files(tmp_path), store.usage(("version", 1))["spilled"]) == (False, [], 0)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_spilling_asks_nobody_but_who_goes(tmp_path, monkeypatch):
+    """However many are in files already, or have nothing to write."""
+    monkeypatch.setattr(store_module, "_save", lambda path, tree: path.touch())
+    counts = []
+    for clients in (10, 300):
+        store, lock = Store(0, tmp_path), threading.Lock()
+        for i in range(clients):
+            store.add(("client", i), {"count": i})
+            store.add(("client", -1 - i), {"m": torch.ones(1)})
+        store.spill(lock, without=("version", 0))
+        store.add(("client", "last"), {"m": torch.ones(1)})
+        lines = []
+
+        def each(frame, event, arg, lines=lines):
+            lines.append(event)
+            return each
+
+        sys.settrace(each)
+        try:
+            store.spill(lock, without=("version", 0))
+        finally:
+            sys.settrace(None)
+        assert store.usage(("version", 0))["spilled"] == 4 * (clients + 1)
+        counts.append(len(lines))
+    assert counts[0] == counts[1]
+
+
+RESIDENT = """
+import sys, torch
+from manifoldagg import Server
+from manifoldagg.federated import Payload
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.manifolds import Flat
+
+def resident():
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
+
+P = 250_000
+server = Server(Flat(P), FedAsync(0.5), torch.zeros(P), memory_limit=2 * 10**6, spill=sys.argv[1])
+for i in range(100):
+    if i == 10:
+        before = resident()
+    server.dispatch(("away", i))
+    ticket = server.dispatch("here")
+    assert server.receive(ticket.id, Payload(ticket.message.start[None] + torch.randn(1, P), 1)).accepted
+print(resident() - before, server.memory["spilled"] / 2**20)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux says what is resident")
+def test_the_limit_bounds_the_process_and_not_only_the_books(tmp_path):
+    """Ninety versions of one million bytes go to files; without returning what they leave the process holds most."""
+    command = [sys.executable, "-c", RESIDENT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    grown, spilled = map(float, done.stdout.split())
+    assert spilled > 80
+    assert grown < spilled / 4
 
 
 @given(seeds)
