@@ -27,6 +27,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/manifolds.py
 	$(BIN)/python benchmarks/curve_step.py
 	$(BIN)/python benchmarks/server_step.py
+	$(BIN)/python benchmarks/server_load.py
 	$(BIN)/python benchmarks/clock.py
 	$(BIN)/python benchmarks/routing.py
 

@@ -203,7 +203,7 @@ def _returns_memory() -> Callable[[int], int] | None:
 def _trim() -> None:
     """Let go of freed memory.
 
-    Aligned blocks leave holes too small for the next of their size: a process would grow by whatever it writes to files.
+    Aligned blocks leave holes too small for the next of their size: a process would grow by what it writes to files.
     """
     returns = _returns_memory()
     if returns is not None:

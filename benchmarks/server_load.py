@@ -1,0 +1,132 @@
+"""How long `receive` takes on a machine that has other things to do.
+
+Clients in threads of their own dispatch and answer without end; beside them, one process a core spins, or none does.
+Seconds are those of a clock on the wall, from the call of `receive` to its return: with many clients they hold the wait
+for the updates before it. A server that hands a small model to a pool of threads waits for threads that do not get
+a core; the table shows it in the median and the 99th percentile.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from manifoldagg import Server
+from manifoldagg.federated import Payload
+from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedOrtho
+from manifoldagg.manifolds import Flat
+
+HERE = Path(__file__).parent
+RULES = {"FedAsync": (FedAsync(0.5), 1), "FedOrtho": (FedOrtho(0.5), 1), "AsyncBezier": (AsyncBezier(0.5), 2)}
+"""Each with how many points its clients send."""
+HEAD = "rule               P  threads  clients  beside  median ms    p99 ms  updates/s"
+
+
+@contextmanager
+def spinning(count: int) -> Iterator[None]:
+    """So many processes that do nothing, as fast as they can."""
+    spin = [sys.executable, "-S", "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin) for _ in range(count)]
+    try:
+        time.sleep(0.2 if count else 0)
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def seconds_of(rule: str, size: int, clients: int, limit: float) -> tuple[list[float], float]:
+    """The seconds of each `receive`, and how long all of them took together."""
+    kind, count = RULES[rule]
+    server = Server(Flat(size), kind, torch.zeros(size), weights="uniform")
+    gate = threading.Barrier(clients + 1)
+    stop = threading.Event()
+    seconds: list[list[float]] = [[] for _ in range(clients)]
+    errors: list[Exception] = []
+
+    def client(i: int) -> None:
+        points = torch.randn(count, size, generator=torch.Generator().manual_seed(i))
+        gate.wait()
+        while not stop.is_set():
+            ticket = server.dispatch(i)
+            start = time.perf_counter()
+            receipt = server.receive(ticket.id, Payload(points, 1))
+            seconds[i].append(time.perf_counter() - start)
+            if not receipt.accepted:
+                errors.append(RuntimeError(receipt.reason))
+                return
+
+    for _ in range(5):
+        server.receive(server.dispatch("first").id, Payload(torch.ones(count, size), 1))
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    start = time.perf_counter()
+    time.sleep(limit)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sorted(second for mine in seconds for second in mine), time.perf_counter() - start
+
+
+def main() -> None:
+    """Print a table, and write it and its numbers into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rules", nargs="+", default=["FedOrtho"], choices=list(RULES))
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1e5, 1e6])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--beside", type=int, nargs="+", default=[0, os.cpu_count() or 1], help="processes that spin")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each line of the table")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    about = f"receive under load, float32; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
+    lines = [about, HEAD]
+    print(*lines, sep="\n", flush=True)
+    rows = []
+    for rule in options.rules:
+        for size in map(int, options.sizes):
+            for threads in options.threads:
+                torch.set_num_threads(threads)
+                for clients in options.clients:
+                    for beside in options.beside:
+                        with spinning(beside):
+                            seconds, whole = seconds_of(rule, size, clients, options.seconds)
+                        row = {
+                            "rule": rule,
+                            "P": size,
+                            "threads": threads,
+                            "clients": clients,
+                            "beside": beside,
+                            "median": statistics.median(seconds),
+                            "p99": seconds[int(0.99 * (len(seconds) - 1))],
+                            "rate": len(seconds) / whole,
+                        }
+                        rows.append(row)
+                        lines.append(
+                            f"{rule:<12} {size:>7} {threads:>8} {clients:>8} {beside:>7} {1e3 * row['median']:>10.3f} "
+                            f"{1e3 * row['p99']:>9.2f} {row['rate']:>10.0f}"
+                        )
+                        print(lines[-1], flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "server_load.txt").write_text("\n".join(lines) + "\n")
+    settings = {"seconds": options.seconds, "torch": torch.__version__, "machine": platform.platform()}
+    (options.out / "server_load.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
