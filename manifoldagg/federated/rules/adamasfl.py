@@ -1,6 +1,7 @@
 """AdaMasFL: MasFL in normalised steps, whose rates follow from S, K and T alone."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,21 +79,25 @@ class AdaMasFL(ControlVariates):
         return {"rate": self.local_rate, "steps": float(self.steps)}
 
     def gather(self, waiting: dict[str, Any], update: Update) -> dict[str, Any]:
-        rows, minus = self._moved(waiting, update)
+        rows, minus, length = self._moved(waiting, update)
         moved = combine(None, rows, [1.0] * len(rows), minus=minus)
-        return {"moved": moved, "answers": waiting.get("answers", 0) + 1}
+        far = waiting.get("far", 0.0) + length
+        return {"moved": moved, "answers": waiting.get("answers", 0) + 1, "far": far}
+
+    def stride(self, state: State, waiting: Mapping[str, Any], g: float) -> float:
+        return self.rate / (self.local_rate * self.steps) * float(waiting.get("far", 0.0))
 
     def move(self, state: State, update: Update, g: Tensor, out: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         waiting = state["waiting"]
         current = update.current.detach()
-        rows, minus = self._moved(waiting, update)
+        rows, minus, _ = self._moved(waiting, update)
         part = self.rate / (self.local_rate * self.steps)
         model = combine(current, rows, [part / (waiting.get("answers", 0) + 1)] * len(rows), minus=minus, out=out)
         norm = root(gram([model], minus=current)[0, 0, 0].item())
         return model, {"rate": self.rate, "step": part, "norm": norm}
 
-    def _moved(self, waiting: dict[str, Any], update: Update) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The rows that sum to the displacements so far.
+    def _moved(self, waiting: dict[str, Any], update: Update) -> tuple[list[Tensor], list[Tensor | None], float]:
+        """The rows that sum to the displacements so far, and the length of the last one.
 
         Raises:
             ArgumentError: if the last one is longer than K steps.
@@ -106,4 +111,4 @@ class AdaMasFL(ControlVariates):
         limit = self.steps * (self.local_rate * (1 + 1e-6) + 2 * torch.finfo(base.dtype).eps * far)
         if not length <= limit:
             raise ArgumentError(f"points: expected at most {self.steps} steps from the base, {limit:g}; got {length:g}")
-        return ([point, waiting["moved"]], [base, None]) if waiting else ([point], [base])
+        return ([point, waiting["moved"]], [base, None], length) if waiting else ([point], [base], length)

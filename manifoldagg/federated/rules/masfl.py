@@ -1,6 +1,7 @@
 """MasFL: a momentum of control variates, which neither heterogeneous data nor delays bias."""
 
 import abc
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from manifoldagg.errors import ArgumentError, check_choice, check_count, check_f
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._reading import check_points, root
+from manifoldagg.federated.rules._windows import windows
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
@@ -19,6 +21,8 @@ from manifoldagg.manifolds import Manifold
 __all__ = ["MasFL"]
 
 INITIAL = ("gradient", "zero")
+FAR = sys.float_info.max / 4
+"""Longer than that nothing is known of a vector."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,9 @@ class ControlVariates(ServerRule):
 
     $c_i$ is the mean gradient that client i sent last, kept in its memory; $g$ and $c$ are the state, and what waits is
     one sum. $c$ and the sum are in float64: a gradient that was far too long is forgotten with the client's next one.
-    Nothing waits that a step cannot be taken with. A client that answers twice before a step counts once: $c_i^+ - c_i$
-    telescopes to its last.
+    Nothing waits that a step cannot be taken with: `reach` in the state and lengths beside the vectors bound what one
+    would make, and where they do not settle it, it is made. A client that answers twice before a step counts once:
+    $c_i^+ - c_i$ telescopes to its last.
     """
 
     cohort: ClassVar[int] = 1
@@ -53,7 +58,11 @@ class ControlVariates(ServerRule):
 
     @abc.abstractmethod
     def move(self, state: State, update: Update, g: Tensor, out: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """The new model, and numbers of the step; also asked before an update waits, whose model must be finite."""
+        """The new model, and numbers of the step; also asked before an update waits where `stride` is too long."""
+
+    @abc.abstractmethod
+    def stride(self, state: State, waiting: Mapping[str, Any], g: float) -> float:
+        """No entry of the model moves farther with what waits, if the length of $g$ is no more than that."""
 
     def gather(self, waiting: dict[str, Any], update: Update) -> dict[str, Any]:
         """What waits, beside the sum, with this update that waits too."""
@@ -65,7 +74,8 @@ class ControlVariates(ServerRule):
 
     def init(self, space: Manifold, start: Tensor) -> State:
         zeros = {"g": torch.zeros_like(start), "c": torch.zeros_like(start, dtype=torch.float64)}
-        return super().init(space, start) | {"joined": 0, "among": self.clients or 0, "waiting": {}} | zeros
+        reach = {"reach": {"g": 0.0, "c": 0.0}}
+        return super().init(space, start) | {"joined": 0, "among": self.clients or 0, "waiting": {}} | zeros | reach
 
     def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         opening = self.initial == "gradient" and (memory is None or state["joined"] < (self.clients or 0))
@@ -88,46 +98,90 @@ class ControlVariates(ServerRule):
             expected = "1, the first answer of a client" if allowed == (1,) else " or ".join(map(str, allowed))
             raise ArgumentError(f"numbers: opening: expected {expected}; got {opening:g}")
         gradient = update.tensors["gradient"].detach()
+        length = _length(gradient)
         joined = state["joined"] + (memory is None)
-        kept = {"control": gradient.clone()}
+        among = max(state["among"], joined)
+        kept = {"control": gradient.clone(), "length": length}
         rows = [gradient]
         minus: list[Tensor | None] = [None if memory is None else memory["control"]]
         waiting = state["waiting"]
         who = waiting.get("who", [])
         if opening:
-            among = max(state["among"], joined)
             c = combine(None, [state["c"], *rows], [state["among"] / among, 1 / among], minus=[None, *minus])
             check_finite("tensors: gradient: mean", c)
             after = {**state, "joined": joined, "among": among, "c": c}
             if state["version"] == 0:
                 after["g"] = check_finite("tensors: gradient: mean", c.to(gradient.dtype, copy=True))
-            return after, Outcome(None, kept, {"buffered": float(len(who))})
+            return after | {"reach": _reach(after)}, Outcome(None, kept, {"buffered": float(len(who))})
         if waiting:
             rows.append(waiting["sum"])
             minus.append(None)
         who = who if update.client in who else [*who, update.client]
+        far = waiting.get("length", 0.0) + length + (0.0 if memory is None else memory["length"])
+        ahead = {
+            "g": beta * (far / self.size + state["reach"]["c"]) + (1 - beta) * state["reach"]["g"],
+            "c": state["reach"]["c"] + far / among,
+        }
         if len(who) < self.size:
             wide = torch.empty_like(gradient, dtype=torch.float64)
             total = combine(None, rows, [1.0] * len(rows), minus=minus, out=wide)
-            check_finite("tensors: gradient: sum over the buffer", total)
-        among = max(state["among"], joined)
-        count = len(rows)
-        share = beta / self.size
-        g = combine(
-            None, [*rows, state["c"], state["g"]], [share] * count + [beta, 1 - beta], minus=[*minus, None, None]
-        )
-        shares = [state["among"] / among] + [1 / among] * count
-        c = combine(None, [state["c"], *rows], shares, minus=[None, *minus])
-        check_finite("tensors: gradient: momentum", g)
-        check_finite("tensors: gradient: mean", c)
+            held = {"who": who, "sum": total, "length": far} | self.gather(waiting, update)
+            after = {**state, "joined": joined, "waiting": held}
+            if not self._settled(state, held, ahead, gradient.dtype):
+                check_finite("tensors: gradient: sum over the buffer", total)
+                g, _ = self._means(state, rows, minus, among)
+                model, _ = self.move(state, update, g, out)
+                # Not one that the answers of others would be refused for.
+                check_finite("tensors: gradient: model after a step", model)
+                after |= {"waiting": {**held, "length": _length(total)}, "reach": _reach(state)}
+            return after, Outcome(None, kept, {"buffered": float(len(who))})
+        settled = self._settled(state, waiting, ahead, gradient.dtype)
+        g, c = self._means(state, rows, minus, among, checked=not settled)
         model, numbers = self.move(state, update, g, out)
-        if len(who) < self.size:
-            # Not one that the answers of others would be refused for.
-            check_finite("tensors: gradient: model after a step", model)
-            waiting = {"who": who, "sum": total} | self.gather(waiting, update)
-            return {**state, "joined": joined, "waiting": waiting}, Outcome(None, kept, {"buffered": float(len(who))})
         after = {"version": state["version"] + 1, "joined": joined, "among": among, "waiting": {}, "g": g, "c": c}
+        after["reach"] = ahead if settled else _reach(after)
         return after, Outcome(model, kept, {"buffered": 0.0} | numbers)
+
+    def _means(
+        self, state: State, rows: list[Tensor], minus: list[Tensor | None], among: int, checked: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """$g$ and $c$ after a step, in which `rows` less `minus` are the sum."""
+        beta = self.momentum
+        count = len(rows)
+        shares = [beta / self.size] * count + [beta, 1 - beta]
+        means = [state["among"] / among] + [1 / among] * count
+        g = torch.empty_like(state["g"])
+        c = torch.empty_like(state["c"])
+        # At most the first row has one: what waits is a sum.
+        less = [row for row in minus if row is not None]
+        for here, there, old, before, *parts in windows(g, c, state["c"], state["g"], *rows, *less):
+            lines = parts[:count]
+            taken = [*parts[count:], *[None] * (count - len(less))]
+            combine(None, [*lines, old, before], shares, minus=[*taken, None, None], out=here)
+            combine(None, [old, *lines], means, minus=[None, *taken], out=there)
+        if checked:
+            check_finite("tensors: gradient: momentum", g)
+            check_finite("tensors: gradient: mean", c)
+        return g, c
+
+    def _settled(self, state: State, waiting: Mapping[str, Any], ahead: Mapping[str, float], dtype: torch.dtype) -> bool:
+        """Whether lengths alone say that all which a step makes has numbers: no entry is longer than its vector."""
+        most = torch.finfo(dtype).max
+        wide = max(ahead["c"], waiting.get("length", 0.0)) <= FAR
+        # Beside the largest number, what is below a quarter of its last place is lost: whatever the model, it stays.
+        still = self.stride(state, waiting, ahead["g"]) <= most * torch.finfo(dtype).eps / 8
+        return wide and ahead["g"] <= most / 4 and still
+
+
+def _length(vector: Tensor) -> float:
+    """The length, or the largest number where the square is none."""
+    length = root(gram([vector])[0, 0, 0].item())
+    return length if length <= FAR else sys.float_info.max
+
+
+def _reach(state: State) -> dict[str, float]:
+    """The lengths of $g$ and $c$."""
+    return {name: _length(state[name]) for name in ("g", "c")}
 
 
 @dataclass(frozen=True)
@@ -188,3 +242,6 @@ class MasFL(ControlVariates):
         rate = rate_at(self.rate, state["version"])
         model = combine(update.current.detach(), [g], [-rate], out=out)
         return model, {"rate": rate, "norm": rate * root(gram([g])[0, 0, 0].item())}
+
+    def stride(self, state: State, waiting: Mapping[str, Any], g: float) -> float:
+        return rate_at(self.rate, state["version"]) * g

@@ -1,0 +1,30 @@
+"""Windows: pieces of vectors that stay in cache while several operations run on them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from manifoldagg.kernels.rows import is_spread
+
+__all__ = ["windows"]
+
+WINDOW = 1 << 16
+"""Entries for each thread: a dozen vectors fit the last cache, and what a call costs is small beside its work."""
+
+
+def windows(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of the same entries of vectors of one length (P,), that cover them; on a device, or over ranks, all at once.
+
+    Example:
+        >>> model, mean = torch.zeros(10), torch.ones(10)
+        >>> for part, other in windows(model, mean):
+        ...     _ = part.add_(other)
+        >>> model.sum()
+        tensor(10.)
+    """
+    width = WINDOW * torch.get_num_threads()
+    if not vectors[0].is_cpu or is_spread(vectors):
+        yield vectors
+        return
+    yield from zip(*(vector.split(width) for vector in vectors), strict=True)
