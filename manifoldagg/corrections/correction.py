@@ -20,6 +20,8 @@ from manifoldagg.manifolds import Manifold
 
 __all__ = ["Composition", "Corrected", "Correction", "by_granularity"]
 
+Beside = tuple[str, Tensor, Tensor | None]
+
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
@@ -31,6 +33,7 @@ class Corrected:
         lines: $C$, (n, k), or (S, n, k) with one for each segment.
         state: the next one, of a correction that keeps one.
         came: the Gram matrix of the displacements as they came; not `gram` where rows were formed on the way.
+        beside: inner products (S, k + 1) of a vector that was read beside them with the rows, and with itself.
     """
 
     frame: Frame
@@ -38,6 +41,7 @@ class Corrected:
     lines: Matrix
     state: Any
     came: Gram
+    beside: Matrix | None = None
 
     @cached_property
     def moved(self) -> Gram:
@@ -125,13 +129,17 @@ class Correction(abc.ABC):
         """Whether it adds rows to such a frame; so it is taken to do where it has an `extend`."""
         return type(self).extend is not Correction.extend
 
-    def apply(self, frame: Frame, state: Any = None, *, granularity: str | None = None) -> Corrected:
+    def apply(
+        self, frame: Frame, state: Any = None, *, granularity: str | None = None, beside: Beside | None = None
+    ) -> Corrected:
         """Correct the displacements of a frame.
 
         Args:
             frame: of displacements and the drift.
             state: what the last call returned, of a correction that keeps one. It is not changed.
             granularity: to read segments for what comes after; its own where not given.
+            beside: the name of a vector of a flat space, the vector, and what it is less: it is not corrected, and read
+                in the same pass as the rows.
 
         Raises:
             ArgumentError: if inner products overflow float64, or the correction cannot work on such a frame.
@@ -141,9 +149,14 @@ class Correction(abc.ABC):
         if frame.extra:
             raise ArgumentError(f"frame: expected displacements and the drift alone, got also {', '.join(frame.extra)}")
         frame = self.extend(frame, state)
-        gram = frame.gram(granularity or self.granularity)
+        seen = frame if beside is None else frame.extended(*beside)
+        gram = seen.gram(granularity or self.granularity)
+        products = None
+        if beside is not None:
+            products = gram.parts[:, -1]
+            gram = Gram(gram.parts[:, :-1, :-1], frame.extra, gram.segments)
         lines, state = self.coefficients(gram, state)
-        return Corrected(frame, gram, lines, self.remember(frame, lines, state), gram)
+        return Corrected(frame, gram, lines, self.remember(frame, lines, state), gram, products)
 
     def __call__(
         self,
@@ -222,14 +235,17 @@ class Composition(Correction):
             lines = after @ gram.carried(lines)
         return lines, tuple(states) if self.keeps_state else None
 
-    def apply(self, frame: Frame, state: Any = None, *, granularity: str | None = None) -> Corrected:
+    def apply(
+        self, frame: Frame, state: Any = None, *, granularity: str | None = None, beside: Beside | None = None
+    ) -> Corrected:
         finest = granularity or self.granularity
         states = [*(state or (None for _ in self.parts))]
-        done = self.parts[0].apply(frame, states[0], granularity=finest)
+        done = self.parts[0].apply(frame, states[0], granularity=finest, beside=beside)
         states[0] = done.state
         for i, part in enumerate(self.parts[1:], 1):
             if part.keeps_state or part.extends(done.frame) or done.cancelled():
-                formed = part.apply(done.frame.moved(done.displacements()), states[i], granularity=finest)
+                moved = done.frame.moved(done.displacements())
+                formed = part.apply(moved, states[i], granularity=finest, beside=beside)
                 done = replace(formed, came=done.came)
                 states[i] = done.state
             else:

@@ -1,5 +1,7 @@
 """A control point that turns with the chord of its curve."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -9,7 +11,7 @@ from manifoldagg.errors import check_finite, check_shape
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["rotate_control"]
+__all__ = ["rotate_control", "turn"]
 
 NEARLY_OPPOSITE = 1e-3
 """Below this $1 + \\cos$ the inner products alone lose the plane: the second direction is formed and read again."""
@@ -74,30 +76,43 @@ def rotate_control(
     minus = [start, start, now]
     inner = gram(rows, minus=minus)[0]
     check_finite("points: inner products", inner.detach())
-    pp, pd, pe = inner[0]
-    dd = inner[1, 1]
-    ee = inner[2, 2]
-    de = inner[1, 2]
-    # On rows φ − Θᵗ, d = Θᵢ − Θᵗ, e = Θ̂ − Θ^τ: x = φ − Θᵗ − d/2, and the midpoint is Θ^τ + e/2.
-    weights = [torch.ones_like(pp), -0.5 * torch.ones_like(pp), 0.5 * torch.ones_like(pp)]
-    if bool(dd < SMALL) or bool(ee < SMALL):
+    line = turn(inner)
+    if line is None:
         return _turned_about(phi, start, stop, now, goal).view(control.shape)
-    a = dd.rsqrt()
-    b = ee.rsqrt()
-    along_a = a * (pd - dd / 2)
-    along_b = b * (pe - de / 2)
-    cosine = (a * de * b).clamp(-1, 1)
-    # 1 + cos divides, and where chords are nearly opposite it is a difference of nearly equal numbers.
-    if bool(cosine < NEARLY_OPPOSITE - 1):
-        return _turned_about(phi, start, stop, now, goal).view(control.shape)
-    share = (along_a + along_b) / (1 + cosine)
-    weights[1] = weights[1] - share * a
-    weights[2] = weights[2] + (2 * along_a - share) * b
-    # R of the formula above as weights on d and e: three vectors are read once, none is formed.
     # In the wider dtype where the two differ: it is rounded once, at the end.
     now = now if now.dtype == control.dtype else now.double()
-    moved = combine(now, rows, torch.stack(weights), minus=minus)
+    moved = combine(now, rows, line, minus=minus)
     return moved.to(control.dtype).view(control.shape)
+
+
+def turn(inner: Any) -> list[Any] | None:
+    r"""The turned control point less $\Theta^\tau$, as a combination of three vectors whose inner products are known.
+
+    Args:
+        inner: (3, 3) numbers, of $\varphi - \Theta^t$, $d = \Theta_i - \Theta^t$ and $e = \hat\Theta - \Theta^\tau$.
+
+    Returns:
+        The coefficients on the three; `None` where a chord is so short, or the two are so nearly opposite, that inner
+        products do not say how to turn.
+    """
+    pd = inner[0][1]
+    pe = inner[0][2]
+    dd = inner[1][1]
+    de = inner[1][2]
+    ee = inner[2][2]
+    # x of the formula above is φ − Θᵗ − d/2, and the midpoint is Θ^τ + e/2.
+    if bool(dd < SMALL) or bool(ee < SMALL):
+        return None
+    a = 1 / dd**0.5
+    b = 1 / ee**0.5
+    along_a = a * (pd - dd / 2)
+    along_b = b * (pe - de / 2)
+    cosine = max(-1.0, min(1.0, a * de * b))
+    # 1 + cos divides, and where chords are nearly opposite it is a difference of nearly equal numbers.
+    if bool(cosine < NEARLY_OPPOSITE - 1):
+        return None
+    share = (along_a + along_b) / (1 + cosine)
+    return [1.0, -0.5 - share * a, 0.5 + (2 * along_a - share) * b]
 
 
 def _turned_about(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from manifoldagg.errors import ArgumentError, check_count, check_finite, check_n
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, check_is_manifold
-from manifoldagg.manifolds.span import Span, Spheres
+from manifoldagg.manifolds.span import Span
 
 __all__ = ["Mean", "RunningMean", "karcher_mean", "mean_in_span"]
 
@@ -127,8 +127,7 @@ def mean_in_span(
     corners = span.corners
     found = Mean(corners[0], w.new_zeros(()), 1, True)
     if not span.flat:
-        turned = Spheres(span.inner)
-        found = karcher_mean(turned, corners, w[span.order], tolerance=tolerance, max_steps=max_steps)
+        found = karcher_mean(span.spheres, corners, w[span.order], tolerance=tolerance, max_steps=max_steps)
     point = span.point(w, found.point)
     return Mean(point.view(space.shape), found.residual.to(point.device), found.steps, found.converged)
 

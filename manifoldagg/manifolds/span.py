@@ -16,7 +16,7 @@ from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.smooth import angle_per_sine, cos_of_square, sinc_of_square
 from manifoldagg.manifolds.sphere import Sphere
 
-__all__ = ["Span", "Spheres"]
+__all__ = ["Span"]
 
 OPPOSITE = 64 * torch.finfo(torch.float64).eps
 """Of $|x + y|^2$: from inner products alone, what is nearer to the antipode cannot be told from it."""
@@ -109,10 +109,14 @@ class Span:
         return [None, *[self.rows[self.start]] * (len(self.rows) - 1)]
 
     @cached_property
+    def spheres(self) -> "_Spheres":
+        """The product of the spheres, whose points are coefficients."""
+        return _Spheres(self.inner)
+
+    @cached_property
     def norms(self) -> Float64[Tensor, "k R"]:
         """Of the points on each sphere, in the order of the rows."""
-        corners = self.corners
-        return Spheres(self.inner).dot(corners, corners).squeeze(-1).sqrt()
+        return self.spheres.square(self.corners).squeeze(-1).sqrt()
 
     @property
     def corners(self) -> Float64[Tensor, "k R k"]:
@@ -134,7 +138,7 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False)
-class Spheres(Manifold):
+class _Spheres(Manifold):
     r"""The product of R unit spheres of any dimension, each seen from k vectors that span what is looked at of it.
 
     A point (R, k) holds the coefficients on these vectors, and $\langle a, b \rangle = a^\top B\, b$. The formulas are

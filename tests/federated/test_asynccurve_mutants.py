@@ -260,20 +260,21 @@ def all_vertices_learn():
     assert (payload.points - message.tensors["vertices"]).norm(dim=1).min() > 0
 
 
-@caught_by(asynccurve, "rotate_control", "a_step_is_the_papers")
-def shifts_the_control_point(control, base, end, current, corrected):
-    return (current + corrected) / 2 + control - (base + end) / 2
+@caught_by(asynccurve, "turn", "a_step_is_the_papers")
+def shifts_the_control_point(inner):
+    return [1.0, -0.5, 0.5]
 
 
-@caught_by(asynccurve, "rotate_control", "a_step_is_the_papers")
-def turns_before_the_end_is_corrected(control, base, end, current, corrected, turn=asynccurve.rotate_control):
-    return turn(control, base, end, current, current + end - base)
+@caught_by(asynccurve, "turn", "a_step_is_the_papers")
+def turns_before_the_end_is_corrected(inner, turn=asynccurve.turn):
+    (square, along, _), (_, chord, _), _ = inner
+    control, start, end = turn([[square, along, along], [along, chord, chord], [along, chord, chord]])
+    return [control, start + end, 0.0]
 
 
-@caught_by(asynccurve, "combine", "a_step_is_the_papers")
-def steps_with_the_misprinted_weight(base, rows, coefficients, **options):
-    halved = [c / 2 if len(coefficients) == 2 and i == 0 else c for i, c in enumerate(coefficients)]
-    return combine(base, rows, halved, **options)
+@caught_by(asynccurve, "turn", "a_step_is_the_papers")
+def steps_with_the_misprinted_weight(inner, turn=asynccurve.turn):
+    return [weight / 2 for weight in turn(inner)]
 
 
 @caught_by(Dominance, "temper", "a_place_is_never_past_the_end")

@@ -1,6 +1,7 @@
 """Rules that wait: displacements are summed as they come, and with the last of them the model moves."""
 
 import abc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ from manifoldagg.errors import check_number
 from manifoldagg.federated.contract import Outcome, State, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
 from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root, rungs_of
+from manifoldagg.federated.rules._windows import windows
 from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["BufferedRule", "Mean"]
@@ -36,9 +39,19 @@ class Mean:
     line: list[float]
     gram: Gram
 
-    def formed(self, out: Tensor | None) -> Tensor:
-        r"""$\bar\Delta$."""
-        return self.frame.combine(None, self.line, out=out)
+    def formed(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        r"""$\bar\Delta$ on a flat space, window by window, each with those of other vectors: no more of it is held."""
+        rows = self.frame.rows
+        less = [row for row in self.frame.minus if row is not None]
+        scratch = None
+        for parts in windows(self.current, *rows, *less, *others):
+            lines = parts[1 : 1 + len(rows)]
+            taken = iter(parts[1 + len(rows) :])
+            minus = [None if row is None else next(taken) for row in self.frame.minus]
+            if scratch is None:
+                scratch = torch.empty_like(parts[0])
+            delta = combine(None, lines, self.line, minus=minus, out=scratch[: len(parts[0])])
+            yield delta, *taken
 
     def step(self, rate: float, out: Tensor | None) -> tuple[Tensor, float]:
         r"""$\exp_\Theta(\eta \bar\Delta)$, and how far it is."""

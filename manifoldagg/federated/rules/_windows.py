@@ -14,7 +14,7 @@ WINDOW = 1 << 16
 
 
 def windows(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of the same entries of vectors of one length (P,), that cover them; on a device, or over ranks, all at once.
+    """Views of the same entries of vectors (P,), one after the other; on a device or over ranks the vectors themselves.
 
     Example:
         >>> model, mean = torch.zeros(10), torch.ones(10)

@@ -3,11 +3,14 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manifoldagg.averaging.swa import average_in_
-from manifoldagg.corrections import Correction, OrthoDyn, rotate_control
+from manifoldagg.corrections import Corrected, Correction, OrthoDyn, rotate_control
+from manifoldagg.corrections.gram import CANCELLED, Matrix, cancelled
+from manifoldagg.corrections.rotation import turn
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
@@ -111,21 +114,32 @@ class AsyncCurve(ServerRule):
         control, theirs = update.points.detach()
         ends = replace(update, points=update.points[1:])
         frame = frame_of(space, ends, tensors=self.correction.granularity == "tensor")
-        corrected = self.correction.apply(frame, state.get("correction"))
-        end = corrected.combine(current, [1.0])
-        control = rotate_control(control, base, theirs, current, end)
+        beside = ("control point", control, base)
+        corrected = self.correction.apply(frame, state.get("correction"), beside=beside)
         dominance = Dominance(self.clients, self.smoothed)
         rate = rate_at(self.rate, version)
         s = dominance.temper(rate, dominance.count(update.memory), version + 1)
-        model = combine(current, [control, end], [2 * s * (1 - s), s * s], minus=current, out=out)
+        line, norm = _line(corrected, s)
+        if line is None:
+            end = corrected.combine(current, [1.0])
+            turned = rotate_control(control, base, theirs, current, end)
+            model = combine(current, [turned, end], [2 * s * (1 - s), s * s], minus=current, out=out)
+        else:
+            model = corrected.frame.extended(*beside).combine(current, line, out=out)
         averages = self._averaged(state, version + 1, model)
         moved = combine(None, [current], [1.0], minus=model)
         after = {"version": version + 1, "step": moved} | averages
         if self.correction.keeps_state:
             after["correction"] = corrected.state
-        norm = root(gram([moved])[0, 0, 0].item())
+        if norm is None or self._overwrites(version + 1):
+            norm = root(gram([moved])[0, 0, 0].item())
         numbers = {"cosine": cosine(corrected.came), "rate": rate, "step": s, "norm": norm}
         return after, Outcome(model, dominance.memory(update.memory) | {"batches": batches}, numbers)
+
+    def _overwrites(self, version: int) -> bool:
+        """Whether a version is one that the average overwrites, where there is one."""
+        place = version - self.offset
+        return self.periodic is not None and place > 0 and place % self.periodic == 0
 
     def _averaged(self, state: State, version: int, model: Tensor) -> dict[str, Any]:
         """The average with a new version, which is overwritten with it where it is time."""
@@ -143,7 +157,38 @@ class AsyncCurve(ServerRule):
             count += 1
         if mean is None:
             return {}
-        if place > 0 and place % self.periodic == 0:
+        if self._overwrites(version):
             model.copy_(mean)
             return {}
         return {"average": mean, "averaged": count}
+
+
+def _line(corrected: Corrected, s: float) -> tuple[Matrix | None, float | None]:
+    """The step on the rows of the frame and the control point less the base, (k + 1,) or (S, k + 1), and its length.
+
+    `None` where their inner products do not say how the control point turns, or how long the step is.
+    """
+    left = corrected.gram.among(corrected.lines).sum(0)
+    if corrected.beside is None or cancelled(left, corrected.gram.matrix):
+        return None, None
+    chord = corrected.line([1.0])
+    rows = corrected.gram.parts
+    beside = corrected.beside
+    square = beside[:, -1].sum()
+    products = beside[:, :-1]
+    along = (chord * products).sum()
+    across = (chord * rows[:, 0]).sum()
+    inner = [[square, products[:, 0].sum(), along], [0.0, rows[:, 0, 0].sum(), across], [0.0, 0.0, left[0, 0]]]
+    weights = turn(inner)
+    if weights is None:
+        return None, None
+    share = 2 * s * (1 - s)
+    of_control, of_start, of_end = (share * weight for weight in weights)
+    line: Matrix = (of_end + s * s) * chord
+    line[..., 0] = line[..., 0] + of_start
+    crossed = of_control * (line * products).sum()
+    mine = corrected.gram.among(line[..., None, :]).sum()
+    length = mine + 2 * crossed + of_control**2 * square
+    known = length >= CANCELLED * (mine + of_control**2 * square)
+    last = np.full((*line.shape[:-1], 1), of_control, dtype=object)
+    return np.concatenate([line, last], axis=-1), root(length) if known else None

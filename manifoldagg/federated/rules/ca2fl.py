@@ -105,17 +105,19 @@ class CA2FL(ServerRule):
             "before": memory["cache"] if again else None,
             **{name: state.get(name) for name in ("buffer", "replaced", "sum")},
         }
-        frame = frame_of(space, update)
+        bare = frame_of(space, update)
+        frame = bare
         for name, row in rows.items():
             frame = frame if row is None else frame.extended(name, row)
-        gram = frame.gram()
+        count = state["count"] + 1
+        # Only a step needs to know how long what waits is.
+        gram = (bare if count < self.size else frame).gram()
         longest = root(torch.finfo(update.current.dtype).max) / self.size
         check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=longest)
         cache = frame.combine(None, _line(frame, v1=1.0))
         # What is added is what will be taken away again: the cache, as it was rounded.
         rounded = frame.extended("cache", cache)
         mine = {**memory, "cache": cache, "round": state["version"], "slot": slot}
-        count = state["count"] + 1
         guests = state["guests"] + (slot == NONE)
         joined = state["joined"] + (slot == NONE and not again)
         told = {"cosine": cosine(gram), "weight": 1.0, "buffered": float(count)}

@@ -9,7 +9,7 @@ from torch import Tensor
 from manifoldagg.errors import check_choice, check_count, check_decay, check_number
 from manifoldagg.federated.contract import Outcome, State, Update
 from manifoldagg.federated.rules._buffer import BufferedRule, Mean
-from manifoldagg.federated.rules.fedadam import moments, quotient_step
+from manifoldagg.federated.rules.fedadam import distance, moments, quotient_step
 from manifoldagg.federated.schedules import Rate
 from manifoldagg.manifolds import Manifold
 
@@ -117,8 +117,14 @@ class FADAS(BufferedRule):
         return rate / late if self.adaptive == "scale" else min(rate, 1 / late)
 
     def move(self, state: State, mean: Mean, rate: float, out: Tensor | None) -> tuple[Tensor, float, dict[str, Any]]:
-        delta = mean.formed(out)
-        m, v = moments(state, delta, self.beta1, self.beta2)
-        largest = torch.maximum(state["largest"], v)
-        model, norm = quotient_step(mean.current, m, largest, self.epsilon, rate, out=delta)
-        return model, norm, {"m": m, "v": v, "largest": largest, "late": 0}
+        model = torch.empty_like(mean.current) if out is None else out
+        names = ("m", "v", "largest")
+        after = {name: torch.empty_like(state[name]) for name in names}
+        vectors = [after[name] for name in names] + [state[name] for name in names]
+        for delta, reached, current, *news, m, v, largest in mean.formed(model, mean.current, *vectors):
+            fresh = moments(m, v, delta, self.beta1, self.beta2)
+            most = torch.maximum(largest, fresh[1])
+            quotient_step(current, fresh[0], most, self.epsilon, rate, out=reached)
+            for new, made in zip(news, (*fresh, most), strict=True):
+                new.copy_(made)
+        return model, distance(model, mean.current), after | {"late": 0}

@@ -73,32 +73,42 @@ class FedAdam(FedAvg):
         return super().init(space, start) | zeros
 
     def move(self, state: State, mean: Mean, rate: float, out: Tensor | None) -> tuple[Tensor, float, dict[str, Any]]:
-        delta = mean.formed(out)
-        m, v = moments(state, delta, self.beta1, self.beta2)
-        model, norm = quotient_step(mean.current, m, v, self.epsilon, rate, out=delta)
-        return model, norm, {"m": m, "v": v}
+        model = torch.empty_like(mean.current) if out is None else out
+        m = torch.empty_like(state["m"])
+        v = torch.empty_like(state["v"])
+        for delta, reached, current, *news, before, square in mean.formed(
+            model, mean.current, m, v, state["m"], state["v"]
+        ):
+            fresh = moments(before, square, delta, self.beta1, self.beta2)
+            quotient_step(current, *fresh, self.epsilon, rate, out=reached)
+            for new, made in zip(news, fresh, strict=True):
+                new.copy_(made)
+        return model, distance(model, mean.current), {"m": m, "v": v}
 
 
-def moments(state: State, delta: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+def moments(m: Tensor, square: Tensor, delta: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
     r"""$\beta_1 m + (1 - \beta_1)\, \Delta$ and $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$.
 
     Example:
-        >>> moments({"m": torch.zeros(1), "v": torch.ones(1)}, torch.tensor([2.0]), 0.5, 0.5)
+        >>> moments(torch.zeros(1), torch.ones(1), torch.tensor([2.0]), 0.5, 0.5)
         (tensor([1.]), tensor([2.5000]))
     """
-    m = torch.lerp(state["m"], delta, 1 - beta1)
-    return m, delta.square().mul_(1 - beta2).add_(state["v"], alpha=beta2)
+    return torch.lerp(m, delta, 1 - beta1), delta.square().mul_(1 - beta2).add_(square, alpha=beta2)
 
 
-def quotient_step(
-    current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: float, *, out: Tensor
-) -> tuple[Tensor, float]:
-    r"""$\Theta + \eta\, m / (\sqrt{v} + \epsilon)$, written into `out`, and how far it is from $\Theta$.
+def quotient_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: float, *, out: Tensor) -> None:
+    r"""$\Theta + \eta\, m / (\sqrt{v} + \epsilon)$, written into `out`.
 
     Example:
-        >>> quotient_step(torch.zeros(1), torch.ones(1), torch.tensor([4.0]), 0.0, 1.0, out=torch.empty(1))
-        (tensor([0.5000]), 0.5)
+        >>> out = torch.empty(1)
+        >>> quotient_step(torch.zeros(1), torch.ones(1), torch.tensor([4.0]), 0.0, 1.0, out=out)
+        >>> out
+        tensor([0.5000])
     """
     step = torch.sqrt(square, out=out).add_(epsilon)
-    model = torch.div(m, step, out=step).mul_(rate).add_(current)
-    return model, root(gram([model], minus=current)[0, 0, 0].item())
+    torch.div(m, step, out=step).mul_(rate).add_(current)
+
+
+def distance(model: Tensor, current: Tensor) -> float:
+    """How far a step went."""
+    return root(gram([model], minus=current)[0, 0, 0].item())

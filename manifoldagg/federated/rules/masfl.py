@@ -164,7 +164,9 @@ class ControlVariates(ServerRule):
             check_finite("tensors: gradient: mean", c)
         return g, c
 
-    def _settled(self, state: State, waiting: Mapping[str, Any], ahead: Mapping[str, float], dtype: torch.dtype) -> bool:
+    def _settled(
+        self, state: State, waiting: Mapping[str, Any], ahead: Mapping[str, float], dtype: torch.dtype
+    ) -> bool:
         """Whether lengths alone say that all which a step makes has numbers: no entry is longer than its vector."""
         most = torch.finfo(dtype).max
         wide = max(ahead["c"], waiting.get("length", 0.0)) <= FAR
