@@ -9,6 +9,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape, is_finite
 from manifoldagg.federated.contract import Memory, Message, Rule
 from manifoldagg.federated.snapshot import Snapshot
+from manifoldagg.federated.trees import copied
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["check_base_dtype", "message", "rounded"]
@@ -60,7 +61,7 @@ def message(space: Manifold, rule: Rule, snapshot: Snapshot, memory: Memory, bas
         check_finite("rule: message: start", sent.start)
     return replace(
         sent,
-        start=sent.start.detach().clone(),
+        start=copied(sent.start),
         tensors=_copies(sent.tensors),
         numbers=dict(sent.numbers),
         buffers=dict(snapshot.buffers.clone()),
@@ -68,4 +69,4 @@ def message(space: Manifold, rule: Rule, snapshot: Snapshot, memory: Memory, bas
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return {name: copied(tensor) for name, tensor in tensors.items()}

@@ -29,6 +29,7 @@ from manifoldagg.federated.ledger import Ledger, Row
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.store import Store
+from manifoldagg.federated.trees import copied
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
@@ -230,7 +231,7 @@ class Server:
     def model(self) -> Float[Tensor, " P"]:
         """A copy of the current model (P,)."""
         with self._current() as now:
-            return now.current.clone()
+            return copied(now.current)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The current model as a state dict, in the model's own dtypes, with the buffers that the server keeps.
@@ -251,7 +252,7 @@ class Server:
         """
         with self._in_turn():
             average = None if self._averaging is None else self._averaging.average
-            return self.model if average is None else average.detach().clone()
+            return self.model if average is None else copied(average)
 
     @property
     def version(self) -> int:

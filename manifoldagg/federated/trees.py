@@ -4,12 +4,13 @@ from collections.abc import Callable
 from itertools import chain, repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import is_finite
+from manifoldagg.errors import is_finite, is_medium
 
-__all__ = ["Tree", "disjoint", "replaced", "size_of", "spoils", "tensors", "widened"]
+__all__ = ["Tree", "copied", "disjoint", "replaced", "size_of", "spoils", "tensors", "widened"]
 
 Tree = Any
 
@@ -54,6 +55,21 @@ def replaced(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
     return tree
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """A copy, without derivative. One of medium size is made in the caller's thread, which is done before others wake.
+
+    Example:
+        >>> copied(torch.ones(2, requires_grad=True))
+        tensor([1., 1.])
+    """
+    tensor = tensor.detach()
+    if not is_medium(tensor):
+        return tensor.clone()
+    copy = torch.empty_like(tensor)
+    np.copyto(copy.numpy(), tensor.numpy())
+    return copy
+
+
 def disjoint(tree: Tree, others: Tree) -> Tree:
     """The tree, in which a tensor that shares memory with one of `others` is a copy.
 
@@ -68,7 +84,7 @@ def disjoint(tree: Tree, others: Tree) -> Tree:
     taken = _storages(others).keys()
     if taken.isdisjoint(mine):
         return tree
-    return replaced(tree, lambda x: x if taken.isdisjoint(_storages(x)) else x.detach().clone())
+    return replaced(tree, lambda x: x if taken.isdisjoint(_storages(x)) else copied(x))
 
 
 def size_of(tree: Tree) -> int:

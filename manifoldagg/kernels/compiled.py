@@ -32,8 +32,8 @@ __all__ = ["combine", "partials", "unavailable"]
 SOURCE = Path(__file__).with_name("native.cpp")
 # No contraction but the fused operations that are written: every processor rounds alike.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-SERIAL = 1 << 17
-"""Below so many entries read, starting a thread costs more than it saves."""
+SERIAL = 1 << 20
+"""Below so many entries read, the caller is done before another thread has got a core of a machine that is busy."""
 STREAM = 1 << 22
 """From so many bytes on, a result is written past the cache."""
 
