@@ -9,12 +9,16 @@ separately (no fused multiply-add), so `combine` is, bit for bit, $((b + c_1 r_1
 rounded once to `out` (by way of float32 for bf16 and fp16). Denormals are kept: no conversion flushes them, and bf16
 is widened and rounded as bits. A tensor that several rows share is read once.
 
-There are two variants of each kernel. *Aligned*, where all strides are 1 and all addresses multiples of 16 bytes: a
-thread moves 16 bytes with one instruction. What a block has before its first and after its last multiple of 16 entries
-is then one masked tile of single entries. The other takes any address and stride, one entry a thread.
+A block is walked over in tiles of the concatenation, whatever tensors it lies in: which entries a lane adds, and so the
+bits, do not depend on how a row is cut. What a block has before its first and after its last multiple of 16 entries is
+one masked tile. There are three variants of each kernel. *Aligned*, where all strides are 1 and all addresses multiples
+of 16 bytes: a thread moves 16 bytes with one instruction. One takes vectors at any address and stride. In the third
+rows are in pieces: tables on the device say where each begins, and a tile takes from each piece that it meets what lies
+there, under a mask; hundreds of tensors are one launch. It takes tuples of one dtype each; rows of several go to the
+reference backend.
 """
 
-# ruff: noqa: RUF005, SIM102 (the language of Triton has no unpacking, and a constant is asked in an `if` of its own)
+# ruff: noqa: RUF005 (the language of Triton has no unpacking)
 # With annotations as strings, which Triton takes too, this file can say what is missing where Triton is.
 from __future__ import annotations
 
@@ -98,7 +102,7 @@ def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
                 # The square of rows i, i+1, ... with rows j, j+1, ...; half of it on the diagonal.
                 right = range(j, j + group) if j < i else range(0)
                 pairs = [(rows.plus[n], rows.minus[n]) for n in (*range(i, min(i + group, k)), *right)]
-                operands = Operands.of([tensor for pair in pairs for tensor in pair])
+                operands = Operands.of([row for pair in pairs for row in pair], rows.lengths, blocks)
                 _partials[(count,)](
                     block_table(blocks, sums.device),
                     sums,
@@ -141,11 +145,15 @@ def combine(
     first = coefficients[0]
     alike = all(line == first for line in coefficients)
     used = [j for j, c in enumerate(first) if c != 0 or not alike]
-    operands = Operands.of([base, out, *(tensor for j in used for tensor in (rows.plus[j], rows.minus[j]))])
-    with torch.cuda.device_of(out):
+    wanted = [base, out, *(row for j in used for row in (rows.plus[j], rows.minus[j]))]
+    operands = Operands.of(wanted, rows.lengths, blocks)
+    table = block_table(blocks, rows.device)
+    with torch.cuda.device_of(table):
         _combine[(len(blocks.table),)](
-            block_table(blocks, rows.device),
-            opaque_floats([first[j] for j in used]) if alike else to_device(coefficients, rows.device),
+            table,
+            opaque_floats([first[j] for j in used])
+            if alike
+            else to_device(torch.tensor(coefficients, dtype=torch.float64, device="cpu"), rows.device),
             operands.addresses,
             operands.strides,
             BASE=operands.places[0],
@@ -164,10 +172,11 @@ def _device() -> str:
 
 
 def _takes(rows: Rows, lines: Sequence[Line]) -> bool:
-    """Whether these are on the device, which gets bare addresses, and of a dtype that the kernels read."""
-    if rows.lengths is not None or rows.device.type != _device():
+    """Whether these are on the device, which gets bare addresses, and of dtypes that the kernels read."""
+    if rows.device.type != _device():
         return False
-    return all(isinstance(line, Tensor) and line.dtype in DTYPES for line in lines)
+    found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in lines]
+    return all(len(dtypes) == 1 and dtypes <= DTYPES.keys() for dtypes in found)
 
 
 def _constants(operands: Operands) -> dict[str, Any]:
@@ -181,6 +190,7 @@ def _constants(operands: Operands) -> dict[str, Any]:
     return {
         "DTYPES": tuple(kinds[dtype] for dtype in operands.dtypes),
         "ALIGNED": operands.aligned,
+        "PIECES": operands.pieces,
         "WIDTH": operands.width,
         "LANES": LANES,
         "num_warps": LANES // 32,
@@ -203,7 +213,7 @@ def _clear(value):
 @_jit
 @no_type_check
 def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIGNED: constexpr):
-    """To entries of tensor t; bf16 as the bits that it is."""
+    """To entries of vector t; bf16 as the bits that it is."""
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     pointer = _clear(addresses[t]).to(tl.pointer_type(kind))
     # An opaque address hides what divides it: without this hint a thread would load entry by entry.
@@ -214,9 +224,43 @@ def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIG
 
 @_jit
 @no_type_check
-def _read(t: constexpr, addresses, strides, offsets, mask, DTYPES: constexpr, ALIGNED: constexpr):
-    """Entries of tensor t in float64; 0 where they are masked."""
-    value = tl.load(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), mask=mask, other=0)
+def _piece(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: constexpr):
+    """Row t where it is in this piece: pointers, a mask, and where the next piece begins."""
+    kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
+    count = _clear(strides[0])
+    table = addresses[0] + t * (count + 1)
+    start = tl.load(addresses[1] + piece)
+    stop = tl.load(addresses[1] + piece + 1)
+    pointers = tl.load(table + piece).to(tl.pointer_type(kind)) + (offsets - start) * tl.load(table + count)
+    return pointers, mask & (offsets >= start) & (offsets < stop), stop
+
+
+@_jit
+@no_type_check
+def _skip(piece, addresses, low):
+    """The piece in which `low` lies, from one on that begins before."""
+    while tl.load(addresses[1] + piece + 1) <= low:
+        piece += 1
+    return piece
+
+
+@_jit
+@no_type_check
+def _read(
+    t: constexpr, addresses, strides, span, offsets, mask, DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr
+):  # fmt: skip
+    """Entries of row t in float64; 0 where they are masked. `span`: a piece at or before their first, and their end."""
+    if PIECES:
+        kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
+        value = tl.zeros(offsets.shape, kind)
+        piece, end = span
+        begin = tl.load(addresses[1] + piece)
+        while begin < end:
+            pointers, inside, begin = _piece(t, piece, addresses, strides, offsets, mask, DTYPES)
+            value = tl.load(pointers, mask=inside, other=value)
+            piece += 1
+    else:
+        value = tl.load(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), mask=mask, other=0)
     # bf16 is the upper half of a float32. As bits no conversion flushes a denormal; the sign that the widening repeats
     # above is shifted out.
     if DTYPES[t] == tl.bfloat16:
@@ -226,8 +270,11 @@ def _read(t: constexpr, addresses, strides, offsets, mask, DTYPES: constexpr, AL
 
 @_jit
 @no_type_check
-def _write(t: constexpr, addresses, strides, offsets, mask, value, DTYPES: constexpr, ALIGNED: constexpr):
-    """Round float64 to entries of tensor t."""
+def _write(
+    t: constexpr, addresses, strides, span, offsets, mask, value, DTYPES: constexpr, ALIGNED: constexpr,
+    PIECES: constexpr,
+):  # fmt: skip
+    """Round float64 to entries of row t."""
     # By way of float32, as torch rounds and the other backends do; straight from float64 ties can fall otherwise.
     if DTYPES[t] == tl.float16:
         value = value.to(tl.float32)
@@ -235,24 +282,30 @@ def _write(t: constexpr, addresses, strides, offsets, mask, value, DTYPES: const
         # To nearest, ties to even; a NaN is not to become an infinity.
         single = value.to(tl.float32)
         bits = single.to(tl.int32, bitcast=True)
-        half = tl.where(single == single, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0).to(tl.int16)
-        tl.store(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), half, mask=mask)
+        rounded = tl.where(single == single, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0).to(tl.int16)
     else:
-        tl.store(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), value.to(DTYPES[t]), mask=mask)
+        rounded = value.to(DTYPES[t])
+    if PIECES:
+        piece, end = span
+        begin = tl.load(addresses[1] + piece)
+        while begin < end:
+            pointers, inside, begin = _piece(t, piece, addresses, strides, offsets, mask, DTYPES)
+            tl.store(pointers, rounded, mask=inside)
+            piece += 1
+    else:
+        tl.store(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), rounded, mask=mask)
 
 
 @_jit
 @no_type_check
-def _cut(table, ALIGNED: constexpr, WIDTH: constexpr, LANES: constexpr):
+def _cut(table, WIDTH: constexpr, LANES: constexpr):
     """Start and stop of a block; where its middle starts and stops; the entries of a tile."""
     start = tl.load(table)
     stop = tl.load(table + 1)
-    first = start
-    last = stop
-    if ALIGNED:
-        # Multiples of 16 entries are multiples of 16 bytes for every dtype.
-        first = (start + 15) // 16 * 16
-        last = stop // 16 * 16
+    # Multiples of 16 entries are multiples of 16 bytes for every dtype. Also where nothing is aligned: the bits of a
+    # sum are not to depend on where a row lies.
+    first = (start + 15) // 16 * 16
+    last = stop // 16 * 16
     tile = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     return start, stop, first, last, tile
 
@@ -271,14 +324,14 @@ def _ends(start, stop, first, last, tile):
 @_jit
 @no_type_check
 def _add_products(
-    sums, addresses, strides, offsets, mask, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr, DTYPES: constexpr,
-    ALIGNED: constexpr,
+    sums, addresses, strides, span, offsets, mask, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr,
+    DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
 ):  # fmt: skip
     """The sums, and the products of one tile."""
     # Each tensor is read once, however many rows it is part of.
     values = ()
     for t in tl.static_range(len(DTYPES)):
-        values = values + (_read(t, addresses, strides, offsets, mask, DTYPES, ALIGNED),)
+        values = values + (_read(t, addresses, strides, span, offsets, mask, DTYPES, ALIGNED, PIECES),)
     rows = ()
     for i in tl.static_range(len(PLUS)):
         row = values[PLUS[i]] if MINUS[i] < 0 else values[PLUS[i]] - values[MINUS[i]]
@@ -296,25 +349,35 @@ def _add_products(
 @no_type_check
 def _partials(
     table, out, place, addresses, strides, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr, DTYPES: constexpr,
-    ALIGNED: constexpr, WIDTH: constexpr, LANES: constexpr,
+    ALIGNED: constexpr, PIECES: constexpr, WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
     """Lane by lane the sums of one block, then over the lanes."""
     # In 64 bits: where its sums lie, block * k(k+1)/2, can pass 2^31.
     block = tl.program_id(0).to(tl.int64)
-    start, stop, first, last, tile = _cut(table + 3 * block, ALIGNED, WIDTH, LANES)
+    start, stop, first, last, tile = _cut(table + 3 * block, WIDTH, LANES)
+    piece = tl.load(addresses[2] + block) if PIECES else 0
+    origin = piece
     sums = ()
     for i in tl.static_range(len(PLUS) - RIGHT):
         for _ in tl.static_range(RIGHT if RIGHT > 0 else i + 1):
             sums = sums + (tl.zeros((LANES,), tl.float64),)
     for low in range(first, last, LANES * WIDTH):
         offsets = low + tile
+        if PIECES:
+            piece = _skip(piece, addresses, low)
+        span = (piece, tl.minimum(low + LANES * WIDTH, last))
         sums = _add_products(
-            sums, addresses, strides, offsets, offsets < last, PLUS, MINUS, RIGHT, DTYPES, ALIGNED
+            sums, addresses, strides, span, offsets, offsets < last, PLUS, MINUS, RIGHT, DTYPES, ALIGNED, PIECES
         )  # fmt: skip
-    if ALIGNED:
-        if (first != start) | (last != stop):
-            offsets, mask = _ends(start, stop, first, last, tile)
-            sums = _add_products(sums, addresses, strides, offsets, mask, PLUS, MINUS, RIGHT, DTYPES, False)
+    if (first != start) | (last != stop):
+        offsets, mask = _ends(start, stop, first, last, tile)
+        if PIECES:
+            # What lies before the middle begins with the block; without it the pieces of the middle are behind.
+            piece = tl.where(first != start, origin, piece)
+        span = (piece, stop)
+        sums = _add_products(
+            sums, addresses, strides, span, offsets, mask, PLUS, MINUS, RIGHT, DTYPES, False, PIECES
+        )  # fmt: skip
     row = _clear(place[0])
     column = _clear(place[1])
     width = _clear(place[2])
@@ -329,41 +392,52 @@ def _partials(
 @_jit
 @no_type_check
 def _add_rows(
-    factors, addresses, strides, offsets, mask, BASE: constexpr, OUT: constexpr, PLUS: constexpr, MINUS: constexpr,
-    SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr,
+    factors, addresses, strides, span, offsets, mask, BASE: constexpr, OUT: constexpr, PLUS: constexpr,
+    MINUS: constexpr, SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr,
+    PIECES: constexpr,
 ):  # fmt: skip
     """One tile of the combination, read, summed and written."""
-    # Tensors that several rows share are the first ones; they stay in registers.
+    # Rows that are used repeatedly are the first ones; they stay in registers.
     kept = ()
     for t in tl.static_range(SHARED):
-        kept = kept + (_read(t, addresses, strides, offsets, mask, DTYPES, ALIGNED),)
+        kept = kept + (_read(t, addresses, strides, span, offsets, mask, DTYPES, ALIGNED, PIECES),)
     total = tl.zeros(mask.shape, tl.float64)
     if BASE >= 0:
-        total = kept[BASE] if BASE < SHARED else _read(BASE, addresses, strides, offsets, mask, DTYPES, ALIGNED)
+        if BASE < SHARED:
+            total = kept[BASE]
+        else:
+            total = _read(BASE, addresses, strides, span, offsets, mask, DTYPES, ALIGNED, PIECES)
     for j in tl.static_range(len(PLUS)):
         # By way of an integer: the interpreter broadcasts a comparison of floats as floats.
         reads = mask & (tl.where(factors[j] != 0, 1, 0) == 1) if SEGMENTED else mask
-        row = kept[PLUS[j]] if PLUS[j] < SHARED else _read(PLUS[j], addresses, strides, offsets, reads, DTYPES, ALIGNED)
+        if PLUS[j] < SHARED:
+            row = kept[PLUS[j]]
+        else:
+            row = _read(PLUS[j], addresses, strides, span, offsets, reads, DTYPES, ALIGNED, PIECES)
         if MINUS[j] >= 0:
             if MINUS[j] < SHARED:
                 row -= kept[MINUS[j]]
             else:
-                row -= _read(MINUS[j], addresses, strides, offsets, reads, DTYPES, ALIGNED)
+                row -= _read(MINUS[j], addresses, strides, span, offsets, reads, DTYPES, ALIGNED, PIECES)
         term = factors[j] * row
         # A row with coefficient 0 may hold NaN or infinity, which times 0 is NaN.
         total += tl.where(factors[j] != 0, term, 0.0) if SEGMENTED else term
-    _write(OUT, addresses, strides, offsets, mask, total, DTYPES, ALIGNED)
+    _write(OUT, addresses, strides, span, offsets, mask, total, DTYPES, ALIGNED, PIECES)
 
 
 @_jit
 @no_type_check
 def _combine(
     table, factors, addresses, strides, BASE: constexpr, OUT: constexpr, PLUS: constexpr, MINUS: constexpr,
-    SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr, WIDTH: constexpr, LANES: constexpr,
+    SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
+    WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
     """One block of the combination."""
-    table += 3 * tl.program_id(0).to(tl.int64)
-    start, stop, first, last, tile = _cut(table, ALIGNED, WIDTH, LANES)
+    block = tl.program_id(0).to(tl.int64)
+    table += 3 * block
+    start, stop, first, last, tile = _cut(table, WIDTH, LANES)
+    piece = tl.load(addresses[2] + block) if PIECES else 0
+    origin = piece
     numbers = ()
     for j in tl.static_range(len(PLUS)):
         if SEGMENTED:
@@ -374,13 +448,20 @@ def _combine(
             numbers = numbers + (bits.to(tl.float64, bitcast=True),)
     for low in range(first, last, LANES * WIDTH):
         offsets = low + tile
+        if PIECES:
+            piece = _skip(piece, addresses, low)
+        span = (piece, tl.minimum(low + LANES * WIDTH, last))
         _add_rows(
-            numbers, addresses, strides, offsets, offsets < last, BASE, OUT, PLUS, MINUS, SHARED, SEGMENTED, DTYPES,
-            ALIGNED,
+            numbers, addresses, strides, span, offsets, offsets < last, BASE, OUT, PLUS, MINUS, SHARED, SEGMENTED,
+            DTYPES, ALIGNED, PIECES,
         )  # fmt: skip
-    if ALIGNED:
-        if (first != start) | (last != stop):
-            offsets, mask = _ends(start, stop, first, last, tile)
-            _add_rows(
-                numbers, addresses, strides, offsets, mask, BASE, OUT, PLUS, MINUS, SHARED, SEGMENTED, DTYPES, False
-            )  # fmt: skip
+    if (first != start) | (last != stop):
+        offsets, mask = _ends(start, stop, first, last, tile)
+        if PIECES:
+            # What lies before the middle begins with the block; without it the pieces of the middle are behind.
+            piece = tl.where(first != start, origin, piece)
+        span = (piece, stop)
+        _add_rows(
+            numbers, addresses, strides, span, offsets, mask, BASE, OUT, PLUS, MINUS, SHARED, SEGMENTED, DTYPES,
+            False, PIECES,
+        )  # fmt: skip

@@ -249,6 +249,62 @@ def test_a_combination_of_nothing_is_the_base_or_zero():
     assert not backend.combine(None, bad, [[0.0]], cut([20]), out).any()
 
 
+LENGTHS = st.lists(st.sampled_from([0, 1, 2, 5, 16, 32, 40, 64, 129]), min_size=1, max_size=6)
+
+
+def pieces(row, lengths, dtype=None):
+    """A vector as tensors in memory of their own, between NaNs."""
+    found = []
+    for i, piece in enumerate(row.split(lengths)):
+        pool = torch.full((len(piece) + 5,), math.nan, dtype=dtype or row.dtype, device=DEVICE)
+        found.append(pool[i % 3 :][: len(piece)].copy_(piece))
+    return tuple(found)
+
+
+@FEW
+@given(seeds, LENGTHS, st.integers(1, 3), st.sampled_from(DTYPES), st.sampled_from(["none", "one", "each", "vector"]))
+def test_the_bits_do_not_depend_on_how_rows_are_cut(seed, lengths, k, dtype, sharing):
+    size = sum(lengths)
+    plus, less = [[vector(seed + n, size, dtype) for n in range(first, first + k)] for first in (0, k)]
+    whole = {"none": None, "one": less[0], "each": [*less[1:], None], "vector": less[0]}[sharing]
+    cuts = [pieces(row, lengths) for row in plus]
+    minus = {
+        "none": None,
+        "one": [pieces(less[0], lengths)] * k,
+        "each": [*(pieces(row, lengths) for row in less[1:]), None],
+        "vector": [vector(seed + k, size, dtype, 1, 2)] * k,
+    }[sharing]
+    for blocks in (cut([size]), cut(lengths)):
+        rows, tuples = Rows.of(plus, whole), Rows.of(cuts, minus)
+        assert np.array_equal(backend.partials(tuples, blocks), backend.partials(rows, blocks))
+        base, out = vector(seed + 9, size, dtype), torch.full((size,), math.nan, dtype=dtype, device=DEVICE)
+        c = draw(seed, len(blocks.cuts), k).tolist()
+        expected = backend.combine(base, rows, c, blocks, torch.empty_like(base))
+        target = tuples.line("out", pieces(torch.full_like(out, 7.0), lengths))
+        assert backend.combine(tuples.line("base", pieces(base, lengths)), tuples, c, blocks, target) is target
+        assert torch.equal(torch.cat(target), expected)
+        assert backend.combine(base, tuples, c, blocks, out) is out
+        assert torch.equal(out, expected)
+
+
+def test_a_target_in_pieces_is_written_and_nothing_beside_it():
+    lengths = [3, 0, 50, 1, 90]
+    pools = [torch.full((n + 8,), math.nan, device=DEVICE) for n in lengths]
+    rows = Rows.of([tuple(torch.ones(n, device=DEVICE) for n in lengths)])
+    out = rows.line("out", tuple(pool[4:-4] for pool in pools))
+    backend.combine(None, rows, [[2.0]], cut([144]), out)
+    assert all((tensor == 2).all() for tensor in out)
+    assert all(pool[:4].isnan().all() and pool[-4:].isnan().all() for pool in pools)
+
+
+def test_rows_of_several_dtypes_are_left_to_another_backend():
+    row = (torch.ones(2, device=DEVICE), torch.ones(3, device=DEVICE).double())
+    rows = Rows.of([row])
+    assert backend.partials(rows, cut([5])) is None
+    other = Rows.of([torch.ones(5, device=DEVICE)])
+    assert backend.combine(other.line("base", row), other, [[1.0]], cut([5]), torch.empty(5, device=DEVICE)) is None
+
+
 def is_taken(*vectors):
     rows, blocks = Rows.of(vectors), cut([2])
     out = torch.zeros_like(vectors[0])

@@ -15,6 +15,7 @@ from manifoldagg.kernels import triton as backend
 from manifoldagg.kernels._triton_launch import opaque, opaque_floats
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.rows import Rows
+from manifoldagg.kernels.tensors import Tensors
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -68,11 +69,12 @@ def launches(monkeypatch):
         monkeypatch.setattr(backend, name, Recorder(getattr(backend, name), calls))
     monkeypatch.setattr(backend, "_device", lambda: "cpu")
 
-    def record(k, dtypes, *, stride=1, offset=0, segments=1, shared=True):
+    def record(k, dtypes, *, stride=1, offset=0, segments=1, shared=True, pieces=None):
         def vector(i):
-            return torch.ones(offset + 64 * stride, dtype=dtypes[i % len(dtypes)])[offset::stride]
+            row = torch.ones(offset + 64 * stride, dtype=dtypes[i % len(dtypes)])[offset::stride]
+            return row if pieces is None else Tensors(row.split(pieces))
 
-        rows = Rows.of([vector(i) for i in range(k)], vector(k) if shared else None)
+        rows = Rows.of([vector(i) for i in range(k)], [vector(k)] * k if shared else None)
         blocks = Blocks.of(tuple((64 // segments * s, 64 // segments * (s + 1)) for s in range(segments)))
         calls.clear()
         backend.partials(rows, blocks)
@@ -105,11 +107,11 @@ def vectors(code, operation):
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("layout", ["aligned", "offset"])
+@pytest.mark.parametrize("layout", ["aligned", "offset", "pieces"])
 def test_every_kernel_compiles(launches, monkeypatch, tmp_path, capability, name, layout):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     dtypes = DTYPES[name]
-    gram, combine = launches(2, dtypes, offset=int(layout == "offset"))
+    gram, combine = launches(2, dtypes, offset=int(layout == "offset"), pieces=7 if layout == "pieces" else None)
     for launch, stores in ((gram, 0), (combine, 1)):
         found = compiled(launch, capability)
         code = found.asm["ptx"]
@@ -119,7 +121,7 @@ def test_every_kernel_compiles(launches, monkeypatch, tmp_path, capability, name
         # No conversion flushes denormals, nothing is fused, nothing is added in an order that is not fixed.
         assert not re.search(r"\.ftz|\bfma|\batom\.|\bred\.", code)
         # 16 bytes an instruction, one for each tensor; the wider dtypes of a mixture take several.
-        if layout == "offset":
+        if layout != "aligned":
             assert vectors(code, "ld") == vectors(code, "st") == 0
         else:
             assert vectors(code, "ld") >= len(launch[2][3 if launch is gram else 2]) - stores
@@ -133,6 +135,8 @@ def test_every_kernel_compiles(launches, monkeypatch, tmp_path, capability, name
         {"k": 2, "segments": 2},
         {"k": 2, "stride": 2, "segments": 2},
         {"k": 9},
+        {"k": 2, "pieces": 16},
+        {"k": 9, "pieces": 7, "segments": 2},
     ],
     ids=str,
 )
@@ -150,6 +154,8 @@ def test_a_step_is_two_launches(launches):
     for k in (1, 4, 8):
         gram, combine = launches(k, DTYPES["float32"])
         assert gram[1] == combine[1] == (1,)
+    # However many tensors there are.
+    assert len(launches(3, DTYPES["float32"], pieces=1)) == 2
     # Groups of 4, 4 and 1 rows: three squares of the diagonal and three below it.
     assert len(launches(9, DTYPES["float32"])) == 6 + 1
 
