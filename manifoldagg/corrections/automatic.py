@@ -10,6 +10,7 @@ from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram, Matrix, untracked
 from manifoldagg.corrections.orthogonal import OrthoDC
 from manifoldagg.errors import check_number, check_shape
+from manifoldagg.kernels.tensors import reals
 
 __all__ = ["AutoThreshold"]
 
@@ -82,7 +83,7 @@ class AutoThreshold(Correction):
         if state is None or "base" not in state:
             return frame.extended("mean v", frame.base, frame.base).extended("base - mean", frame.base, frame.base)
         for name in ("displacement", "base"):
-            check_shape(f"state[{name!r}]", state[name], *frame.rows[0].shape)
+            check_shape(f"state[{name!r}]", state[name], frame.size)
         return frame.extended("mean v", state["displacement"]).extended("base - mean", frame.base, state["base"])
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
@@ -114,8 +115,8 @@ class AutoThreshold(Correction):
         if n == 0:
             return state
         frame = frame.detached()
-        wide = torch.promote_types(frame.rows[0].dtype, torch.float32)
-        seen = {"displacement": frame.row(n - 1), "base": frame.base.double()}
+        wide = torch.promote_types(frame.dtype, torch.float32)
+        seen = {"displacement": frame.row(n - 1), "base": reals(frame.base)}
         if "base" not in state:
             # A copy: the caller may write into the tensors that were handed in.
             means = {name: value.to(wide, copy=True) for name, value in seen.items()}

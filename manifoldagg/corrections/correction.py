@@ -11,10 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.corrections.frame import Frame
+from manifoldagg.corrections.frame import Frame, Target
 from manifoldagg.corrections.gram import Gram, Matrix, cancelled
 from manifoldagg.corrections.transport import RUNGS
 from manifoldagg.errors import ArgumentError, check_finite
+from manifoldagg.kernels import Row
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold
 
@@ -53,7 +54,7 @@ class Corrected:
         line: Matrix = np.asarray(weights, dtype=object) @ self.lines
         return line
 
-    def combine(self, base: Tensor | None, weights: Any, out: Tensor | None = None) -> Tensor:
+    def combine(self, base: Row | None, weights: Any, out: Any = None) -> Any:
         r"""$\mathrm{base} + \sum_i w_i \sum_j C_{ij} r_j$, rounded once."""
         return self.frame.combine(base, self.line(weights), out=out)
 
@@ -63,13 +64,17 @@ class Corrected:
         left = self.moved.parts[:, :n, :n]
         return any(cancelled(*pair) for pair in zip(left, self.gram.parts, strict=True))
 
+    def move(self, weights: Any, out: Target = None) -> Any:
+        r"""$\Theta^\tau + \sum_i w_i \sum_j C_{ij} r_j$, by [`Frame.move`][manifoldagg.corrections.Frame.move]."""
+        return self.frame.move(self.gram, self.line(weights), out)
+
     def displacements(self) -> Float[Tensor, "n P"]:
         r"""The corrected rows, tangent at $\Theta^\tau$, each rounded once to the dtype of the frame's rows."""
-        rows = [self.frame.combine(None, self.lines[..., i, :]) for i in range(self.lines.shape[-2])]
+        rows = [self.frame.formed(self.lines[..., i, :]) for i in range(self.lines.shape[-2])]
         for row in rows:
             if not is_transformed([row]):
                 check_finite("corrected displacements", row)
-        return torch.stack(rows) if rows else self.frame.rows[0].new_empty(0, *self.frame.rows[0].shape)
+        return torch.stack(rows) if rows else self.frame.blank()[None][:0]
 
 
 class Correction(abc.ABC):

@@ -56,7 +56,7 @@ class Position(Correction):
             return frame
         original = frame.original
         if original is None:
-            rows = torch.stack(frame.rows[: frame.displacements])
+            rows = torch.stack([frame.rows[i] for i in range(frame.displacements)])  # type: ignore[misc]  # vectors there
             original = passage.depart(rows.view(-1, *passage.base.shape))
         for i, row in enumerate(passage.position(original).flatten(1)):
             frame = frame.extended(f"p{i + 1}", row)
@@ -137,7 +137,7 @@ class DelayCompensated(Correction):
     def remember(self, frame: Frame, lines: Matrix, state: Any) -> Any:
         if not (self.adaptive and frame.displacements):
             return state
-        wide = torch.promote_types(frame.rows[0].dtype, torch.float32)
+        wide = torch.promote_types(frame.dtype, torch.float32)
         square = self._mean_square(frame.detached(), state).to(wide)
         if not is_finite(square):
             raise ArgumentError(f"points: expected displacements whose mean square is finite in {wide}")

@@ -77,7 +77,7 @@ class OrthoDyn(Correction):
         frame.require_flat("OrthoDyn without a schedule, the mean of steps from different points,")
         if state is None or "mean" not in state:
             return frame.extended("mean step", frame.current, frame.current)
-        check_shape("state['mean']", state["mean"], *frame.rows[0].shape)
+        check_shape("state['mean']", state["mean"], frame.size)
         return frame.extended("mean step", state["mean"])
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
@@ -105,7 +105,7 @@ class OrthoDyn(Correction):
             return state
         frame = frame.detached()
         weights = self._next_mean(np.frompyfunc(lambda c: float(untracked(c)), 1, 1)(lines[..., -1, :]))
-        mean = torch.empty_like(frame.current, dtype=torch.promote_types(frame.current.dtype, torch.float32))
+        mean = frame.blank(torch.promote_types(frame.dtype, torch.float32))
         return {**state, "mean": frame.combine(None, weights, out=mean)}
 
     def _next_mean(self, line: Matrix) -> Matrix:

@@ -1,10 +1,11 @@
 """A frame: the displacements of an update and the drift, as tangent vectors at the current model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +14,23 @@ from torch import Tensor
 
 from manifoldagg.corrections.gram import Gram, Matrix, untracked
 from manifoldagg.corrections.transport import RUNGS, Passage, Transport
-from manifoldagg.errors import ArgumentError, check_finite, check_number, check_shape
-from manifoldagg.kernels import combine, gram
+from manifoldagg.errors import ArgumentError, check_finite, check_number, check_shape, is_finite
+from manifoldagg.kernels import Row, Tensors, combine, gram
+from manifoldagg.kernels.tensors import reals
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["GRANULARITIES", "Frame", "require_flat"]
 
 GRANULARITIES = ("model", "tensor")
+
+
+class Later:
+    """In place of `out`: who calls forms the model, once everything else is known to fit."""
+
+
+LATER = Later()
+Target = Row | Later | None
+"""Where a model goes: into a row, into a new one, or nowhere yet."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +42,8 @@ class Frame:
     first, and $g = -\log_{\Theta^\tau} \Theta^t$.
 
     Attributes:
-        rows: vectors (P,): row i is `rows[i]` less `minus[i]`, where that is not `None`.
-        minus: as many vectors or `None`.
+        rows: vectors (P,), or the tensors of models: row i is `rows[i]` less `minus[i]`, where that is not `None`.
+        minus: as many, or `None`.
         segments: the named tensors in a row, with their lengths; `None` is one piece.
         extra: the names of the rows after the drift.
         points: whether the $v_i$ are points less the base, as the drift is.
@@ -46,8 +57,8 @@ class Frame:
         [[10.0, 2.0], [2.0, 4.0]]
     """
 
-    rows: tuple[Tensor, ...]
-    minus: tuple[Tensor | None, ...]
+    rows: tuple[Row, ...]
+    minus: tuple[Row | None, ...]
     segments: Mapping[str, int] | None = None
     extra: tuple[str, ...] = ()
     points: bool = False
@@ -56,13 +67,13 @@ class Frame:
 
     @staticmethod
     def of_points(
-        points: Float[Tensor, "n P"],
-        base: Float[Tensor, " P"],
-        current: Float[Tensor, " P"],
+        points: Float[Tensor, "n P"] | Sequence[Row],
+        base: Row,
+        current: Row,
         *,
         segments: Mapping[str, int] | None = None,
     ) -> "Frame":
-        """The frame of control points in a flat space: $v_i$ = `points[i]` - `base`."""
+        """The frame of control points in a flat space, rows: $v_i$ = `points[i]` - `base`."""
         return Frame((*points, current), (base,) * (len(points) + 1), segments, points=True)
 
     @staticmethod
@@ -151,8 +162,8 @@ class Frame:
         return () if self.passage is None else self.passage.transports
 
     @property
-    def base(self) -> Tensor:
-        r"""$\Theta^t$ as a vector (P,)."""
+    def base(self) -> Row:
+        r"""$\Theta^t$ as a row; a vector (P,) on a curved space."""
         if self.passage is not None:
             return self.passage.base.flatten()
         base = self.minus[self.displacements]
@@ -160,24 +171,45 @@ class Frame:
         return base
 
     @property
-    def current(self) -> Tensor:
-        r"""$\Theta^\tau$ as a vector (P,)."""
+    def current(self) -> Row:
+        r"""$\Theta^\tau$, likewise."""
         return self.rows[self.displacements] if self.passage is None else self.passage.current.flatten()
 
     def row(self, i: int) -> Float64[Tensor, " P"]:
         """One row, formed in float64."""
         less = self.minus[i]
-        full = self.rows[i].double()
-        return full if less is None else full - less.double()
+        full = reals(self.rows[i])
+        return full if less is None else full - reals(less)
 
-    def extended(self, name: str, plus: Float[Tensor, " P"], minus: Float[Tensor, " P"] | None = None) -> "Frame":
+    @property
+    def size(self) -> int:
+        """P, how many numbers a row has."""
+        current = self.current
+        return sum([piece.numel() for piece in current]) if isinstance(current, tuple) else current.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a vector that is kept of the rows: that of the current one; of tensors of a model float32 or float64."""
+        current = self.current
+        if not isinstance(current, tuple):
+            return current.dtype
+        wide = any(piece.dtype == torch.float64 for piece in current)
+        return torch.float64 if wide else torch.float32
+
+    def blank(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A vector (P,) to write into."""
+        current = self.current
+        device = current[0].device if isinstance(current, tuple) else current.device
+        return torch.empty(self.size, dtype=dtype or self.dtype, device=device)
+
+    def extended(self, name: str, plus: Row, minus: Row | None = None) -> "Frame":
         """This frame with one row more."""
         return replace(self, rows=(*self.rows, plus), minus=(*self.minus, minus), extra=(*self.extra, name))
 
     def detached(self) -> "Frame":
         """The same rows, which no derivative follows."""
-        minus = tuple(None if row is None else row.detach() for row in self.minus)
-        return replace(self, rows=tuple(row.detach() for row in self.rows), minus=minus)
+        minus = tuple([None if row is None else detached(row) for row in self.minus])
+        return replace(self, rows=tuple([detached(row) for row in self.rows]), minus=minus)
 
     def moved(self, displacements: Float[Tensor, "n P"]) -> "Frame":
         """The frame of other tangents at the same current point: its displacements and the drift, without the rest."""
@@ -229,7 +261,7 @@ class Frame:
         """Inner products of other tangents at the current point, in the metric of the space."""
         return gram(rows)[0] if self.passage is None else self.passage.gram(torch.stack([*rows])).sum(0)
 
-    def combine(self, base: Tensor | None, coefficients: Sequence[float] | Matrix, out: Tensor | None = None) -> Tensor:
+    def combine(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Any = None) -> Any:
         r"""$\mathrm{base} + \sum_j c_j\, r_j$, rounded once; with (S, k) coefficients, for each segment its own.
 
         Where the coefficients on rows from $\Theta^t$ sum to 0, $\Theta^t$ drops out: its place is taken by
@@ -252,6 +284,93 @@ class Frame:
                 line[n] = 0.0
             minus = (*(self.rows[n] for _ in range(n + 1)), *minus[n + 1 :])
         return combine(base, self.rows, lines if apart else lines[0], minus=minus, segments=segments, out=out)
+
+    def formed(self, coefficients: Sequence[float] | Matrix) -> Tensor:
+        r"""$\sum_j c_j\, r_j$ as a new vector (P,)."""
+        made: Tensor = self.combine(None, coefficients, out=self.blank() if isinstance(self.current, tuple) else None)
+        return made
+
+    def move(self, gram: Gram, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
+        r"""$\Theta^\tau + \sum_j c_j\, r_j$ on a flat space, rounded once; formed if all its entries are finite.
+
+        No entry moves by more than $\sum_j |c_j| \sqrt{G_{jj}}$. Where that is less than a quarter of the distance
+        between the two largest numbers of each dtype, a finite entry stays one, whatever it is; otherwise the sum is
+        formed tensor by tensor and looked at, before anything is written.
+
+        Args:
+            gram: of the rows.
+            coefficients: one for each row, or (S, k), for each segment its own.
+            out: where to write; `LATER`: nowhere yet.
+
+        Returns:
+            `out`, or a new row; with `LATER` a `Motion` that is formed later.
+
+        Raises:
+            ArgumentError: if an entry would not be finite.
+        """
+        line = np.asarray(coefficients, dtype=object)
+        motion = Motion(self, line)
+        if not gram.reach(line) <= _room(self.current):
+            motion.check()
+        return motion if isinstance(out, Later) else motion.formed(out)
+
+
+@dataclass(frozen=True, eq=False)
+class Motion:
+    """A combination of the rows of a flat frame, added to the current point: finite, and not formed yet."""
+
+    frame: Frame
+    coefficients: Matrix
+
+    def formed(self, out: Row | None) -> Any:
+        """The new point, a row: `out` where it is given."""
+        return self.frame.combine(self.frame.current, self.coefficients, out=out)
+
+    def check(self) -> None:
+        """Form it tensor by tensor and look at each entry.
+
+        Raises:
+            ArgumentError: if one is not finite.
+        """
+        for part in self._parts():
+            formed = part.formed(None)
+            if not is_finite(formed):
+                raise ArgumentError(f"points: the new model would not be finite in {formed.dtype}")
+
+    def _parts(self) -> Iterator["Motion"]:
+        """That of each tensor by itself."""
+        frame = self.frame
+        if not isinstance(frame.current, tuple):
+            yield self
+            return
+        lines = self.coefficients
+        start = 0
+        for j, piece in enumerate(frame.current):
+            stop = start + piece.numel()
+            here = slice(start, stop)
+            rows = tuple([_piece(row, j, here) for row in frame.rows])
+            minus = tuple([None if row is None else _piece(row, j, here) for row in frame.minus])
+            line = lines if lines.ndim == 1 or len(lines) == 1 else lines[j : j + 1]
+            yield Motion(replace(frame, rows=rows, minus=minus, segments=None), line.reshape(-1))
+            start = stop
+
+
+def _piece(row: Row, j: int, here: slice) -> Tensor:
+    """Tensor j of a row, as a vector; `here` are its entries among those of all."""
+    return row[j].flatten() if isinstance(row, tuple) else row[here]
+
+
+def detached(row: Row) -> Row:
+    """A row that no derivative follows."""
+    return Tensors([piece.detach() for piece in row]) if isinstance(row, tuple) else row.detach()
+
+
+def _room(point: Row) -> float:
+    """By how much the largest number of the dtypes of a point may grow and still be rounded to itself."""
+    dtypes = {piece.dtype for piece in point} if isinstance(point, tuple) else {point.dtype}
+    # max * eps is twice the distance u of the two largest numbers. From max + u / 2 on it is rounded away, which a
+    # rounding by way of float32 comes to a little earlier: u / 4.
+    return min([torch.finfo(dtype).max * torch.finfo(dtype).eps / 8 for dtype in dtypes])
 
 
 def require_flat(space: Manifold) -> None:

@@ -118,7 +118,7 @@ class Pairwise(Correction):
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         passage = frame.passage
-        shape = frame.rows[-1].shape if passage is None else passage.current.shape
+        shape = (frame.size,) if passage is None else passage.current.shape
         for i, row in enumerate(self.others):
             name = f"others[{i}]"
             if passage is None:

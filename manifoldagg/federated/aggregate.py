@@ -1,8 +1,10 @@
-"""The front door for other codebases: one server step on plain state dicts or lists of arrays."""
+"""The front door for other codebases: one server step on plain state dicts or lists of arrays, where they lie."""
 
 import copy
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,15 +13,18 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.federated.buffers import Packed, Patterns, Waiting, policies
-from manifoldagg.federated.contract import Memory, Rule, State, Update, check_rule, extras
+from manifoldagg.federated.contract import Memory, Rule, State, Update, by_rows, check_rule, extras
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.weights import check_client
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
-from manifoldagg.manifolds.layout import OPAQUE
+from manifoldagg.manifolds.layout import OPAQUE, Layout
 
 __all__ = ["aggregate"]
+
+POINTS = re.compile(r"^points(\[\d+\])?")
+"""What messages call the points of an update, which came as `update` here."""
 
 Array = Tensor | np.ndarray | np.generic
 Model = Mapping[Any, Array] | Sequence[Array]
@@ -41,6 +46,7 @@ class ServerState:
     memory: Mapping[Hashable, Memory] = field(default_factory=dict)
 
 
+@torch.no_grad()
 def aggregate(
     rule: Rule,
     state: State,
@@ -54,13 +60,15 @@ def aggregate(
     client: Hashable = None,
     buffers: Patterns = (),
     manifolds: Assignment | None = None,
+    out: Model | None = None,
 ) -> tuple[Any, State, dict[str, float]]:
     r"""One step of `rule`: take a client's (stale) model into the server's.
 
     A model is a state dict, or a list of tensors or NumPy arrays; the result is of the same kind, in the same
-    order, dtypes and devices. Nothing that is passed in is written. For models in float32 or float64 it agrees with
-    a [`Server`][manifoldagg.Server] bit for bit; you keep the versions. (Narrower models are rounded at every
-    call, where a server keeps a float32 master.) Tensors that share storage are tied and count once; copies are not.
+    order, dtypes and devices. Nothing that is passed in is written but `out`. For models in float32 or float64 it
+    agrees with a [`Server`][manifoldagg.Server] bit for bit; you keep the versions. (Narrower models are rounded at
+    every call, where a server keeps a float32 master.) Tensors that share storage are tied and count once; copies are
+    not.
 
     Args:
         rule: such as `FedAsync(0.6)` or `AsyncBezier(threshold=1.0, rate=0.5)`.
@@ -78,13 +86,20 @@ def aggregate(
             rule's step towards the client's; integer and boolean entries become the client's unless they are left.
         manifolds: name or pattern to the space of those entries, as in
             [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
+        out: a model like `current`, `current` itself or another one that is passed in, into which the new one is
+            written. It is written when the step is known to fit: whatever is refused leaves it as it was.
 
     Returns:
-        The new model, the rule's next state, and its numbers (such as `cosine`, `step`, `norm`). A rule that waits for
-        more updates returns a copy of `current`.
+        The new model (`out` where that is given), the rule's next state, and its numbers (such as `cosine`, `step`,
+        `norm`). A rule that waits for more updates returns a copy of `current`.
 
     Raises:
         ArgumentError: naming the argument, and the tensor in it, that does not fit.
+
+    Cost: with a rule that works on rows (its docstring says how often it reads and writes a model) the tensors are read
+    and written where they lie, and no more memory is taken than the result. Copied, one by one, are arrays of foreign
+    byte order, tensors that are not contiguous, and those of eight bits. With other rules, on curved spaces, and for
+    models on several devices every model is gathered into a vector.
 
     Example:
         >>> import numpy as np
@@ -93,6 +108,9 @@ def aggregate(
         >>> new, state, numbers = aggregate(FedAsync(0.5), None, current, base, update)
         >>> new, numbers["norm"]
         ([array([2.])], 1.0)
+        >>> _ = aggregate(FedAsync(0.5), state, current, base, update, out=current)
+        >>> current
+        [array([2.])]
     """
     if any(extras(check_rule(rule))):
         raise ArgumentError(f"rule: {type(rule).__name__} asks clients for more than models; use a Server")
@@ -103,40 +121,58 @@ def aggregate(
     points = list(update) if _is_curve(current, update) else [update]
     if not points:
         raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
-    models: dict[str, Any] = {"current": current, "base": base}
-    models |= {"update" if len(points) == 1 else f"update[{i}]": model for i, model in enumerate(points)}
-    tensors = {name: _tensors(name, model) for name, model in models.items()}
-    *_, newest = tensors.values()
-    now = tensors["current"]
+    now = _tensors("current", current)
+    models = {"current: ": now, "base: ": _tensors("base", base)}
+    for i, model in enumerate(points):
+        name = "update" if len(points) == 1 else f"update[{i}]"
+        models[f"{name}: "] = newest = _tensors(name, model)
     space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
-    here, then, *brought = space.points(tensors)
-    chosen = policies(space.layout.carried, buffers)
+    layout = space.layout
+    target = None if out is None else _target(layout, out, now)
+    rows = by_rows(rule, space) and len({now[leaf.name].device for leaf in layout.leaves}) == 1
+    chosen = policies(layout.carried, buffers)
     kept = state if isinstance(state, ServerState) else ServerState(state)
+    read: list[Any] = [*(layout.rows(models) if rows else space.points(models))]
+    here, then, *brought = read
     before = Snapshot(
         current=here,
-        state=rule.init(space, here.clone()) if kept.state is None else kept.state,
+        state=rule.init(space, here) if kept.state is None else kept.state,
         buffers=Packed.of(chosen, now),
         waiting=kept.buffers,
     )
     taken = Update(
         client=client,
-        base=then.to(here.device),
+        base=then if rows else then.to(here.device),
         current=here,
-        points=torch.stack(brought).to(here.device),
+        points=tuple(brought) if rows else torch.stack(brought).to(here.device),
         staleness=staleness,
         weight=weight,
         samples=samples,
         memory=kept.memory.get(client),
     )
-    terms = Terms(space, rule, chosen, points="update", buffers="update")
-    after, outcome = step(terms, before, taken, newest, torch.empty_like(here))
-    moved = outcome.model is not None
-    new = space._state_dict(after.current, after.buffers) if moved else {name: x.clone() for name, x in now.items()}
+    terms = Terms(space, rule, chosen, buffers="update")
+    blank = torch.empty_like(here) if not rows else None if target is None else _row(layout, target)
+    try:
+        after, outcome = step(terms, before, taken, newest, blank)
+    except ArgumentError as error:
+        if rows:
+            layout.check_values(models)
+        error.args = (POINTS.sub("update" if len(points) == 1 else r"update\1", str(error)),)
+        raise
+    new = now
+    if outcome.model is not None:
+        named = _named if rows else ParameterSpace._state_dict
+        new = named(space, after.current, after.buffers)
+    if target is not None:
+        _write(target, new)
+    elif new is now:
+        new = {name: tensor.clone() for name, tensor in now.items()}
+    returned = _like(current, new, now) if out is None else out
     memory = {name: tree for name, tree in kept.memory.items() if name != client}
     if outcome.memory is not None:
         memory[client] = outcome.memory
     held = ServerState(after.state, after.waiting, memory) if memory or after.waiting is not None else after.state
-    return _like(current, new, now), held, dict(outcome.numbers)
+    return returned, held, dict(outcome.numbers)
 
 
 def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:
@@ -156,21 +192,86 @@ def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
     raise ArgumentError(f"{name}: expected a state dict or a list of arrays, got {type(model).__name__}")
 
 
-def _tensors(name: str, model: Any) -> dict[str, Tensor]:
-    """The entries of a model as tensors; arrays are copied, tensors are not."""
+def _tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor]:
+    """The entries of a model as tensors over the same memory, which are `written` or only read."""
     tensors = {}
     for key, array in _entries(name, model):
-        if str(key).rpartition(".")[2] == OPAQUE:
+        label = key if type(key) is str else str(key)
+        if label.endswith(OPAQUE) and label.rpartition(".")[2] == OPAQUE:
             continue
         if isinstance(array, np.ndarray | np.generic):
-            try:
-                array = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
-            except TypeError:
-                raise ArgumentError(f"{name}: {key}: expected a numeric array, got dtype {array.dtype}") from None
+            array = _over(f"{name}: {label}", array, written)
         if not isinstance(array, Tensor):
-            raise ArgumentError(f"{name}: {key}: expected a tensor or an array, got {type(array).__name__}")
-        tensors[str(key)] = array.detach()
+            raise ArgumentError(f"{name}: {label}: expected a tensor or an array, got {type(array).__name__}")
+        tensors[label] = array.detach() if array.requires_grad else array
     return tensors
+
+
+def _over(name: str, array: Any, written: bool) -> Tensor:
+    """A tensor over the memory of an array; over a copy where torch knows no such memory."""
+    apart = not (isinstance(array, np.ndarray) and array.dtype.isnative and min(array.strides, default=0) >= 0)
+    if written and (apart or not array.flags.writeable):
+        raise ArgumentError(f"{name}: expected a writable array in the byte order of this machine")
+    try:
+        if apart:
+            return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
+        # torch has no tensors that are read only, and warns of arrays that are.
+        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Open(array)))
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{name}: expected a numeric array, got dtype {array.dtype}") from None
+
+
+class _Open:
+    """A read-only array, for those who will not write into it; it lives as long as what is made of it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def _target(layout: Layout, out: Model, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model to write into.
+
+    Raises:
+        ArgumentError: if they are not those of the layout, on the devices of `now`, each in memory of its own.
+    """
+    target = _tensors("out", out, written=True)
+    layout.match(target, "out: ")
+    spans = []
+    for name, tensor in target.items():
+        if tensor.device != now[name].device:
+            raise ArgumentError(f"out: {name}: expected device {now[name].device}, got {tensor.device}")
+    for leaf in layout.leaves:
+        tensor = target[leaf.name]
+        if tensor.numel():
+            last = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize, leaf.name))
+    for (_, stop, first), (start, _, second) in pairwise(sorted(spans)):
+        if start < stop:
+            raise ArgumentError(f"out: expected entries with memory of their own, {first} and {second} share some")
+    return target
+
+
+def _row(layout: Layout, target: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The leaves of a model to write into, and where kernels cannot write there, others."""
+    leaves = [target[leaf.name] for leaf in layout.leaves]
+    return tuple([x if x.is_contiguous() and x.itemsize > 1 else torch.empty(x.shape, dtype=x.dtype) for x in leaves])
+
+
+def _named(space: ParameterSpace, row: Sequence[Tensor], carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A row under the names of a state dict, with copies of what is carried."""
+    layout = space.layout
+    leaves = {leaf.name: tensor for leaf, tensor in zip(layout.leaves, row, strict=True)}
+    leaves |= {alias: leaves[name] for alias, name in layout.aliases}
+    return leaves | {name: tensor.clone() for name, tensor in carried.items()}
+
+
+def _write(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Copy what is not there already: nothing can fail any more."""
+    for name, tensor in target.items():
+        if new[name] is not tensor:
+            tensor.copy_(new[name])
 
 
 def _like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:
@@ -180,7 +281,9 @@ def _like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) 
         if str(key) not in new:  # what a module keeps beside its tensors
             entries[key] = copy.copy(array)
             continue
-        tensor = new[str(key)].to(now[str(key)].device)
+        tensor = new[str(key)]
+        if tensor.device != now[str(key)].device:
+            tensor = tensor.to(now[str(key)].device)
         entries[key] = tensor if isinstance(array, Tensor) else tensor.numpy().astype(array.dtype, copy=False)
     if isinstance(current, dict):
         same = copy.copy(current)

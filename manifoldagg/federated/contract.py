@@ -11,13 +11,15 @@ Rules never see a loss, trainers never see the server's state.
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg.corrections.frame import Later, Motion
 from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Loss, Manifold
 
 __all__ = [
@@ -26,12 +28,15 @@ __all__ = [
     "Message",
     "Outcome",
     "Payload",
+    "Point",
     "Receipt",
     "Rule",
     "State",
+    "Target",
     "Ticket",
     "Trainer",
     "Update",
+    "by_rows",
     "check_averaging",
     "check_rule",
     "extras",
@@ -41,6 +46,15 @@ State = Any
 """A tree (nested dicts, lists, tuples) of tensors and numbers that a rule threads through its steps."""
 Memory = Any
 """A tree of tensors and numbers that the server keeps for one client."""
+if TYPE_CHECKING:
+    # A rule knows which of the two it takes, as it says by `rows`; a type cannot.
+    Point: TypeAlias = Any
+    Points: TypeAlias = Any
+    Target: TypeAlias = Any
+else:
+    Point = Row
+    Points = Float[Tensor, "n P"] | tuple[Row, ...]
+    Target = Row | Later | None
 
 
 @dataclass(frozen=True)
@@ -82,9 +96,10 @@ class Update:
 
     Attributes:
         client: who sent it.
-        base: $\Theta^t$ (P,), the model that the client started from.
-        current: $\Theta^\tau$ (P,), the model now.
-        points: as in the payload.
+        base: $\Theta^t$ (P,), the model that the client started from; for a rule with `rows` a row, as the kernels take
+            them.
+        current: $\Theta^\tau$ (P,), the model now; likewise.
+        points: as in the payload, (n, P); for a rule with `rows` a tuple of n rows.
         staleness: $\tau - t$ in versions, as the server recorded it.
         weight: $w_i$, the client's share of the data.
         samples: as in the payload.
@@ -96,9 +111,9 @@ class Update:
     """
 
     client: Hashable
-    base: Float[Tensor, " P"]
-    current: Float[Tensor, " P"]
-    points: Float[Tensor, "n P"]
+    base: Point
+    current: Point
+    points: Points
     staleness: int = 0
     weight: float = 1.0
     samples: int = 1
@@ -113,12 +128,13 @@ class Outcome:
     """What a rule makes of an update.
 
     Attributes:
-        model: (P,) the new one; `None`: the update is buffered, the model did not move.
+        model: the new one, (P,), or of a rule with `rows` what `Frame.move` returned; `None`: the update is buffered,
+            the model did not move.
         memory: what the server keeps for this client from now on, `None` for nothing.
         numbers: for the receipt and the history: `cosine`, `step`, `norm`, `buffered` (how many updates wait), others.
     """
 
-    model: Float[Tensor, " P"] | None
+    model: Point | Motion | None
     memory: Memory = None
     numbers: Mapping[str, float] = field(default_factory=dict)
 
@@ -166,21 +182,25 @@ class Rule(Protocol):
     A rule that wants more than points says so in two further attributes: `tensors`, a mapping from the name of a tensor
     to how many points it holds ((k, P); `None` for one, (P,)), and `numbers`, a sequence of names. A payload brings
     exactly these.
+
+    A rule that on a flat space needs no more than a Gram matrix and a combination says `rows = True`. Its models are
+    then rows, as the kernels take them: vectors (P,), or tuples of the tensors of a state dict where they lie, which
+    `aggregate` never flattens. `start`, `base`, `current` and `out` are one each, `points` is a tuple of them. It forms
+    its model by [`Frame.move`][manifoldagg.corrections.Frame.move], which looks first whether it would be finite; what
+    it keeps it forms as vectors.
     """
 
     @property
     def cohort(self) -> int:
         """1: asynchronous; k: waits for k updates."""
 
-    def init(self, space: Manifold, start: Float[Tensor, " P"]) -> State:
+    def init(self, space: Manifold, start: Point) -> State:
         """The state before the first step."""
 
     def message(self, space: Manifold, state: State, current: Float[Tensor, " P"], memory: Memory) -> Message:
         """What a client is sent. Its start is a point of `space`, such as `current` itself: the server copies it."""
 
-    def step(
-        self, space: Manifold, state: State, update: Update, *, out: Float[Tensor, " P"] | None = None
-    ) -> tuple[State, Outcome]:
+    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         """Take one update, also where the model waits for more. Nothing is written but `out`, where the model may go.
 
         The tensors of `update` and `out` belong to the caller: what a rule keeps of them, it clones.
@@ -224,10 +244,16 @@ def check_rule(rule: Rule) -> Rule:
     """
     if isinstance(rule, type):
         raise ArgumentError(f"rule: expected an instance, got the class {rule.__name__}; write {rule.__name__}()")
-    if not isinstance(rule, Rule):
+    # By name: a look at the protocol takes longer than a step of a small model.
+    if not all(hasattr(rule, name) for name in ("cohort", "init", "message", "step")):
         raise ArgumentError(f"rule: expected cohort, init, message and step; {rule!r} lacks some")
     check_count("rule: cohort", rule.cohort)
     return rule
+
+
+def by_rows(rule: Rule, space: Manifold) -> bool:
+    """Whether the rule takes models of this space as rows, that is as they lie in memory."""
+    return bool(getattr(rule, "rows", False)) and space.flat
 
 
 def check_averaging(averaging: Averaging | None) -> Averaging | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from manifoldagg.federated.buffers import Packed, Waiting
-from manifoldagg.federated.contract import Payload, State, Update
+from manifoldagg.federated.contract import Payload, Point, State, Update
 from manifoldagg.federated.store import Found, Key
 
 __all__ = ["Arrival", "Open", "Snapshot"]
@@ -25,7 +25,7 @@ class Snapshot:
         norms: of the updates that were accepted lately, where somebody asks for them.
     """
 
-    current: Tensor
+    current: Point
     state: State
     buffers: Packed = field(default_factory=Packed)
     waiting: Waiting | None = None

@@ -2,15 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
+from manifoldagg.corrections.frame import LATER, Motion
 from manifoldagg.errors import ArgumentError, check_choice, check_shape, is_finite
 from manifoldagg.federated.buffers import collect, settle
-from manifoldagg.federated.contract import Outcome, Rule, Update
+from manifoldagg.federated.contract import Outcome, Rule, Update, by_rows
 from manifoldagg.federated.intake import UNLIMITED, Checks
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.trees import disjoint, spoils
+from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Terms", "step"]
@@ -25,20 +29,23 @@ class Terms:
         rule: that steps.
         policies: of the buffers, by name.
         checks: limits on norms.
-        points: what messages call the points of an update.
-        buffers: what they call its buffers.
+        buffers: what messages call those of an update.
     """
 
     space: Manifold
     rule: Rule
     policies: Mapping[str, str]
     checks: Checks = UNLIMITED
-    points: str = "points"
     buffers: str = "buffers"
+
+    @cached_property
+    def rows(self) -> bool:
+        """Whether the rule takes models as they lie in memory."""
+        return by_rows(self.rule, self.space)
 
 
 def step(
-    terms: Terms, before: Snapshot, update: Update, buffers: Mapping[str, Tensor], out: Tensor
+    terms: Terms, before: Snapshot, update: Update, buffers: Mapping[str, Tensor], out: Row | None
 ) -> tuple[Snapshot, Outcome]:
     """Take one update, as a rule does, in memory of its own.
 
@@ -47,7 +54,8 @@ def step(
         before: what it meets. Nothing in it is written.
         update: checked. It is not written, and what is kept of it is a copy.
         buffers: that it brought.
-        out: where the new model goes, in memory that nobody reads.
+        out: where the new model goes, last of all, in memory that nobody else reads. A rule that takes rows may have a
+            model there that it reads itself, or `None` for new memory.
 
     Returns:
         The next snapshot, and the outcome, of which nothing can fail any more. The client's memory is the same object
@@ -59,17 +67,21 @@ def step(
     norms = before.norms
     if terms.checks.measured:
         norms = terms.checks.passed(terms.space, update, norms)
-    # A rule may write `out` while it reads the points, and what it keeps may share memory neither with what clients
-    # hold nor with models that will be recycled.
-    mine = [update.base, before.current, before.state, update.memory, out]
-    points, tensors = disjoint((update.points, update.tensors), mine)
-    apart = points is update.points and tensors is update.tensors
-    brought = update if apart else replace(update, points=points, tensors=tensors)
-    state, outcome = terms.rule.step(terms.space, before.state, brought, out=out)
+    brought = update
+    if not terms.rows:
+        # A rule may write `out` while it reads the points. As a combination is written, each entry is read before.
+        mine = [update.base, before.current, before.state, update.memory, out]
+        points, tensors = disjoint((update.points, update.tensors), mine)
+        apart = points is update.points and tensors is update.tensors
+        brought = update if apart else replace(update, points=points, tensors=tensors)
+    state, outcome = terms.rule.step(terms.space, before.state, brought, out=LATER if terms.rows else out)
     numbers = {name: float(value) for name, value in outcome.numbers.items()}
-    model = _checked(terms, outcome.model, out)
+    model: Any = outcome.model
+    if not (model is None or terms.rows):
+        model = _checked(terms, model, out)
     if spoils(state, before.state) or spoils(outcome.memory, update.memory):
-        raise ArgumentError(f"{terms.points}: the rule's state would not be finite")
+        raise ArgumentError("points: the rule's state would not be finite")
+    # What is kept may share memory neither with what clients hold nor with models that will be recycled.
     foreign = [update.base, before.current, update.points, update.tensors, out]
     state, memory = disjoint((state, outcome.memory), foreign)
     after = before.buffers
@@ -81,17 +93,25 @@ def step(
         return replace(before, state=state, waiting=waiting, norms=norms), Outcome(None, memory, numbers)
     if waiting is not None:
         after = settle(waiting, after, numbers)
+    if terms.rows:  # last: whatever could fail has not
+        model = _formed(model, out)
     return Snapshot(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
 
 
-def _checked(terms: Terms, model: Tensor | None, out: Tensor) -> Tensor | None:
+def _formed(motion: Any, out: Row | None) -> Any:
+    """The new model of a rule that takes rows, in `out`."""
+    if not isinstance(motion, Motion):
+        given = type(motion).__name__
+        raise ArgumentError(f"rule: new model: expected what Frame.move makes, as `rows = True` says, got {given}")
+    return motion.formed(out)
+
+
+def _checked(terms: Terms, model: Tensor, out: Any) -> Any:
     """The new model, in `out`."""
-    if model is None:
-        return None
     if model is not out:
         check_shape("rule: new model", model, *terms.space.axes)
         check_choice("rule: new model: dtype", model.dtype, (out.dtype,))
         out.copy_(model.detach())
     if not is_finite(out):
-        raise ArgumentError(f"{terms.points}: the new model would not be finite")
+        raise ArgumentError("points: the new model would not be finite")
     return out

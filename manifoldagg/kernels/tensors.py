@@ -162,12 +162,12 @@ def overlaps(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, i
     return found
 
 
-def reals(row: "Tensor | Tensors", start: int = 0, stop: int | None = None) -> Tensor:
+def reals(row: Row, start: int = 0, stop: int | None = None) -> Tensor:
     """Entries of a row as one vector of float64 numbers, in plain torch."""
     if isinstance(row, Tensor):
         return row[start:stop].double()
     if stop is None and start == 0:
         return torch.cat([tensor.reshape(-1).double() for tensor in row])
-    borders = edges(row.lengths).tolist()
+    borders = edges(tuple([tensor.numel() for tensor in row])).tolist()
     parts = overlaps(borders, start, borders[-1] if stop is None else stop)
     return torch.cat([row[i].reshape(-1)[a:b].double() for i, a, b in parts])

@@ -1,14 +1,15 @@
 """Layout: where each tensor of a model lies in one contiguous point, and back, bit for bit."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, StateDictError, check_choice, is_finite
+from manifoldagg.kernels import Tensors
 
 __all__ = ["MASTER_DTYPES", "Entry", "Layout", "tensors_of"]
 
@@ -63,7 +64,9 @@ class Layout:
             raise ArgumentError(f"model: expected a torch.nn.Module, got {type(model).__name__}; see of_state_dict")
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         owner = {id(p): name for name, p in trainable.items()}
-        layout = _sort(tensors_of(model), lambda name, t: owner.get(id(t)), dtype)
+        tensors = tensors_of(model)
+        entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+        layout = _sort(entries, {name: owner.get(id(tensor)) for name, tensor in tensors.items()}, dtype)
         odd = trainable.keys() ^ {leaf.name for leaf in layout.leaves}
         if odd:
             raise StateDictError(f"{_listed(odd)}: the state dict does not hold this parameter itself under its name")
@@ -76,15 +79,9 @@ class Layout:
         """The layout of a bare state dict: floating tensors whose name matches no pattern are the leaves."""
         if isinstance(buffers, str) or not all(isinstance(pattern, str) for pattern in buffers):
             raise ArgumentError(f"buffers: expected a sequence of glob patterns, got {buffers!r}")
-        first: dict[tuple[object, ...], str] = {}
-
-        def leaf(name: str, tensor: Tensor) -> str | None:
-            if not tensor.dtype.is_floating_point or any(fnmatch.fnmatchcase(name, p) for p in buffers):
-                return None
-            place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
-            return first.setdefault(place if tensor.numel() and tensor.data_ptr() else (name,), name)
-
-        return _sort(tensors_of(state), leaf, dtype)
+        tensors = tensors_of(state)
+        entries = tuple([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
+        return _laid_out(entries, _tied(tensors), tuple(buffers), dtype)
 
     @cached_property
     def size(self) -> int:
@@ -102,6 +99,20 @@ class Layout:
         named = {entry.name: entry for entry in self.leaves + self.carried}
         return named | {alias: named[name] for alias, name in self.aliases}
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.leaves, self.carried, self.aliases, self.dtype))
+
+    @cached_property
+    def _expected(self) -> tuple[list[str], list[torch.Size], list[torch.dtype]]:
+        """Names, shapes and dtypes of all entries, to be compared at once."""
+        named = self.entries
+        shapes = [torch.Size(entry.shape) for entry in named.values()]
+        return [*named], shapes, [entry.dtype for entry in named.values()]
+
     def check(self, tensors: Mapping[str, Tensor], label: str = "") -> None:
         """The names, shapes and dtypes of `tensors` must be the layout's, and tied tensors equal.
 
@@ -109,7 +120,7 @@ class Layout:
             StateDictError: after `label`, naming the first tensors that are missing, extra, misshaped, of another
                 dtype or untied.
         """
-        _match(self.entries, tensors, label)
+        self.match(tensors, label)
         for alias, name in self.aliases:
             other = tensors[alias]
             own = tensors[name]
@@ -117,6 +128,21 @@ class Layout:
                 if not is_finite(other):
                     raise StateDictError(f"{label}{alias}: expected finite values, got NaN or infinity")
                 raise StateDictError(f"{label}{alias}: tied to {name}, but their values differ")
+
+    def match(self, tensors: Mapping[str, Tensor], label: str = "") -> None:
+        """The names, shapes and dtypes of `tensors` must be the layout's, whatever their values.
+
+        Raises:
+            StateDictError: as `check`.
+        """
+        names, shapes, dtypes = self._expected
+        given = [tensors[name] for name in names if name in tensors]
+        if (
+            len(given) < max(len(names), len(tensors))
+            or [tensor.shape for tensor in given] != shapes
+            or [tensor.dtype for tensor in given] != dtypes
+        ):
+            _match(self.entries, tensors, label)
 
     def check_carried(self, tensors: Mapping[str, Tensor]) -> None:
         """The names, shapes and dtypes of `tensors` must be those of what is carried.
@@ -142,10 +168,34 @@ class Layout:
                     place.copy_(tensors[leaf.name].detach().reshape(-1))
             points.append(point)
         if not is_finite(*points):
-            pairs = ((label, leaf.name) for label in models for leaf in self.leaves)
-            label, name = next((label, name) for label, name in pairs if not is_finite(models[label][name]))
-            raise StateDictError(f"{label}{name}: expected finite values, got NaN or infinity")
+            self.check_values(models)
         return points
+
+    def rows(self, models: Mapping[str, Mapping[str, Tensor]]) -> list[Tensors]:
+        """The leaves of models, by what errors begin with: the tensors themselves, on the device of the first.
+
+        Raises:
+            StateDictError: as `check`.
+        """
+        rows = []
+        device = None
+        for label, tensors in models.items():
+            self.check(tensors, label)
+            row = [tensors[leaf.name] for leaf in self.leaves]
+            device = device or row[0].device
+            rows.append(Tensors([tensor if tensor.device == device else tensor.to(device) for tensor in row]))
+        return rows
+
+    def check_values(self, models: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The leaves of models, by what errors begin with, must be finite.
+
+        Raises:
+            StateDictError: naming a leaf that is not.
+        """
+        for label, tensors in models.items():
+            for leaf in self.leaves:
+                if not is_finite(tensors[leaf.name]):
+                    raise StateDictError(f"{label}{leaf.name}: expected finite values, got NaN or infinity")
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
         """Each leaf, under all its names, in its own shape and dtype: a view of `point` (P,) where dtypes agree."""
@@ -197,22 +247,54 @@ def _match(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], label: s
             raise StateDictError(f"{label}{name}: expected {entry.dtype}, got {given.dtype}")
 
 
-def _sort(
-    tensors: Mapping[str, Tensor], leaf_name: Callable[[str, Tensor], str | None], dtype: torch.dtype | None
+def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
+    """(name, the first one) for each floating tensor that is another one: the same entries of the same storage."""
+    addresses = [tensor.data_ptr() for tensor in tensors.values()]
+    if len(set(addresses)) == len(addresses):
+        return ()
+    first: dict[tuple[object, ...], str] = {}
+    tied = []
+    for name, tensor in tensors.items():
+        if tensor.dtype.is_floating_point and tensor.numel() and tensor.data_ptr():
+            place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
+            if (owner := first.setdefault(place, name)) != name:
+                tied.append((name, owner))
+    return tuple(tied)
+
+
+# Kept by content: whoever aggregates state dicts brings the same names, shapes and dtypes each time.
+@lru_cache(maxsize=64)
+def _laid_out(
+    named: tuple[tuple[str, tuple[int, ...], torch.dtype], ...],
+    tied: tuple[tuple[str, str], ...],
+    buffers: tuple[str, ...],
+    dtype: torch.dtype | None,
 ) -> Layout:
-    """Sort named tensors into leaves, carried ones and aliases; `leaf_name(name, tensor)` is `None` for carried."""
+    """The layout of a state dict with these names, shapes and dtypes."""
+    entries = [Entry(name, tuple(shape), kind) for name, shape, kind in named]
+    owners: dict[str, str | None] = {}
+    first: dict[str, str] = {}
+    for entry in entries:
+        carried = not entry.dtype.is_floating_point or any(fnmatch.fnmatchcase(entry.name, p) for p in buffers)
+        place = dict(tied).get(entry.name, entry.name)
+        # Of tied tensors the first that is a leaf owns the place: one before it may match a pattern.
+        owners[entry.name] = None if carried else first.setdefault(place, entry.name)
+    return _sort(entries, owners, dtype)
+
+
+def _sort(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: torch.dtype | None) -> Layout:
+    """Sort entries into leaves, carried ones, which nobody owns, and aliases, which another one owns."""
     leaves = []
     carried = []
     aliases = []
-    for name, tensor in tensors.items():
-        entry = Entry(name, tuple(tensor.shape), tensor.dtype)
-        owner = leaf_name(name, tensor)
+    for entry in entries:
+        owner = owners[entry.name]
         if owner is None:
             carried.append(entry)
-        elif owner == name:
+        elif owner == entry.name:
             leaves.append(entry)
         else:
-            aliases.append((name, owner))
+            aliases.append((entry.name, owner))
     if dtype is None:
         dtype = torch.float64 if any(leaf.dtype is torch.float64 for leaf in leaves) else torch.float32
     return Layout(tuple(leaves), tuple(carried), tuple(aliases), dtype)

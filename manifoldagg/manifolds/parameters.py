@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -116,7 +116,8 @@ class ParameterSpace(Delegate):
             ['running_mean', 'running_var', 'num_batches_tracked']
         """
         layout = Layout.of_state_dict(state, buffers, dtype)
-        return ParameterSpace(layout, assigned(layout, manifolds))
+        curved = assigned(layout, manifolds)
+        return ParameterSpace(layout, curved) if curved else _flat(layout)
 
     def __post_init__(self) -> None:
         shapes = {leaf.name: leaf.shape for leaf in self.layout.leaves}
@@ -189,13 +190,13 @@ class ParameterSpace(Delegate):
         return self._read({"": tensors_of(source)}, device, validate)[0]
 
     def points(self, models: Mapping[str, Mapping[str, Tensor]]) -> list[Float[Tensor, " P"]]:
-        """The points of several state dicts of this layout, by names that errors begin with.
+        """The points of several state dicts of this layout, by what errors begin with.
 
         Raises:
             StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point], naming the model too.
             ArgumentError: likewise.
         """
-        return self._read({f"{name}: ": tensors for name, tensors in models.items()})
+        return self._read(models)
 
     def carried(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of what is no geometry: frozen parameters, buffers, counters, by name.
@@ -277,7 +278,7 @@ class ParameterSpace(Delegate):
         return loss
 
     def _read(
-        self, models: dict[str, Mapping[str, Tensor]], device: torch.device | None = None, validate: bool = True
+        self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None, validate: bool = True
     ) -> list[Tensor]:
         points = self.layout.read(models, device)
         for label, tensors in models.items():
@@ -302,3 +303,8 @@ class ParameterSpace(Delegate):
             if view.dtype.itemsize < point.dtype.itemsize and not is_finite(view):
                 raise StateDictError(f"{name}: a value of the point overflows {view.dtype}")
         return views
+
+
+@lru_cache(maxsize=64)
+def _flat(layout: Layout) -> ParameterSpace:
+    return ParameterSpace(layout)

@@ -145,7 +145,7 @@ def test_a_model_that_would_overflow_is_refused():
     with pytest.raises(ArgumentError, match="update: the new model would not be finite"):
         aggregate(FedOrtho(9.0, overshoot="extend"), None, low, low, high)
     half = [{"w": torch.tensor([x], dtype=torch.float16)} for x in (6e4, 0.0, 6e4)]
-    with pytest.raises(ArgumentError, match="w: a value of the point overflows torch.float16"):
+    with pytest.raises(ArgumentError, match="update: the new model would not be finite in torch.float16"):
         aggregate(FedGS(1.0), None, *half)
 
 
@@ -248,7 +248,7 @@ class Blows(FedAsync):
         (lambda: aggregate(FedAsync(), None, {"w": torch.tensor([1.0, float("inf")])}, W, W), "current: w: expected finite"),
         (lambda: aggregate(FedAsync(), None, W, W, {"w": torch.ones(2).double()}), "update: w: expected torch.float32"),
         (lambda: aggregate(FedAsync(), None, W, W, []), "update: expected a model or a sequence of models"),
-        (lambda: aggregate(FedAsync(), None, W, W, [W, W]), "points: FedAsync expects one model"),
+        (lambda: aggregate(FedAsync(), None, W, W, [W, W]), "update: FedAsync expects one model"),
         (lambda: aggregate(AsyncBezier(), None, W, W, [W, {"v": torch.ones(2)}]), r"update\[1\]: missing: w"),
         (lambda: aggregate(FedAsync(), None, "w", W, W), "current: expected a state dict or a list of arrays, got str"),
         (lambda: aggregate(FedAsync(), None, [np.array("a")], W, W), "current: 0: expected a numeric array"),

@@ -6,15 +6,15 @@ also chooses its `step_size`, and `BufferedRule` waits and moves by a mean. What
 
 import abc
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from manifoldagg.corrections import Frame
+from manifoldagg.corrections import Frame, Gram
 from manifoldagg.corrections.transport import RUNGS, TRANSPORTS, Passage
 from manifoldagg.errors import ArgumentError, check_choice, check_count
-from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
+from manifoldagg.federated.contract import Memory, Message, Outcome, Point, State, Target, Update
 from manifoldagg.federated.rules._curved import arrive, tangents_at
 from manifoldagg.federated.rules._reading import in_float64
 from manifoldagg.federated.schedules import check_options
@@ -35,7 +35,7 @@ class ServerRule(abc.ABC):
     def __post_init__(self) -> None:
         check_options(self)
 
-    def init(self, space: Manifold, start: Tensor) -> State:
+    def init(self, space: Manifold, start: Point) -> State:
         self.check_space(space, start)
         return {"version": 0}
 
@@ -47,7 +47,7 @@ class ServerRule(abc.ABC):
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]: ...
 
-    def check_space(self, space: Manifold, start: Tensor) -> None:
+    def check_space(self, space: Manifold, start: Point) -> None:
         """Refuse a space on which the rule has no meaning.
 
         Raises:
@@ -55,8 +55,8 @@ class ServerRule(abc.ABC):
         """
         if not isinstance(space, Manifold):
             raise ArgumentError(f"space: expected a manifold, got {space!r}")
-        curved = [str(leaf) for leaf in space.leaves(start) if not leaf.space.flat] if self.needs_flat else []
-        if curved:
+        if self.needs_flat and not space.flat:
+            curved = [str(leaf) for leaf in space.leaves(start) if not leaf.space.flat]
             raise ArgumentError(f"space: {self.needs_flat} need flat leaves; these are curved: {', '.join(curved)}")
 
 
@@ -73,7 +73,7 @@ class TangentRule(ServerRule):
             check_choice("transport", self.transport, TRANSPORTS)
         check_count("rungs", self.rungs)
 
-    def check_space(self, space: Manifold, start: Tensor) -> None:
+    def check_space(self, space: Manifold, start: Point) -> None:
         super().check_space(space, start)
         if not space.flat:
             # A passage of no length is refused where some leaf lacks what the transport takes.
@@ -83,10 +83,10 @@ class TangentRule(ServerRule):
             raise ArgumentError(f"transport: expected None on a flat space, got {self.transport!r}")
 
 
-def follow(space: Manifold, current: Tensor, frame: Frame, line: list[float], out: Tensor | None) -> Tensor:
+def follow(space: Manifold, current: Point, frame: Frame, gram: Gram, line: list[float], out: Target) -> Any:
     r"""$\exp_\Theta u$ for the tangent $u$ at the current model that `line` makes of the rows of a frame."""
     if frame.passage is None:
-        return frame.combine(current, line, out=out)
+        return frame.move(gram, line, out)
     here = frame.passage.current
     (u,) = tangents_at(space, here, frame.combine(None, line)[None])
     model = torch.empty_like(current) if out is None else out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.corrections import Frame, Gram
 from manifoldagg.errors import check_number
-from manifoldagg.federated.contract import Outcome, State, Update
+from manifoldagg.federated.contract import Outcome, Point, State, Target, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
 from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root, rungs_of
 from manifoldagg.federated.rules._windows import windows
@@ -34,7 +34,7 @@ class Mean:
     """
 
     space: Manifold
-    current: Tensor
+    current: Point
     frame: Frame
     line: list[float]
     gram: Gram
@@ -53,11 +53,11 @@ class Mean:
             delta = combine(None, lines, self.line, minus=minus, out=scratch[: len(parts[0])])
             yield delta, *taken
 
-    def step(self, rate: float, out: Tensor | None) -> tuple[Tensor, float]:
+    def step(self, rate: float, out: Target) -> tuple[Any, float]:
         r"""$\exp_\Theta(\eta \bar\Delta)$, and how far it is."""
         line = [rate * c for c in self.line]
         norm = root(moved(along(self.frame, self.gram, line))[0, 0])
-        return follow(self.space, self.current, self.frame, line, out), norm
+        return follow(self.space, self.current, self.frame, self.gram, line, out), norm
 
 
 class BufferedRule(TangentRule):
@@ -91,24 +91,22 @@ class BufferedRule(TangentRule):
         r"""$\eta_g$."""
         return rate_at(self.rate, state["version"])
 
-    def move(self, state: State, mean: Mean, rate: float, out: Tensor | None) -> tuple[Tensor, float, dict[str, Any]]:
+    def move(self, state: State, mean: Mean, rate: float, out: Target) -> tuple[Any, float, dict[str, Any]]:
         """The new model, how far it is, and what changes in the state: here a step along the mean."""
         model, norm = mean.step(rate, out)
         return model, norm, {}
 
-    def init(self, space: Manifold, start: Tensor) -> State:
+    def init(self, space: Manifold, start: Point) -> State:
         return super().init(space, start) | {"count": 0, "total": 0.0}
 
-    def step(
-        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
-    ) -> tuple[State, Outcome]:
+    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         check_points(self, update)
         share = check_number("weight", self.share(update), at_least=0)
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
         if "buffer" in state:
             frame = frame.extended("buffer", state["buffer"])
         gram = frame.gram()
-        largest = root(torch.finfo(update.current.dtype).max) / self.wanted
+        largest = root(torch.finfo(frame.dtype).max) / self.wanted
         check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=largest)
         count = state["count"] + 1
         total = check_number("weight: sum over the buffer", state["total"] + share)
@@ -117,12 +115,12 @@ class BufferedRule(TangentRule):
         line = [share / (unit or 1.0), 0.0, before / (unit or 1.0)][: len(frame.rows)]
         numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(count)}
         if count < self.wanted:
-            buffer = frame.combine(None, line)
+            buffer = frame.formed(line)
             waiting = {**state, "count": count, "total": total, "unit": unit, "buffer": buffer}
             return waiting, Outcome(None, update.memory, numbers)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
         rate = self.step_size(state)
-        mean = Mean(space, update.current.detach(), frame, [unit / divisor * c for c in line], gram)
+        mean = Mean(space, update.current, frame, [unit / divisor * c for c in line], gram)
         model, norm, changes = self.move(state, mean, rate, out)
         numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | rungs_of(frame)
         after = {name: kept for name, kept in state.items() if name not in ("unit", "buffer")}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.corrections import Corrected, Frame, Gram
+from manifoldagg.corrections.frame import detached
 from manifoldagg.corrections.gram import Matrix, cancelled
 from manifoldagg.corrections.transport import RUNGS, log_within_reach
 from manifoldagg.errors import ArgumentError
@@ -48,15 +49,18 @@ def frame_of(
         ArgumentError: if a point is off the space or out of reach, or a derivative is followed.
     """
     given = {"base": update.base, "current": update.current, "points": update.points}
-    if is_transformed([*given.values()]):
-        given = {name: x.detach() for name, x in given.items()}
-        if is_transformed([*given.values()]):
+    rows = [update.base, update.current, *update.points]
+    if is_transformed(rows):
+        given = {name: detached(x) for name, x in given.items()}
+        if is_transformed([detached(row) for row in rows]):
             raise ArgumentError("update: a server step has no derivative; call it outside of functorch transforms")
     base, current, points = given.values()
     if space.flat:
         segments = None
         if tensors:
-            segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(base)} or None
+            # Tensors as they lie are of a space of parameters, whose leaves are the same for every point.
+            point = base[0] if isinstance(base, tuple) else base
+            segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
         return Frame.of_points(points, base, current, segments=segments)
     for name, x in given.items():
         check_point(space, x, name=name)
@@ -85,7 +89,7 @@ def moved(corrected: Corrected) -> Matrix:
     inner: Matrix = parts[0] if len(parts) == 1 else parts.sum(0)
     n = len(inner)
     if cancelled(inner, corrected.gram.matrix):
-        blank = torch.empty_like(corrected.frame.rows[0], dtype=torch.float64)
+        blank = corrected.frame.blank(torch.float64)
         rows = [corrected.frame.combine(None, corrected.lines[..., i, :], out=blank.clone()) for i in range(n)]
         inner = corrected.frame.measure(rows).numpy().astype(object)
     for i in range(n):

@@ -8,13 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from manifoldagg.corrections import Correction
 from manifoldagg.curves.bernstein import weights
 from manifoldagg.curves.distance import OVERSHOOT, parameter_at_distance_of
 from manifoldagg.errors import ArgumentError, check_choice, check_number
-from manifoldagg.federated.contract import Memory, Outcome, State, Update
+from manifoldagg.federated.contract import Memory, Outcome, Point, State, Target, Update
 from manifoldagg.federated.rules._base import TangentRule
 from manifoldagg.federated.rules._curved import tangents_at, travel
 from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, moved, root, rungs_of
@@ -33,6 +32,7 @@ class CurveRule(TangentRule):
     """
 
     cohort: ClassVar[int] = 1
+    rows: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     overshoot: str = "clamp"
 
@@ -49,7 +49,7 @@ class CurveRule(TangentRule):
         """What to keep for the client."""
         return update.memory
 
-    def init(self, space: Manifold, start: Tensor) -> State:
+    def init(self, space: Manifold, start: Point) -> State:
         state = super().init(space, start)
         if not space.flat:
             if self.overshoot == "extend" and not self.plain:
@@ -61,9 +61,7 @@ class CurveRule(TangentRule):
             self.correction.apply(frame_of(space, still, transport=self.transport, rungs=self.rungs))
         return state
 
-    def step(
-        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
-    ) -> tuple[State, Outcome]:
+    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         if self.plain:
             check_points(self, update)
         else:
@@ -89,7 +87,7 @@ class CurveRule(TangentRule):
         if frame.passage is None:
             s = parameter_at_distance_of(inner.tolist(), rho, self.overshoot)
             line = np.array(weights(n, s)[1:], dtype=object)
-            model = corrected.combine(frame.current, line, out=out)
+            model = corrected.move(line, out)
             norm = root(line @ inner @ line)
             numbers |= {"step": s, "norm": norm}
         else:

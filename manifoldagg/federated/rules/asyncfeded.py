@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from manifoldagg.errors import check_count, check_number
-from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
+from manifoldagg.federated.contract import Memory, Message, Outcome, State, Target, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
 from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, root, rungs_of
 from manifoldagg.federated.schedules import Rate, rate_at
@@ -62,6 +62,7 @@ class AsyncFedED(TangentRule):
     """
 
     cohort: ClassVar[int] = 1
+    rows: ClassVar[bool] = True
     rate: Rate = 1.0
     epsilon: float = field(default=1.0, kw_only=True)
     target: float = field(default=1.0, kw_only=True)
@@ -84,9 +85,7 @@ class AsyncFedED(TangentRule):
         """$K_i$ of a client with this memory."""
         return int((memory or {}).get("epochs", self.epochs))
 
-    def step(
-        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
-    ) -> tuple[State, Outcome]:
+    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         check_points(self, update)
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
         gram = frame.gram()
@@ -105,6 +104,6 @@ class AsyncFedED(TangentRule):
         check_number("rate: step size", rate, at_least=0)
         numbers = {"cosine": cosine(gram), "rate": rate, "step": rate, "norm": rate * moved}
         numbers |= {"distance": gamma, "epochs": float(epochs)} | rungs_of(frame)
-        model = follow(space, update.current.detach(), frame, [rate, 0.0], out)
+        model = follow(space, update.current, frame, gram, [rate, 0.0], out)
         memory = {**(update.memory or {}), "epochs": epochs}
         return {"version": version + 1}, Outcome(model, memory, numbers)

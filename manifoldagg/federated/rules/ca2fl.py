@@ -148,4 +148,6 @@ def _line(frame: Frame, **coefficients: Any) -> list[float]:
 
 def _wide(frame: Frame, **coefficients: float) -> Tensor:
     """A combination of rows in float64, for what is added to again and again."""
-    return frame.combine(None, _line(frame, **coefficients), torch.empty_like(frame.rows[0], dtype=torch.float64))
+    wide = frame.blank(torch.float64)
+    frame.combine(None, _line(frame, **coefficients), wide)
+    return wide

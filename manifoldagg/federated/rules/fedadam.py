@@ -49,6 +49,7 @@ class FedAdam(FedAvg):
         [tensor([ 0.4950, -0.4999])]
     """
 
+    rows: ClassVar[bool] = False
     needs_flat: ClassVar[str] = "elementwise squares, of FedAdam,"
     rate: Rate = 0.01
     beta1: float = field(default=0.9, kw_only=True)

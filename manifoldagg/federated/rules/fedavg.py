@@ -1,6 +1,7 @@
 """FedAvg: the weighted mean of what a cohort of clients moved."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from manifoldagg.errors import check_count
 from manifoldagg.federated.contract import Update
@@ -46,6 +47,7 @@ class FedAvg(BufferedRule):
         [tensor([2.5000])]
     """
 
+    rows: ClassVar[bool] = True
     cohort: int
     rate: Rate = 1.0
     weighted: bool = field(default=True, kw_only=True)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ class Momentum:
     ) -> tuple[State, Outcome]:
         inner, outcome = self.rule.step(space, state["rule"], update, out=out)
         after = {**state, "rule": inner}
-        reached = outcome.model
+        reached: Any = outcome.model
         if reached is None:
             return after, outcome
         current = update.current.detach()

@@ -1,0 +1,270 @@
+"""What users call, `aggregate` on state dicts, beside the memory's floor and beside the loops that they would write.
+
+The floor of a rule is what it has to read and write, as streams in C++ and nothing else: FedOrtho reads three models
+for its inner products, three to combine them, and writes one: 7 P words. Peers take the same step with the same
+formulas, in turns in the same run:
+
+- *torch*: tensor by tensor, plain expressions;
+- *foreach*: `torch._foreach_*` over the whole list;
+- *numpy*: lists of NumPy arrays, as servers of several frameworks hold a model.
+
+Their sums are float32. *ours* returns new tensors; *ours, out=* writes into a state dict at hand; *ours, arrays* takes
+and returns lists of arrays. The last column is the most memory that a call held, in models.
+"""
+
+import argparse
+import inspect
+import itertools
+import json
+import platform
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from floor import Floor
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from manifoldagg import aggregate
+from manifoldagg.federated.rules import ASGD, AsyncBezier, FedAsync, FedGS, FedOrtho
+
+HERE = Path(__file__).parent
+RATE = 0.5
+WEIGHTS = (0.25, 0.25)
+"""Of the two control points of a quadratic Bézier curve, halfway: what AsyncBezier's peers step by."""
+TINY = 1e-30
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule, and how many models its inner products, then its step, have to read."""
+
+    rule: Any
+    gram: int
+    combine: int
+    points: int = 1
+
+    @property
+    def words(self) -> int:
+        """Read and written, in models."""
+        return self.gram + self.combine + 1
+
+
+CASES = {
+    "FedAsync": Case(FedAsync(RATE), 3, 2),
+    "ASGD": Case(ASGD(RATE), 3, 3),
+    "FedOrtho": Case(FedOrtho(RATE), 3, 3),
+    "FedGS": Case(FedGS(RATE), 3, 3),
+    "AsyncBezier": Case(AsyncBezier(rate=RATE), 4, 4, points=2),
+}
+
+
+def lengths(size: int, count: int) -> list[int]:
+    """So many lengths, as those of a network: weights that grow by octaves, a vector beside each."""
+    if count == 1:
+        return [size]
+    half = count // 2
+    shares = [2 ** (7 * i / half) for i in range(half)]
+    weights = [max(1, round(size * 0.985 * share / sum(shares))) for share in shares]
+    vectors = [max(1, round(size * 0.015 / half))] * half
+    both = [length for pair in zip(weights, vectors, strict=True) for length in pair]
+    both[-2] += size - sum(both)
+    return both
+
+
+# The peers. Each takes lists of tensors, base, current and the points, and returns the new model.
+
+
+def torch_loop(name: str, base: Sequence[Tensor], now: Sequence[Tensor], *points: Sequence[Tensor]) -> list[Tensor]:
+    """Plain expressions, tensor by tensor; inner products are summed over the model."""
+    if name == "FedAsync":
+        return [c + RATE * (p - c) for c, p in zip(now, points[0], strict=True)]
+    if name == "ASGD":
+        return [c + RATE * (p - b) for b, c, p in zip(base, now, points[0], strict=True)]
+    drift = [c - b for b, c in zip(base, now, strict=True)]
+    square = sum((g * g).sum() for g in drift)
+    moves = []
+    for control in points:
+        moves.append([p - b for b, p in zip(base, control, strict=True)])
+    new = list(now)
+    for v, weight in zip(moves, WEIGHTS if len(points) > 1 else (RATE,), strict=True):
+        inner = sum((a * g).sum() for a, g in zip(v, drift, strict=True))
+        part = inner / square if inner < 0 or name != "FedGS" else 0.0
+        new = [c + weight * (a - part * g) for c, a, g in zip(new, v, drift, strict=True)]
+    return new
+
+
+def foreach(name: str, base: Sequence[Tensor], now: Sequence[Tensor], *points: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same by `torch._foreach_*`, whose calls take whole lists."""
+    if name == "FedAsync":
+        return torch._foreach_lerp(now, points[0], RATE)
+    if name == "ASGD":
+        return torch._foreach_add(now, torch._foreach_sub(points[0], base), alpha=RATE)
+    drift = torch._foreach_sub(now, base)
+    square = torch.stack(torch._foreach_norm(drift)).square().sum()
+    new: Sequence[Tensor] = now
+    for control, weight in zip(points, WEIGHTS if len(points) > 1 else (RATE,), strict=True):
+        v = torch._foreach_sub(control, base)
+        inner = torch.stack([product.sum() for product in torch._foreach_mul(v, drift)]).sum()
+        part = float(inner / square.clamp(min=TINY)) if inner < 0 or name != "FedGS" else 0.0
+        torch._foreach_sub_(v, torch._foreach_mul(drift, part))
+        new = torch._foreach_add(new, v, alpha=weight)
+    return new
+
+
+def numpy_loop(name: str, base: Sequence[Any], now: Sequence[Any], *points: Sequence[Any]) -> list[Any]:
+    """Lists of arrays; dot products by BLAS."""
+    if name == "FedAsync":
+        return [c + RATE * (p - c) for c, p in zip(now, points[0], strict=True)]
+    if name == "ASGD":
+        return [c + RATE * (p - b) for b, c, p in zip(base, now, points[0], strict=True)]
+    drift = [c - b for b, c in zip(base, now, strict=True)]
+    square = sum(float(np.dot(g, g)) for g in drift)
+    new = list(now)
+    for control, weight in zip(points, WEIGHTS if len(points) > 1 else (RATE,), strict=True):
+        v = [p - b for b, p in zip(base, control, strict=True)]
+        inner = sum(float(np.dot(a, g)) for a, g in zip(v, drift, strict=True))
+        part = np.float32(inner / square if inner < 0 or name != "FedGS" else 0.0)
+        new = [c + np.float32(weight) * (a - part * g) for c, a, g in zip(new, v, drift, strict=True)]
+    return new
+
+
+def ways(name: str, size: int, count: int, threads: int, floor: Floor) -> dict[str, Step]:
+    """Every way to take the step, by name, the floor first."""
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(size, generator=generator)
+    others = [base.add(torch.randn(size, generator=generator), alpha=0.01) for _ in range(1 + case.points)]
+    vectors = [base, *others]
+    out = torch.empty(size)
+    cuts = lengths(size, count)
+    # Memory of their own, as the tensors of a model have.
+    split = [[piece.clone() for piece in vector.split(cuts)] for vector in vectors]
+    then, now, *points = split
+    models = [{f"layer{i}.weight": piece for i, piece in enumerate(model)} for model in split]
+    arrays = [[piece.numpy() for piece in model] for model in split]
+    target = {key: torch.empty_like(piece) for key, piece in models[1].items()}
+
+    def stream() -> None:
+        floor.read(vectors[: case.gram], threads)
+        floor.read_write(vectors[: case.combine], out, threads)
+
+    def ours(held: Sequence[Any], **options: Any) -> Any:
+        before, current, *brought = held
+        return aggregate(case.rule, None, current, before, brought if case.points > 1 else brought[0], **options)
+
+    found: dict[str, Step] = {"floor": stream, "ours": lambda: ours(models)}
+    if "out" in inspect.signature(aggregate).parameters:
+        found["ours, out="] = lambda: ours(models, out=target)
+    return found | {
+        "ours, arrays": lambda: ours(arrays),
+        "torch": lambda: torch_loop(name, then, now, *points),
+        "foreach": lambda: foreach(name, then, now, *points),
+        "numpy": lambda: numpy_loop(name, *arrays),
+    }
+
+
+def timed(calls: dict[str, Step], rounds: int, least: float = 2e-3) -> dict[str, list[float]]:
+    """Seconds of each call, in turns; short ones are repeated for `least` seconds."""
+    repeats = {}
+    for name, call in calls.items():
+        call()
+        started = time.perf_counter()
+        call()
+        repeats[name] = max(1, int(least / (time.perf_counter() - started)))
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        names = list(calls)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            started = time.perf_counter()
+            for _ in range(repeats[name]):
+                calls[name]()
+            taken[name].append((time.perf_counter() - started) / repeats[name])
+    return taken
+
+
+def extra(call: Step) -> int:
+    """The most bytes that one call held at once, of torch's allocator and of Python's."""
+    call()
+    tracemalloc.start()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        kept = call()
+    python = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    del kept
+    held, most = 0, 0
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most + python
+
+
+def measure(name: str, size: int, count: int, threads: int, floor: Floor, rounds: int) -> list[dict[str, Any]]:
+    """A row for each way."""
+    torch.set_num_threads(threads)
+    calls = ways(name, size, count, threads, floor)
+    taken = timed(calls, rounds)
+    rows = []
+    for way, seconds in taken.items():
+        ratios = [a / b for a, b in zip(seconds, taken["floor"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        row = {"rule": name, "P": size, "tensors": count, "threads": threads, "way": way}
+        row |= {"ms": 1e3 * statistics.median(seconds), "ratio": middle, "low": low, "high": high}
+        rows.append(row | {"extra": 0.0 if way == "floor" else extra(calls[way]) / (4 * size)})
+    return rows
+
+
+HEAD = (
+    f"{'rule':<12}{'P':>6}{'tensors':>8}{'threads':>8}  {'way':<13}{'ms':>10}{'x floor':>9}{'quartiles':>17}"
+    f"{'extra models':>13}"
+)
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    spread = f"{row['low']:.2f} to {row['high']:.2f}"
+    return (
+        f"{row['rule']:<12}{row['P']:>6.0e}{row['tensors']:>8}{row['threads']:>8}  {row['way']:<13}{row['ms']:>10.4f}"
+        f"{row['ratio']:>9.2f}{spread:>17}{row['extra']:>13.2f}"
+    )
+
+
+def main() -> None:
+    """Print a table and write it, and its numbers, into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rules", nargs="+", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 1e7])
+    parser.add_argument("--tensors", type=int, nargs="+", default=[1, 42, 400])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--name", default="front_door")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    floor = Floor()
+    extra(lambda: None)  # the profiler's own beginnings
+    lines = [f"aggregate on state dicts, float32; torch {torch.__version__}, {platform.machine()}", HEAD]
+    rows = []
+    print(*lines, sep="\n", flush=True)
+    for name, size, count, threads in itertools.product(
+        options.rules, map(int, options.sizes), options.tensors, options.threads
+    ):
+        for row in measure(name, size, count, threads, floor, options.rounds):
+            rows.append(row)
+            lines.append(shown(row))
+            print(lines[-1], flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{options.name}.txt").write_text("\n".join(lines) + "\n")
+    settings = {"rounds": options.rounds, "torch": torch.__version__, "machine": platform.platform()}
+    (options.out / f"{options.name}.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
