@@ -41,8 +41,8 @@ class Mean:
 
     def formed(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         r"""$\bar\Delta$ on a flat space, window by window, each with those of other vectors: no more of it is held."""
-        rows = self.frame.rows
-        less = [row for row in self.frame.minus if row is not None]
+        rows: tuple[Any, ...] = self.frame.rows  # vectors: rules that need windows take no others
+        less: list[Any] = [row for row in self.frame.minus if row is not None]
         scratch = None
         for parts in windows(self.current, *rows, *less, *others):
             lines = parts[1 : 1 + len(rows)]
