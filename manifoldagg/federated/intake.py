@@ -286,6 +286,8 @@ def _number(name: str, given: Any) -> float:
 def _buffers(form: Form, given: Any) -> dict[str, Tensor]:
     names, *_ = form.buffers_like
     _check_names("buffers", given, names)
+    if not names:
+        return {}
     brought = dict(zip(names, map(given.__getitem__, names), strict=True))
     if _is_fit(form, [*brought.values()]):
         return brought
@@ -341,6 +343,8 @@ def _check_names(name: str, given: Any, expected: Sequence[str] | Mapping[str, A
     """A mapping with exactly the names that are expected."""
     if not isinstance(given, Mapping):
         raise ArgumentError(f"{name}: expected a mapping from names, got {type(given).__name__}")
+    if not given and not expected:
+        return
     names: set[Hashable] = set(given)
     wanted = set(expected)
     if names == wanted:

@@ -23,7 +23,7 @@ Row = dict[str, object]
 """A line of the history."""
 
 REPORTED = ("cosine", "step", "norm")
-"""Which numbers of an outcome a receipt has; the history has all of them."""
+"""Which numbers of an outcome a receipt has, in its order; the history has all of them."""
 
 
 class Ledger:
@@ -174,8 +174,8 @@ class Ledger:
         self.find(ticket_id)
         # Whatever can fail comes before the first change.
         moved = outcome.model is not None
-        told = {name: outcome.numbers.get(name, math.nan) for name in REPORTED}
-        receipt = Receipt(True, "", after.version, update.staleness, update.weight, **told, buffered=not moved)
+        told = [outcome.numbers.get(name, math.nan) for name in REPORTED]
+        receipt = Receipt(True, "", after.version, update.staleness, update.weight, *told, not moved)
         line = row(update.client, update.samples, receipt, outcome.numbers)
         before = self.current
         if again and self.weights.of(update.client, update.samples) != update.weight:

@@ -147,12 +147,19 @@ def _storages(tree: Tree) -> dict[int, int]:
 
     Should two devices use one address, what is there is taken for the same.
     """
-    held = {}
-    for tensor in tensors(tree):
-        for part in (tensor,) if tensor.layout is torch.strided else _parts(tensor):
-            storage = part.untyped_storage()
-            if address := storage.data_ptr():
-                held[address] = storage.nbytes()
+    held: dict[int, int] = {}
+    ahead = [tree]
+    while ahead:
+        branch = ahead.pop()
+        if isinstance(branch, Tensor):
+            for part in (branch,) if branch.layout is torch.strided else _parts(branch):
+                storage = part.untyped_storage()
+                if address := storage.data_ptr():
+                    held[address] = storage.nbytes()
+        elif isinstance(branch, dict):
+            ahead += branch.values()
+        elif isinstance(branch, list | tuple):
+            ahead += branch
     return held
 
 
