@@ -11,7 +11,7 @@ Beside it, with the same formulas:
 - *numpy*: a list of arrays, as the servers of several frameworks hold a model.
 
 All sums of the others are float32, so they keep fewer digits. `--layout tensors` cuts P into 42 pieces as a ResNet has
-them; our backends then work on one vector with 42 segments, their own Gram matrix each.
+them; our backends then read and write tuples of 42 tensors, each with a Gram matrix of its own.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import platform
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from manifoldagg.corrections import Gram, OrthoDC
-from manifoldagg.kernels import available_backends, combine, gram, set_backend
+from manifoldagg.kernels import Row, available_backends, combine, gram, set_backend
 from manifoldagg.kernels.choice import BACKENDS
 
 HERE = Path(__file__).parent
@@ -49,7 +49,7 @@ def pieces(size: int) -> list[int]:
     return lengths
 
 
-def ours(vectors: list[Tensor], lengths: list[int] | None, out: Tensor) -> Step:
+def ours(vectors: Sequence[Row], lengths: list[int] | None, out: Row) -> Step:
     """`gram`, the numbers of OrthoDC in Python, `combine`."""
     base, *points, current = vectors
     rows = (*points, current)
@@ -60,8 +60,8 @@ def ours(vectors: list[Tensor], lengths: list[int] | None, out: Tensor) -> Step:
         return [sum(w * row[j] for w, row in zip(WEIGHTS, lines, strict=True)) for j in range(3)]
 
     def step() -> None:
-        grams = gram(rows, minus=base, segments=lengths).tolist()
-        combine(current, rows, [line(inner) for inner in grams], minus=base, segments=lengths, out=out)
+        grams = gram(rows, minus=[base] * 3, segments=lengths).tolist()
+        combine(current, rows, [line(inner) for inner in grams], minus=[base] * 3, segments=lengths, out=out)
 
     return step
 
@@ -129,7 +129,11 @@ def ways(size: int, layout: str, threads: int, floor: Floor) -> dict[str, Step]:
         floor.read_write(vectors, out, threads)
 
     found: dict[str, Step] = {"floor": stream}
-    step = ours(vectors, lengths, out)
+    if lengths is None:
+        step = ours(vectors, lengths, out)
+    else:
+        rows = [tuple(piece.clone() for piece in vector.split(lengths)) for vector in (*vectors, out)]
+        step = ours(rows[:-1], lengths, rows[-1])
     found |= dict.fromkeys(available_backends(), step)
     split = [list(vector.split(lengths or [size])) for vector in vectors]
     found |= {

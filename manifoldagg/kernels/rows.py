@@ -131,9 +131,8 @@ class Rows:
             self.device = line[0].device
         if (size,) != self.shape or self.lengths not in (None, line.lengths) or devices != {self.device}:
             return False
-        return not meshed((line,)) and all(
-            dtype.is_floating_point and layout is torch.strided for dtype, layout, _ in line.kinds
-        )
+        dense = line.layouts == {torch.strided} and all(dtype.is_floating_point for dtype in line.dtypes)
+        return dense and not meshed((line,))
 
     def _fault(self, row: Any) -> str:
         """What is wrong with a row, or with the first tensor in it with which something is."""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +19,9 @@ APART = 64
 
 CPU = torch.device("cpu")
 
-_kind = attrgetter("dtype", "layout", "is_cpu")
 _dtype = attrgetter("dtype")
+_layout = attrgetter("layout")
+_is_cpu = attrgetter("is_cpu")
 _device = attrgetter("device")
 
 
@@ -54,20 +54,20 @@ class Tensors(tuple[Tensor, ...]):
         return sum(self.lengths)
 
     @cached_property
-    def kinds(self) -> frozenset[Any]:
-        """The dtypes and layouts that occur together, each with whether it is on the CPU."""
-        return frozenset(map(_kind, self))
-
-    @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
         """The dtypes that occur."""
-        return frozenset([dtype for dtype, _, _ in self.kinds])
+        return frozenset(map(_dtype, self))
+
+    @cached_property
+    def layouts(self) -> frozenset[torch.layout]:
+        """The layouts that occur."""
+        return frozenset(map(_layout, self))
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:
         """The devices that occur."""
-        # To ask each tensor for its device takes as long as everything else together.
-        return frozenset(map(_device, self)) if not all(kind[2] for kind in self.kinds) else frozenset({CPU})
+        # To ask each tensor for its device would take as long as everything else together.
+        return frozenset({CPU}) if all(map(_is_cpu, self)) else frozenset(map(_device, self))
 
     @cached_property
     def whole(self) -> bool:
