@@ -4,7 +4,6 @@ import copy
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,15 @@ from manifoldagg.federated.contract import Memory, Rule, State, Update, by_rows,
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.weights import check_client
+from manifoldagg.kernels import Tensors
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import OPAQUE, Layout
 
 __all__ = ["aggregate"]
 
+TENSORS = {Tensor, torch.nn.Parameter}
+"""What most models consist of."""
 POINTS = re.compile(r"^points(\[\d+\])?")
 """What messages call the points of an update, which came as `update` here."""
 
@@ -98,8 +100,8 @@ def aggregate(
 
     Cost: with a rule that works on rows (its docstring says how often it reads and writes a model) the tensors are read
     and written where they lie, and no more memory is taken than the result. Copied, one by one, are arrays of foreign
-    byte order, tensors that are not contiguous, and those of eight bits. With other rules, on curved spaces, and for
-    models on several devices every model is gathered into a vector.
+    byte order, tensors that are not contiguous or lie on another device than the first, and those of eight bits. With
+    other rules and on curved spaces every model is gathered into a vector.
 
     Example:
         >>> import numpy as np
@@ -129,7 +131,7 @@ def aggregate(
     space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
     layout = space.layout
     target = None if out is None else _target(layout, out, now)
-    rows = by_rows(rule, space) and len({now[leaf.name].device for leaf in layout.leaves}) == 1
+    rows = by_rows(rule, space) and layout.size > 0
     chosen = policies(layout.carried, buffers)
     kept = state if isinstance(state, ServerState) else ServerState(state)
     read: list[Any] = [*(layout.rows(models) if rows else space.points(models))]
@@ -194,16 +196,17 @@ def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
 
 def _tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor]:
     """The entries of a model as tensors over the same memory, which are `written` or only read."""
-    tensors = {}
-    for key, array in _entries(name, model):
-        label = key if type(key) is str else str(key)
-        if label.endswith(OPAQUE) and label.rpartition(".")[2] == OPAQUE:
-            continue
-        if isinstance(array, np.ndarray | np.generic):
-            array = _over(f"{name}: {label}", array, written)
-        if not isinstance(array, Tensor):
-            raise ArgumentError(f"{name}: {label}: expected a tensor or an array, got {type(array).__name__}")
-        tensors[label] = array.detach() if array.requires_grad else array
+    entries = model if isinstance(model, Mapping) else dict(_entries(name, model))
+    keys = [key if type(key) is str else str(key) for key in entries]
+    tensors = dict(zip(keys, entries.values(), strict=True))
+    if OPAQUE in "".join(keys):
+        tensors = {key: x for key, x in tensors.items() if key.rpartition(".")[2] != OPAQUE}
+    if not set(map(type, tensors.values())) <= TENSORS:
+        for key, array in tensors.items():
+            if isinstance(array, np.ndarray | np.generic):
+                tensors[key] = _over(f"{name}: {key}", array, written)
+            elif not isinstance(array, Tensor):
+                raise ArgumentError(f"{name}: {key}: expected a tensor or an array, got {type(array).__name__}")
     return tensors
 
 
@@ -234,29 +237,22 @@ def _target(layout: Layout, out: Model, now: Mapping[str, Tensor]) -> dict[str, 
     """The tensors of a model to write into.
 
     Raises:
-        ArgumentError: if they are not those of the layout, on the devices of `now`, each in memory of its own.
+        ArgumentError: if they are not those of the layout, on the devices of `now`.
     """
     target = _tensors("out", out, written=True)
     layout.match(target, "out: ")
-    spans = []
     for name, tensor in target.items():
         if tensor.device != now[name].device:
             raise ArgumentError(f"out: {name}: expected device {now[name].device}, got {tensor.device}")
-    for leaf in layout.leaves:
-        tensor = target[leaf.name]
-        if tensor.numel():
-            last = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize, leaf.name))
-    for (_, stop, first), (start, _, second) in pairwise(sorted(spans)):
-        if start < stop:
-            raise ArgumentError(f"out: expected entries with memory of their own, {first} and {second} share some")
     return target
 
 
-def _row(layout: Layout, target: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def _row(layout: Layout, target: Mapping[str, Tensor]) -> Tensors:
     """The leaves of a model to write into, and where kernels cannot write there, others."""
-    leaves = [target[leaf.name] for leaf in layout.leaves]
-    return tuple([x if x.is_contiguous() and x.itemsize > 1 else torch.empty(x.shape, dtype=x.dtype) for x in leaves])
+    row = Tensors([target[leaf.name] for leaf in layout.leaves])
+    if row.whole and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
+        return row
+    return Tensors([torch.empty(x.shape, dtype=x.dtype, device=row[0].device) for x in row])
 
 
 def _named(space: ParameterSpace, row: Sequence[Tensor], carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
