@@ -1,6 +1,7 @@
 """The front door: the same kind out, inputs untouched, the server's bits."""
 
 import copy
+import warnings
 from collections import OrderedDict
 from typing import ClassVar
 
@@ -10,11 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldagg import aggregate
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
-from manifoldagg.federated.rules import ASGD, AsyncBezier, Dominance, FedAsync, FedGS, FedOrtho
+from manifoldagg.federated.rules import (
+    ASGD,
+    AsyncBezier,
+    AsyncFedED,
+    Dominance,
+    FedAsync,
+    FedAvg,
+    FedBuff,
+    FedGS,
+    FedOrtho,
+)
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, geodesic
 from tests.support import draw, seeds
 
@@ -267,3 +279,193 @@ class Blows(FedAsync):
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+def layered(seed, count=3):
+    """Models as they occur: a transposed weight, a bf16 layer, a number, an empty tensor, counters."""
+    models = []
+    for i in range(count):
+        x = draw(seed + i, 40, dtype=torch.float32)
+        models.append(
+            {
+                "conv": x[:24].view(2, 3, 2, 2).to(memory_format=torch.channels_last),
+                "norm": x[24:27].bfloat16(),
+                "head": x[27:39].view(3, 4).T,
+                "scale": x[39].clone(),
+                "none": x[:0].clone(),
+                "1.running_mean": x[:2] + i,
+                "1.num_batches_tracked": torch.tensor(i),
+            }
+        )
+    return models
+
+
+STEPS = [FedAsync(0.5), ASGD(0.5), FedOrtho(0.5), AsyncBezier(0.5), FedBuff(1), AsyncFedED()]
+
+
+@given(seeds, st.sampled_from(STEPS), st.sampled_from(["a new one", "current", "base", "update"]))
+def test_it_writes_where_it_is_told_what_it_would_return(seed, rule, where):
+    current, base, update = layered(seed % 1000)
+    expected, state, numbers = aggregate(rule, None, current, base, update, buffers=BUFFERS)
+    blank = {name: torch.full_like(tensor, 7) for name, tensor in current.items()}
+    out = {"a new one": blank, "current": current, "base": base, "update": update}[where]
+    held = {name: tensor.data_ptr() for name, tensor in out.items()}
+    new, after, told = aggregate(rule, None, current, base, update, buffers=BUFFERS, out=out)
+    assert new is out
+    assert (after, told) == (state, numbers)
+    assert all(torch.equal(new[name], expected[name]) for name in expected)
+    assert {name: tensor.data_ptr() for name, tensor in new.items()} == held
+
+
+def test_lists_of_arrays_are_read_and_written_in_place_without_a_warning():
+    lists = [arrays(state) for state in states(3)]
+    expected, _, _ = aggregate(FedOrtho(0.5), None, *lists)
+    for array in (*lists[1], *lists[2]):
+        array.flags.writeable = False
+    kept = copy.deepcopy(lists)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        new, _, _ = aggregate(FedOrtho(0.5), None, *lists, out=lists[0])
+    assert new is lists[0]
+    assert all(np.array_equal(a, b) for a, b in zip(new, expected, strict=True))
+    assert all(np.array_equal(a, b) for i in (1, 2) for a, b in zip(kept[i], lists[i], strict=True))
+
+
+@pytest.mark.parametrize("manifolds", [None, {"w": Sphere(3)}])
+def test_a_curved_or_flat_leaf_is_written_all_the_same(manifolds):
+    rows = [torch.nn.functional.normalize(draw(seed, 2, 3, dtype=torch.float32), dim=-1) for seed in range(3)]
+    models = [{"w": row, "b": torch.full((2,), float(i))} for i, row in enumerate(rows)]
+    models[0]["tied"] = models[0]["w"]
+    for model in models[1:]:
+        model["tied"] = model["w"].clone()
+    expected, _, _ = aggregate(FedAsync(0.5), None, *models, manifolds=manifolds)
+    out = {name: torch.zeros_like(tensor) for name, tensor in models[0].items()}
+    aggregate(FedAsync(0.5), None, *models, manifolds=manifolds, out=out)
+    assert all(torch.equal(out[name], expected[name]) for name in expected)
+    assert expected["tied"] is expected["w"]
+
+
+class Spoils(FedOrtho):
+    def step(self, space, state, update, *, out=None):
+        after, outcome = super().step(space, state, update, out=out)
+        return after | {"m": torch.full((1,), float("nan"))}, outcome
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("rule", "change", "words"),
+    [
+        (FedOrtho(0.5), {"w": torch.tensor([1.0, float("nan")])}, "update: w: expected finite values"),
+        (FedOrtho(0.5), {"1.running_mean": torch.tensor([float("nan")])}, "update: 1.running_mean: expected finite"),
+        (FedOrtho(9.0, overshoot="extend"), {"w": torch.tensor([1.0, 3e38])}, "the new model would not be finite"),
+        (Spoils(0.5), {}, "the rule's state would not be finite"),
+        (FedOrtho(0.5), {"w": torch.ones(3)}, "update: w: expected shape"),
+    ],
+)
+def test_what_is_refused_leaves_the_target_as_it_was(rule, change, words):
+    models = [
+        {"w": torch.tensor([x, 1.0 - x]), "h": torch.ones(2).half(), "1.running_mean": torch.zeros(1)}
+        for x in (0.0, 1.0, 2.0)
+    ]
+    out = {name: torch.full_like(tensor, 7) for name, tensor in models[0].items()}
+    with pytest.raises(ArgumentError, match=words):
+        aggregate(rule, None, models[0], models[1], models[2] | change, buffers=BUFFERS, out=out)
+    assert all((tensor == 7).all() for tensor in out.values())
+
+
+def test_half_precision_that_might_overflow_is_looked_at_and_kept():
+    r"""A step of 60 is longer than a quarter of 32, the distance of the largest numbers of float16."""
+    base, near, far = ({"w": torch.tensor([x, 0.0], dtype=torch.float16), "v": torch.ones(3)} for x in (0.0, 60.0, 6e4))
+    out = copy.deepcopy(base)
+    aggregate(FedGS(1.0), None, base, base, near, out=out)
+    assert out["w"].tolist() == [60.0, 0.0]
+    with pytest.raises(ArgumentError, match="update: the new model would not be finite in torch.float16"):
+        aggregate(FedGS(1.0), None, far, base, far, out=out)
+    assert out["w"].tolist() == [60.0, 0.0]
+
+
+def test_an_update_that_waits_leaves_the_model_in_the_target():
+    current, base, update = {"w": torch.ones(2)}, {"w": torch.zeros(2)}, {"w": torch.full((2,), 2.0)}
+    out = {"w": torch.zeros(2)}
+    _, state, _ = aggregate(FedBuff(2), None, current, base, update, out=out)
+    assert out["w"].tolist() == [1.0, 1.0]
+    aggregate(FedBuff(2), state, current, base, update, out=out)
+    assert out["w"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("rule", [FedBuff(2), FedAvg(2), AsyncBezier(0.5, threshold="auto"), AsyncFedED()])
+def test_the_state_is_the_server_s_whatever_the_tensors_are(rule):
+    base, *others = [{n: t.float() for n, t in state.items() if "1." not in n} for state in states(5, 5)]
+    space = ParameterSpace.of_state_dict(base)
+    server = Server(space, rule, space.point(base), weights="uniform")
+    tickets = [server.dispatch("a") for _ in others]
+    current, state = base, None
+    for ticket, mine in zip(tickets, others, strict=True):
+        late = server.version
+        server.receive(ticket.id, Payload(space.point(mine)[None], 1))
+        current, state, _ = aggregate(rule, state, current, base, mine, staleness=late, client="a")
+        assert torch.equal(space.point(current), server.model)
+    now = server._ledger.now.state
+    held = state.state if hasattr(state, "state") else state
+    assert now.keys() == held.keys()
+    assert all(
+        torch.equal(x, held[k]) if isinstance(x, torch.Tensor) else x == held[k]
+        for k, x in now.items()
+        if k != "correction"
+    )
+
+
+def test_nothing_of_the_size_of_a_model_is_allocated_but_the_result():
+    cuts = [7, 5000, 1, 3000]
+    models = [dict(enumerate(draw(seed, sum(cuts), dtype=torch.float32).split(cuts))) for seed in range(3)]
+    out = {key: torch.empty_like(tensor) for key, tensor in models[0].items()}
+    for rule in (FedAsync(0.5), ASGD(0.5), FedOrtho(0.5), FedGS(0.5)):
+        with Allocations() as fresh:
+            aggregate(rule, None, *models)
+        assert fresh.entries == sum(cuts)
+        with Allocations() as none:
+            aggregate(rule, None, *models, out=out)
+        assert none.entries == 0
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the entries of new floating tensors of more than a few."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        taken = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.is_floating_point():
+            self.entries += 0 if made.untyped_storage().data_ptr() in taken else made.numel()
+        return made
+
+
+class Bare(FedOrtho):
+    def step(self, space, state, update, *, out=None):
+        return state, Outcome(update.current)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: aggregate(FedAsync(), None, W, W, W, out={"v": torch.ones(2)}), "out: missing: w"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, out={"w": torch.ones(3)}), r"out: w: expected shape \(2,\)"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, out={"w": torch.ones(2).half()}), "out: w: expected torch.float32"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, out=3), "out: expected a state dict or a list of arrays, got int"),
+        (lambda: aggregate(FedAsync(), None, *[[np.ones(2)]] * 3, out=[np.broadcast_to(1.0, 2)]), "out: 0: expected a writable array"),
+        (lambda: aggregate(FedAsync(), None, *[[np.ones(2)]] * 3, out=[np.ones(2, ">f8")]), "out: 0: expected a writable array in the byte order"),
+        (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[:2], "b": LINE[1:3]}), "out: expected"),
+        (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
+        (lambda: aggregate(Bare(), None, W, W, W), "rule: new model: expected what Frame.move makes"),
+    ],
+)  # fmt: skip
+def test_a_target_that_does_not_fit_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
+
+
+LINE = torch.arange(5.0)
