@@ -1,6 +1,7 @@
 """Readings of a stale update: what it moved, where it went, and what it would have moved from here."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram, Matrix
 from manifoldagg.errors import ArgumentError, check_number, check_shape, is_finite
+from manifoldagg.kernels import Row
+from manifoldagg.kernels.rows import is_transformed
+from manifoldagg.kernels.windows import windows
 
 __all__ = ["DelayCompensated", "Position", "Tangent"]
 
@@ -120,12 +124,15 @@ class DelayCompensated(Correction):
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         frame.require_flat("DelayCompensated, an elementwise product,")
         n = frame.displacements
-        scale = self._mean_square(frame, state).add_(EPSILON).sqrt_() if self.adaptive and n else None
-        drift = frame.row(n)
-        for i in range(n):
-            v = frame.row(i)
-            row = v * v * drift
-            frame = frame.extended(_product(i), row if scale is None else row / scale)
+        if is_transformed([tensor for row in (*frame.rows, *frame.minus) for tensor in _tensors(row)]):
+            rows = self._products(frame, state)
+        else:
+            rows = [frame.blank(torch.float64) for _ in range(n)]
+            for part, known, targets in _windows(frame, state if self.adaptive else None, rows):
+                for target, product in zip(targets, self._products(part, known), strict=True):
+                    target.copy_(product)
+        for i, row in enumerate(rows):
+            frame = frame.extended(_product(i), row)
         return frame
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
@@ -138,10 +145,24 @@ class DelayCompensated(Correction):
         if not (self.adaptive and frame.displacements):
             return state
         wide = torch.promote_types(frame.dtype, torch.float32)
-        square = self._mean_square(frame.detached(), state).to(wide)
+        square = frame.blank(wide)
+        for part, known, (target,) in _windows(frame.detached(), state, [square]):
+            target.copy_(self._mean_square(part, known))
         if not is_finite(square):
             raise ArgumentError(f"points: expected displacements whose mean square is finite in {wide}")
         return {"mean_square": square}
+
+    def _products(self, frame: Frame, state: Any) -> list[torch.Tensor]:
+        r"""$v_i \odot v_i \odot g$, divided by the root of the mean square where that is followed."""
+        n = frame.displacements
+        scale = self._mean_square(frame, state).add_(EPSILON).sqrt_() if self.adaptive and n else None
+        drift = frame.row(n)
+        found = []
+        for i in range(n):
+            v = frame.row(i)
+            row = v * v * drift
+            found.append(row if scale is None else row / scale)
+        return found
 
     def _mean_square(self, frame: Frame, state: Any) -> torch.Tensor:
         """The mean square with this update in it, in float64: a new tensor."""
@@ -153,3 +174,34 @@ class DelayCompensated(Correction):
 
 def _product(i: int) -> str:
     return f"v{i + 1}*v{i + 1}*g"
+
+
+def _windows(
+    frame: Frame, state: Any, others: list[torch.Tensor]
+) -> Iterator[tuple[Frame, Any, tuple[torch.Tensor, ...]]]:
+    """The frame, the mean square in the state and other vectors, window by window of each tensor of the rows."""
+    known = []
+    if state is not None:
+        known.append(check_shape("state['mean_square']", state["mean_square"], frame.size))
+    k = len(frame.rows)
+    start = 0
+    for j, piece in enumerate(_tensors(frame.current)):
+        here = slice(start, start + piece.numel())
+        start = here.stop
+        rows = [_of(row, j, here) for row in frame.rows]
+        less = [_of(row, j, here) for row in frame.minus if row is not None]
+        for parts in windows(*rows, *less, *(vector[here] for vector in (*known, *others))):
+            taken = iter(parts[k:])
+            minus = tuple(None if row is None else next(taken) for row in frame.minus)
+            before = {"mean_square": next(taken)} if known else None
+            yield replace(frame, rows=parts[:k], minus=minus, segments=None), before, tuple(taken)
+
+
+def _tensors(row: Row | None) -> tuple[torch.Tensor, ...]:
+    """What a row is made of."""
+    return () if row is None else row if isinstance(row, tuple) else (row,)
+
+
+def _of(row: Row, j: int, here: slice) -> torch.Tensor:
+    """The part of a row that lies in the tensor j of those that are tuples, as a vector."""
+    return row[j].reshape(-1) if isinstance(row, tuple) else row[here]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from manifoldagg.corrections import OrthoDyn
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Update
-from manifoldagg.federated.rules import FADAS, AdaMasFL, AsyncCurve, FedAdam, MasFL, _windows
+from manifoldagg.federated.rules import FADAS, AdaMasFL, AsyncCurve, FedAdam, MasFL
+from manifoldagg.kernels import windows
 from manifoldagg.manifolds import Flat
 from tests.support import draw, relative, seeds
 
@@ -43,7 +44,7 @@ def walked(rule, dtype, count=6):
 )
 def test_windows_change_no_bit(rule, dtype, monkeypatch):
     whole = walked(rule, dtype)
-    monkeypatch.setattr(_windows, "WINDOW", 64)
+    monkeypatch.setattr(windows, "WINDOW", 64)
     pieces = walked(rule, dtype)
     assert len(whole) == len(pieces)
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))

@@ -13,9 +13,9 @@ from manifoldagg.errors import check_number
 from manifoldagg.federated.contract import Outcome, Point, State, Target, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
 from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root, rungs_of
-from manifoldagg.federated.rules._windows import windows
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine
+from manifoldagg.kernels.windows import windows
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["BufferedRule", "Mean"]

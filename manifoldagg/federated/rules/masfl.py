@@ -13,9 +13,9 @@ from manifoldagg.errors import ArgumentError, check_choice, check_count, check_f
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._reading import check_points, root
-from manifoldagg.federated.rules._windows import windows
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels.windows import windows
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["MasFL"]
