@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg.corrections.gram import Gram, Matrix, untracked
+from manifoldagg.corrections.gram import Gram, Matrix, objects, untracked
 from manifoldagg.corrections.transport import RUNGS, Passage, Transport
 from manifoldagg.errors import ArgumentError, check_finite, check_number, check_shape, is_finite
 from manifoldagg.kernels import Row, Tensors, combine, gram
@@ -242,9 +242,9 @@ class Frame:
         else:
             inner = self.passage.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             inner = inner if apart else inner.sum(0, keepdim=True)
-        found = Gram.of(inner, extra=self.extra, segments=tuple(self.segments or ()) if apart else ())
-        for i in range(len(self.rows)):
-            square = untracked(found.matrix[i, i])
+        found = Gram(objects(inner), self.extra, tuple(self.segments or ()) if apart else ())
+        for i, row in enumerate(found.matrix.tolist()):
+            square = untracked(row[i])
             if not math.isfinite(square):
                 check_number(self._called()[i], square)
         return found
@@ -282,7 +282,7 @@ class Frame:
         if self.points and not any(reduce(add, line[: n + 1]) for line in lines):
             for line in lines:
                 line[n] = 0.0
-            minus = (*(self.rows[n] for _ in range(n + 1)), *minus[n + 1 :])
+            minus = (self.rows[n],) * (n + 1) + minus[n + 1 :]
         return combine(base, self.rows, lines if apart else lines[0], minus=minus, segments=segments, out=out)
 
     def formed(self, coefficients: Sequence[float] | Matrix) -> Tensor:

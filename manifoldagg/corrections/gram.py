@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.rows import is_transformed
 
-__all__ = ["Gram", "Matrix", "untracked"]
+__all__ = ["Gram", "Matrix", "cancelled", "objects", "untracked"]
 
 Matrix = NDArray[np.object_]
 """An array of Python floats, torch numbers or sympy expressions: the same lines compute on all three."""
@@ -31,6 +31,7 @@ class Gram:
         parts: (S, k, k), for each segment, or one for the whole model.
         extra: the names of the rows after the drift.
         segments: the names of the parts, where they are those of segments.
+        matrix: of the whole model, (k, k): the sum over the segments.
 
     Example:
         >>> gram = Gram.of([[5.0, 1.0], [1.0, 2.0]])
@@ -43,6 +44,10 @@ class Gram:
     parts: Matrix
     extra: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()
+    matrix: Matrix = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "matrix", self.parts[0] if len(self.parts) == 1 else self.parts.sum(0))
 
     @staticmethod
     def of(matrix: Any, *, extra: Sequence[str] = (), segments: Sequence[str] = ()) -> "Gram":
@@ -56,19 +61,13 @@ class Gram:
         Raises:
             ArgumentError: if a matrix is not square, or has no row for the drift beside those named.
         """
-        parts = _array(matrix)
+        parts = objects(matrix)
         parts = parts if parts.ndim == 3 else parts[None]
         if parts.ndim != 3 or parts.shape[1] != parts.shape[2] or parts.shape[1] < 1 + len(extra):
             raise ArgumentError(
                 f"gram: expected square matrices of at least {1 + len(extra)} rows, got shape {parts.shape}"
             )
         return Gram(parts, tuple(extra), tuple(segments))
-
-    @cached_property
-    def matrix(self) -> Matrix:
-        """Of the whole model, (k, k): the sum over the segments."""
-        whole: Matrix = self.parts[0] if len(self.parts) == 1 else self.parts.sum(0)
-        return whole
 
     @property
     def displacements(self) -> int:
@@ -141,15 +140,15 @@ class Gram:
         return float(sum(terms))
 
 
-def cancelled(left: Matrix, came: Matrix) -> bool:
+def cancelled(left: Any, came: Any) -> bool:
     """Whether so little is left of a displacement that its inner products are rounding.
 
     Args:
-        left: (n, n) inner products of the corrected displacements, or more rows after them.
+        left: (n, n) inner products of the corrected displacements.
         came: (k, k) of the rows before they were corrected.
     """
     # C G Cᵀ adds terms as large as |v|², each rounded: what is left is known to ε of those, not to ε of itself.
-    return not all(left[i, i] >= CANCELLED * came[i, i] for i in range(len(left)))
+    return any(not row[i] >= CANCELLED * came[i][i] for i, row in enumerate(left))
 
 
 @lru_cache(maxsize=64)
@@ -158,7 +157,7 @@ def _identity(n: int, k: int) -> Matrix:
     return np.eye(n, k, dtype=object)
 
 
-def _array(numbers: Any) -> Matrix:
+def objects(numbers: Any) -> Matrix:
     """An object array of plain floats where no derivative follows them, and of what they are elsewhere."""
     if isinstance(numbers, Tensor):
         if not is_transformed([numbers]):

@@ -56,7 +56,7 @@ class Mean:
     def step(self, rate: float, out: Target) -> tuple[Any, float]:
         r"""$\exp_\Theta(\eta \bar\Delta)$, and how far it is."""
         line = [rate * c for c in self.line]
-        norm = root(moved(along(self.frame, self.gram, line))[0, 0])
+        norm = root(moved(along(self.frame, self.gram, line))[0][0])
         return follow(self.space, self.current, self.frame, self.gram, line, out), norm
 
 

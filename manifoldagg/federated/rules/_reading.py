@@ -1,6 +1,9 @@
 """What a rule reads of an update: a frame of tangents at the current model, corrected, and its inner products."""
 
 import math
+from collections.abc import Sequence
+from functools import reduce
+from operator import add, mul
 
 import numpy as np
 import torch
@@ -8,14 +11,14 @@ from torch import Tensor
 
 from manifoldagg.corrections import Corrected, Frame, Gram
 from manifoldagg.corrections.frame import detached
-from manifoldagg.corrections.gram import Matrix, cancelled
+from manifoldagg.corrections.gram import cancelled
 from manifoldagg.corrections.transport import RUNGS, log_within_reach
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.contract import Update
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, check_point
 
-__all__ = ["along", "check_points", "cosine", "frame_of", "in_float64", "moved", "root", "rungs_of"]
+__all__ = ["along", "check_points", "cosine", "frame_of", "in_float64", "length", "moved", "root", "rungs_of"]
 
 
 def check_points(rule: object, update: Update, count: int | None = 1, what: str = "one model") -> None:
@@ -79,21 +82,21 @@ def along(frame: Frame, gram: Gram, line: list[float]) -> Corrected:
     return Corrected(frame, gram, np.array([line], dtype=object), None, gram)
 
 
-def moved(corrected: Corrected) -> Matrix:
-    r"""Inner products of the corrected rows, (n, n); from the rows themselves, in float64, where $C G C^\top$ is lost.
+def moved(corrected: Corrected) -> list[list[float]]:
+    r"""Inner products of the corrected rows, n x n; from the rows themselves, in float64, where $C G C^\top$ is lost.
 
     Raises:
         ArgumentError: if a row is so long that its square overflows.
     """
     parts = corrected.gram.among(corrected.lines)
-    inner: Matrix = parts[0] if len(parts) == 1 else parts.sum(0)
+    inner: list[list[float]] = (parts[0] if len(parts) == 1 else parts.sum(0)).tolist()
     n = len(inner)
     if cancelled(inner, corrected.gram.matrix):
         blank = corrected.frame.blank(torch.float64)
         rows = [corrected.frame.combine(None, corrected.lines[..., i, :], out=blank.clone()) for i in range(n)]
-        inner = corrected.frame.measure(rows).numpy().astype(object)
-    for i in range(n):
-        if not math.isfinite(inner[i, i]):
+        inner = corrected.frame.measure(rows).tolist()
+    for i, row in enumerate(inner):
+        if not math.isfinite(row[i]):
             raise ArgumentError(f"points[{i}]: squared length of the corrected displacement overflows")
     return inner
 
@@ -104,6 +107,22 @@ def cosine(gram: Gram) -> float:
     inner = gram.matrix
     scale = root(inner[n - 1, n - 1]) * root(inner[n, n])
     return max(-1.0, min(1.0, inner[n - 1, n] / scale)) if scale > 0 else math.nan
+
+
+def length(line: Sequence[float], inner: Sequence[Sequence[float]]) -> float:
+    r"""$\sqrt{c^\top G\, c}$, of a combination of rows with these inner products.
+
+    Example:
+        >>> length([1.0, 2.0], [[9.0, 0.0], [0.0, 4.0]])
+        5.0
+    """
+    return root(_dot([_dot(line, column) for column in zip(*inner, strict=True)], line))
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    # Not by `sum`, which rounds otherwise from Python 3.12 on.
+    total: float = reduce(add, map(mul, a, b))
+    return total
 
 
 def root(square: float) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from manifoldagg.corrections import Correction
@@ -16,7 +15,7 @@ from manifoldagg.errors import ArgumentError, check_choice, check_number
 from manifoldagg.federated.contract import Memory, Outcome, Point, State, Target, Update
 from manifoldagg.federated.rules._base import TangentRule
 from manifoldagg.federated.rules._curved import tangents_at, travel
-from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, moved, root, rungs_of
+from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, length, moved, root, rungs_of
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
@@ -77,7 +76,7 @@ class CurveRule(TangentRule):
         def penalty(strength: float) -> float:
             if strength == 0:
                 return 1.0
-            return staleness_penalty(strength, root(inner[-1, -1]), root(corrected.came.matrix[n, n]))
+            return staleness_penalty(strength, root(inner[-1][-1]), root(corrected.came.matrix[n, n]))
 
         rho = self.step_size(state["version"], update, penalty)
         memory = self.remember(update)
@@ -85,10 +84,10 @@ class CurveRule(TangentRule):
             raise ArgumentError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
         numbers["rate"] = rho
         if frame.passage is None:
-            s = parameter_at_distance_of(inner.tolist(), rho, self.overshoot)
-            line = np.array(weights(n, s)[1:], dtype=object)
+            s = parameter_at_distance_of(inner, rho, self.overshoot)
+            line = weights(n, s)[1:]
             model = corrected.move(line, out)
-            norm = root(line @ inner @ line)
+            norm = length(line, inner)
             numbers |= {"step": s, "norm": norm}
         else:
             here = frame.passage.current

@@ -133,7 +133,7 @@ class CA2FL(ServerRule):
         among = state["cached"] if self.unknown == "mean" else max(self.clients or 0, cached)
         a = rate / self.size
         line = _line(frame, v1=a, held=-a, buffer=a, sum=rate * mean / max(among, 1))
-        norm = root(moved(along(frame, gram, line))[0, 0])
+        norm = root(moved(along(frame, gram, line))[0][0])
         model = frame.combine(update.current.detach(), line, out=out)
         # h_i goes to its last displacement: of two in this buffer, the first counts no more.
         change = {"cache": 1.0, "held": -float(not again), "before": -1.0, "buffer": 1.0, "replaced": -1.0, "sum": 1.0}
