@@ -27,6 +27,9 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/manifolds.py
 	$(BIN)/python benchmarks/curve_step.py
 	$(BIN)/python benchmarks/server_step.py
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/front_door.py
+	$(BIN)/python benchmarks/server_load.py
 	$(BIN)/python benchmarks/server_load.py
 	$(BIN)/python benchmarks/clock.py
 	$(BIN)/python benchmarks/routing.py
