@@ -22,9 +22,6 @@ __all__ = ["Ledger", "Row", "row"]
 Row = dict[str, object]
 """A line of the history."""
 
-REPORTED = ("cosine", "step", "norm")
-"""Which numbers of an outcome a receipt has, in its order; the history has all of them."""
-
 
 class Ledger:
     """The books of a server. Whoever calls a method holds `lock`; no method does more than a few look-ups.
@@ -174,8 +171,17 @@ class Ledger:
         self.find(ticket_id)
         # Whatever can fail comes before the first change.
         moved = outcome.model is not None
-        told = [outcome.numbers.get(name, math.nan) for name in REPORTED]
-        receipt = Receipt(True, "", after.version, update.staleness, update.weight, *told, not moved)
+        receipt = Receipt(
+            accepted=True,
+            reason="",
+            version=after.version,
+            staleness=update.staleness,
+            weight=update.weight,
+            cosine=outcome.numbers.get("cosine", math.nan),
+            step=outcome.numbers.get("step", math.nan),
+            norm=outcome.numbers.get("norm", math.nan),
+            buffered=not moved,
+        )
         line = row(update.client, update.samples, receipt, outcome.numbers)
         before = self.current
         if again and self.weights.of(update.client, update.samples) != update.weight:

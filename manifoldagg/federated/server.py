@@ -19,6 +19,7 @@ from manifoldagg.federated.contract import (
     Receipt,
     Rule,
     Ticket,
+    by_rows,
     check_averaging,
     check_rule,
     extras,
@@ -141,7 +142,7 @@ class Server:
         self._averaging = check_averaging(averaging)
         self._on_update = on_update
         self._base_dtype = check_base_dtype(space, base_dtype, first.dtype)
-        rows = space.flat and getattr(rule, "rows", False)
+        rows = by_rows(rule, space)
         self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks, rows)
         self._terms = Terms(space, rule, policies, checks)
         self._turn = threading.Lock()

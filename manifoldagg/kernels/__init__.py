@@ -89,7 +89,8 @@ def gram(
     outside = sums.far(lines, high)
     if outside is not None:
         powers = sums.exponents(lines, blocks, outside)
-        high = sums.restored(high, sums.total(reference.partials(lines, blocks, -powers), blocks), powers)
+        if powers.any():  # else what is outside is zero or not finite, whatever it is multiplied by
+            high = sums.restored(high, sums.total(reference.partials(lines, blocks, -powers), blocks), powers)
     return sums.symmetric(high, len(lines.plus))
 
 

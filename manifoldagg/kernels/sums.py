@@ -92,8 +92,8 @@ def far(rows: Rows, sums: np.ndarray) -> np.ndarray | None:
     if torch.float64 not in rows.dtypes:
         return None
     squares = sums[:, _places(k).diagonal()]
-    # Negated, so that a NaN, which is in no range, is outside.
-    outside: np.ndarray = ~((squares >= SMALLEST) & (squares <= LARGEST))
+    # A sum of squares is NaN where an entry is not finite, and only there: then no power of two helps.
+    outside: np.ndarray = (squares < SMALLEST) | (squares > LARGEST)
     if not outside.any():
         return None
     # Differences of a vector from itself are 0 and need no second look; other zeros are found by `exponents`.

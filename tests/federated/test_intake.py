@@ -17,11 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldagg.errors import ArgumentError, check_finite
 from manifoldagg.federated import Outcome, Payload, Server
+from manifoldagg.federated.contract import by_rows, extras
 from manifoldagg.federated.intake import Checks, norm_of
-from manifoldagg.federated.rules import ASGD, AsyncBezier, FedAsync, FedGS, FedOrtho
+from manifoldagg.federated.rules import AsyncBezier
 from manifoldagg.federated.trees import tensors as tensors_of
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, SymmetricPositiveDefinite, distance
 from tests.federated.fingerprint import Adds, fingerprint
+from tests.federated.registered import golden
 from tests.support import draw, seeds
 
 NAN, INF = float("nan"), float("inf")
@@ -365,14 +367,13 @@ def test_points_of_curved_leaves_lie_on_them_to_the_rounding_of_the_leaf():
     )
 
 
-PLAIN = [FedAsync(0.5), ASGD(0.5), FedOrtho(0.5), FedGS(0.5), AsyncBezier(0.5)]
+BY_ROWS = {name: rule for name, rule in golden().items() if by_rows(rule, Flat(P)) and not any(extras(rule))}
 
 
-@pytest.fixture(params=PLAIN, ids=lambda rule: type(rule).__name__)
-def plain(request, monkeypatch):
+@pytest.fixture(params=BY_ROWS)
+def plain(request):
     """A rule that reads of the points no more than a Gram matrix and a combination."""
-    monkeypatch.setattr(type(request.param), "rows", True, raising=False)
-    return request.param
+    return BY_ROWS[request.param]
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -381,9 +382,9 @@ def plain(request, monkeypatch):
 def test_what_nobody_looked_at_is_refused_in_the_same_words(plain, checks, dtype):
     s = Server(Flat(P), plain, torch.zeros(P, dtype=dtype), checks=checks)
     count = 2 if isinstance(plain, AsyncBezier) else 1
-    assert s.receive(s.dispatch("b").id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
-    kept, brings = s.dispatch("a"), s.dispatch("a", keep=False)
-    assert s.receive(s.dispatch("b").id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
+    assert s.receive(s.dispatch("light").id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
+    kept, brings = s.dispatch("heavy"), s.dispatch("heavy", keep=False)
+    assert s.receive(s.dispatch("light").id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
     before = fingerprint(s)
     for value in (NAN, INF, -INF):
         for i in range(count):
@@ -434,7 +435,7 @@ def test_points_that_a_gram_matrix_measures_are_not_read_for_it_alone(plain):
 
     s = Server(Flat(P), plain, torch.zeros(P))
     points = torch.ones(2 if isinstance(plain, AsyncBezier) else 1, P)
-    ticket = s.dispatch("a")
+    ticket = s.dispatch("heavy")
     with Reads() as reads:
         assert s.receive(ticket.id, Payload(points, 1)).accepted
     assert reads.read == 0

@@ -1,5 +1,7 @@
 """Laws of gram and combine: exact sums, rounding once, derivatives that are not silently zero."""
 
+import math
+
 import mpmath
 import numpy as np
 import pytest
@@ -82,6 +84,17 @@ def test_combine_takes_coefficients_for_each_segment(seed, lengths):
     pieces = zip(base.split(lengths), rows.split(lengths, dim=1), c, strict=True)
     expected = torch.cat([combine(piece, lines, line) for piece, lines, line in pieces])
     assert torch.equal(combine(base, rows, c, segments=lengths), expected)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_float64_row_that_is_not_finite_is_not_multiplied_again(value, monkeypatch):
+    rows = draw(0, 3, 50)
+    expected = gram(rows[1:])
+    rows[0, 7] = value
+    monkeypatch.setattr("manifoldagg.kernels.sums.restored", None)
+    inner = gram(rows)
+    assert not inner[0, 0, 0].isfinite()
+    assert torch.equal(inner[:, 1:, 1:], expected)
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads():
