@@ -166,7 +166,8 @@ def combine(
             cuts = bounds(segments, lines.size)
             start, target = _beside(lines, base, out)
             factors = check_coefficients(coefficients, len(cuts), len(lines.plus))
-        return sharded.combine(start, lines, factors, cuts, target, choice)
+        new = sharded.combine(start, lines, factors, cuts, target, choice)
+        return new if out is None else out
     lines = Rows.of(rows, minus)
     start, target = _beside(lines, base, out)
     involved: list[Line] = [*lines.distinct]

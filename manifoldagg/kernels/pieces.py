@@ -133,7 +133,9 @@ class Piece:
     def rows(self, rows: Rows) -> Rows:
         """The local rows."""
         minus = tuple(row if row is None else self.here(row) for row in rows.minus)
-        return Rows.of(tuple(self.here(row) for row in rows.plus), minus)
+        local = Rows.of(tuple(self.here(row) for row in rows.plus), minus)
+        local.lengths = rows.lengths  # also where the base or the target alone is a tuple
+        return local
 
     def terms(self, call: int, k: int) -> dict[str, int]:
         """What must be the same on every rank."""

@@ -122,17 +122,17 @@ class Rows:
 
     def _fits(self, line: Tensors) -> bool:
         try:
+            device = line.device
             size = line.size
-            devices = line.devices
         except (TypeError, AttributeError):  # not of a tensor
             return False
-        if self.device is NOWHERE and not line[0].is_meta:
-            self.shape = torch.Size((size,))
-            self.device = line[0].device
-        if (size,) != self.shape or self.lengths not in (None, line.lengths) or devices != {self.device}:
+        if device is None:
             return False
-        dense = line.layouts == {torch.strided} and all(dtype.is_floating_point for dtype in line.dtypes)
-        return dense and not meshed((line,))
+        if self.device is NOWHERE:
+            self.shape = (size,)
+            self.device = device
+        alike = self.shape == (size,) and self.lengths in (None, line.lengths)
+        return alike and device == self.device and not meshed((line,))
 
     def _fault(self, row: Any) -> str:
         """What is wrong with a row, or with the first tensor in it with which something is."""

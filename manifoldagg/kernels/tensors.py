@@ -1,10 +1,11 @@
 """Tensors: a row that lies in pieces, as a model does."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,20 @@ _is_cpu = attrgetter("is_cpu")
 _device = attrgetter("device")
 
 
+T = TypeVar("T")
+
+
+class _Once(Generic[T]):
+    """A property that is computed once: a `cached_property` without the lock, which takes longer than the answers."""
+
+    def __init__(self, ask: Callable[[Any], T]) -> None:
+        self.ask = ask
+
+    def __get__(self, row: Any, owner: type | None = None) -> T:
+        found = row.__dict__[self.ask.__name__] = self.ask(row)
+        return found
+
+
 class Tensors(tuple[Tensor, ...]):
     r"""A row whose P entries are those of some tensors, of any shapes and dtypes, one tensor after another.
 
@@ -43,43 +58,48 @@ class Tensors(tuple[Tensor, ...]):
                 [2., 2.]]), tensor(6.))
     """
 
-    @cached_property
+    @_Once
     def lengths(self) -> tuple[int, ...]:
         """How many entries each tensor has."""
         return tuple(map(Tensor.numel, self))
 
-    @cached_property
+    @_Once
     def size(self) -> int:
         """P."""
         return sum(self.lengths)
 
-    @cached_property
+    @_Once
     def dtypes(self) -> frozenset[torch.dtype]:
         """The dtypes that occur."""
         return frozenset(map(_dtype, self))
 
-    @cached_property
-    def layouts(self) -> frozenset[torch.layout]:
-        """The layouts that occur."""
-        return frozenset(map(_layout, self))
-
-    @cached_property
+    @_Once
     def devices(self) -> frozenset[torch.device]:
         """The devices that occur."""
         # To ask each tensor for its device would take as long as everything else together.
         return frozenset({CPU}) if all(map(_is_cpu, self)) else frozenset(map(_device, self))
 
-    @cached_property
+    @_Once
+    def device(self) -> torch.device | None:
+        """The device of all, if there is one and all are dense there, with values, and of floating dtypes."""
+        real = all(dtype.is_floating_point for dtype in self.dtypes)
+        dense = all(layout is torch.strided for layout in set(map(_layout, self)))
+        if not (real and dense) or len(self.devices) > 1:
+            return None
+        (device,) = self.devices
+        return None if device.type == "meta" else device
+
+    @_Once
     def whole(self) -> bool:
         """Whether each tensor lies in one piece, entry after entry."""
         return all(map(Tensor.is_contiguous, self))
 
-    @cached_property
+    @_Once
     def addresses(self) -> tuple[int, ...]:
         """Where each tensor begins."""
         return tuple(map(Tensor.data_ptr, self))
 
-    @cached_property
+    @_Once
     def spans(self) -> np.ndarray:
         """(2, n): the addresses between which the entries of each tensor lie."""
         starts = np.array(self.addresses, np.int64)
@@ -90,7 +110,7 @@ class Tensors(tuple[Tensor, ...]):
             sizes = np.array([_extent(tensor) for tensor in self], np.int64)
         return np.stack([starts, starts + sizes])
 
-    @cached_property
+    @_Once
     def table(self) -> bytes | None:
         """Address, stride 1 and dtype of each tensor, as `native.cpp` reads them; `None` where it could not.
 

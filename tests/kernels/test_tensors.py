@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Tensors, available_backends, combine, gram, set_backend
+from manifoldagg.kernels import Tensors, across_ranks, available_backends, combine, gram, set_backend
 from manifoldagg.kernels.blocks import BLOCK
 from tests.support import draw, seeds
 
@@ -271,3 +272,41 @@ def test_a_target_that_shares_bytes_with_another_entry_is_refused(seed):
                 combine(None, [read], [1.0], out=out)
         else:
             combine(None, [read], [1.0], out=out)
+
+
+@pytest.fixture
+def alone():
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_within_ranks_a_tuple_is_the_piece_of_this_rank():
+    rows = [(draw(i, 3, 4), draw(i + 5, 6)) for i in range(2)]
+    base = (draw(8, 3, 4), draw(9, 6))
+    here = gram(rows, minus=[base, None]), combine(base, rows, [0.5, 2.0], minus=[base, None])
+    with across_ranks():
+        assert torch.equal(gram(rows, minus=[base, None]), here[0])
+        found = combine(base, rows, [0.5, 2.0], minus=[base, None])
+        out = (torch.empty(3, 4), torch.empty(6))
+        assert combine(base, rows, [0.5, 2.0], minus=[base, None], out=out) is out
+    for new, same, expected in zip(found, here[1], out, strict=True):
+        assert torch.equal(new, same)
+        assert torch.equal(expected, same.float())
+    vector = draw(3, 18)
+    with across_ranks():
+        again = combine(base, [vector], [1.0])
+    assert torch.equal(joined(again), joined(base) + vector)
+
+
+@pytest.mark.usefixtures("alone", "as_shipped")
+def test_a_dtensor_among_tensors_is_refused_by_name():
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    placed = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with pytest.raises(ArgumentError, match=r"rows\[0\]\[1\]: expected a plain tensor, got a DTensor"):
+        gram([(torch.ones(2), placed)])
+    with pytest.raises(ArgumentError, match=r"rows\[0\]\[0\]: expected a plain tensor, got a DTensor"):
+        combine(None, [(placed, torch.ones(2))], [1.0])
