@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 from operator import add
 from typing import Any
 
@@ -367,10 +367,16 @@ def detached(row: Row) -> Row:
 
 def _room(point: Row) -> float:
     """By how much the largest number of the dtypes of a point may grow and still be rounded to itself."""
-    dtypes = {piece.dtype for piece in point} if isinstance(point, tuple) else {point.dtype}
+    if isinstance(point, tuple):
+        return min([_room_in(dtype) for dtype in {piece.dtype for piece in point}])
+    return _room_in(point.dtype)
+
+
+@cache
+def _room_in(dtype: torch.dtype) -> float:
     # max * eps is twice the distance u of the two largest numbers. From max + u / 2 on it is rounded away, which a
     # rounding by way of float32 comes to a little earlier: u / 4.
-    return min([torch.finfo(dtype).max * torch.finfo(dtype).eps / 8 for dtype in dtypes])
+    return torch.finfo(dtype).max * torch.finfo(dtype).eps / 8
 
 
 def require_flat(space: Manifold) -> None:

@@ -136,7 +136,7 @@ class Gram:
             4.0
         """
         parts = [(line, self.matrix)] if line.ndim == 1 else zip(line, self.parts, strict=True)
-        terms = (abs(c) * math.sqrt(inner[j, j]) for row, inner in parts for j, c in enumerate(row) if c != 0)
+        terms = [abs(c) * math.sqrt(inner[j, j]) for row, inner in parts for j, c in enumerate(row) if c != 0]
         return float(sum(terms))
 
 

@@ -51,13 +51,13 @@ def frame_of(
     Raises:
         ArgumentError: if a point is off the space or out of reach, or a derivative is followed.
     """
-    given = {"base": update.base, "current": update.current, "points": update.points}
-    rows = [update.base, update.current, *update.points]
+    points = update.points if isinstance(update.points, tuple) else update.points.unbind()
+    rows = (update.base, update.current, *points)
     if is_transformed(rows):
-        given = {name: detached(x) for name, x in given.items()}
-        if is_transformed([detached(row) for row in rows]):
+        rows = tuple([detached(row) for row in rows])
+        if is_transformed(rows):
             raise ArgumentError("update: a server step has no derivative; call it outside of functorch transforms")
-    base, current, points = given.values()
+    base, current, *points = rows
     if space.flat:
         segments = None
         if tensors:
@@ -65,6 +65,7 @@ def frame_of(
             point = base[0] if isinstance(base, tuple) else base
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
         return Frame.of_points(points, base, current, segments=segments)
+    given = {"base": base, "current": current, "points": update.points.detach()}
     for name, x in given.items():
         check_point(space, x, name=name)
     base, current, points = (in_float64(space, x) for x in given.values())
