@@ -86,7 +86,8 @@ class Server:
         base_dtype: keep what clients start from in this narrower dtype. They start from the rounded model, and the
             drift is measured from it: it is never quite zero. Flat spaces only; what overflows is kept as it is.
         memory_limit: bytes in memory for older versions and client memory. The oldest go to files, mapped when they are
-            needed and removed with their last holder, in the folder `spill` (`None`: the system's temporary one).
+            needed and removed with their last holder, in the folder `spill` (`None`: the system's temporary one). The
+            memory that they leave goes back to the system, where its allocator would keep it.
         history: how many of the latest rows `history` keeps; `None` for all.
         on_update: called with the row of each accepted update, once it is entered: one at a time, in order, in the
             thread that calls `receive`. It may ask the server for anything that does not wait for the update. What it
@@ -166,6 +167,8 @@ class Server:
 
         Raises:
             ArgumentError: if `client` is unhashable, or missing from the weights that were given up front.
+
+        Cost: one copy of the model, which is read once and written once: a client's model is its own.
         """
         books = self._ledger
         books.weights.check(client)
@@ -196,6 +199,9 @@ class Server:
 
         Raises:
             ArgumentError: if it is called from within an update.
+
+        Cost: what the rule says of its step. With a rule that takes rows nothing else reads or writes a model: its
+        Gram matrix tells whether what came is finite, and what is refused costs no more than what is taken.
         """
         books = self._ledger
         try:

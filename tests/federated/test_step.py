@@ -3,16 +3,18 @@
 import pytest
 import torch
 from hypothesis import given
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from manifoldagg import aggregate
+from manifoldagg.corrections import frame
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
 from manifoldagg.federated.buffers import Packed
-from manifoldagg.federated.rules import AsyncBezier
+from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedOrtho
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
-from manifoldagg.federated.trees import disjoint
-from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.federated.trees import disjoint, tensors
+from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.fingerprint import Gathers, bits
 from tests.support import draw, seeds
 
@@ -110,3 +112,48 @@ def test_what_a_rule_gets_wrong_is_refused_behind_both(rule, words):
     with pytest.raises(ArgumentError) as error:
         aggregate(rule, None, MODEL, MODEL, MODEL, buffers=["mean"])
     assert str(error.value).startswith(words.format("update"))
+
+
+class Large(TorchDispatchMode):
+    """The operators of torch that read or write as many entries as a model has."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [tensor.numel() for tensor in tensors([list(args), kwargs, result])]
+        if not func.is_view and func.overloadpacket not in EMPTY and max(sizes, default=0) >= self.size:
+            self.seen.append(str(func))
+        return result
+
+
+EMPTY = (torch.ops.aten.empty_like, torch.ops.aten.empty, torch.ops.aten.new_empty)
+
+
+@pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), AsyncBezier(0.5)], ids=lambda rule: type(rule).__name__)
+def test_a_server_reads_a_model_by_the_kernels_alone_and_copies_it_for_its_client(rule, monkeypatch):
+    """What they read and write is counted elsewhere; beside them no pass is left, for finiteness or else."""
+    size = 1000
+    monkeypatch.setattr("manifoldagg.corrections.frame.gram", hidden(frame.gram))
+    monkeypatch.setattr("manifoldagg.corrections.frame.combine", hidden(frame.combine))
+    s = Server(Flat(size), rule, torch.zeros(size))
+    with Large(size) as sending:
+        ticket = s.dispatch("a")
+    payload = Payload(torch.ones(2 if isinstance(rule, AsyncBezier) else 1, size), 1)
+    with Large(size) as taking:
+        assert s.receive(ticket.id, payload).accepted
+    assert sending.seen == ["aten.clone.default"]
+    assert taking.seen == []
+
+
+def hidden(kernel):
+    """A kernel whose own operators, where it is written in torch, are not seen."""
+
+    def call(*args, **named):
+        with _disable_current_modes():
+            return kernel(*args, **named)
+
+    return call
