@@ -1,12 +1,17 @@
 // The two kernels on the host: each row is read once, differences and sums stay in float64 registers.
 //
-// A block (blocks.py) is summed in four lanes and the lanes in a fixed order, so it does not matter which thread took
-// it. Results go past the cache where that is asked for: a target that is not read needs no line of it.
+// A block (blocks.py) is summed in eight lanes, whatever the processor's registers hold: lane l takes the entries at
+// places l, l + 8, ... of the block, one fused multiplication and addition each, and the lanes are added in a fixed
+// order. So it does not matter which processor or thread took a block, nor in which tensors its entries lie. Results
+// go past the cache where that is asked for: a target that is not read needs no line of it.
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <memory>
+#include <mutex>
 #include <new>
 #include <thread>
 #include <vector>
@@ -16,13 +21,28 @@
 
 namespace {
 
-constexpr int LANES = 4;    // entries at a time
-constexpr int TILE = 256;   // entries of a row that the general path widens
-constexpr int AHEAD = 256;  // entries by which the fast path prefetches
-typedef double V __attribute__((vector_size(32)));
-typedef float F __attribute__((vector_size(16)));
-typedef uint32_t I __attribute__((vector_size(16)));
-typedef uint16_t H __attribute__((vector_size(8)));
+constexpr int LANES = 8;    // sums of a block
+constexpr int MOST = 32;    // rows that are multiplied by one another while they lie in the cache
+constexpr int SPAN = 512;   // entries of a tile at most: 4 KiB in float64
+constexpr int ROOM = 32 << 10;  // bytes of a tile of many rows: measured, the first level and some of the second
+constexpr int ENOUGH = 64;  // entries of one piece that are worth a tile of their own
+constexpr int FEW = 3;      // panels that stay in the nearest cache while others are multiplied by them
+constexpr int AHEAD = 1024;  // bytes by which reading is announced where few rows are read in turn
+
+// Entries of a register, and the side of a square of products whose sums fit the registers together with what is
+// multiplied: 16 of AVX, 32 of AVX-512 and of NEON.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 8, PANEL = 4;
+#elif defined(__ARM_NEON)
+constexpr int WIDTH = 2, PANEL = 3;
+#else
+constexpr int WIDTH = 4, PANEL = 3;
+#endif
+constexpr int PARTS = LANES / WIDTH;
+typedef double V __attribute__((vector_size(8 * WIDTH)));
+typedef float F __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t I __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t H __attribute__((vector_size(2 * WIDTH)));
 
 // The upper half of a float. Rounded by way of float, as torch does: to nearest, ties to even, by adding half of what is
 // cut off less one, and one more where the last bit that stays is odd. A NaN could carry over into an infinity.
@@ -46,17 +66,141 @@ struct f16 {
 };
 
 struct Vec { char* data; int64_t stride, dtype; };  // strides in entries; dtype: 0 f32, 1 f64, 2 bf16, 3 f16
-struct Rows { int64_t k; const Vec *plus, *minus; };  // minus[i].data is null where nothing is subtracted
 struct Block { int64_t start, stop, segment; };
+constexpr int64_t BYTES[] = {4, 8, 2, 2};
+bool same(const Vec& x, const Vec& y) { return x.data == y.data && x.stride == y.stride && x.dtype == y.dtype; }
 
-// Where the tensors of a row are joined: piece i has the entries from edges[i] on, and its description for row j is
-// at j * count + i.
+// Calls call.operator()<T>() with the type that a number means, or <N>() with a number up to PANEL.
+template <class Call> __attribute__((always_inline)) inline void typed(int64_t dtype, const Call& call) {
+  switch (dtype) {
+    case 0: return call.template operator()<float>();
+    case 1: return call.template operator()<double>();
+    case 2: return call.template operator()<bf16>();
+    default: return call.template operator()<f16>();
+  }
+}
+template <int N = PANEL, class Call> void counted(int64_t n, const Call& call) {
+  if (n == N) return call.template operator()<N>();
+  if constexpr (N > 1) counted<N - 1>(n, call);
+}
+
+// Written out where the processor has it in one instruction: compilers make several of a converted vector.
+V wide(F f) {
+#if defined(__AVX512F__)
+  return (V)_mm512_cvtps_pd((__m256)f);
+#elif defined(__AVX__)
+  return (V)_mm256_cvtps_pd((__m128)f);
+#else
+  return __builtin_convertvector(f, V);
+#endif
+}
+F narrow(V v) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtpd_ps((__m512d)v);
+#elif defined(__AVX__)
+  return (F)_mm256_cvtpd_ps((__m256d)v);
+#else
+  return __builtin_convertvector(v, F);
+#endif
+}
+
+// memcpy: addresses need not be multiples of a vector's size.
+template <class T> V load(const T* p) {
+  V v;
+  for (int l = 0; l < WIDTH; l++) v[l] = double(p[l]);
+  return v;
+}
+template <> V load(const double* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+template <> V load(const float* p) { F f; std::memcpy(&f, p, sizeof f); return wide(f); }
+#if defined(__AVX512F__)
+template <> V load(const bf16* p) {
+  return wide((F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+template <> V load(const f16* p) { return wide((F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))); }
+#elif defined(__AVX2__)
+template <> V load(const bf16* p) {
+  return wide((F)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16));
+}
+#if defined(__F16C__)
+template <> V load(const f16* p) { return wide((F)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p))); }
+#endif
+#endif
+
+// `past` the cache, for a target that nobody reads soon. Its address must be a multiple of the size stored.
+template <class X> void put(X x, void* p, bool past) {
+#if defined(__x86_64__)
+  if (past) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof x == 64) return _mm512_stream_si512((__m512i*)p, (__m512i)x);
+#endif
+#if defined(__AVX__)
+    if constexpr (sizeof x == 32) return _mm256_stream_si256((__m256i*)p, (__m256i)x);
+#endif
+    if constexpr (sizeof x == 16) return _mm_stream_si128((__m128i*)p, (__m128i)x);
+    if constexpr (sizeof x == 8) return _mm_stream_si64((long long*)p, (long long)x);
+  }
+#endif
+  std::memcpy(p, &x, sizeof x);
+}
+template <class T> void store(T* p, V v, bool) { for (int l = 0; l < WIDTH; l++) p[l] = T(v[l]); }
+template <> void store(double* p, V v, bool past) { put(v, p, past); }
+template <> void store(float* p, V v, bool past) { put(narrow(v), p, past); }
+template <> void store(bf16* p, V v, bool past) {
+  const F f = narrow(v);
+  // The rounding of struct bf16, a register at a time.
+  const I u = (I)f, nearest = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  put(__builtin_convertvector(f == f ? nearest : I{} + 0x7fc0, H), p, past);
+}
+#if defined(__AVX512F__)
+template <> void store(f16* p, V v, bool past) {
+  put((H)_mm256_cvtps_ph((__m256)narrow(v), _MM_FROUND_TO_NEAREST_INT), p, past);
+}
+#elif defined(__F16C__)
+template <> void store(f16* p, V v, bool past) {
+  put((H)_mm_cvtsi128_si64(_mm_cvtps_ph((__m128)narrow(v), _MM_FROUND_TO_NEAREST_INT)), p, past);
+}
+#endif
+
+// a * b + c, rounded once, on every processor: fma of the C library is slow without the instruction, and gives its bits.
+V fma(V a, V b, V c) {
+#if defined(__AVX512F__)
+  return (V)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__FMA__)
+  return (V)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+  for (int l = 0; l < WIDTH; l++) c[l] = __builtin_fma(a[l], b[l], c[l]);
+  return c;
+#endif
+}
+
+// Makes the compiler keep a value in a register.
+void held(V& v) {
+#if defined(__x86_64__)
+  __asm__("" : "+x"(v));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(v));
+#endif
+}
+
+// Entries of a vector, whatever its dtype and stride; LESS: what is there less those.
+template <bool LESS> void widen(const Vec& x, int64_t p, int64_t n, double* to) {
+  typed(x.dtype, [&]<class T>() {
+    const T* from = (const T*)x.data + p * x.stride;
+    // Stride 1 apart, so that the compiler makes vectors of it.
+    if (x.stride == 1) for (int64_t i = 0; i < n; i++) to[i] = LESS ? to[i] - double(from[i]) : double(from[i]);
+    else for (int64_t i = 0; i < n; i++) to[i] = LESS ? to[i] - double(from[i * x.stride]) : double(from[i * x.stride]);
+  });
+}
+
+// Tensors that are joined to vectors: piece i has the entries from edges[i] on, and row j of it is described at
+// j * count + i.
 struct Pieces {
   int64_t count;
   const int64_t* edges;
+  int64_t at(int64_t p) const { return std::upper_bound(edges, edges + count, p) - edges - 1; }
   // Calls work(piece, start, stop) for each part of [start, stop) that lies in one piece, in order.
-  template <class Work> void runs(int64_t start, int64_t stop, Work work) const {
-    for (int64_t i = std::upper_bound(edges, edges + count, start) - edges - 1; start < stop; i++) {
+  template <class Work> void runs(int64_t start, int64_t stop, const Work& work) const {
+    for (int64_t i = start < stop ? at(start) : 0; start < stop; i++) {
       const int64_t end = std::min(stop, edges[i + 1]);
       if (start < end) work(i, start, end);
       start = std::max(start, end);
@@ -64,292 +208,320 @@ struct Pieces {
   }
 };
 
-constexpr int64_t BYTES[] = {4, 8, 2, 2};
+// ---- gram
 
-// A piece, as if the vector that it is part of began where this one says entry 0 is.
-Vec from_zero(Vec x, int64_t edge) {
-  if (x.data) x.data -= edge * x.stride * BYTES[x.dtype];
-  return x;
-}
-
-// The rows of one piece.
-struct Part {
-  std::vector<Vec> plus, minus;
-  void add(const Vec& row, const Vec& less, int64_t edge) {
-    plus.push_back(from_zero(row, edge));
-    minus.push_back(from_zero(less, edge));
-  }
-  Rows rows() const { return {int64_t(plus.size()), plus.data(), minus.data()}; }
+struct Rows {
+  int64_t k;
+  Pieces pieces;
+  const Vec *plus, *minus;  // minus: data null where nothing is subtracted
+  const Vec& row(int64_t i, int64_t piece) const { return plus[i * pieces.count + piece]; }
+  const Vec& less(int64_t i, int64_t piece) const { return minus[i * pieces.count + piece]; }
 };
 
-// Written out where the processor has it in one instruction: compilers make four of a converted vector.
-V wide(F f) {
-#if defined(__AVX__)
-  return (V)_mm256_cvtps_pd((__m128)f);
-#else
-  return __builtin_convertvector(f, V);
-#endif
-}
-F narrow(V v) {
-#if defined(__AVX__)
-  return (F)_mm256_cvtpd_ps((__m256d)v);
-#else
-  return __builtin_convertvector(v, F);
-#endif
-}
-
-template <class T> V load(const T* p) { return V{double(p[0]), double(p[1]), double(p[2]), double(p[3])}; }
-// memcpy: addresses need not be multiples of a vector's size.
-template <> V load(const float* p) { F f; std::memcpy(&f, p, 16); return wide(f); }
-#if defined(__AVX2__)
-template <> V load(const bf16* p) {
-  return wide((F)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16));
-}
-#endif
-#if defined(__F16C__)
-template <> V load(const f16* p) { return wide((F)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p))); }
-#endif
-template <> V load(const double* p) { V v; std::memcpy(&v, p, 32); return v; }
-
-// `stream`: past the cache, for a target that nobody reads soon. Its address must be a multiple of the size stored.
-template <class T> void store(T* p, V v, bool) { for (int l = 0; l < LANES; l++) p[l] = T(v[l]); }
-template <> void store(float* p, V v, bool stream) {
-  const F f = narrow(v);
-#if defined(__x86_64__)
-  if (stream) return _mm_stream_ps(p, (__m128)f);
-#endif
-  std::memcpy(p, &f, 16);
-}
-template <> void store(double* p, V v, bool stream) {
-#if defined(__AVX__)
-  if (stream) return _mm256_stream_pd(p, (__m256d)v);
-#endif
-  std::memcpy(p, &v, 32);
-}
-
-void store(H h, void* p, bool stream) {
-#if defined(__x86_64__)
-  if (stream) return _mm_stream_si64((long long*)p, (long long)h);
-#endif
-  std::memcpy(p, &h, sizeof h);
-}
-template <> void store(bf16* p, V v, bool stream) {
-  const F f = narrow(v);
-  // The rounding of struct bf16, four at a time.
-  const I u = (I)f, nearest = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  store(__builtin_convertvector(f == f ? nearest : I{} + 0x7fc0, H), p, stream);
-}
-#if defined(__F16C__)
-template <> void store(f16* p, V v, bool stream) {
-  store((H)_mm_cvtsi128_si64(_mm_cvtps_ph((__m128)narrow(v), _MM_FROUND_TO_NEAREST_INT)), p, stream);
-}
-#endif
-
-// The first n < LANES entries, zeros after them.
-template <class T> V load(const T* p, int64_t n) {
-  V v{};
-  for (int64_t l = 0; l < n; l++) v[l] = double(p[l]);
-  return v;
-}
-
-// a * b + c, rounded once, on every processor: fma of the C library is slow without the instruction, and gives its bits.
-V fma(V a, V b, V c) {
-#if defined(__FMA__)
-  return (V)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
-#else
-  for (int l = 0; l < LANES; l++) c[l] = __builtin_fma(a[l], b[l], c[l]);
-  return c;
-#endif
-}
-
-// Entries of a vector, whatever its dtype and stride.
-template <class T> void widen(const Vec& x, int64_t p, int64_t n, double* to) {
-  // Stride 1 apart, so that the compiler makes vectors of it.
-  const T* from = (const T*)x.data + p * x.stride;
-  if (x.stride == 1) for (int64_t i = 0; i < n; i++) to[i] = double(from[i]);
-  else for (int64_t i = 0; i < n; i++) to[i] = double(from[i * x.stride]);
-}
-void widen(const Vec& x, int64_t p, int64_t n, double* to) {
-  switch (x.dtype) {
-    case 0: return widen<float>(x, p, n, to);
-    case 1: return widen<double>(x, p, n, to);
-    case 2: return widen<bf16>(x, p, n, to);
-    default: return widen<f16>(x, p, n, to);
-  }
-}
-void difference(const Vec& plus, const Vec& minus, int64_t p, int64_t n, double* to, double* scratch) {
-  widen(plus, p, n, to);
-  if (minus.data == nullptr) return;
-  widen(minus, p, n, scratch);
-  for (int64_t l = 0; l < n; l++) to[l] -= scratch[l];
-}
-
-// The fast path: K rows of one dtype and stride 1, from all of which one vector is subtracted, or none.
-template <class T, int K, bool M> struct Reader {
-  const T *plus[K], *minus;
-  explicit Reader(const Rows& rows) : minus((const T*)rows.minus[0].data) {
-    for (int i = 0; i < K; i++) plus[i] = (const T*)rows.plus[i].data;
-  }
-  template <class Load> void read(Load load, V* r) const {
-    const V b = M ? load(minus) : V{};
-    for (int i = 0; i < K; i++) r[i] = M ? load(plus[i]) - b : load(plus[i]);
-  }
-  void operator()(int64_t p, V* r) const {
-    read([p](const T* x) { __builtin_prefetch(x + p + AHEAD); return load(x + p); }, r);
-  }
-  void operator()(int64_t p, int64_t n, V* r) const { read([=](const T* x) { return load(x + p, n); }, r); }
+// Rows in float64 that stay in the cache while they are multiplied, and the sums of their products, lane by lane.
+struct Tile {
+  double* data;
+  V* sums;
+  int64_t pitch, columns, n, next;  // next: bytes by which reading is announced
+  double* row(int64_t i) const { return data + i * pitch; }
+  V* sum(int64_t i, int64_t j) const { return sums + (i * columns + j) * PARTS; }
 };
+
+// Rows i to i + M of a tile by rows j to j + N.
+template <int M, int N> __attribute__((noinline)) void multiply(const Tile& tile, int64_t i, int64_t j, int64_t to) {
+  // So many sums at once that their latency is hidden, and no more than fit the registers.
+  constexpr int ONCE = M * N * PARTS <= 12 ? PARTS : 1;
+  for (int part = 0; part < PARTS; part += ONCE) {
+    V total[M][N][ONCE];
+    for (int m = 0; m < M; m++)
+      for (int n = 0; n < N; n++)
+        for (int h = 0; h < ONCE; h++) total[m][n][h] = tile.sum(i + m, to + n)[part + h];
+    for (int64_t p = part * WIDTH; p < tile.n; p += LANES)
+      for (int h = 0; h < ONCE; h++) {
+        // Loaded once: compilers read memory again with each multiplication, and loads would set the pace.
+        V a[M];
+        for (int m = 0; m < M; m++) held(a[m] = load(tile.row(i + m) + p + h * WIDTH));
+        for (int n = 0; n < N; n++) {
+          V b = load(tile.row(j + n) + p + h * WIDTH);
+          held(b);
+          for (int m = 0; m < M; m++) total[m][n][h] = fma(a[m], b, total[m][n][h]);
+        }
+      }
+    for (int m = 0; m < M; m++)
+      for (int n = 0; n < N; n++)
+        for (int h = 0; h < ONCE; h++) tile.sum(i + m, to + n)[part + h] = total[m][n][h];
+  }
+}
+
+// Rows i to i + M of a tile, read from where they lie, and their products with one another.
+template <class T, int M, bool LESS, bool KEEP>
+__attribute__((noinline)) void enter(const Tile& tile, int64_t i, const T* const* plus, const T* minus) {
+  V total[M * (M + 1) / 2][PARTS];
+  for (int m = 0, t = 0; m < M; m++)
+    for (int n = 0; n <= m; n++, t++)
+      for (int h = 0; h < PARTS; h++) total[t][h] = tile.sum(i + m, i + n)[h];
+  const T* from[M];
+  double* to[M];
+  for (int m = 0; m < M; m++) {
+    from[m] = plus[m];
+    to[m] = tile.row(i + m);
+  }
+  const int64_t size = tile.n, next = tile.next;
+  auto step = [&](int64_t p) __attribute__((always_inline)) {
+    for (int h = 0; h < PARTS; h++) {
+      const int64_t q = p + h * WIDTH;
+      V r[M];
+      const V b = LESS ? load(minus + q) : V{};
+      for (int m = 0; m < M; m++) {
+        r[m] = LESS ? load(from[m] + q) - b : load(from[m] + q);
+        if (KEEP) put(r[m], to[m] + q, false);
+      }
+      for (int m = 0, t = 0; m < M; m++)
+        for (int n = 0; n <= m; n++, t++) total[t][h] = fma(r[m], r[n], total[t][h]);
+    }
+  };
+  constexpr int LINE = 64 / sizeof(T);
+  int64_t p = 0;
+  for (; p + LINE <= size; p += LINE) {
+    for (int m = 0; m < M; m++) __builtin_prefetch((const char*)(from[m] + p) + next, 0, 2);
+    if (LESS) __builtin_prefetch((const char*)(minus + p) + next, 0, 2);
+    for (int l = 0; l < LINE; l += LANES) step(p + l);
+  }
+  for (; p < size; p += LANES) step(p);
+  for (int m = 0, t = 0; m < M; m++)
+    for (int n = 0; n <= m; n++, t++)
+      for (int h = 0; h < PARTS; h++) tile.sum(i + m, i + n)[h] = total[t][h];
+}
+
+// Reads rows from..to into lines at.. of a tile, n entries from place p on: whatever their dtypes, strides and pieces.
+void gather(const Rows& rows, int64_t from, int64_t to, int64_t p, int64_t n, const Tile& tile, int64_t at) {
+  rows.pieces.runs(p, p + n, [&](int64_t piece, int64_t start, int64_t stop) {
+    const int64_t low = start - rows.pieces.edges[piece];
+    for (int64_t i = from; i < to; i++) {
+      double* line = tile.row(at + i - from) + (start - p);
+      widen<false>(rows.row(i, piece), low, stop - start, line);
+      if (rows.less(i, piece).data) widen<true>(rows.less(i, piece), low, stop - start, line);
+    }
+  });
+  // Zeros behind the last entry of a block, so that whole vectors can be summed.
+  for (int64_t i = at; i < at + to - from; i++) std::fill(tile.row(i) + n, tile.row(i) + tile.n, 0.0);
+}
+
+// Rows i to i + m of a tile from one piece, if they are of one dtype, without gaps, and less one vector or none.
+bool entered(const Rows& rows, int64_t first, int64_t i, int64_t m, int64_t piece, int64_t p, Tile tile) {
+  const Vec &like = rows.row(first + i, piece), &less = rows.less(first + i, piece);
+  if (less.data && (less.dtype != like.dtype || less.stride != 1)) return false;
+  for (int64_t j = first + i; j < first + i + m; j++) {
+    const Vec& row = rows.row(j, piece);
+    if (row.dtype != like.dtype || row.stride != 1 || !same(rows.less(j, piece), less)) return false;
+  }
+  const int64_t low = p - rows.pieces.edges[piece];
+  const bool alone = m == tile.columns;
+  tile.next = alone ? AHEAD : (tile.pitch - LANES) * BYTES[like.dtype];
+  typed(like.dtype, [&]<class T>() {
+    const T* plus[PANEL];
+    for (int64_t j = 0; j < m; j++) plus[j] = (const T*)rows.row(first + i + j, piece).data + low;
+    counted(m, [&]<int M>() {
+      const T* minus = (const T*)less.data + low;
+      if (less.data) alone ? enter<T, M, true, false>(tile, i, plus, minus) : enter<T, M, true, true>(tile, i, plus, minus);
+      else alone ? enter<T, M, false, false>(tile, i, plus, minus) : enter<T, M, false, true>(tile, i, plus, minus);
+    });
+  });
+  return true;
+}
+
+// Cuts n into as few parts of at most `most` as can be, of equal size but for one.
+struct Parts {
+  int64_t n, count;
+  Parts(int64_t n, int64_t most) : n(n), count((n + most - 1) / most) {}
+  int64_t edge(int64_t q) const { return q * (n / count) + std::min(q, n % count); }
+};
+
+// How many entries from p on a tile takes. Of one piece, whole vectors, if it has enough of them there (`piece` says
+// which); else pieces are gathered, to the end of a vector, until one has.
+int64_t reach(const Pieces& pieces, int64_t p, int64_t stop, int64_t width, int64_t& piece) {
+  const int64_t limit = std::min(stop, p + width);
+  int64_t i = pieces.at(p);
+  const int64_t whole = (std::min(limit, pieces.edges[i + 1]) - p) / LANES * LANES;
+  piece = whole >= ENOUGH || whole == limit - p ? i : -1;
+  if (piece >= 0) return whole;
+  int64_t end = p;
+  while (end < limit) {
+    while (pieces.edges[i + 1] <= end) i++;
+    const int64_t last = std::min(limit, pieces.edges[i + 1]);
+    if (end > p && last - end >= ENOUGH) break;
+    end = p + (last - p + LANES - 1) / LANES * LANES;
+  }
+  return std::min(end, limit) - p;
+}
 
 // The order is fixed: sums depend on the block alone.
-double lanes(V v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-
-// Apart from its callers, whose exceptions would keep the sums out of registers.
-template <class T, int K, bool M> __attribute__((noinline)) void gram_fused(const Rows& rows, Block b, double* sums) {
-  const Reader<T, K, M> read(rows);
-  // K <= 4, so at most ten sums and four rows: they fit the sixteen registers of AVX.
-  V total[K * (K + 1) / 2] = {}, r[K];
-  int64_t p = b.start;
-  auto add = [&] { for (int i = 0, n = 0; i < K; i++) for (int j = 0; j <= i; j++, n++) total[n] = fma(r[i], r[j], total[n]); };
-  for (; p + LANES <= b.stop; p += LANES) { read(p, r); add(); }
-  if (p < b.stop) { read(p, b.stop - p, r); add(); }
-  for (int n = 0; n < K * (K + 1) / 2; n++) sums[n] = lanes(total[n]);
+double lanes(const V* parts) {
+  double l[LANES];
+  std::memcpy(l, parts, sizeof l);
+  return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
-void gram_general(int64_t k, const Pieces& pieces, const Vec* plus, const Vec* minus, Block b, double* sums) {
+// The sums over a block of the products of some rows with some others, or with one another.
+void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other, int64_t n, double* to) {
   // Kept from block to block, so that a thread asks for memory once.
-  static thread_local std::vector<V> tile, total;
-  const int64_t width = TILE / LANES;
-  tile.assign((k + 1) * width, V{});
-  total.assign(k * (k + 1) / 2, V{});
-  for (int64_t p = b.start; p < b.stop; p += TILE) {
-    const int64_t n = std::min<int64_t>(TILE, b.stop - p);
-    // Zeros behind the last entry, not those of the tile before, so that whole vectors can be summed.
-    if (n < TILE) std::fill(tile.begin(), tile.end(), V{});
-    pieces.runs(p, p + n, [&](int64_t piece, int64_t start, int64_t stop) {
-      for (int64_t i = 0; i < k; i++) {
-        const Vec row = plus[i * pieces.count + piece], less = minus[i * pieces.count + piece];
-        const int64_t from = start - pieces.edges[piece];
-        difference(row, less, from, stop - start, (double*)&tile[i * width] + (start - p), (double*)&tile[k * width]);
+  static thread_local std::vector<V> lines, sums;
+  const bool same = first == other;
+  const int64_t count = same ? m : m + n;
+  const int64_t width = std::clamp<int64_t>(ROOM / (8 * count), 64, SPAN) / LANES * LANES;
+  // Not a power of two from line to line: they would share the places of a cache.
+  const int64_t pitch = width + LANES;
+  lines.resize(count * pitch / WIDTH);
+  sums.assign(m * n * PARTS, V{});
+  Tile tile{(double*)lines.data(), sums.data(), pitch, n, 0, 0};
+  const Parts panels(m, PANEL), across(n, PANEL);
+  for (int64_t p = b.start, taken, piece; p < b.stop; p += taken) {
+    taken = reach(rows.pieces, p, b.stop, width, piece);
+    tile.n = (taken + LANES - 1) / LANES * LANES;
+    if (!same) gather(rows, other, other + n, p, taken, tile, m);
+    for (int64_t q = 0; q < panels.count; q++) {
+      const int64_t i = panels.edge(q), high = panels.edge(q + 1) - i;
+      if (!same || piece < 0 || !entered(rows, first, i, high, piece, p, tile)) {
+        gather(rows, first + i, first + i + high, p, taken, tile, i);
+        const double* line[PANEL];
+        for (int64_t j = 0; j < high; j++) line[j] = tile.row(i + j);
+        if (same) counted(high, [&]<int M>() { enter<double, M, false, false>(tile, i, line, line[0]); });
       }
-    });
-    for (int64_t i = 0, m = 0; i < k; i++)
-      for (int64_t j = 0; j <= i; j++, m++) {
-        V sum = total[m];
-        for (int64_t l = 0; l < width; l++) sum = fma(tile[i * width + l], tile[j * width + l], sum);
-        total[m] = sum;
-      }
+    }
+    // A few panels at a time, so that they stay in the nearest cache while all others pass by.
+    for (int64_t few = 0; few < across.count; few += FEW)
+      for (int64_t q = same ? few + 1 : 0; q < panels.count; q++)
+        for (int64_t r = few; r < std::min(few + FEW, same ? q : across.count); r++) {
+          const int64_t i = panels.edge(q), j = across.edge(r);
+          counted(panels.edge(q + 1) - i, [&]<int M>() {
+            counted(across.edge(r + 1) - j, [&]<int N>() { multiply<M, N>(tile, i, same ? j : m + j, j); });
+          });
+        }
   }
-  for (size_t m = 0; m < total.size(); m++) sums[m] = lanes(total[m]);
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j <= (same ? i : n - 1); j++)
+      to[(first + i) * (first + i + 1) / 2 + other + j] = lanes(tile.sum(i, j));
 }
 
-template <class T, int K, bool M>
-__attribute__((noinline)) void combine_fused(const Vec& base, const Rows& rows, const double* c, Block b, const Vec& out, bool stream) {
-  const Reader<T, K, M> read(rows);
-  T* const to = (T*)out.data;
-  const T* const from = (const T*)base.data;
-  V factor[K];
-  for (int j = 0; j < K; j++) factor[j] = V{} + c[j];
-  auto sum = [&](V total, const V* r) { for (int j = 0; j < K; j++) total = fma(factor[j], r[j], total); return total; };
-  auto part = [&](int64_t p, int64_t n) {
-    V r[K];
-    read(p, n, r);
-    const V total = sum(from ? load(from + p, n) : V{}, r);
-    for (int64_t l = 0; l < n; l++) to[p + l] = T(total[l]);
-  };
-  int64_t p = b.start;
-  // Streaming stores trap on addresses that are no multiple of a vector: entries before the first one go one by one.
-  if (stream)
-    if (int64_t off = ((uintptr_t)(to + p) % sizeof(V)) / sizeof(T) % LANES) {
-      const int64_t n = std::min(LANES - off, b.stop - p);
-      part(p, n);
-      p += n;
+// ---- combine
+
+struct Term { Vec plus, minus; double c; };
+
+// total += c (plus - minus) for K rows, one rounding each. n entries, a multiple of a line's.
+template <class T, int K, bool LESS>
+__attribute__((noinline)) void add(const Term* terms, int64_t p, int64_t n, double* total) {
+  constexpr int LINE = 64 / sizeof(T);
+  const T *plus[K], *const minus = (const T*)terms[0].minus.data + p;
+  V c[K];
+  for (int j = 0; j < K; j++) plus[j] = (const T*)terms[j].plus.data + p, c[j] = V{} + terms[j].c;
+  for (int64_t i = 0; i < n; i += LINE) {
+    // The same place of the next tile: by then every row has been read as far.
+    for (int j = 0; j < K; j++) __builtin_prefetch(plus[j] + i + SPAN, 0, 2);
+    if (LESS) __builtin_prefetch(minus + i + SPAN, 0, 2);
+    for (int64_t q = i; q < i + LINE; q += WIDTH) {
+      V sum = load(total + q);
+      const V b = LESS ? load(minus + q) : V{};
+      for (int j = 0; j < K; j++) sum = fma(c[j], LESS ? load(plus[j] + q) - b : load(plus[j] + q), sum);
+      put(sum, total + q, false);
     }
-  auto whole = [&](auto past, auto start) {
-    for (; p + LANES <= b.stop; p += LANES) {
-      V r[K];
-      read(p, r);
-      store(to + p, sum(start ? load(from + p) : V{}, r), past);
-    }
-  };
-  // As types, not as values: four loops without a question inside.
-  using yes = std::true_type;
-  using no = std::false_type;
-  if (stream) from ? whole(yes{}, yes{}) : whole(yes{}, no{});
-  else from ? whole(no{}, yes{}) : whole(no{}, no{});
-  if (p < b.stop) part(p, b.stop - p);
+  }
 }
 
-template <class T> void narrow(const double* from, int64_t n, const Vec& out, int64_t p) {
-  for (int64_t l = 0; l < n; l++) ((T*)out.data)[(p + l) * out.stride] = T(from[l]);
+// Whether the next rows are of one dtype, without gaps, and less one vector or none: how many of them, `most` at most.
+int64_t alike(const Term* terms, int64_t most) {
+  const Vec &like = terms[0].plus, &less = terms[0].minus;
+  if (like.stride != 1 || (less.data && (less.dtype != like.dtype || less.stride != 1))) return 0;
+  int64_t n = 1;
+  while (n < most && terms[n].plus.dtype == like.dtype && terms[n].plus.stride == 1 && same(terms[n].minus, less)) n++;
+  return n;
 }
-void combine_general(const Vec& base, const Rows& rows, const double* c, Block b, const Vec& out) {
-  double total[TILE], row[TILE], scratch[TILE];
-  for (int64_t p = b.start; p < b.stop; p += TILE) {
-    const int64_t n = std::min<int64_t>(TILE, b.stop - p);
-    if (base.data) widen(base, p, n, total);
+
+void narrow(const double* from, int64_t p, int64_t n, const Vec& out, bool past) {
+  typed(out.dtype, [&]<class T>() {
+    T* to = (T*)out.data + p * out.stride;
+    int64_t i = 0;
+    if (out.stride == 1) {
+      if (past) for (; i + WIDTH <= n; i += WIDTH) store(to + i, load(from + i), true);
+      else for (; i + WIDTH <= n; i += WIDTH) store(to + i, load(from + i), false);
+    }
+    for (; i < n; i++) to[i * out.stride] = T(from[i]);
+  });
+}
+
+// base + sum of c (plus - minus), term by term in their order, for entries p..stop of one piece.
+void combine_run(const Vec& base, const std::vector<Term>& terms, int64_t p, int64_t stop, const Vec& out, bool past) {
+  alignas(64) double total[SPAN], line[SPAN];
+  const int64_t size = BYTES[out.dtype];
+  const uintptr_t place = (uintptr_t)out.data + p * size;
+  // An address between two entries' multiples never meets a line's.
+  past = past && place % size == 0 && out.stride == 1;
+  // Streaming stores trap on addresses that are no multiple of a vector, and are fast by whole lines of the cache:
+  // entries before the first one go apart.
+  int64_t n = past && place % 64 ? int64_t(64 - place % 64) / size : SPAN;
+  for (; p < stop; p += n, n = SPAN) {
+    n = std::min(n, stop - p);
+    const int64_t whole = n / 64 * 64;
+    if (base.data) widen<false>(base, p, n, total);
     else std::fill_n(total, n, 0.0);
-    // Row by row, in their order, with one rounding each: the bits of the fast path.
-    for (int64_t j = 0; j < rows.k; j++) {
-      difference(rows.plus[j], rows.minus[j], p, n, row, scratch);
-      for (int64_t l = 0; l < n; l++) total[l] = __builtin_fma(c[j], row[l], total[l]);
+    const int64_t count = terms.size();
+    for (int64_t j = 0, taken; j < count; j += taken) {
+      const Term* term = &terms[j];
+      taken = alike(term, std::min<int64_t>(count - j, 4));
+      int64_t done = 0;
+      if (taken) {
+        done = whole;
+        typed(term->plus.dtype, [&]<class T>() {
+          counted<4>(taken, [&]<int K>() {
+            if (term->minus.data) add<T, K, true>(term, p, whole, total);
+            else add<T, K, false>(term, p, whole, total);
+          });
+        });
+      }
+      taken = std::max<int64_t>(taken, 1);
+      if (done == n) continue;
+      for (int64_t r = 0; r < taken; r++) {
+        widen<false>(term[r].plus, p + done, n - done, line);
+        if (term[r].minus.data) widen<true>(term[r].minus, p + done, n - done, line);
+        for (int64_t i = 0; i < n - done; i++) total[done + i] = __builtin_fma(term[r].c, line[i], total[done + i]);
+      }
     }
-    switch (out.dtype) {
-      case 0: narrow<float>(total, n, out, p); break;
-      case 1: narrow<double>(total, n, out, p); break;
-      case 2: narrow<bf16>(total, n, out, p); break;
-      default: narrow<f16>(total, n, out, p);
-    }
+    narrow(total, p, n, out, past && ((uintptr_t)out.data + p * size) % 64 == 0);
   }
 }
 
-// Calls call.operator()<T, K, M>() for rows that the fast path takes; false for others.
-template <class T, bool M, class Call> bool by_count(int64_t k, Call call) {
-  switch (k) {
-    case 1: call.template operator()<T, 1, M>(); return true;
-    case 2: call.template operator()<T, 2, M>(); return true;
-    case 3: call.template operator()<T, 3, M>(); return true;
-    case 4: call.template operator()<T, 4, M>(); return true;
-    default: return false;
-  }
-}
-template <class T, class Call> bool by_minus(const Rows& rows, Call call) {
-  return rows.minus[0].data ? by_count<T, true>(rows.k, call) : by_count<T, false>(rows.k, call);
-}
-template <class Call> bool fused(const Rows& rows, Call call, std::initializer_list<const Vec*> others = {}) {
-  if (rows.k == 0) return false;
-  const int64_t dtype = rows.plus[0].dtype;
-  auto fits = [&](const Vec& x) { return x.data == nullptr || (x.dtype == dtype && x.stride == 1); };
-  for (int64_t i = 0; i < rows.k; i++)
-    if (!fits(rows.plus[i]) || !fits(rows.minus[i]) || rows.minus[i].data != rows.minus[0].data) return false;
-  for (const Vec* x : others) if (!fits(*x)) return false;
-  switch (dtype) {
-    case 0: return by_minus<float>(rows, call);
-    case 1: return by_minus<double>(rows, call);
-    case 2: return by_minus<bf16>(rows, call);
-    default: return by_minus<f16>(rows, call);
-  }
-}
+// ---- threads
 
 // Work on every block, by as many threads as can be had; false where memory ran out.
-template <class Work> bool each(int64_t blocks, int64_t threads, Work work) {
-  std::atomic<int64_t> next{0};
-  std::atomic<bool> done{true};
-  // An exception that leaves a thread would end the process.
-  auto run = [&] {
-    try {
-      for (int64_t b; (b = next++) < blocks;) work(b);
-    } catch (const std::bad_alloc&) {
-      done = false;
-    }
+template <class Work> bool each(int64_t blocks, int64_t threads, const Work& work) {
+  struct Shared {
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+    int64_t finished = 0;
+    std::mutex lock;
+    std::condition_variable all;
   };
-  std::vector<std::thread> others;
+  // Outlives the call: a thread that the system lets run too late, on a busy machine, finds no block left and is not
+  // waited for. Only while there are blocks it touches what is the caller's.
+  const auto shared = std::make_shared<Shared>();
+  auto run = [shared, blocks, &work] {
+    int64_t mine = 0;
+    for (int64_t b; (b = shared->next++) < blocks; mine++) try {
+        work(b);
+      } catch (const std::bad_alloc&) {  // an exception that leaves a thread would end the process
+        shared->failed = true;
+      }
+    if (mine == 0) return;
+    std::lock_guard guard(shared->lock);
+    if ((shared->finished += mine) == blocks) shared->all.notify_one();
+  };
   try {
-    for (int64_t t = 1; t < std::min(threads, blocks); t++) others.emplace_back(run);
+    for (int64_t t = 1; t < std::min(threads, blocks); t++) std::thread(run).detach();
   } catch (const std::exception&) {  // no more threads to be had: those there are, and this one, do the work
   }
   run();
-  for (auto& other : others) other.join();
-  return done;
+  std::unique_lock guard(shared->lock);
+  shared->all.wait(guard, [&] { return shared->finished == blocks; });
+  return !shared->failed;
 }
 
 }  // namespace
@@ -360,45 +532,30 @@ extern "C" {
 
 bool manifoldagg_gram(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
                       int64_t blocks, const Block* table, double* sums, int64_t threads) {
-  const Pieces pieces{count, edges};
+  const Rows rows{k, {count, edges}, plus, minus};
+  const Parts groups(k, MOST);
   return each(blocks, threads, [&](int64_t b) {
-    const Block& block = table[b];
     double* to = sums + b * (k * (k + 1) / 2);
-    bool done = false;
-    pieces.runs(block.start, block.stop, [&](int64_t piece, int64_t start, int64_t stop) {
-      if (start != block.start || stop != block.stop) return;
-      Part part;
-      for (int64_t i = 0; i < k; i++) part.add(plus[i * count + piece], minus[i * count + piece], edges[piece]);
-      const Rows rows = part.rows();
-      auto fast = [&]<class T, int K, bool M>() { gram_fused<T, K, M>(rows, block, to); };
-      done = fused(rows, fast);
-    });
-    if (!done) gram_general(k, pieces, plus, minus, block, to);
+    for (int64_t g = 0; g < groups.count; g++)
+      for (int64_t h = 0; h <= g; h++) {
+        const int64_t i = groups.edge(g), j = groups.edge(h);
+        products(rows, table[b], i, groups.edge(g + 1) - i, j, groups.edge(h + 1) - j, to);
+      }
   });
 }
 
 bool manifoldagg_combine(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
                          const Vec* base, const Vec* out, const double* coefficients, int64_t blocks,
                          const Block* table, bool stream, int64_t threads) {
-  const Pieces pieces{count, edges};
   return each(blocks, threads, [&](int64_t b) {
-    pieces.runs(table[b].start, table[b].stop, [&](int64_t piece, int64_t start, int64_t stop) {
-      const Block run{start, stop, table[b].segment};
-      const int64_t edge = edges[piece];
-      Part part;
+    static thread_local std::vector<Term> terms;
+    Pieces{count, edges}.runs(table[b].start, table[b].stop, [&](int64_t piece, int64_t start, int64_t stop) {
+      terms.clear();
       // A row whose coefficient is 0 is not read: a NaN in it must not show.
-      std::vector<double> c;
       for (int64_t j = 0; j < k; j++)
-        if (const double x = coefficients[run.segment * k + j]; x != 0) {
-          part.add(plus[j * count + piece], minus[j * count + piece], edge);
-          c.push_back(x);
-        }
-      const Rows rows = part.rows();
-      const Vec first = from_zero(base[piece], edge), to = from_zero(out[piece], edge);
-      // An address between two entries' multiples never meets a vector's.
-      const bool past = stream && (uintptr_t)to.data % BYTES[to.dtype] == 0;
-      auto fast = [&]<class T, int K, bool M>() { combine_fused<T, K, M>(first, rows, c.data(), run, to, past); };
-      if (!fused(rows, fast, {&first, &to})) combine_general(first, rows, c.data(), run, to);
+        if (const double c = coefficients[table[b].segment * k + j]; c != 0)
+          terms.push_back({plus[j * count + piece], minus[j * count + piece], c});
+      combine_run(base[piece], terms, start - edges[piece], stop - edges[piece], out[piece], stream);
     });
 #if defined(__x86_64__)
     // Streaming stores are weakly ordered: they have to be there before another thread is told that the work is done.
