@@ -116,7 +116,9 @@ template <> V load(const float* p) { F f; std::memcpy(&f, p, sizeof f); return w
 template <> V load(const bf16* p) {
   return wide((F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+#if defined(__F16C__)
 template <> V load(const f16* p) { return wide((F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))); }
+#endif
 #elif defined(__AVX2__)
 template <> V load(const bf16* p) {
   return wide((F)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16));
@@ -151,7 +153,7 @@ template <> void store(bf16* p, V v, bool past) {
   const I u = (I)f, nearest = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   put(__builtin_convertvector(f == f ? nearest : I{} + 0x7fc0, H), p, past);
 }
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__F16C__)
 template <> void store(f16* p, V v, bool past) {
   put((H)_mm256_cvtps_ph((__m256)narrow(v), _MM_FROUND_TO_NEAREST_INT), p, past);
 }
@@ -174,10 +176,12 @@ V fma(V a, V b, V c) {
 }
 
 // Makes the compiler keep a value in a register.
-void held(V& v) {
-#if defined(__x86_64__)
+void held([[maybe_unused]] V& v) {
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(v));
+#elif defined(__AVX__)
   __asm__("" : "+x"(v));
-#elif defined(__aarch64__)
+#elif defined(__ARM_NEON)
   __asm__("" : "+w"(v));
 #endif
 }

@@ -1,5 +1,7 @@
 """Laws of native.cpp at its own door: the bits do not depend on how vectors are cut into pieces, nor on how they lie."""
 
+import platform
+import shutil
 from array import array
 from itertools import accumulate
 
@@ -187,3 +189,24 @@ def test_a_combination_of_tensors_of_several_dtypes_rounds_each_as_its_own(seed,
         (whole,) = combined([base], [[row] for row in rows], none, c, [size], [dtype])
         for piece, expected in zip(found, whole.split(lengths), strict=True):
             assert piece.dtype is not dtype or torch.equal(piece, expected)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a flag of x86")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_processor_without_wide_registers_gives_the_same_bits(tmp_path, monkeypatch):
+    plain = tmp_path / "native.so"
+    monkeypatch.setattr(compiled, "FLAGS", [flag.replace("native", "x86-64") for flag in compiled.FLAGS])
+    compiled._build("g++", plain)
+    found = []
+    for _ in range(2):
+        for k in (1, 3, 8, 33):
+            for dtype in DTYPES:
+                rows = [[row] for row in draw(k, k, 5003, dtype=dtype)]
+                minus = [[draw(1, 5003, dtype=dtype)]] * k
+                found.append(torch.from_numpy(grams(rows, minus, [5003])))
+                found += combined([rows[0][0]], rows, minus, [0.3] * k, [5003], [dtype])
+        library = compiled._load(plain)
+        monkeypatch.setattr(compiled, "_loaded", lambda: library)
+    half = len(found) // 2
+    for first, second in zip(found[:half], found[half:], strict=True):
+        assert torch.equal(first, second)
