@@ -189,7 +189,8 @@ def test_every_number_of_16_bits_is_read_and_rounded_as_torch_does(dtype, c):
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("k", "lengths"), [(5, [7, 600_000, 399_996]), (16, [5 * BLOCK + 900]), (33, [1000])])
-def test_threads_do_not_matter(k, lengths):
+def test_threads_do_not_matter(monkeypatch, k, lengths):
+    monkeypatch.setattr(compiled, "SERIAL", 0)
     rows = list(draw(0, k, sum(lengths), dtype=torch.float32))
     before, found = torch.get_num_threads(), []
     try:
@@ -324,6 +325,33 @@ def test_what_a_backend_cannot_read_goes_to_the_reference():
     assert compiled.partials(Rows.of(rows), Blocks.of(((0, 100),))) is None
     dense = rows.double()
     assert torch.equal(gram(list(rows))[0], gram(dense)[0])
+
+
+@pytest.mark.skipif("compiled" not in HERE, reason="no C++ compiler")
+@pytest.mark.parametrize(("size", "threads"), [(1 << 20, 1), (1 << 22, 4)])
+def test_small_work_stays_on_the_thread_of_the_caller(monkeypatch, size, threads):
+    asked = []
+    native = compiled._loaded()
+
+    class Watched:
+        def manifoldagg_gram(self, *arguments):
+            asked.append(arguments[-1])
+            return native.manifoldagg_gram(*arguments)
+
+        def manifoldagg_combine(self, *arguments):
+            asked.append(arguments[-1])
+            return native.manifoldagg_combine(*arguments)
+
+    monkeypatch.setattr(compiled, "_loaded", Watched)
+    row = torch.zeros(size, dtype=torch.float16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        gram([row, row])
+        combine(row, [row, row], [0.5, 0.5])
+    finally:
+        torch.set_num_threads(before)
+    assert asked == [threads] * 2
 
 
 def run(code, **variables):

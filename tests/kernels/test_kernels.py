@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels import combine, compiled, gram
 from tests.support import draw, relative, scales, seeds, sizes
 
 EPS = 2.0**-52
@@ -97,7 +97,8 @@ def test_a_float64_row_that_is_not_finite_is_not_multiplied_again(value, monkeyp
     assert torch.equal(inner[:, 1:, 1:], expected)
 
 
-def test_the_result_does_not_depend_on_the_number_of_threads():
+def test_the_result_does_not_depend_on_the_number_of_threads(monkeypatch):
+    monkeypatch.setattr(compiled, "SERIAL", 0)
     rows = draw(0, 3, 1_000_003, dtype=torch.float32)
     before = torch.get_num_threads()
     try:
