@@ -132,11 +132,13 @@ class Outcome:
             the model did not move.
         memory: what the server keeps for this client from now on, `None` for nothing.
         numbers: for the receipt and the history: `cosine`, `step`, `norm`, `buffered` (how many updates wait), others.
+        sound: whether the rule knows that what it keeps is finite: nobody looks at it then.
     """
 
     model: Point | Motion | None
     memory: Memory = None
     numbers: Mapping[str, float] = field(default_factory=dict)
+    sound: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,9 @@ class Rule(Protocol):
     `aggregate` never flattens. `start`, `base`, `current` and `out` are one each, `points` is a tuple of them. It forms
     its model by [`Frame.move`][manifoldagg.corrections.Frame.move], which looks first whether it would be finite; what
     it keeps it forms as vectors.
+
+    What of `"points"` (and the base) and of its further tensors it measures itself, so that it fails where they are not
+    finite, a rule names in `measured`: nobody reads them first.
     """
 
     @property

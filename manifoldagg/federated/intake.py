@@ -127,6 +127,7 @@ class Form:
         checks: the most samples and control points that are believed.
         rows: whether the rule reads of points and base no more than a Gram matrix and a combination, on a flat space.
             Neither is finite where they are not: so nobody reads them first, and `blame` says what it was.
+        measured: of what else it says the same: `"points"`, and the names of tensors.
     """
 
     space: Manifold
@@ -137,6 +138,12 @@ class Form:
     buffers: tuple[Entry, ...]
     checks: Checks
     rows: bool = False
+    measured: frozenset[str] = frozenset()
+
+    @property
+    def unread(self) -> bool:
+        """Whether nobody looks first at whether points and base are finite."""
+        return self.rows or "points" in self.measured
 
     @cached_property
     def axes(self) -> list[int | None]:
@@ -194,10 +201,12 @@ def blame(form: Form, payload: Payload) -> None:
     Raises:
         ArgumentError: naming the field, as `admit` does where it looks.
     """
-    if form.rows:
+    if form.unread:
         check_finite("points", payload.points)
         if payload.base is not None:
             check_finite("base", payload.base)
+    for name in form.measured & payload.tensors.keys():
+        check_finite(f"tensors: {name}", payload.tensors[name])
 
 
 def check_start(space: Manifold, start: Tensor) -> Tensor:
@@ -229,7 +238,7 @@ def norm_of(space: Manifold, base: Tensor, points: Tensor) -> float:
 def _points(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
     """Vectors that lie on the manifold."""
     points = _vectors(form, name, given, *batch)
-    if form.rows:
+    if form.unread:
         return points
     check_finite(name, points)
     return points if form.space.flat else check_point(form.space, points, name=name)
@@ -263,7 +272,9 @@ def _tensors(form: Form, given: Any) -> dict[str, Tensor]:
     brought = {}
     for name, count in form.tensors.items():
         field = f"tensors: {name}"
-        brought[name] = check_finite(field, _vectors(form, field, given[name], *([] if count is None else [count])))
+        brought[name] = _vectors(form, field, given[name], *([] if count is None else [count]))
+        if name not in form.measured:
+            check_finite(field, brought[name])
     return brought
 
 

@@ -144,7 +144,8 @@ class Server:
         self._on_update = on_update
         self._base_dtype = check_base_dtype(space, base_dtype, first.dtype)
         rows = by_rows(rule, space)
-        self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks, rows)
+        measured = frozenset(getattr(rule, "measured", ())) if space.flat else frozenset()
+        self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks, rows, measured)
         self._terms = Terms(space, rule, policies, checks)
         self._turn = threading.Lock()
         self._taking: int | None = None

@@ -79,7 +79,7 @@ def step(
     model: Any = outcome.model
     if not (model is None or terms.rows):
         model = _checked(terms, model, out)
-    if spoils(state, before.state) or spoils(outcome.memory, update.memory):
+    if not outcome.sound and (spoils(state, before.state) or spoils(outcome.memory, update.memory)):
         raise ArgumentError("points: the rule's state would not be finite")
     # What is kept may share memory neither with what clients hold nor with models that will be recycled.
     foreign = [update.base, before.current, update.points, update.tensors, out]

@@ -117,7 +117,8 @@ class BufferedRule(TangentRule):
         if count < self.wanted:
             buffer = frame.formed(line)
             waiting = {**state, "count": count, "total": total, "unit": unit, "buffer": buffer}
-            return waiting, Outcome(None, update.memory, numbers)
+            # Sums of displacements no longer than the root of the largest number, in units of the largest share.
+            return waiting, Outcome(None, update.memory, numbers, sound=frame.passage is None)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
         rate = self.step_size(state)
         mean = Mean(space, update.current, frame, [unit / divisor * c for c in line], gram)

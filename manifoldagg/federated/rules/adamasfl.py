@@ -1,9 +1,9 @@
 """AdaMasFL: MasFL in normalised steps, whose rates follow from S, K and T alone."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class AdaMasFL(ControlVariates):
         (0.015625, 0.25, 0.03125)
     """
 
+    measured: ClassVar[Sequence[str]] = ("points", "gradient")
     steps: int = field(default=10, kw_only=True)
     rounds: int = field(default=1000, kw_only=True)
 

@@ -76,6 +76,7 @@ class AsyncCurve(ServerRule):
 
     cohort: ClassVar[int] = 1
     needs_flat: ClassVar[str] = "rotated control points"
+    measured: ClassVar[tuple[str, ...]] = ("points",)
     numbers: ClassVar[tuple[str, ...]] = ("batches",)
     clients: int
     rate: Rate = 1.0
@@ -134,7 +135,18 @@ class AsyncCurve(ServerRule):
         if norm is None or self._overwrites(version + 1):
             norm = root(gram([moved])[0, 0, 0].item())
         numbers = {"cosine": cosine(corrected.came), "rate": rate, "step": s, "norm": norm}
-        return after, Outcome(model, dominance.memory(update.memory) | {"batches": batches}, numbers)
+        memory = dominance.memory(update.memory) | {"batches": batches}
+        return after, Outcome(model, memory, numbers, sound=self._sound(corrected))
+
+    def _sound(self, corrected: Corrected) -> bool:
+        """Whether rows are so short that no combination of them is too large for a number."""
+        plain = not self.correction.keeps_state or isinstance(self.correction, OrthoDyn)
+        if corrected.beside is None or not plain or self.periodic is not None:
+            return False
+        matrix = corrected.gram.matrix
+        squares = [*matrix.diagonal(), corrected.beside[:, -1].sum()]
+        limits = torch.finfo(corrected.frame.dtype)
+        return sum(map(root, squares)) <= limits.max * limits.eps / 64
 
     def _overwrites(self, version: int) -> bool:
         """Whether a version is one that the average overwrites, where there is one."""

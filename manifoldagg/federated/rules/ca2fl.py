@@ -72,6 +72,7 @@ class CA2FL(ServerRule):
     """
 
     cohort: ClassVar[int] = 1
+    measured: ClassVar[tuple[str, ...]] = ("points",)
     needs_flat: ClassVar[str] = "cached displacements, of CA2FL,"
     size: int = 10
     rate: Rate = 1.0
@@ -126,7 +127,7 @@ class CA2FL(ServerRule):
             waits["buffer"] = _wide(rounded, cache=1.0, held=-1.0, buffer=1.0)
             if again:
                 waits["replaced"] = _wide(rounded, before=1.0, held=-1.0, replaced=1.0)
-            return waits, Outcome(None, mine, told)
+            return waits, Outcome(None, mine, told, sound=True)
         rate = rate_at(self.rate, state["version"])
         cached = state["cached"] + joined
         mean = 1 - guests / self.size if self.unknown == "mean" else 1.0
@@ -138,7 +139,9 @@ class CA2FL(ServerRule):
         # h_i goes to its last displacement: of two in this buffer, the first counts no more.
         change = {"cache": 1.0, "held": -float(not again), "before": -1.0, "buffer": 1.0, "replaced": -1.0, "sum": 1.0}
         after = {"version": state["version"] + 1, "cached": cached, **EMPTY, "sum": _wide(rounded, **change)}
-        return after, Outcome(model, mine, told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm})
+        numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm}
+        # No displacement is longer than the root of the largest number: sums of them in float64 are finite.
+        return after, Outcome(model, mine, numbers, sound=True)
 
 
 def _line(frame: Frame, **coefficients: Any) -> list[float]:

@@ -64,6 +64,7 @@ class FADAS(BufferedRule):
     """
 
     cohort: ClassVar[int] = 1
+    measured: ClassVar[tuple[str, ...]] = ("points",)
     needs_flat: ClassVar[str] = "elementwise squares, of FADAS,"
     size: int = 10
     rate: Rate = 1e-3

@@ -50,6 +50,7 @@ class FedAdam(FedAvg):
     """
 
     rows: ClassVar[bool] = False
+    measured: ClassVar[tuple[str, ...]] = ("points",)
     needs_flat: ClassVar[str] = "elementwise squares, of FedAdam,"
     rate: Rate = 0.01
     beta1: float = field(default=0.9, kw_only=True)

@@ -39,6 +39,7 @@ class ControlVariates(ServerRule):
     cohort: ClassVar[int] = 1
     tensors: ClassVar[Mapping[str, int | None]] = {"gradient": None}
     numbers: ClassVar[Sequence[str]] = ("opening",)
+    measured: ClassVar[Sequence[str]] = ("gradient",)
     needs_flat: ClassVar[str] = "control variates"
     size: int = 10
     clients: int | None = field(default=None, kw_only=True)
@@ -112,7 +113,7 @@ class ControlVariates(ServerRule):
             after = {**state, "joined": joined, "among": among, "c": c}
             if state["version"] == 0:
                 after["g"] = check_finite("tensors: gradient: mean", c.to(gradient.dtype, copy=True))
-            return after | {"reach": _reach(after)}, Outcome(None, kept, {"buffered": float(len(who))})
+            return after | {"reach": _reach(after)}, Outcome(None, kept, {"buffered": float(len(who))}, sound=True)
         if waiting:
             rows.append(waiting["sum"])
             minus.append(None)
@@ -127,20 +128,21 @@ class ControlVariates(ServerRule):
             total = combine(None, rows, [1.0] * len(rows), minus=minus, out=wide)
             held = {"who": who, "sum": total, "length": far} | self.gather(waiting, update)
             after = {**state, "joined": joined, "waiting": held}
-            if not self._settled(state, held, ahead, gradient.dtype):
+            settled = self._settled(state, held, ahead, gradient.dtype)
+            if not settled:
                 check_finite("tensors: gradient: sum over the buffer", total)
                 g, _ = self._means(state, rows, minus, among)
                 model, _ = self.move(state, update, g, out)
                 # Not one that the answers of others would be refused for.
                 check_finite("tensors: gradient: model after a step", model)
                 after |= {"waiting": {**held, "length": _length(total)}, "reach": _reach(state)}
-            return after, Outcome(None, kept, {"buffered": float(len(who))})
+            return after, Outcome(None, kept, {"buffered": float(len(who))}, sound=settled)
         settled = self._settled(state, waiting, ahead, gradient.dtype)
         g, c = self._means(state, rows, minus, among, checked=not settled)
         model, numbers = self.move(state, update, g, out)
         after = {"version": state["version"] + 1, "joined": joined, "among": among, "waiting": {}, "g": g, "c": c}
         after["reach"] = ahead if settled else _reach(after)
-        return after, Outcome(model, kept, {"buffered": 0.0} | numbers)
+        return after, Outcome(model, kept, {"buffered": 0.0} | numbers, sound=True)
 
     def _means(
         self, state: State, rows: list[Tensor], minus: list[Tensor | None], among: int, checked: bool = True
