@@ -31,6 +31,10 @@ class Floor:
         target = ctypes.c_void_p(out.data_ptr())
         self.library.streams_read_write(*_listed(vectors), target, size, ctypes.c_int64(threads))
 
+    def multiply_add(self, count: int, threads: int) -> None:
+        """Multiply and add float64 numbers in registers, so often on each thread."""
+        self.library.streams_multiply_add(ctypes.c_int64(count), ctypes.c_int64(threads))
+
 
 def _listed(vectors: Sequence[Tensor]) -> tuple[ctypes.c_int64, ctypes.Array[ctypes.c_void_p]]:
     places = (ctypes.c_void_p * len(vectors))(*[vector.data_ptr() for vector in vectors])

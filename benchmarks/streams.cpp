@@ -1,4 +1,5 @@
-// The floor of work on a model: k vectors are read and nothing kept; k are read and one is written.
+// The floor of work on a model: k vectors are read and nothing kept; k are read and one is written. And how fast the
+// processor multiplies and adds float64 numbers that it holds in registers.
 #include <cstdint>
 #include <thread>
 #include <utility>
@@ -82,6 +83,30 @@ float streams_read(int64_t k, const float* const* from, int64_t size, int64_t th
 
 void streams_read_write(int64_t k, const float* const* from, float* out, int64_t size, int64_t threads) {
   writes(k, std::make_integer_sequence<int, MOST>())(from, out, size, threads);
+}
+
+// So many multiplications with an addition on each thread.
+double streams_multiply_add(int64_t count, int64_t threads) {
+#if defined(__AVX512F__)
+  typedef double D __attribute__((vector_size(64)));
+#else
+  typedef double D __attribute__((vector_size(32)));
+#endif
+  constexpr int CHAINS = 12;  // at once: they hide the latency of each and fit the registers
+  std::vector<double> sums(threads);
+  split(threads, threads, [&](int64_t t, int64_t, int64_t) {
+    D chain[CHAINS];
+    for (int i = 0; i < CHAINS; i++) chain[i] = D{} + double(i);
+    const D factor = D{} + 0.999;
+    for (int64_t n = 0; n < count; n += CHAINS * int64_t(sizeof(D) / sizeof(double)))
+      for (int i = 0; i < CHAINS; i++) chain[i] = chain[i] * factor + factor;
+    double sum = 0;
+    for (D each : chain) sum += each[0];
+    sums[t] = sum;
+  });
+  double total = 0;
+  for (double sum : sums) total += sum;
+  return total;
 }
 
 }

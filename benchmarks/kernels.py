@@ -1,0 +1,131 @@
+"""`gram` and `combine` of k rows, beside what the machine allows: its memory and its multiplications.
+
+`combine` has to read k vectors of P entries and to write one; its limit is a stream that does no more. `gram` has to
+read k vectors and to multiply and add k(k + 1)/2 float64 numbers an entry; its limit is the slower of the two, a stream
+that reads and a loop that multiplies in registers. All are taken in turns; seconds are those of the processor on all
+threads, and a share is the limit's time by the kernel's.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from floor import Floor
+from timing import interleaved, ratio
+from torch import Tensor
+
+from manifoldagg.kernels import combine, gram, set_backend
+
+HERE = Path(__file__).parent
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MULTIPLICATIONS = 24_000_000
+STREAMS = 32
+"""As many vectors as one stream of the floor takes."""
+
+
+def measure(rows: list[Tensor], minus: Tensor | None, out: Tensor, threads: int, floor: Floor, rounds: int) -> Any:
+    """One line of the table for `gram`, one for `combine`."""
+    k = len(rows)
+    size = out.numel()
+    # What a stream adds does not matter: 16-bit numbers are read as half as many of 32.
+    read = [row.view(torch.float32) for row in (rows if minus is None else [*rows, minus])]
+    groups = [read[i : i + STREAMS] for i in range(0, len(read), STREAMS)]
+    target = out.view(torch.float32)
+    coefficients = [1.0 / (j + 2) for j in range(k)]
+
+    def stream() -> None:
+        for group in groups:
+            floor.read(group, threads)
+
+    def stream_and_write() -> None:
+        for group in groups[1:]:
+            floor.read(group, threads)
+        floor.read_write(groups[0], target, threads)
+
+    seconds = interleaved(
+        {
+            "read": stream,
+            "write": stream_and_write,
+            "multiply": lambda: floor.multiply_add(MULTIPLICATIONS, threads),
+            "gram": lambda: gram(rows, minus=minus),
+            "combine": lambda: combine(None, rows, coefficients, minus=minus, out=out),
+        },
+        rounds=rounds,
+    )
+    share = size * k * (k + 1) / 2 / (MULTIPLICATIONS * threads)
+    products = [share * taken for taken in seconds["multiply"]]
+    slower = [max(both) for both in zip(seconds["read"], products, strict=True)]
+    about = {"dtype": str(out.dtype).removeprefix("torch."), "P": size, "k": k, "minus": minus is not None}
+    for kernel, limit, vectors in (("gram", slower, len(read)), ("combine", seconds["write"], len(read) + 1)):
+        low, middle, high = ratio(limit, seconds[kernel])
+        binding = "memory" if kernel == "combine" or sum(products) < sum(seconds["read"]) else "multiply"
+        yield {
+            **about,
+            "threads": threads,
+            "kernel": kernel,
+            "GB/s": threads * vectors * size * out.itemsize / statistics.median(seconds[kernel]) / 1e9,
+            "limit": threads * vectors * size * out.itemsize / statistics.median(limit) / 1e9,
+            "by": binding,
+            "share": middle,
+            "low": low,
+            "high": high,
+        }
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    spread = f"{row['low']:.2f} to {row['high']:.2f}"
+    return (
+        f"{row['dtype']:<9}{row['P']:>6.0e}{row['threads']:>8}{row['k']:>4}  {row['kernel']:<8}{row['GB/s']:>7.1f} "
+        f"{row['limit']:>7.1f}  {row['by']:<9}{row['share']:>6.2f} {spread:>14}"
+    )
+
+
+def main() -> None:
+    """Print a table and write it, and its numbers, into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1e7])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES))
+    parser.add_argument("--others", type=int, nargs="+", default=[2, 4, 8], help="rows in dtypes after the first")
+    parser.add_argument("--minus", action="store_true", help="subtract one vector from all rows")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", "--output", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    lines = [
+        f"Kernels, {'less one vector' if options.minus else 'plain rows'}; torch {torch.__version__}, "
+        f"{platform.machine()}",
+        f"{'dtype':<9}{'P':>6}{'threads':>8}{'k':>4}  {'kernel':<8}{'GB/s':>7} {'limit':>7}  {'by':<9}{'share':>6} "
+        f"{'quartiles':>14}",
+    ]
+    print(*lines, sep="\n", flush=True)
+    floor, found = Floor(), []
+    before = set_backend("auto")
+    for number, name in enumerate(options.dtypes):
+        counts = options.others if number else options.rows
+        for size in map(int, options.sizes):
+            noise = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(DTYPES[name])
+            vectors = [noise.roll(i) for i in range(max(counts) + 1)]
+            out = torch.empty_like(noise)
+            for threads in options.threads:
+                torch.set_num_threads(threads)
+                for k in counts:
+                    minus = vectors[-1] if options.minus else None
+                    for row in measure(vectors[:k], minus, out, threads, floor, options.rounds):
+                        found.append(row)
+                        lines.append(shown(row))
+                        print(lines[-1], flush=True)
+    set_backend(before)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "kernels.txt").write_text("\n".join(lines) + "\n")
+    settings = {"rounds": options.rounds, "torch": torch.__version__, "machine": platform.platform()}
+    (options.out / "kernels.json").write_text(json.dumps({"settings": settings, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
