@@ -276,7 +276,7 @@ def _check_pieces(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> 
     if expanded or (high[:-1] > low[1:]).any():
         raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
     for row in read:
-        if row is out or len(order) == 0:
+        if row is out or len(order) == 0 or _are_apart(out, row):
             continue
         begin, end = _places(row, lengths)
         # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
@@ -287,6 +287,13 @@ def _check_pieces(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> 
             same = i == piece and starts[i] == begin[i] and stops[i] == end[i]
             if not same or _dtype(out, i) != _dtype(row, i):
                 raise ArgumentError(OVERLAP)
+
+
+def _are_apart(out: Line, row: Line) -> bool:
+    """Whether one of two rows of tensors ends before the other begins, as is usual of models made one after another."""
+    if isinstance(out, Tensor) or isinstance(row, Tensor):
+        return False
+    return out.extent[1] <= row.extent[0] or row.extent[1] <= out.extent[0]
 
 
 def _is_expanded(tensor: Tensor) -> bool:

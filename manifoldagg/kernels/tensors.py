@@ -83,7 +83,7 @@ class Tensors(tuple[Tensor, ...]):
     def device(self) -> torch.device | None:
         """The device of all, if there is one and all are dense there, with values, and of floating dtypes."""
         real = all(dtype.is_floating_point for dtype in self.dtypes)
-        dense = all(layout is torch.strided for layout in set(map(_layout, self)))
+        dense = {torch.strided} == set(map(_layout, self))
         if not (real and dense) or len(self.devices) > 1:
             return None
         (device,) = self.devices
@@ -100,15 +100,24 @@ class Tensors(tuple[Tensor, ...]):
         return tuple(map(Tensor.data_ptr, self))
 
     @_Once
+    def extent(self) -> tuple[int, int]:
+        """Two addresses between which all entries lie."""
+        if not self.whole:
+            return int(self.spans[0].min()), int(self.spans[1].max())
+        item = max(dtype.itemsize for dtype in self.dtypes)
+        return min(self.addresses), max(self.addresses) + max(self.lengths) * item
+
+    @_Once
     def spans(self) -> np.ndarray:
         """(2, n): the addresses between which the entries of each tensor lie."""
-        starts = np.array(self.addresses, np.int64)
+        found = np.empty((2, len(self)), np.int64)
+        found[:] = self.addresses
         if self.whole:
             items = self[0].itemsize if len(self.dtypes) == 1 else [dtype.itemsize for dtype in map(_dtype, self)]
-            sizes = np.array(self.lengths, np.int64) * items
+            found[1] += np.array(self.lengths, np.int64) * items
         else:
-            sizes = np.array([_extent(tensor) for tensor in self], np.int64)
-        return np.stack([starts, starts + sizes])
+            found[1] += np.array([_extent(tensor) for tensor in self], np.int64)
+        return found
 
     @_Once
     def table(self) -> bytes | None:
