@@ -44,7 +44,7 @@ class Gram:
     parts: Matrix
     extra: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()
-    matrix: Matrix = field(init=False)
+    matrix: Matrix = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "matrix", self.parts[0] if len(self.parts) == 1 else self.parts.sum(0))
