@@ -37,6 +37,8 @@ class AsyncCorrected(ScheduledRule):
 
     Source: Manifold (9)-(12), Algorithm 1.
 
+    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0.
+
     Example:
         >>> from manifoldagg.corrections import OrthoDyn
         >>> AsyncCorrected(rate=0.5, correction=OrthoDyn(upper=0.6)).correction.upper

@@ -55,6 +55,9 @@ class CA2FL(ServerRule):
 
     Source: Wang et al. 2024 (ICLR), Algorithm 2; OrthoFL D.2.
 
+    Cost: an update that moves the model reads 25 words a parameter, writes 4 and makes 3; one that waits reads 9,
+        writes 3 and makes 4.
+
     Example:
         Of two clients, the one that is not in the buffer is remembered.
 

@@ -35,6 +35,8 @@ class DCASGD(ScheduledRule):
 
     Source: Zheng et al. 2017; Report (12). Cost: the product is one more row, in float64, and $m$ is the state.
 
+    Cost: an update that moves the model reads 13 words a parameter, writes 3 and makes 2.
+
     Example:
         >>> import manifoldagg, torch
         >>> current, base, update = ([torch.tensor([x])] for x in (1.0, 0.0, 2.0))

@@ -40,6 +40,9 @@ class DeFedAvg(FedAvg):
 
     Source: Wang et al. 2024 (DeFedAvg-nIID), as MasFL Table 1 compares it.
 
+    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0; one that waits reads 7, writes
+        1 and makes 2.
+
     Example:
         >>> sorted(DeFedAvg(3).draw(["a", "b", "c"], np.random.default_rng(0)))
         ['a', 'b', 'c']

@@ -42,6 +42,9 @@ class FedAdam(FedAvg):
 
     Source: Reddi et al. 2021, Algorithm 2.
 
+    Cost: an update that moves the model reads 15 words a parameter, writes 3 and makes 2; one that waits reads 7,
+        writes 1 and makes 2.
+
     Example:
         >>> import manifoldagg, torch
         >>> model, update = [torch.tensor([0.0, 0.0])], [torch.tensor([1.0, -100.0])]

@@ -34,6 +34,8 @@ class FedAsync(CurveRule):
 
     Source: Xie et al. 2019, Algorithm 1; Manifold (AsyncPos).
 
+    Cost: an update that moves the model reads 5 words a parameter, writes 1 and makes 0.
+
     Example:
         >>> import manifoldagg, torch
         >>> state, base = {"w": torch.tensor([0.0])}, {"w": torch.tensor([0.0])}

@@ -34,6 +34,9 @@ class FedBuff(BufferedRule):
 
     Source: Nguyen et al. 2022, Algorithm 1.
 
+    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0; one that waits reads 7, writes
+        1 and makes 2.
+
     Example:
         Two fresh updates, then a fresh one and one that is a version late.
 

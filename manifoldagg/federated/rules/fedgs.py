@@ -27,6 +27,8 @@ class FedGS(ScheduledRule):
 
     Source: Manifold §4.1; Yu et al. 2020.
 
+    Cost: an update that moves the model reads 6 words a parameter, writes 1 and makes 0.
+
     Example:
         >>> FedGS(rate=1.0).correction
         OrthoDC(threshold=0.0)

@@ -59,6 +59,9 @@ class FLOCO(ServerRule):
 
     Source: Grinwald, Wiesner, Nakajima 2024, Algorithm 1; Report §5.1.
 
+    Cost: an update that moves the model reads 28 words a parameter, writes 5 and makes 4; one that waits reads 19,
+        writes 2 and makes 3.
+
     Example:
         >>> import manifoldagg, torch
         >>> start, ends = [torch.tensor([0.0])], [[torch.tensor([1.0])], [torch.tensor([3.0])]]

@@ -63,6 +63,8 @@ class OrthoFL(ServerRule):
         the last client's calibrated model, drops a shift whose entries sum to 0, copies tensors with `bn` in their
         name, and begins with $\beta_t = 1$; this follows the paper.
 
+    Cost: an update that moves the model reads 25 words a parameter, writes 6 and makes 5.
+
     Example:
         >>> import torch
         >>> from manifoldagg.federated import Payload, Server
