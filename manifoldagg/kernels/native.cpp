@@ -26,6 +26,7 @@ constexpr int MOST = 32;    // rows that are multiplied by one another while the
 constexpr int SPAN = 512;   // entries of a tile at most: 4 KiB in float64
 constexpr int ROOM = 32 << 10;  // bytes of a tile of many rows: measured, the first level and some of the second
 constexpr int ENOUGH = 64;  // entries of one piece that are worth a tile of their own
+constexpr int ALONE = 4;    // rows that need no tile
 constexpr int FEW = 3;      // panels that stay in the nearest cache while others are multiplied by them
 constexpr int AHEAD = 1024;  // bytes by which reading is announced where few rows are read in turn
 
@@ -260,10 +261,6 @@ template <int M, int N> __attribute__((noinline)) void multiply(const Tile& tile
 // Rows i to i + M of a tile, read from where they lie, and their products with one another.
 template <class T, int M, bool LESS, bool KEEP>
 __attribute__((noinline)) void enter(const Tile& tile, int64_t i, const T* const* plus, const T* minus) {
-  V total[M * (M + 1) / 2][PARTS];
-  for (int m = 0, t = 0; m < M; m++)
-    for (int n = 0; n <= m; n++, t++)
-      for (int h = 0; h < PARTS; h++) total[t][h] = tile.sum(i + m, i + n)[h];
   const T* from[M];
   double* to[M];
   for (int m = 0; m < M; m++) {
@@ -271,30 +268,40 @@ __attribute__((noinline)) void enter(const Tile& tile, int64_t i, const T* const
     to[m] = tile.row(i + m);
   }
   const int64_t size = tile.n, next = tile.next;
-  auto step = [&](int64_t p) __attribute__((always_inline)) {
-    for (int h = 0; h < PARTS; h++) {
-      const int64_t q = p + h * WIDTH;
-      V r[M];
-      const V b = LESS ? load(minus + q) : V{};
-      for (int m = 0; m < M; m++) {
-        r[m] = LESS ? load(from[m] + q) - b : load(from[m] + q);
-        if (KEEP) put(r[m], to[m] + q, false);
+  // As in `multiply`; the second part of the lanes finds the rows in the cache.
+  constexpr int ONCE = M * (M + 1) / 2 * PARTS <= 12 ? PARTS : 1;
+  for (int part = 0; part < PARTS; part += ONCE) {
+    V total[M * (M + 1) / 2][ONCE];
+    for (int m = 0, t = 0; m < M; m++)
+      for (int n = 0; n <= m; n++, t++)
+        for (int h = 0; h < ONCE; h++) total[t][h] = tile.sum(i + m, i + n)[part + h];
+    auto step = [&](int64_t p) __attribute__((always_inline)) {
+      for (int h = 0; h < ONCE; h++) {
+        const int64_t q = p + (part + h) * WIDTH;
+        V r[M];
+        const V b = LESS ? load(minus + q) : V{};
+        for (int m = 0; m < M; m++) {
+          r[m] = LESS ? load(from[m] + q) - b : load(from[m] + q);
+          if (KEEP) put(r[m], to[m] + q, false);
+        }
+        for (int m = 0, t = 0; m < M; m++)
+          for (int n = 0; n <= m; n++, t++) total[t][h] = fma(r[m], r[n], total[t][h]);
       }
-      for (int m = 0, t = 0; m < M; m++)
-        for (int n = 0; n <= m; n++, t++) total[t][h] = fma(r[m], r[n], total[t][h]);
+    };
+    constexpr int LINE = 64 / sizeof(T);
+    int64_t p = 0;
+    for (; p + LINE <= size; p += LINE) {
+      if (part == 0) {
+        for (int m = 0; m < M; m++) __builtin_prefetch((const char*)(from[m] + p) + next, 0, KEEP ? 2 : 3);
+        if (LESS) __builtin_prefetch((const char*)(minus + p) + next, 0, KEEP ? 2 : 3);
+      }
+      for (int l = 0; l < LINE; l += LANES) step(p + l);
     }
-  };
-  constexpr int LINE = 64 / sizeof(T);
-  int64_t p = 0;
-  for (; p + LINE <= size; p += LINE) {
-    for (int m = 0; m < M; m++) __builtin_prefetch((const char*)(from[m] + p) + next, 0, 2);
-    if (LESS) __builtin_prefetch((const char*)(minus + p) + next, 0, 2);
-    for (int l = 0; l < LINE; l += LANES) step(p + l);
+    for (; p < size; p += LANES) step(p);
+    for (int m = 0, t = 0; m < M; m++)
+      for (int n = 0; n <= m; n++, t++)
+        for (int h = 0; h < ONCE; h++) tile.sum(i + m, i + n)[part + h] = total[t][h];
   }
-  for (; p < size; p += LANES) step(p);
-  for (int m = 0, t = 0; m < M; m++)
-    for (int n = 0; n <= m; n++, t++)
-      for (int h = 0; h < PARTS; h++) tile.sum(i + m, i + n)[h] = total[t][h];
 }
 
 // Reads rows from..to into lines at.. of a tile, n entries from place p on: whatever their dtypes, strides and pieces.
@@ -323,13 +330,17 @@ bool entered(const Rows& rows, int64_t first, int64_t i, int64_t m, int64_t piec
   const bool alone = m == tile.columns;
   tile.next = alone ? AHEAD : (tile.pitch - LANES) * BYTES[like.dtype];
   typed(like.dtype, [&]<class T>() {
-    const T* plus[PANEL];
+    const T* plus[ALONE];
     for (int64_t j = 0; j < m; j++) plus[j] = (const T*)rows.row(first + i + j, piece).data + low;
-    counted(m, [&]<int M>() {
-      const T* minus = (const T*)less.data + low;
-      if (less.data) alone ? enter<T, M, true, false>(tile, i, plus, minus) : enter<T, M, true, true>(tile, i, plus, minus);
-      else alone ? enter<T, M, false, false>(tile, i, plus, minus) : enter<T, M, false, true>(tile, i, plus, minus);
-    });
+    const T* minus = (const T*)less.data + low;
+    if (alone)
+      counted<ALONE>(m, [&]<int M>() {
+        less.data ? enter<T, M, true, false>(tile, i, plus, minus) : enter<T, M, false, false>(tile, i, plus, minus);
+      });
+    else
+      counted(m, [&]<int M>() {
+        less.data ? enter<T, M, true, true>(tile, i, plus, minus) : enter<T, M, false, true>(tile, i, plus, minus);
+      });
   });
   return true;
 }
@@ -378,7 +389,7 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
   lines.resize(count * pitch / WIDTH);
   sums.assign(m * n * PARTS, V{});
   Tile tile{(double*)lines.data(), sums.data(), pitch, n, 0, 0};
-  const Parts panels(m, PANEL), across(n, PANEL);
+  const Parts panels(m, same && m <= ALONE ? ALONE : PANEL), across(n, PANEL);
   for (int64_t p = b.start, taken, piece; p < b.stop; p += taken) {
     taken = reach(rows.pieces, p, b.stop, width, piece);
     tile.n = (taken + LANES - 1) / LANES * LANES;
@@ -387,9 +398,9 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
       const int64_t i = panels.edge(q), high = panels.edge(q + 1) - i;
       if (!same || piece < 0 || !entered(rows, first, i, high, piece, p, tile)) {
         gather(rows, first + i, first + i + high, p, taken, tile, i);
-        const double* line[PANEL];
+        const double* line[ALONE];
         for (int64_t j = 0; j < high; j++) line[j] = tile.row(i + j);
-        if (same) counted(high, [&]<int M>() { enter<double, M, false, false>(tile, i, line, line[0]); });
+        if (same) counted<ALONE>(high, [&]<int M>() { enter<double, M, false, false>(tile, i, line, line[0]); });
       }
     }
     // A few panels at a time, so that they stay in the nearest cache while all others pass by.
@@ -431,6 +442,33 @@ __attribute__((noinline)) void add(const Term* terms, int64_t p, int64_t n, doub
   }
 }
 
+// The same for all rows at once, from base (or nothing) to the result, where a tile between them would set the pace.
+template <class T, int K, bool LESS>
+__attribute__((noinline)) void through(const Term* terms, int64_t n, const T* base, T* to, bool past, int64_t p) {
+  constexpr int LINE = 64 / sizeof(T);
+  const T *plus[K], *const minus = (const T*)terms[0].minus.data + p;
+  V c[K];
+  for (int j = 0; j < K; j++) plus[j] = (const T*)terms[j].plus.data + p, c[j] = V{} + terms[j].c;
+  auto loop = [&](auto streams, auto starts) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < n; i += LINE) {
+      for (int j = 0; j < K; j++) __builtin_prefetch((const char*)(plus[j] + i) + AHEAD);
+      if (LESS) __builtin_prefetch((const char*)(minus + i) + AHEAD);
+      if (starts) __builtin_prefetch((const char*)(base + i) + AHEAD);
+      for (int64_t q = i; q < i + LINE; q += WIDTH) {
+        V sum = starts ? load(base + q) : V{};
+        const V b = LESS ? load(minus + q) : V{};
+        for (int j = 0; j < K; j++) sum = fma(c[j], LESS ? load(plus[j] + q) - b : load(plus[j] + q), sum);
+        store(to + q, sum, streams);
+      }
+    }
+  };
+  // As types, not as values: loops without a question inside.
+  using yes = std::true_type;
+  using no = std::false_type;
+  if (past) base ? loop(yes{}, yes{}) : loop(yes{}, no{});
+  else base ? loop(no{}, yes{}) : loop(no{}, no{});
+}
+
 // Whether the next rows are of one dtype, without gaps, and less one vector or none: how many of them, `most` at most.
 int64_t alike(const Term* terms, int64_t most) {
   const Vec &like = terms[0].plus, &less = terms[0].minus;
@@ -462,20 +500,36 @@ void combine_run(const Vec& base, const std::vector<Term>& terms, int64_t p, int
   // Streaming stores trap on addresses that are no multiple of a vector, and are fast by whole lines of the cache:
   // entries before the first one go apart.
   int64_t n = past && place % 64 ? int64_t(64 - place % 64) / size : SPAN;
+  const int64_t count = terms.size();
+  const int64_t dtype = out.dtype;
+  auto fits = [&](const Vec& x) { return x.dtype == dtype && x.stride == 1; };
+  const bool few = count > 0 && count <= ALONE && alike(terms.data(), count) == count && fits(terms[0].plus) &&
+                   fits(out) && (!base.data || fits(base));
   for (; p < stop; p += n, n = SPAN) {
     n = std::min(n, stop - p);
+    if (few && n >= 64) {
+      n = (stop - p) / 64 * 64;
+      typed(dtype, [&]<class T>() {
+        counted<ALONE>(count, [&]<int K>() {
+          const T* from = base.data ? (const T*)base.data + p : nullptr;
+          T* to = (T*)out.data + p;
+          if (terms[0].minus.data) through<T, K, true>(terms.data(), n, from, to, past, p);
+          else through<T, K, false>(terms.data(), n, from, to, past, p);
+        });
+      });
+      continue;
+    }
     const int64_t whole = n / 64 * 64;
     if (base.data) widen<false>(base, p, n, total);
     else std::fill_n(total, n, 0.0);
-    const int64_t count = terms.size();
     for (int64_t j = 0, taken; j < count; j += taken) {
       const Term* term = &terms[j];
-      taken = alike(term, std::min<int64_t>(count - j, 4));
+      taken = alike(term, std::min<int64_t>(count - j, ALONE));
       int64_t done = 0;
       if (taken) {
         done = whole;
         typed(term->plus.dtype, [&]<class T>() {
-          counted<4>(taken, [&]<int K>() {
+          counted<ALONE>(taken, [&]<int K>() {
             if (term->minus.data) add<T, K, true>(term, p, whole, total);
             else add<T, K, false>(term, p, whole, total);
           });
