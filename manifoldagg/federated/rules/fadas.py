@@ -126,9 +126,7 @@ class FADAS(BufferedRule):
         after = {name: torch.empty_like(state[name]) for name in names}
         vectors = [after[name] for name in names] + [state[name] for name in names]
         for delta, reached, current, *news, m, v, largest in mean.formed(model, mean.current, *vectors):
-            fresh = moments(m, v, delta, self.beta1, self.beta2)
-            most = torch.maximum(largest, fresh[1])
-            quotient_step(current, fresh[0], most, self.epsilon, rate, out=reached)
-            for new, made in zip(news, (*fresh, most), strict=True):
-                new.copy_(made)
+            moments(m, v, delta, (self.beta1, self.beta2), out=news[:2])
+            torch.maximum(largest, news[1], out=news[2])
+            quotient_step(current, news[0], news[2], self.epsilon, rate, out=reached)
         return model, distance(model, mean.current), after | {"late": 0}

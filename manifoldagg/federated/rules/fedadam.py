@@ -1,5 +1,6 @@
 """FedAdam: the mean of a cohort as a gradient for Adam on the server."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -84,21 +85,24 @@ class FedAdam(FedAvg):
         for delta, reached, current, *news, before, square in mean.formed(
             model, mean.current, m, v, state["m"], state["v"]
         ):
-            fresh = moments(before, square, delta, self.beta1, self.beta2)
-            quotient_step(current, *fresh, self.epsilon, rate, out=reached)
-            for new, made in zip(news, fresh, strict=True):
-                new.copy_(made)
+            moments(before, square, delta, (self.beta1, self.beta2), out=news)
+            quotient_step(current, *news, self.epsilon, rate, out=reached)
         return model, distance(model, mean.current), {"m": m, "v": v}
 
 
-def moments(m: Tensor, square: Tensor, delta: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
-    r"""$\beta_1 m + (1 - \beta_1)\, \Delta$ and $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$.
+def moments(m: Tensor, square: Tensor, delta: Tensor, betas: tuple[float, float], *, out: Sequence[Tensor]) -> None:
+    r"""$\beta_1 m + (1 - \beta_1)\, \Delta$ and $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$, written into `out`.
 
     Example:
-        >>> moments(torch.zeros(1), torch.ones(1), torch.tensor([2.0]), 0.5, 0.5)
-        (tensor([1.]), tensor([2.5000]))
+        >>> out = torch.empty(2, 1)
+        >>> moments(torch.zeros(1), torch.ones(1), torch.tensor([2.0]), (0.5, 0.5), out=[*out])
+        >>> out
+        tensor([[1.0000],
+                [2.5000]])
     """
-    return torch.lerp(m, delta, 1 - beta1), delta.square().mul_(1 - beta2).add_(square, alpha=beta2)
+    first, second = out
+    torch.lerp(m, delta, 1 - betas[0], out=first)
+    torch.mul(delta, delta, out=second).mul_(1 - betas[1]).add_(square, alpha=betas[1])
 
 
 def quotient_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: float, *, out: Tensor) -> None:
