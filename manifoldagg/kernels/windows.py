@@ -11,7 +11,7 @@ __all__ = ["windows"]
 
 WINDOW = 1 << 18
 """Entries for each thread: a dozen vectors fit a last cache, and what calls cost, a tenth of a millisecond in all, is
-small beside their work. From a quarter of that on it was slower than whole vectors."""
+small beside their work. Of a quarter of that, on one thread, they took longer than of whole vectors."""
 
 
 def windows(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:

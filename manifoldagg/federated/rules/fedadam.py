@@ -86,7 +86,7 @@ class FedAdam(FedAvg):
             model, mean.current, m, v, state["m"], state["v"]
         ):
             moments(before, square, delta, (self.beta1, self.beta2), out=news)
-            quotient_step(current, *news, self.epsilon, rate, out=reached)
+            quotient_step(current, news[0], news[1], self.epsilon, rate, out=reached)
         return model, distance(model, mean.current), {"m": m, "v": v}
 
 
