@@ -26,7 +26,9 @@ constexpr int MOST = 32;    // rows that are multiplied by one another while the
 constexpr int SPAN = 512;   // entries of a tile at most: 4 KiB in float64
 constexpr int ROOM = 32 << 10;  // bytes of a tile of many rows: measured, the first level and some of the second
 constexpr int ENOUGH = 64;  // entries of one piece that are worth a tile of their own
-constexpr int ALONE = 4;    // rows that need no tile
+constexpr int ALONE = 5;    // rows whose products need no tile: as many sums as registers, and some beside them
+constexpr int THROUGH = 8;  // rows whose combination needs none
+constexpr int TOGETHER = 4;  // rows that are added to a tile in one turn
 constexpr int FEW = 3;      // panels that stay in the nearest cache while others are multiplied by them
 constexpr int AHEAD = 1024;  // bytes by which reading is announced where few rows are read in turn
 
@@ -268,40 +270,34 @@ __attribute__((noinline)) void enter(const Tile& tile, int64_t i, const T* const
     to[m] = tile.row(i + m);
   }
   const int64_t size = tile.n, next = tile.next;
-  // As in `multiply`; the second part of the lanes finds the rows in the cache.
-  constexpr int ONCE = M * (M + 1) / 2 * PARTS <= 12 ? PARTS : 1;
-  for (int part = 0; part < PARTS; part += ONCE) {
-    V total[M * (M + 1) / 2][ONCE];
-    for (int m = 0, t = 0; m < M; m++)
-      for (int n = 0; n <= m; n++, t++)
-        for (int h = 0; h < ONCE; h++) total[t][h] = tile.sum(i + m, i + n)[part + h];
-    auto step = [&](int64_t p) __attribute__((always_inline)) {
-      for (int h = 0; h < ONCE; h++) {
-        const int64_t q = p + (part + h) * WIDTH;
-        V r[M];
-        const V b = LESS ? load(minus + q) : V{};
-        for (int m = 0; m < M; m++) {
-          r[m] = LESS ? load(from[m] + q) - b : load(from[m] + q);
-          if (KEEP) put(r[m], to[m] + q, false);
-        }
-        for (int m = 0, t = 0; m < M; m++)
-          for (int n = 0; n <= m; n++, t++) total[t][h] = fma(r[m], r[n], total[t][h]);
+  V total[M * (M + 1) / 2][PARTS];
+  for (int m = 0, t = 0; m < M; m++)
+    for (int n = 0; n <= m; n++, t++)
+      for (int h = 0; h < PARTS; h++) total[t][h] = tile.sum(i + m, i + n)[h];
+  auto step = [&](int64_t p) __attribute__((always_inline)) {
+    for (int h = 0; h < PARTS; h++) {
+      const int64_t q = p + h * WIDTH;
+      V r[M];
+      const V b = LESS ? load(minus + q) : V{};
+      for (int m = 0; m < M; m++) {
+        r[m] = LESS ? load(from[m] + q) - b : load(from[m] + q);
+        if (KEEP) put(r[m], to[m] + q, false);
       }
-    };
-    constexpr int LINE = 64 / sizeof(T);
-    int64_t p = 0;
-    for (; p + LINE <= size; p += LINE) {
-      if (part == 0) {
-        for (int m = 0; m < M; m++) __builtin_prefetch((const char*)(from[m] + p) + next, 0, KEEP ? 2 : 3);
-        if (LESS) __builtin_prefetch((const char*)(minus + p) + next, 0, KEEP ? 2 : 3);
-      }
-      for (int l = 0; l < LINE; l += LANES) step(p + l);
+      for (int m = 0, t = 0; m < M; m++)
+        for (int n = 0; n <= m; n++, t++) total[t][h] = fma(r[m], r[n], total[t][h]);
     }
-    for (; p < size; p += LANES) step(p);
-    for (int m = 0, t = 0; m < M; m++)
-      for (int n = 0; n <= m; n++, t++)
-        for (int h = 0; h < ONCE; h++) tile.sum(i + m, i + n)[part + h] = total[t][h];
+  };
+  constexpr int LINE = 64 / sizeof(T);
+  int64_t p = 0;
+  for (; p + LINE <= size; p += LINE) {
+    for (int m = 0; m < M; m++) __builtin_prefetch((const char*)(from[m] + p) + next, 0, KEEP ? 2 : 3);
+    if (LESS) __builtin_prefetch((const char*)(minus + p) + next, 0, KEEP ? 2 : 3);
+    for (int l = 0; l < LINE; l += LANES) step(p + l);
   }
+  for (; p < size; p += LANES) step(p);
+  for (int m = 0, t = 0; m < M; m++)
+    for (int n = 0; n <= m; n++, t++)
+      for (int h = 0; h < PARTS; h++) tile.sum(i + m, i + n)[h] = total[t][h];
 }
 
 // Reads rows from..to into lines at.. of a tile, n entries from place p on: whatever their dtypes, strides and pieces.
@@ -318,17 +314,24 @@ void gather(const Rows& rows, int64_t from, int64_t to, int64_t p, int64_t n, co
   for (int64_t i = at; i < at + to - from; i++) std::fill(tile.row(i) + n, tile.row(i) + tile.n, 0.0);
 }
 
-// Rows i to i + m of a tile from one piece, if they are of one dtype, without gaps, and less one vector or none.
-bool entered(const Rows& rows, int64_t first, int64_t i, int64_t m, int64_t piece, int64_t p, Tile tile) {
-  const Vec &like = rows.row(first + i, piece), &less = rows.less(first + i, piece);
+// Whether m rows of one piece are of one dtype, without gaps, and less one vector or none.
+bool even(const Rows& rows, int64_t first, int64_t m, int64_t piece) {
+  const Vec &like = rows.row(first, piece), &less = rows.less(first, piece);
   if (less.data && (less.dtype != like.dtype || less.stride != 1)) return false;
-  for (int64_t j = first + i; j < first + i + m; j++) {
+  for (int64_t j = first; j < first + m; j++) {
     const Vec& row = rows.row(j, piece);
     if (row.dtype != like.dtype || row.stride != 1 || !same(rows.less(j, piece), less)) return false;
   }
+  return true;
+}
+
+// Rows i to i + m of a tile from one piece, if they are even.
+bool entered(const Rows& rows, int64_t first, int64_t i, int64_t m, int64_t piece, int64_t p, Tile tile) {
+  if (!even(rows, first + i, m, piece)) return false;
+  const Vec &like = rows.row(first + i, piece), &less = rows.less(first + i, piece);
   const int64_t low = p - rows.pieces.edges[piece];
   const bool alone = m == tile.columns;
-  tile.next = alone ? AHEAD : (tile.pitch - LANES) * BYTES[like.dtype];
+  tile.next = alone ? AHEAD : tile.n * BYTES[like.dtype];
   typed(like.dtype, [&]<class T>() {
     const T* plus[ALONE];
     for (int64_t j = 0; j < m; j++) plus[j] = (const T*)rows.row(first + i + j, piece).data + low;
@@ -352,14 +355,15 @@ struct Parts {
   int64_t edge(int64_t q) const { return q * (n / count) + std::min(q, n % count); }
 };
 
-// How many entries from p on a tile takes. Of one piece, whole vectors, if it has enough of them there (`piece` says
-// which); else pieces are gathered, to the end of a vector, until one has.
-int64_t reach(const Pieces& pieces, int64_t p, int64_t stop, int64_t width, int64_t& piece) {
-  const int64_t limit = std::min(stop, p + width);
+// How many entries from p on are taken. Of one piece up to `most`, whole vectors, if it has enough of them there (`piece`
+// says which); else pieces are gathered into a tile of this width, to the end of a vector, until one has.
+int64_t reach(const Pieces& pieces, int64_t p, int64_t stop, int64_t width, int64_t most, int64_t& piece) {
+  int64_t limit = std::min(stop, p + most);
   int64_t i = pieces.at(p);
   const int64_t whole = (std::min(limit, pieces.edges[i + 1]) - p) / LANES * LANES;
   piece = whole >= ENOUGH || whole == limit - p ? i : -1;
   if (piece >= 0) return whole;
+  limit = std::min(stop, p + width);
   int64_t end = p;
   while (end < limit) {
     while (pieces.edges[i + 1] <= end) i++;
@@ -389,9 +393,12 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
   lines.resize(count * pitch / WIDTH);
   sums.assign(m * n * PARTS, V{});
   Tile tile{(double*)lines.data(), sums.data(), pitch, n, 0, 0};
+  // Few rows are multiplied as they are read, and need no tile: they go to the end of the block at once.
+  const bool once = same && m <= ALONE;
   const Parts panels(m, same && m <= ALONE ? ALONE : PANEL), across(n, PANEL);
   for (int64_t p = b.start, taken, piece; p < b.stop; p += taken) {
-    taken = reach(rows.pieces, p, b.stop, width, piece);
+    taken = reach(rows.pieces, p, b.stop, width, once ? b.stop - b.start : width, piece);
+    if (taken > width && !even(rows, first, m, piece)) taken = width;
     tile.n = (taken + LANES - 1) / LANES * LANES;
     if (!same) gather(rows, other, other + n, p, taken, tile, m);
     for (int64_t q = 0; q < panels.count; q++) {
@@ -503,14 +510,14 @@ void combine_run(const Vec& base, const std::vector<Term>& terms, int64_t p, int
   const int64_t count = terms.size();
   const int64_t dtype = out.dtype;
   auto fits = [&](const Vec& x) { return x.dtype == dtype && x.stride == 1; };
-  const bool few = count > 0 && count <= ALONE && alike(terms.data(), count) == count && fits(terms[0].plus) &&
+  const bool few = count > 0 && count <= THROUGH && alike(terms.data(), count) == count && fits(terms[0].plus) &&
                    fits(out) && (!base.data || fits(base));
   for (; p < stop; p += n, n = SPAN) {
     n = std::min(n, stop - p);
     if (few && n >= 64) {
       n = (stop - p) / 64 * 64;
       typed(dtype, [&]<class T>() {
-        counted<ALONE>(count, [&]<int K>() {
+        counted<THROUGH>(count, [&]<int K>() {
           const T* from = base.data ? (const T*)base.data + p : nullptr;
           T* to = (T*)out.data + p;
           if (terms[0].minus.data) through<T, K, true>(terms.data(), n, from, to, past, p);
@@ -524,12 +531,12 @@ void combine_run(const Vec& base, const std::vector<Term>& terms, int64_t p, int
     else std::fill_n(total, n, 0.0);
     for (int64_t j = 0, taken; j < count; j += taken) {
       const Term* term = &terms[j];
-      taken = alike(term, std::min<int64_t>(count - j, ALONE));
+      taken = alike(term, std::min<int64_t>(count - j, TOGETHER));
       int64_t done = 0;
       if (taken) {
         done = whole;
         typed(term->plus.dtype, [&]<class T>() {
-          counted<ALONE>(taken, [&]<int K>() {
+          counted<TOGETHER>(taken, [&]<int K>() {
             if (term->minus.data) add<T, K, true>(term, p, whole, total);
             else add<T, K, false>(term, p, whole, total);
           });
