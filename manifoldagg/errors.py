@@ -233,7 +233,9 @@ def is_finite(*tensors: Tensor) -> bool:
             array = tensor.detach().numpy()
             ends = array.min(), array.max()
         elif tensor.numel():
-            low, high = tensor.detach().aminmax()
+            # torch orders no numbers of eight bits.
+            given = tensor.float() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
+            low, high = given.detach().aminmax()
             ends = low.item(), high.item()
         else:
             continue

@@ -17,6 +17,7 @@ from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.weights import check_client
 from manifoldagg.kernels import Tensors
+from manifoldagg.kernels.rows import check_apart
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import OPAQUE, Layout
@@ -89,7 +90,8 @@ def aggregate(
         manifolds: name or pattern to the space of those entries, as in
             [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
         out: a model like `current`, `current` itself or another one that is passed in, into which the new one is
-            written. It is written when the step is known to fit: whatever is refused leaves it as it was.
+            written, each entry in memory of its own. It is written when the step is known to fit: whatever is refused
+            leaves it as it was.
 
     Returns:
         The new model (`out` where that is given), the rule's next state, and its numbers (such as `cosine`, `step`,
@@ -128,9 +130,11 @@ def aggregate(
     for i, model in enumerate(points):
         name = "update" if len(points) == 1 else f"update[{i}]"
         models[f"{name}: "] = newest = _tensors(name, model)
+    if isinstance(buffers, str) or not isinstance(buffers, Iterable):
+        raise ArgumentError(f"buffers: expected a sequence of glob patterns, or a mapping from them, got {buffers!r}")
     space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
     layout = space.layout
-    target = None if out is None else _target(layout, out, now)
+    target = None if out is None else _target(layout, out, models)
     rows = by_rows(rule, space) and layout.size > 0
     chosen = policies(layout.carried, buffers)
     kept = state if isinstance(state, ServerState) else ServerState(state)
@@ -161,14 +165,14 @@ def aggregate(
             layout.check_values(models)
         error.args = (POINTS.sub("update" if len(points) == 1 else r"update\1", str(error)),)
         raise
-    new = now
     if outcome.model is not None:
-        named = _named if rows else ParameterSpace._state_dict
-        new = named(space, after.current, after.buffers)
+        new = (_named if rows else ParameterSpace._state_dict)(space, after.current, after.buffers)
+    elif target is None:
+        new = _named(space, [now[leaf.name].clone() for leaf in layout.leaves], before.buffers)
+    else:
+        new = now
     if target is not None:
         _write(target, new)
-    elif new is now:
-        new = {name: tensor.clone() for name, tensor in now.items()}
     returned = _like(current, new, now) if out is None else out
     memory = {name: tree for name, tree in kept.memory.items() if name != client}
     if outcome.memory is not None:
@@ -233,17 +237,25 @@ class _Open:
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
-def _target(layout: Layout, out: Model, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model to write into.
+def _target(layout: Layout, out: Model, models: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of a model to write into, into which nothing can fail to be written.
 
     Raises:
-        ArgumentError: if they are not those of the layout, on the devices of `now`.
+        ArgumentError: if they are not those of the layout, on the devices of the first of `models`, or share memory
+            with one another or with another entry of these.
     """
     target = _tensors("out", out, written=True)
     layout.match(target, "out: ")
+    first, *_ = models.values()
     for name, tensor in target.items():
-        if tensor.device != now[name].device:
-            raise ArgumentError(f"out: {name}: expected device {now[name].device}, got {tensor.device}")
+        if tensor.device != first[name].device:
+            raise ArgumentError(f"out: {name}: expected device {first[name].device}, got {tensor.device}")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError(f"out: {name}: expected a tensor that was not made in inference mode")
+    names = [entry.name for entry in (*layout.leaves, *layout.carried)]
+    names += [alias for alias, name in layout.aliases if target[alias].data_ptr() != target[name].data_ptr()]
+    written = Tensors([target[name] for name in names])
+    check_apart(written, [Tensors([model[name] for name in names]) for model in models.values()], written.lengths)
     return target
 
 

@@ -132,7 +132,8 @@ class Outcome:
             the model did not move.
         memory: what the server keeps for this client from now on, `None` for nothing.
         numbers: for the receipt and the history: `cosine`, `step`, `norm`, `buffered` (how many updates wait), others.
-        sound: whether the rule knows that what it keeps is finite: nobody looks at it then.
+        sound: whether the rule knows that what it keeps is finite: nobody looks at it then. Who changes an outcome of
+            another rule says it anew.
     """
 
     model: Point | Motion | None

@@ -218,11 +218,13 @@ class Server:
             except ManifoldAggError as error:
                 with books.lock:
                     return books.refuse(error)
-            if self._averaging is not None and not receipt.buffered:
-                self._averaging.update(receipt.version, books.now.current)
-            books.spill()
-            if self._on_update is not None:
-                self._on_update(dict(row))
+            try:
+                if self._averaging is not None and not receipt.buffered:
+                    self._averaging.update(receipt.version, books.now.current)
+            finally:
+                books.spill()
+                if self._on_update is not None:
+                    self._on_update(dict(row))
         return receipt
 
     def drop(self, ticket_id: str) -> None:

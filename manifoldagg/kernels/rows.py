@@ -25,6 +25,7 @@ __all__ = [
     "Subtrahend",
     "blocks_of",
     "bounds",
+    "check_apart",
     "check_coefficients",
     "check_target",
     "flat",
@@ -228,7 +229,7 @@ def check_target(out: Line, rows: Rows, base: Line | None) -> None:
     """
     read = rows.distinct if base is None else (*rows.distinct, base)
     if rows.lengths is not None:
-        _check_pieces(out, read, rows.lengths)
+        check_apart(out, read, rows.lengths)
         return
     assert isinstance(out, Tensor)
     if out.shape[0] > 1 and out.stride(0) == 0:
@@ -265,8 +266,12 @@ def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
     return Blocks.of(bounds(segments, size))
 
 
-def _check_pieces(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> None:
-    """`check_target` where rows are tensors, or vectors seen as such: each is apart from the others, or the same."""
+def check_apart(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> None:
+    """`check_target` where rows are tensors, or vectors seen as such: each is apart from the others, or the same.
+
+    Raises:
+        ArgumentError: if one shares a part of its memory with itself, another one, or what is read.
+    """
     starts, stops = _places(out, lengths)
     order = np.argsort(starts, kind="stable")
     order = order[stops[order] > starts[order]]  # tensors without entries are nowhere

@@ -144,6 +144,7 @@ class Layout:
             len(given) < max(len(names), len(tensors))
             or [tensor.shape for tensor in given] != shapes
             or [tensor.dtype for tensor in given] != dtypes
+            or not set(map(_stored, given)) <= {DENSE}
         ):
             _match(self.entries, tensors, label)
 
@@ -251,6 +252,9 @@ def _match(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], label: s
             raise StateDictError(f"{label}{name}: expected shape {entry.shape}, got {tuple(given.shape)}")
         if given.dtype != entry.dtype:
             raise StateDictError(f"{label}{name}: expected {entry.dtype}, got {given.dtype}")
+        if _stored(given) != DENSE:
+            what = "on the meta device" if given.is_meta else given.layout
+            raise StateDictError(f"{label}{name}: expected a dense tensor with values, got one {what}")
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:

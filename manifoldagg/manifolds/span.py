@@ -18,8 +18,6 @@ from manifoldagg.manifolds.sphere import Sphere
 
 __all__ = ["Span"]
 
-OPPOSITE = 64 * torch.finfo(torch.float64).eps
-"""Of $|x + y|^2$: from inner products alone, what is nearer to the antipode cannot be told from it."""
 OFF = 2.0
 """A factor by which norms may miss 1: their squares are sums about that of one row, and keep their digits so."""
 
@@ -47,10 +45,11 @@ class Span:
 
     @staticmethod
     def of(space: Manifold, rows: Sequence[Float[Tensor, " P"]], start: int) -> "Span | None":
-        """The span of points of a space, flattened; `None` where it is none of such leaves, or no gain.
+        r"""The span of points of a space, flattened; `None` where it is none of such leaves, or no gain.
 
         It is no gain where a sphere has fewer coordinates than there are points, and no help where a norm is far from
-        1, or not finite.
+        1, or not finite, or where points of a sphere are more than a right angle apart: squares of coefficients c are
+        rounded by $c^2 \epsilon$, and between points that are nearly opposite a mean has coefficients without bound.
         """
         lengths: list[int] = []
         tolerances: list[float] = []
@@ -80,7 +79,8 @@ class Span:
         if not bool(inner.isfinite().all()):
             return None
         found = Span(rows, start, found.lengths, allowed, inner[~allowed.isnan()])
-        return found if bool(((found.norms > 1 / OFF) & (found.norms < OFF)).all()) else None
+        near = (found.cosines >= 0).all() & (found.norms > 1 / OFF).all() & (found.norms < OFF).all()
+        return found if bool(near) else None
 
     @property
     def flat(self) -> bool:
@@ -117,6 +117,12 @@ class Span:
     def norms(self) -> Float64[Tensor, "k R"]:
         """Of the points on each sphere, in the order of the rows."""
         return self.spheres.square(self.corners).squeeze(-1).sqrt()
+
+    @property
+    def cosines(self) -> Float64[Tensor, "R k k"]:
+        """The inner products of the points on each sphere, in the order of the rows."""
+        corners = self.corners.transpose(0, 1)
+        return corners @ self.inner @ corners.mT
 
     @property
     def corners(self) -> Float64[Tensor, "k R k"]:
@@ -174,8 +180,7 @@ class _Spheres(Manifold):
     def _log(self, x: Point, y: Point) -> Tangent:
         chord = y - x
         across = chord - self.dot(x, chord) * x
-        log = angle_per_sine(self.square(across), self.dot(x, y)) * across
-        return torch.where(self.square(x + y) <= OPPOSITE, math.nan, log)
+        return angle_per_sine(self.square(across), self.dot(x, y)) * across
 
     def _project(self, x: Point) -> Point:
         return x / self.square(x).sqrt()

@@ -259,3 +259,14 @@ def test_a_mean_of_large_gradients_does_not_overflow():
         Normalised().train(
             Flat(1), given_, lambda x, _: 1.5e308 * x.sum(), Batches([0]), None, generator=torch.Generator()
         )
+
+
+def test_an_opening_answer_with_points_that_are_not_finite_is_refused():
+    server = Server(Flat(2), AdaMasFL(1, steps=3, rounds=100), torch.zeros(2))
+    ticket = server.dispatch("a", keep=False)
+    points, base = torch.full((1, 2), math.nan), torch.full((2,), math.inf)
+    payload = Payload(points, 1, {"gradient": torch.ones(2)}, {"opening": 1.0}, base=base)
+    assert server.receive(ticket.id, payload).reason == "points: expected finite values, got nan at (0, 0)"
+    assert server.receive(ticket.id, replace(payload, points=torch.zeros(1, 2))).reason.startswith(
+        "base: expected finite"
+    )

@@ -461,6 +461,15 @@ class Bare(FedOrtho):
         (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[:2], "b": LINE[1:3]}), "out: expected"),
         (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
         (lambda: aggregate(Bare(), None, W, W, W), "rule: new model: expected what Frame.move makes"),
+        (lambda: aggregate(ASGD(), None, B, B, B, buffers=["rm"], out=B | {"rm": torch.zeros(1).expand(2)}), "out: expected tensors with memory"),
+        (lambda: aggregate(ASGD(), None, B, B, B, buffers=["rm"], out={"w": LINE[:2], "rm": LINE[:2]}), "out: expected tensors with memory"),
+        (lambda: aggregate(ASGD(), None, B, B, B, buffers=["rm"], out={"w": LINE[:2], "rm": LINE[1:3]}), "out: expected tensors with memory"),
+        (lambda: aggregate(ASGD(), None, W, W, W, out={"w": torch.ones(2).to_sparse()}), "out: w: expected a dense tensor"),
+        (lambda: aggregate(ASGD(), None, W, W, {"w": torch.ones(2, device="meta")}), "update: w: expected a dense tensor"),
+        (lambda: aggregate(ASGD(), None, W, W, W, out={"w": INFERENCE}), "out: w: expected a tensor that was not made in inference mode"),
+        (lambda: aggregate(FedBuff(2), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
+        (lambda: aggregate(ASGD(), None, W, W, W, buffers="*w*"), "buffers: expected a sequence of glob patterns"),
+        (lambda: aggregate(ASGD(), None, W, W, W, buffers=None), "buffers: expected a sequence of glob patterns"),
     ],
 )  # fmt: skip
 def test_a_target_that_does_not_fit_is_refused_by_name(call, words):
@@ -469,3 +478,23 @@ def test_a_target_that_does_not_fit_is_refused_by_name(call, words):
 
 
 LINE = torch.arange(5.0)
+B = {"w": torch.ones(2), "rm": torch.ones(2)}
+with torch.inference_mode():
+    INFERENCE = torch.ones(2)
+
+
+def test_tied_models_stay_tied_while_a_rule_waits():
+    models = [{"enc": x, "dec": x} for x in (torch.full((2,), float(i)) for i in range(3))]
+    model, state = models[0], None
+    for update in models[1:]:
+        model, state, _ = aggregate(FedBuff(2, staleness=lambda late: 1.0), state, model, models[0], update)
+        assert model["enc"] is model["dec"]
+    assert model["enc"].tolist() == [1.5, 1.5]
+
+
+def test_eight_bits_are_looked_at_where_a_step_is_long():
+    base, near, far = ({"w": torch.tensor([x, 2.0]).to(torch.float8_e4m3fn)} for x in (1.0, 200.0, float("nan")))
+    new, _, _ = aggregate(ASGD(1.0), None, base, base, near)
+    assert new["w"].float().tolist() == near["w"].float().tolist()
+    with pytest.raises(ArgumentError, match="update: w: expected finite values"):
+        aggregate(ASGD(1.0), None, base, base, far)

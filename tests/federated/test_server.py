@@ -151,6 +151,20 @@ def test_what_sees_the_updates_sees_them_entered_and_undoes_none():
     assert s.receive(ticket.id, payload()).reason.startswith("ticket")
 
 
+def test_every_update_is_told_whatever_a_listener_raises():
+    class Fails:
+        average = None
+
+        def update(self, version, model):
+            raise RuntimeError("full disk")
+
+    told = []
+    s = server(averaging=Fails(), on_update=told.append)
+    with pytest.raises(RuntimeError, match="full disk"):
+        s.receive(s.dispatch("a").id, payload())
+    assert [row["version"] for row in told] == [s.version] == [1]
+
+
 def test_updates_that_wait_are_told_too():
     told = []
     s = server(Gathers(2), on_update=told.append)

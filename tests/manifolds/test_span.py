@@ -216,3 +216,17 @@ def test_a_mean_holds_nothing_of_the_size_of_a_model_but_itself(dtype):
         mean = karcher(space, points)
     large = {place for place, held in seen.sizes.items() if held >= size} - given
     assert large == {mean.point.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-4, 1e-6])
+def test_nearly_opposite_points_have_a_mean_on_the_sphere(gap, dtype):
+    """Their mean has coefficients as large as 1 / gap on them: what the points themselves are better for."""
+    x = torch.tensor([0.6, 0.48, 0.64, 0.0, 0.0, 0.0], dtype=torch.float64)
+    points = torch.stack([x, -math.cos(gap) * x + math.sin(gap) * x.roll(3)]).to(dtype)
+    mean = karcher(Sphere(6), list(points))
+    assert mean.converged
+    assert abs(mean.point.double().norm() - 1) <= 2 * torch.finfo(dtype).eps
+    copies = Power(Sphere(6), (2,))
+    both = [torch.stack([point, x.to(dtype)]) for point in points]
+    assert karcher(copies, both).converged

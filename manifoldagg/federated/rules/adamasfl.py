@@ -1,9 +1,9 @@
 """AdaMasFL: MasFL in normalised steps, whose rates follow from S, K and T alone."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class AdaMasFL(ControlVariates):
 
     Source: MasFL, Algorithms 3 and 4, Theorem 2.
 
-    Cost: an update that moves the model reads 18 words a parameter, writes 5 and makes 4; one that waits reads 11,
+    Cost: an update that moves the model reads 19 words a parameter, writes 5 and makes 4; one that waits reads 12,
         writes 4 and makes 5.
 
     Example:
@@ -54,7 +54,6 @@ class AdaMasFL(ControlVariates):
         (0.015625, 0.25, 0.03125)
     """
 
-    measured: ClassVar[Sequence[str]] = ("points", "gradient")
     steps: int = field(default=10, kw_only=True)
     rounds: int = field(default=1000, kw_only=True)
 
