@@ -77,7 +77,10 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
         [*COMMAND, "compare", "--rounds", "100000"], cwd=tmp_path, env=WIDE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    time.sleep(12)
+    started = time.monotonic()
+    while not (tmp_path / "runs").exists() and time.monotonic() < started + 120:
+        time.sleep(0.1)
+    time.sleep(3)  # at work by now, however long a busy machine takes to import what it needs
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
