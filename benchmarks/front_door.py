@@ -18,8 +18,6 @@ import itertools
 import json
 import platform
 import statistics
-import time
-import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 from floor import Floor
+from timing import extra, in_turns
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from manifoldagg import aggregate
 from manifoldagg.federated.rules import ASGD, AsyncBezier, FedAsync, FedGS, FedOrtho
@@ -171,47 +169,11 @@ def ways(name: str, size: int, count: int, threads: int, floor: Floor) -> dict[s
     }
 
 
-def timed(calls: dict[str, Step], rounds: int, least: float = 2e-3) -> dict[str, list[float]]:
-    """Seconds of each call, in turns; short ones are repeated for `least` seconds."""
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        started = time.perf_counter()
-        call()
-        repeats[name] = max(1, int(least / (time.perf_counter() - started)))
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        names = list(calls)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            started = time.perf_counter()
-            for _ in range(repeats[name]):
-                calls[name]()
-            taken[name].append((time.perf_counter() - started) / repeats[name])
-    return taken
-
-
-def extra(call: Step) -> int:
-    """The most bytes that one call held at once, of torch's allocator and of Python's."""
-    call()
-    tracemalloc.start()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        kept = call()
-    python = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    del kept
-    held, most = 0, 0
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most + python
-
-
 def measure(name: str, size: int, count: int, threads: int, floor: Floor, rounds: int) -> list[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
     calls = ways(name, size, count, threads, floor)
-    taken = timed(calls, rounds)
+    taken = in_turns(calls, rounds)
     rows = []
     for way, seconds in taken.items():
         ratios = [a / b for a, b in zip(seconds, taken["floor"], strict=True)]

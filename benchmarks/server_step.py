@@ -18,8 +18,6 @@ import argparse
 import json
 import platform
 import statistics
-import time
-import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 from floor import Floor
+from timing import extra, in_turns
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from manifoldagg.corrections import Gram, OrthoDC
 from manifoldagg.kernels import Row, available_backends, combine, gram, set_backend
@@ -144,25 +142,10 @@ def ways(size: int, layout: str, threads: int, floor: Floor) -> dict[str, Step]:
     return found
 
 
-def timed(calls: dict[str, Step], rounds: int, least: float = 2e-3) -> dict[str, list[float]]:
-    """Seconds of each call, in turns; short ones are repeated for `least` seconds."""
-    repeats = {}
-    for name, call in calls.items():
-        work_by(name)
-        call()
-        started = time.perf_counter()
-        call()
-        repeats[name] = max(1, int(least / (time.perf_counter() - started)))
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        names = list(calls)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            work_by(name)
-            started = time.perf_counter()
-            for _ in range(repeats[name]):
-                calls[name]()
-            taken[name].append((time.perf_counter() - started) / repeats[name])
-    return taken
+def most_held(name: str, call: Step) -> int:
+    """The most bytes that one call held at once, by the backend of that name."""
+    work_by(name)
+    return extra(call)
 
 
 def work_by(name: str) -> None:
@@ -171,29 +154,11 @@ def work_by(name: str) -> None:
         set_backend(name)
 
 
-def extra(name: str, call: Step) -> int:
-    """The most bytes that one call held at once, of torch's allocator and of Python's."""
-    work_by(name)
-    call()
-    tracemalloc.start()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        kept = call()
-    python = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    del kept
-    held, most = 0, 0
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most + python
-
-
 def measure(size: int, layout: str, threads: int, floor: Floor, rounds: int) -> list[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
     calls = ways(size, layout, threads, floor)
-    taken = timed(calls, rounds)
+    taken = in_turns(calls, rounds, prepare=work_by)
     rows = []
     for name, seconds in taken.items():
         ratios = [a / b for a, b in zip(seconds, taken["floor"], strict=True)]
@@ -210,7 +175,7 @@ def measure(size: int, layout: str, threads: int, floor: Floor, rounds: int) -> 
                 "ratio": middle,
                 "low": low,
                 "high": high,
-                "extra": 0 if name == "floor" else extra(name, calls[name]),
+                "extra": 0 if name == "floor" else most_held(name, calls[name]),
             }
         )
     return rows
@@ -235,7 +200,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     floor, rows = Floor(), []
-    extra("", lambda: None)  # the profiler's own beginnings
+    extra(lambda: None)  # the profiler's own beginnings
     lines = [
         f"One server step, float32, two control points; torch {torch.__version__}, {platform.machine()}",
         f"{'P':>6} {'layout':<8}{'threads':>8}  {'way':<10} {'ms':>10} {'GB/s':>7} {'x floor':>8} "

@@ -166,9 +166,10 @@ def aggregate(
         error.args = (POINTS.sub("update" if len(points) == 1 else r"update\1", str(error)),)
         raise
     if outcome.model is not None:
-        new = (_named if rows else ParameterSpace._state_dict)(space, after.current, after.buffers)
+        named = layout.named if rows else space._state_dict
+        new = named(after.current, after.buffers)
     elif target is None:
-        new = _named(space, [now[leaf.name].clone() for leaf in layout.leaves], before.buffers)
+        new = layout.named([now[leaf.name].clone() for leaf in layout.leaves], before.buffers)
     else:
         new = now
     if target is not None:
@@ -265,14 +266,6 @@ def _row(layout: Layout, target: Mapping[str, Tensor]) -> Tensors:
     if row.whole and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
         return row
     return Tensors([torch.empty(x.shape, dtype=x.dtype, device=row[0].device) for x in row])
-
-
-def _named(space: ParameterSpace, row: Sequence[Tensor], carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A row under the names of a state dict, with copies of what is carried."""
-    layout = space.layout
-    leaves = {leaf.name: tensor for leaf, tensor in zip(layout.leaves, row, strict=True)}
-    leaves |= {alias: leaves[name] for alias, name in layout.aliases}
-    return leaves | {name: tensor.clone() for name, tensor in carried.items()}
 
 
 def _write(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:

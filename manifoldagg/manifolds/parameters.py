@@ -289,9 +289,8 @@ class ParameterSpace(Delegate):
         return points
 
     def _state_dict(self, point: Tensor, carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        leaves = {name: view.clone() for name, view in self._views(point).items()}
-        leaves |= {alias: leaves[name] for alias, name in self.layout.aliases}
-        return leaves | {name: tensor.detach().clone() for name, tensor in carried.items()}
+        views = self._views(point)
+        return self.layout.named([views[leaf.name].clone() for leaf in self.layout.leaves], carried)
 
     def _views(self, point: Tensor) -> dict[str, Tensor]:
         """The leaves of a finite point, finite in their own dtypes too."""
