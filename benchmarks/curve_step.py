@@ -1,15 +1,18 @@
 """What a step of learning a curve costs beside a plain step of the same model on the same batch.
 
-Three ways to take a step with Adam, in turn in one process, the ratios round by round:
+Five ways to take a step with Adam, in turn in one process, the ratios round by round:
 
 - *plain*: the network alone, forward, backward, step.
+- *local*: the trainer `Local`, whose steps are those of `fit` in its first phase.
+- *path*: the trainer `Trajectory`, which fits a curve to these steps; its ratio is to those of *local*.
 - *ours*: `fit`, whose optimiser works on flat control points: draw S, form the model at S, forward and backward through
   `functional_call`, hand the gradient to the control points, step.
 - *layers*: the other way to do it: every layer holds each of its control points as a Parameter and mixes them at every
   forward; autograd follows the mixing.
 
-The ends rest in both. Memory is that of a linear model so wide that its activations are small beside it: the most that
-all tensors held at once (parameters, control points, gradients, moments of Adam, scratch), also in units of one model.
+The ends rest in the last two. Memory is that of a linear model so wide that its activations are small beside it: the
+most that all tensors held at once (parameters, control points, gradients, moments of Adam, scratch), also in units of
+one model.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from manifoldagg import Bezier, ParameterSpace, fit
 from manifoldagg.curves import Phases, Training
+from manifoldagg.federated import Message, trainers
 from manifoldagg.simulation.compare import one_thread
 
 RATE = 1e-4
@@ -117,6 +122,30 @@ def ours(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
     return steps
 
 
+def trained(trainer: trainers.Local, make: Make, batch: tuple[Tensor, Tensor]) -> Step:
+    """Steps of a trainer from the model as it is made."""
+    model = make()
+    space = ParameterSpace.of(model)
+    loss = space.loss(model, nn.functional.cross_entropy)
+    message = Message(space.point(model))
+    generator = torch.Generator()
+
+    def steps(count: int) -> None:
+        replace(trainer, steps=count).train(space, message, loss, [batch], None, generator=generator)
+
+    return steps
+
+
+def local(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
+    """Steps of `Local`."""
+    return trained(trainers.Local(rate=RATE), make, batch)
+
+
+def path(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
+    """Steps of `Trajectory`."""
+    return trained(trainers.Trajectory(rate=RATE, degree=degree), make, batch)
+
+
 def layers(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
     """Steps of a network of `CurveLayer`s."""
     model = make()
@@ -132,7 +161,9 @@ def layers(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
     return descend(wrapped, batch, prepare)
 
 
-WAYS = {"plain": plain, "ours": ours, "layers": layers}
+WAYS = {"plain": plain, "local": local, "path": path, "ours": ours, "layers": layers}
+BESIDE = dict.fromkeys(WAYS, "plain") | {"path": "local"}
+"""What the time of each is a multiple of."""
 
 
 def seconds(steps: Step, count: int) -> float:
@@ -158,7 +189,7 @@ def quartiles(ratios: list[float]) -> dict[str, float]:
 
 
 def timing(degree: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds a step of each way, and its ratio to a plain step of the same round."""
+    """Milliseconds a step of each way, and its ratio to the way beside which it stands, of the same round."""
     batch = torch.rand(options.batch, 1, 28, 28), torch.randint(10, (options.batch,))
     ways = {name: way(cnn, batch, degree) for name, way in WAYS.items()}
     taken: dict[str, list[float]] = {name: [] for name in ways}
@@ -166,13 +197,14 @@ def timing(degree: int, options: argparse.Namespace) -> dict[str, Any]:
         steps(options.steps)
     for turn in range(options.rounds):
         # No way always runs first.
-        names = list(ways)[turn % 3 :] + list(ways)[: turn % 3]
+        first = turn % len(ways)
+        names = list(ways)[first:] + list(ways)[:first]
         for name in names:
             taken[name].append(seconds(ways[name], options.steps))
     return {
         name: {
             "milliseconds": 1000 * statistics.median(times),
-            "ratio": quartiles([t / p for t, p in zip(times, taken["plain"], strict=True)]),
+            "ratio": quartiles([t / p for t, p in zip(times, taken[BESIDE[name]], strict=True)]),
         }
         for name, times in taken.items()
     }

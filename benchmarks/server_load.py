@@ -4,6 +4,9 @@ Clients in threads of their own dispatch and answer without end; beside them, on
 Seconds are those of a clock on the wall, from the call of `receive` to its return: with many clients they hold the wait
 for the updates before it. A server that hands a small model to a pool of threads waits for threads that do not get
 a core; the table shows it in the median and the 99th percentile.
+
+A second table has so many tickets out at once, each of a client of its own, and what `dispatch` and `receive` cost
+then, in seconds of the processor: of batches, taken in turns with those of a server with the fewest tickets.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from timing import ratio
 
 from manifoldagg import Server
 from manifoldagg.federated import Payload
@@ -30,6 +34,9 @@ HERE = Path(__file__).parent
 RULES = {"FedAsync": (FedAsync(0.5), 1), "FedOrtho": (FedOrtho(0.5), 1), "AsyncBezier": (AsyncBezier(0.5), 2)}
 """Each with how many points its clients send."""
 HEAD = "rule               P  threads  clients  beside  median ms    p99 ms  updates/s"
+OUT_HEAD = "tickets out        P  call        median us  of the fewest  quartiles"
+BATCH = 50
+"""Calls between two looks at the clock."""
 
 
 @contextmanager
@@ -83,6 +90,49 @@ def seconds_of(rule: str, size: int, clients: int, limit: float) -> tuple[list[f
     return sorted(second for mine in seconds for second in mine), time.perf_counter() - start
 
 
+def seconds_with(counts: list[int], size: int, rounds: int = 60) -> dict[str, list[list[float]]]:
+    """Seconds of a `dispatch` and of a `receive`, for each number of tickets that are out."""
+    servers = [Server(Flat(size), FedAsync(0.5), torch.zeros(size), timeout=1e6) for _ in counts]
+    payload = Payload(torch.ones(1, size), 1)
+    for server, count in zip(servers, counts, strict=True):
+        for client in range(count):
+            server.dispatch(client)
+    taken: dict[str, list[list[float]]] = {"dispatch": [[] for _ in counts], "receive": [[] for _ in counts]}
+    for _ in range(rounds):
+        for i, server in enumerate(servers):
+            start = time.process_time()
+            tickets = [server.dispatch(client).id for client in range(BATCH)]
+            between = time.process_time()
+            for ticket in tickets:
+                server.receive(ticket, payload)
+            taken["dispatch"][i].append((between - start) / BATCH)
+            taken["receive"][i].append((time.process_time() - between) / BATCH)
+    return taken
+
+
+def out_at_once(counts: list[int], size: int) -> tuple[list[str], list[dict[str, object]]]:
+    """The second table: its lines and its rows."""
+    lines = [OUT_HEAD]
+    rows: list[dict[str, object]] = []
+    for call, taken in seconds_with(counts, size).items():
+        for count, seconds in zip(counts, taken, strict=True):
+            low, middle, high = ratio(seconds, taken[0])
+            median = statistics.median(seconds)
+            row = {
+                "tickets": count,
+                "P": size,
+                "call": call,
+                "median": median,
+                "ratio": middle,
+                "quartiles": (low, high),
+            }
+            rows.append(row)
+            lines.append(
+                f"{count:>11} {size:>8}  {call:<9} {1e6 * median:>11.1f} {middle:>14.2f}  {low:.2f} - {high:.2f}"
+            )
+    return lines, rows
+
+
 def main() -> None:
     """Print a table, and write it and its numbers into a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,6 +142,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--beside", type=int, nargs="+", default=[0, os.cpu_count() or 1], help="processes that spin")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each line of the table")
+    parser.add_argument("--tickets", type=float, nargs="+", default=[10, 1e3, 1e5], help="that are out at once")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     about = f"receive under load, float32; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
@@ -122,10 +173,14 @@ def main() -> None:
                             f"{1e3 * row['p99']:>9.2f} {row['rate']:>10.0f}"
                         )
                         print(lines[-1], flush=True)
+    more, out_rows = out_at_once([int(count) for count in options.tickets], 1000)
+    print(*more, sep="\n", flush=True)
+    lines += ["", *more]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "server_load.txt").write_text("\n".join(lines) + "\n")
     settings = {"seconds": options.seconds, "torch": torch.__version__, "machine": platform.platform()}
-    (options.out / "server_load.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    made = {"settings": settings, "rows": rows, "tickets": out_rows}
+    (options.out / "server_load.json").write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,12 @@ from torch import Tensor
 
 __all__ = [
     "ArgumentError",
+    "BusyError",
+    "CheckpointError",
     "DivergenceError",
     "ManifoldAggError",
+    "RuleError",
+    "SpillError",
     "StateDictError",
     "check_choice",
     "check_count",
@@ -49,8 +53,37 @@ class StateDictError(ArgumentError):
     """The tensors of a model do not fit a layout. The message names the tensor."""
 
 
+class RuleError(ManifoldAggError):
+    """A rule, or a schedule in it, gave what cannot be used: no client is to blame."""
+
+
+class BusyError(ManifoldAggError):
+    """As much is under way as may be; the same call can succeed later."""
+
+
 class DivergenceError(ManifoldAggError, ArithmeticError):
     """A computation left the finite numbers although its input was finite."""
+
+
+class CheckpointError(ManifoldAggError):
+    """Something cannot be saved, or a file is not what was saved. The message names the file, or what of the tree."""
+
+
+class SpillError(ManifoldAggError):
+    """A tree cannot go to a file, or its file is not what was written. The message names the file.
+
+    Args:
+        message: what was wrong.
+        temporary: whether the same may succeed later: a full disk gets room again, an altered file stays altered.
+
+    Example:
+        >>> SpillError("/tmp/1.tensors: no space left", temporary=True).temporary
+        True
+    """
+
+    def __init__(self, message: str, *, temporary: bool = False) -> None:
+        super().__init__(message)
+        self.temporary = temporary
 
 
 def check_number(

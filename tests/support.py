@@ -1,5 +1,6 @@
 """What several test files share: draws (a seeded generator makes tensors, hypothesis its seed), and what a package has."""
 
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
@@ -53,3 +54,16 @@ def beside(name: str) -> Iterator[ModuleType]:
     for found in iter_modules(import_module(folder).__path__):
         if found.name.startswith("test_") and name != f"{folder}.{found.name}":
             yield import_module(f"{folder}.{found.name}")
+
+
+def stopped(call, trace, error):
+    """Whether `call` ended with `error`, which `trace` raises in the frames that it looks at."""
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except error:
+        return True
+    finally:
+        sys.settrace(before)
+    return False

@@ -9,6 +9,9 @@ import matplotlib.image
 import pytest
 import torch
 
+from manifoldagg.curves.trajectory import PathFit
+from manifoldagg.manifolds import Flat
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -76,3 +79,27 @@ def test_averaging(tmp_path):
         assert sum(name in line for line in lines) >= 2, (name, lines)  # flat and curved
     height, width, _ = matplotlib.image.imread(tmp_path / "averaging.png").shape
     assert width > height > 500
+
+
+def test_drift(tmp_path):
+    command = [sys.executable, "-W", "error::UserWarning", ROOT / "examples/drift.py", "--quick"]
+    done = subprocess.run([*command, "--out", tmp_path / "drift.png"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("fewer steps, full weight") for line in lines) == 2
+    found = {line[:30].strip(): float(line[30:].split()[0]) for line in lines[1:7]}
+    assert found["path"] < found["fit of degree 2"] < found["chord"]
+    height, width, _ = matplotlib.image.imread(tmp_path / "drift.png").shape
+    assert width > height > 500
+
+
+def test_drift_fits_as_trajectory_does():
+    example = runpy.run_path(str(ROOT / "examples/drift.py"))
+    path = torch.randn(21, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(0)
+    for degree in (2, 3):
+        fit = PathFit(Flat(3), path[0], degree)
+        for point in path[1:]:
+            fit.see(point)
+        control = example["control_points"](degree, 20).double() @ path
+        # The matrix is of float32, as are the models that the example makes of it.
+        assert (control - fit.points(path[-1])).norm() <= 1e-6 * path.norm()

@@ -1,9 +1,9 @@
 """Stochastic weight averaging: the mean of every c-th model of the late part of a run."""
 
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -16,14 +16,34 @@ from manifoldagg.manifolds import Manifold, Mean
 from manifoldagg.manifolds.formulas import geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
 
-__all__ = ["SWA", "average_in_"]
+__all__ = ["SWA", "averaged_in"]
 
+T = TypeVar("T")
 KINDS = ("streaming", "exact")
 NEEDS = {"streaming": {"exp", "log"}, "exact": {"exp", "log", "inner", "project"}}
-STATE = {"last", "count", "like", "mean", "kept"}
+STATE = {"options", "last", "count", "like", "mean", "kept"}
 HUGE = torch.finfo(torch.float64).max / 4
 CHUNK = 1 << 16
 """Entries that are averaged at a time: their quotients stay in cache."""
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """What an average has heard: replaced as a whole, so that nobody ever finds half a mean, whatever interrupts.
+
+    Attributes:
+        last: the latest version.
+        count: how many models are averaged.
+        like: their shape, dtype and device, in no memory.
+        mean: their mean in float64; of what is kept since, the point that was written before it.
+        kept: models with their versions.
+    """
+
+    last: int = -1
+    count: int = 0
+    like: Tensor | None = None
+    mean: Tensor | None = None
+    kept: tuple[tuple[int, Tensor], ...] = ()
 
 
 class SWA:
@@ -33,9 +53,10 @@ class SWA:
     It listens to a server, which calls `update` for each new version in order; by hand the loop does.
 
     - `kind="streaming"`: $m \leftarrow \gamma(m, \Theta; \tfrac{1}{n + 1})$, $n$ the models so far, and no model is
-      kept but $m$, in float64. On a flat space that is $m + (\Theta - m) / (n + 1)$ in the order of these operations,
-      so that for float64 models it equals `torch.optim.swa_utils.AveragedModel` on a CPU bit for bit. On a curved
-      space it depends on the order of the models, and is a term of third order in their spread from
+      kept but $m$, in float64, and memory for the next one. On a flat space that is $m + (\Theta - m) / (n + 1)$ in the
+      order of these operations, so that for float64 models it equals `torch.optim.swa_utils.AveragedModel` on a CPU bit
+      for bit. On a curved space it depends on the order of the models, and is a term of third order in their spread
+      from
     - `kind="exact"`: all chosen models are kept; their Karcher mean is computed when it is read, with its certificate.
 
     A curved average of either kind lies on the space. Where nothing was chosen `average` is `None`; `averaged(model)`
@@ -45,7 +66,8 @@ class SWA:
     A server refuses a periodic one as its `averaging`: what listens to a server cannot write its model. Call
     `overwrite` in a loop of your own, or let the rule average and write: `rules.AsyncCurve(periodic=...)`.
 
-    Every method may be called from any thread.
+    Every method may be called from any thread. An update that is interrupted has happened or has not; a server tells it
+    again, which changes nothing where it has.
 
     Args:
         space: flat, or with exp and log (and inner and project for `"exact"`).
@@ -94,12 +116,9 @@ class SWA:
         self.offset = check_count("offset", offset, at_least=0)
         self.periodic = None if periodic is None else check_count("periodic", periodic)
         self._lock = threading.RLock()
-        self._last = -1
-        self._count = 0
-        self._like: Tensor | None = None
-        self._kept: dict[int, Tensor] = {}
-        self._mean: Tensor | None = None
-        self._certified: Mean | None = None
+        self._heard = _Heard()
+        self._spare: Tensor | None = None
+        self._certified: tuple[object, Mean] | None = None
 
     def chosen(self, version: int) -> bool:
         """Whether a version is averaged."""
@@ -110,21 +129,27 @@ class SWA:
         """Take note of a new version.
 
         Args:
-            version: higher than every one before.
+            version: higher than every one before; with the latest one again nothing happens.
             model: (*space.shape); it is only read, and copied where it is kept.
 
         Raises:
-            ArgumentError: if the version is not higher, or a chosen model is not finite, off the space, of another
+            ArgumentError: if the version is lower, or a chosen model is not finite, off the space, of another
                 shape, dtype or device than those before, or so far from a streaming average that no geodesic between
                 them is found. Nothing has changed then.
         """
         check_count("version", version, at_least=0)
         with self._lock:
-            if version <= self._last:
-                raise ArgumentError(f"version: expected one above {self._last}, got {version}")
+            before = self._heard
+            if version == before.last:
+                return
+            if version < before.last:
+                raise ArgumentError(f"version: expected one above {before.last}, got {version}")
+            after = replace(before, last=version)
             if self.chosen(version):
-                self._take(version, check_model(self.space, model, "model", like=self._like))
-            self._last = version
+                after = self._with(after, check_model(self.space, model, "model", like=before.like))
+            self._heard = after
+            if self.space.flat and after.mean is not before.mean:
+                self._spare = before.mean
 
     @property
     def overwrites(self) -> bool:
@@ -134,13 +159,12 @@ class SWA:
     @property
     def count(self) -> int:
         """How many models are averaged: since the last overwriting, where there is one."""
-        return self._count
+        return self._heard.count
 
     @property
     def versions(self) -> tuple[int, ...]:
         """The versions that are kept: those that are averaged if `kind="exact"`, none in streaming form."""
-        with self._lock:
-            return tuple(self._kept)
+        return tuple(version for version, _ in self._heard.kept)
 
     @property
     def average(self) -> Float[Tensor, "..."] | None:
@@ -148,11 +172,14 @@ class SWA:
 
         Just after an overwriting it is the point that was written.
         """
-        with self._lock:
-            mean = self.mean
-            if mean is not None:
-                return mean.point
-            return None if self._mean is None or self._like is None else self._mean.to(self._like.dtype, copy=True)
+        mean = self.mean
+        if mean is not None:
+            return mean.point
+        return self._read(
+            lambda heard: (
+                None if heard.mean is None or heard.like is None else heard.mean.to(heard.like.dtype, copy=True)
+            )
+        )
 
     @property
     def mean(self) -> Mean | None:
@@ -160,11 +187,15 @@ class SWA:
 
         Its tensors are copies.
         """
-        with self._lock:
-            if self._certified is None and self._kept:
-                self._certified = karcher(self.space, list(self._kept.values()))
-            mean = self._certified
-            return mean and replace(mean, point=mean.point.clone(), residual=mean.residual.clone())
+        kept = self._heard.kept
+        if not kept:
+            return None
+        known = self._certified
+        if known is None or known[0] is not kept:
+            known = (kept, karcher(self.space, [model for _, model in kept]))
+            self._certified = known
+        mean = known[1]
+        return replace(mean, point=mean.point.clone(), residual=mean.residual.clone())
 
     def averaged(self, model: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         r"""What a run returns that ends with `model`: the average, or a copy of $\Theta^T$ = `model` without one."""
@@ -186,37 +217,41 @@ class SWA:
             ArgumentError: if `version` is another one.
         """
         with self._lock:
-            if check_count("version", version, at_least=0) != self._last:
-                raise ArgumentError(f"version: expected the latest one, {self._last}, got {version}")
+            before = self._heard
+            if check_count("version", version, at_least=0) != before.last:
+                raise ArgumentError(f"version: expected the latest one, {before.last}, got {version}")
             place = version - self.offset
-            if self.periodic is None or self._count == 0 or place <= 0 or place % self.periodic:
+            if self.periodic is None or before.count == 0 or place <= 0 or place % self.periodic:
                 return None
             point = self.average
-            self._mean = None if point is None else self._precise(point)
-            self._count = 0
-            self._kept = {}
-            self._certified = None
+            written = None if point is None else self._precise(point)
+            self._heard = replace(before, count=0, mean=written, kept=())
             return point
 
     def state(self) -> dict[str, Any]:
         """All that `load` needs to go on from here: a tree of tensors and numbers, none of them shared."""
-        with self._lock:
-            return {
-                "last": self._last,
-                "count": self._count,
-                "like": None if self._like is None else self._like.new_zeros(()),
-                "mean": None if self._mean is None else self._mean.clone(),
-                "kept": {version: model.clone() for version, model in self._kept.items()},
+        return self._read(
+            lambda heard: {
+                "options": self._options,
+                "last": heard.last,
+                "count": heard.count,
+                "like": None if heard.like is None else heard.like.new_zeros(()),
+                "mean": None if heard.mean is None else heard.mean.clone(),
+                "kept": {version: model.clone() for version, model in heard.kept},
             }
+        )
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned.
 
         Raises:
-            ArgumentError: if it is no such tree, or its models do not lie on this space. Nothing has changed then.
+            ArgumentError: if it is no such tree, that of other options, or its models do not lie on this space. Nothing
+                has changed then.
         """
         if not isinstance(state, Mapping) or set(state) != STATE or not isinstance(state["kept"], Mapping):
             raise ArgumentError("state: expected what SWA.state() returned")
+        if state["options"] != self._options:
+            raise ArgumentError(f"state: expected that of a SWA with {self._options}, got {state['options']}")
         last = check_count("last", state["last"], at_least=-1)
         count = check_count("count", state["count"], at_least=0)
         like = state["like"]
@@ -238,16 +273,32 @@ class SWA:
                 raise ArgumentError(
                     f"{name}: expected a tensor {dtype or like.dtype} on {like.device}, got {x.dtype} on {x.device}"
                 )
+        like = None if like is None else like.expand(held[0].shape)
         with self._lock:
-            self._last = last
-            self._count = count
-            self._mean = mean
-            self._kept = kept
-            self._certified = None
-            self._like = None if like is None else like.expand(held[0].shape)
+            self._spare = None
+            self._heard = _Heard(last, count, like, mean, tuple(kept.items()))
 
-    def _take(self, version: int, model: Tensor) -> None:
-        """A chosen model joins the average."""
+    @property
+    def _options(self) -> dict[str, Any]:
+        names = ("kind", "start", "cycle", "offset", "periodic")
+        return {name: getattr(self, name) for name in names}
+
+    def _read(self, taken: Callable[[_Heard], T]) -> T:
+        """What is taken of what was heard, as copies. Nobody waits.
+
+        The memory of a mean is written again only after what was heard has been replaced: what was taken until then is
+        whole, else it is taken anew.
+        """
+        while True:
+            heard = self._heard
+            result = taken(heard)
+            if self._heard is heard:
+                return result
+
+    def _with(self, heard: _Heard, model: Tensor) -> _Heard:
+        """What was heard, and a chosen model, the latest."""
+        like = model.new_empty(()).expand(model.shape)
+        count = heard.count + 1
         if (
             self.space.flat
             and model.dtype == torch.float64
@@ -256,22 +307,28 @@ class SWA:
         ):
             raise ArgumentError(f"model: expected entries up to {HUGE:g}, differences of which are numbers")
         if self.kind == "exact":
-            self._kept[version] = model.clone()
-            self._certified = None
-        elif self._count == 0 or self._mean is None:
-            self._mean = self._precise(model)
-        elif self.space.flat:
-            average_in_(self._mean.view(-1), model.reshape(-1), self._count + 1)
-        else:
-            between = geodesic(self.space, self._mean, self._precise(model), 1 / (self._count + 1.0))
-            try:
-                self._mean = self._precise(check_model(self.space, between, "average"))
-            except ArgumentError:
-                raise ArgumentError(
-                    "model: expected one that a geodesic joins to the average; it is too far away"
-                ) from None
-        self._like = model.new_empty(()).expand(model.shape)
-        self._count += 1
+            kept = (*heard.kept, (heard.last, model.clone()))
+            return replace(heard, count=count, like=like, kept=kept)
+        if heard.count == 0 or heard.mean is None:
+            return replace(heard, count=count, like=like, mean=self._precise(model))
+        return replace(heard, count=count, like=like, mean=self._mean_of(heard.mean, model, count))
+
+    def _mean_of(self, mean: Tensor, model: Tensor, count: int) -> Tensor:
+        """The mean of `count` models, the last of which is `model`."""
+        if self.space.flat:
+            # Taken out of its place before it is written: an update that interrupts this one finds none.
+            spare = self._spare
+            self._spare = None
+            out = torch.empty_like(mean) if spare is None else spare
+            averaged_in(mean.view(-1), model.reshape(-1), count, out=out.view(-1))
+            return out
+        between = geodesic(self.space, mean, self._precise(model), 1.0 / count)
+        try:
+            return self._precise(check_model(self.space, between, "average"))
+        except ArgumentError:
+            raise ArgumentError(
+                "model: expected one that a geodesic joins to the average; it is too far away"
+            ) from None
 
     def _precise(self, model: Tensor) -> Tensor:
         """A copy in float64, brought onto the space, which a narrower dtype misses by its rounding."""
@@ -279,20 +336,22 @@ class SWA:
         return point if self.space.flat or "project" not in self.space.capabilities else self.space._project(point)
 
 
-def average_in_(mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int) -> None:
-    r"""$m \leftarrow m + (\Theta - m) / n$ for the n-th model, rounded as written; `mean` (float64) is overwritten.
+def averaged_in(
+    mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int, *, out: Float[Tensor, " P"]
+) -> Float[Tensor, " P"]:
+    r"""$m + (\Theta - m) / n$ for the n-th model, rounded as written, in `out` (float64, as is `mean`).
 
     The quotient is no product with $1/n$, which would be rounded once more, so that one combination of the rows does
     not do: the difference and the sum are one each, piece by piece, without scratch of size P.
 
     Example:
         >>> mean = torch.tensor([1.0], dtype=torch.float64)
-        >>> average_in_(mean, torch.tensor([4.0]), 3)
-        >>> mean
+        >>> averaged_in(mean, torch.tensor([4.0]), 3, out=torch.empty_like(mean))
         tensor([2.], dtype=torch.float64)
     """
     scratch = mean.new_empty(min(CHUNK, len(mean)))
     for low in range(0, len(mean), CHUNK):
         piece = mean[low : low + CHUNK]
         step = combine(None, [model[low : low + CHUNK]], [1.0], minus=piece, out=scratch[: len(piece)])
-        combine(piece, [step.div_(count)], [1.0], out=piece)
+        combine(piece, [step.div_(count)], [1.0], out=out[low : low + CHUNK])
+    return out

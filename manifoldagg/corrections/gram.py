@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
@@ -15,7 +14,7 @@ from manifoldagg.kernels.rows import is_transformed
 
 __all__ = ["Gram", "Matrix", "cancelled", "objects", "untracked"]
 
-Matrix = NDArray[np.object_]
+Matrix = np.ndarray[Any, np.dtype[np.object_]]
 """An array of Python floats, torch numbers or sympy expressions: the same lines compute on all three."""
 
 CANCELLED = 1e-6

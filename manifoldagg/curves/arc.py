@@ -1,6 +1,7 @@
 r"""Lengths along [0, 1] by quadrature, and the way back from them: a speed is a function of parameters."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -13,9 +14,6 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["Speed", "arc_length", "parameter_at_arc_length"]
 
 Speed = Callable[[Tensor], Tensor]
-
-NODES, WEIGHTS = (torch.from_numpy(values) for values in np.polynomial.legendre.leggauss(16))
-"""Gauss-Legendre on [-1, 1]: exact up to degree 31."""
 
 ROUGH = 500
 """In units of rounding: by how much of the length the two halves of a panel may differ from the whole."""
@@ -79,8 +77,16 @@ def parameter_at_arc_length(speed: Speed, edges: Sequence[float], part: Float[Te
 def _quadrature(speed: Speed, low: Tensor, high: Tensor) -> Tensor:
     """The integral of `speed` over each [low, high]."""
     half = ((high - low) / 2).unsqueeze(-1)
-    values = speed(low.unsqueeze(-1) + half * (1 + NODES.to(low.device)))
-    return (half * WEIGHTS.to(low.device) * values).sum(-1).to(values.dtype)
+    nodes, weights = _rule()
+    values = speed(low.unsqueeze(-1) + half * (1 + nodes.to(low.device)))
+    return (half * weights.to(low.device) * values).sum(-1).to(values.dtype)
+
+
+@cache
+def _rule() -> tuple[Tensor, Tensor]:
+    """Nodes and weights of Gauss-Legendre on [-1, 1], exact up to degree 31: made late, as their maker loads late."""
+    nodes, weights = np.polynomial.legendre.leggauss(16)
+    return torch.from_numpy(nodes), torch.from_numpy(weights)
 
 
 def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:

@@ -1,6 +1,6 @@
 """BatchNorm statistics for a point of a curve: those of the models that made the curve do not fit it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manifoldagg.errors import ArgumentError, DivergenceError, check_finite, check_shape
-from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds import ModelLoss, ParameterSpace
 from manifoldagg.manifolds.layout import tensors_of
 
-__all__ = ["batch_norms", "evaluating", "refresh_buffers"]
+__all__ = ["batch_norms", "evaluating", "refresh_buffers", "refreshed"]
 
 
 def refresh_buffers(
@@ -53,34 +53,43 @@ def refresh_buffers(
         >>> model[1].running_mean, int(model[1].num_batches_tracked)
         (tensor([0., 0.]), 1)
     """
-    carried = space.carried(model)
     check_finite("point", check_shape("point", point, *space.shape))
-    norms = batch_norms(model)
+    return refreshed(space.loss(model, _none), point, batches, batch_norms(model))
+
+
+def refreshed(
+    loss: ModelLoss, point: Float[Tensor, " P"], batches: Iterable[Any], norms: Sequence[_BatchNorm]
+) -> dict[str, Tensor]:
+    """What a loss carries, with the statistics of these layers as means over `batches` at `point`; it is not written.
+
+    Raises:
+        ArgumentError: if a batch has another form than [`refresh_buffers`][manifoldagg.curves.refresh_buffers] takes,
+            or there is none.
+        DivergenceError: if a statistic is not finite, naming it.
+    """
     if not norms:
-        return carried
-    leaves = {leaf.name for leaf in space.layout.leaves}
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in leaves}
-    fresh = {id(b): buffers[name] for name, b in model.named_buffers() if name not in leaves}
+        return loss.carried
+    fresh = loss.carrying()
     for norm in norms:
         for buffer, value in ((norm.running_mean, 0), (norm.running_var, 1), (norm.num_batches_tracked, 0)):
-            fresh[id(buffer)].fill_(value)
-    tensors = space.layout.views(point.detach()) | buffers
+            if buffer is not None:
+                fresh.own(buffer).fill_(value)
     read = False
-    with evaluating(model), torch.no_grad():
+    with evaluating(loss.model), torch.no_grad():
         for norm in norms:
             norm.training = True
             # Without a momentum it takes the plain mean over batches, not an exponential one.
             norm.momentum = None
         for batch in batches:
             args, options = _inputs(batch)
-            torch.func.functional_call(model, tensors, args, options)
+            fresh.output(point.detach(), *args, **options)
             read = True
     if not read:
         raise ArgumentError("batches: expected at least one batch, got none")
-    given = tensors_of(model)
-    carried = {name: fresh[id(given[name])].clone() if id(given[name]) in fresh else t for name, t in carried.items()}
-    for name, tensor in carried.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+    carried = fresh.carried
+    statistics = {id(buffer) for norm in norms for buffer in (norm.running_mean, norm.running_var)}
+    for name, tensor in tensors_of(loss.model).items():
+        if id(tensor) in statistics and not bool(carried[name].isfinite().all()):
             raise DivergenceError(f"{name}: the statistics at this point are not finite")
     return carried
 
@@ -103,6 +112,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
             if isinstance(module, _BatchNorm):
                 module.momentum = momentum
+
+
+def _none(output: Any, target: Any) -> Tensor:
+    raise NotImplementedError
 
 
 def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -208,6 +208,8 @@ def fit(
         optimizer.step()
         optimizer.zero_grad()
         schedule.record(value)
+        if phase == 0 and phases.watch is not None:
+            phases.watch(points[-1])
         if phases.callback is not None:
             learner.refresh()
             if phases.callback(len(losses) - 1, value, points.clone()) is True:

@@ -32,6 +32,8 @@ class Phases:
         plateau: the relative improvement that counts.
         callback: called as `callback(step, loss, phi)` after every step, counted from 0, with a copy of the points;
             the fit stops where it returns `True`.
+        watch: called as `watch(point)` after every step of the first phase with the last point itself, which is to be
+            read then, neither kept nor written: nothing is copied for it.
 
     Raises:
         ArgumentError: naming the option that is out of range.
@@ -47,6 +49,7 @@ class Phases:
     patience: int | None = None
     plateau: float = 1e-3
     callback: Callable[[int, float, Tensor], object] | None = None
+    watch: Callable[[Tensor], object] | None = None
 
     def __post_init__(self) -> None:
         for name, pair in (("epochs", self.epochs), ("steps", (0, 0) if self.steps is None else self.steps)):

@@ -3,11 +3,13 @@
 from manifoldagg.federated.aggregate import aggregate
 from manifoldagg.federated.contract import Averaging, Message, Outcome, Payload, Receipt, Rule, Ticket, Trainer, Update
 from manifoldagg.federated.intake import Checks
+from manifoldagg.federated.record.checkpoint import Every
 from manifoldagg.federated.server import Server
 
 __all__ = [
     "Averaging",
     "Checks",
+    "Every",
     "Message",
     "Outcome",
     "Payload",

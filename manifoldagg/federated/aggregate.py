@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.federated.buffers import Packed, Patterns, Waiting, policies
+from manifoldagg.federated.buffers import Packed, Patterns, Waiting, check_patterns, policies
 from manifoldagg.federated.contract import Memory, Rule, State, Update, by_rows, check_rule, extras
+from manifoldagg.federated.doubts import check_parameters, warn_of_difference, warn_of_integers
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.weights import check_client
@@ -84,8 +85,9 @@ def aggregate(
         weight: $w_i$, the client's share of the data.
         samples: how many samples the client trained on.
         client: who trained, for rules that tell clients apart.
-        buffers: glob patterns of floating entries that are no parameters, such as `"*running_*"`, or a mapping from
-            patterns to `"average"`, `"latest"` or `"leave"`. Averaged buffers, the default, move linearly by the
+        buffers: glob patterns of floating entries that are no parameters, such as `"*mask"`, or a mapping from patterns
+            to `"average"`, `"latest"` or `"leave"`. Entries called `running_mean`, `running_var` or
+            `num_batches_tracked` are buffers without being named. Averaged ones, the default, move linearly by the
             rule's step towards the client's; integer and boolean entries become the client's unless they are left.
         manifolds: name or pattern to the space of those entries, as in
             [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
@@ -98,7 +100,12 @@ def aggregate(
         `norm`). A rule that waits for more updates returns a copy of `current`.
 
     Raises:
-        ArgumentError: naming the argument, and the tensor in it, that does not fit.
+        ArgumentError: naming the argument, and the tensor in it, that does not fit; or if no entry is a parameter.
+        RuleError: if the rule, or a schedule in it, gives what cannot be used.
+
+    Warns:
+        UserWarning: naming an update that looks like a difference of models, and an entry of integers, no single one,
+            which becomes the client's though `buffers` does not name it. Nothing has changed then.
 
     Cost: with a rule that works on rows (its docstring says how often it reads and writes a model) the tensors are read
     and written where they lie, and no more memory is taken than the result. Copied, one by one, are arrays of foreign
@@ -130,16 +137,18 @@ def aggregate(
     for i, model in enumerate(points):
         name = "update" if len(points) == 1 else f"update[{i}]"
         models[f"{name}: "] = newest = _tensors(name, model)
-    if isinstance(buffers, str) or not isinstance(buffers, Iterable):
-        raise ArgumentError(f"buffers: expected a sequence of glob patterns, or a mapping from them, got {buffers!r}")
+    buffers = check_patterns(buffers)
     space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
     layout = space.layout
     target = None if out is None else _target(layout, out, models)
-    rows = by_rows(rule, space) and layout.size > 0
+    rows = by_rows(rule, space)
     chosen = policies(layout.carried, buffers)
+    check_parameters("current", layout)
     kept = state if isinstance(state, ServerState) else ServerState(state)
     read: list[Any] = [*(layout.rows(models) if rows else space.points(models))]
     here, then, *brought = read
+    warn_of_difference(name, layout, newest, models["base: "])
+    warn_of_integers(name, layout, newest, now, buffers)
     before = Snapshot(
         current=here,
         state=rule.init(space, here) if kept.state is None else kept.state,

@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,20 +15,26 @@ from manifoldagg.federated.trees import widened
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
 
-__all__ = ["Packed", "Patterns", "Waiting", "collect", "of_model", "policies", "settle"]
+__all__ = ["Packed", "Patterns", "Waiting", "check_patterns", "collect", "of_model", "policies", "settle"]
 
 POLICIES = ("average", "latest", "leave")
+VARIANCE = "running_var"
 Patterns = Mapping[str, str] | Sequence[str]
 """Policy by name or glob pattern; or patterns alone, that are averaged."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Names and shapes of buffers of one policy, one dtype and one device."""
+    """Names and shapes of buffers of one policy, one dtype and one device, all of them variances or none."""
 
     policy: str
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def variances(self) -> bool:
+        """Whether they are variances, of which none is negative."""
+        return self.names[0].endswith(VARIANCE)
 
     @cached_property
     def lines(self) -> bool:
@@ -53,14 +59,15 @@ class Packed(Mapping[str, Tensor]):
     @classmethod
     def of(cls, chosen: Mapping[str, str], tensors: Mapping[str, Tensor]) -> "Packed":
         """Copies of `tensors`, which the policies `chosen` name."""
-        names: dict[tuple[str, torch.dtype, torch.device], list[str]] = {}
+        names: dict[tuple[str, torch.dtype, torch.device, bool], list[str]] = {}
         for name, policy in chosen.items():
-            names.setdefault((policy, tensors[name].dtype, tensors[name].device), []).append(name)
+            tensor = tensors[name]
+            names.setdefault((policy, tensor.dtype, tensor.device, name.endswith(VARIANCE)), []).append(name)
         groups = tuple(
             Group(policy, tuple(mine), tuple(tuple(tensors[name].shape) for name in mine))
-            for (policy, _, _), mine in names.items()
+            for (policy, *_), mine in names.items()
         )
-        vectors = tuple(_vector(tensors, group, device) for group, (_, _, device) in zip(groups, names, strict=True))
+        vectors = tuple(_vector(tensors, group, device) for group, (_, _, device, _) in zip(groups, names, strict=True))
         return cls(groups, vectors, tuple(chosen))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -78,6 +85,12 @@ class Packed(Mapping[str, Tensor]):
     def clone(self) -> "Packed":
         """The same in memory of its own."""
         return replace(self, vectors=tuple(vector.clone() for vector in self.vectors))
+
+    @cached_property
+    def asked(self) -> tuple[str, ...]:
+        """The names of those that clients send back: all but what is left."""
+        left = {name for group in self.groups if group.policy == "leave" for name in group.names}
+        return tuple(name for name in self.order if name not in left)
 
     @cached_property
     def _views(self) -> dict[str, Tensor]:
@@ -106,6 +119,17 @@ class Waiting:
     count: int = 1
 
 
+def check_patterns(patterns: Any) -> Patterns:
+    """Policies by name or pattern, or patterns alone.
+
+    Raises:
+        ArgumentError: if they are neither; one string is no sequence of patterns.
+    """
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        raise ArgumentError(f"buffers: expected a sequence of glob patterns, or a mapping from them, got {patterns!r}")
+    return patterns if isinstance(patterns, Mapping) else list(patterns)
+
+
 def policies(entries: Sequence[Entry], patterns: Patterns) -> dict[str, str]:
     """Each entry's policy: `"average"`, `"latest"` or `"leave"`.
 
@@ -113,17 +137,19 @@ def policies(entries: Sequence[Entry], patterns: Patterns) -> dict[str, str]:
     averaging makes no sense, in all that is no floating number of 16 bits or more, the latest is taken in its place.
 
     Raises:
-        ArgumentError: if a policy is none, or a pattern of a mapping matches nothing.
+        ArgumentError: if `patterns` are none, a policy is none, or a pattern of a mapping matches nothing.
 
     Example:
         >>> entries = [Entry("1.running_mean", (4,), torch.float32), Entry("1.num_batches_tracked", (), torch.int64)]
         >>> policies(entries, {"*running*": "leave"})
         {'1.running_mean': 'leave', '1.num_batches_tracked': 'latest'}
     """
-    named = dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns, "average")
+    given = check_patterns(patterns)
+    named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "average")
     for pattern, policy in named.items():
         check_choice(f"buffers: {pattern}", policy, POLICIES)
-        if isinstance(patterns, Mapping) and not any(fnmatch.fnmatchcase(entry.name, pattern) for entry in entries):
+        matched = (entry.name == pattern or fnmatch.fnmatchcase(entry.name, pattern) for entry in entries)
+        if isinstance(given, Mapping) and not any(matched):
             raise ArgumentError(f"buffers: {pattern!r} matches nothing that the model carries")
     chosen = {}
     for entry in entries:
@@ -145,8 +171,8 @@ def collect(
     """Add copies of the buffers that an update brought to those that wait for the model to move.
 
     Raises:
-        ArgumentError: if a value is not finite and not the server's own (such as the infinities of a mask), or others
-            wait than these.
+        ArgumentError: if a value is not finite, or a variance negative, and it is not the server's own (such as the
+            infinities of a mask), or others wait than these.
     """
     vectors = []
     for group, mine in zip(now.groups, now.vectors, strict=True):
@@ -154,9 +180,10 @@ def collect(
             vectors.append(mine)
             continue
         theirs = _vector(brought, group, mine.device)
-        if not _is_sound(theirs, mine):
-            odd = next(key for key in group.names if not _is_sound(brought[key].to(mine.device), now[key]))
-            raise ArgumentError(f"{name}: {odd}: expected finite values, or those of the current model")
+        if not _is_sound(theirs, mine, group):
+            odd = next(key for key in group.names if not _is_sound(brought[key].to(mine.device), now[key], group))
+            what = "finite values >= 0" if group.variances else "finite values"
+            raise ArgumentError(f"{name}: {odd}: expected {what}, or those of the current model")
         vectors.append(theirs)
     latest = replace(now, vectors=tuple(vectors))
     if waiting is None:
@@ -224,9 +251,12 @@ def _vector(tensors: Mapping[str, Tensor], group: Group, device: torch.device) -
     return torch.cat(mine if group.lines else [tensor.reshape(-1) for tensor in mine])
 
 
-def _is_sound(given: Tensor, mine: Tensor) -> bool:
-    """Whether values are finite, or the server's own."""
+def _is_sound(given: Tensor, mine: Tensor, group: Group) -> bool:
+    """Whether values are finite, and those of variances not negative; or the server's own."""
     if not (given.is_floating_point() or given.is_complex()):
         return True
     theirs = widened(given)
-    return bool((theirs.isfinite() | (theirs == widened(mine))).all())
+    fit = theirs.isfinite()
+    if group.variances:
+        fit &= theirs >= 0
+    return bool((fit | (theirs == widened(mine))).all())

@@ -18,9 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg.corrections.frame import Later, Motion
-from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.errors import ArgumentError, BusyError, check_count
 from manifoldagg.kernels import Row
-from manifoldagg.manifolds import Loss, Manifold
+from manifoldagg.manifolds import Loss, Manifold, ParameterSpace
 
 __all__ = [
     "Averaging",
@@ -38,10 +38,13 @@ __all__ = [
     "Update",
     "by_rows",
     "check_averaging",
+    "check_named",
     "check_rule",
     "extras",
 ]
 
+BUSY = "server: busy"
+"""How a reason begins that says nothing against the update."""
 State = Any
 """A tree (nested dicts, lists, tuples) of tensors and numbers that a rule threads through its steps."""
 Memory = Any
@@ -59,12 +62,21 @@ else:
 
 @dataclass(frozen=True)
 class Message:
-    """What a client gets: the model to start from, what its rule adds, and the buffers where the server keeps them."""
+    """What a client gets.
+
+    Attributes:
+        start: the model to start from (P,).
+        tensors: what the rule adds.
+        numbers: likewise.
+        buffers: the model's by name, where the server keeps them.
+        asked: which of them a client sends back: those that the server does not leave as they are.
+    """
 
     start: Float[Tensor, " P"]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,7 @@ class Payload:
         tensors: further tensors that its rule asks for.
         numbers: further numbers that its rule asks for.
         memory: what the trainer wants to find again; who drives the client hands it to the next `train`.
-        buffers: the client's buffers by name, where the server keeps them.
+        buffers: the client's buffers by name, those that the message asks for.
         base: $\Theta^t$ (P,), where the ticket was issued with `keep=False`: the server has not kept it.
     """
 
@@ -102,7 +114,7 @@ class Update:
         points: as in the payload, (n, P); for a rule with `rows` a tuple of n rows.
         staleness: $\tau - t$ in versions, as the server recorded it.
         weight: $w_i$, the client's share of the data.
-        samples: as in the payload.
+        samples: as in the payload, as far as they are believed.
         tensors: as in the payload.
         numbers: as in the payload.
         memory: what the server keeps for this client.
@@ -144,11 +156,27 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Leave to train: what `receive` asks for again, the version it starts from, and the message."""
+    """Leave to train: what `receive` asks for again, the version it starts from, and the message.
+
+    Attributes:
+        id: unlike any other.
+        version: of the model to start from.
+        message: what a trainer gets.
+        space: of the server.
+    """
 
     id: str
     version: int
     message: Message
+    space: Manifold | None = field(default=None, compare=False, repr=False)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model to start from as a state dict, with the buffers that the server keeps, for `load_state_dict`.
+
+        Raises:
+            ArgumentError: if the space is no `ParameterSpace`.
+        """
+        return check_named(self.space).state_dict(self.message.start, self.message.buffers or None)
 
 
 @dataclass(frozen=True)
@@ -165,6 +193,16 @@ class Receipt:
         step: where on the curve the server went, $s$.
         norm: how far the model moved.
         buffered: whether the update waits: it was accepted, and the model has not moved by it yet.
+        clipped: whether more samples were claimed than were believed: the weight is that of the believed.
+
+    Example:
+        >>> receipt = Receipt(False, "points: expected one model", version=3)
+        >>> receipt.asdict()["cosine"] is None
+        True
+        >>> receipt.check()
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: points: expected one model
     """
 
     accepted: bool
@@ -176,6 +214,25 @@ class Receipt:
     step: float = math.nan
     norm: float = math.nan
     buffered: bool = False
+    clipped: bool = False
+
+    def asdict(self) -> dict[str, Any]:
+        """Its fields by name, fit for JSON: `None` for what is no finite number."""
+        fields = vars(self).items()
+        return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields}
+
+    def check(self) -> "Receipt":
+        """Itself, where the update was accepted.
+
+        Raises:
+            BusyError: if it was refused because the server was busy, and may be taken later.
+            ArgumentError: if it was refused for any other reason, which it says.
+        """
+        if self.accepted:
+            return self
+        if self.reason.startswith(BUSY):
+            raise BusyError(self.reason)
+        raise ArgumentError(self.reason)
 
 
 @runtime_checkable
@@ -239,7 +296,16 @@ class Averaging(Protocol):
         """The average so far; `None` where there is nothing in it."""
 
     def update(self, version: int, model: Float[Tensor, " P"]) -> None:
-        """See a new version. `model` may be kept, and must not be written."""
+        """See a new version. `model` may be kept, and must not be written.
+
+        A server that was interrupted tells the latest version again, which changes nothing.
+        """
+
+    def state(self) -> Any:
+        """All that `load` needs to go on from here: a tree of tensors and numbers, none of them shared."""
+
+    def load(self, state: Any) -> None:
+        """Go on from what `state` returned."""
 
 
 def check_rule(rule: Rule) -> Rule:
@@ -257,6 +323,17 @@ def check_rule(rule: Rule) -> Rule:
     return rule
 
 
+def check_named(space: Manifold | None) -> ParameterSpace:
+    """A space whose points are models with named tensors.
+
+    Raises:
+        ArgumentError: if it is another.
+    """
+    if not isinstance(space, ParameterSpace):
+        raise ArgumentError(f"space: expected a ParameterSpace, got {type(space).__name__}")
+    return space
+
+
 def by_rows(rule: Rule, space: Manifold) -> bool:
     """Whether the rule takes models of this space as rows, that is as they lie in memory."""
     return bool(getattr(rule, "rows", False)) and space.flat
@@ -266,10 +343,10 @@ def check_averaging(averaging: Averaging | None) -> Averaging | None:
     """What listens to versions, if anything.
 
     Raises:
-        ArgumentError: if it lacks `update` or `average`, or is one that overwrites the model.
+        ArgumentError: if it lacks a method of `Averaging`, or is one that overwrites the model.
     """
     if averaging is not None and not isinstance(averaging, Averaging):
-        raise ArgumentError(f"averaging: expected `update` and `average`; {averaging!r} lacks some")
+        raise ArgumentError(f"averaging: expected `average`, `update`, `state` and `load`; {averaging!r} lacks some")
     if getattr(averaging, "overwrites", False):
         raise ArgumentError("averaging: expected periodic=None, as a listener cannot overwrite the server's model")
     return averaging

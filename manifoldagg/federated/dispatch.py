@@ -38,7 +38,9 @@ def rounded(current: Tensor, narrow: torch.dtype | None) -> Tensor | None:
     return base if is_finite(base) else None
 
 
-def message(space: Manifold, rule: Rule, snapshot: Snapshot, memory: Memory, base: Tensor | None) -> Message:
+def message(
+    space: Manifold, rule: Rule, snapshot: Snapshot, memory: Memory, base: Tensor | None
+) -> tuple[Message, bool]:
     """What the rule sends, in memory of its own; a client starts from exactly what is kept as its base.
 
     Args:
@@ -47,6 +49,9 @@ def message(space: Manifold, rule: Rule, snapshot: Snapshot, memory: Memory, bas
         snapshot: from which the client leaves.
         memory: the client's.
         base: as it is kept; `None` for the current model.
+
+    Returns:
+        The message, and whether its client starts from elsewhere.
 
     Raises:
         ArgumentError: if the rule answers with no message of this space.
@@ -59,13 +64,15 @@ def message(space: Manifold, rule: Rule, snapshot: Snapshot, memory: Memory, bas
     check_choice("rule: message: start: dtype", sent.start.dtype, (start.dtype,))
     if sent.start is not start:
         check_finite("rule: message: start", sent.start)
-    return replace(
+    own = replace(
         sent,
         start=copied(sent.start),
         tensors=_copies(sent.tensors),
         numbers=dict(sent.numbers),
         buffers=dict(snapshot.buffers.clone()),
+        asked=snapshot.buffers.asked,
     )
+    return own, sent.start is not start
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,26 +3,38 @@
 import heapq
 import math
 import operator
-import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number, check_shape
 from manifoldagg.federated.contract import Payload, Update
+from manifoldagg.federated.weights import MOST
 from manifoldagg.kernels import gram
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.formulas import distance
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
 
-__all__ = ["UNLIMITED", "Checks", "Form", "admit", "blame", "check_start", "norm_of"]
+__all__ = [
+    "UNLIMITED",
+    "Checks",
+    "Form",
+    "admit",
+    "blame",
+    "by_name",
+    "check_names",
+    "check_start",
+    "norm_of",
+    "stored",
+]
 
 WIDEST = 10**6
 """The longest window of norms: a median over it is taken with every update."""
@@ -33,6 +45,10 @@ DTYPE = attrgetter("dtype")
 SHAPE = attrgetter("shape")
 DEVICE = attrgetter("device")
 LAYOUT = attrgetter("layout")
+FIELDS = attrgetter("points", "samples", "tensors", "numbers", "buffers", "base")
+WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,9 @@ class Checks:
         norm_factor: the largest norm in medians of the norms that were accepted lately.
         norm_window: how many accepted norms are lately.
         norm_after: how many there must be before `norm_factor` holds.
-        max_samples: the largest sample count that is believed.
+        max_samples: the largest sample count.
+        samples_factor: how many medians of what at least five other clients have told a sample count is worth. Of what
+            is beyond, the update's weight knows nothing, and its receipt says `clipped`. `None` for no limit.
         max_points: how many control points an update may have: the cost of a step grows with their square and more.
 
     Raises:
@@ -64,14 +82,19 @@ class Checks:
     norm_window: int = 101
     norm_after: int = 5
     max_samples: int = 10**9
+    samples_factor: float | None = 100.0
     max_points: int = 16
 
     def __post_init__(self) -> None:
         for name in ("max_norm", "norm_factor"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
+        if self.samples_factor is not None:
+            check_number("samples_factor", self.samples_factor, at_least=1)
         for name in ("norm_window", "norm_after", "max_samples", "max_points"):
             check_count(name, getattr(self, name))
+        if self.max_samples > MOST:
+            raise ArgumentError("max_samples: expected at most 2^53")
         if self.norm_window > WIDEST:
             raise ArgumentError(f"norm_window: expected at most {WIDEST}")
         if self.norm_after > self.norm_window:
@@ -103,7 +126,7 @@ class Checks:
             raise ArgumentError(f"points: expected a norm <= {self.max_norm:g}, got {norm:g}")
         if self.norm_factor is None or len(accepted) < self.norm_after:
             return
-        limit = self.norm_factor * statistics.median(accepted)
+        limit = self.norm_factor * float(np.median(accepted))
         # A median of 0 says nothing about what an update of another size should be.
         if norm > limit > 0:
             why = f"{self.norm_factor:g} x the median of those accepted"
@@ -163,6 +186,9 @@ class Form:
 def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
     """The payload as the server reads it: plain tensors on its device, plain numbers, nothing else.
 
+    What a payload is made of may be of classes with code of their own, which may raise, or say something else each time
+    that it is asked. Nothing of that gets further than this.
+
     Args:
         form: what it must look like.
         payload: as it came. It is not written; tensors that are right already are not copied. With `form.rows`, what
@@ -174,7 +200,8 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
     """
     if not isinstance(payload, Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
-    points = _points(form, "points", payload.points, None)
+    given, samples, tensors, numbers, buffers, base = _answered("payload", lambda: FIELDS(payload))
+    points = _points(form, "points", given, None)
     count = points.shape[0]
     most = form.checks.max_points
     if count == 0:
@@ -182,16 +209,16 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
         raise ArgumentError(f"points: expected ({listed}) with n >= 1, got {tuple(points.shape)}")
     if count > most:
         raise ArgumentError(f"points: expected at most {most} control points, got {count}")
-    if based != (payload.base is not None):
+    if based != (base is not None):
         expected = "the point that the client started from, which the server has not kept"
         raise ArgumentError(f"base: expected {expected if based else 'none, the server has kept it'}")
     return Payload(
         points=points,
-        samples=_samples(payload.samples, form.checks.max_samples),
-        tensors=_tensors(form, payload.tensors),
-        numbers=_numbers(form, payload.numbers),
-        buffers=_buffers(form, payload.buffers),
-        base=_points(form, "base", payload.base) if based else None,
+        samples=_samples(samples, form.checks.max_samples),
+        tensors=_tensors(form, tensors),
+        numbers=_numbers(form, numbers),
+        buffers=_buffers(form, buffers),
+        base=_points(form, "base", base) if based else None,
     )
 
 
@@ -218,6 +245,8 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
     if not isinstance(space, Manifold):
         raise ArgumentError(f"space: expected a manifold, got {type(space).__name__}")
     check_finite("start", check_shape("start", start, *space.axes))
+    if not start.numel():
+        raise ArgumentError("start: expected a model with parameters, got an empty one")
     dtypes = (space.dtype,) if isinstance(space, ParameterSpace) else MASTER_DTYPES
     check_choice("start: dtype", start.dtype, dtypes)
     if not space.flat:
@@ -244,31 +273,54 @@ def _points(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
     return points if form.space.flat else check_point(form.space, points, name=name)
 
 
+def _answered(name: str, ask: Callable[[], T]) -> T:
+    """What an object with code of its own says; what it raises is its own fault."""
+    try:
+        return ask()
+    except Exception as error:
+        raise ArgumentError(f"{name}: expected one that can be read; its code raised {type(error).__name__}") from error
+
+
 def _vectors(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
     """Plain dense vectors (*batch, *shape), of the server's dtype and on its device."""
-    if isinstance(given, Tensor):
-        _check_stored(name, given)
-    tensor = _plain(check_shape(name, given, *batch, *form.axes))
+    tensor = stored(name, given) if isinstance(given, Tensor) else given
+    check_shape(name, tensor, *batch, *form.axes)
     if tensor.dtype != form.dtype:
         raise ArgumentError(f"{name}: expected {form.dtype}, got {tensor.dtype}")
     return tensor.to(form.device)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _plain(name: str, tensor: Tensor) -> Tensor:
     """Without a derivative and of no subclass; itself where it is so already."""
-    if type(tensor) is Tensor and not tensor.requires_grad:
-        return tensor
-    return tensor.detach().as_subclass(Tensor)
+    if type(tensor) is not Tensor:
+        # What dispatches by itself, such as a fake or a distributed tensor, has no memory of its own to read.
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise ArgumentError(f"{name}: expected a plain tensor with values, got a {type(tensor).__name__}")
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor = Tensor.as_subclass(tensor, Tensor)
+    if WRAPPED(tensor):
+        raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _samples(given: Any, most: int) -> int:
-    if type(given) is bool or not isinstance(given, Integral) or not 1 <= int(given) <= most:
+    number = given if type(given) is int else _answered("samples", lambda: _integer(given))
+    if number is None or not 1 <= number <= most:
         raise ArgumentError(f"samples: expected an integer from 1 to {most}, got {_short(given)}")
-    return int(given)
+    return number
+
+
+def _integer(given: Any) -> int | None:
+    """An integer that says the same however it is asked; `None` for anything else."""
+    if isinstance(given, bool) or not isinstance(given, int | Integral):
+        return None
+    # The first gives an integer, but of which class, the second a plain one.
+    number = int.__index__(operator.index(given))
+    return number if int(given) == given.__index__() == number else None
 
 
 def _tensors(form: Form, given: Any) -> dict[str, Tensor]:
-    _check_names("tensors", given, form.tensors)
+    given = _named("tensors", given, form.tensors)
     brought = {}
     for name, count in form.tensors.items():
         field = f"tensors: {name}"
@@ -279,24 +331,31 @@ def _tensors(form: Form, given: Any) -> dict[str, Tensor]:
 
 
 def _numbers(form: Form, given: Any) -> dict[str, float]:
-    _check_names("numbers", given, form.numbers)
+    given = _named("numbers", given, form.numbers)
     return {name: _number(f"numbers: {name}", given[name]) for name in form.numbers}
 
 
 def _number(name: str, given: Any) -> float:
     """A finite float. Not through `check_number`, whose message may be as long as the number."""
-    try:
-        number = float(given) if type(given) is not bool and isinstance(given, Real) else math.nan
-    except OverflowError:
-        number = math.inf
+    number = given if type(given) is float else _answered(name, lambda: _real(given))
     if not math.isfinite(number):
         raise ArgumentError(f"{name}: expected a finite number, got {_short(given)}")
     return number
 
 
+def _real(given: Any) -> float:
+    """A number, infinite where it is too large; NaN for anything else."""
+    if isinstance(given, bool) or not isinstance(given, Real):
+        return math.nan
+    try:
+        return float(given)
+    except OverflowError:
+        return math.inf
+
+
 def _buffers(form: Form, given: Any) -> dict[str, Tensor]:
     names, *_ = form.buffers_like
-    _check_names("buffers", given, names)
+    given = _named("buffers", given, names)
     if not names:
         return {}
     brought = dict(zip(names, map(given.__getitem__, names), strict=True))
@@ -305,13 +364,16 @@ def _buffers(form: Form, given: Any) -> dict[str, Tensor]:
     for entry in form.buffers:
         name = f"buffers: {entry.name}"
         tensor = brought[entry.name]
+        if isinstance(tensor, Tensor):
+            tensor = _plain(name, tensor)
         if not isinstance(tensor, Tensor) or tensor.dtype != entry.dtype:
             what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ArgumentError(f"{name}: expected a tensor of {entry.dtype}, got {what}")
-        _check_stored(name, tensor)
+        tensor = stored(name, tensor)
         if tuple(tensor.shape) != entry.shape:
             raise ArgumentError(f"{name}: expected shape {entry.shape}, got {tuple(tensor.shape)}")
-    return {name: _plain(tensor).to(form.device) for name, tensor in brought.items()}
+        brought[entry.name] = tensor.to(form.device)
+    return brought
 
 
 def _is_fit(form: Form, brought: Sequence[Any]) -> bool:
@@ -320,7 +382,7 @@ def _is_fit(form: Form, brought: Sequence[Any]) -> bool:
     Models have hundreds: what is asked of all of them is asked in one go, attribute by attribute, not one by one.
     """
     _, dtypes, shapes, sizes, widths = form.buffers_like
-    if not set(map(type, brought)) <= {Tensor} or any(map(NESTED, brought)):
+    if not set(map(type, brought)) <= {Tensor} or any(map(NESTED, brought)) or any(map(WRAPPED, brought)):
         return False
     if list(map(DTYPE, brought)) != dtypes or list(map(SHAPE, brought)) != shapes:
         return False
@@ -333,9 +395,10 @@ def _is_fit(form: Form, brought: Sequence[Any]) -> bool:
     return all(map(operator.ge, stored, map(operator.mul, used, widths)))
 
 
-def _check_stored(name: str, tensor: Tensor) -> None:
-    """Nested tensors have no shape to ask for; freed storage has no values."""
-    if is_transformed([_plain(tensor)]):
+def stored(name: str, given: Tensor) -> Tensor:
+    """A plain tensor that has values. Nested ones have no shape to ask for; freed storage has nothing."""
+    tensor = _plain(name, given)
+    if is_transformed([tensor]):
         raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
     if tensor.is_nested:
         raise ArgumentError(f"{name}: expected a dense tensor with values, got a nested one")
@@ -348,29 +411,59 @@ def _check_stored(name: str, tensor: Tensor) -> None:
         last = tensor.storage_offset() + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
         raise ArgumentError(f"{name}: expected a dense tensor with values, got one whose storage was freed")
+    return tensor
 
 
-def _check_names(name: str, given: Any, expected: Sequence[str] | Mapping[str, Any]) -> None:
-    """A mapping with exactly the names that are expected."""
+def by_name(name: str, given: Any) -> dict[str, Any]:
+    """What a mapping has under its names.
+
+    Raises:
+        ArgumentError: if it is no mapping from names, or cannot be read.
+    """
     if not isinstance(given, Mapping):
         raise ArgumentError(f"{name}: expected a mapping from names, got {type(given).__name__}")
-    if not given and not expected:
-        return
-    names: set[Hashable] = set(given)
-    wanted = set(expected)
-    if names == wanted:
-        return
-    for problem, odd in (("missing", wanted - names), ("unknown", names - wanted)):
+    found: dict[Any, Any] = given if type(given) is dict else _answered(name, lambda: dict(given))
+    if set(map(type, found)) <= {str}:
+        return found
+    others = [key for key in found if not isinstance(key, str)]
+    if others:
+        raise ArgumentError(f"{name}: unknown: {_listed(others)}")
+    # Names of a class with code of its own, as plain ones.
+    return {str.__str__(key): value for key, value in found.items()}
+
+
+def _named(name: str, given: Any, expected: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """What a mapping has under exactly the names that are expected."""
+    found = by_name(name, given)
+    if found or expected:
+        check_names(name, found, expected, expected)
+    return found
+
+
+def check_names(name: str, found: Collection[str], expected: Collection[str], known: Collection[str]) -> None:
+    """All that are expected, and none but those that are known.
+
+    Raises:
+        ArgumentError: naming the first that are missing, or unknown.
+    """
+    names = set(found)
+    for problem, odd in (("missing", set(expected) - names), ("unknown", names - set(known))):
         if odd:
-            further = f" and {len(odd) - LISTED} more" if len(odd) > LISTED else ""
-            listed = ", ".join(heapq.nsmallest(LISTED, map(_short, odd)))
-            raise ArgumentError(f"{name}: {problem}: {listed}{further}")
+            raise ArgumentError(f"{name}: {problem}: {_listed(odd)}")
+
+
+def _listed(names: Collection[object]) -> str:
+    """The first of these names, and how many more there are."""
+    further = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(heapq.nsmallest(LISTED, map(_short, names))) + further
 
 
 def _short(value: object) -> str:
-    """A value in a few words; an integer of thousands of digits has none."""
+    """A value in a few words; an integer of thousands of digits has none, nor has what fails to say."""
     try:
-        text = value if isinstance(value, str) else repr(value)
+        text = str.__str__(value if isinstance(value, str) else repr(value))
     except ValueError:
         text = f"a huge {type(value).__name__}"
+    except Exception:  # whatever its own code raises
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import numpy as np
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
+from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError, check_choice, check_count, check_number
 
-__all__ = ["Cosine", "Cyclic", "Rate", "Weight", "rate_at"]
+__all__ = ["Cosine", "Cyclic", "Rate", "Weight", "rate_at", "weight_at"]
 
 Rate = float | Callable[[int], float]
 """A number, or a function of the version."""
@@ -107,13 +107,36 @@ def rate_at(rate: Rate, version: int) -> float:
     r"""$\eta(\tau)$ as a number.
 
     Raises:
-        ArgumentError: if a function does not return a finite number $\ge 0$.
+        RuleError: if a function does not return a finite number $\ge 0$. What it raises comes out.
 
     Example:
         >>> rate_at(lambda version: 1 / (version + 1), 3)
         0.25
     """
-    return check_number("rate", rate(version), at_least=0) if callable(rate) else float(rate)
+    return _value("rate", rate, version) if callable(rate) else float(rate)
+
+
+def weight_at(weight: Weight, staleness: int) -> float:
+    """$s(x)$ as a number.
+
+    Raises:
+        RuleError: if the function does not return a finite number that is no less than 0. What it raises comes out.
+
+    Example:
+        >>> weight_at(lambda staleness: 0.5**staleness, 2)
+        0.25
+    """
+    return _value("staleness", weight, staleness)
+
+
+def _value(name: str, function: Callable[[int], float], place: int) -> float:
+    """What a function says, which is its owner's fault where it cannot be used."""
+    try:
+        given = function(place)
+        _check_plain(f"{name}({place})", given)
+        return check_number(f"{name}({place})", given, at_least=0)
+    except ManifoldAggError as error:
+        raise RuleError(str(error)) from error
 
 
 def check_function(name: str, function: Callable[[int], float]) -> None:
@@ -139,11 +162,16 @@ def check_options(options: Any) -> None:
     for option in fields(options):
         value = getattr(options, option.name)
         kinds = (option.type, *get_args(option.type))
-        if isinstance(value, Tensor | np.ndarray) and (int in kinds or float in kinds):
-            raise ArgumentError(f"{option.name}: expected a plain number, got {value!r}")
+        if int in kinds or float in kinds:
+            _check_plain(option.name, value)
         if option.type is bool:
             check_choice(option.name, value, (True, False))
         elif option.type == Rate:
             check_rate(value)
         elif option.type == Weight:
             check_function(option.name, value)
+
+
+def _check_plain(name: str, value: Any) -> None:
+    if isinstance(value, Tensor | np.ndarray):
+        raise ArgumentError(f"{name}: expected a plain number, got {value!r}")

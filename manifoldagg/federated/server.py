@@ -1,9 +1,14 @@
 """The server: one owner of the model, its versions and its clients, for every rule."""
 
+import logging
+import math
+import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -11,7 +16,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, ManifoldAggError
+from manifoldagg.errors import (
+    ArgumentError,
+    BusyError,
+    ManifoldAggError,
+    RuleError,
+    SpillError,
+    check_count,
+    check_number,
+)
 from manifoldagg.federated.buffers import Patterns, of_model
 from manifoldagg.federated.contract import (
     Averaging,
@@ -21,15 +34,22 @@ from manifoldagg.federated.contract import (
     Ticket,
     by_rows,
     check_averaging,
+    check_named,
     check_rule,
     extras,
 )
 from manifoldagg.federated.dispatch import check_base_dtype, message, rounded
+from manifoldagg.federated.doubts import check_parameters
 from manifoldagg.federated.intake import UNLIMITED, Checks, Form, admit, blame, check_start
-from manifoldagg.federated.ledger import Ledger, Row
+from manifoldagg.federated.named import payload_of, resting
+from manifoldagg.federated.record.books import ANYONE, Books, Limits, Open, Row, Told, row
+from manifoldagg.federated.record.checkpoint import Every, Moment, Saved, Writer, check_name
+from manifoldagg.federated.record.description import called, describe, path_of
+from manifoldagg.federated.record.persistent import Atomic
+from manifoldagg.federated.record.spill import Spill, trim
+from manifoldagg.federated.record.store import Kept, Store
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
-from manifoldagg.federated.store import Store
 from manifoldagg.federated.trees import copied
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds import Manifold, ParameterSpace
@@ -37,8 +57,17 @@ from manifoldagg.manifolds.layout import Entry
 
 __all__ = ["Server"]
 
+CALLS = {"clock": time.monotonic, "on_update": None}
+"""What a server calls, by keyword, and its defaults."""
+TRIMMED = 2**20
+"""Bytes that go to files between two requests that freed memory be returned, or a quarter of the limit."""
 P = ParamSpec("P")
 T = TypeVar("T")
+LOG = logging.getLogger("manifoldagg")
+# Who wants to read it adds a handler: a library does not write to the terminal by itself.
+LOG.addHandler(logging.NullHandler())
+set_grad_enabled = torch._C._set_grad_enabled
+"""In one instruction, where the public class runs code that an interrupt could end in its middle."""
 
 
 def without_derivatives(call: Callable[P, T]) -> Callable[P, T]:
@@ -50,11 +79,11 @@ def without_derivatives(call: Callable[P, T]) -> Callable[P, T]:
             with torch.inference_mode(False):
                 return plain(*args, **named)
         before = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
         try:
+            set_grad_enabled(False)
             return call(*args, **named)
         finally:
-            torch.set_grad_enabled(before)
+            set_grad_enabled(before)
 
     return plain
 
@@ -62,12 +91,13 @@ def without_derivatives(call: Callable[P, T]) -> Callable[P, T]:
 class Server:
     r"""Drives a rule: hands out models, takes updates, refuses what does not fit.
 
-    A refused update leaves everything as it was, its ticket too: the client may try again, or you `drop` it.
-    Models that go out are copies and payloads are only read: nobody else holds the server's memory. Every method
-    may be called from any thread, and takes effect in one moment between its call and its return. Updates are
-    taken one at a time; while the arithmetic of one runs, `dispatch`, `drop` and `model` do not wait for it. Clients
-    that join meanwhile count in its weight: it is done again, once; those that join during that count from the next
-    update on. Rules and `averaging` may read the model, and must not call what waits for the update that calls them.
+    A refused update leaves everything as it was. Models that go out are copies and payloads are only read: nobody else
+    holds the server's memory. All that a server knows is one immutable record, replaced in a single instruction: every
+    method may be called from any thread, signal handler or finaliser, takes effect in one moment between its call and
+    its return, and who is interrupted has done it or has not. Updates are taken one at a time; while the arithmetic of
+    one runs nobody else waits for it, and clients that join meanwhile count from the next one on. Rules and listeners
+    may read the server, and must not call what waits for the update that calls them. Refusals are logged to
+    `logging.getLogger("manifoldagg")`.
 
     Args:
         space: where the models live.
@@ -92,6 +122,12 @@ class Server:
         on_update: called with the row of each accepted update, once it is entered: one at a time, in order, in the
             thread that calls `receive`. It may ask the server for anything that does not wait for the update. What it
             raises comes out of `receive`, and undoes nothing.
+        timeout: seconds after which a ticket ends that nobody answers; see `expire`.
+        clock: gives the seconds; that of a simulation, for instance.
+        max_tickets: how many may be out at once. Beyond, `dispatch` raises `BusyError`.
+        max_waiting: how many updates may wait for their turn. Beyond, they get a receipt that says so.
+        retries: how many of the latest receipts are kept for clients that ask again.
+        checkpoint: when to write checkpoints beside the work, and where to. Clients are then strings or integers.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
@@ -106,7 +142,9 @@ class Server:
         >>> receipt = server.receive(ticket.id, Payload(torch.tensor([[2.0, 4.0]]), samples=10))
         >>> receipt.accepted, receipt.version, server.model
         (True, 1, tensor([1., 2.]))
-        >>> server.receive(ticket.id, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).reason
+        >>> server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)) is receipt
+        True
+        >>> server.receive("of my own making", Payload(torch.tensor([[2.0, 4.0]]), samples=10)).reason
         'ticket: unknown, or used already'
     """
 
@@ -128,6 +166,12 @@ class Server:
         spill: str | Path | None = None,
         history: int | None = 10_000,
         on_update: Callable[[Row], object] | None = None,
+        timeout: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        max_tickets: int | None = None,
+        max_waiting: int | None = None,
+        retries: int = 10_000,
+        checkpoint: Every | None = None,
     ) -> None:
         first = check_start(space, start)
         tensors, numbers = extras(check_rule(rule))
@@ -147,101 +191,295 @@ class Server:
         measured = frozenset(getattr(rule, "measured", ())) if space.flat else frozenset()
         self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks, rows, measured)
         self._terms = Terms(space, rule, policies, checks)
-        self._turn = threading.Lock()
-        self._taking: int | None = None
-        self._ledger = Ledger(
-            Snapshot(first, rule.init(space, first.clone()), kept),
-            Weights(weights),
-            Store(memory_limit, spill),
-            max_staleness=max_staleness,
-            recycle=averaging is None,
-            history=history,
+        self._memory_limit = None if memory_limit is None else check_count("memory_limit", memory_limit, at_least=0)
+        self._spill = Spill(spill)
+        if not callable(clock):
+            raise ArgumentError(f"clock: expected a function that returns seconds, got {clock!r}")
+        self._clock = clock
+        self._max_waiting = None if max_waiting is None else check_count("max_waiting", max_waiting, at_least=0)
+        # Whose answers wait for the turn, by thread: what an interrupt leaves there goes with its thread's next call.
+        self._waiting: dict[int, str] = {}
+        self._turn = threading.RLock()
+        self._spare: deque[Tensor] = deque(maxlen=1)
+        # What listens may keep models: their memory is not used again.
+        self._freed = self._spare.append if averaging is None else None
+        self._process = os.getpid()
+        self._untrimmed = 0
+        limits = Limits(
+            max_staleness=None if max_staleness is None else check_count("max_staleness", max_staleness, at_least=0),
+            timeout=None if timeout is None else check_number("timeout", timeout, above=0),
+            max_tickets=None if max_tickets is None else check_count("max_tickets", max_tickets),
+            history=None if history is None else check_count("history", history, at_least=0),
+            retries=check_count("retries", retries, at_least=0),
+            listened=averaging is not None or on_update is not None,
         )
+        now = Snapshot(first, rule.init(space, first.clone()), kept)
+        store = Store().held(("version", 0), Kept(first, self._freed))
+        self._books = Atomic(Books(limits, now, Weights.of(weights, checks.samples_factor), store))
+        self._options = {
+            "max_staleness": limits.max_staleness,
+            "timeout": limits.timeout,
+            "max_tickets": limits.max_tickets,
+            "history": limits.history,
+            "retries": limits.retries,
+            "checks": asdict(checks),
+            "base_dtype": None if base_dtype is None else str(base_dtype).removeprefix("torch."),
+            "memory_limit": self._memory_limit,
+            "max_waiting": self._max_waiting,
+            "policies": policies,
+        }
+        self._calls = {"clock": clock, "on_update": on_update}
+        self._writer = None if checkpoint is None else Writer(checkpoint)
+        if checkpoint is not None:
+            # What a file cannot hold is told now.
+            describe("space", space)
+            describe("rule", rule)
+            for client in weights if isinstance(weights, Mapping) else ():
+                check_name(client)
+            for name, function in self._calls.items():
+                called(name, function)
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, rule: Rule, *, buffers: Patterns = (), **server_options: Any) -> "Server":
+        """A server of a module: it starts from its parameters and carries its buffers.
+
+        Args:
+            model: any module. It is not written.
+            rule: how the model moves.
+            buffers: what becomes of them, as in the constructor. Frozen parameters stay as they are unless they match.
+            **server_options: what the constructor takes by keyword.
+
+        Raises:
+            ArgumentError: if the module has no parameters that learn; and as the constructor.
+
+        Example:
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> server = Server.of(torch.nn.BatchNorm1d(1), FedAsync(rate=0.5))
+            >>> ticket = server.dispatch("ward-7")
+            >>> model = ticket.state_dict()
+            >>> model["running_mean"] += 2
+            >>> server.receive_model(ticket, model, samples=10).accepted, server.state_dict()["running_mean"]
+            (True, tensor([1.]))
+        """
+        space = ParameterSpace.of(model)
+        check_parameters("model", space.layout)
+        carried = space.carried(model)
+        return cls(space, rule, space.point(model), carried=carried, buffers=resting(model, buffers), **server_options)
+
+    @classmethod
+    @without_derivatives
+    def resume(
+        cls, path: str | Path, space: Manifold, rule: Rule, *, replace: bool = False, **options: Any
+    ) -> "Server":
+        """A server that goes on from a checkpoint, bit for bit.
+
+        What was saved are the defaults of `options`. Given again are what files do not hold: `averaging`, whose state
+        goes on, `on_update`, `clock`, `spill` and `checkpoint`. Tickets are as old as they were; the time in which no
+        server ran does not count.
+
+        Args:
+            path: what `save` or `checkpoint=` has written. No other file is ever read.
+            space: equal to the one that was saved.
+            rule: likewise; functions in it are compared by their names, as are `clock` and `on_update`.
+            replace: take another rule, or other functions. A rule of the same class goes on with the state and what is
+                kept for clients. Otherwise these begin anew, and updates that wait are lost.
+            options: keywords of the constructor.
+
+        Raises:
+            CheckpointError: if the file is truncated, altered or no checkpoint, naming an older one where there is one;
+                if space, rule or functions are others than those that were saved, naming the first difference.
+            ArgumentError: naming the option that does not fit.
+
+        Warns:
+            RuntimeWarning: if the backend, the processor or torch are others, which may give other bits.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from manifoldagg.federated import Payload
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> from manifoldagg.manifolds import Flat
+            >>> server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
+            >>> ticket = server.dispatch("ward-7")
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     server.save(folder + "/server")
+            ...     server = Server.resume(folder + "/server", Flat(2), FedAsync(rate=0.5))
+            >>> server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).version, server.model
+            (1, tensor([1., 2.]))
+        """
+        saved = Saved(path)
+        calls = {name: options.get(name, default) for name, default in CALLS.items()}
+        saved.check(space, rule, calls, replace=replace)
+        server = cls(space, rule, saved.model, **saved.options(options))
+        books = saved.books(server._books.value, server._clock(), options.get("weights"), server._freed)
+        saved.load(server._averaging)
+        server._books = Atomic(books)
+        if server._writer is not None:
+            server._writer.begin(books.history.count)
+        server._move_out()
+        return server
 
     @without_derivatives
     def dispatch(self, client: Hashable, *, keep: bool = True) -> Ticket:
         """Send a client to work on the current model.
 
         Args:
-            client: any hashable name.
+            client: any hashable name that equals itself; no tensor.
             keep: keep the version that it starts from. Otherwise its payload must bring the base.
 
         Raises:
-            ArgumentError: if `client` is unhashable, or missing from the weights that were given up front.
+            ArgumentError: if `client` is no such name, or missing from the weights that were given up front.
+            BusyError: if as many tickets are out as may be.
 
         Cost: one copy of the model, which is read once and written once: a client's model is its own.
         """
-        books = self._ledger
+        self._check_process()
+        self._expire()
+        books = self._books.value
         books.weights.check(client)
-        with books.lock:
-            ticket_id, now, memory, narrow = books.depart(client)
-        try:
-            base = narrow() if keep else None
-            if keep and base is None:
-                base = rounded(now.current, self._base_dtype)
-            sent = message(self.space, self.rule, now, memory(), base)
-            if base is not None or not keep:
-                with books.lock:
-                    books.rebase(ticket_id, base)
-        except BaseException:
-            with books.lock:
-                books.stay(client, ticket_id)
-            raise
-        return Ticket(ticket_id, now.version, sent)
+        if self._writer is not None:
+            check_name(client)
+        books.check_free()
+        place = books.current
+        kept = books.store.find(place)
+        base = None
+        if keep and self._base_dtype is not None:
+            narrow = ("base", books.now.version)
+            held = books.store.find(narrow)
+            # One that is in a file is rounded again: who starts now needs no file.
+            base = held.tree if isinstance(held, Kept) else rounded(books.now.current, self._base_dtype)
+            if base is not None:
+                place = narrow
+                kept = Kept(base) if held is None else held
+        sent, apart = message(self.space, self.rule, books.now, books.store.load(("client", client)), base)
+        ticket_id = os.urandom(16).hex()
+        ticket = Open(client, books.now.version, place if keep else None, self._clock(), apart)
+        self._books.update(lambda now: (now.dispatched(ticket_id, ticket, kept), None))
+        return Ticket(ticket_id, ticket.version, sent, self.space)
 
     @without_derivatives
-    def receive(self, ticket_id: str, payload: Payload) -> Receipt:
+    def receive(self, ticket: str | Ticket, payload: Payload, *, client: Hashable = ANYONE) -> Receipt:
         """Take what a client returns on a ticket. The payload must not be written before this returns.
 
+        Who asks again on a ticket that was answered, because the receipt was lost, gets the same receipt: nothing is
+        taken twice. Of what was sent then nothing is looked at.
+
+        Args:
+            ticket: or its id.
+            payload: what the client returns.
+            client: who returns it; another than the one that the ticket was issued to is refused.
+
         Returns:
-            A receipt. With `accepted=False` its `reason` names the field and nothing has changed. What the rule's own
-            code raises comes out and changes nothing either; what `averaging` and `on_update` raise comes after the
-            update.
+            A receipt. With `accepted=False` its `reason` names the field and nothing has changed: the client may try
+            again, unless no update can be taken on this ticket any more, which ends it: one whose version is too old,
+            whose time is over, or whose base was lost. What the rule's own code raises comes out and changes nothing
+            either; what `averaging` and `on_update` raise comes after the update.
 
         Raises:
             ArgumentError: if it is called from within an update.
+            RuleError: if the rule, or a schedule in it, gives what cannot be used.
 
         Cost: what the rule says of its step. With a rule that takes rows nothing else reads or writes a model: its
         Gram matrix tells whether what came is finite, and what is refused costs no more than what is taken.
         """
-        books = self._ledger
-        try:
-            with books.lock:
-                ticket = books.expect(ticket_id)
-            brought = admit(self._form, payload, based=ticket.base is None)
-        except ManifoldAggError as error:
-            with books.lock:
-                return books.refuse(error)
-        with self._in_turn():
-            try:
-                receipt, row = self._take(ticket_id, brought)
-            except ManifoldAggError as error:
-                with books.lock:
-                    return books.refuse(error)
-            try:
-                if self._averaging is not None and not receipt.buffered:
-                    self._averaging.update(receipt.version, books.now.current)
-            finally:
-                books.spill()
-                if self._on_update is not None:
-                    self._on_update(dict(row))
-        return receipt
+        return self._receive(ticket, client, lambda _: payload)
 
-    def drop(self, ticket_id: str) -> None:
+    @without_derivatives
+    def receive_model(
+        self,
+        ticket: str | Ticket,
+        model: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        *,
+        samples: int,
+        client: Hashable = ANYONE,
+    ) -> Receipt:
+        """Take what a client returns as a state dict, its module's whole one: parameters and buffers.
+
+        Args:
+            ticket: as in `receive`.
+            model: a state dict, or for a curve a sequence of them: the control points, the client's model last, which
+                brings the buffers. Frozen parameters and buffers that are left may be missing and are not read.
+            samples: how many samples the client trained on.
+            client: as in `receive`.
+
+        Returns:
+            A receipt, as `receive`. A `reason` names the tensor that does not fit, and begins with `model`, or where it
+            is none of the parameters, with `buffers`.
+
+        Raises:
+            ArgumentError: if the space is no `ParameterSpace`, or the rule asks clients for more than models.
+
+        Warns:
+            UserWarning: naming a model that looks like a difference of models. Nothing has changed then.
+        """
+        if any(extras(self.rule)):
+            raise ArgumentError(f"rule: {type(self.rule).__name__} asks clients for more than models; use `receive`")
+        check_named(self.space)
+        books = self._books.value
+
+        def brought(found: Open) -> Payload:
+            base = None if found.apart else found.base
+            return payload_of(self._form, model, samples, books.now.current, partial(books.store.load, base))
+
+        return self._receive(ticket, client, brought)
+
+    def _receive(self, ticket: str | Ticket, client: Hashable, brought: Callable[[Open], Payload]) -> Receipt:
+        self._check_process()
+        self._expire()
+        ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
+        thread = threading.get_ident()
+        outer = self._waiting.get(thread, "")
+        try:
+            if type(ticket_id) is str:
+                self._waiting[thread] = ticket_id
+            try:
+                found = self._find(ticket_id, client)
+                if isinstance(found, Open):
+                    payload = admit(self._form, brought(found), based=found.base is None)
+                    self._check_waiting()
+            except ManifoldAggError as error:
+                return self._refuse(ticket_id, error)
+            if isinstance(found, Receipt):
+                self._catch_up()
+                return found
+            self._check_turn()
+            with self._turn:
+                # What an interrupt kept from the listeners comes first.
+                self._tell()
+                receipt = self._answer(ticket_id, client, payload)
+                self._settle()
+            return receipt
+        finally:
+            self._waiting.pop(thread, None)
+            if outer:
+                self._waiting[thread] = outer
+
+    def drop(self, ticket: str | Ticket) -> None:
         """Give a ticket back: nobody will answer on it.
+
+        Args:
+            ticket: or its id.
 
         Raises:
             ArgumentError: if the ticket is unknown or was used.
         """
-        with self._ledger.lock:
-            self._ledger.find(ticket_id)
-            self._ledger.discard(ticket_id)
+        self._check_process()
+        ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
+        self._books.update(lambda now: (now.dropped(ticket_id), None))
+
+    def expire(self) -> list[str]:
+        """End the tickets that nobody has answered for `timeout` seconds. `dispatch` and `receive` do so too.
+
+        Returns:
+            Their ids, the oldest first; none without a `timeout`.
+        """
+        self._check_process()
+        return self._expire()
 
     @property
     def model(self) -> Float[Tensor, " P"]:
         """A copy of the current model (P,)."""
-        with self._current() as now:
-            return copied(now.current)
+        books = self._books.value
+        return copied(books.now.current)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The current model as a state dict, in the model's own dtypes, with the buffers that the server keeps.
@@ -249,10 +487,9 @@ class Server:
         Raises:
             ArgumentError: if the space is no `ParameterSpace`.
         """
-        if not isinstance(self.space, ParameterSpace):
-            raise ArgumentError(f"space: expected a ParameterSpace, got {type(self.space).__name__}")
-        with self._current() as now:
-            return self.space.state_dict(now.current, now.buffers or None)
+        space = check_named(self.space)
+        books = self._books.value
+        return space.state_dict(books.now.current, books.now.buffers or None)
 
     def averaged(self) -> Float[Tensor, " P"]:
         """A copy of the average (P,); of the current model where nothing was averaged. Waits for a running update.
@@ -260,89 +497,258 @@ class Server:
         Raises:
             ArgumentError: if it is called from within an update.
         """
-        with self._in_turn():
+        self._check_process()
+        self._check_turn()
+        with self._turn:
+            self._tell()
             average = None if self._averaging is None else self._averaging.average
             return self.model if average is None else copied(average)
 
     @property
     def version(self) -> int:
         """How often the model has moved."""
-        return self._ledger.now.version
+        return self._books.value.now.version
 
     @property
     def history(self) -> list[Row]:
         """A flat row, fit for a data frame, for each of the latest accepted updates, at most `history=` of them.
 
-        A row has the client, its samples, the receipt and the rule's numbers. Nobody waits for the reader.
+        A row has the client, its samples, the receipt and the rule's numbers.
         """
-        # A deque is copied in one piece, without the lock.
-        return [dict(row) for row in self._ledger.history.copy()]
+        return [dict(row) for row in self._books.value.history.values()]
 
     @property
     def refused(self) -> dict[str, int]:
         """How many updates were refused, by the field that was wrong."""
-        with self._ledger.lock:
-            return dict(self._ledger.refused)
+        return dict(self._books.value.refused)
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes of the `model`, the `state`, older `versions` and `clients` in memory; of both in files: `spilled`."""
-        with self._ledger.lock:
-            return self._ledger.usage()
+        return self._books.value.usage()
+
+    @without_derivatives
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint, in place of the file that is there: whole or not at all.
+
+        It holds the model, its buffers, the rule's state, what is kept for clients, the tickets that are out with what
+        they started from, the receipts, weights, history, and the state of `averaging`. It waits for a running update;
+        while the file is written others go on.
+
+        Raises:
+            ArgumentError: if there is no such folder, the server was closed, or it is called from within an update.
+            CheckpointError: naming what cannot be saved (a lambda in the rule or for `on_update`, a client that is
+                neither a string nor an integer), or with what the system says: then the older file is as it was.
+            SpillError: if what is kept for a client is in a file that is not what was written.
+
+        Cost: one pass over all that is kept.
+        """
+        self._check_process()
+        self._check_turn()
+        with self._turn:
+            self._tell()
+            moment = self._moment()
+        if moment.books.closed:
+            raise ArgumentError("server: was closed")
+        moment.write(path)
 
     def close(self) -> None:
-        """Drop every ticket, forget what was kept for clients and remove all files. The model stays readable."""
-        with self._in_turn(), self._ledger.lock:
-            self._ledger.close()
+        """Drop every ticket, forget what was kept for clients and remove all files. The model stays readable.
+
+        It waits for a checkpoint that is being written.
+
+        Raises:
+            CheckpointError: if the last checkpoint could not be written, or whatever else was in its way. The server is
+                closed then too.
+        """
+        self._check_process()
+        self._check_turn()
+        with self._turn:
+            try:
+                self._tell()
+            finally:
+                self._books.update(lambda now: (now.close(), None))
+                self._spill.close()
+        if self._writer is not None:
+            self._writer.finish()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Server has locks and tickets that are out: it is not copied or pickled; keep its `model`")
 
-    def _take(self, ticket_id: str, payload: Payload) -> tuple[Receipt, Row]:
-        """One update, in its turn."""
-        books = self._ledger
-        entered = None
-        again = True
-        while entered is None:
-            with books.lock:
-                arrival = books.arrive(ticket_id, payload.samples)
-            blank = arrival.spare
-            try:
-                blank = torch.empty_like(arrival.snapshot.current) if blank is None else blank
-                update = arrival.update(payload)
-                try:
-                    after, outcome = step(self._terms, arrival.snapshot, update, payload.buffers, blank)
-                except Exception:
-                    blame(self._form, payload)
-                    raise
-                with books.lock:
-                    entered = books.enter(ticket_id, update, after, outcome, again=again)
-            finally:
-                with books.lock:
-                    books.leave(arrival, blank)
-            # Clients that join without end must not keep it from ever being taken.
-            again = False
-        return entered
+    def _moment(self) -> Moment:
+        """What a checkpoint is made of; in a turn, in which the listeners have heard of everything."""
+        averaging = self._averaging
+        told = None if averaging is None else (path_of(type(averaging)), averaging.state())
+        return Moment(self._books.value, self.space, self.rule, self._options, self._calls, self._clock(), told)
 
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """Alone among updates; an error where the thread would wait for itself."""
-        if self._taking == threading.get_ident():
-            raise ArgumentError("server: an update cannot wait for itself; call this after `receive` has returned")
-        with self._turn:
-            self._taking = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._taking = None
-
-    @contextmanager
-    def _current(self) -> Iterator[Snapshot]:
-        """The present, whose model is not recycled meanwhile."""
-        with self._ledger.lock:
-            now = self._ledger.look()
+    def _find(self, ticket_id: Any, client: Any) -> Open | Receipt:
+        """The ticket of an update that may be taken, or the receipt that there is for it."""
+        books = self._books.value
+        found = books.find(ticket_id, client)
+        if isinstance(found, Receipt):
+            return found
         try:
-            yield now
+            books.check_staleness(found)
+        except ArgumentError as error:
+            return self._end(ticket_id, error)
+        return found
+
+    def _answer(self, ticket_id: str, client: Any, payload: Payload) -> Receipt:
+        """What becomes of an update whose turn it is."""
+        try:
+            found = self._find(ticket_id, client)
+            if isinstance(found, Receipt):
+                return found
+            return self._take(ticket_id, found, payload)
+        except RuleError:
+            raise
+        except ManifoldAggError as error:
+            return self._refuse(ticket_id, error)
+
+    def _take(self, ticket_id: str, ticket: Open, payload: Payload) -> Receipt:
+        """Take an update."""
+        books = self._books.value
+        samples = books.weights.believed(ticket.client, payload.samples)
+        update = books.update_of(ticket, payload, samples)
+        model = self._blank(books.now.current)
+        try:
+            after, outcome = step(self._terms, books.now, update, payload.buffers, model.tree)
+        except Exception:
+            blame(self._form, payload)
+            raise
+        moved = outcome.model is not None
+        receipt = Receipt(
+            accepted=True,
+            reason="",
+            version=after.version,
+            staleness=update.staleness,
+            weight=update.weight,
+            cosine=outcome.numbers.get("cosine", math.nan),
+            step=outcome.numbers.get("step", math.nan),
+            norm=outcome.numbers.get("norm", math.nan),
+            buffered=not moved,
+            clipped=samples < payload.samples,
+        )
+        told = Told(
+            after.version, model if moved else None, row(ticket.client, payload.samples, receipt, outcome.numbers)
+        )
+        self._books.update(lambda now: (now.entered(ticket_id, update, after, outcome, told, receipt), None))
+        return receipt
+
+    def _refuse(self, ticket_id: Any, error: ManifoldAggError) -> Receipt:
+        """Count a refusal, and end a ticket whose files were lost."""
+        if isinstance(error, SpillError) and not error.temporary:
+            return self._end(ticket_id, error)
+        reason = str(error)
+        LOG.warning("refused: %s", reason)
+        return self._books.update(lambda now: (now.refusing(reason), Receipt(False, reason, now.now.version)))
+
+    def _end(self, ticket_id: str, error: ManifoldAggError) -> Receipt:
+        """End a ticket on which no update can be taken any more."""
+        reason = str(error)
+        receipt = self._books.update(lambda now: now.refusing_for_good(ticket_id, reason))
+        LOG.warning("refused, and its ticket ended: %s", receipt.reason)
+        return receipt
+
+    def _expire(self) -> list[str]:
+        """End the tickets whose time is over, but those whose answers wait for their turn."""
+        timeout = self._books.value.limits.timeout
+        if timeout is None:
+            return []
+        time = self._clock()
+        due = self._books.update(lambda now: now.expired(time, but=tuple(self._waiting.values())))
+        if due:
+            LOG.warning("tickets expired after %g s: %d", timeout, len(due))
+        return due
+
+    def _catch_up(self) -> None:
+        """Do what an interrupt of an update that was entered has left undone."""
+        if self._books.value.untold and not self._within():
+            with self._turn:
+                self._settle()
+
+    def _settle(self) -> None:
+        """What follows an update that is entered."""
+        try:
+            self._tell()
         finally:
-            with self._ledger.lock:
-                self._ledger.release(("version", now.version))
+            self._move_out()
+            books = self._books.value
+            if self._writer is not None and not books.untold and not books.closed:
+                self._writer.look(books.history.count, self._moment)
+
+    def _tell(self) -> None:
+        """Tell the listeners what they have not heard: who raises an error has, who was interrupted is told again."""
+        while untold := self._books.value.untold:
+            told = untold[0]
+            failed = None
+            try:
+                if self._averaging is not None and told.model is not None:
+                    self._averaging.update(told.version, told.model.tree)
+            except Exception as error:
+                failed = error
+            try:
+                if self._on_update is not None:
+                    self._on_update(dict(told.row))
+            except Exception as error:
+                failed = failed or error
+            self._books.update(lambda now: (now._replace(untold=now.untold[1:]), None))
+            if failed is not None:
+                raise failed
+
+    def _move_out(self) -> None:
+        """Bring what is held for clients within the limit, and let go of the memory that leaves."""
+        limit = self._memory_limit
+        while limit is not None and (size := self._move_one(limit)):
+            self._untrimmed += size
+            if self._untrimmed > max(limit // 4, TRIMMED):
+                self._untrimmed = 0
+                trim()
+
+    def _move_one(self, limit: int) -> int:
+        """Move the oldest tree to a file; its size, or 0 where none has to move, or none can."""
+        books = self._books.value
+        over = books.store.over(limit, without=books.current)
+        if over is None:
+            return 0
+        key, kept = over
+        try:
+            filed = self._spill.write(kept.tree)
+        except SpillError as error:
+            LOG.warning("memory_limit: %s stays in memory: %s", key, error)
+            if error.temporary:
+                return 0
+            self._books.update(lambda now: (now._replace(store=now.store.stuck(key, kept)), None))
+            return kept.size
+        self._books.update(lambda now: (now._replace(store=now.store.moved(key, kept, filed)), None))
+        return kept.size
+
+    def _blank(self, like: Tensor) -> Kept:
+        """Memory for a model, which is used again when nobody has that model any more."""
+        try:
+            blank = self._spare.pop()
+        except IndexError:
+            blank = torch.empty_like(like)
+        return Kept(blank, self._freed)
+
+    def _within(self) -> bool:
+        """Whether this thread is taking an update."""
+        return bool(self._turn._is_owned())  # type: ignore[attr-defined]
+
+    def _check_turn(self) -> None:
+        """Not from within an update: its thread would wait for itself."""
+        if self._within():
+            raise ArgumentError("server: an update cannot wait for itself; call this after `receive` has returned")
+
+    def _check_waiting(self) -> None:
+        """Not more than may wait, beside the one whose turn it is."""
+        waiting = len(self._waiting) - 1
+        if self._max_waiting is not None and waiting > self._max_waiting:
+            raise BusyError(f"server: busy: {waiting} updates wait for their turn, of at most {self._max_waiting}")
+
+    def _check_process(self) -> None:
+        """Not in a fork: its books are a copy, of which clients know nothing."""
+        if os.getpid() != self._process:
+            raise ArgumentError(
+                f"server: belongs to process {self._process}, of which this is a fork; it can only be read here"
+            )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from manifoldagg.corrections.frame import LATER, Motion
-from manifoldagg.errors import ArgumentError, check_choice, check_shape, is_finite
+from manifoldagg.errors import ArgumentError, RuleError, check_choice, check_shape, is_finite
 from manifoldagg.federated.buffers import collect, settle
 from manifoldagg.federated.contract import Outcome, Rule, Update, by_rows
 from manifoldagg.federated.intake import UNLIMITED, Checks
@@ -102,15 +102,18 @@ def _formed(motion: Any, out: Row | None) -> Any:
     """The new model of a rule that takes rows, in `out`."""
     if not isinstance(motion, Motion):
         given = type(motion).__name__
-        raise ArgumentError(f"rule: new model: expected what Frame.move makes, as `rows = True` says, got {given}")
+        raise RuleError(f"rule: new model: expected what Frame.move makes, as `rows = True` says, got {given}")
     return motion.formed(out)
 
 
 def _checked(terms: Terms, model: Tensor, out: Any) -> Any:
     """The new model, in `out`."""
     if model is not out:
-        check_shape("rule: new model", model, *terms.space.axes)
-        check_choice("rule: new model: dtype", model.dtype, (out.dtype,))
+        try:
+            check_shape("rule: new model", model, *terms.space.axes)
+            check_choice("rule: new model: dtype", model.dtype, (out.dtype,))
+        except ArgumentError as error:
+            raise RuleError(str(error)) from None
         out.copy_(model.detach())
     if not is_finite(out):
         raise ArgumentError("points: the new model would not be finite")

@@ -6,11 +6,12 @@ from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.grassmann import Grassmann
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
 from manifoldagg.manifolds.layout import Layout
+from manifoldagg.manifolds.loss import Loss, ModelLoss
 from manifoldagg.manifolds.manifold import PRIMITIVES, Leaf, Manifold
 from manifoldagg.manifolds.mean import Mean, RunningMean, karcher_mean
 from manifoldagg.manifolds.operations import distance, geodesic, norm, pole_ladder, schild_ladder
 from manifoldagg.manifolds.optimizers import RiemannianAdam, RiemannianSGD
-from manifoldagg.manifolds.parameters import Loss, ParameterSpace
+from manifoldagg.manifolds.parameters import ParameterSpace
 from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.rotations import SpecialOrthogonal
@@ -32,6 +33,7 @@ __all__ = [
     "Loss",
     "Manifold",
     "Mean",
+    "ModelLoss",
     "ParameterSpace",
     "PoincareBall",
     "Power",

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from manifoldagg.errors import ArgumentError, StateDictError, check_choice, is_finite
 from manifoldagg.kernels import Tensors
 
-__all__ = ["MASTER_DTYPES", "Entry", "Layout", "tensors_of"]
+__all__ = ["MASTER_DTYPES", "STATISTICS", "Entry", "Layout", "matches", "tensors_of"]
 
 MASTER_DTYPES = (torch.float32, torch.float64)
 OPAQUE = "_extra_state"
+STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+"""What layers call the statistics of their batches: no parameters, as a step past one would make variances negative."""
 DENSE = (torch.strided, False)
 _stored = attrgetter("layout", "is_meta")
 
@@ -79,7 +81,7 @@ class Layout:
     def of_state_dict(
         state: Mapping[str, Tensor], buffers: Sequence[str] = (), dtype: torch.dtype | None = None
     ) -> "Layout":
-        """The layout of a bare state dict: floating tensors whose name matches no pattern are the leaves."""
+        """The layout of a bare state dict: floating tensors are leaves, but statistics and what matches a pattern."""
         if isinstance(buffers, str) or not all(isinstance(pattern, str) for pattern in buffers):
             raise ArgumentError(f"buffers: expected a sequence of glob patterns, got {buffers!r}")
         tensors = tensors_of(state)
@@ -216,6 +218,16 @@ class Layout:
         return views | {alias: views[name] for alias, name in self.aliases}
 
 
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of several glob patterns is that of a name, in upper and lower case as they are.
+
+    Example:
+        >>> matches("1.running_mean", ["*running*"])
+        True
+    """
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a module (its own, not copies) or of a state dict, by name.
 
@@ -291,7 +303,8 @@ def _laid_out(
     owners: dict[str, str | None] = {}
     first: dict[str, str] = {}
     for entry in entries:
-        carried = not entry.dtype.is_floating_point or any(fnmatch.fnmatchcase(entry.name, p) for p in buffers)
+        carried = not entry.dtype.is_floating_point or entry.name.rpartition(".")[2] in STATISTICS
+        carried = carried or matches(entry.name, buffers)
         place = dict(tied).get(entry.name, entry.name)
         # Of tied tensors the first that is a leaf owns the place: one before it may match a pattern.
         owners[entry.name] = None if carried else first.setdefault(place, entry.name)
@@ -317,6 +330,6 @@ def _sort(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: tor
 
 
 def _listed(names: Iterable[str], most: int = 3) -> str:
-    ordered = sorted(names)
+    ordered = sorted(map(str, names))
     rest = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + rest

@@ -14,18 +14,16 @@ from manifoldagg.manifolds.assign import Assignment, assigned, declared
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.layout import Layout, tensors_of
+from manifoldagg.manifolds.loss import ModelLoss
 from manifoldagg.manifolds.manifold import Leaf, Manifold
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.validate import check_point
 
-__all__ = ["Loss", "ParameterSpace"]
+__all__ = ["ParameterSpace"]
 
 BEFORE = "..before"
 AFTER = "..after"
 """Runs of flat leaves; no parameter is called so."""
-
-Loss = Callable[[Tensor, Any], Tensor]
-"""`loss(theta, batch)`: a scalar for a point of parameters and whatever a batch is."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,8 @@ class ParameterSpace(Delegate):
         Args:
             state: name to tensor. Tensors that share storage, shape and strides are tied.
             manifolds: as in `of`.
-            buffers: glob patterns of floating tensors that are no parameters, such as `"*running_*"`;
-                integer and boolean tensors never are.
+            buffers: glob patterns of floating tensors that are no parameters, such as `"*mask"`. Those called
+                `running_mean`, `running_var` or `num_batches_tracked`, and integer and boolean ones, never are.
             dtype: of points, as in `of`.
 
         Raises:
@@ -111,7 +109,7 @@ class ParameterSpace(Delegate):
         Example:
             >>> import torch
             >>> state = torch.nn.BatchNorm1d(4).state_dict()
-            >>> space = ParameterSpace.of_state_dict(state, buffers=("*running_*", "*num_batches*"))
+            >>> space = ParameterSpace.of_state_dict(state)
             >>> [entry.name for entry in space.layout.carried]
             ['running_mean', 'running_var', 'num_batches_tracked']
         """
@@ -241,7 +239,7 @@ class ParameterSpace(Delegate):
                 tensors[name].copy_(view)
         return model
 
-    def loss(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Loss:
+    def loss(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModelLoss:
         r"""The loss of a point on a batch: $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$.
 
         One forward through `torch.func.functional_call`; `model` lends its code and mode (train or eval) but
@@ -252,7 +250,8 @@ class ParameterSpace(Delegate):
             criterion: (output, target) to a scalar.
 
         Returns:
-            `loss(theta, batch)` for `theta` (P,) and `batch` a pair (inputs, targets): a scalar.
+            `loss(theta, batch)` for `theta` (P,) and `batch` a pair (inputs, targets): a scalar. What training does to
+            the buffers is in its [`carried`][manifoldagg.manifolds.ModelLoss].
 
         Raises:
             StateDictError: if `model` does not have this layout.
@@ -268,14 +267,7 @@ class ParameterSpace(Delegate):
         self.layout.check(tensors_of(model))
         leaves = {leaf.name for leaf in self.layout.leaves}
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in leaves}
-
-        def loss(theta: Tensor, batch: Any) -> Tensor:
-            check_shape("theta", theta, *self.shape)
-            inputs, targets = batch
-            output = torch.func.functional_call(model, self.layout.views(theta) | buffers, (inputs,))
-            return criterion(output, targets)
-
-        return loss
+        return ModelLoss(self.layout, model, criterion, buffers)
 
     def _read(
         self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None, validate: bool = True

@@ -3,18 +3,19 @@
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError, check_count, check_number
+from manifoldagg.simulation.resumable import Resumable
 
 __all__ = ["VirtualClock", "check_generator"]
 
 T = TypeVar("T")
 
 
-class VirtualClock(Generic[T]):
+class VirtualClock(Resumable, Generic[T]):
     """An event heap that never sleeps, and one generator for all that happens in its time.
 
     Args:
@@ -29,6 +30,8 @@ class VirtualClock(Generic[T]):
         >>> [clock.next() for _ in range(3)]
         [(1.0, 'early'), (1.0, 'tie'), (2.0, 'late')]
     """
+
+    kind: ClassVar[str] = "clock"
 
     def __init__(self, generator: np.random.Generator | None = None) -> None:
         self.generator = check_generator(np.random.default_rng(0) if generator is None else generator)

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_choice, check_number
 from manifoldagg.simulation.clock import check_generator
 from manifoldagg.simulation.delays import Delay, store
+from manifoldagg.simulation.resumable import Resumable
 from manifoldagg.simulation.schedulers import Completion, Scheduler, plain_client
 
 __all__ = ["Change", "Participation", "churn"]
@@ -42,7 +43,7 @@ class Change(Generic[C]):
         check_choice("kind", self.kind, KINDS)
 
 
-class Participation(Generic[C]):
+class Participation(Resumable, Generic[C]):
     """A scheduler whose clients come and go.
 
     `next` tells changes as they happen, between the completions; a change comes before a completion at the same time,
@@ -71,6 +72,8 @@ class Participation(Generic[C]):
         >>> crowd.next().kind, sorted(crowd.present)
         ('join', ['b'])
     """
+
+    kind: ClassVar[str] = "participation"
 
     def __init__(self, scheduler: Scheduler[C], changes: Iterable[Change[C]], *, present: Iterable[C] = ()) -> None:
         changes = list(changes)

@@ -1,6 +1,6 @@
 """Schedulers: which client finishes next, and when."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -10,6 +10,7 @@ import numpy as np
 from manifoldagg.errors import ArgumentError, ManifoldAggError, check_count, check_number
 from manifoldagg.simulation.clock import VirtualClock, check_generator
 from manifoldagg.simulation.delays import MOST, Delay
+from manifoldagg.simulation.resumable import Resumable
 
 __all__ = ["Completion", "IndependentClients", "Job", "Scheduler", "plain_client"]
 
@@ -45,7 +46,7 @@ class Completion(NamedTuple):
     relative_delay: int
 
 
-class Scheduler(ABC, Generic[C]):
+class Scheduler(Resumable, Generic[C]):
     """What all schedulers share: their clock, the tasks in flight, and a state to resume from.
 
     Clients are integers or strings. Unless `queues`, a client has at most one task in flight. Ties in time are broken
@@ -58,6 +59,7 @@ class Scheduler(ABC, Generic[C]):
         ArgumentError: if `generator` is none.
     """
 
+    kind: ClassVar[str] = "scheduler"
     queues: ClassVar[bool] = False
     foretold: ClassVar[bool] = False
     """Whether a task may be taken up later than it is put into the clock."""

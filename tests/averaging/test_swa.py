@@ -27,7 +27,7 @@ from manifoldagg.manifolds import (
     distance,
 )
 from manifoldagg.manifolds import SymmetricPositiveDefinite as Positive
-from tests.support import draw, seeds
+from tests.support import draw, seeds, stopped
 
 counts = st.integers(1, 12)
 
@@ -65,14 +65,16 @@ def test_flat_streaming_is_torchs_averaged_model_bit_for_bit(seed, n, size):
         assert torch.equal(ours.average, space.point(theirs.module))
 
 
-def test_flat_streaming_keeps_one_model_whatever_the_number_of_versions():
-    swa = SWA(Flat(1000))
+def test_flat_streaming_keeps_one_mean_and_the_last_whatever_the_number_of_versions():
+    swa, memory = SWA(Flat(1000)), set()
     for version in range(1, 50):
         swa.update(version, draw(version, 1000))
-        held = [x for x in vars(swa).values() if isinstance(x, torch.Tensor)]
+        held = [x for x in [*vars(swa).values(), *vars(swa._heard).values()] if isinstance(x, torch.Tensor)]
         # The shape, dtype and device of the models are those of an expanded number.
-        assert sum(x.untyped_storage().nbytes() for x in held) <= 8 * 1001
+        assert sum(x.untyped_storage().nbytes() for x in held) <= 8 * 2001
         assert swa.versions == ()
+        memory.add(swa._heard.mean.data_ptr())
+    assert len(memory) == 2
     assert swa.count == 49
 
 
@@ -344,8 +346,8 @@ def test_a_state_that_does_not_fit_changes_nothing(kind, changes):
     with pytest.raises(ArgumentError):
         swa.load(state | changes)
     assert (swa.count, swa.average.tolist()) == (1, [5.0, 5.0, 5.0])
-    with pytest.raises(ArgumentError, match="version: expected one above 7"):
-        swa.update(7, ONE)
+    with pytest.raises(ArgumentError, match="version: expected one above 7, got 6"):
+        swa.update(6, ONE)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +382,10 @@ def test_the_tolerance_is_on_the_root_mean_square_of_the_residual(space, models,
         (lambda: SWA(Flat(3)).update(-1, ONE), "version: expected an integer >= 0"),
         (lambda: SWA(Flat(3)).overwrite(1), "version: expected the latest one, -1, got 1"),
         (lambda: SWA(Flat(3)).load({}), r"state: expected what SWA.state\(\) returned"),
-        (lambda: SWA(Flat(3), kind="exact").load(heard(SWA(Flat(3)), [(1, ONE)]).state()), "state: .*kind exact"),
+        (
+            lambda: SWA(Flat(3), kind="exact").load(heard(SWA(Flat(3)), [(1, ONE)]).state()),
+            "state: expected that of a SWA with .*exact",
+        ),
         (lambda: karcher(Flat(3), []), "versions: expected at least one model"),
         (lambda: karcher(Flat(3), 5), "versions: expected at least one model, .* got int"),
         (lambda: karcher(Flat(3), [ONE, ONE[:2]]), r"versions\[1\]: expected shape \(3\)"),
@@ -407,7 +412,7 @@ def test_bad_input_is_refused_by_name(call, words):
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
 @pytest.mark.parametrize(
     "bad",
-    [(2, ONE), (1, ONE), (3, ONE[:2]), (3, ONE.double()), (3, ONE * math.inf), (3, ONE.int()), (3, [1.0, 2.0, 3.0])],
+    [(0, ONE), (1, ONE), (3, ONE[:2]), (3, ONE.double()), (3, ONE * math.inf), (3, ONE.int()), (3, [1.0, 2.0, 3.0])],
 )
 def test_a_refused_version_changes_nothing(kind, bad):
     swa = heard(SWA(Flat(3), kind=kind), [(1, ONE), (2, 3 * ONE)])
@@ -416,3 +421,99 @@ def test_a_refused_version_changes_nothing(kind, bad):
     assert (swa.count, swa.average.tolist()) == (2, [2.0, 2.0, 2.0])
     swa.update(3, 5 * ONE)
     assert swa.average.tolist() == [3.0, 3.0, 3.0]
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def interrupted(call, at):
+    """Whether `call` came to a step, the `at`-th function that the package calls or leaves, and was interrupted there."""
+    left = [at]
+
+    def trace(frame, event, arg):
+        if "manifoldagg" not in frame.f_code.co_filename:
+            return None
+        if event in ("call", "return"):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Interrupt
+        return trace
+
+    return stopped(call, trace, Interrupt)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("space", "kind"), [(Flat(70_000), "streaming"), (Sphere(4), "streaming"), (Flat(4), "exact")], ids=str
+)
+def test_an_update_that_is_interrupted_anywhere_has_happened_or_has_not(space, kind):
+    models = list(enumerate(around(space, 4, 5, 0.3), start=1))
+    swa = heard(SWA(space, kind=kind), models[:3])
+    state, before = swa.state(), swa.average
+    after = heard(swa, models[3:4]).average
+    last = heard(swa, models[4:]).average
+
+    def update():
+        swa.update(*models[3])
+
+    at = 0
+    while True:
+        at += 1
+        swa.load(state)
+        if not interrupted(update, at):
+            break
+        assert torch.equal(swa.average, after if swa.count == 4 else before)
+        update()  # It is told again.
+        assert torch.equal(swa.average, after)
+        update()  # What was told already changes nothing.
+        assert torch.equal(heard(swa, models[4:]).average, last)
+    assert at > 10
+
+
+def test_an_average_that_is_read_during_an_update_is_the_one_before_it(monkeypatch):
+    """As a handler of a signal reads it, in the same thread."""
+    models = [(i, draw(i, 150_000)) for i in range(1, 5)]
+    swa = heard(SWA(Flat(150_000)), models[:3])
+    before, during, real = swa.average, [], manifoldagg.averaging.swa.combine
+
+    def combine(*args, **options):
+        during.append(swa.average)
+        return real(*args, **options)
+
+    monkeypatch.setattr(manifoldagg.averaging.swa, "combine", combine)
+    swa.update(*models[3])
+    assert len(during) == 6
+    assert all(torch.equal(average, before) for average in during)
+
+
+def test_the_latest_version_again_changes_nothing():
+    for kind in ("streaming", "exact"):
+        swa = heard(SWA(Flat(3), kind=kind, cycle=2), [(2, ONE), (3, ONE), (4, 3 * ONE)])
+        swa.update(4, 9 * ONE)
+        assert (swa.count, swa.average.tolist()) == (2, [2.0, 2.0, 2.0])
+        with pytest.raises(ArgumentError, match="version: expected one above 4, got 3"):
+            swa.update(3, ONE)
+
+
+def test_who_reads_waits_for_nobody():
+    """A signal handler that waits for a lock of the thread that it interrupts would wait for ever."""
+    swa = SWA(Flat(2))
+    swa.update(1, torch.ones(2))
+    held, done, read = threading.Event(), threading.Event(), []
+
+    def holds():
+        with swa._lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=holds)
+    thread.start()
+    held.wait(60)
+    reader = threading.Thread(target=lambda: read.append((swa.average, swa.state()["count"])), daemon=True)
+    reader.start()
+    reader.join(30)
+    done.set()
+    thread.join(60)
+    assert torch.equal(read[0][0], torch.ones(2))
+    assert read[0][1] == 1

@@ -104,6 +104,14 @@ def test_the_model_is_left_alone_when_a_batch_fails():
     assert model[4].momentum == 0.3
 
 
+def test_a_mask_of_infinities_is_no_statistic():
+    model = network()
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    space = ParameterSpace.of(model)
+    carried = refresh_buffers(space, model, space.point(model), INPUTS)
+    assert torch.equal(carried["mask"], model.mask)
+
+
 @pytest.mark.usefixtures("as_shipped")
 def test_bad_input_is_refused_by_name():
     model = network()

@@ -27,13 +27,14 @@ def bits(tree):
 
 def versions(server):
     """Which versions the store of a server has."""
-    return [name for kind, name in server._ledger.store._kept if kind == "version"]
+    return [name for kind, name in server._books.value.store.places if kind == "version"]
 
 
 def fingerprint(server):
     """Model, state, versions and their holders, tickets, memory, weights, norms, history, buffers, generators."""
-    books = server._ledger
-    kept = {key: (kept.holders, kept.size, str(kept.path)) for key, kept in books.store._kept.items()}
+    books = server._books.value
+    places = books.store.places
+    kept = {key: (holders, kept.size, str(getattr(kept, "path", ""))) for key, (kept, holders) in places.items()}
     return {
         "model": bits(server.model),
         "version": server.version,
@@ -41,10 +42,10 @@ def fingerprint(server):
         "buffers": bits(books.now.buffers),
         "waiting": bits(books.now.waiting),
         "kept": kept,
-        "contents": {key: bits(books.store[key]) for key in kept},
+        "contents": {key: bits(books.store.load(key)) for key in kept},
         "memory": server.memory,
         "tickets": dict(books.tickets),
-        "weights": repr(vars(books.weights)),
+        "weights": books.weights,
         "norms": list(books.now.norms),
         "history": bits(server.history),
         # Not of the module `random`, of which the type checks of the tests make use.
@@ -87,3 +88,15 @@ class Gathers(Adds):
             return {**state, "waiting": waiting}, Outcome(None, update.memory, {"buffered": len(waiting)})
         model = update.current + sum(waiting)
         return {"steps": state["steps"] + 1, "waiting": ()}, Outcome(model, update.memory, {"step": 1.0, "buffered": 0})
+
+
+class Listens:
+    """What an averaging has beside its `update`, where nothing is averaged or saved."""
+
+    average = None
+
+    def state(self):
+        return None
+
+    def load(self, state):
+        pass

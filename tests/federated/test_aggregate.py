@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldagg import aggregate
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
 from manifoldagg.federated.rules import (
     ASGD,
@@ -30,7 +30,6 @@ from manifoldagg.federated.rules import (
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, geodesic
 from tests.support import draw, seeds
 
-BUFFERS = ("*running_*",)
 RULES = [FedAsync(0.5), FedOrtho(0.5), FedGS(0.5), AsyncBezier(0.5, threshold=0.0)]
 
 
@@ -53,8 +52,8 @@ def arrays(state):
 @given(seeds, st.sampled_from(RULES))
 def test_it_is_the_rule_on_the_points_of_the_models(seed, rule):
     base, current, mine = states(seed)
-    space = ParameterSpace.of_state_dict(base, buffers=BUFFERS)
-    new, state, numbers = aggregate(rule, None, current, base, mine, staleness=1, weight=0.5, buffers=BUFFERS)
+    space = ParameterSpace.of_state_dict(base)
+    new, state, numbers = aggregate(rule, None, current, base, mine, staleness=1, weight=0.5)
     here = space.point(current)
     update = Update("late", space.point(base), here, space.point(mine)[None], staleness=1, weight=0.5)
     after, outcome = rule.step(space, rule.init(space, here), update)
@@ -67,15 +66,13 @@ def test_it_agrees_with_the_server_bit_for_bit(rule):
     base, other, mine = (
         {name: t.float() if t.is_floating_point() else t for name, t in state.items()} for state in states(5)
     )
-    space = ParameterSpace.of_state_dict(base, buffers=BUFFERS)
+    space = ParameterSpace.of_state_dict(base)
     server = Server(space, rule, space.point(base), weights="uniform")
     late, quick = server.dispatch("late"), server.dispatch("quick")
     state, current = None, base
     for staleness, (ticket, update) in enumerate(((quick, other), (late, mine))):
         receipt = server.receive(ticket.id, Payload(space.point(update)[None], 1))
-        current, state, numbers = aggregate(
-            rule, state, current, base, update, staleness=staleness, weight=0.5, buffers=BUFFERS
-        )
+        current, state, numbers = aggregate(rule, state, current, base, update, staleness=staleness, weight=0.5)
         assert numbers["norm"] == receipt.norm
         assert torch.equal(space.point(current), server.model)
 
@@ -84,7 +81,7 @@ def test_it_agrees_with_the_server_bit_for_bit(rule):
 def test_inputs_are_untouched_and_results_are_new(seed, rule):
     inputs = states(seed)
     kept = copy.deepcopy(inputs)
-    new, _, _ = aggregate(rule, None, *inputs, buffers=BUFFERS)
+    new, _, _ = aggregate(rule, None, *inputs)
     for tensor in new.values():
         tensor.zero_()
     for before, after in zip(kept, inputs, strict=True):
@@ -93,11 +90,11 @@ def test_inputs_are_untouched_and_results_are_new(seed, rule):
 
 def test_the_kind_comes_back_as_it_went_in():
     current, base, update = states(0)
-    new, _, _ = aggregate(FedAsync(0.5), None, current, base, update, buffers=BUFFERS)
+    new, _, _ = aggregate(FedAsync(0.5), None, current, base, update)
     assert isinstance(new, OrderedDict)
     assert list(new) == list(current)
     assert {name: (t.dtype, t.shape) for name, t in new.items()} == {n: (t.dtype, t.shape) for n, t in current.items()}
-    assert type(aggregate(FedAsync(0.5), None, dict(current), base, update, buffers=BUFFERS)[0]) is dict
+    assert type(aggregate(FedAsync(0.5), None, dict(current), base, update)[0]) is dict
     lists = [arrays(state) for state in (current, base, update)]
     as_list, _, _ = aggregate(FedAsync(0.5), None, *lists)
     assert isinstance(as_list, list)
@@ -122,9 +119,92 @@ def test_arrays_may_be_read_only_strided_or_zero_dimensional():
     assert (new[1].item(), new[2].item(), new[2].dtype) == (3.0, 7, np.int64)
 
 
+def test_statistics_are_buffers_without_being_named():
+    """A step past a statistic would leave the variance negative: this one would be at -0.15."""
+    base, current, update = [model(0) for _ in range(3)]
+    base["1.running_var"].fill_(1.0)
+    current["1.running_var"].fill_(0.05)
+    update["1.running_var"].fill_(0.6)
+    update["1.num_batches_tracked"] += 3
+    for rule in RULES:
+        new, _, numbers = aggregate(rule, None, current, base, update)
+        assert torch.allclose(new["1.running_var"], torch.tensor(0.05 + numbers["step"] * 0.55))
+        assert new["1.num_batches_tracked"] == 4
+        named, _, _ = aggregate(rule, None, current, base, update, buffers=["*running_*", "*tracked"])
+        assert all(torch.equal(named[name], tensor) for name, tensor in new.items())
+    # By their name alone, also where somebody has made counters floating.
+    state = {name: tensor.float() for name, tensor in nn.BatchNorm1d(2).state_dict().items()}
+    assert [leaf.name for leaf in ParameterSpace.of_state_dict(state).layout.leaves] == ["weight", "bias"]
+    assert ParameterSpace.of_state_dict({"my_running_mean": torch.ones(2)}).shape == (2,)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({}, "current: expected floating parameters, got none$"),
+        ({"w": torch.ones(0)}, "current: expected floating parameters, got none$"),
+        ([np.arange(3)], "current: expected floating parameters, got none; 0 is torch.int64"),
+        ({"q": torch.ones(3, dtype=torch.int8)}, "current: expected floating parameters, got none; q is torch.int8"),
+        ({"bn.running_mean": torch.ones(3)}, "got none; bn.running_mean is torch.float32"),
+    ],
+)
+def test_a_model_without_parameters_is_refused(model, words):
+    with pytest.raises(ArgumentError, match=words):
+        aggregate(FedAsync(0.5), None, model, model, model)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_integers_that_change_are_named():
+    """A quantised weight would be replaced by the client's, not averaged."""
+    current, update = ({"w": torch.ones(2), "q": torch.full((3,), i), "n": torch.tensor(i)} for i in range(2))
+    with pytest.warns(UserWarning, match=r"update: q: torch.int64 is not averaged but becomes the client's.*`buffers`"):
+        new, _, _ = aggregate(FedAsync(0.5), None, current, current, update)
+    assert new["q"].tolist() == [1, 1, 1]
+    for told in (["q"], {"q": "leave"}):
+        aggregate(FedAsync(0.5), None, current, current, update, buffers=told)
+    aggregate(FedAsync(0.5), None, current, current, update | {"q": current["q"].clone()})
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_an_update_that_looks_like_a_difference_is_named():
+    base = {name: t.float() for name, t in model(1).items() if "num" not in name}
+    difference = {name: 0.05 * tensor.roll(1, 0) for name, tensor in base.items()}
+    out = copy.deepcopy(base)
+    words = r"update: looks like a difference of models, as \S+ has 0.05\d* x the norm of its base"
+    with pytest.warns(UserWarning, match=words):
+        aggregate(FedAsync(0.5), None, base, base, difference)
+    with pytest.raises(UserWarning, match=words):
+        aggregate(FedAsync(0.5), None, base, base, difference, out=out)
+    assert all(torch.equal(out[name], base[name]) for name in base)
+    with pytest.warns(UserWarning, match=r"update\[1\]: looks like"):
+        aggregate(AsyncBezier(0.5), None, base, base, [difference, difference])
+    # One tensor that has kept its size is enough, wherever in the tensors its numbers are.
+    aggregate(FedAsync(0.5), None, base, base, difference | {"2.bias": base["2.bias"]})
+    far = torch.cat([torch.ones(5000), torch.full((5000,), 100.0)])
+    aggregate(FedAsync(0.5), None, [far], [far], [torch.cat([torch.zeros(5000), far[5000:]])])
+
+
+def test_no_training_looks_like_a_difference():
+    """The hardest decay that anybody trains with, from initialisations that are zero in places."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+        nn.init.zeros_(net[3].bias)
+        base = copy.deepcopy(net.state_dict())
+        descent = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.5)
+        for _ in range(200):
+            inputs = torch.randn(32, 8)
+            loss = nn.functional.cross_entropy(net(inputs), (inputs[:, 0] > 0).long())
+            descent.zero_grad()
+            loss.backward()
+            descent.step()
+    aggregate(FedAsync(0.5), None, base, base, net.state_dict())
+
+
 def test_buffers_follow_the_step_and_counters_the_client():
     current, base, update = states(0)
-    new, _, numbers = aggregate(FedAsync(0.25), None, current, base, update, buffers=BUFFERS)
+    new, _, numbers = aggregate(FedAsync(0.25), None, current, base, update)
     assert numbers["step"] == 0.25
     assert torch.allclose(new["1.running_mean"], torch.lerp(current["1.running_mean"], update["1.running_mean"], 0.25))
     assert new["1.num_batches_tracked"] == update["1.num_batches_tracked"]
@@ -163,8 +243,8 @@ def test_a_model_that_would_overflow_is_refused():
 
 def test_a_curve_is_a_sequence_of_models():
     current, base, control, end = states(0, 4)
-    space = ParameterSpace.of_state_dict(base, buffers=BUFFERS)
-    new, _, _ = aggregate(AsyncBezier(0.5), None, current, base, [control, end], buffers=BUFFERS)
+    space = ParameterSpace.of_state_dict(base)
+    new, _, _ = aggregate(AsyncBezier(0.5), None, current, base, [control, end])
     points = torch.stack([space.point(control), space.point(end)])
     update = Update(None, space.point(base), space.point(current), points)
     _, outcome = AsyncBezier(0.5).step(space, {"version": 0}, update)
@@ -306,11 +386,11 @@ STEPS = [FedAsync(0.5), ASGD(0.5), FedOrtho(0.5), AsyncBezier(0.5), FedBuff(1), 
 @given(seeds, st.sampled_from(STEPS), st.sampled_from(["a new one", "current", "base", "update"]))
 def test_it_writes_where_it_is_told_what_it_would_return(seed, rule, where):
     current, base, update = layered(seed % 1000)
-    expected, state, numbers = aggregate(rule, None, current, base, update, buffers=BUFFERS)
+    expected, state, numbers = aggregate(rule, None, current, base, update)
     blank = {name: torch.full_like(tensor, 7) for name, tensor in current.items()}
     out = {"a new one": blank, "current": current, "base": base, "update": update}[where]
     held = {name: tensor.data_ptr() for name, tensor in out.items()}
-    new, after, told = aggregate(rule, None, current, base, update, buffers=BUFFERS, out=out)
+    new, after, told = aggregate(rule, None, current, base, update, out=out)
     assert new is out
     assert (after, told) == (state, numbers)
     assert all(torch.equal(new[name], expected[name]) for name in expected)
@@ -369,7 +449,7 @@ def test_what_is_refused_leaves_the_target_as_it_was(rule, change, words):
     ]
     out = {name: torch.full_like(tensor, 7) for name, tensor in models[0].items()}
     with pytest.raises(ArgumentError, match=words):
-        aggregate(rule, None, models[0], models[1], models[2] | change, buffers=BUFFERS, out=out)
+        aggregate(rule, None, models[0], models[1], models[2] | change, out=out)
     assert all((tensor == 7).all() for tensor in out.values())
 
 
@@ -405,7 +485,7 @@ def test_the_state_is_the_server_s_whatever_the_tensors_are(rule):
         server.receive(ticket.id, Payload(space.point(mine)[None], 1))
         current, state, _ = aggregate(rule, state, current, base, mine, staleness=late, client="a")
         assert torch.equal(space.point(current), server.model)
-    now = server._ledger.now.state
+    now = server._books.value.now.state
     held = state.state if hasattr(state, "state") else state
     assert now.keys() == held.keys()
     assert all(
@@ -429,7 +509,7 @@ def test_nothing_of_the_size_of_a_model_is_allocated_but_the_result():
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the entries of new floating tensors of more than a few."""
+    """Counts the entries of new floating tensors that are no single numbers."""
 
     def __init__(self):
         super().__init__()
@@ -438,7 +518,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         taken = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
-        if isinstance(made, torch.Tensor) and made.is_floating_point():
+        if isinstance(made, torch.Tensor) and made.is_floating_point() and made.dim():
             self.entries += 0 if made.untyped_storage().data_ptr() in taken else made.numel()
         return made
 
@@ -460,7 +540,6 @@ class Bare(FedOrtho):
         (lambda: aggregate(FedAsync(), None, *[[np.ones(2)]] * 3, out=[np.ones(2, ">f8")]), "out: 0: expected a writable array in the byte order"),
         (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[:2], "b": LINE[1:3]}), "out: expected"),
         (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
-        (lambda: aggregate(Bare(), None, W, W, W), "rule: new model: expected what Frame.move makes"),
         (lambda: aggregate(ASGD(), None, B, B, B, buffers=["rm"], out=B | {"rm": torch.zeros(1).expand(2)}), "out: expected tensors with memory"),
         (lambda: aggregate(ASGD(), None, B, B, B, buffers=["rm"], out={"w": LINE[:2], "rm": LINE[:2]}), "out: expected tensors with memory"),
         (lambda: aggregate(ASGD(), None, B, B, B, buffers=["rm"], out={"w": LINE[:2], "rm": LINE[1:3]}), "out: expected tensors with memory"),
@@ -475,6 +554,11 @@ class Bare(FedOrtho):
 def test_a_target_that_does_not_fit_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+def test_a_rule_that_says_rows_and_makes_a_tensor_is_told():
+    with pytest.raises(RuleError, match="rule: new model: expected what Frame.move makes"):
+        aggregate(Bare(), None, W, W, W)
 
 
 LINE = torch.arange(5.0)

@@ -1,6 +1,7 @@
 """Buffers and dtypes: a policy for each, the same in the server and in `aggregate`."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server, aggregate
 from manifoldagg.federated.buffers import Packed, collect, policies, settle
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds import Flat, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
 from tests.federated.fingerprint import Adds, Gathers, bits
 from tests.support import draw, seeds
@@ -216,6 +217,21 @@ def test_clients_get_the_buffers():
     assert message.buffers["1.running_mean"].tolist() == [2.0, 2.0]
     message.buffers["1.running_mean"].fill_(9.0)
     assert server.state_dict()["1.running_mean"].tolist() == [2.0, 2.0]
+
+
+def test_a_ticket_is_a_state_dict_for_a_client_s_module():
+    space, server = start(buffers={"1.*": "leave", "*": "average"})
+    send(space, server, mean=8.0)
+    ticket = server.dispatch("a")
+    theirs = net()
+    theirs.load_state_dict(ticket.state_dict())
+    assert bits(theirs.state_dict()) == bits(server.state_dict()) == bits(ticket.state_dict())
+    assert "space" not in repr(ticket)
+    assert ticket == replace(ticket, space=None)
+    bare = Server(space, FedAsync(0.5), space.point(theirs)).dispatch("a")
+    assert bare.state_dict().keys() == dict(theirs.named_parameters()).keys()
+    with pytest.raises(ArgumentError, match="space: expected a ParameterSpace, got Flat"):
+        Server(Flat(2), FedAsync(0.5), torch.zeros(2)).dispatch("a").state_dict()
 
 
 def test_dtypes_return_as_they_came_from_float32_masters():

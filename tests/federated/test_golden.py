@@ -57,7 +57,8 @@ def trained(space, seed, start, carried):
     point = start + 0.1 * draw(seed, *start.shape, dtype=start.dtype)
     if not space.flat:
         point = space.project(point)
-    noise = {name: draw(seed + i, *t.shape, dtype=torch.float32) if t.is_floating_point() else t + 1 + seed % 7
+    # As they may be of batches: no variance is negative.
+    noise = {name: draw(seed + i, *t.shape, dtype=torch.float32).abs() if t.is_floating_point() else t + 1 + seed % 7
              for i, (name, t) in enumerate(carried.items())}  # fmt: skip
     return point, noise
 

@@ -5,6 +5,9 @@ import re
 import warnings
 from collections import OrderedDict
 from decimal import Decimal
+from enum import StrEnum
+from fractions import Fraction
+from numbers import Integral
 from types import MappingProxyType
 
 import numpy as np
@@ -13,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldagg.errors import ArgumentError, check_finite
@@ -104,6 +108,56 @@ class Liar(dict):
         return True
 
 
+def broken(*values):
+    raise RuntimeError("broken")
+
+
+def made(kind, value, **methods):
+    """A value of a subclass with other methods."""
+    return type(f"Odd{kind.__name__}", (kind,), methods)(value)
+
+
+class Counts:
+    """Registered as an integer; answers with one number after the other."""
+
+    def __init__(self, *answers):
+        self.answers = iter(answers)
+
+    def __int__(self):
+        return next(self.answers)
+
+    __index__ = __int__
+
+
+Integral.register(Counts)
+
+
+def fake(*shape):
+    with FakeTensorMode():
+        return torch.ones(*shape)
+
+
+def escaped(transform, x):
+    """What a functorch transform leaves behind."""
+    out = []
+    transform(lambda x: out.append(x) or x.sum())(x)
+    return out[0]
+
+
+class Listed(dict):
+    """Raises where it is asked for what is in it."""
+
+    __iter__ = keys = items = __len__ = broken
+
+
+class Halved(Payload):
+    """Has no points."""
+
+    @property
+    def points(self):
+        raise RuntimeError("gone")
+
+
 BAD = {
     "nothing": (lambda: None, "payload: expected a Payload, got NoneType"),
     "a state dict": (lambda: NET.state_dict(), "payload: expected a Payload, got OrderedDict"),
@@ -150,6 +204,28 @@ BAD = {
     "no samples": (lambda: good(samples=None), "samples: expected an integer"),
     "NaN samples": (lambda: good(samples=NAN), "samples: expected an integer"),
     "a tensor of samples": (lambda: good(samples=torch.tensor([3])), "samples: expected an integer"),
+    "samples that raise": (lambda: good(samples=made(int, 3, __int__=broken)), "samples: expected one that can be read; its code raised RuntimeError"),
+    "an index that raises": (lambda: good(samples=made(int, 3, __index__=broken)), "samples: expected one that can be read"),
+    "samples that lie": (lambda: good(samples=made(int, 3, __int__=lambda self: 10**12)), "samples: expected an integer"),
+    "an index that lies": (lambda: good(samples=made(int, 3, __index__=lambda self: 10**12)), "samples: expected an integer"),
+    "many that say they are few": (lambda: good(samples=made(int, 10**12, __le__=lambda *x: True, __ge__=lambda *x: True)), "samples: expected an integer"),
+    "samples that change": (lambda: good(samples=Counts(1, 1, 10**15)), "samples: expected an integer from 1 to 1000000000, got <"),
+    "samples that are words": (lambda: good(samples=Counts("three")), "samples: expected one that can be read"),
+    "samples without a name": (lambda: good(samples=made(float, 3.0, __repr__=broken)), "samples: expected an integer from 1 to 1000000000, got a Oddfloat"),
+    "fake points": (lambda: good(points=fake(1, P)), "points: expected a plain tensor with values, got a FakeTensor"),
+    "a fake tensor": (lambda: tensors(control=fake(P)), "tensors: control: expected a plain tensor with values, got a FakeTensor"),
+    "a fake buffer": (lambda: buffers(running_mean=fake(2)), "buffers: 1.running_mean: expected a plain tensor with values, got a FakeTensor"),
+    "points out of a gradient": (lambda: good(points=escaped(torch.func.grad, torch.ones(1, P))), "points: expected values; a server step is taken outside of functorch"),
+    "points out of a batch": (lambda: good(points=escaped(torch.func.vmap, torch.ones(2, 1, P))), "points: expected values; a server step is taken outside of functorch"),
+    "a buffer out of a batch": (lambda: buffers(running_mean=escaped(torch.func.vmap, torch.ones(2, 2))), "buffers: 1.running_mean: expected values; a server step"),
+    "a payload that raises": (lambda: Halved.__new__(Halved), "payload: expected one that can be read; its code raised RuntimeError"),
+    "a payload of nothing": (lambda: Payload.__new__(Payload), "payload: expected one that can be read; its code raised AttributeError"),
+    "tensors that raise": (lambda: good(tensors=Listed(good().tensors)), "tensors: expected one that can be read"),
+    "numbers that raise": (lambda: good(numbers=Listed(epochs=2.0)), "numbers: expected one that can be read"),
+    "a name that raises": (lambda: good(numbers={"epochs": 2.0, made(int, 3, __eq__=broken, __hash__=lambda self: 7, __repr__=broken): 1.0}), "numbers: unknown: a Oddint"),
+    "a number that raises": (lambda: good(numbers={"epochs": made(float, 2.0, __float__=broken)}), "numbers: epochs: expected one that can be read"),
+    "a number that lies": (lambda: good(numbers={"epochs": made(float, 2.0, __float__=lambda self: NAN)}), "numbers: epochs: expected a finite number"),
+    "a fraction that overflows": (lambda: good(numbers={"epochs": Fraction(10**5000, 3)}), "numbers: epochs: expected a finite number, got a huge Fraction"),
     "tensors are none": (lambda: good(tensors=None), "tensors: expected a mapping from names, got NoneType"),
     "tensors are a list": (lambda: good(tensors=[torch.ones(P)]), "tensors: expected a mapping"),
     "a tensor is missing": (lambda: good(tensors={"control": torch.ones(P)}), "tensors: missing: moments"),
@@ -189,7 +265,7 @@ BAD = {
     "a float counter": (lambda: buffers(num_batches_tracked=torch.tensor(3.0)), "buffers: 1.num_batches_tracked: expected a tensor of torch.int64"),
     "a buffer too long": (lambda: buffers(running_mean=torch.ones(3)), "buffers: 1.running_mean: expected shape (2,), got (3,)"),
     "a double buffer": (lambda: buffers(running_mean=torch.ones(2).double()), "buffers: 1.running_mean: expected a tensor of torch.float32"),
-    "a NaN buffer": (lambda: buffers(running_var=torch.tensor([1.0, NAN])), "buffers: 1.running_var: expected finite values, or those"),
+    "a NaN buffer": (lambda: buffers(running_var=torch.tensor([1.0, NAN])), "buffers: 1.running_var: expected finite values >= 0, or those"),
     "an infinite buffer": (lambda: buffers(running_mean=torch.tensor([INF, 0.0])), "buffers: 1.running_mean: expected finite values"),
     "a buffer without values": (lambda: buffers(running_mean=torch.ones(2, device="meta")), "buffers: 1.running_mean: expected a dense tensor"),
     "a base nobody asked for": (lambda: good(base=torch.ones(P)), "base: expected none, the server has kept it"),
@@ -223,6 +299,33 @@ def test_a_bad_payload_is_refused_and_changes_nothing(name):
     # It is the payload that was refused, not the ticket; and the other ticket holds its version still.
     assert s.receive(ticket.id, good()).accepted
     assert s.receive(late.id, good()).reason == "staleness: expected at most 2, got 3"
+
+
+class Loud(torch.Tensor):
+    """Raises whatever it is asked."""
+
+    detach = to = broken
+
+    @classmethod
+    def __torch_function__(cls, call, types, args=(), kwargs=None):
+        raise RuntimeError(call.__name__)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_what_is_read_as_it_should_be_counts_as_that():
+    s = server()
+    name = StrEnum("Name", {"epochs": "epochs"})
+    good_as = good(
+        points=torch.ones(1, P).as_subclass(Loud),
+        samples=np.int32(3),
+        tensors={"control": torch.ones(P).as_subclass(Loud), "moments": nn.Parameter(torch.ones(2, P))},
+        numbers=MappingProxyType({name.epochs: Fraction(2)}),
+        buffers=OrderedDict({key: nn.Buffer(value) for key, value in BUFFERS.items()}),
+    )
+    assert s.receive(s.dispatch("a").id, good_as).reason == ""
+    other = server()
+    other.receive(other.dispatch("a").id, good())
+    assert fingerprint(s) == fingerprint(other)
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -264,9 +367,9 @@ def test_what_is_odd_but_right_comes_in_unharmed(name):
     assert s.receive(s.dispatch("a").id, given).reason == ""
     assert torch.equal(given.points.detach(), torch.ones(1, P))
     assert torch.allclose(s.model, torch.ones(P), atol=1e-6)
-    kept = s._ledger.store[("client", "a")]["last"]
+    kept = s._books.value.store.load(("client", "a"))["last"]
     assert (type(kept), kept.requires_grad) == (torch.Tensor, False)
-    assert type(s._ledger.now.state["epochs"]) is float
+    assert type(s._books.value.now.state["epochs"]) is float
 
 
 def test_no_payload_is_written_or_kept():
@@ -276,11 +379,11 @@ def test_no_payload_is_written_or_kept():
     s.receive(s.dispatch("a").id, given)
     after = [given.points, *given.tensors.values(), *given.buffers.values()]
     assert all(torch.equal(a, b) for a, b in zip(kept, after, strict=True))
-    model, state, carried = s.model, s._ledger.now.state["control"].clone(), s.state_dict()
+    model, state, carried = s.model, s._books.value.now.state["control"].clone(), s.state_dict()
     for tensor in (given.points, *given.tensors.values()):
         tensor.fill_(9.0)
     assert torch.equal(s.model, model)
-    assert torch.equal(s._ledger.now.state["control"], state)
+    assert torch.equal(s._books.value.now.state["control"], state)
     assert all(torch.equal(tensor, s.state_dict()[name]) for name, tensor in carried.items())
 
 

@@ -85,12 +85,12 @@ def opened(rule, start=None, trainer=None):
 
 
 def memories(server):
-    store = server._ledger.store
-    return {c: store[("client", c)]["control"] for c in range(CLIENTS) if ("client", c) in store}
+    store = server._books.value.store
+    return {c: store.load(("client", c))["control"] for c in range(CLIENTS) if ("client", c) in store}
 
 
 def state(server):
-    return server._ledger.now.state
+    return server._books.value.now.state
 
 
 def test_the_trainer_takes_the_papers_steps():

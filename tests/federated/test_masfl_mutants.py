@@ -86,10 +86,10 @@ def c_is_the_mean_of_all_who_joined(k):
         server = run(k.MasFL(2, 0.1, 0.4, initial=initial), k.ControlVariate(steps=2, rate=0.05), COHORTS[:3] * 2)
         if initial == "gradient":
             work(server, ControlVariate(steps=2, rate=0.05), server.dispatch(4), 4)
-        store = server._ledger.store
-        kept = [store[("client", c)]["control"] for c in range(5) if ("client", c) in store]
+        store = server._books.value.store
+        kept = [store.load(("client", c))["control"] for c in range(5) if ("client", c) in store]
         assert len(kept) == 4 + (initial == "gradient")
-        assert relative(server._ledger.now.state["c"], sum(kept) / len(kept)) <= 1e-13
+        assert relative(server._books.value.now.state["c"], sum(kept) / len(kept)) <= 1e-13
 
 
 @law

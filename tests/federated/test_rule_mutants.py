@@ -209,8 +209,8 @@ def momentum_is_a_geometric_sum(k):
 
 @caught_by("ASGD", "asgd_takes_the_displacement_times_weight_and_rate")
 class ASGDForgetsTheWeight(shipped.ASGD):
-    def step_size(self, version, update, penalty):
-        return super().step_size(version, replace(update, weight=1.0), penalty)
+    def step_size(self, state, update, penalty):
+        return super().step_size(state, replace(update, weight=1.0), penalty)
 
 
 @caught_by("ASGD", "asgd_takes_the_displacement_times_weight_and_rate")
@@ -235,14 +235,14 @@ class FedAsyncReadsDisplacements(shipped.FedAsync):
 
 @caught_by("FedAsync", "fedasync_mixes_the_models")
 class FedAsyncIgnoresStaleness(shipped.FedAsync):
-    def step_size(self, version, update, penalty):
-        return super().step_size(version, replace(update, staleness=0), penalty)
+    def step_size(self, state, update, penalty):
+        return super().step_size(state, replace(update, staleness=0), penalty)
 
 
 @caught_by("FedAsync", "fedasync_mixes_the_models")
 class FedAsyncCountsStalenessFromOne(shipped.FedAsync):
-    def step_size(self, version, update, penalty):
-        return super().step_size(version, replace(update, staleness=update.staleness + 1), penalty)
+    def step_size(self, state, update, penalty):
+        return super().step_size(state, replace(update, staleness=update.staleness + 1), penalty)
 
 
 @caught_by("FedOrtho", "fedortho_leaves_the_drift_alone")
@@ -271,14 +271,14 @@ class AsyncBezierTakesTheRateForTheParameter(shipped.AsyncBezier):
 
 @caught_by("AsyncBezier", "the_penalty_is_the_papers")
 class AsyncBezierTurnsThePenaltyOver(shipped.AsyncBezier):
-    def step_size(self, version, update, penalty):
-        return super().step_size(version, update, lambda strength: 1 / penalty(strength))
+    def step_size(self, state, update, penalty):
+        return super().step_size(state, update, lambda strength: 1 / penalty(strength))
 
 
 @caught_by("AsyncBezier", "the_penalty_is_the_papers")
 class AsyncBezierAlwaysPenalisesInFull(shipped.AsyncBezier):
-    def step_size(self, version, update, penalty):
-        return super().step_size(version, update, lambda strength: penalty(min(1.0, 2 * strength)))
+    def step_size(self, state, update, penalty):
+        return super().step_size(state, update, lambda strength: penalty(min(1.0, 2 * strength)))
 
 
 @caught_by("FedBuff", "fedbuff_answers_the_golden_scalar")

@@ -1,6 +1,7 @@
 """Rates that follow the version, and weights that follow the staleness."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -8,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Update
-from manifoldagg.federated.rules import ASGD, FedAdam, FedAsync, FedAvg, FedBuff
-from manifoldagg.federated.schedules import Cosine, Cyclic, rate_at
+from manifoldagg.errors import ArgumentError, RuleError
+from manifoldagg.federated import Payload, Server, Update
+from manifoldagg.federated.rules import ASGD, CA2FL, AsyncFedED, FedAdam, FedAsync, FedAvg, FedBuff, MasFL, OrthoFL
+from manifoldagg.federated.schedules import Cosine, Cyclic, rate_at, weight_at
 from manifoldagg.manifolds import Flat
+from tests.federated.fingerprint import fingerprint
 from tests.support import draw
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
@@ -82,10 +84,131 @@ def test_a_schedule_gives_the_rate_of_each_step():
         (lambda: ASGD(Cyclic), "rate: expected an instance, got the class Cyclic"),
         (lambda: ASGD(torch.tensor(0.5)), "rate: expected a plain number, got tensor"),
         (lambda: ASGD(np.array(0.5)), "rate: expected a plain number, got array"),
-        (lambda: rate_at(lambda version: math.inf, 0), "rate: expected a finite number >= 0"),
         (lambda: FedAdam(2, lambda version: "slow", beta1=2), "beta1: expected"),
     ],
 )
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+def complains(place):
+    raise ArgumentError("place: expected another one")
+
+
+UNUSABLE = {
+    "infinite": (lambda place: math.inf, "expected a finite number >= 0, got inf"),
+    "NaN": (lambda place: math.nan, "expected a finite number >= 0, got nan"),
+    "negative": (lambda place: -1.0, "expected a finite number >= 0, got -1.0"),
+    "a word": (lambda place: "fast", "expected a finite number >= 0, got 'fast'"),
+    "nothing": (lambda place: None, "expected a finite number >= 0, got None"),
+    "a truth": (lambda place: True, "expected a finite number >= 0, got True"),
+    "a tensor": (lambda place: torch.tensor(0.5), "expected a plain number, got tensor(0.5000)"),
+    "an array": (lambda place: np.array([0.5]), "expected a plain number, got array([0.5])"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_a_schedule_cannot_be_is_its_owners_fault(name):
+    function, words = UNUSABLE[name]
+    with pytest.raises(RuleError, match=re.escape(f"rate(3): {words}")):
+        rate_at(function, 3)
+    with pytest.raises(RuleError, match=re.escape(f"staleness(2): {words}")):
+        weight_at(function, 2)
+
+
+def test_what_a_schedule_raises_comes_out_and_is_no_refusal():
+    with pytest.raises(ZeroDivisionError):
+        rate_at(lambda version: 1 / version, 0)
+    with pytest.raises(RuleError, match="place: expected another one"):
+        weight_at(complains, 0)
+
+
+SCHEDULED = {
+    "ASGD": lambda f: ASGD(f),
+    "FedAsync": lambda f: FedAsync(f),
+    "FedAsync, staleness": lambda f: FedAsync(staleness=f),
+    "FedBuff": lambda f: FedBuff(1, f),
+    "FedBuff, staleness": lambda f: FedBuff(1, staleness=f),
+    "FedAvg": lambda f: FedAvg(1, f),
+    "FedAdam": lambda f: FedAdam(1, f),
+    "OrthoFL": lambda f: OrthoFL(f),
+    "OrthoFL, staleness": lambda f: OrthoFL(staleness=f),
+    "OrthoFL, protocol": lambda f: OrthoFL(protocol=f),
+    "AsyncFedED": lambda f: AsyncFedED(f),
+    "CA2FL": lambda f: CA2FL(1, f),
+    "MasFL": lambda f: MasFL(1, initial="zero", rate=f),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_no_client_is_blamed_for_a_schedule(name):
+    rule = SCHEDULED[name](lambda place: math.nan)
+    state, model = rule.init(Flat(3), draw(0, 3)), draw(0, 3)
+    brought = {key: draw(1, 3) for key in getattr(rule, "tensors", {})}
+    update = Update(
+        0, model, model, draw(9, 1, 3), tensors=brought, numbers=dict.fromkeys(getattr(rule, "numbers", ()), 0.0)
+    )
+    with pytest.raises(RuleError, match="nan"):
+        rule.step(Flat(3), state, update)
+
+
+def test_a_step_size_that_is_no_number_is_the_rules_fault():
+    rule = ASGD(1e308)
+    model = draw(0, 3)
+    with pytest.raises(RuleError, match="rate: step size: expected a finite number >= 0, got inf"):
+        rule.step(Flat(3), rule.init(Flat(3), model), Update(0, model, model, draw(9, 1, 3), weight=10.0))
+
+
+class Once:
+    """A schedule with a state: every call is counted, the first says what cannot be used."""
+
+    def __init__(self, first):
+        self.first = first
+        self.asked = []
+
+    def __call__(self, place):
+        self.asked.append(place)
+        return self.first if len(self.asked) == 1 else 0.5
+
+
+@pytest.mark.parametrize("make", [FedAsync, lambda f: FedAsync(staleness=f), lambda f: FedBuff(1, staleness=f)])
+@pytest.mark.parametrize("unusable", [math.nan, -1.0, torch.tensor(1.0)])
+def test_an_owners_fault_comes_out_of_receive_and_is_no_refusal(make, unusable):
+    schedule = Once(unusable)
+    s = Server(Flat(3), make(schedule), draw(0, 3), weights="uniform")
+    tickets = [s.dispatch(name) for name in "ab"]
+    before = fingerprint(s)
+    with pytest.raises(RuleError):
+        s.receive(tickets[0], Payload(draw(1, 1, 3), 1))
+    assert fingerprint(s) == before
+    assert s.refused == {}
+    # Nobody was blamed: the ticket is good, and the schedule is asked once for what it decides.
+    assert s.receive(tickets[0], Payload(draw(1, 1, 3), 1)).accepted
+    assert len(schedule.asked) == 2
+    # What a client brings is looked at first.
+    schedule.asked.clear()
+    assert s.receive(tickets[1], Payload(draw(1, 1, 3) * math.nan, 1)).reason.startswith("points: expected finite")
+
+
+def test_what_a_schedule_raises_comes_out_of_receive():
+    s = Server(Flat(3), FedAsync(lambda version: 1 / version), draw(0, 3))
+    ticket = s.dispatch("a")
+    with pytest.raises(ZeroDivisionError):
+        s.receive(ticket, Payload(draw(1, 1, 3), 1))
+    assert s.refused == {}
+
+
+def test_a_schedule_that_changes_is_asked_once_though_clients_join_meanwhile():
+    s, asked = None, []
+
+    def rate(version):
+        asked.append(version)
+        s.dispatch(f"late-{len(asked)}")
+        return 0.5
+
+    s = Server(Flat(3), FedAsync(rate), draw(0, 3))
+    assert s.receive(s.dispatch("a"), Payload(draw(1, 1, 3), 1)).weight == 1.0
+    assert asked == [0]
+    # Who joined counts from the next update on.
+    assert s.receive(s.dispatch("a"), Payload(draw(1, 1, 3), 1)).weight == 1 / 2

@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.averaging import SWA
-from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Message, Outcome, Payload, Server, ledger
+from manifoldagg.errors import ArgumentError, RuleError
+from manifoldagg.federated import Message, Outcome, Payload, Server
+from manifoldagg.federated import server as server_module
 from manifoldagg.federated.intake import Checks, admit
+from manifoldagg.federated.record.books import Books
 from manifoldagg.federated.rules import FedAsync, FedOrtho
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
-from tests.federated.fingerprint import Adds, Gathers, fingerprint, versions
+from tests.federated.fingerprint import Adds, Gathers, Listens, fingerprint, versions
 from tests.support import draw, relative, seeds
 
 SPACE = Flat(4)
@@ -98,7 +100,7 @@ def test_history_is_a_table_of_plain_values():
     plain = {str, int, float, bool}
     assert all({type(value) for value in row.values()} <= plain for row in rows)
     columns = ["client", "samples", "accepted", "reason", "version", "staleness", "weight", "cosine", "step", "norm"]
-    assert all(list(row)[:12] == [*columns, "buffered", "waiting"] for row in rows)
+    assert all(list(row)[:13] == [*columns, "buffered", "clipped", "waiting"] for row in rows)
     assert rows[1]["rate"] == pytest.approx(0.25)
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0])
@@ -148,13 +150,13 @@ def test_what_sees_the_updates_sees_them_entered_and_undoes_none():
     with pytest.raises(RuntimeError, match="full disk"):
         s.receive(ticket.id, payload())
     assert (s.version, [row["client"] for row in s.history]) == (1, ["a"])
-    assert s.receive(ticket.id, payload()).reason.startswith("ticket")
+    # The receipt that was lost by it is there for who asks again.
+    assert s.receive(ticket.id, payload()).version == 1
+    assert s.version == 1
 
 
 def test_every_update_is_told_whatever_a_listener_raises():
-    class Fails:
-        average = None
-
+    class Fails(Listens):
         def update(self, version, model):
             raise RuntimeError("full disk")
 
@@ -177,14 +179,20 @@ def test_updates_that_wait_are_told_too():
 def test_tickets_are_used_once_and_only_here():
     s, other = server(), server()
     ticket, foreign = s.dispatch("a"), other.dispatch("a")
-    assert s.receive(ticket.id, payload()).accepted
+    receipt = s.receive(ticket.id, payload())
+    assert receipt.accepted
     before = fingerprint(s)
-    for id_ in (ticket.id, foreign.id, "nonsense", None, 0, ticket, ["a"]):
+    for used in (ticket, ticket.id):
+        assert s.receive(used, payload(2.0), client="a") is receipt
+        assert s.receive(used, payload(), client="b").reason.startswith("client: expected the one")
+        with pytest.raises(ArgumentError, match="ticket: unknown"):
+            s.drop(used)
+    for id_ in (foreign.id, "nonsense", None, 0, foreign, ["a"]):
         assert s.receive(id_, payload()).reason == "ticket: unknown, or used already"
         with pytest.raises(ArgumentError, match="ticket: unknown"):
             s.drop(id_)
     assert fingerprint(s) == before
-    assert s.refused == {"ticket": 7}
+    assert s.refused == {"client": 2, "ticket": 6}
 
 
 def test_a_ticket_survives_a_refusal():
@@ -199,10 +207,16 @@ def test_what_is_too_stale_is_refused():
     late = s.dispatch("a")
     for _ in range(2):
         assert s.receive(s.dispatch("b").id, payload()).accepted
-    before = fingerprint(s)
-    assert s.receive(late.id, payload()).reason == "staleness: expected at most 1, got 2"
-    assert fingerprint(s) == before
-    s.drop(late.id)
+    assert sorted(versions(s)) == [0, 2]
+    model = s.model
+    receipt = s.receive(late.id, payload())
+    assert receipt.reason == "staleness: expected at most 1, got 2"
+    # No update can be taken on it any more: it pins no version.
+    assert versions(s) == [2]
+    assert torch.equal(s.model, model)
+    assert s.receive(late.id, payload()) is receipt
+    with pytest.raises(ArgumentError, match="ticket: unknown"):
+        s.drop(late.id)
     assert s.receive(s.dispatch("a").id, payload()).accepted
 
 
@@ -262,7 +276,7 @@ def test_a_careless_rule_cannot_tie_the_server_to_a_client():
     s.receive(ticket.id, Payload(points, 7))
     points.fill_(9)
     assert s.model.tolist() == [1.0] * 4
-    state = s._ledger.now.state
+    state = s._books.value.now.state
     assert state["points"].tolist() == [[1.0] * 4]
     assert state["part"][0].tolist() == [1.0] * 2
     again = s.dispatch("a")
@@ -276,7 +290,7 @@ def test_what_a_rule_keeps_is_not_recycled():
     s = Server(SPACE, Careless(), torch.zeros(4))
     for value in (1.0, 2.0, 3.0):
         s.receive(s.dispatch("a").id, payload(value))
-        kept = s._ledger.now.state
+        kept = s._books.value.now.state
         before = [kept[name].tolist() for name in ("current", "base")]
         s.receive(s.dispatch("a").id, payload(value + 0.5))
         assert [kept[name].tolist() for name in ("current", "base")] == before
@@ -290,12 +304,12 @@ def test_a_payload_that_lies_in_the_servers_memory_is_copied():
         assert s.receive(s.dispatch("b").id, payload()).accepted
     s.drop(s.dispatch("b").id)
     spare = torch.full((4,), 5.0)
-    s._ledger.spare = spare
+    s._spare.append(spare)
     assert s.receive(late.id, Payload(spare[None], 1)).accepted
     # Where the model was made the points were read to the end, and what was kept of them is not the model.
     assert s.model.tolist() == [6.0] * 4
-    assert s._ledger.store[("client", "a")]["last"].tolist() == [5.0] * 4
-    current = s._ledger.store[s._ledger.current]
+    assert s._books.value.store.load(("client", "a"))["last"].tolist() == [5.0] * 4
+    current = s._books.value.now.current
     assert s.receive(s.dispatch("a").id, Payload(current[None], 1)).accepted
     assert s.model.tolist() == [6.0] * 4
 
@@ -322,17 +336,8 @@ def test_a_rule_that_fails_changes_nothing(error):
 
 
 @pytest.mark.usefixtures("as_shipped")
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (torch.zeros(1), "rule: new model"),
-        (torch.zeros(4).double(), "rule: new model"),
-        (torch.zeros(1, 4), "rule: new model"),
-        (type(None), "rule: new model"),
-        (torch.full((4,), float("nan")), "points: the new model would not be finite"),
-    ],
-)
-def test_a_rule_that_answers_with_no_point_is_refused(model, words):
+@pytest.mark.parametrize("model", [torch.zeros(1), torch.zeros(4).double(), torch.zeros(1, 4), type(None)])
+def test_a_rule_that_answers_with_no_point_is_its_owners_to_mend(model):
     class Odd(Careless):
         def step(self, space, state, update, *, out=None):
             return state, Outcome(model)
@@ -340,7 +345,21 @@ def test_a_rule_that_answers_with_no_point_is_refused(model, words):
     s = Server(SPACE, Odd(), torch.zeros(4))
     ticket = s.dispatch("a")
     before = fingerprint(s)
-    assert s.receive(ticket.id, payload()).reason.startswith(words)
+    with pytest.raises(RuleError, match="^rule: new model"):
+        s.receive(ticket.id, payload())
+    assert fingerprint(s) == before
+    assert s.refused == {}
+
+
+def test_a_model_that_is_not_finite_is_refused():
+    class Blows(Careless):
+        def step(self, space, state, update, *, out=None):
+            return state, Outcome(torch.full((4,), float("nan")))
+
+    s = Server(SPACE, Blows(), torch.zeros(4))
+    ticket = s.dispatch("a")
+    before = fingerprint(s)
+    assert s.receive(ticket.id, payload()).reason == "points: the new model would not be finite"
     assert fingerprint(s) == before
 
 
@@ -383,19 +402,19 @@ def test_an_update_is_entered_whole_or_not_at_all(monkeypatch):
         raise KeyboardInterrupt
 
     before = fingerprint(s)
-    for place in ("row", "Receipt"):
+    for place in ("row", "Told", "step"):
         with monkeypatch.context() as patch:
-            patch.setattr(ledger, place, interrupted)
+            patch.setattr(server_module, place, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 s.receive(tickets[0].id, payload())
         assert fingerprint(s) == before
-    # Later than that, what is the current model is no spare memory, whatever fails.
     with monkeypatch.context() as patch:
-        patch.setattr(s._ledger.weights, "record", interrupted)
+        patch.setattr(Books, "entered", interrupted)
         with pytest.raises(KeyboardInterrupt):
             s.receive(tickets[0].id, payload())
-    assert s._ledger.spare is not s._ledger.store[s._ledger.current]
-    assert s.receive(tickets[1].id, payload()).accepted
+    assert fingerprint(s) == before
+    for ticket in tickets:
+        assert s.receive(ticket.id, payload()).accepted
     assert s.history[-1]["waiting"] == 0
 
 
@@ -464,7 +483,7 @@ def test_grad_modes_of_the_caller_do_not_matter():
             assert s.receive(ticket.id, Payload(points + 1, 1)).reason == ""
             s.dispatch("b")
         assert not s.model.requires_grad
-        assert not s._ledger.store[s._ledger.current].is_inference()
+        assert not s._books.value.now.current.is_inference()
     assert s.version == 5
     with torch.inference_mode():
         s = server(Gathers(1))
@@ -474,7 +493,7 @@ def test_grad_modes_of_the_caller_do_not_matter():
     assert not early.message.start.is_inference()
 
 
-class Listener:
+class Listener(Listens):
     """Averages by hand, and keeps what it saw."""
 
     def __init__(self):
@@ -511,7 +530,7 @@ def test_a_listener_that_fails_comes_after_the_update():
     with pytest.raises(ArgumentError, match="too loud"):
         s.receive(ticket.id, payload())
     assert (s.version, s.refused, len(s.history)) == (1, {}, 1)
-    assert s.receive(ticket.id, payload()).reason.startswith("ticket")
+    assert s.receive(ticket.id, payload()).version == 1
 
 
 def test_a_client_may_bring_its_own_base():
@@ -601,7 +620,7 @@ def test_after_closing_only_the_model_is_there():
         (lambda: server(weights="heavy"), "weights: expected one of observed, uniform"),
         (lambda: server(max_staleness=-1), "max_staleness: expected"),
         (lambda: server(checks={"max_norm": 1.0}), "checks: expected Checks"),
-        (lambda: server(averaging=torch.zeros(4)), "averaging: expected `update` and `average`"),
+        (lambda: server(averaging=torch.zeros(4)), "averaging: expected `average`, `update`, `state` and `load`"),
         (lambda: server(averaging=SWA(SPACE, periodic=3)), "averaging: expected periodic=None"),
         (lambda: server(carried={}), "carried: expected a ParameterSpace"),
         (lambda: server(buffers={"*": "latest"}), "carried: expected the buffers to start from"),
@@ -614,7 +633,9 @@ def test_after_closing_only_the_model_is_there():
         (lambda: server(checks=Checks(max_norm=0)), "max_norm: expected a finite number > 0"),
         (lambda: server(checks=Checks(norm_factor=-1)), "norm_factor: expected"),
         (lambda: server(checks=Checks(norm_after=9, norm_window=5)), "norm_after: expected at most norm_window = 5"),
+        (lambda: server(checks=Checks(max_samples=2**53 + 1)), r"max_samples: expected at most 2\^53"),
         (lambda: server(checks=Checks(max_samples=0)), "max_samples: expected"),
+        (lambda: server(checks=Checks(samples_factor=0.5)), "samples_factor: expected a finite number >= 1"),
         (lambda: server(checks=Checks(max_points=0)), "max_points: expected"),
         (lambda: server(checks=Checks(norm_window=10**30)), "norm_window: expected at most 1000000"),
         (lambda: server(weights={"a": 1}).dispatch("b"), "client: 'b' has no entry in the weights"),

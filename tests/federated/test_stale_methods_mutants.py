@@ -294,13 +294,13 @@ class AsyncFedEDCountsRoundsFromOne(asyncfeded.AsyncFedED):
 
 @caught_by("GeneralizedAsyncSGD", "generalized_asyncsgd_is_unbiased")
 class GeneralizedAsyncSGDForgetsTheRouting(generalizedasyncsgd.GeneralizedAsyncSGD):
-    def step_size(self, version, update, penalty):
+    def step_size(self, state, update, penalty):
         return self.rate
 
 
 @caught_by("GeneralizedAsyncSGD", "generalized_asyncsgd_is_unbiased")
 class GeneralizedAsyncSGDForgetsTheNumber(generalizedasyncsgd.GeneralizedAsyncSGD):
-    def step_size(self, version, update, penalty):
+    def step_size(self, state, update, penalty):
         return self.rate / self.routing[update.client]
 
 
@@ -311,8 +311,8 @@ class GeneralizedAsyncSGDIsClamped(generalizedasyncsgd.GeneralizedAsyncSGD):
 
 @caught_by("GeneralizedAsyncSGD", "generalized_asyncsgd_is_unbiased")
 class GeneralizedAsyncSGDMindsStaleness(generalizedasyncsgd.GeneralizedAsyncSGD):
-    def step_size(self, version, update, penalty):
-        return super().step_size(version, update, penalty) / (1 + update.staleness)
+    def step_size(self, state, update, penalty):
+        return super().step_size(state, update, penalty) / (1 + update.staleness)
 
 
 @caught_by("DeFedAvg", "defedavg_weighs_all_clients_alike")

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from manifoldagg import aggregate
 from manifoldagg.corrections import frame
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
 from manifoldagg.federated.buffers import Packed
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedOrtho
@@ -98,8 +98,6 @@ class Faulty:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        (Faulty(model=torch.zeros(3)), "rule: new model: expected shape (4), got (3,)"),
-        (Faulty(model=torch.zeros(4).double()), "rule: new model: dtype: expected one of torch.float32"),
         (Faulty(model=torch.full((4,), NAN)), "{}: the new model would not be finite"),
         (Faulty(state={"m": [torch.tensor(NAN)]}), "{}: the rule's state would not be finite"),
         (Faulty(memory=(torch.tensor(NAN),)), "{}: the rule's state would not be finite"),
@@ -112,6 +110,22 @@ def test_what_a_rule_gets_wrong_is_refused_behind_both(rule, words):
     with pytest.raises(ArgumentError) as error:
         aggregate(rule, None, MODEL, MODEL, MODEL, buffers=["mean"])
     assert str(error.value).startswith(words.format("update"))
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (Faulty(model=torch.zeros(3)), r"rule: new model: expected shape \(4\), got \(3,\)"),
+        (Faulty(model=torch.zeros(4).double()), "rule: new model: dtype: expected one of torch.float32"),
+    ],
+)
+def test_a_rule_that_makes_no_model_is_an_error_of_its_owner_behind_both(rule, words):
+    server = Server(SPACE, rule, SPACE.point(MODEL))
+    with pytest.raises(RuleError, match=words):
+        server.receive(server.dispatch("a"), Payload(torch.ones(1, 4), 1))
+    with pytest.raises(RuleError, match=words):
+        aggregate(rule, None, MODEL, MODEL, MODEL, buffers=["mean"])
 
 
 class Large(TorchDispatchMode):

@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manifoldagg.errors import SpillError
 from manifoldagg.federated import Outcome, Payload, Server
-from manifoldagg.federated import store as store_module
-from manifoldagg.federated.rules import AsyncBezier, FedAsync
-from manifoldagg.federated.store import Store
+from manifoldagg.federated.record.spill import Spill
+from manifoldagg.federated.record.store import Kept, Store
+from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, bits, fingerprint, versions
 from tests.support import draw, seeds
@@ -81,7 +81,7 @@ def test_a_steady_run_allocates_one_model():
     places = set()
     for _ in range(20):
         forward(s)
-        places.add(s._ledger.store[s._ledger.current].data_ptr())
+        places.add(s._books.value.now.current.data_ptr())
     assert len(places) == 2
 
 
@@ -188,7 +188,7 @@ def test_files_are_mapped_and_go_with_their_last_holder(tmp_path):
     assert len(files(tmp_path)) == 2
     assert s.memory["spilled"] == 2 * MODEL
     if (maps := Path("/proc/self/maps")).exists():
-        base = s._ledger.store[("version", 0)]
+        base = s._books.value.store.load(("version", 0))
         assert str(files(tmp_path)[0]) in maps.read_text()
         del base
     s.drop(old[0].id)
@@ -221,107 +221,110 @@ def test_a_server_that_is_gone_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_written_stays_in_memory(tmp_path):
+def test_what_cannot_be_written_stays_in_memory_until_it_can(tmp_path, caplog, monkeypatch):
     s = server(memory_limit=0, spill=tmp_path)
     ticket = s.dispatch("a")
-    tmp_path.rmdir()
-    with pytest.warns(RuntimeWarning, match=r"memory_limit: .* stays in memory"):
+
+    def full(self, tree):
+        raise SpillError("spill: no space left", temporary=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spill, "write", full)
         forward(s)
-    assert s.memory["versions"] == MODEL
-    with pytest.warns(RuntimeWarning, match=r"'client', 'walker'\) stays in memory"):
+        assert s.memory["versions"] == MODEL
+        assert "('version', 0) stays in memory: spill: no space left" in caplog.text
         assert s.receive(ticket.id, Payload(torch.ones(1, P), 1)).accepted
     assert s.model.tolist() == [2.0] * P
+    assert s.memory["clients"] == 2 * MODEL
+    forward(s)
+    assert (s.memory["clients"], s.memory["spilled"]) == (0, 2 * MODEL)
 
 
-def test_one_tree_that_no_file_can_have_blocks_no_other(tmp_path):
-    store, lock, warned = Store(0, tmp_path), threading.Lock(), r"'odd'\) stays in memory"
-    odd = torch.ones(4).to_sparse()
-    store.add(("client", "odd"), {"m": odd})
-    for name in "ab":
-        store.add(("client", name), {"m": torch.ones(1000)})
-    with pytest.warns(RuntimeWarning, match=warned):
-        store.spill(lock, without=("version", 0))
-    # Four values of 4 bytes, four indices of 8.
-    assert store.usage(("version", 0)) == {"version": 0, "base": 0, "client": 48, "spilled": 8000}
-    store.spill(lock, without=("version", 0))
-    assert store[("client", "odd")]["m"] is odd
+def test_one_tree_that_no_file_can_have_blocks_no_other(tmp_path, caplog):
+    class Odd(Adds):
+        def step(self, space, state, update, *, out=None):
+            state, outcome = super().step(space, state, update, out=out)
+            memory = outcome.memory | ({"odd": torch.ones(4).to_sparse()} if update.client == "odd" else {})
+            return state, Outcome(outcome.model, memory, outcome.numbers)
+
+    s = server(Odd(), memory_limit=0, spill=tmp_path)
+    for name in ("odd", "a", "b"):
+        forward(s, name)
+    assert "('client', 'odd') stays in memory" in caplog.text
+    # Four values of 4 bytes, four indices of 8, and what the others have too.
+    assert (s.memory["clients"], s.memory["spilled"]) == (48 + MODEL, 2 * MODEL)
+    assert s._books.value.store.load(("client", "odd"))["odd"].is_sparse
 
 
-def test_a_dispatch_whose_file_is_gone_leaves_no_trace(tmp_path):
+def test_a_dispatch_whose_file_is_gone_leaves_no_trace_and_stops_nobody_else(tmp_path):
     s = server(memory_limit=0, spill=tmp_path)
     forward(s)
-    for path in files(tmp_path):
-        path.unlink()
-    before = repr(vars(s._ledger.weights)), s._ledger.store._kept[s._ledger.current].holders
-    with pytest.raises(FileNotFoundError):
+    late = s.dispatch("walker")
+    (path,) = files(tmp_path)
+    path.unlink()
+    before = s._books.value
+    with pytest.raises(SpillError, match=f"{path}.* deleted"):
         s.dispatch("walker")
-    assert (repr(vars(s._ledger.weights)), s._ledger.store._kept[s._ledger.current].holders) == before
+    assert s._books.value is before
+    receipt = s.receive(late.id, Payload(torch.ones(1, P), 1))
+    assert not receipt.accepted
+    assert str(path) in receipt.reason
+    assert s.receive(late.id, Payload(torch.ones(1, P), 1)) is receipt
+    assert s.refused == {"spill": 1}
+    forward(s, "another")
 
 
-def test_trees_from_files_are_placed_without_the_lock(tmp_path, monkeypatch):
-    s = server(memory_limit=0, spill=tmp_path)
-    late, place, placed = s.dispatch("walker"), torch.Tensor.to, []
+def test_a_base_that_is_lost_stops_no_dispatch_of_the_same_version(tmp_path):
+    s = server(FedBuff(size=2), memory_limit=0, spill=tmp_path, base_dtype=torch.bfloat16)
+    late = s.dispatch("late")
     forward(s)
-    assert len(files(tmp_path)) == 2
-
-    def to(tensor, where, *options, **named):
-        if isinstance(where, torch.device):
-            placed.append(s._ledger.lock.locked())
-        return place(tensor, where, *options, **named)
-
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    s.dispatch("walker")
-    assert s.receive(late.id, Payload(late.message.start[None] + 1, 1)).accepted
-    assert len(placed) >= 3
-    assert not any(placed)
+    assert s.version == 0
+    (path,) = files(tmp_path)
+    path.unlink()
+    again = s.dispatch("again")
+    assert torch.equal(again.message.start, late.message.start)
+    assert "deleted" in s.receive(late, Payload(torch.ones(1, P), 1)).reason
 
 
-def test_a_tree_that_goes_while_it_is_written_leaves_no_file(tmp_path):
-    store, lock, key = Store(0, tmp_path), threading.Lock(), ("version", 0)
+def test_a_tree_that_goes_while_it_is_written_leaves_no_file(tmp_path, monkeypatch):
+    s = server(Forgetful(), memory_limit=0, spill=tmp_path)
+    ticket, write = s.dispatch("a"), Spill.write
 
-    class Vanishing(threading.Event):
-        """A lock that releases the key when it is taken for the second time."""
+    def vanishing(self, tree):
+        filed = write(self, tree)
+        s.drop(ticket.id)
+        return filed
 
-        times = 0
-
-        def __enter__(self):
-            lock.acquire()
-            self.times += 1
-            if self.times == 2:
-                store.release(key)
-
-        def __exit__(self, *error):
-            lock.release()
-
-    store.add(key, torch.ones(3))
-    store.spill(Vanishing(), without=("version", 1))
-    assert (("version", 0) in store, files(tmp_path), store.usage(("version", 1))["spilled"]) == (False, [], 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Spill, "write", vanishing)
+        forward(s)
+    assert (versions(s), files(tmp_path), s.memory["spilled"]) == ([1], [], 0)
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_spilling_asks_nobody_but_who_goes(tmp_path, monkeypatch):
+def test_spilling_asks_nobody_but_who_goes():
     """However many are in files already, or have nothing to write."""
-    monkeypatch.setattr(store_module, "_save", lambda path, tree: path.touch())
     counts = []
+    filed = Spill().write(torch.ones(1))
     for clients in (10, 300):
-        store, lock = Store(0, tmp_path), threading.Lock()
+        store = Store()
         for i in range(clients):
-            store.add(("client", i), {"count": i})
-            store.add(("client", -1 - i), {"m": torch.ones(1)})
-        store.spill(lock, without=("version", 0))
-        store.add(("client", "last"), {"m": torch.ones(1)})
+            store = store.held(("client", i), Kept({"count": i})).held(("client", -1 - i), Kept(torch.ones(1)))
         lines = []
 
         def each(frame, event, arg, lines=lines):
             lines.append(event)
             return each
 
-        sys.settrace(each)
-        try:
-            store.spill(lock, without=("version", 0))
-        finally:
-            sys.settrace(None)
-        assert store.usage(("version", 0))["spilled"] == 4 * (clients + 1)
+        while (over := store.over(0, without=("version", 0))) is not None:
+            lines.clear()
+            sys.settrace(each)
+            try:
+                assert store.over(0, without=("version", 0)) == over
+                store = store.moved(*over, filed)
+            finally:
+                sys.settrace(None)
+        assert store.usage(("version", 0))["spilled"] == 4 * clients
         counts.append(len(lines))
     assert counts[0] == counts[1]
 
@@ -357,24 +360,3 @@ def test_the_limit_bounds_the_process_and_not_only_the_books(tmp_path):
     grown, spilled = map(float, done.stdout.split())
     assert spilled > 80
     assert grown < spilled / 4
-
-
-@given(seeds)
-def test_any_tree_comes_back_from_its_file(tmp_path_factory, seed):
-    big = draw(seed, 4, 3)
-    tree = {
-        "view": big[1:, ::2],
-        "again": [big, big, (big.float(), torch.tensor(3), None)],
-        "flags": torch.tensor([True, False]),
-        "narrow": big.bfloat16(),
-        "words": {"phase": "gradient", "count": 3, "rate": 0.5},
-        "empty": torch.zeros(0, 2),
-    }
-    store = Store(0, tmp_path_factory.mktemp("spill"))
-    before = bits(tree)
-    store.add(("client", seed), tree)
-    store.spill(threading.Lock(), without=("version", 0))
-    assert store.usage(("version", 0))["client"] == 0
-    assert bits(store[("client", seed)]) == before
-    assert bits(tree) == before
-    store.close()

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload, Server
+from manifoldagg.federated import Payload, Receipt, Server
 from manifoldagg.federated.rules import AsyncBezier
 from manifoldagg.manifolds import Flat
-from tests.federated.fingerprint import Adds, versions
+from tests.federated.fingerprint import Adds, Listens, versions
 
 THREADS, UPDATES, P = 16, 10_000, 33
 LATER = Payload(torch.ones(1, P), 1)
@@ -90,14 +90,14 @@ def test_ten_thousand_updates_of_sixteen_threads():
     assert sorted(receipt.version for receipt in receipts) == list(range(1, UPDATES + 1))
     assert whole(s.model, UPDATES)
     assert s.version == UPDATES
-    assert s._ledger.now.state == {"steps": UPDATES}
+    assert s._books.value.now.state == {"steps": UPDATES}
     history = s.history
     assert [row["version"] for row in history] == list(range(1, UPDATES + 1))
     # Client memory counts each client's answers.
     answers = {}
     for row in history:
         answers[row["client"]] = answers.get(row["client"], 0) + 1
-    assert all(s._ledger.store[("client", client)]["answers"] == n for client, n in answers.items())
+    assert all(s._books.value.store.load(("client", client))["answers"] == n for client, n in answers.items())
     assert refusals
     assert not any(receipt.accepted for receipt in refusals)
     assert s.refused == {"points": len(refusals)}
@@ -115,7 +115,7 @@ def test_a_ticket_is_good_once_however_many_try():
     def work(i):
         for ticket, outcome in zip(tickets, outcomes, strict=True):
             if i % 4:
-                outcome.append(s.receive(ticket.id, Payload(ticket.message.start[None] + 1, 1)).accepted)
+                outcome.append(s.receive(ticket.id, Payload(ticket.message.start[None] + 1, 1)))
                 continue
             try:
                 s.drop(ticket.id)
@@ -124,8 +124,12 @@ def test_a_ticket_is_good_once_however_many_try():
                 outcome.append(False)
 
     together(8, work)
-    assert all(sum(outcome) == 1 for outcome in outcomes)
-    assert s._ledger.tickets == {}
+    for outcome in outcomes:
+        taken = {receipt.version for receipt in outcome if isinstance(receipt, Receipt) and receipt.accepted}
+        # One update, whose receipt everybody gets who asks, or one drop, after which nobody does.
+        assert len(taken) + outcome.count(True) == 1
+        assert all(isinstance(receipt, bool) or receipt.accepted == bool(taken) for receipt in outcome)
+    assert len(s._books.value.tickets) == 0
     assert whole(s.model, s.version)
     assert s.version == len(s.history)
     assert versions(s) == [s.version]
@@ -203,9 +207,7 @@ def test_dispatch_drop_and_model_do_not_wait_for_arithmetic():
 def test_who_reads_the_history_holds_nobody_up_and_waits_for_nobody():
     s, _, _, finish = paused()
     rows = []
-    # Whoever holds the lock, or is in the middle of an update: the reader goes by.
-    with s._ledger.lock:
-        together(1, lambda _: rows.append(s.history))
+    together(1, lambda _: rows.append(s.history))
     assert rows == [[]]
     assert finish().version == 1
     assert len(s.history) == 1
@@ -229,6 +231,47 @@ def test_history_is_read_whole_while_it_is_written():
     assert [row["version"] for row in s.history] == list(range(951, 1001))
 
 
+def test_an_answer_that_waits_for_its_turn_does_not_expire():
+    clock = [0.0]
+    s, _, _, finish = paused(timeout=10.0, clock=lambda: clock[0])
+    waits, gone = s.dispatch("b"), s.dispatch("c")
+    receipts = []
+    thread = threading.Thread(target=lambda: receipts.append(s.receive(waits, LATER)), daemon=True)
+    thread.start()
+    while waits.id not in s._waiting.values():
+        pass
+    clock[0] = 11.0
+    assert s.expire() == [gone.id]
+    assert finish().version == 1
+    thread.join(PATIENCE)
+    assert receipts[0].version == 2
+
+
+def test_closing_tells_what_was_not_heard():
+    class Stops:
+        average = None
+        heard = 0
+
+        def update(self, version, model):
+            if not self.heard:
+                self.heard = 1
+                raise KeyboardInterrupt
+            self.heard = version + 1
+
+        def state(self):
+            return {}
+
+        def load(self, state):
+            pass
+
+    listener = Stops()
+    s = Server(Flat(P), Adds(), torch.zeros(P), averaging=listener)
+    with pytest.raises(KeyboardInterrupt):
+        s.receive(s.dispatch("a"), LATER)
+    s.close()
+    assert listener.heard == 2
+
+
 def test_a_ticket_that_is_dropped_during_its_update_is_dropped():
     s, _, ticket, finish = paused()
     s.drop(ticket.id)
@@ -236,40 +279,23 @@ def test_a_ticket_that_is_dropped_during_its_update_is_dropped():
     assert (receipt.accepted, receipt.reason) == (False, "ticket: unknown, or used already")
     assert whole(s.model, 0)
     assert versions(s) == [0]
-    assert s._ledger.now.state == {"steps": 0}
+    assert s._books.value.now.state == {"steps": 0}
 
 
 @pytest.mark.parametrize("weights", ["uniform", "observed"])
-def test_a_client_that_joins_during_an_update_counts_in_its_weight(weights):
-    """It was dispatched to before the update was: one order explains both."""
+def test_a_client_that_joins_during_an_update_counts_from_the_next_one_on(weights):
+    """No step is taken twice: what a rule calls is called once."""
     s, rule, _, finish = paused(weights=weights)
     assert s.dispatch("b").version == 0
-    assert finish().weight == 0.5
-    assert rule.steps == 2
+    assert finish().weight == 1.0
+    assert rule.steps == 1
     assert whole(s.model, 1)
-
-
-def test_clients_that_join_without_end_do_not_keep_an_update_waiting():
-    class Invites(Adds):
-        steps = 0
-
-        def step(self, space, state, update, *, out=None):
-            self.steps += 1
-            s.dispatch(self.steps)
-            return super().step(space, state, update, out=out)
-
-    s = Server(Flat(P), Invites(), torch.zeros(P))
-    # Those of its first attempt count, those of the second from the next update on.
-    assert s.receive(s.dispatch("a").id, Payload(torch.ones(1, P), 1)).weight == 1 / 2
-    assert s.rule.steps == 2
-    assert whole(s.model, 1)
+    assert s.receive(s.dispatch("a"), LATER).weight == 0.5
 
 
 @pytest.mark.parametrize("call", [Server.averaged, Server.close, lambda s: s.receive(s.dispatch("b").id, LATER)])
 def test_an_update_that_would_wait_for_itself_is_told(call):
-    class Calls:
-        average = None
-
+    class Calls(Listens):
         def update(self, version, model):
             call(s)
 
@@ -280,9 +306,7 @@ def test_an_update_that_would_wait_for_itself_is_told(call):
 
 
 def test_averages_are_of_whole_updates():
-    class Last:
-        average = None
-
+    class Last(Listens):
         def update(self, version, model):
             self.average = model
 

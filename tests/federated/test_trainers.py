@@ -6,11 +6,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from manifoldagg.curves import SAM, Bezier, Phases, Training, fit
-from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Message, Trainer, trainers
+from manifoldagg.curves import SAM, Bezier, Phases, Training, fit, refresh_buffers
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.federated import Message, Server, Trainer, rules, trainers
 from manifoldagg.federated.trainers.base import count_samples
 from manifoldagg.manifolds import Flat, ParameterSpace, PoincareBall, SpecialOrthogonal, Sphere, check_point, distance
 from manifoldagg.manifolds.optimizers import RiemannianSGD
@@ -88,7 +89,9 @@ def test_trainers_are_values_with_flat_options():
 
 
 @pytest.mark.usefixtures("as_shipped")
-@pytest.mark.parametrize("make", [trainers.Local, trainers.Curve, trainers.Proximal, trainers.FLOCO])
+@pytest.mark.parametrize(
+    "make", [trainers.Local, trainers.Curve, trainers.Proximal, trainers.FLOCO, trainers.Trajectory]
+)
 def test_options_are_refused_where_they_are_given(make):
     """By the name they have there, before anything is trained."""
     bad = {"rate": -1.0, "proximal": -1.0, "sharpness": SAM}
@@ -223,3 +226,129 @@ def test_what_cannot_be_counted_is_refused_before_training():
     ):
         with pytest.raises(ArgumentError, match=words):
             trained(trainers.Local(), objective=never, batches=batches)
+
+
+def network(frozen=False):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        inner = nn.BatchNorm1d(4).eval() if frozen else nn.BatchNorm1d(4)
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), inner, nn.Linear(4, 2).requires_grad_(False))
+    net.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+    net.register_buffer("scratch", torch.zeros(1), persistent=False)
+    return net
+
+
+LABELLED = [(draw(i, 6, 3, dtype=torch.float32) + 2, torch.arange(6) % 2) for i in range(3)]
+PAIRED = {
+    "Local": (rules.FedAsync(0.5), trainers.Local(epochs=1, rate=0.01)),
+    "Local, sharp": (rules.FedBuff(1), trainers.Local(epochs=1, rate=0.01, sharpness=SAM(0.1))),
+    "Proximal": (rules.FedAvg(1), trainers.Proximal(epochs=1, rate=0.01)),
+    "Epochs": (rules.AsyncFedED(), trainers.Epochs(trainers.Local(rate=0.01), at_most=2)),
+    "Gradient": (rules.GeneralizedAsyncSGD([1.0]), trainers.Gradient()),
+    "Gradient, sharp": (rules.GeneralizedAsyncSGD([1.0]), trainers.Gradient(SAM(0.1))),
+    "Curve": (rules.AsyncBezier(rate=0.5), trainers.Curve(epochs=(1, 1), rate=0.01)),
+    "Curve, free": (rules.AsyncBezier(rate=0.5), trainers.Curve(epochs=(1, 1), rate=0.01, freeze_end=False)),
+    "Trajectory": (rules.AsyncBezier(rate=0.5), trainers.Trajectory(epochs=1, rate=0.01)),
+    "Trajectory, sharp": (
+        rules.AsyncBezier(rate=0.5, pull_back="none", normalise=True, polygon=True),
+        trainers.Trajectory(epochs=1, rate=0.01, sharpness=SAM(0.1), pieces=2),
+    ),
+    "AsyncCurve": (rules.AsyncCurve(1, 0.5), trainers.AsyncCurve(epochs=1, rate=0.01)),
+    "FLOCO": (rules.FLOCO(1, 2, spread=0.01), trainers.FLOCO(epochs=1)),
+    "ControlVariate": (rules.MasFL(1, initial="zero"), trainers.ControlVariate(steps=3)),
+    "Normalised": (rules.AdaMasFL(1, steps=3, rounds=9, initial="zero"), trainers.Normalised()),
+    "Calibrated": (rules.OrthoFL(), trainers.Calibrated(trainers.Local(epochs=1, rate=0.01))),
+}
+REFRESHED = {
+    **dict.fromkeys(
+        ("Curve", "Curve, free", "AsyncCurve", "Local, sharp", "Trajectory, sharp"), lambda message, points: points[-1]
+    ),
+    "FLOCO": lambda message, points: points.mean(0),
+    "Gradient, sharp": lambda message, points: message.start,
+}
+
+
+def test_no_trainer_is_left_out():
+    every = {getattr(trainers, name) for name in trainers.__all__ if hasattr(getattr(trainers, name), "train")}
+    assert {type(trainer) for _, trainer in PAIRED.values()} == every
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_every_trainer_returns_the_buffers_that_the_server_asks_for(name):
+    """Statistics of the end, or of the way where that is a way of models; what layers in evaluation have stays."""
+    rule, trainer = PAIRED[name]
+    net = network(frozen=True)
+    space = ParameterSpace.of(net)
+    patterns = {"4.*": "leave", "*": "average"}
+    server = Server(space, rule, space.point(net), carried=space.carried(net), buffers=patterns)
+    before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+    loss = space.loss(net, nn.functional.cross_entropy)
+    ticket = server.dispatch(0)
+    asked = set(before) - {leaf.name for leaf in space.layout.leaves} - {"4.weight", "4.bias"}
+    assert set(ticket.message.asked) == asked
+    payload = trainer.train(space, ticket.message, loss, LABELLED, None, generator=seeded())
+    assert payload.buffers.keys() == asked
+    assert server.receive(ticket.id, payload).reason == ""
+    moved = {key for key, tensor in payload.buffers.items() if not torch.equal(tensor, before[key])}
+    assert moved == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    if name in REFRESHED:
+        point = REFRESHED[name](ticket.message, payload.points)
+        # A gradient is taken on one of the batches.
+        passes = [[batch] for batch in LABELLED] if "Gradient" in name else [LABELLED]
+        means = [refresh_buffers(space, net, point, batches)["1.running_mean"] for batches in passes]
+        assert any(torch.equal(payload.buffers["1.running_mean"], mean) for mean in means)
+    # Neither the loss nor the module nor the message has any of it.
+    for kept in (net.state_dict(), loss.carried, ticket.message.buffers):
+        assert all(torch.equal(tensor, before[key]) for key, tensor in kept.items())
+
+
+def test_tasks_of_one_loss_do_not_see_each_other():
+    """What a client computes is fixed when it is dispatched, its statistics too."""
+    net = network()
+    space = ParameterSpace.of(net)
+    server = Server(space, rules.FedAsync(0.5), space.point(net), carried=space.carried(net))
+    loss = space.loss(net, nn.functional.cross_entropy)
+    messages = [server.dispatch(i).message for i in range(2)]
+    sent = [trained_whole(space, message, loss).buffers for message in messages]
+    assert all(torch.equal(tensor, sent[1][key]) for key, tensor in sent[0].items())
+    mean = messages[0].buffers["1.running_mean"]
+    other = trained_whole(space, replace(messages[0], buffers=messages[0].buffers | {"1.running_mean": mean + 1}), loss)
+    # Three batches leave 0.9^3 of where the statistics began.
+    assert torch.allclose(other.buffers["1.running_mean"] - sent[0]["1.running_mean"], torch.tensor(0.9**3), atol=1e-5)
+
+
+def trained_whole(space, message, loss):
+    return trainers.Local(epochs=1, rate=0.01).train(space, message, loss, LABELLED, None, generator=seeded())
+
+
+def test_a_message_without_buffers_asks_for_none():
+    net = network()
+    space = ParameterSpace.of(net)
+    message = Server(space, rules.FedAsync(0.5), space.point(net)).dispatch(0).message
+    assert message.asked == ()
+    loss = space.loss(net, nn.functional.cross_entropy)
+    assert trained_whole(space, message, loss).buffers == {}
+    assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in loss.carried.items())
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_buffers_that_a_loss_does_not_have_are_refused_before_training():
+    net = network()
+    space = ParameterSpace.of(net)
+    message = Server(space, rules.FedAsync(0.5), space.point(net), carried=space.carried(net)).dispatch(0).message
+
+    def never(theta, batch):
+        raise AssertionError
+
+    words = "loss: expected one of ParameterSpace.loss, which keeps the buffers that the message asks for: mask, 1.run"
+    with pytest.raises(ArgumentError, match=words):
+        trained_whole(space, message, never)
+    with pytest.raises(ArgumentError, match="asks for: moon$"):
+        trained_whole(space, replace(message, asked=("moon",)), space.loss(net, never))
+    for buffers, words in (
+        ({}, "message: buffers: missing: 1.num"),
+        ({"mask": torch.zeros(3)}, r"message: buffers: mask: expected shape \(2,\)"),
+    ):
+        kept = message.buffers | buffers if buffers else {"mask": message.buffers["mask"]}
+        with pytest.raises(StateDictError, match=words):
+            trained_whole(space, replace(message, buffers=kept), space.loss(net, never))

@@ -1,22 +1,27 @@
 """Weights: shares of the data as the server states them."""
 
+import math
+import statistics
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import manifoldagg.federated.weights
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server
+from manifoldagg.federated.intake import Checks
 from manifoldagg.federated.rules import FedAvg
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds
 
 
-def server(weights="observed"):
-    return Server(Flat(1), Adds(), torch.zeros(1), weights=weights)
+def server(weights="observed", **options):
+    return Server(Flat(1), Adds(), torch.zeros(1), weights=weights, **options)
 
 
 def payload(samples=1):
@@ -49,25 +54,24 @@ def test_observed_weights():
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 10**9)), max_size=40))
 def test_observed_weights_are_the_formula(script):
     """Zero samples: a dispatch without an answer."""
-    weights, told, registered = Weights("observed"), {}, set()
+    weights, told, registered = Weights.of("observed", None), {}, set()
     for client, samples in script:
-        weights.register(client)
+        weights = weights.registered(client)
         registered.add(client)
         if samples:
             told[client] = samples
             mean = Fraction(sum(told.values()), len(told))
             exact = Fraction(samples) / (len(registered) * mean)
             # One rounding of the integers and one of the quotient.
-            assert weights.of(client, samples) == pytest.approx(float(exact), rel=4e-16)
-            weights.record(client, samples)
+            assert weights.weight(client, samples) == pytest.approx(float(exact), rel=4e-16)
+            weights = weights.recorded(client, samples)
 
 
 def test_once_all_have_answered_observed_weights_sum_to_one():
-    weights, amounts = Weights("observed"), {"a": 3, "b": 8, "c": 1}
+    weights, amounts = Weights.of("observed", None), {"a": 3, "b": 8, "c": 1}
     for client, samples in amounts.items():
-        weights.register(client)
-        weights.record(client, samples)
-    assert [weights.of(*pair) for pair in amounts.items()] == pytest.approx([3 / 12, 8 / 12, 1 / 12])
+        weights = weights.registered(client).recorded(client, samples)
+    assert [weights.weight(*pair) for pair in amounts.items()] == pytest.approx([3 / 12, 8 / 12, 1 / 12])
 
 
 def test_a_refusal_tells_nothing_about_samples():
@@ -95,6 +99,178 @@ def test_a_mapping_is_read_once():
     s = server(amounts)
     amounts["a"] = 100
     assert s.receive(s.dispatch("a").id, payload()).weight == 0.5
+
+
+def test_one_claim_freezes_nobody():
+    s = server()
+    honest = [f"ward-{i}" for i in range(9)]
+    for name in [*honest, "liar"]:
+        s.receive(s.dispatch(name).id, payload(100))
+    lie = s.receive(s.dispatch("liar").id, payload(10**9))
+    assert (lie.accepted, lie.clipped) == (True, True)
+    # 100 x the median of the others: what nine others have told, and 100 times as much.
+    assert lie.weight == pytest.approx(10_000 * 10 / (10 * (900 + 10_000)))
+    assert s.history[-1]["samples"] == 10**9
+    for name in honest:
+        receipt = s.receive(s.dispatch(name).id, payload(100))
+        # Without the lie it was a tenth.
+        assert receipt.weight == pytest.approx(100 / (900 + 10_000))
+        assert not receipt.clipped
+
+
+def test_a_claim_from_before_anybody_could_be_compared_freezes_nobody_either():
+    s = server()
+    assert s.receive(s.dispatch("liar"), payload(10**9)).weight == 1.0
+    honest = [f"ward-{i}" for i in range(9)]
+    for name in honest:
+        s.receive(s.dispatch(name), payload(100))
+    for name in honest:
+        assert s.receive(s.dispatch(name), payload(100)).weight == pytest.approx(100 / (900 + 10_000))
+    # Nor what it tells again.
+    assert s.receive(s.dispatch("liar"), payload(10**9)).clipped
+    assert s.receive(s.dispatch("ward-0"), payload(100)).weight == pytest.approx(100 / (900 + 10_000))
+
+
+def test_whom_nobody_can_compare_is_believed():
+    s = server()
+    tickets = [s.dispatch(i) for i in range(6)]
+    for ticket in tickets[:5]:
+        assert not s.receive(ticket.id, payload(1)).clipped
+    # Of five clients that told a number one is itself.
+    assert not s.receive(s.dispatch(0).id, payload(10**9)).clipped
+    assert s.receive(tickets[5].id, payload(10**9)).clipped
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"weights": "uniform"}, {"weights": dict.fromkeys(range(7), 1)}, {"checks": Checks(samples_factor=None)}],
+)
+def test_what_samples_do_not_weigh_is_not_clipped(options):
+    s = server(**options)
+    for client in range(6):
+        s.receive(s.dispatch(client).id, payload(1))
+    receipt = s.receive(s.dispatch(6).id, payload(10**9))
+    assert (receipt.accepted, receipt.clipped) == (True, False)
+
+
+amounts = st.one_of(st.integers(1, 40), st.integers(1, 2**53))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), amounts), max_size=30),
+    amounts,
+    st.sampled_from([1, 1.5, 2.75, 100, 1e6]),
+)
+def test_what_is_believed_is_the_median_of_the_others(script, samples, factor):
+    weights, told = Weights.of("observed", factor), {}
+
+    def plain(client, samples):
+        others = [Fraction(amount) for other, amount in told.items() if other != client]
+        limit = Fraction(factor) * statistics.median(others) if len(others) >= 5 else math.inf
+        return samples if samples <= limit else math.floor(limit)
+
+    for client, amount in script:
+        believed = weights.believed(client, amount)
+        assert believed == plain(client, amount)
+        weights = weights.registered(client).recorded(client, believed)
+        sixth = client not in told and len(told) == 5
+        told[client] = believed
+        if sixth:
+            told = {client: plain(client, amount) for client, amount in told.items()}
+    assert dict(weights.told) == told
+    assert weights.total == sum(told.values())
+    assert weights == Weights.of_state(weights.state(), None, factor)
+    for client in range(11):
+        assert weights.believed(client, samples) == plain(client, samples)
+
+
+def test_a_claim_that_is_plainly_fine_is_compared_with_nobody(monkeypatch):
+    weights = Weights.of("observed", 100.0)
+    for client in range(9):
+        weights = weights.registered(client).recorded(client, 90 + client)
+
+    def sort(values):
+        raise AssertionError("looked at every client")
+
+    monkeypatch.setattr(manifoldagg.federated.weights, "sorted", sort, raising=False)
+    assert weights.believed(3, 6400) == 6400
+    with pytest.raises(AssertionError, match="every client"):
+        weights.believed(3, 10_000)
+
+
+def test_weights_are_values():
+    first = Weights.of("observed", None)
+    second = first.registered("a").recorded("a", 3)
+    assert first == Weights.of("observed", None)
+    assert second.registered("a").recorded("a", 3) is second
+    assert second.recorded("a", 5).recorded("a", 3) == second
+
+
+@given(
+    st.sampled_from(["observed", "uniform", {"a": 3, 1: 4, "b": 2**53}]),
+    st.lists(st.tuples(st.sampled_from(["a", 1, "b"]), st.integers(0, 10**9)), max_size=9),
+)
+def test_weights_go_on_from_their_state(given, script):
+    weights = Weights.of(given, None)
+    for client, samples in script:
+        weights = weights.registered(client)
+        weights = weights.recorded(client, samples) if samples else weights
+    again = Weights.of_state(weights.state(), None, None)
+    assert again == weights
+    for client in ("a", 1, "b"):
+        after = weights.registered(client).recorded(client, 12)
+        assert again.registered(client).recorded(client, 12) == after
+        assert again.registered(client).weight(client, 12) == weights.registered(client).weight(client, 12)
+
+
+def test_weights_may_be_given_anew_to_those_who_take_part():
+    told = Weights.of("observed", None).registered("a").recorded("a", 30).registered("b")
+    given = Weights.of_state(told.state(), {"a": 1, "b": 3}, None)
+    assert given.weight("a", 30) == 0.25
+    assert Weights.of_state(given.state(), "observed", None) == told
+    with pytest.raises(ArgumentError, match="client: 'b' has no entry in the weights"):
+        Weights.of_state(told.state(), {"a": 1}, None)
+    with pytest.raises(ArgumentError, match="weights: state: expected what"):
+        Weights.of_state({"kind": "observed"}, None, None)
+
+
+class Odd:
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        raise RuntimeError("compared")
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("client", "words"),
+    [
+        (torch.tensor(3), "client: expected a hashable name, got a tensor"),
+        (torch.nn.Parameter(torch.ones(2)), "client: expected a hashable name, got a tensor"),
+        (("ward", torch.tensor(3)), "client: expected a hashable name, got a tensor"),
+        (frozenset([("ward", torch.tensor(3))]), "client: expected a hashable name, got a tensor"),
+        (float("nan"), "client: expected a name that equals itself, got nan"),
+        (("ward", float("nan")), "client: expected a name that equals itself"),
+        (np.float64("nan"), "client: expected a name that equals itself"),
+        (["a"], "client: expected a hashable name, got one of type list"),
+        (("a", []), "client: expected a hashable name, got one of type tuple"),
+        (Odd(), "client: expected a hashable name, got one of type Odd"),
+    ],
+)
+def test_names_that_are_none_are_refused(client, words):
+    s = server()
+    with pytest.raises(ArgumentError, match=words):
+        s.dispatch(client)
+    assert s.memory["versions"] == 0
+
+
+def test_names_with_the_same_content_are_one_client():
+    s = server("uniform")
+    for make in (lambda: ("ward", 7), lambda: 10**30, lambda: np.int64(3), lambda: frozenset("ab")):
+        s.dispatch(make())
+        s.dispatch(make())
+    assert s.receive(s.dispatch(("ward", 7)).id, payload()).weight == 1 / 4
 
 
 @pytest.mark.usefixtures("as_shipped")

@@ -107,7 +107,7 @@ def test_a_tied_leaf_can_be_called_by_any_of_its_names():
 
 def test_a_state_dict_has_the_same_space():
     model = Net()
-    space = ParameterSpace.of_state_dict(model.state_dict(), CURVED, buffers=("*running_*",))
+    space = ParameterSpace.of_state_dict(model.state_dict(), CURVED)
     assert space.manifolds == SPACE.manifolds
     assert torch.equal(space.point(model.state_dict()), SPACE.point(model))
 

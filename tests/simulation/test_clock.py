@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.simulation import VirtualClock
+from manifoldagg.errors import ArgumentError, CheckpointError, ManifoldAggError
+from manifoldagg.simulation import IndependentClients, Uniform, VirtualClock
 from tests.support import seeds
 
 BIT_GENERATORS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
@@ -138,6 +138,18 @@ def test_a_state_goes_through_json_and_on_as_if_nothing_had_happened(kind, seed,
     other.restore(state)
     assert live(other, size) == live(clock, size)
     assert other.state() == clock.state()
+
+
+def test_a_saved_clock_goes_on_in_another_one(tmp_path):
+    clock = VirtualClock(np.random.default_rng(3))
+    clock.schedule(clock.generator.random(), ("a", 1, math.pi))
+    clock.save(tmp_path / "clock")
+    other = VirtualClock(np.random.default_rng(4))
+    other.resume(tmp_path / "clock")
+    assert other.state() == clock.state()
+    assert (other.next(), other.generator.random()) == (clock.next(), clock.generator.random())
+    with pytest.raises(CheckpointError, match="clock: holds a clock, expected a scheduler"):
+        IndependentClients(Uniform(0.0, 1.0), np.random.default_rng(0)).resume(tmp_path / "clock")
 
 
 def spoiled(change):

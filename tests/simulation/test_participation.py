@@ -165,6 +165,16 @@ def test_a_state_goes_through_json_and_on_as_if_nothing_had_happened(scheduler, 
     assert drive(other, 20) == drive(clients, 20)
 
 
+def test_a_saved_participation_goes_on_in_another_one(tmp_path):
+    clients, other = (unsteady(3, SCHEDULERS[0](seed)) for seed in (3, 4))
+    clients.dispatch(0, 1.0)
+    drive(clients, 12)
+    clients.save(tmp_path / "clients")
+    other.resume(tmp_path / "clients")
+    assert other.present == clients.present
+    assert drive(other, 20) == drive(clients, 20)
+
+
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     "spoil",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg.errors import ArgumentError, ManifoldAggError
+from manifoldagg.errors import ArgumentError, CheckpointError, ManifoldAggError
 from manifoldagg.simulation import PriorityScheduler
 from manifoldagg.simulation.delays import Deterministic, Exponential, LogNormal, Uniform
 from manifoldagg.simulation.jackson import JacksonNetwork
@@ -95,6 +95,20 @@ def test_a_state_goes_through_json_and_on_as_if_nothing_had_happened(maker, seed
     other.restore(state)
     assert live(other, 25) == live(scheduler, 25)
     assert other.state() == scheduler.state()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_saved_scheduler_goes_on_in_another_one(maker, tmp_path):
+    scheduler, other = maker(5), maker(6)
+    live(scheduler, 10)
+    scheduler.save(tmp_path / "scheduler")
+    other.resume(tmp_path / "scheduler")
+    assert live(other, 25) == live(scheduler, 25)
+    before = other.state()
+    (tmp_path / "scheduler").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="truncated"):
+        other.resume(tmp_path / "scheduler")
+    assert other.state() == before
 
 
 SPOILS = [

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from manifoldagg.corrections.transport import log_within_reach
-from manifoldagg.curves import Bezier
+from manifoldagg.curves import Bezier, Piecewise
 from manifoldagg.errors import ArgumentError, check_finite
+from manifoldagg.federated.rules._course import Course
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import distance, norm
 
@@ -22,19 +23,19 @@ FINE = 1e-9
 
 
 def travel(
-    space: Manifold, current: Tensor, tangents: Tensor, rho: float, overshoot: str
+    space: Manifold, current: Tensor, tangents: Tensor, course: Course, rho: float
 ) -> tuple[float, Tensor, float]:
-    r"""Go $\rho$ of the way to the candidate along the curve of $\psi_i = \exp_{\Theta^\tau} u_i$.
+    r"""Go where the rate takes a step on the curve of $\psi_i = \exp_{\Theta^\tau} u_i$.
 
-    One tangent is a geodesic: $s = \rho$. With more, $s$ is the smallest with
-    $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$.
+    One tangent is a geodesic: $s$ is what it is on a line. With more, a pull-back by the chord takes the smallest $s$
+    with $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$.
 
     Args:
         space: curved.
         current: $\Theta^\tau$, of its shape.
-        tangents: $u_1, \dots, u_n$ at `current`.
-        rho: $\rho \ge 0$.
-        overshoot: `"clamp"`, or for a geodesic `"extend"`.
+        tangents: $u_1, \dots, u_n$ at `current`, as the course has bent them.
+        course: which curve they make, and what the rate means on it.
+        rho: $\rho \ge 0$, what is left of it on this curve.
 
     Returns:
         $s$, the new point, and its distance from `current`.
@@ -42,18 +43,17 @@ def travel(
     Raises:
         ArgumentError: if a point of the curve is out of reach of `current`.
     """
-    rho = min(rho, 1.0) if overshoot == "clamp" else rho
     if len(tangents) == 1:
         return rho, arrive(space, current, rho * tangents[0]), rho * float(norm(space, current, tangents[0]))
     phi = torch.cat([current[None], space._exp(current.expand_as(tangents), tangents)])
-    curve = Bezier(space, len(tangents))
+    curve = course.curve(space, len(tangents))
     log_within_reach(space, current, phi[-1], "points: the corrected curve leaves the reach of the current point")
-    s = parameter_at_distance_on(curve, phi, rho)
+    s = parameter_at_distance_on(curve, phi, rho) if course.pull_back == "chord" else rho
     model = settled(space, curve(phi, s))
     return s, model, float(distance(space, current, model))
 
 
-def parameter_at_distance_on(curve: Bezier, phi: Tensor, rho: float) -> float:
+def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float) -> float:
     r"""The smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$.
 
     The first change of sign on 64 equidistant places, whose bracket is cut down until a chord is exact: a curve that

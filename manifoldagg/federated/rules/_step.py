@@ -4,16 +4,16 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from manifoldagg.corrections import Correction
-from manifoldagg.curves.bernstein import weights
-from manifoldagg.curves.distance import OVERSHOOT, parameter_at_distance_of
-from manifoldagg.errors import ArgumentError, check_choice, check_number
+from manifoldagg.corrections import Correction, Gram
+from manifoldagg.curves.distance import OVERSHOOT
+from manifoldagg.errors import ArgumentError, RuleError, check_choice, check_number
 from manifoldagg.federated.contract import Memory, Outcome, Point, State, Target, Update
 from manifoldagg.federated.rules._base import TangentRule
+from manifoldagg.federated.rules._course import Course
 from manifoldagg.federated.rules._curved import tangents_at, travel
 from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, length, moved, root, rungs_of
 from manifoldagg.federated.rules.dominance import Dominance
@@ -41,8 +41,22 @@ class CurveRule(TangentRule):
         """How displacements at the base become tangents at the current model."""
 
     @abc.abstractmethod
-    def step_size(self, version: int, update: Update, penalty: Callable[[float], float]) -> float:
+    def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
         r"""$\rho$: which part of the way to the candidate to go. `penalty(alpha)` is $S$ of Manifold (10)."""
+
+    def course(self, state: State) -> Course:
+        """Which curve the corrected displacements make, and what the rate means on it."""
+        return Course(self.overshoot)
+
+    def learned(self, state: State, update: Update, came: Gram) -> dict[str, Any]:
+        """What the next state has beside the version and what the correction keeps.
+
+        Args:
+            state: before the step.
+            update: that was taken.
+            came: the inner products of its displacements and the drift.
+        """
+        return {}
 
     def remember(self, update: Update) -> Memory:
         """What to keep for the client."""
@@ -78,25 +92,27 @@ class CurveRule(TangentRule):
                 return 1.0
             return staleness_penalty(strength, root(inner[-1][-1]), root(corrected.came.matrix[n, n]))
 
-        rho = self.step_size(state["version"], update, penalty)
+        rho = self.step_size(state, update, penalty)
         memory = self.remember(update)
         if not 0 <= rho < math.inf:
-            raise ArgumentError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
+            raise RuleError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
         numbers["rate"] = rho
+        course = self.course(state)
+        reach = course.rate(rho, corrected.came.matrix[:n, n].tolist())
         if frame.passage is None:
-            s = parameter_at_distance_of(inner, rho, self.overshoot)
-            line = weights(n, s)[1:]
+            s = course.place(inner, reach)
+            line = course.weights(n, s)
             model = corrected.move(line, out)
             norm = length(line, inner)
             numbers |= {"step": s, "norm": norm}
         else:
             here = frame.passage.current
             u = tangents_at(space, here, corrected.displacements())
-            s, reached, norm = travel(space, here, u, rho, self.overshoot)
+            s, reached, norm = travel(space, here, course.bent(u), course, reach)
             model = torch.empty_like(update.current) if out is None else out
             model.copy_(reached)
             numbers |= {"step": s, "norm": norm} | rungs_of(frame)
-        after = {"version": state["version"] + 1}
+        after = {"version": state["version"] + 1} | self.learned(state, update, corrected.came)
         if correction.keeps_state:
             after["correction"] = corrected.state
         return after, Outcome(model, memory, numbers)
@@ -123,7 +139,8 @@ class ScheduledRule(CurveRule):
         if self.dominance is not None and not isinstance(self.dominance, Dominance):
             raise ArgumentError(f"dominance: expected a Dominance, got {self.dominance!r}")
 
-    def step_size(self, version: int, update: Update, penalty: Callable[[float], float]) -> float:
+    def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
+        version = state["version"]
         rate = rate_at(self.rate, version)
         if self.dominance is not None:
             rate = self.dominance.temper(rate, self.dominance.count(update.memory), version + 1)

@@ -1,16 +1,32 @@
 """AsyncBezier: step along the curve that a client learned, moved to the current model."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from manifoldagg.corrections import AutoThreshold, Correction, OrthoDC
-from manifoldagg.errors import ArgumentError, check_number
+from torch import Tensor
+
+from manifoldagg.corrections import AutoThreshold, Correction, Gram, OrthoDC
+from manifoldagg.errors import ArgumentError, check_choice, check_number
+from manifoldagg.federated.contract import Memory, Message, State, Update
+from manifoldagg.federated.rules._course import PULL_BACKS, Course
+from manifoldagg.federated.rules._reading import root
 from manifoldagg.federated.rules._step import ScheduledRule
+from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncBezier"]
 
 AUTO = "auto"
+GAIN = 0.02
+"""Of the means by which a bend is chosen: they look back over fifty updates."""
+PACE_GAIN = 0.01
+"""Of the mean pace, once it is the mean of a hundred."""
+MOST_APART = 100.0
+"""How many times the mean a pace may be, or the mean it."""
+SLOWEST = 1e-100
+FASTEST = 1e100
+"""A pace beyond these is none: ratios of what lies between are numbers."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +38,29 @@ class AsyncBezier(ScheduledRule):
 
     $$d(\iota_\psi(s), \Theta^\tau) = \rho\, d(\hat\Theta, \Theta^\tau).$$
 
-    Options beside `threshold` are those of
+    That weighs clients by the length of their chord over the speed of their curve. Where a curve follows the path of
+    local training, $s = \min(1, \rho)$ itself (`pull_back="none"`) is the step that tends to the client's gradient as
+    $\rho \to 0$.
+
+    Options beside those below are those of
     [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected]; `decay=1` is AsyncBezierED.
 
     Args:
         threshold: $\vartheta \in [-1, 1]$ of OrthoDC; `"auto"` chooses -1, 0 or 1 at each update, on a flat space, by
             [`AutoThreshold`][manifoldagg.corrections.AutoThreshold].
+        pull_back: `"chord"` is the distance above; `"none"`: $s = \rho$; `"agreement"`: $s = \rho\, a$, where $a$ is
+            the part of the curve before the first leg, from one point to the next, whose product with the drift is
+            negative, and one leg at least.
+        bend: $\kappa \in [0, 1]$: the curve is $\kappa$ times the client's and $1 - \kappa$ times its chord; 0 is the
+            step of [`ASGD`][manifoldagg.federated.rules.ASGD] where nothing is corrected. `"auto"`:
+            $\kappa = 1 - r$ within [0, 1], where $r$ is the mean cosine of displacements and drifts over the
+            last fifty updates, each weighed by both lengths. It is 0 before there has been a drift, and grows as the
+            run agrees with itself no more.
+        normalise: divide $\rho$ by the client's pace $\eta_i K_i$ over the running mean of paces, at which clients
+            with different local rates or steps have one say. The message has the number `pace`, and the payload
+            brings the client's, as [`Trajectory`][manifoldagg.federated.trainers.Trajectory] does.
+        polygon: read the points as the corners of a polygon, equally far apart in the parameter, such as the n points
+            of `Trajectory(pieces=n)`; else as the control points of a Bézier curve of degree n.
 
     Raises:
         ArgumentError: naming the option that is out of range.
@@ -42,19 +75,99 @@ class AsyncBezier(ScheduledRule):
         OrthoDC(threshold=1.0)
         >>> AsyncBezier(threshold="auto").correction
         AutoThreshold(decay=0.95)
+
+        The path of a client that has turned, halfway: its first leg.
+
+        >>> import torch
+        >>> from manifoldagg.federated import Update
+        >>> from manifoldagg.manifolds import Flat
+        >>> start, path = torch.zeros(2), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+        >>> rule = AsyncBezier(threshold=-1.0, rate=0.5, pull_back="none", polygon=True)
+        >>> rule.step(Flat(2), rule.init(Flat(2), start), Update(0, start, start, path))[1].model
+        tensor([1., 0.])
     """
 
     plain: ClassVar[bool] = False
     threshold: float | str = 1.0
+    pull_back: str = field(default="chord", kw_only=True)
+    bend: float | str = field(default=1.0, kw_only=True)
+    normalise: bool = field(default=False, kw_only=True)
+    polygon: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.threshold, str):
-            if self.threshold != AUTO:
-                raise ArgumentError(f"threshold: expected a number in [-1, 1] or {AUTO!r}, got {self.threshold!r}")
-        else:
-            check_number("threshold", self.threshold, at_least=-1, at_most=1)
+        _check_or_auto("threshold", self.threshold, -1)
+        _check_or_auto("bend", self.bend, 0)
+        check_choice("pull_back", self.pull_back, PULL_BACKS)
+        if self.overshoot == "extend" and (self.polygon or self.pull_back == "agreement"):
+            what = "a polygon" if self.polygon else "the part that agrees"
+            raise ArgumentError(f"overshoot: expected 'clamp', as nothing follows the end of {what}; got 'extend'")
 
     @cached_property
     def correction(self) -> Correction:
         return AutoThreshold() if isinstance(self.threshold, str) else OrthoDC(self.threshold)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """What payloads bring."""
+        return ("pace",) if self.normalise else ()
+
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
+        return Message(current, numbers=dict.fromkeys(self.numbers, 1.0))
+
+    def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
+        rho = super().step_size(state, update, penalty)
+        if not self.normalise:
+            return rho
+        pace = _pace(update)
+        mean: float = state.get("pace", pace)
+        return rho * mean / _believed(pace, mean)
+
+    def course(self, state: State) -> Course:
+        bend = _straightened(state) if isinstance(self.bend, str) else self.bend
+        return Course(self.overshoot, self.pull_back, bend, self.polygon)
+
+    def learned(self, state: State, update: Update, came: Gram) -> dict[str, Any]:
+        kept = {}
+        if self.normalise:
+            pace = _pace(update)
+            mean = state.get("pace", pace)
+            # The mean that a client meets is that of the others before it: it would else bear on its own step.
+            gain = max(1 / (state["version"] + 1), PACE_GAIN)
+            kept["pace"] = mean + gain * (_believed(pace, mean) - mean)
+        if isinstance(self.bend, str):
+            n = came.displacements
+            inner = came.matrix
+            lengths = root(inner[n - 1, n - 1]) * root(inner[n, n])
+            for name, value in (("product", inner[n - 1, n]), ("lengths", lengths)):
+                before = state.get(name, 0.0)
+                kept[name] = before + GAIN * (value - before)
+        return kept
+
+
+def _check_or_auto(name: str, given: float | str, least: int) -> None:
+    """A number in [least, 1], or `"auto"`.
+
+    Raises:
+        ArgumentError: naming it.
+    """
+    if not isinstance(given, str):
+        check_number(name, given, at_least=least, at_most=1)
+    elif given != AUTO:
+        raise ArgumentError(f"{name}: expected a number in [{least}, 1] or {AUTO!r}, got {given!r}")
+
+
+def _pace(update: Update) -> float:
+    """How far along a gradient the client has gone: its local rate times its steps."""
+    return check_number("numbers: pace", update.numbers.get("pace", 0.0), at_least=SLOWEST, at_most=FASTEST)
+
+
+def _believed(pace: float, mean: float) -> float:
+    """A pace, as far as it may be from the mean of others: one lie is no more than one odd client."""
+    return min(max(pace, mean / MOST_APART), mean * MOST_APART)
+
+
+def _straightened(state: State) -> float:
+    """How much of a curve is left beside its chord, in a run that agrees with itself so far."""
+    lengths = state.get("lengths", 0.0)
+    return min(max(1 - state["product"] / lengths, 0.0), 1.0) if lengths > 0 else 0.0

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.averaging.swa import average_in_
+from manifoldagg.averaging.swa import averaged_in
 from manifoldagg.corrections import Corrected, Correction, OrthoDyn, rotate_control
 from manifoldagg.corrections.gram import CANCELLED, Matrix, cancelled
 from manifoldagg.corrections.rotation import turn
@@ -166,8 +166,7 @@ class AsyncCurve(ServerRule):
             if mean is None:
                 mean = model.to(torch.float64, copy=True)
             else:
-                mean = mean.clone()
-                average_in_(mean, model, count + 1)
+                mean = averaged_in(mean, model, count + 1, out=torch.empty_like(mean))
             count += 1
         if mean is None:
             return {}

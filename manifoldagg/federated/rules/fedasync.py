@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from manifoldagg.corrections import Correction, Position
-from manifoldagg.errors import check_number
-from manifoldagg.federated.contract import Update
+from manifoldagg.federated.contract import State, Update
 from manifoldagg.federated.rules._step import CurveRule
-from manifoldagg.federated.schedules import Rate, Weight, rate_at
+from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Constant
 
 __all__ = ["FedAsync"]
@@ -52,6 +51,6 @@ class FedAsync(CurveRule):
     def correction(self) -> Correction:
         return Position()
 
-    def step_size(self, version: int, update: Update, penalty: Callable[[float], float]) -> float:
-        kept = check_number("staleness: weight", self.staleness(update.staleness), at_least=0)
-        return rate_at(self.rate, version) * kept * (update.weight if self.weighted else 1.0)
+    def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
+        kept = weight_at(self.staleness, update.staleness)
+        return rate_at(self.rate, state["version"]) * kept * (update.weight if self.weighted else 1.0)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from manifoldagg.errors import check_count, check_number
+from manifoldagg.errors import check_count
 from manifoldagg.federated.contract import Update
 from manifoldagg.federated.rules._buffer import BufferedRule
-from manifoldagg.federated.schedules import Rate, Weight
+from manifoldagg.federated.schedules import Rate, Weight, weight_at
 from manifoldagg.federated.staleness import Polynomial
 
 __all__ = ["FedBuff"]
@@ -68,7 +68,7 @@ class FedBuff(BufferedRule):
         return self.size
 
     def share(self, update: Update) -> float:
-        kept = check_number("staleness: weight", self.staleness(update.staleness), at_least=0)
+        kept = weight_at(self.staleness, update.staleness)
         if not self.weighted:
             return kept
         # A mean over the buffer divides by the weights itself, which are shares of totals that may differ.

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, cast
 
 from manifoldagg.corrections import Correction, Tangent
 from manifoldagg.errors import ArgumentError, check_number
-from manifoldagg.federated.contract import Update
+from manifoldagg.federated.contract import State, Update
 from manifoldagg.federated.rules._step import CurveRule
 from manifoldagg.federated.schedules import Rate, rate_at
 
@@ -92,9 +92,9 @@ class GeneralizedAsyncSGD(CurveRule):
     def correction(self) -> Correction:
         return Tangent()
 
-    def step_size(self, version: int, update: Update, penalty: Callable[[float], float]) -> float:
+    def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
         shares = cast(Mapping[Any, float], self.routing)
         share = shares.get(update.client, 0.0)
         if not share > 0:
             raise ArgumentError(f"client: expected one with a share of the routing, got {update.client!r}")
-        return rate_at(self.rate, version) / (len(shares) * share)
+        return rate_at(self.rate, state["version"]) / (len(shares) * share)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from manifoldagg.corrections import Gram, calibrate
 from manifoldagg.corrections.frame import GRANULARITIES
-from manifoldagg.errors import ArgumentError, check_choice, check_number
+from manifoldagg.errors import ArgumentError, RuleError, check_choice, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._reading import check_points, cosine, root
-from manifoldagg.federated.schedules import Rate, Weight, rate_at
+from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
@@ -120,7 +120,7 @@ class OrthoFL(ServerRule):
         model = update.points[0].detach()
         memory = update.memory
         after = {**state, "version": state["version"] + 1}
-        kept = check_number("staleness: weight", self.staleness(update.staleness), at_least=0)
+        kept = weight_at(self.staleness, update.staleness)
         rate = rate_at(self.rate, state["version"]) * kept * (update.weight if self.weighted else 1.0)
         rate = min(check_number("rate: step size", rate), 1.0)
         # The ticket is older than what is kept: the start that it left with is gone.
@@ -132,7 +132,8 @@ class OrthoFL(ServerRule):
         for name, place in (("points[0]", 0), ("current", 1)):
             check_number(f"{name}: squared distance from the base", inner.matrix[place, place])
         protocol = self.protocol(update.client) if callable(self.protocol) else self.protocol
-        check_choice("protocol", protocol, PROTOCOLS)
+        if protocol not in PROTOCOLS:
+            raise RuleError(f"protocol({update.client!r}): expected one of {', '.join(PROTOCOLS)}; got {protocol!r}")
         calibrated: Tensor | None = None
         others: list[Tensor] | None = None
         if self.calibration == "pairwise":

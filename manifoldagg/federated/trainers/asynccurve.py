@@ -105,7 +105,8 @@ class AsyncCurve(Client):
         samples = given.samples
         learned = given.fit(Bezier(given.space, 2), **self._options(begin))
         passed = len(learned.losses) / (2 * self.epochs)
-        return Payload(learned.phi[1:], samples, numbers={"batches": passed})
+        buffers = given.buffers(at=learned.phi[-1])
+        return Payload(learned.phi[1:], samples, numbers={"batches": passed}, buffers=buffers)
 
     def _options(self, optimizer: Optimizer = torch.optim.Adam) -> dict[str, Any]:
         return {

@@ -2,18 +2,23 @@
 
 import abc
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from manifoldagg.curves import Embedding, Fit, fit
-from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.curves.batchnorm import batch_norms, refreshed
+from manifoldagg.errors import ArgumentError, StateDictError, check_count
 from manifoldagg.federated.contract import Memory, Message, Payload
-from manifoldagg.manifolds import Loss, Manifold
+from manifoldagg.manifolds import Loss, Manifold, ModelLoss
 
 __all__ = ["Assignment", "Client", "count_samples"]
+
+LISTED = 3
+"""How many names a complaint lists."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +46,29 @@ class Assignment:
         """How many samples one pass over the batches has."""
         return count_samples(self.batches)
 
+    @property
+    def length(self) -> int | None:
+        """How many batches one pass has; `None` where they do not say."""
+        try:
+            return len(self.batches) if isinstance(self.batches, Sized) else None
+        except TypeError:  # a loader has a length that it does not know
+            return None
+
+    def buffers(self, at: Tensor | None = None) -> dict[str, Tensor]:
+        """Those that the message asks for, as the loss has left them.
+
+        Args:
+            at: (P,), a point that the loss has not been at: statistics are taken anew there, in one pass over the
+                batches. Layers in evaluation keep theirs.
+        """
+        loss = self.loss
+        if not self.message.asked or not isinstance(loss, ModelLoss):
+            return {}
+        carried = loss.carried
+        if at is not None:
+            carried = refreshed(loss, at, self.batches, [norm for norm in batch_norms(loss.model) if norm.training])
+        return {name: carried[name] for name in self.message.asked}
+
     def fit(self, embedding: Embedding, **options: Any) -> Fit:
         """[`fit`][manifoldagg.fit] from the message's start."""
         start = self.message.start
@@ -51,8 +79,9 @@ class Client(abc.ABC):
     """A trainer that says in `_train` what it does with an assignment.
 
     Options are the fields of a frozen dataclass; what [`fit`][manifoldagg.fit] takes in groups is checked by these
-    when they are made. Any object with `train` is a [`Trainer`][manifoldagg.federated.Trainer]: this base spares its
-    signature.
+    when they are made. Buffers that come with the message are those of the loss, and what the message asks for goes
+    back with a payload that has none. Any object with `train` is a [`Trainer`][manifoldagg.federated.Trainer]: this
+    base spares its signature.
 
     Example:
         >>> from manifoldagg.manifolds import Flat
@@ -80,7 +109,8 @@ class Client(abc.ABC):
         Args:
             space: where models live.
             message: from the server: where to start, and what the rule sends besides.
-            loss: `loss(theta, batch)` to a scalar.
+            loss: `loss(theta, batch)` to a scalar; where the message asks for buffers, one of
+                [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss]. It is left as it was.
             batches: what can be iterated again and again.
             memory: what the last payload of this client left with it.
             generator: draws whatever is drawn.
@@ -89,14 +119,31 @@ class Client(abc.ABC):
             What goes back to the server.
 
         Raises:
-            ArgumentError: if the message is not of the rule that the trainer belongs to; and as
-                [`fit`][manifoldagg.fit].
+            ArgumentError: if the message is not of the rule that the trainer belongs to, or asks for buffers that the
+                loss does not have; and as [`fit`][manifoldagg.fit].
             DivergenceError: if a loss is not finite.
         """
-        return self._train(Assignment(space, message, loss, batches, memory, generator))
+        loss = _with_buffers(loss, message)
+        given = Assignment(space, message, loss, batches, memory, generator)
+        payload = self._train(given)
+        return payload if payload.buffers else replace(payload, buffers=given.buffers())
 
     @abc.abstractmethod
     def _train(self, given: Assignment) -> Payload: ...
+
+
+def _with_buffers(loss: Loss, message: Message) -> Loss:
+    """The loss as the message finds the model, with buffers of its own."""
+    carried = {entry.name for entry in loss.layout.carried} if isinstance(loss, ModelLoss) else set()
+    if missing := [name for name in message.asked if name not in carried]:
+        expected = "expected one of ParameterSpace.loss, which keeps the buffers that the message asks for"
+        raise ArgumentError(f"loss: {expected}: {', '.join(missing[:LISTED])}")
+    if not isinstance(loss, ModelLoss):
+        return loss
+    try:
+        return loss.carrying(message.buffers or None)
+    except StateDictError as error:
+        raise StateDictError(f"message: buffers: {error}") from None
 
 
 def count_samples(batches: Iterable[Any]) -> int:

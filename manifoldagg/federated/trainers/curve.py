@@ -18,6 +18,8 @@ __all__ = ["Curve"]
 class Curve(Client):
     r"""Two-phase learning of a Bézier curve from the server's model; the control points but the first are sent back.
 
+    The loss is taken along the curve, not at its end: buffers that the server asks for are taken anew there.
+
     Args:
         degree: of the curve.
         epochs: of [`Phases`][manifoldagg.curves.Phases], as `steps` and `alternate`.
@@ -76,4 +78,4 @@ class Curve(Client):
     def _train(self, given: Assignment) -> Payload:
         samples = given.samples
         learned = given.fit(Bezier(given.space, self.degree), **self._options())
-        return Payload(learned.phi[1:], samples)
+        return Payload(learned.phi[1:], samples, buffers=given.buffers(at=learned.phi[-1]))

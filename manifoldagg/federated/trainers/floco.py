@@ -97,4 +97,5 @@ class FLOCO(Client):
             share = 0.5 * check_number("message: radius", given.message.numbers["radius"], above=0, at_most=2)
             simplex = Region(given.space, n, centre=tuple(centre.tolist()), share=share)
         learned = given.fit(simplex, phi=vertices, control=Control(free=range(n)), **self._options())
-        return Payload(learned.phi, samples)
+        # Of the vertices the server makes their centroid.
+        return Payload(learned.phi, samples, buffers=given.buffers(at=learned.phi.mean(0)))

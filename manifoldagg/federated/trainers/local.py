@@ -1,12 +1,12 @@
 """Local training, for every rule that takes a plain model: as it is, held back, for as long as asked, or one step."""
 
 import math
-from collections.abc import Sized
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from manifoldagg.curves import Bezier, Phases, Sharpness, Training
 from manifoldagg.errors import ArgumentError, check_count, check_number
@@ -61,8 +61,15 @@ class Local(Client):
 
     def _train(self, given: Assignment) -> Payload:
         samples = given.samples
-        learned = given.fit(Bezier(given.space, 1), **self._options())
-        return Payload(learned.phi[1:], samples)
+        points = self._points(given)
+        return Payload(points, samples, buffers=self._buffers(given, points[-1]))
+
+    def _buffers(self, given: Assignment, end: Tensor) -> dict[str, Tensor]:
+        # Gradients uphill are taken where the model never is.
+        return given.buffers(at=None if self.sharpness is None else end)
+
+    def _points(self, given: Assignment) -> Tensor:
+        return given.fit(Bezier(given.space, 1), **self._options()).phi[1:]
 
 
 @dataclass(frozen=True)
@@ -152,14 +159,16 @@ class Gradient(Client):
         return Local(steps=1, optimizer=torch.optim.SGD, rate=1.0, sharpness=self.sharpness)
 
     def _train(self, given: Assignment) -> Payload:
-        try:
-            count = len(given.batches) if isinstance(given.batches, Sized) else 1
-        except TypeError:  # a loader has a length that it does not know
-            count = 1
+        count = given.length or 1
         place = 0
         if count > 1:
             place = int(torch.randint(count, (), generator=given.generator, device=given.generator.device))
         drawn = list(islice(given.batches, place, place + 1))
         if not drawn:
             raise ArgumentError("batches: expected at least one, got none")
-        return self._step()._train(replace(given, batches=drawn))
+        given = replace(given, batches=drawn)
+        samples = given.samples
+        points = self._step()._points(given)
+        # They are a gradient in the form of a model: statistics are those of where it was taken.
+        apart = None if self.sharpness is None else given.message.start
+        return Payload(points, samples, buffers=given.buffers(at=apart))

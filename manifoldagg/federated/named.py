@@ -1,0 +1,113 @@
+"""Models by name: what a server makes of a module, and of the state dicts that its clients return."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.buffers import Patterns, check_patterns
+from manifoldagg.federated.contract import Payload, check_named
+from manifoldagg.federated.doubts import warn_of_difference
+from manifoldagg.federated.intake import Form, by_name, check_names, stored
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.layout import OPAQUE, matches
+
+__all__ = ["payload_of", "resting"]
+
+
+def resting(model: nn.Module, patterns: Patterns) -> Patterns:
+    """Policies for the buffers of a module: those that are given, and frozen parameters stay where they are.
+
+    Args:
+        model: the module.
+        patterns: go before.
+    """
+    given = check_patterns(patterns)
+    named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "average")
+    frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
+    for name in frozen:
+        if not matches(name, given):
+            named[name] = "leave"
+    return named
+
+
+def payload_of(form: Form, model: Any, samples: Any, now: Tensor, base: Callable[[], Tensor | None]) -> Payload:
+    """The payload that a client's state dicts are.
+
+    Args:
+        form: of the server's payloads.
+        model: a state dict, or a sequence of them: the control points of a curve, the client's model last. It brings
+            the buffers. What the server has not asked for may be missing and is not read.
+        samples: that the client trained on.
+        now: the server's model (P,), beside which a difference of models is short.
+        base: gives the model (P,) that the client started from. A state dict of narrower numbers is rounded: what that
+            took away is given back to what comes of it, which would else carry it into every update. `None` where the
+            client did not start there.
+
+    Raises:
+        ArgumentError: naming the model, and the tensor in it, that does not fit.
+
+    Warns:
+        UserWarning: naming a model that looks like a difference of models.
+    """
+    whole = check_named(form.space)
+    space = _bare(whole)
+    given = {"model": model} if isinstance(model, Mapping) else _sequence(model)
+    most = form.checks.max_points
+    if not 1 <= len(given) <= most:
+        raise ArgumentError(f"model: expected a state dict, or from 1 to {most} of them, got {len(given)}")
+    leaves = space.layout.entries
+    models = {}
+    for label, state in given.items():
+        found = {name: x for name, x in by_name(label, state).items() if name.rpartition(".")[2] != OPAQUE}
+        check_names(label, found, leaves, whole.layout.entries)
+        models[f"{label}: "] = {name: _tensor(f"{label}: {name}", found[name]) for name in leaves}
+    points = [point.to(form.device) for point in space.points(models)]
+    narrow = any(leaf.dtype.itemsize < form.dtype.itemsize for leaf in space.layout.leaves)
+    start = base() if narrow else None
+    if start is not None:
+        lost = _lost(space, start.to(points[0]))
+        points = [point + lost for point in points]
+    warn_of_difference(label, space.layout, _pieces(space, points[-1]), _pieces(space, now))
+    buffers = {entry.name: found[entry.name] for entry in form.buffers if entry.name in found}
+    stacked = points[0][None] if len(points) == 1 else torch.stack(points)
+    return Payload(stacked, samples, buffers=buffers)
+
+
+def _lost(space: ParameterSpace, start: Tensor) -> Tensor:
+    """What the flat leaves of a point lose in the dtypes of their state dict."""
+    curved = {name for name, _ in space.manifolds}
+    lost = torch.zeros_like(start)
+    sizes = space.layout.sizes
+    for leaf, piece, place in zip(space.layout.leaves, start.split(sizes), lost.split(sizes), strict=True):
+        if leaf.name not in curved:
+            place.copy_(piece - piece.to(leaf.dtype))
+    return lost
+
+
+def _pieces(space: ParameterSpace, point: Tensor) -> dict[str, Tensor]:
+    """The numbers of each leaf."""
+    pieces = point.split(space.layout.sizes)
+    return {leaf.name: piece for leaf, piece in zip(space.layout.leaves, pieces, strict=True)}
+
+
+def _sequence(models: Any) -> dict[str, Any]:
+    if type(models) not in (list, tuple):  # another kind may say something else each time that it is read
+        raise ArgumentError(f"model: expected a state dict or a sequence of them, got {type(models).__name__}")
+    return {f"model[{i}]": model for i, model in enumerate(models)}
+
+
+def _tensor(name: str, given: Any) -> Tensor:
+    if not isinstance(given, Tensor):
+        raise ArgumentError(f"{name}: expected a tensor, got {type(given).__name__}")
+    return stored(name, given)
+
+
+@lru_cache(maxsize=64)
+def _bare(space: ParameterSpace) -> ParameterSpace:
+    """The same geometry, with nothing carried beside it."""
+    return ParameterSpace(replace(space.layout, carried=()), space.manifolds)

@@ -1,0 +1,313 @@
+"""The books: all that a server knows, as one immutable record. A change is a new record, entered by one assignment."""
+
+import math
+from collections.abc import Collection, Hashable, Mapping
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from immutables import Map
+
+from manifoldagg.errors import ArgumentError, BusyError
+from manifoldagg.federated.contract import Outcome, Payload, Receipt, Update
+from manifoldagg.federated.record.persistent import Ordered
+from manifoldagg.federated.record.spill import Filed
+from manifoldagg.federated.record.store import Kept, Key, Store
+from manifoldagg.federated.snapshot import Snapshot
+from manifoldagg.federated.trees import size_of
+from manifoldagg.federated.weights import Weights, check_client
+
+__all__ = ["ANYONE", "Answer", "Books", "Limits", "Open", "Row", "Told", "row"]
+
+ANYONE = object()
+"""Stands for whichever client a ticket was issued to."""
+UNKNOWN = "ticket: unknown, or used already"
+Row = dict[str, object]
+"""A line of the history."""
+
+
+class Limits(NamedTuple):
+    """What a server keeps to.
+
+    Attributes:
+        max_staleness: of an update, in versions.
+        timeout: of a ticket, in seconds.
+        max_tickets: that are out at once.
+        history: how many of the latest rows are kept.
+        retries: how many of the latest receipts are kept.
+        listened: whether anybody is to be told of updates.
+    """
+
+    max_staleness: int | None = None
+    timeout: float | None = None
+    max_tickets: int | None = None
+    history: int | None = None
+    retries: int | None = None
+    listened: bool = False
+
+
+class Open(NamedTuple):
+    """A ticket that is out: whose, from which version, where its base is kept, if it is, and since when in seconds.
+
+    `apart` says whether its client starts from elsewhere than its base, as the rule wants it.
+    """
+
+    client: Hashable
+    version: int
+    base: Key | None
+    since: float
+    apart: bool = False
+
+
+class Answer(NamedTuple):
+    """What was said on a ticket that is no longer out, and to whom."""
+
+    client: Hashable
+    receipt: Receipt
+
+
+class Told(NamedTuple):
+    """An update of which the listeners have still to hear; `model` is `None` where it did not move."""
+
+    version: int
+    model: Kept | None
+    row: Row
+
+
+class Books(NamedTuple):
+    """The record. Every method returns a new one, or says why there is none; nothing is ever written.
+
+    What it refers to stays as it is while somebody has the record: a reader needs no lock, and no hold to give back.
+
+    Attributes:
+        limits: that it keeps to.
+        now: the present.
+        weights: who takes part.
+        store: the present model, older versions, their rounded bases, client memory.
+        tickets: that are out, the oldest first.
+        answered: receipts by ticket, for those who ask again.
+        history: rows by number.
+        refused: how many updates, by the field that was wrong.
+        untold: updates of which the listeners have still to hear.
+        closed: whether no more tickets are issued.
+    """
+
+    limits: Limits
+    now: Snapshot
+    weights: Weights
+    store: Store
+    tickets: Ordered[str, Open] = Ordered()
+    answered: Ordered[str, Answer] = Ordered()
+    history: Ordered[int, Row] = Ordered()
+    refused: Map[str, int] = Map()
+    untold: tuple[Told, ...] = ()
+    closed: bool = False
+
+    @property
+    def current(self) -> Key:
+        """Where the model is."""
+        return ("version", self.now.version)
+
+    def check_free(self) -> None:
+        """That a ticket can be issued.
+
+        Raises:
+            ArgumentError: if the server was closed.
+            BusyError: if as many tickets are out as may be.
+        """
+        if self.closed:
+            raise ArgumentError("server: was closed")
+        most = self.limits.max_tickets
+        if most is not None and len(self.tickets) >= most:
+            raise BusyError(f"server: busy: {len(self.tickets)} tickets are out, of at most {most}")
+
+    def dispatched(self, ticket_id: str, ticket: Open, base: Kept | Filed | None) -> "Books":
+        """With a ticket out. `base` is what the ticket names, should nobody keep it any more.
+
+        Raises:
+            ArgumentError: if the server was closed.
+            BusyError: if as many tickets are out as may be.
+        """
+        self.check_free()
+        return self._replace(
+            weights=self.weights.registered(ticket.client),
+            store=self.store if ticket.base is None else self.store.held(ticket.base, base),
+            tickets=self.tickets.put(ticket_id, ticket),
+        )
+
+    def find(self, ticket_id: Any, client: Any = ANYONE) -> Open | Receipt:
+        """A ticket that is out, or the receipt that was given on it.
+
+        Raises:
+            ArgumentError: if it is neither, or another client's, or `client` is no name.
+        """
+        if type(ticket_id) is not str:  # one of another class may do what it likes when it is looked up
+            raise ArgumentError(UNKNOWN)
+        found: Open | Answer | None = self.tickets.get(ticket_id) or self.answered.get(ticket_id)
+        if found is None:
+            raise ArgumentError(UNKNOWN)
+        if client is not ANYONE and check_client(client) != found.client:
+            raise ArgumentError("client: expected the one that the ticket was issued to")
+        return found if isinstance(found, Open) else found.receipt
+
+    def staleness(self, ticket: Open) -> int:
+        """Of an update that is taken now, in versions."""
+        return self.now.version - ticket.version
+
+    def check_staleness(self, ticket: Open) -> None:
+        """That its version is not too old.
+
+        Raises:
+            ArgumentError: if it is.
+        """
+        most = self.limits.max_staleness
+        if most is not None and self.staleness(ticket) > most:
+            raise ArgumentError(f"staleness: expected at most {most}, got {self.staleness(ticket)}")
+
+    def update_of(self, ticket: Open, payload: Payload, samples: int) -> Update:
+        """A payload with what the server knows about it. Base and memory come from their files now.
+
+        Args:
+            ticket: on which it came.
+            payload: admitted.
+            samples: that are believed.
+
+        Raises:
+            SpillError: if a file is not what was written.
+        """
+        base: Any = payload.base if ticket.base is None else self.store.load(ticket.base)
+        return Update(
+            client=ticket.client,
+            base=base.to(self.now.current),
+            current=self.now.current,
+            points=payload.points,
+            staleness=self.staleness(ticket),
+            weight=self.weights.weight(ticket.client, samples),
+            samples=samples,
+            tensors=payload.tensors,
+            numbers=payload.numbers,
+            memory=self.store.load(("client", ticket.client)),
+            share=self.weights.share(ticket.client, samples),
+        )
+
+    def entered(
+        self, ticket_id: str, update: Update, after: Snapshot, outcome: Outcome, told: Told, receipt: Receipt
+    ) -> "Books":
+        """With an update taken.
+
+        Args:
+            ticket_id: of the update.
+            update: that was taken.
+            after: what it has made of the present.
+            outcome: of the step.
+            told: for the listeners, with the model where it has moved.
+            receipt: for the client.
+
+        Raises:
+            ArgumentError: if its ticket is not out any more.
+        """
+        ticket = self._out(ticket_id)
+        store = self.store
+        if told.model is not None:
+            store = store.held(("version", after.version), told.model).released(self.current)
+        if outcome.memory is not update.memory:
+            key = ("client", update.client)
+            if key in store:
+                store = store.released(key)
+            if outcome.memory is not None:
+                store = store.held(key, Kept(outcome.memory))
+        return self._replace(
+            now=after,
+            weights=self.weights.recorded(update.client, update.samples),
+            store=store.released(ticket.base),
+            tickets=self.tickets.without(ticket_id),
+            answered=self.answered.put(ticket_id, Answer(ticket.client, receipt)).latest(self.limits.retries),
+            history=self.history.put(self.history.count, told.row).latest(self.limits.history),
+            untold=(*self.untold, told) if self.limits.listened else (),
+        )
+
+    def ended(self, ticket_id: str, receipt: Receipt | None = None) -> "Books":
+        """Without a ticket that is out, its receipt to be had again; without any where it was dropped."""
+        ticket = self.tickets[ticket_id]
+        answered = self.answered
+        if receipt is not None:
+            answered = answered.put(ticket_id, Answer(ticket.client, receipt)).latest(self.limits.retries)
+        tickets = self.tickets.without(ticket_id)
+        return self._replace(store=self.store.released(ticket.base), tickets=tickets, answered=answered)
+
+    def dropped(self, ticket_id: Any) -> "Books":
+        """Without a ticket that nobody will answer on.
+
+        Raises:
+            ArgumentError: if it is not out.
+        """
+        self._out(ticket_id)
+        return self.ended(ticket_id)
+
+    def refusing(self, reason: str) -> "Books":
+        """With a refusal counted, by the field that its reason names first."""
+        field = reason.partition(":")[0].partition("[")[0]
+        return self._replace(refused=self.refused.set(field, self.refused.get(field, 0) + 1))
+
+    def refusing_for_good(self, ticket_id: str, reason: str) -> tuple["Books", Receipt]:
+        """Without a ticket on which no update can be taken any more; and its receipt, the older one if there is one."""
+        receipt = Receipt(False, reason, self.now.version)
+        if ticket_id not in self.tickets:
+            answer = self.answered.get(ticket_id)
+            return self, receipt if answer is None else answer.receipt
+        return self.refusing(reason).ended(ticket_id, receipt), receipt
+
+    def expired(self, now: float, but: Collection[str] = ()) -> tuple["Books", list[str]]:
+        """Without the tickets that are older than they may be at `now`, but those that are answered; and their ids."""
+        timeout = self.limits.timeout
+        # To put tickets in order would cost every update, where long ones are between many that were short.
+        if timeout is None or not self.tickets or now - self.tickets[self.tickets.oldest].since <= timeout:
+            return self, []
+        due = takewhile(lambda name: now - self.tickets[name].since > timeout, self.tickets)
+        ended = [name for name in due if name not in but]
+        receipt = Receipt(False, f"ticket: expired: nobody answered within {timeout:g} s", self.now.version)
+        books = self
+        for ticket_id in ended:
+            books = books.ended(ticket_id, receipt)
+        return books, ended
+
+    def _out(self, ticket_id: Any) -> Open:
+        """A ticket that is out.
+
+        Raises:
+            ArgumentError: if it is not.
+        """
+        found = self.find(ticket_id)
+        if isinstance(found, Receipt):
+            raise ArgumentError(UNKNOWN)
+        return found
+
+    def close(self) -> "Books":
+        """Without anything but the model and what is written of its past."""
+        current = self.store.places[self.current][0]
+        return self._replace(store=Store().held(self.current, current), tickets=Ordered(), untold=(), closed=True)
+
+    def usage(self) -> dict[str, int]:
+        """Bytes: the model, its state, older versions that tickets hold, client memory, and what is in files."""
+        used = self.store.usage(without=self.current)
+        return {
+            "model": size_of(self.now.current),
+            "state": size_of([self.now.state, self.now.buffers.vectors]),
+            "versions": used["version"] + used["base"],
+            "clients": used["client"],
+            "spilled": used["spilled"],
+        }
+
+
+def row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> Row:
+    """A line of the history: plain Python values under plain names. What a rule calls `buffered` is called `waiting`.
+
+    Example:
+        >>> row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]
+        2
+    """
+    count = numbers.get("buffered", 0)
+    waiting = int(count) if math.isfinite(count) else 0
+    line = {"client": client, "samples": samples, **vars(receipt), "waiting": waiting}
+    for name, value in numbers.items():
+        line.setdefault(name, value)
+    return line

@@ -1,0 +1,436 @@
+"""The checkpoint: a server's record written down, beside its work, and the record that goes on from there."""
+
+import glob
+import logging
+import platform
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from immutables import Map
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, CheckpointError, SpillError, check_count, check_number
+from manifoldagg.federated.buffers import Group, Packed, Waiting
+from manifoldagg.federated.contract import Averaging, Receipt, Rule
+from manifoldagg.federated.intake import Checks
+from manifoldagg.federated.record import archive
+from manifoldagg.federated.record.books import Answer, Books, Open, Row
+from manifoldagg.federated.record.description import called, describe, difference, path_of
+from manifoldagg.federated.record.persistent import Ordered
+from manifoldagg.federated.record.store import Kept, Key, Store
+from manifoldagg.federated.snapshot import Snapshot
+from manifoldagg.federated.trees import Tree
+from manifoldagg.federated.weights import Weights
+from manifoldagg.kernels import choice
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["Every", "Moment", "Saved", "Writer", "check_name"]
+
+KIND = "server"
+LOG = logging.getLogger("manifoldagg")
+
+
+@dataclass(frozen=True)
+class Every:
+    """When a server writes a checkpoint by itself: after so many updates or seconds, whichever comes first.
+
+    Args:
+        path: of the file, in a folder that exists; older ones are `path.1`, `path.2`, …
+        updates: so many accepted updates after the last one.
+        seconds: with the first accepted update so many seconds after the last one.
+        keep: how many files are kept.
+
+    Raises:
+        ArgumentError: naming what does not fit.
+
+    Example:
+        >>> Every("server.checkpoint", updates=100, seconds=600.0).keep
+        2
+    """
+
+    path: str | Path
+    updates: int | None = None
+    seconds: float | None = None
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        # The process may change its directory before it writes.
+        object.__setattr__(self, "path", archive.check_path(self.path))
+        if self.updates is None and self.seconds is None:
+            raise ArgumentError("updates, seconds: expected at least one of them")
+        if self.updates is not None:
+            check_count("updates", self.updates)
+        if self.seconds is not None:
+            check_number("seconds", self.seconds, above=0)
+        check_count("keep", self.keep)
+
+
+class Moment(NamedTuple):
+    """What a checkpoint is made of. It is taken in no time, as nothing in it is ever written, and written down later.
+
+    Attributes:
+        books: the record, of which the listeners have heard.
+        space: of the models.
+        rule: that steps.
+        options: of the server, by the names of its keywords.
+        calls: what it calls, by the names of its keywords.
+        clock: the time in its seconds.
+        averaging: the class of what averages, and its state; `None` without one.
+    """
+
+    books: Books
+    space: Manifold
+    rule: Rule
+    options: Mapping[str, Any]
+    calls: Mapping[str, Any]
+    clock: float
+    averaging: tuple[str, Tree] | None
+
+    def tree(self) -> Tree:
+        """All of it in plain values and tensors.
+
+        Raises:
+            CheckpointError: naming what of the rule or the space, or what is called, has no name.
+            SpillError: if what is kept for a client is in a file that is not what was written.
+        """
+        books = self.books
+        now = books.now
+        kept, lost = _kept(books)
+        tickets = [(name, *ticket) for name, ticket in books.tickets.items() if ticket.base not in lost]
+        return {
+            "space": describe("space", self.space),
+            "rule": describe("rule", self.rule),
+            "machine": _machine(now.current),
+            "options": dict(self.options),
+            "calls": {name: called(name, function) for name, function in self.calls.items()},
+            "clock": self.clock,
+            "model": now.current,
+            "state": now.state,
+            "buffers": _unpacked(now.buffers),
+            "waiting": None if now.waiting is None else {**vars(now.waiting), "latest": _unpacked(now.waiting.latest)},
+            "version": now.version,
+            "norms": now.norms,
+            "weights": books.weights.state(),
+            "kept": kept,
+            "tickets": tickets,
+            "answered": [(name, client, dict(vars(receipt))) for name, (client, receipt) in books.answered.items()],
+            "history": _table([*books.history.values()]),
+            "refused": dict(books.refused),
+            "averaging": self.averaging,
+        }
+
+    def write(self, path: str | Path, keep: int = 1) -> None:
+        """Write it into a file.
+
+        Raises:
+            ArgumentError: if there is no such folder.
+            CheckpointError: naming what cannot be saved, or with what the system says.
+        """
+        archive.write(path, KIND, self.tree(), keep=keep)
+
+
+class Saved:
+    """A checkpoint that was read.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        CheckpointError: if the file is truncated, altered, or no checkpoint of a server; an older one is named.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self._tree: dict[str, Any] = archive.read(path, KIND)
+        self.model: Tensor = self._tree["model"]
+        self._same = True
+        self._goes_on = True
+
+    def check(self, space: Manifold, rule: Rule, calls: Mapping[str, Any], *, replace: bool) -> None:
+        """That it was of this space, rule and functions. Where bits may differ as the machine does, it warns.
+
+        A rule of the same class goes on with the state of the one that it replaces, another one begins anew.
+
+        Raises:
+            CheckpointError: naming where the two differ.
+        """
+        told = difference("space", self._tree["space"], describe("space", space))
+        if told is not None:
+            raise CheckpointError(f"{self._path}: {told}")
+        was = self._tree["rule"]
+        given = describe("rule", rule)
+        told = difference("rule", was, given)
+        if told is None and not replace:
+            named = {name: called(name, function) for name, function in calls.items()}
+            pairs = (difference(name, before, named[name]) for name, before in self._tree["calls"].items())
+            told = next((odd for odd in pairs if odd is not None), None)
+        if told is not None and not replace:
+            raise CheckpointError(f"{self._path}: {told}; with replace=True it takes over")
+        self._same = was["class"] == given["class"]
+        here = _machine(self.model)
+        for name, before in self._tree["machine"].items():
+            if before != here[name]:
+                warnings.warn(
+                    f"{self._path}: {name}: was {before}, is {here[name]} here: the same bits are not promised",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of the server: those that are given before those that were saved."""
+        saved = dict(self._tree["options"])
+        saved["checks"] = Checks(**saved["checks"])
+        dtype = saved["base_dtype"]
+        saved["base_dtype"] = None if dtype is None else getattr(torch, dtype)
+        policies = saved.pop("policies")
+        if policies:
+            saved["carried"] = dict(_packed(self._tree["buffers"]))
+            # As patterns, whatever is in the names.
+            saved["buffers"] = {glob.escape(name): policy for name, policy in policies.items()}
+        return {**saved, **given}
+
+    def books(self, fresh: Books, clock: float, weights: Any, freed: Callable[[Tensor], object] | None) -> Books:
+        """The record.
+
+        Args:
+            fresh: of a server that was made of these options and has done nothing yet.
+            clock: the time in its seconds. The ages of tickets go on from what they were.
+            weights: as given; `None` for what was saved.
+            freed: what gets the memory of models that nobody needs any more.
+
+        Raises:
+            ArgumentError: if updates wait whose buffers were to be treated otherwise.
+        """
+        tree = self._tree
+        limits = fresh.limits
+        self._goes_on = self._same and _covers(tree["state"], fresh.now.state)
+        now = Snapshot(
+            fresh.now.current,
+            tree["state"] if self._goes_on else fresh.now.state,
+            fresh.now.buffers,
+            self._waiting(fresh.now.buffers),
+            tree["version"],
+            tree["norms"],
+        )
+        later = clock - tree["clock"]
+        tickets: Ordered[str, Open] = Ordered()
+        for name, *fields in tree["tickets"]:
+            ticket = Open(*fields)
+            tickets = tickets.put(name, ticket._replace(since=ticket.since + later))
+        answered: Ordered[str, Answer] = Ordered()
+        for name, client, receipt in tree["answered"]:
+            answered = answered.put(name, Answer(client, Receipt(**receipt)))
+        history: Ordered[int, Row] = Ordered()
+        for row in _rows(tree["history"]):
+            history = history.put(history.count, row)
+        return fresh._replace(
+            now=now,
+            weights=Weights.of_state(tree["weights"], weights, fresh.weights.factor),
+            store=self._store(fresh, tickets, freed),
+            tickets=tickets,
+            answered=answered.latest(limits.retries),
+            history=history.latest(limits.history),
+            refused=Map(tree["refused"]),
+        )
+
+    def load(self, averaging: Averaging | None) -> None:
+        """Let what averages go on.
+
+        Raises:
+            ArgumentError: if it is not what was saved.
+        """
+        saved = self._tree["averaging"]
+        if saved is None:
+            return
+        name, state = saved
+        if averaging is None or path_of(type(averaging)) != name:
+            given = None if averaging is None else path_of(type(averaging))
+            raise ArgumentError(f"averaging: expected a {name}, whose state was saved, got {given}")
+        averaging.load(state)
+
+    def _waiting(self, buffers: Packed) -> Waiting | None:
+        waiting = self._tree["waiting"]
+        if waiting is None or not self._goes_on:
+            return None
+        latest = _packed(waiting["latest"])
+        if latest.groups != buffers.groups:
+            raise ArgumentError("buffers: expected the policies of the updates that wait")
+        return Waiting(**{**waiting, "latest": latest})
+
+    def _store(self, fresh: Books, tickets: Mapping[str, Open], freed: Callable[[Tensor], object] | None) -> Store:
+        current = ("version", self._tree["version"])
+        # The same that the other books have: with the last reference to it, the memory of the model is used again.
+        store = Store().held(current, fresh.store.find(fresh.current))
+        holders = Counter(ticket.base for ticket in tickets.values())
+        for _ in range(holders[current]):
+            store = store.held(current)
+        for key, tree in self._tree["kept"]:
+            if key[0] == "client":
+                holders[key] = int(self._goes_on)
+            kept = Kept(tree, freed if key[0] == "version" else None)
+            for _ in range(holders[key]):
+                store = store.held(key, kept)
+        return store
+
+
+class Writer:
+    """Writes checkpoints in a thread of its own, one after another, while the server goes on.
+
+    A thread lives as long as there is something to write. What goes wrong is logged, and raised by `finish` unless a
+    later checkpoint was written.
+
+    Args:
+        every: when, and where to.
+
+    Raises:
+        ArgumentError: if it does not say so.
+    """
+
+    def __init__(self, every: Every) -> None:
+        if not isinstance(every, Every):
+            raise ArgumentError(f"checkpoint: expected Every, got {every!r}")
+        self._every = every
+        self.begin(0)
+        # What was not begun when the next one came is not written.
+        self._next: deque[Moment] = deque(maxlen=1)
+        self._idle = True
+        self._working = threading.RLock()
+        self._error: Exception | None = None
+
+    def begin(self, updates: int) -> None:
+        """Count from here on, after so many accepted updates."""
+        self._updates = updates
+        self._begun = time.monotonic()
+
+    def look(self, updates: int, moment: Callable[[], Moment]) -> None:
+        """Begin a checkpoint where one is due, after so many accepted updates."""
+        if not self._due(updates - self._updates):
+            return
+        self._next.append(moment())
+        self.begin(updates)
+        # Who is not idle looks once more after it has said that it is.
+        if self._idle:
+            try:
+                threading.Thread(target=self._work, name="manifoldagg-checkpoint").start()
+            except RuntimeError as error:  # the system has no more threads; `finish`, or the next one, writes it
+                LOG.error("checkpoint: %s", error)
+
+    def finish(self) -> None:
+        """Wait until what was begun is written.
+
+        Raises:
+            CheckpointError: if the last one could not be written, or whatever else was in its way.
+        """
+        if self._working._is_owned():  # type: ignore[attr-defined]
+            return  # from a handler or a finaliser within the writing, which then goes on
+        self._work()
+        error = self._error
+        self._error = None
+        if error is not None:
+            raise error
+
+    def _due(self, updates: int) -> bool:
+        every = self._every
+        if every.updates is not None and updates >= every.updates:
+            return True
+        return updates > 0 and every.seconds is not None and time.monotonic() - self._begun >= every.seconds
+
+    def _work(self) -> None:
+        """Write what there is, as the only one."""
+        with self._working:
+            while True:
+                try:
+                    moment = self._next.pop()
+                except IndexError:
+                    if self._idle:
+                        return
+                    self._idle = True
+                    continue
+                self._idle = False
+                self._write(moment)
+
+    def _write(self, moment: Moment) -> None:
+        try:
+            moment.write(self._every.path, self._every.keep)
+            self._error = None
+        except Exception as error:
+            self._error = error
+            LOG.error("checkpoint: %s", error)
+        except BaseException:
+            if not self._next:
+                self._next.append(moment)
+            raise
+
+
+def _covers(saved: Any, fresh: Any) -> bool:
+    """Whether a state has all that a rule begins with, also that of a rule within."""
+    if not isinstance(fresh, dict):
+        return True
+    return isinstance(saved, dict) and all(name in saved and _covers(saved[name], fresh[name]) for name in fresh)
+
+
+def check_name(client: Any) -> None:
+    """A name that a file can hold.
+
+    Raises:
+        ArgumentError: if it is neither a string nor an integer.
+    """
+    if type(client) is not str and type(client) is not int:
+        raise ArgumentError(f"client: expected a string or an integer, as checkpoints are written; got {client!r}")
+
+
+def _machine(model: Tensor) -> dict[str, str]:
+    """What the bits depend on beside the program."""
+    device = model.device
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    backend = choice.backend(device).__name__.rpartition(".")[2]
+    return {"backend": backend, "processor": processor, "torch": torch.__version__}
+
+
+def _kept(books: Books) -> tuple[list[tuple[Key, Tree]], set[Key]]:
+    """What is kept beside the model, the longest there first; and which of it is lost, that only tickets name."""
+    store = books.store
+    kept = []
+    lost = set()
+    for key in [*(key for key in store.places if key not in store.movable), *store.movable]:
+        if key == books.current:
+            continue
+        try:
+            kept.append((key, store.load(key)))
+        except SpillError as error:
+            if error.temporary or key[0] == "client":
+                raise
+            # No update can be taken on these tickets any more.
+            LOG.warning("checkpoint: without the tickets on %s %s: %s", *key, error)
+            lost.add(key)
+    return kept, lost
+
+
+def _unpacked(packed: Packed) -> dict[str, Any]:
+    groups = [(group.policy, group.names, group.shapes) for group in packed.groups]
+    return {"groups": groups, "vectors": packed.vectors, "order": packed.order}
+
+
+def _packed(tree: Mapping[str, Any]) -> Packed:
+    return Packed(tuple([Group(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])
+
+
+def _table(rows: list[Row]) -> dict[str, Any]:
+    """Rows as lines of values; most have the same names, which are written once."""
+    heads: dict[tuple[str, ...], int] = {}
+    lines = [[heads.setdefault(tuple(row), len(heads)), *row.values()] for row in rows]
+    return {"heads": [*heads], "lines": lines}
+
+
+def _rows(table: Mapping[str, Any]) -> Iterator[Row]:
+    for head, *values in table["lines"]:
+        yield dict(zip(table["heads"][head], values, strict=True))

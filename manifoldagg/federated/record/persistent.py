@@ -1,0 +1,168 @@
+"""Values that are replaced and never written: a map in order of entry, and one place for the latest value."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+from immutables import Map
+
+__all__ = ["Atomic", "Ordered"]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+T = TypeVar("T")
+R = TypeVar("R")
+NEXT = 0
+SPARSE = 8
+
+
+class Ordered(Mapping[K, V]):
+    """A map that is never written, in the order in which its keys were first put.
+
+    What it has in common with the map that it was made of is shared.
+
+    Example:
+        >>> waiting = Ordered().put("a", 1).put("b", 2).put("a", 3)
+        >>> dict(waiting), waiting.oldest, dict(waiting.without("a"))
+        ({'a': 3, 'b': 2}, 'a', {'b': 2})
+
+    Cost: of a change, the logarithm of the size.
+    """
+
+    __slots__ = ("_entries", "_first", "_keys", "_next")
+
+    def __init__(
+        self,
+        entries: Map[K, tuple[int, V]] | None = None,
+        keys: Map[int, K] | None = None,
+        first: int = 0,
+        after: int = 0,
+    ) -> None:
+        self._entries: Map[K, tuple[int, V]] = Map() if entries is None else entries
+        self._keys: Map[int, K] = Map() if keys is None else keys
+        self._first = first
+        self._next = after
+
+    def __getitem__(self, key: K) -> V:
+        return self._entries[key][1]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[K]:
+        span = range(self._first, self._next)
+        # Where most places are empty, those that are not are put in order.
+        places = span if len(span) < SPARSE * len(self) else sorted(self._keys)
+        return (self._keys[place] for place in places if place in self._keys)
+
+    @property
+    def count(self) -> int:
+        """How many keys were ever put."""
+        return self._next
+
+    @property
+    def oldest(self) -> K:
+        """The key that was put before all others.
+
+        Raises:
+            KeyError: if there is none.
+        """
+        return self._keys[self._first]
+
+    def put(self, key: K, value: V) -> "Ordered[K, V]":
+        """With `value` under `key`, which keeps its place if it has one."""
+        held = self._entries.get(key)
+        if held is not None:
+            entries = self._entries.set(key, (held[0], value))
+            return Ordered(entries, self._keys, self._first, self._next)
+        place = self._next
+        first = self._first if self._keys else place
+        return Ordered(self._entries.set(key, (place, value)), self._keys.set(place, key), first, place + 1)
+
+    def without(self, key: K) -> "Ordered[K, V]":
+        """Without `key`, which must be there."""
+        place, _ = self._entries[key]
+        keys = self._keys.delete(place)
+        first = self._first
+        # Each place is passed once in the life of a map.
+        while keys and first not in keys:
+            first += 1
+        return Ordered(self._entries.delete(key), keys, first, self._next)
+
+    def latest(self, limit: int | None) -> "Ordered[K, V]":
+        """The `limit` keys that were put last; all for `None`."""
+        kept = self
+        while limit is not None and len(kept) > limit:
+            kept = kept.without(kept.oldest)
+        return kept
+
+
+class _Link(Generic[T]):
+    """A value, and the one that has replaced it."""
+
+    __slots__ = ("after", "value")
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+        self.after: dict[int, _Link[T]] = {}
+
+
+class Atomic(Generic[T]):
+    """One place for the latest of a line of immutable values. Nobody ever waits.
+
+    A change is made of the value that is there and takes effect in a single instruction of the interpreter, unless
+    another came first: then it is made anew. There is no lock, so that a signal handler or a finaliser, which may run
+    between any two instructions of the same thread, can read and change it too; and an exception from there finds the
+    value before or the value after.
+
+    Example:
+        >>> books = Atomic((0, "open"))
+        >>> books.update(lambda now: ((now[0] + 1, now[1]), "taken"))
+        'taken'
+        >>> books.value
+        (1, 'open')
+    """
+
+    __slots__ = ("_link",)
+
+    def __init__(self, value: T) -> None:
+        self._link = _Link(value)
+
+    @property
+    def value(self) -> T:
+        """The latest."""
+        return self._latest().value
+
+    def update(self, change: Callable[[T], tuple[T, R]]) -> R:
+        """Replace the value.
+
+        Args:
+            change: from the value to the next and a result. It may be called again and must change nothing itself;
+                where it returns the same value, nothing happens. What it raises comes out, and nothing has changed.
+
+        Returns:
+            The result that belongs to the value that was put.
+        """
+        while True:
+            link = self._latest()
+            try:
+                value, result = change(link.value)
+            except BaseException:
+                # Who keeps the error keeps this frame, and the link would keep all that is to come.
+                del link
+                raise
+            if value is link.value:
+                return result
+            mine = _Link(value)
+            if link.after.setdefault(NEXT, mine) is mine:
+                # Should this not be reached, or be overtaken, readers go on from link to link.
+                self._link = mine
+                return result
+
+    def _latest(self) -> _Link[T]:
+        link = self._link
+        while (after := link.after.get(NEXT)) is not None:
+            link = after
+        return link

@@ -1,0 +1,48 @@
+"""Raw bytes: those of a tensor, and those of a file that is being written."""
+
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["appended", "bytes_of"]
+
+CHUNK = 2**20
+"""Bytes that are summed and written at a time: they are in cache for the second."""
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The values of a tensor one after another: a copy only where they do not lie so in the memory of the CPU.
+
+    Example:
+        >>> bytes_of(torch.tensor([1, 2], dtype=torch.int16)).hex()
+        '01000200'
+    """
+    line = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    # One number, or none, is contiguous whatever its stride, and not a view of bytes then.
+    return line.as_strided(line.shape, (1,)).view(torch.uint8).numpy().data
+
+
+def appended(write: Callable[[memoryview], int], data: memoryview, checksum: int) -> int:
+    """Write all of `data`, however little a call takes at a time.
+
+    Args:
+        write: of a file: takes bytes, and says how many it has taken.
+        data: to write.
+        checksum: of what was written before.
+
+    Returns:
+        The checksum with them.
+
+    Example:
+        >>> import io
+        >>> appended(io.BytesIO().write, memoryview(b"abc"), 0) == zlib.crc32(b"abc")
+        True
+    """
+    for start in range(0, len(data), CHUNK):
+        piece = data[start : start + CHUNK]
+        checksum = zlib.crc32(piece, checksum)
+        while piece:
+            piece = piece[write(piece) :]
+    return checksum

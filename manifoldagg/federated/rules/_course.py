@@ -1,0 +1,152 @@
+r"""The course of a step: the curve that it follows, and how far along it the rate takes it.
+
+The corrected displacements $u_1, \dots, u_n$ of a curve's points, with $u_0 = 0$, say where it goes: as control points
+of a Bézier curve, or as corners of a polygon. Everything here is arithmetic on their inner products.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from manifoldagg.curves import Bezier, Piecewise
+from manifoldagg.curves.bernstein import weights
+from manifoldagg.curves.distance import NEGLIGIBLE, parameter_at_distance_of
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["PULL_BACKS", "Course"]
+
+PULL_BACKS = ("chord", "none", "agreement")
+
+Inner = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Course:
+    r"""Which curve the corrected displacements make, and what the rate $\rho$ means on it.
+
+    Args:
+        overshoot: `"clamp"`: $\rho$ is at most 1.
+        pull_back: `"chord"`: $\rho$ is a part of the distance to the end; `"none"`: of the parameter; `"agreement"`: of
+            the parameter at which the curve turns against the drift.
+        bend: $\kappa$: the curve is $\kappa$ times itself and $1 - \kappa$ times its chord, at each parameter.
+        polygon: whether the points are corners.
+
+    Example:
+        >>> Course(pull_back="none").weights(2, 0.5)
+        [0.5, 0.25]
+        >>> Course(polygon=True).weights(2, 0.75)
+        [0.5, 0.5]
+    """
+
+    overshoot: str = "clamp"
+    pull_back: str = "chord"
+    bend: float = 1.0
+    polygon: bool = False
+
+    def weights(self, n: int, s: float) -> list[float]:
+        """The weights of $u_1, …, u_n$ at the parameter s."""
+        line = _between_corners(n, s) if self.polygon else weights(n, s)[1:]
+        if self.bend != 1:
+            # A Bézier curve and a polygon with points on the chord, equally far apart, run along it evenly.
+            line = [self.bend * weight for weight in line]
+            line[-1] += (1 - self.bend) * s
+        return line
+
+    def rate(self, rho: float, along: Sequence[float]) -> float:
+        r"""What is left of the rate $\rho \ge 0$ on a curve whose displacements have these products with the drift."""
+        return (min(rho, 1.0) if self.overshoot == "clamp" else rho) * self.agreed(along)
+
+    def place(self, inner: Inner, rho: float) -> float:
+        r"""The parameter s to which a rate takes the step, from the inner products of the corrected displacements."""
+        if self.pull_back != "chord" or self.bend == 0:
+            return rho
+        inner = self._bent_inner(inner)
+        return _on_polygon(inner, rho) if self.polygon else parameter_at_distance_of(inner, rho, self.overshoot)
+
+    def agreed(self, along: Sequence[float]) -> float:
+        r"""Which part of the curve it may take: all but where `"agreement"` ends.
+
+        The leg from $u_{k-1}$ to $u_k$ disagrees where its product with the drift is negative. What comes before the
+        first one that does is the part, but one leg at least: of whoever disagrees from the start, the first leg is
+        what keeps the balance with those that do not.
+        """
+        if self.pull_back != "agreement":
+            return 1.0
+        n = len(along)
+        for k, (before, after) in enumerate(pairwise([0.0, *self._bent_along(along)])):
+            if after < before:
+                return max(k, 1) / n
+        return 1.0
+
+    def bent(self, tangents: Tensor) -> Tensor:
+        """The tangents (n, ...) at the points of the bent curve; of a chord the last alone, which is a geodesic."""
+        if self.bend == 0:
+            return tangents[-1:]
+        if self.bend == 1:
+            return tangents
+        n = len(tangents)
+        places = tangents.new_tensor([(i + 1) / n for i in range(n)]).view(n, *[1] * (tangents.ndim - 1))
+        return self.bend * tangents + (1 - self.bend) * places * tangents[-1]
+
+    def curve(self, space: Manifold, n: int) -> Bezier | Piecewise:
+        """The curve of start and n points on a space."""
+        return Piecewise(space, degree=1, pieces=n) if self.polygon else Bezier(space, n)
+
+    def _bent_along(self, along: Sequence[float]) -> list[float]:
+        n = len(along)
+        return [self.bend * a + (1 - self.bend) * (i + 1) / n * along[-1] for i, a in enumerate(along)]
+
+    def _bent_inner(self, inner: Inner) -> Inner:
+        """The inner products of the points of the bent curve."""
+        if self.bend == 1:
+            return inner
+        rows = [self._bent_along(row) for row in inner]
+        columns = [self._bent_along(column) for column in zip(*rows, strict=True)]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _between_corners(n: int, s: float) -> list[float]:
+    """The weights of the n corners after the start."""
+    piece = min(int(s * n), n - 1)
+    part = s * n - piece
+    line = [0.0] * n
+    line[piece] = part
+    if piece > 0:
+        line[piece - 1] = 1 - part
+    return line
+
+
+def _on_polygon(inner: Inner, rho: float) -> float:
+    r"""The smallest s at which a polygon is $\rho \le 1$ times as far from its start as its end is.
+
+    Example:
+        >>> _on_polygon([[1.0, 0.0], [0.0, 1.0]], 0.5)
+        0.25
+    """
+    n = len(inner)
+    chord = inner[-1][-1]
+    if chord <= 0 or rho < NEGLIGIBLE:
+        return 0.0
+    # In units of the chord, so that no square under- or overflows.
+    goal = rho * rho
+    # The squared distance is convex on a piece: what is reached between two corners is reached at the second.
+    piece = next((k for k in range(n) if inner[k][k] / chord >= goal), n - 1)
+    end: Any = inner[piece][piece] / chord
+    start = inner[piece - 1][piece - 1] / chord if piece else 0.0
+    product = inner[piece - 1][piece] / chord if piece else 0.0
+    # |(1 - r) p + r q|² = goal is a r² + 2 b r = c with c >= 0, whose root >= 0 is taken.
+    a = start - 2 * product + end
+    b = product - start
+    c = max(goal - start, 0.0)
+    root = math.sqrt(max(b * b + a * c, 0.0))
+    # Of the two ways to write it, the one that does not subtract.
+    part = 0.0
+    if b < 0 < a:
+        part = (root - b) / a
+    elif b + root > 0:
+        part = c / (b + root)
+    return (piece + min(part, 1.0)) / n

@@ -1,0 +1,95 @@
+"""The loss of a point: one pass of a module whose parameters are a view of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manifoldagg.errors import check_shape
+from manifoldagg.manifolds.layout import Layout, tensors_of
+
+__all__ = ["Loss", "ModelLoss"]
+
+Loss = Callable[[Tensor, Any], Tensor]
+"""`loss(theta, batch)`: a scalar for a point of parameters and whatever a batch is."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ModelLoss:
+    r"""$\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$, as from `ParameterSpace.loss`.
+
+    The module lends its code and its mode and is never written. What a forward pass writes, such as statistics of
+    batches, it writes into `held`.
+
+    Args:
+        layout: of the module.
+        model: the module.
+        criterion: (output, target) to a scalar.
+        held: by the module's own names what takes the place of its buffers and frozen parameters.
+
+    Example:
+        >>> from manifoldagg.manifolds import ParameterSpace
+        >>> model = nn.BatchNorm1d(1)
+        >>> space = ParameterSpace.of(model)
+        >>> loss = space.loss(model, nn.functional.mse_loss)
+        >>> _ = loss(space.point(model), (torch.tensor([[4.0], [6.0]]), torch.zeros(2, 1)))
+        >>> loss.carried["running_mean"], model.running_mean
+        (tensor([0.5000]), tensor([0.]))
+    """
+
+    layout: Layout
+    model: nn.Module
+    criterion: Callable[[Any, Any], Tensor]
+    held: dict[str, Tensor]
+
+    def __call__(self, theta: Tensor, batch: Any) -> Tensor:
+        check_shape("theta", theta, self.layout.size)
+        inputs, targets = batch
+        return self.criterion(self.output(theta, inputs), targets)
+
+    def output(self, theta: Tensor, *args: Any, **options: Any) -> Any:
+        r"""$f_\theta$ of what a module takes."""
+        return torch.func.functional_call(self.model, self.layout.views(theta) | self.held, args, options)
+
+    @property
+    def carried(self) -> dict[str, Tensor]:
+        """Copies of the buffers as they are by now, and of frozen parameters, by their names in a state dict."""
+        tensors = tensors_of(self.model)
+        return {entry.name: self.own(tensors[entry.name]).detach().clone() for entry in self.layout.carried}
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """What takes the place of a buffer or a frozen parameter of the module; itself where nothing does."""
+        name = self._names().get(id(tensor))
+        return tensor if name is None else self.held.get(name, tensor)
+
+    def carrying(self, carried: Mapping[str, Tensor] | None = None) -> "ModelLoss":
+        """The same loss with buffers of its own, so that training with one does not show in the other.
+
+        Args:
+            carried: where they begin, as from `carried`; they are not written. Where these stand if not given.
+
+        Raises:
+            StateDictError: naming what is not carried, or does not fit.
+        """
+        held = {name: buffer.detach().clone() for name, buffer in self.held.items()}
+        if carried is None:
+            return replace(self, held=held)
+        self.layout.check_carried(carried)
+        tensors = tensors_of(self.model)
+        names = self._names()
+        for entry in self.layout.carried:
+            tensor = tensors[entry.name]
+            name = names.get(id(tensor))
+            if name is None:
+                continue
+            given = carried[entry.name].detach().to(tensor.device)
+            # Nobody writes a frozen parameter, which may be most of the model.
+            held[name] = given if isinstance(tensor, nn.Parameter) else given.clone()
+        return replace(self, held=held)
+
+    def _names(self) -> dict[int, str]:
+        """The names under which `functional_call` replaces tensors of the module: one for each, however often tied."""
+        named = (*self.model.named_buffers(), *self.model.named_parameters())
+        return {id(tensor): name for name, tensor in named}

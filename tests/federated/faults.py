@@ -1,0 +1,84 @@
+"""What goes wrong between a program and its disk: calls that fail, do half of what they should, or are the last ones."""
+
+import errno
+import os
+from contextlib import suppress
+
+CALLS = ("open", "fstat", "write", "lseek", "fsync", "link", "replace", "unlink", "close")
+"""What is counted, in the order in which it comes. Everything else goes to the system as it is."""
+
+
+class Killed(BaseException):
+    """Nothing is done from here on."""
+
+
+class Disk:
+    """Stands in for the module `os`, and lets one call go wrong.
+
+    Args:
+        at: the number of the call; `None` for none.
+        fault: an errno, which that call raises without doing anything; `"short"`, a write of half of what was given,
+            after which all goes well; `"killed"` or `"torn"`, after which nothing is done any more, in the second case
+            after half of a write.
+    """
+
+    def __init__(self, at=None, fault=None):
+        self.at = at
+        self.fault = fault
+        self.log = []
+        self.dead = False
+        self._open = set()
+
+    def __getattr__(self, name):
+        call = getattr(os, name)
+        return (lambda *given: self._call(name, call, given)) if name in CALLS else call
+
+    def bury(self):
+        """What the system does for a process that was killed: its files are closed, its locks are gone."""
+        for file in self._open:
+            with suppress(OSError):
+                os.close(file)
+
+    def _call(self, name, call, given):
+        if self.dead:
+            raise Killed
+        number = len(self.log)
+        self.log.append((name, *given))
+        if number == self.at:
+            if isinstance(self.fault, int):
+                raise OSError(self.fault, os.strerror(self.fault))
+            if name == "write" and self.fault in ("short", "torn"):
+                done = call(given[0], given[1][: len(given[1]) // 2 or 1])
+            if self.fault in ("killed", "torn"):
+                self.dead = True
+                raise Killed
+            if name == "write":
+                return done
+        result = call(*given)
+        if name == "open":
+            self._open.add(result)
+        elif name == "close":
+            self._open.discard(given[0])
+        return result
+
+
+def each(run, faults=(errno.ENOSPC, errno.EACCES, "short", "killed", "torn")):
+    """Every fault at every call that `run(disk)` makes: the disks, one after another, where it did not finish.
+
+    What is killed has been buried.
+    """
+    sound = Disk()
+    run(sound)
+    for fault in faults:
+        for at, (name, *_) in enumerate(sound.log):
+            if fault in ("short", "torn") and name != "write":
+                continue
+            disk = Disk(at, fault)
+            try:
+                run(disk)
+            except Killed:
+                disk.bury()
+            except Exception as error:
+                yield disk, name, error
+                continue
+            yield disk, name, None
