@@ -3,6 +3,7 @@
 from manifoldagg.simulation.clock import VirtualClock
 from manifoldagg.simulation.delays import Delay, Deterministic, Exponential, Gaussian, HalfNormal, LogNormal, Uniform
 from manifoldagg.simulation.fairness import gini, theil
+from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.gantt import draw_trace
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.measurements import Empirical, assign
@@ -11,7 +12,7 @@ from manifoldagg.simulation.partitions import dirichlet_partition
 from manifoldagg.simulation.priority import PriorityScheduler
 from manifoldagg.simulation.readers import images, read_idx
 from manifoldagg.simulation.replay import Replay
-from manifoldagg.simulation.run import Event, Federation, Method, Run, run
+from manifoldagg.simulation.run import Event, Method, Run, run
 from manifoldagg.simulation.schedulers import Completion, IndependentClients, Scheduler
 from manifoldagg.simulation.tasks import Batches, Task, task
 from manifoldagg.simulation.trace import Record, read_trace, write_trace

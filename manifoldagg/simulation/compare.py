@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from manifoldagg.curves import Bezier, Plane, plane
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation.run import Event, Federation, Method, Run, run
+from manifoldagg.simulation.federation import Federation
+from manifoldagg.simulation.run import Event, Method, Run, run
 from manifoldagg.simulation.tasks import Task
 
 __all__ = ["Comparison", "Landscape", "compare", "one_thread"]

@@ -8,19 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError, ManifoldAggError, check_count, check_number
+from manifoldagg.errors import ManifoldAggError, check_count
 from manifoldagg.federated import Message, Payload, Rule, Server, Trainer
 from manifoldagg.federated.contract import Memory
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.fairness import gini, theil
-from manifoldagg.simulation.partitions import dirichlet_partition
+from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.tasks import Batches, Task, seeded_model
 
-__all__ = ["Event", "Exam", "Federation", "Method", "Run", "run"]
+__all__ = ["Event", "Exam", "Method", "Run", "run"]
 
-SPLIT, SCHEDULE, TRAINING = range(3)
-"""Independent streams of random numbers under one seed."""
+SCHEDULE = 1
+"""The stream of random numbers of the scheduler, under the seed of the federation."""
 
 
 @dataclass(frozen=True)
@@ -30,68 +29,6 @@ class Method:
     name: str
     rule: Rule
     trainer: Trainer
-
-
-@dataclass(frozen=True)
-class Federation:
-    """Who holds which samples, for training and held out.
-
-    Attributes:
-        task: what is learned.
-        train: one array of sample positions a client.
-        held_out: likewise, disjoint from `train`; together the test set.
-        batch: samples a minibatch.
-        seed: everything random in a run follows from it.
-    """
-
-    task: Task
-    train: list[np.ndarray]
-    held_out: list[np.ndarray]
-    batch: int
-    seed: int
-
-    @staticmethod
-    def split(
-        task: Task, clients: int, *, concentration: float, seed: int, holdout: float = 0.2, batch: int = 16
-    ) -> "Federation":
-        """Split a task over clients by label, and hold out a part of every client's samples.
-
-        Raises:
-            ArgumentError: naming the argument that does not fit.
-        """
-        check_number("holdout", holdout, above=0, at_most=0.9)
-        check_count("batch", batch)
-        check_count("seed", seed, at_least=0)
-        generator = np.random.default_rng([seed, SPLIT])
-        parts = dirichlet_partition(task.labels.numpy(), clients, concentration, generator)
-        shuffled = [generator.permutation(part) for part in parts]
-        cuts = [round(holdout * len(part)) for part in shuffled]
-        if not any(cuts):
-            raise ArgumentError(
-                f"clients: {clients} clients have too few samples each to hold out a part of {holdout:g}"
-            )
-        return Federation(
-            task,
-            train=[np.sort(part[cut:]) for part, cut in zip(shuffled, cuts, strict=True)],
-            held_out=[np.sort(part[:cut]) for part, cut in zip(shuffled, cuts, strict=True)],
-            batch=batch,
-            seed=seed,
-        )
-
-    @property
-    def scheduled(self) -> list[int]:
-        """The clients that have something to train on; the others never take part."""
-        return [client for client, part in enumerate(self.train) if len(part)]
-
-    def batches(self, client: int, round_: int) -> Batches:
-        """A client's minibatches in one round; their order depends on seed, client and round alone."""
-        part = torch.from_numpy(self.train[client])
-        generator = np.random.default_rng([self.seed, TRAINING, round_, client])
-        return Batches(self.task.inputs[part], self.task.labels[part], self.batch, generator)
-
-    def model(self) -> nn.Module:
-        """The initial model, the same for every method."""
-        return seeded_model(self.task.model, self.seed)
 
 
 @dataclass(frozen=True)
@@ -176,6 +113,7 @@ def run(
     memories: dict[int, Memory] = {}
 
     tickets = {}
+    dispatched = dict.fromkeys(sizes, 0)
     for client in sizes:
         tickets[client] = server.dispatch(client)
         scheduler.dispatch(client, len(federation.batches(client, 0)))
@@ -188,9 +126,8 @@ def run(
     for round_ in range(1, rounds + 1):
         client = scheduler.next().client
         ticket = tickets.pop(client)
-        batches = federation.batches(client, round_)
-        seed = np.random.SeedSequence([federation.seed, TRAINING, round_]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(seed >> np.uint64(1)))
+        batches = federation.batches(client, dispatched[client])
+        generator = federation.generator(client, dispatched[client])
         late = server.version - ticket.version
         try:
             payload = method.trainer.train(
@@ -212,6 +149,7 @@ def run(
         who.append(client)
         staleness.append(late)
         tickets[client] = server.dispatch(client)
+        dispatched[client] += 1
         scheduler.dispatch(client, len(batches))
         if progress is not None:
             progress()

@@ -1,0 +1,83 @@
+"""A federation: who holds which samples, and all that is random in what they do with them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.simulation.partitions import dirichlet_partition
+from manifoldagg.simulation.tasks import Batches, Task, seeded_model
+
+__all__ = ["Federation"]
+
+SPLIT, BATCHES, TRAINING = 0, 2, 3
+"""Independent streams of random numbers under one seed."""
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Who holds which samples, for training and held out.
+
+    Attributes:
+        task: what is learned.
+        train: one array of sample positions a client.
+        held_out: likewise, disjoint from `train`; together the test set.
+        batch: samples a minibatch.
+        seed: everything random in a run follows from it.
+    """
+
+    task: Task
+    train: list[np.ndarray]
+    held_out: list[np.ndarray]
+    batch: int
+    seed: int
+
+    @staticmethod
+    def split(
+        task: Task, clients: int, *, concentration: float, seed: int, holdout: float = 0.2, batch: int = 16
+    ) -> "Federation":
+        """Split a task over clients by label, and hold out a part of every client's samples.
+
+        Raises:
+            ArgumentError: naming the argument that does not fit.
+        """
+        check_number("holdout", holdout, above=0, at_most=0.9)
+        check_count("batch", batch)
+        check_count("seed", seed, at_least=0)
+        generator = np.random.default_rng([seed, SPLIT])
+        parts = dirichlet_partition(task.labels.numpy(), clients, concentration, generator)
+        shuffled = [generator.permutation(part) for part in parts]
+        cuts = [round(holdout * len(part)) for part in shuffled]
+        if not any(cuts):
+            raise ArgumentError(
+                f"clients: {clients} clients have too few samples each to hold out a part of {holdout:g}"
+            )
+        return Federation(
+            task,
+            train=[np.sort(part[cut:]) for part, cut in zip(shuffled, cuts, strict=True)],
+            held_out=[np.sort(part[:cut]) for part, cut in zip(shuffled, cuts, strict=True)],
+            batch=batch,
+            seed=seed,
+        )
+
+    @property
+    def scheduled(self) -> list[int]:
+        """The clients that have something to train on; the others never take part."""
+        return [client for client, part in enumerate(self.train) if len(part)]
+
+    def batches(self, client: int, nth: int) -> Batches:
+        """A client's minibatches for its n-th task, from 0; their order depends on seed, client and `nth` alone."""
+        part = torch.from_numpy(self.train[client])
+        generator = np.random.default_rng([self.seed, BATCHES, client, nth])
+        return Batches(self.task.inputs[part], self.task.labels[part], self.batch, generator)
+
+    def generator(self, client: int, nth: int) -> torch.Generator:
+        """What a client's trainer draws from in its n-th task; it depends on seed, client and `nth` alone."""
+        seed = np.random.SeedSequence([self.seed, TRAINING, client, nth]).generate_state(1, np.uint64)[0]
+        return torch.Generator().manual_seed(int(seed >> np.uint64(1)))
+
+    def model(self) -> nn.Module:
+        """The initial model, the same for every method."""
+        return seeded_model(self.task.model, self.seed)
