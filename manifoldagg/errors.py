@@ -4,6 +4,7 @@ Every error of this package is a [`ManifoldAggError`][manifoldagg.errors.Manifol
 *name* of the argument first, so that the message can say which one it was, what was expected and what came.
 """
 
+import difflib
 import math
 import operator
 from collections.abc import Collection, Sequence
@@ -31,6 +32,7 @@ __all__ = [
     "check_vector",
     "is_finite",
     "is_medium",
+    "nearest",
 ]
 
 GRAIN = 2**15
@@ -161,12 +163,34 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
     """`value`, which must be one of `choices`.
 
     Raises:
-        ArgumentError: naming the choices.
+        ArgumentError: naming the choices, and the one that was perhaps meant.
+
+    Example:
+        >>> check_choice("data", "digit", ("digits", "letters"))
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: data: expected one of digits, letters; got 'digit': did you mean digits?
     """
     for choice in choices:
         if isinstance(value, type(choice)) and value == choice:
             return value
-    raise ArgumentError(f"{name}: expected one of {', '.join(map(str, choices))}; got {value!r}")
+    near = nearest(value, choices)
+    hint = f": did you mean {near}?" if near is not None else ""
+    raise ArgumentError(f"{name}: expected one of {', '.join(map(str, choices))}; got {value!r}{hint}")
+
+
+def nearest(word: object, choices: Collection[object]) -> str | None:
+    """The one of `choices` that is written most like `word`; `None` where none is.
+
+    Example:
+        >>> nearest("fedasink", ("fedgs", "fedasync"))
+        'fedasync'
+    """
+    if not isinstance(word, str):
+        return None
+    known = {choice.lower(): choice for choice in choices if isinstance(choice, str)}
+    found = difflib.get_close_matches(word.lower(), known, n=1)
+    return known[found[0]] if found else None
 
 
 def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: float = -math.inf) -> np.ndarray:
