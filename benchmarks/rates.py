@@ -9,7 +9,7 @@ import argparse
 import statistics
 
 from manifoldagg.simulation import Federation, run, task
-from manifoldagg.simulation.compare import one_thread
+from manifoldagg.simulation.errands import one_thread
 from manifoldagg.simulation.methods import RATES, method
 
 GRID = (0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0)

@@ -5,6 +5,7 @@ from manifoldagg.federated.contract import Averaging, Message, Outcome, Payload,
 from manifoldagg.federated.intake import Checks
 from manifoldagg.federated.record.checkpoint import Every
 from manifoldagg.federated.server import Server
+from manifoldagg.federated.work import work
 
 __all__ = [
     "Averaging",
@@ -20,4 +21,5 @@ __all__ = [
     "Trainer",
     "Update",
     "aggregate",
+    "work",
 ]

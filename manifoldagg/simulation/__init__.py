@@ -2,8 +2,9 @@
 
 from manifoldagg.simulation.clock import VirtualClock
 from manifoldagg.simulation.delays import Delay, Deterministic, Exponential, Gaussian, HalfNormal, LogNormal, Uniform
+from manifoldagg.simulation.errands import Errand, perform
 from manifoldagg.simulation.fairness import gini, theil
-from manifoldagg.simulation.federation import Federation
+from manifoldagg.simulation.federation import Federation, Key
 from manifoldagg.simulation.gantt import draw_trace
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.measurements import Empirical, assign
@@ -24,6 +25,7 @@ __all__ = [
     "Delay",
     "Deterministic",
     "Empirical",
+    "Errand",
     "Event",
     "Exponential",
     "Federation",
@@ -31,6 +33,7 @@ __all__ = [
     "HalfNormal",
     "IndependentClients",
     "JacksonNetwork",
+    "Key",
     "LogNormal",
     "Method",
     "Participation",
@@ -48,6 +51,7 @@ __all__ = [
     "draw_trace",
     "gini",
     "images",
+    "perform",
     "read_idx",
     "read_trace",
     "run",

@@ -2,8 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -15,11 +14,12 @@ from torch import Tensor, nn
 from manifoldagg.curves import Bezier, Plane, plane
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.simulation.errands import one_thread
 from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.run import Event, Method, Run, run
 from manifoldagg.simulation.tasks import Task
 
-__all__ = ["Comparison", "Landscape", "compare", "one_thread"]
+__all__ = ["Comparison", "Landscape", "compare"]
 
 PICTURED = 0.5
 """The plane is drawn for the first curve that arrives after this part of the rounds."""
@@ -138,17 +138,6 @@ def compare(
         "not scheduled": [sorted(set(range(clients)) - set(f.scheduled)) for f in federations],
     }
     return Comparison(settings, runs, landscape)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One torch thread inside: sums are then always taken in the same order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _landscape(federation: Federation, name: str, event: Event) -> Landscape:

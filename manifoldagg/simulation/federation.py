@@ -1,6 +1,7 @@
 """A federation: who holds which samples, and all that is random in what they do with them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,10 +11,22 @@ from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.simulation.partitions import dirichlet_partition
 from manifoldagg.simulation.tasks import Batches, Task, seeded_model
 
-__all__ = ["Federation"]
+__all__ = ["Federation", "Key"]
 
 SPLIT, BATCHES, TRAINING = 0, 2, 3
 """Independent streams of random numbers under one seed."""
+
+
+class Key(NamedTuple):
+    """What a task is known by.
+
+    Attributes:
+        client: whose it is.
+        nth: how many tasks that client was given before it.
+    """
+
+    client: int
+    nth: int
 
 
 @dataclass(frozen=True)

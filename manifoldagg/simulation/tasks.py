@@ -1,5 +1,6 @@
 """Tasks: a data set, the model that learns it, and batches of it."""
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,10 @@ from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count
 
-__all__ = ["Batches", "Task", "seeded_model", "small_cnn", "task"]
+__all__ = ["DRAWING", "Batches", "Task", "seeded_model", "small_cnn", "task"]
+
+DRAWING = threading.RLock()
+"""Who holds it draws from torch's own generator, of which a process has one."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def small_cnn(classes: int = 10) -> nn.Module:
 def seeded_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     """A model whose initial weights depend on `seed` alone; torch's own generator is left as it was."""
     check_count("seed", seed, at_least=0)
-    with torch.random.fork_rng(devices=[]):
+    with DRAWING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 

@@ -1,0 +1,154 @@
+"""Errands: what a client was asked to do, and the doing of it, with the same bits wherever and whenever it is done."""
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manifoldagg.federated import Message, Payload, Trainer, work
+from manifoldagg.federated.contract import Memory
+from manifoldagg.federated.trees import Tree, replaced
+from manifoldagg.simulation.federation import Federation, Key
+from manifoldagg.simulation.tasks import DRAWING
+
+__all__ = ["Errand", "one_thread", "perform"]
+
+ALIGNED = 64
+"""Bytes to a multiple of which torch lays what it allocates."""
+
+
+@dataclass(frozen=True, eq=False)
+class Errand:
+    """A task: all that its payload follows from.
+
+    Attributes:
+        federation: which data, minibatches and seeds.
+        trainer: what is done with them.
+        key: whose task it is, and which of that client's.
+        message: what the server sent.
+        memory: what the client's task before this one left.
+    """
+
+    federation: Federation
+    trainer: Trainer
+    key: Key
+    message: Message
+    memory: Memory = None
+
+
+class _Place(threading.local):
+    """What a thread keeps for the next errand of the same federation: a module is lent to one at a time."""
+
+    federation: weakref.ref[Federation] | None = None
+    model: nn.Module
+    still: Trainer | None = None
+    """The trainer that was seen to leave torch's own generator alone."""
+
+    def enter(self, federation: Federation) -> None:
+        if self.federation is None or self.federation() is not federation:
+            self.model = federation.model()
+            self.still = None
+            self.federation = weakref.ref(federation)
+
+
+_PLACE = _Place()
+
+
+def perform(errand: Errand) -> Payload:
+    """Do an errand, with one torch thread. The payload follows from the errand alone, bit for bit.
+
+    What a model draws for itself, as dropout does, comes from torch's own generator, which is seeded for this task and
+    put back after it; in threads the tasks of such a model wait for one another.
+
+    Raises:
+        DivergenceError: if a loss is not finite.
+
+    Example:
+        >>> from manifoldagg.federated import trainers
+        >>> from manifoldagg.manifolds import ParameterSpace
+        >>> from manifoldagg.simulation import task
+        >>> federation = Federation.split(task("digits"), 30, concentration=0.5, seed=0)
+        >>> model = federation.model()
+        >>> message = Message(ParameterSpace.of(model).point(model))
+        >>> errand = Errand(federation, trainers.Local(epochs=1), Key(client=3, nth=0), message)
+        >>> torch.equal(perform(errand).points, perform(errand).points)
+        True
+    """
+    federation, trainer, (client, nth) = errand.federation, errand.trainer, errand.key
+    generator = federation.generator(client, nth)
+    _PLACE.enter(federation)
+    with one_thread(), _drawing(trainer, generator.initial_seed()):
+        payload = work(
+            _PLACE.model,
+            _owned_message(errand.message),
+            trainer,
+            federation.batches(client, nth),
+            memory=owned(errand.memory),
+            generator=generator,
+        )
+    return replace(
+        payload,
+        points=_own(payload.points),
+        tensors=_each(payload.tensors),
+        memory=owned(payload.memory),
+        buffers=_each(payload.buffers),
+        base=owned(payload.base),
+    )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One torch thread inside: sums are then always taken in the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def owned(tree: Tree) -> Tree:
+    """The tree with tensors that lie as torch would lay them: how a sum is vectorised depends on where it begins."""
+    return replaced(tree, _own)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor
+    alone = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous() and not tensor.requires_grad
+    if alone and tensor.data_ptr() % ALIGNED == 0:
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor.detach())
+
+
+def _each(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _own(tensor) for name, tensor in tensors.items()}
+
+
+def _owned_message(message: Message) -> Message:
+    return replace(message, start=_own(message.start), tensors=_each(message.tensors), buffers=_each(message.buffers))
+
+
+@contextmanager
+def _drawing(trainer: Trainer, seed: int) -> Iterator[None]:
+    """Torch's own generator follows from `seed` inside, unless this model was seen not to need it."""
+    if _PLACE.still is trainer:
+        yield
+        return
+    generator = torch.default_generator
+    with DRAWING:
+        before = generator.get_state()
+        # Another stream than the one that the trainer draws from.
+        generator.manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
+        begun = generator.get_state()
+        try:
+            yield
+        finally:
+            if torch.equal(generator.get_state(), begun):
+                _PLACE.still = trainer
+            generator.set_state(before)
