@@ -1,50 +1,70 @@
 """Geometry for asynchronous federated optimisation: correct stale updates, step along learned curves, average.
 
 A stale update is *corrected* into the tangent space of the current model, the model *steps* along the curve
-that the update describes, and the models of a run are *averaged*. The packages below are attributes, loaded when they
-are first touched: `manifoldagg.averaging`, `.corrections`, `.curves`, `.federated`, `.kernels`, `.manifolds`,
-`.routing`, `.simulation`, `.testing`, and `.rules` for `manifoldagg.federated.rules`.
+that the update describes, and the models of a run are *averaged*. The names below and the packages are attributes,
+loaded when they are first touched: `manifoldagg.averaging`, `.corrections`, `.curves`, `.errors`, `.federated`,
+`.kernels`, `.manifolds`, `.routing`, `.simulation`, `.testing`, and `.rules` for `manifoldagg.federated.rules`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from manifoldagg.curves import Bezier, Fit, fit
-from manifoldagg.errors import ManifoldAggError
-from manifoldagg.federated import Server, aggregate
-from manifoldagg.manifolds import ParameterSpace
-
-_LATER = {
-    "averaging": "manifoldagg.averaging",
-    "corrections": "manifoldagg.corrections",
-    "routing": "manifoldagg.routing",
-    "rules": "manifoldagg.federated.rules",
-    "simulation": "manifoldagg.simulation",
-    "testing": "manifoldagg.testing",
-}
+TYPE_CHECKING = False  # as in `typing`, which takes its time to load
 
 if TYPE_CHECKING:
     from manifoldagg import averaging as averaging
     from manifoldagg import corrections as corrections
     from manifoldagg import curves as curves
+    from manifoldagg import errors as errors
     from manifoldagg import federated as federated
     from manifoldagg import kernels as kernels
     from manifoldagg import manifolds as manifolds
     from manifoldagg import routing as routing
     from manifoldagg import simulation as simulation
     from manifoldagg import testing as testing
+    from manifoldagg.curves import Bezier, Fit, fit
+    from manifoldagg.errors import ManifoldAggError
+    from manifoldagg.federated import Server, aggregate
     from manifoldagg.federated import rules as rules
-else:
+    from manifoldagg.manifolds import ParameterSpace
 
-    def __getattr__(name: str) -> Any:
-        if name in _LATER:
-            return import_module(_LATER[name])
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+_PACKAGES = {
+    "averaging": "manifoldagg.averaging",
+    "corrections": "manifoldagg.corrections",
+    "curves": "manifoldagg.curves",
+    "errors": "manifoldagg.errors",
+    "federated": "manifoldagg.federated",
+    "kernels": "manifoldagg.kernels",
+    "manifolds": "manifoldagg.manifolds",
+    "routing": "manifoldagg.routing",
+    "rules": "manifoldagg.federated.rules",
+    "simulation": "manifoldagg.simulation",
+    "testing": "manifoldagg.testing",
+}
+_HOMES = {
+    "Bezier": "curves",
+    "Fit": "curves",
+    "ManifoldAggError": "errors",
+    "ParameterSpace": "manifolds",
+    "Server": "federated",
+    "aggregate": "federated",
+    "fit": "curves",
+}
 
 __version__ = "0.1.0"
 __all__ = ["Bezier", "Fit", "ManifoldAggError", "ParameterSpace", "Server", "aggregate", "fit"]
 
+if not TYPE_CHECKING:  # or else a checker would take any name for one that is here
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name in _PACKAGES:
+            value = import_module(_PACKAGES[name])
+        elif name in _HOMES:
+            value = getattr(import_module(_PACKAGES[_HOMES[name]]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_HOMES, *_PACKAGES})

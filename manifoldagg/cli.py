@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +18,8 @@ except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing.name} is not installed: pip install 'manifoldagg[cli]'")
 
 from manifoldagg import __version__
+from manifoldagg._interrupt import unwinding
+from manifoldagg._output import check_plots
 from manifoldagg.errors import ManifoldAggError, check_choice
 from manifoldagg.kernels.choice import explain
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
@@ -38,9 +39,7 @@ errors = Console(stderr=True, highlight=False)
 
 
 def main() -> None:
-    """The entry point: what is wrong is one line and exit code 2; Ctrl-C is said and is exit code 130."""
-    # A polite kill unwinds like Ctrl-C, so that it leaves no half-written file either.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Read the arguments and do what they say: what is wrong is one line and exit code 2."""
     try:
         code = app(standalone_mode=False)
     except (ManifoldAggError, typer.TyperException) as error:
@@ -124,10 +123,11 @@ def compare_command(
     if name is not None and (os.sep in name or name in ("", ".", "..")):
         raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
     problem = task(data)
+    check_plots()
     digest = hashlib.sha256(repr((chosen, concentration, target)).encode()).hexdigest()[:8]
     folder = out / (name or f"{data}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
-    check_destination(folder)
-    try:
+    with unwinding("interrupted: nothing was written"):
+        check_destination(folder)
         columns = (
             progress.TextColumn("{task.description:<24}"),
             progress.BarColumn(),
@@ -154,9 +154,6 @@ def compare_command(
                 progress=advance,
             )
         files = write_report(comparison, folder)
-    except KeyboardInterrupt:
-        errors.print("interrupted: nothing was written")
-        raise typer.Exit(130) from None
     screen.print(table(comparison))
     if comparison.landscape is None:
         screen.print("No method learned a curve, so there is no plane.png.")
@@ -191,12 +188,13 @@ def route_command(
 
     Example: `manifoldagg route --rates rates.csv --tasks 100 --objective time --rate 0.01 --out routing.csv`
     """
-    check_out(out)
-    clients = read_rates(rates)
     constants = {"rate": rate, "smoothness": smoothness, "noise": noise, "gap": gap}
-    bound = objective_bound(objective, clients.rates, tasks, rounds=rounds, **constants)
-    plan = make_plan(clients, bound)
-    files = write_files(plan, out)
+    with unwinding():
+        check_out(out)
+        clients = read_rates(rates)
+        bound = objective_bound(objective, clients.rates, tasks, rounds=rounds, **constants)
+        plan = make_plan(clients, bound)
+        files = write_files(plan, out)
     for grid in routing_tables(plan):
         screen.print(grid)
     if not plan.found.converged:
@@ -213,8 +211,9 @@ def doctor_command() -> None:
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("backend", no_wrap=True)
     grid.add_column("", overflow="fold")
-    for name, words in explain():
-        grid.add_row(name, words)
+    with unwinding():
+        for name, words in explain():
+            grid.add_row(name, words)
     screen.print(grid)
 
 
@@ -282,7 +281,3 @@ def _grid(first: str, *numbers: str, title: str | None = None, caption: str | No
 def _spread(mean: float | int | None, deviation: float | int | None) -> str:
     assert mean is not None
     return f"{100 * mean:.1f}" + ("" if deviation is None else f" ± {100 * deviation:.1f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-COMMAND = [sys.executable, "-W", "error", "-m", "manifoldagg.cli"]
+COMMAND = [sys.executable, "-W", "error", "-m", "manifoldagg"]
 SMALL = ["--clients", "5", "--rounds", "4", "--seeds", "2"]
 WIDE = os.environ | {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
 
@@ -86,6 +86,48 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
     assert running.returncode == 130
     assert errors == "interrupted: nothing was written\n"
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+INTERRUPTED = """
+import os, sys, _signal
+
+def press(event, arguments):
+    if event == "import" and arguments[0] == {name!r} and "manifoldagg" in sys.modules:
+        os.kill(os.getpid(), 2)
+
+_signal.signal(2, _signal.default_int_handler)  # pytest itself may run where Ctrl-C is ignored
+sys.addaudithook(press)
+sys.argv = ["manifoldagg", "compare", "--rounds", "100000"]
+"""
+AS_A_SCRIPT = "from manifoldagg.__main__ import main; main()"
+AS_A_MODULE = "import runpy; runpy.run_module('manifoldagg', run_name='__main__', alter_sys=True)"
+
+
+@pytest.mark.parametrize(
+    ("name", "started"),
+    [
+        ("manifoldagg._interrupt", AS_A_MODULE),
+        ("signal", AS_A_SCRIPT),
+        ("contextlib", AS_A_SCRIPT),
+        ("manifoldagg.cli", AS_A_SCRIPT),
+        ("numpy", AS_A_MODULE),
+        ("numpy._core._multiarray_umath", AS_A_SCRIPT),
+        ("torch", AS_A_MODULE),
+        ("torch._C", AS_A_SCRIPT),
+        ("torch.nn", AS_A_MODULE),
+        ("manifoldagg.simulation", AS_A_SCRIPT),
+        ("sklearn", AS_A_SCRIPT),
+        ("matplotlib", AS_A_MODULE),
+    ],
+)
+def test_ctrl_c_while_it_starts_is_said_in_a_line(name, started, tmp_path):
+    code = INTERRUPTED.format(name=name) + started
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path, env=WIDE, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("arguments", "words"), [(["--help"], "compare"), (["compare", "--help"], "--concentration")])

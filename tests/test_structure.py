@@ -16,6 +16,7 @@ import manifoldagg
 PACKAGE = Path(manifoldagg.__file__).parent
 ROOT = PACKAGE.parent
 BELOW = {
+    "_interrupt": set(),
     "_output": {"errors"},
     "errors": set(),
     "kernels": {"_output", "errors"},
@@ -28,7 +29,8 @@ BELOW = {
 }
 BELOW["simulation"] = {*BELOW["federated"], "_output", "federated", "routing"}
 BELOW["integrations"] = {*BELOW["federated"], "federated"}
-BELOW["cli"] = {*BELOW["simulation"], "simulation", "integrations", "__init__"}
+BELOW["cli"] = {*BELOW["simulation"], "_interrupt", "simulation", "integrations", "__init__"}
+BELOW["__main__"] = {"_interrupt", "cli"}
 BELOW["testing"] = set(BELOW)
 FOREIGN = {"flwr": "integrations/flower.py", "geoopt": "manifolds/geoopt.py", "triton": "kernels/triton.py"}
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -73,25 +75,47 @@ def test_every_room_says_what_it_is_for():
 
 def test_importing_loads_nothing_heavy_and_warns_of_nothing():
     heavy = ["geoopt", "flwr", "matplotlib", "scipy", "sklearn", "typer", "rich", "triton", "sympy", "networkx"]
-    code = "import torch, sys; before = set(sys.modules); import manifoldagg; "
+    code = "import torch, sys; before = set(sys.modules); from manifoldagg import *; "
     code += f"print(sorted(set({heavy}) & (set(sys.modules) - before)))"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
 
 
+def test_the_package_itself_loads_nothing_and_knows_all_its_names():
+    code = "import sys, manifoldagg; loaded = {name for name in sys.modules if name.startswith('manifoldagg.')}\n"
+    code += "assert not loaded and 'torch' not in sys.modules, loaded\n"
+    code += "assert {*manifoldagg.__all__, '__version__'} < set(dir(manifoldagg))\n"
+    code += "assert 'torch' not in sys.modules\n"
+    for name in manifoldagg.__all__:
+        code += f"from manifoldagg import {name}; assert manifoldagg.__dict__['{name}'] is {name}\n"
+    code += "import pickle; assert pickle.loads(pickle.dumps([Server, fit])) == [Server, fit]"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_a_type_checker_sees_is_what_there_is():
+    (guarded,) = (
+        node.body
+        for node in ast.parse((PACKAGE / "__init__.py").read_text()).body
+        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
+    )
+    seen = {alias.name: node.module for node in guarded for alias in node.names}
+    assert set(seen) == {*manifoldagg._PACKAGES, *manifoldagg.__all__}
+    for name, module in seen.items():
+        is_package = name in manifoldagg._PACKAGES
+        value = import_module(f"{module}.{name}") if is_package else vars(import_module(module))[name]
+        assert getattr(manifoldagg, name) is value
+
+
 def test_packages_are_found_by_name_and_load_when_they_are_touched():
-    paths = [*(path.parent.name for path in PACKAGE.glob("*/__init__.py")), "federated.rules"]
-    code = "import sys, manifoldagg; loaded = set(sys.modules)\n"
+    paths = [*(path.parent.name for path in PACKAGE.glob("*/__init__.py")), "errors", "federated.rules"]
+    code = "import sys, manifoldagg\n"
     for path in paths:
         name = path.rpartition(".")[2]
         code += f"assert '{name}' in dir(manifoldagg)\n"
         code += f"assert manifoldagg.{name} is sys.modules['manifoldagg.{path}']\n"
-    code += (
-        "print(*sorted(name for name in set(sys.modules) - loaded if name.count('.') == 1 and 'manifoldagg' in name))"
-    )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stderr == ""
-    assert {"manifoldagg.averaging", "manifoldagg.routing", "manifoldagg.simulation"} < set(done.stdout.split())
+    assert (done.returncode, done.stderr) == (0, "")
     with pytest.raises(AttributeError, match="has no attribute 'averages'"):
         _ = manifoldagg.averages
 

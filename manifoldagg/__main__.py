@@ -1,0 +1,23 @@
+"""What `python -m manifoldagg` and the script `manifoldagg` start: Ctrl-C is heard before anything else is loaded."""
+
+import os
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from manifoldagg._interrupt import leave_at_once
+
+        leave_at_once()
+    except KeyboardInterrupt:
+        os.write(2, b"interrupted\n")
+        os._exit(130)
+    from manifoldagg.cli import main as command
+
+    command()
+
+
+if __name__ == "__main__":
+    main()
