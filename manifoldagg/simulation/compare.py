@@ -60,7 +60,7 @@ class Comparison:
             name: {
                 "summary": summary,
                 "runs": [
-                    {key: value for key, value in asdict(run_).items() if key != "seconds"}
+                    {key: value for key, value in asdict(run_).items() if not key.endswith("seconds")}
                     | {"gini": run_.gini, "theil": run_.theil}
                     for run_ in self.runs[name]
                 ],

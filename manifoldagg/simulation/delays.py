@@ -38,6 +38,9 @@ HALF_NORMAL_SCALE = math.sqrt(math.pi / 2)
 class Delay(ABC):
     """A distribution of seconds for one unit of work; `work` units take `work` times as long."""
 
+    def __deepcopy__(self, memo: object) -> "Delay":
+        return self  # a value, of which a scheduler has many
+
     @abstractmethod
     def _mean(self) -> float: ...
 

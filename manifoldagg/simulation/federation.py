@@ -14,7 +14,7 @@ from manifoldagg.simulation.tasks import Batches, Task, seeded_model
 __all__ = ["Federation", "Key"]
 
 SPLIT, BATCHES, TRAINING = 0, 2, 3
-"""Independent streams of random numbers under one seed."""
+"""Independent streams of random numbers under one seed; others are in `scenario`."""
 
 
 class Key(NamedTuple):
@@ -79,6 +79,10 @@ class Federation:
     def scheduled(self) -> list[int]:
         """The clients that have something to train on; the others never take part."""
         return [client for client, part in enumerate(self.train) if len(part)]
+
+    def length(self, client: int) -> int:
+        """How many minibatches one pass over a client's samples has."""
+        return -(-len(self.train[client]) // self.batch)
 
     def batches(self, client: int, nth: int) -> Batches:
         """A client's minibatches for its n-th task, from 0; their order depends on seed, client and `nth` alone."""

@@ -42,6 +42,9 @@ class Change(Generic[C]):
         store(self, time=check_number("time", self.time, at_least=0), client=plain_client(self.client))
         check_choice("kind", self.kind, KINDS)
 
+    def __deepcopy__(self, memo: object) -> "Change[C]":
+        return self
+
 
 class Participation(Resumable, Generic[C]):
     """A scheduler whose clients come and go.

@@ -1,55 +1,83 @@
-"""One run: a server, its clients and a scheduler in virtual time."""
+"""One run: a course that says who is asked and who answers, clients that train, and a server, in virtual time."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from manifoldagg.errors import ManifoldAggError, check_count
-from manifoldagg.federated import Message, Payload, Rule, Server, Trainer
-from manifoldagg.federated.contract import Memory
-from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count
+from manifoldagg.federated import Message, Payload, Rule, Server, Ticket, Trainer
+from manifoldagg.federated.contract import Memory, check_rule
+from manifoldagg.simulation.course import Ask, Lost
+from manifoldagg.simulation.errands import Errand, perform
+from manifoldagg.simulation.exam import Marks
 from manifoldagg.simulation.fairness import gini, theil
-from manifoldagg.simulation.federation import Federation
-from manifoldagg.simulation.priority import PriorityScheduler
+from manifoldagg.simulation.federation import Federation, Key
+from manifoldagg.simulation.foresight import Foresight
+from manifoldagg.simulation.scenario import Delays, Participations, Schedulers, course_of
 
-__all__ = ["Event", "Exam", "Method", "Run", "run"]
+__all__ = ["Event", "Executors", "Method", "Run", "run"]
 
-SCHEDULE = 1
-"""The stream of random numbers of the scheduler, under the seed of the federation."""
+WORKS = ("data", "dispatched")
+Executors: TypeAlias = Executor | Callable[[], Executor] | None
+"""An executor, or what makes one; `None`: train here."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A rule and the trainer that feeds it, under the name that a reader knows it by."""
+    """A rule and the trainer that feeds it, under the name that a reader knows it by.
+
+    Attributes:
+        name: distinct among the methods of a comparison.
+        rule: or a function that makes one for the clients who take part, such as one with a routing of them.
+        trainer: what they do.
+    """
 
     name: str
-    rule: Rule
+    rule: Rule | Callable[[Sequence[int]], Rule]
     trainer: Trainer
+
+    def bound(self, clients: Sequence[int]) -> "Method":
+        """The method for these clients, its rule made.
+
+        Raises:
+            ArgumentError: if the rule is none.
+        """
+        made: Any = self.rule
+        if callable(made) and not hasattr(made, "step"):
+            made = made(clients)
+        return replace(self, rule=check_rule(made))
 
 
 @dataclass(frozen=True)
 class Run:
-    """What happened: accuracies of the server's model before round 1 and after each, and what was seen on the way.
+    """What happened: accuracies of the server's model, and what was seen on the way.
 
     Attributes:
-        accuracy: (rounds + 1), on the held-out samples of all clients together.
+        accuracy: of each evaluation, on the held-out samples of all clients together.
+        evaluated: after how many rounds it was; the first is before round 1.
         clients: (rounds), who answered.
-        staleness: (rounds), in versions.
-        client_accuracy: of the best model, one for each client with held-out samples.
+        staleness: (rounds), in versions, as the server counts them.
+        times: (rounds), of the answers, in virtual seconds.
+        client_accuracy: of the best model that was evaluated, one for each client with held-out samples.
         refused: updates that the server refused, or whose training diverged.
-        seconds: of wall-clock time.
+        seconds: of wall-clock time, evaluation apart.
+        evaluation_seconds: likewise, of evaluation.
     """
 
     accuracy: list[float]
+    evaluated: list[int]
     clients: list[int]
     staleness: list[int]
+    times: list[float]
     client_accuracy: list[float]
     refused: int
     seconds: float = field(compare=False)
+    evaluation_seconds: float = field(compare=False)
 
     @property
     def gini(self) -> float:
@@ -62,8 +90,8 @@ class Run:
         return theil(self.client_accuracy)
 
     def rounds_to(self, target: float) -> int | None:
-        """After how many rounds the accuracy was first at least `target`; `None` if never."""
-        return next((i for i, value in enumerate(self.accuracy) if value >= target), None)
+        """After how many rounds an accuracy of at least `target` was first seen; `None` if never."""
+        return next((i for i, value in zip(self.evaluated, self.accuracy, strict=True) if value >= target), None)
 
 
 @dataclass(frozen=True)
@@ -81,100 +109,176 @@ def run(
     method: Method,
     *,
     rounds: int,
+    scheduler: Schedulers = None,
+    delays: Delays = None,
+    participation: Participations = None,
+    work: str = "data",
+    tasks: int | None = None,
+    every: int = 1,
+    executor: Executors = None,
     watch: Callable[[Event], None] | None = None,
     progress: Callable[[], None] | None = None,
 ) -> Run:
-    """Train asynchronously in virtual time until the server has answered `rounds` tasks.
+    """Train in virtual time until the server has had `rounds` answers.
 
-    Every client is dispatched at time 0. The order of events depends on the federation alone: a client's work
-    is its number of minibatches, whatever a method makes of them.
+    Who is asked, and when, is what the rule declares: everybody at once, who has answered again; k clients, and the
+    next k when these have answered; or as the rule draws or routes them.
 
     Args:
         federation: who holds what.
         method: a rule and its trainer.
-        rounds: how many updates to take.
+        rounds: how many answers, accepted or not.
+        scheduler: who finishes when: one that this run uses up, or a function of clients and a generator that makes
+            one; a [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler] where neither it nor `delays` is
+            given.
+        delays: of [`IndependentClients`][manifoldagg.simulation.IndependentClients] in place of a scheduler: one for
+            all, a mapping from clients, the path of measurements for
+            [`Empirical.from_csv`][manifoldagg.simulation.Empirical], of which each client gets those of some device, or
+            a function of clients and a generator.
+        participation: changes of who takes part, or a function of clients and a generator that makes them. Those of
+            clients without samples do not count.
+        work: of a task: `"data"`, the client's minibatches, whatever a method makes of them, so that all methods see
+            one order of events; or `"dispatched"`, the steps of its trainer, where that tells them.
+        tasks: how many are under way at a time, for a rule that neither waits for a cohort nor draws; as many as
+            clients by default.
+        every: evaluate the model after so many rounds; before the first and after the last in any case.
+        executor: what trains, with equal results.
         watch: called with each answered task.
         progress: called once a round.
 
     Raises:
-        ArgumentError: if `rounds` is not positive, or no client has samples.
+        ArgumentError: naming the argument that does not fit; if no client has samples; if nobody has a task any more
+            before the rounds are over; and what trainers raise but for divergence.
     """
     check_count("rounds", rounds)
+    check_count("every", every)
+    check_choice("work", work, WORKS)
+    clients = federation.scheduled
+    if not clients:
+        raise ArgumentError("federation: expected clients with samples, got none")
     started = time.perf_counter()
-    model = federation.model()
-    space = ParameterSpace.of(model)
-    loss = space.loss(model, nn.functional.cross_entropy)
-    sizes = {client: len(federation.train[client]) for client in federation.scheduled}
-    server = Server(space, method.rule, space.point(model), weights=sizes)
-    scheduler: PriorityScheduler[int] = PriorityScheduler(
-        len(sizes), np.random.default_rng([federation.seed, SCHEDULE])
-    )
-    exam = Exam(federation, space)
-    memories: dict[int, Memory] = {}
+    method = method.bound(clients)
+    rule: Any = method.rule
+    course = course_of(federation, rule, scheduler=scheduler, delays=delays, participation=participation, tasks=tasks)
+    sizes = {client: len(federation.train[client]) for client in clients}
+    server = Server.of(federation.model(), rule, weights=sizes)
+    marks = Marks(federation)
+    desk = _Desk(server)
+    steps = getattr(method.trainer, "steps_of", None) if work == "dispatched" else None
 
-    tickets = {}
-    dispatched = dict.fromkeys(sizes, 0)
-    for client in sizes:
-        tickets[client] = server.dispatch(client)
-        scheduler.dispatch(client, len(federation.batches(client, 0)))
-    graded = exam.grade(server.model)
-    best = graded
-    accuracy = [float(graded.mean())]
-    who = []
-    staleness = []
+    def asked(client: int) -> float:
+        length = federation.length(client)
+        return float(length if steps is None else steps(desk.latest, length))
+
+    foresight = Foresight(course, rounds, asked)
+    who: list[int] = []
+    staleness: list[int] = []
+    times: list[float] = []
     refused = 0
-    for round_ in range(1, rounds + 1):
-        client = scheduler.next().client
-        ticket = tickets.pop(client)
-        batches = federation.batches(client, dispatched[client])
-        generator = federation.generator(client, dispatched[client])
-        late = server.version - ticket.version
-        try:
-            payload = method.trainer.train(
-                space, ticket.message, loss, batches, memories.get(client), generator=generator
-            )
-        except ManifoldAggError:
-            accepted = False
-        else:
-            memories[client] = payload.memory
-            if watch is not None:
-                watch(Event(round_, client, ticket.message, payload))
-            accepted = server.receive(ticket.id, payload).accepted
-        if not accepted:
-            server.drop(ticket.id)
-            refused += 1
-        graded = exam.grade(server.model) if accepted else graded
-        best = graded if graded.mean() > best.mean() else best
-        accuracy.append(float(graded.mean()))
-        who.append(client)
-        staleness.append(late)
-        tickets[client] = server.dispatch(client)
-        dispatched[client] += 1
-        scheduler.dispatch(client, len(batches))
-        if progress is not None:
-            progress()
-    return Run(accuracy, who, staleness, exam.by_client(best), refused, time.perf_counter() - started)
+    marks.take(server, 0)
+    with Crew(federation, method.trainer, executor, foresight) as crew:
+        while len(who) < rounds:
+            event = course.next()
+            if isinstance(event, Ask):
+                ticket = desk.dispatch(event.client)
+                units = asked(event.client)
+                key = course.give(event.client, units)
+                foresight.gave(key, units)
+                desk.out[key] = ticket
+                crew.give(key, ticket.message)
+            elif isinstance(event, Lost):
+                for key in event.keys:
+                    server.drop(desk.out.pop(key))
+                foresight.lost(event.keys)
+                crew.lose(event.keys)
+            else:
+                key = event.key
+                ticket = desk.out.pop(key)
+                who.append(key.client)
+                staleness.append(server.version - ticket.version)
+                times.append(event.done.time)
+                try:
+                    payload = crew.result(key)
+                except DivergenceError:
+                    accepted = False
+                else:
+                    if watch is not None:
+                        watch(Event(len(who), key.client, ticket.message, payload))
+                    accepted = server.receive(ticket, payload).accepted
+                if not accepted:
+                    server.drop(ticket)
+                    refused += 1
+                course.settle(accepted)
+                foresight.settled(key, accepted)
+                if len(who) % every == 0 or len(who) == rounds:
+                    marks.take(server, len(who))
+                if progress is not None:
+                    progress()
+    seconds = time.perf_counter() - started - marks.seconds
+    return Run(
+        marks.accuracy, marks.evaluated, who, staleness, times, marks.by_client(), refused, seconds, marks.seconds
+    )
 
 
-class Exam:
-    """Which held-out samples a model gets right."""
+class _Desk:
+    """Where tickets are issued: those of one version share the tensors of their messages that are equal.
 
-    def __init__(self, federation: Federation, space: ParameterSpace) -> None:
-        self._held_out = [part for part in federation.held_out if len(part)]
-        index = torch.from_numpy(np.concatenate(self._held_out))
-        self._inputs = federation.task.inputs[index]
-        self._labels = federation.task.labels[index]
-        self._space = space
-        self._model = federation.model().eval()
+    Attributes:
+        out: the tickets of the tasks that are under way.
+        latest: the message of the last one.
+    """
 
-    def grade(self, point: Tensor) -> np.ndarray:
-        """(held-out samples,) of booleans."""
-        with torch.no_grad():
-            guess: Tensor = self._space.load(self._model, point)(self._inputs).argmax(1)
-        graded: np.ndarray = (guess == self._labels).numpy()
-        return graded
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._version = -1
+        self._shared: dict[str, Tensor] = {}
+        self.out: dict[Key, Ticket] = {}
+        self.latest: Message
 
-    def by_client(self, graded: np.ndarray) -> list[float]:
-        """The mean for each client that has held-out samples."""
-        edges = np.cumsum([len(part) for part in self._held_out])[:-1]
-        return [float(part.mean()) for part in np.split(graded, edges)]
+    def dispatch(self, client: int) -> Ticket:
+        ticket = self._server.dispatch(client)
+        if ticket.version != self._version:
+            self._version = ticket.version
+            self._shared = {}
+        sent = ticket.message
+        self.latest = replace(
+            sent,
+            start=self._share("start", sent.start),
+            tensors={name: self._share(f"tensors: {name}", tensor) for name, tensor in sent.tensors.items()},
+            buffers={name: self._share(f"buffers: {name}", tensor) for name, tensor in sent.buffers.items()},
+        )
+        return replace(ticket, message=self.latest)
+
+    def _share(self, name: str, tensor: Tensor) -> Tensor:
+        first = self._shared.setdefault(name, tensor)
+        return first if torch.equal(first, tensor) else tensor
+
+
+class Crew:
+    """What trains the tasks of a run: here, when they are answered."""
+
+    def __init__(self, federation: Federation, trainer: Trainer, executor: Executors, foresight: Foresight) -> None:
+        if executor is not None:
+            raise ArgumentError("executor: expected None")
+        self._federation = federation
+        self._trainer = trainer
+        self._messages: dict[Key, Message] = {}
+        self._memories: dict[int, Memory] = {}
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def give(self, key: Key, message: Message) -> None:
+        self._messages[key] = message
+
+    def lose(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            del self._messages[key]
+
+    def result(self, key: Key) -> Payload:
+        memory = self._memories.get(key.client)
+        payload = perform(Errand(self._federation, self._trainer, key, self._messages.pop(key), memory))
+        self._memories[key.client] = payload.memory
+        return payload

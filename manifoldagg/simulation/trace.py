@@ -49,6 +49,9 @@ class Record(Generic[C]):
         store(self, finished=check_number("finished", self.finished, at_least=self.started))
         store(self, staleness=check_count("staleness", self.staleness, at_least=0))
 
+    def __deepcopy__(self, memo: object) -> "Record[C]":
+        return self
+
     @staticmethod
     def of(done: Completion, staleness: int | None = None) -> "Record[Any]":
         """A scheduler's completion; `staleness` is its relative delay, or what the server counted."""
