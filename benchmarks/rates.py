@@ -7,8 +7,9 @@ quarter: a single round says little, because every update moves the model.
 
 import argparse
 import statistics
+from functools import partial
 
-from manifoldagg.simulation import Federation, run, task
+from manifoldagg.simulation import Federation, dirichlet_partition, run, task
 from manifoldagg.simulation.errands import one_thread
 from manifoldagg.simulation.methods import RATES, method
 
@@ -23,7 +24,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102, 103, 104])
     options = parser.parse_args()
     digits = task("digits")
-    federations = [Federation.split(digits, 30, concentration=0.5, seed=seed) for seed in options.seeds]
+    partition = partial(dirichlet_partition, concentration=0.5)
+    federations = [Federation.split(digits, 30, partition=partition, seed=seed) for seed in options.seeds]
     print(
         f"{'method':<12} {'rate':>5}  {'late %':>8} {'final %':>8} {'best %':>8}   (mean over seeds {options.seeds})",
         flush=True,

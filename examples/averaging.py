@@ -14,6 +14,7 @@ import argparse
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from manifoldagg.averaging import SWA, Subspace, ensemble, fit_subspace
 from manifoldagg.curves import Simplex
 from manifoldagg.federated import Message, Outcome, Update, trainers
 from manifoldagg.manifolds import Manifold, Sphere, distance, geodesic
-from manifoldagg.simulation import Federation, task
+from manifoldagg.simulation import Federation, dirichlet_partition, task
 from manifoldagg.simulation.priority import PriorityScheduler
 
 CLIENTS = 10
@@ -180,7 +181,9 @@ def main() -> None:
     versions, draws, steps = (48, 2, 1) if options.quick else (options.versions, 20, 20)
     torch.set_num_threads(1)  # The network is too small to gain by more.
     began = time.perf_counter()
-    federation = Federation.split(replace(task("digits"), model=network), CLIENTS, concentration=0.5, seed=0, batch=32)
+    partition = partial(dirichlet_partition, concentration=0.5)
+    digits = replace(task("digits"), model=network)
+    federation = Federation.split(digits, CLIENTS, partition=partition, seed=0, batch=32)
     judge = Judge(federation)
     found: dict[str, tuple[Late, Subspace]] = {}
     print(f"{'':<8} {'model':<18} {'accuracy, %':>11} {'NLL':>7} {'ECE':>7}")

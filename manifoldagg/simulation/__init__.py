@@ -9,7 +9,14 @@ from manifoldagg.simulation.gantt import draw_trace
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.measurements import Empirical, assign
 from manifoldagg.simulation.participation import Change, Participation, churn
-from manifoldagg.simulation.partitions import dirichlet_partition
+from manifoldagg.simulation.partitions import (
+    Partition,
+    cyclic_partition,
+    dirichlet_partition,
+    disjoint_partition,
+    iid_partition,
+    shards_partition,
+)
 from manifoldagg.simulation.priority import PriorityScheduler
 from manifoldagg.simulation.readers import images, read_idx
 from manifoldagg.simulation.replay import Replay
@@ -37,6 +44,7 @@ __all__ = [
     "LogNormal",
     "Method",
     "Participation",
+    "Partition",
     "PriorityScheduler",
     "Record",
     "Replay",
@@ -47,14 +55,18 @@ __all__ = [
     "VirtualClock",
     "assign",
     "churn",
+    "cyclic_partition",
     "dirichlet_partition",
+    "disjoint_partition",
     "draw_trace",
     "gini",
+    "iid_partition",
     "images",
     "perform",
     "read_idx",
     "read_trace",
     "run",
+    "shards_partition",
     "task",
     "theil",
     "write_trace",

@@ -16,6 +16,7 @@ from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.errands import one_thread
 from manifoldagg.simulation.federation import Federation
+from manifoldagg.simulation.partitions import dirichlet_partition
 from manifoldagg.simulation.run import Event, Method, Run, run
 from manifoldagg.simulation.tasks import Task
 
@@ -106,7 +107,8 @@ def compare(
     if len({method.name for method in methods}) < len(methods) or not methods:
         raise ArgumentError("methods: expected at least one, with distinct names")
     with one_thread():
-        federations = [Federation.split(task, clients, concentration=concentration, seed=s) for s in range(seeds)]
+        split = partial(dirichlet_partition, concentration=concentration)
+        federations = [Federation.split(task, clients, partition=split, seed=s) for s in range(seeds)]
         pictured: list[tuple[str, Event]] = []
 
         def watch(name: str, event: Event) -> None:

@@ -71,8 +71,8 @@ def perform(errand: Errand) -> Payload:
     Example:
         >>> from manifoldagg.federated import trainers
         >>> from manifoldagg.manifolds import ParameterSpace
-        >>> from manifoldagg.simulation import task
-        >>> federation = Federation.split(task("digits"), 30, concentration=0.5, seed=0)
+        >>> from manifoldagg.simulation import iid_partition, task
+        >>> federation = Federation.split(task("digits"), 30, partition=iid_partition, seed=0)
         >>> model = federation.model()
         >>> message = Message(ParameterSpace.of(model).point(model))
         >>> errand = Errand(federation, trainers.Local(epochs=1), Key(client=3, nth=0), message)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.simulation.partitions import dirichlet_partition
+from manifoldagg.simulation.partitions import Partition
 from manifoldagg.simulation.tasks import Batches, Task, seeded_model
 
 __all__ = ["Federation", "Key"]
@@ -49,18 +49,34 @@ class Federation:
 
     @staticmethod
     def split(
-        task: Task, clients: int, *, concentration: float, seed: int, holdout: float = 0.2, batch: int = 16
+        task: Task, clients: int, *, partition: Partition, seed: int, holdout: float = 0.2, batch: int = 16
     ) -> "Federation":
-        """Split a task over clients by label, and hold out a part of every client's samples.
+        """Split a task over clients, and hold out a part of every client's samples.
+
+        Args:
+            task: what is learned.
+            clients: how many clients.
+            partition: called with the labels, `clients` and `generator=`, such as `iid_partition` or
+                `partial(dirichlet_partition, concentration=0.5)`.
+            seed: everything random follows from it.
+            holdout: which part is held out.
+            batch: samples a minibatch.
 
         Raises:
             ArgumentError: naming the argument that does not fit.
+
+        Example:
+            >>> from manifoldagg.simulation import iid_partition
+            >>> points = Task("points", torch.zeros(20, 2), torch.arange(20) % 2, lambda: nn.Linear(2, 2), target=1.0)
+            >>> federation = Federation.split(points, 2, partition=iid_partition, seed=0)
+            >>> [len(part) for part in (*federation.train, *federation.held_out)]
+            [8, 8, 2, 2]
         """
         check_number("holdout", holdout, above=0, at_most=0.9)
         check_count("batch", batch)
         check_count("seed", seed, at_least=0)
         generator = np.random.default_rng([seed, SPLIT])
-        parts = dirichlet_partition(task.labels.numpy(), clients, concentration, generator)
+        parts = _checked(partition(task.labels.numpy(), clients, generator=generator), clients, len(task.labels))
         shuffled = [generator.permutation(part) for part in parts]
         cuts = [round(holdout * len(part)) for part in shuffled]
         if not any(cuts):
@@ -98,3 +114,18 @@ class Federation:
     def model(self) -> nn.Module:
         """The initial model, the same for every method."""
         return seeded_model(self.task.model, self.seed)
+
+
+def _checked(parts: list[np.ndarray], clients: int, samples: int) -> list[np.ndarray]:
+    """What a partition gave: an array of positions for each client, none of them twice.
+
+    Raises:
+        ArgumentError: if it is something else.
+    """
+    if len(parts) != clients:
+        raise ArgumentError(f"partition: expected {clients} parts, one a client, got {len(parts)}")
+    positions = np.concatenate(parts)
+    inside = positions.dtype.kind in "iu" and ((positions >= 0) & (positions < samples)).all()
+    if not inside or len(np.unique(positions)) < len(positions):
+        raise ArgumentError(f"partition: expected positions from 0 to {samples - 1}, none of them twice")
+    return parts

@@ -1,14 +1,26 @@
 """Partitions: how a data set is split over clients."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count
 from manifoldagg.simulation.clock import check_generator
 
-__all__ = ["check_concentration", "dirichlet_partition"]
+__all__ = [
+    "Partition",
+    "check_concentration",
+    "cyclic_partition",
+    "dirichlet_partition",
+    "disjoint_partition",
+    "iid_partition",
+    "shards_partition",
+]
+
+Partition: TypeAlias = Callable[..., list[np.ndarray]]
+"""Called with `labels` (samples,), the number of `clients` and `generator=`: an array of sample positions a client."""
 
 REMAINDERS = ("largest", "drop")
 
@@ -48,17 +60,11 @@ def dirichlet_partition(
         >>> sorted(int(i) for part in parts for i in part)
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    labels = np.asarray(labels)
-    if labels.ndim != 1 or labels.size == 0:
-        raise ArgumentError(f"labels: expected a non-empty vector, got shape {labels.shape}")
-    if check_count("clients", clients) > labels.size:
-        raise ArgumentError(f"clients: expected at most one for each of {labels.size} samples, got {clients}")
+    kind, kinds = _numbered(labels, clients, generator)
     check_choice("remainder", remainder, REMAINDERS)
-    check_generator(generator)
     concentration = check_concentration(concentration)
-    kinds, kind = np.unique(labels, return_inverse=True)
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
-    for label in range(len(kinds)):
+    for label in range(kinds):
         members = generator.permutation(np.flatnonzero(kind == label))
         exact = _expected_counts(len(members), clients, concentration, generator)
         counts = np.floor(exact).astype(np.int64)
@@ -68,7 +74,136 @@ def dirichlet_partition(
             counts[order[: len(members) - counts.sum()]] += 1
         for part, piece in zip(parts, np.split(members, np.cumsum(counts)), strict=False):
             part.append(piece)
-    return [np.sort(np.concatenate(part)).astype(np.int64) for part in parts]
+    return [_together(part) for part in parts]
+
+
+def iid_partition(
+    labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """Split samples at random, whatever their label, into parts whose sizes differ by one at most.
+
+    Args:
+        labels: (samples,) of any integer or string labels.
+        clients: how many clients, at most the number of samples.
+        generator: draws who gets which.
+
+    Returns:
+        One sorted int64 array of sample positions a client; together they are all.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Example:
+        >>> [len(part) for part in iid_partition([0, 0, 1, 1, 1], 2, np.random.default_rng(0))]
+        [3, 2]
+    """
+    kind, _ = _numbered(labels, clients, generator)
+    return [np.sort(part) for part in np.array_split(generator.permutation(len(kind)), clients)]
+
+
+def shards_partition(
+    labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, shards: int, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """Sort samples by label, cut them into equal shards, and deal each client some of these at random.
+
+    Most clients have as many labels as shards, or one more for each shard that lies across two of them.
+
+    Args:
+        labels: (samples,) of any integer or string labels.
+        clients: how many clients.
+        shards: of one client; 2 in the paper. All of them together are at most as many as samples.
+        generator: draws the order within a label, and who gets which.
+
+    Returns:
+        One sorted int64 array of sample positions a client; together they are all.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Source: McMahan et al. 2017, §3.
+
+    Example:
+        >>> labels = np.repeat([0, 1, 2, 3], 5)
+        >>> [sorted(set(labels[part].tolist())) for part in shards_partition(labels, 2, 2, np.random.default_rng(0))]
+        [[2, 3], [0, 1]]
+    """
+    kind, _ = _numbered(labels, clients, generator)
+    if clients * check_count("shards", shards) > len(kind):
+        raise ArgumentError(f"shards: expected at most {len(kind) // clients} a client, got {shards}")
+    order = generator.permutation(len(kind))
+    pieces = np.array_split(order[np.argsort(kind[order], kind="stable")], clients * shards)
+    dealt = generator.permutation(len(pieces)).reshape(clients, shards)
+    return [_together([pieces[i] for i in mine]) for mine in dealt]
+
+
+def cyclic_partition(
+    labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, each: int, generator: np.random.Generator
+) -> list[np.ndarray]:
+    r"""Give client i the k labels $ik, ik + 1, \dots, ik + k - 1$ of K, beginning again after the last one.
+
+    The samples of a label are dealt evenly to the clients that have it; those of a label that nobody has, where there
+    are fewer than K / k clients, are nobody's.
+
+    Args:
+        labels: (samples,) of any integer or string labels, counted in their order.
+        clients: how many clients, at most the number of samples.
+        each: k, labels of one client, at most K.
+        generator: draws who gets which sample.
+
+    Returns:
+        One sorted int64 array of sample positions a client; they are disjoint. Where a label has fewer samples than
+        clients, some get none of it.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Source: Queue G.3.
+
+    Example:
+        >>> labels = np.repeat(["a", "b", "c"], 4)
+        >>> [labels[part].tolist() for part in cyclic_partition(labels, 3, 2, np.random.default_rng(0))]
+        [['a', 'a', 'b', 'b'], ['a', 'a', 'c', 'c'], ['b', 'b', 'c', 'c']]
+    """
+    kind, kinds = _numbered(labels, clients, generator)
+    if check_count("each", each) > kinds:
+        raise ArgumentError(f"each: expected at most {kinds}, as many labels as there are, got {each}")
+    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+    for label in range(kinds):
+        # Label y is number j of client i where i k + j = y (mod K).
+        holders = [i for i in range(clients) if (label - i * each) % kinds < each]
+        members = generator.permutation(np.flatnonzero(kind == label))
+        for i, piece in zip(holders, np.array_split(members, max(len(holders), 1)), strict=False):
+            parts[i].append(piece)
+    return [_together(part) for part in parts]
+
+
+def disjoint_partition(
+    labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """Deal out the labels: each goes with all its samples to one client, and none gets two more than another.
+
+    Args:
+        labels: (samples,) of any integer or string labels.
+        clients: how many clients, at most the number of labels.
+        generator: draws who gets which label.
+
+    Returns:
+        One sorted int64 array of sample positions a client; together they are all.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Source: OrthoFL §3, where two clients have a half of the labels each.
+
+    Example:
+        >>> labels = np.array([0, 1, 2, 0, 1, 2])
+        >>> [labels[part].tolist() for part in disjoint_partition(labels, 3, np.random.default_rng(0))]
+        [[2, 2], [0, 0], [1, 1]]
+    """
+    kind, kinds = _numbered(labels, clients, generator)
+    if clients > kinds:
+        raise ArgumentError(f"clients: expected at most one for each of {kinds} labels, got {clients}")
+    return [np.flatnonzero(np.isin(kind, mine)) for mine in np.array_split(generator.permutation(kinds), clients)]
 
 
 def check_concentration(value: float) -> float:
@@ -84,6 +219,29 @@ def check_concentration(value: float) -> float:
     if not number >= 0:
         raise ArgumentError(f"concentration: expected a number >= 0, got {value!r}")
     return number
+
+
+def _numbered(
+    labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
+) -> tuple[np.ndarray, int]:
+    """The labels as numbers from 0, and how many there are.
+
+    Raises:
+        ArgumentError: if there are no labels, more clients than samples, or `generator` is none.
+    """
+    labels = np.asarray(labels)
+    if labels.ndim != 1 or labels.size == 0:
+        raise ArgumentError(f"labels: expected a non-empty vector, got shape {labels.shape}")
+    if check_count("clients", clients) > labels.size:
+        raise ArgumentError(f"clients: expected at most one for each of {labels.size} samples, got {clients}")
+    check_generator(generator)
+    kinds, kind = np.unique(labels, return_inverse=True)
+    return kind, len(kinds)
+
+
+def _together(pieces: list[np.ndarray]) -> np.ndarray:
+    """Pieces of a part, which may be none, in order."""
+    return np.sort(np.concatenate([np.empty(0, np.int64), *pieces]))
 
 
 def _expected_counts(samples: int, clients: int, concentration: float, generator: np.random.Generator) -> np.ndarray:

@@ -13,7 +13,7 @@ from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import Errand, Federation, Key, perform
 from manifoldagg.simulation.errands import owned
-from tests.simulation.test_run import clusters
+from tests.simulation.test_run import clusters, dirichlet
 from tests.support import draw
 
 
@@ -24,7 +24,7 @@ def dropping() -> nn.Module:
 
 def federation(model=None):
     made = clusters() if model is None else replace(clusters(), model=model)
-    return Federation.split(made, 3, concentration=5.0, seed=0)
+    return Federation.split(made, 3, partition=dirichlet(5.0), seed=0)
 
 
 def errand(of, trainer=None, key=(0, 0), memory=None):

@@ -1,4 +1,4 @@
-"""The Dirichlet partition loses nothing and has the statistics that the paper states."""
+"""Partitions: every sample goes to one client at most; who gets which label, and what the papers state of it."""
 
 import math
 
@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation import dirichlet_partition
+from manifoldagg.simulation import (
+    cyclic_partition,
+    dirichlet_partition,
+    disjoint_partition,
+    iid_partition,
+    shards_partition,
+)
 from tests.support import seeds
 
 concentrations = st.sampled_from([0, 1e-3, 0.1, 0.5, 1.0, 100.0, 1e308, math.inf])
@@ -21,6 +27,101 @@ def test_every_sample_goes_to_exactly_one_client(seed, labels, data, concentrati
     assert len(parts) == clients
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
     assert all((np.diff(part) > 0).all() and part.dtype == np.int64 for part in parts)
+
+
+labelled = st.lists(st.integers(-3, 3), min_size=1, max_size=80).map(np.array)
+
+
+def is_split(parts, clients, labels, whole=True):
+    """One sorted array a client, none with what another has; with `whole` they are everything."""
+    together = np.concatenate(parts).tolist()
+    assert len(parts) == clients
+    assert len(set(together)) == len(together)
+    assert set(together) <= set(range(len(labels)))
+    assert not whole or len(together) == len(labels)
+    assert all((np.diff(part) > 0).all() and part.dtype == np.int64 for part in parts)
+
+
+@given(seeds, labelled, st.data())
+def test_the_parts_of_an_iid_split_are_of_one_size(seed, labels, data):
+    clients = data.draw(st.integers(1, len(labels)))
+    parts = iid_partition(labels, clients, np.random.default_rng(seed))
+    is_split(parts, clients, labels)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_an_iid_split_does_not_look_at_labels():
+    labels = np.repeat(np.arange(4), 500)
+    counts = [np.bincount(labels[part], minlength=4) for part in iid_partition(labels, 4, np.random.default_rng(0))]
+    # Hypergeometric counts of mean 125 and standard deviation 8.4; five of these.
+    assert np.abs(np.array(counts) - 125).max() <= 42
+    other = iid_partition(np.zeros(2000, int), 4, np.random.default_rng(0))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(iid_partition(labels, 4, np.random.default_rng(0)), other, strict=True)
+    )
+
+
+@given(seeds, labelled, st.data())
+def test_shards_are_runs_of_samples_in_order_of_label(seed, labels, data):
+    clients = data.draw(st.integers(1, len(labels)))
+    shards = data.draw(st.integers(1, len(labels) // clients))
+    parts = shards_partition(labels, clients, shards, np.random.default_rng(seed))
+    is_split(parts, clients, labels)
+    # A cut between two shards is the only place where a label can go on at another client.
+    cuts = clients * shards - 1
+    assert sum(len(set(labels[part])) for part in parts) <= len(set(labels)) + cuts
+    assert max(map(len, parts)) - min(map(len, parts)) <= shards
+
+
+def test_two_shards_are_two_labels_where_labels_are_as_many_as_shards():
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(20), 7))
+    parts = shards_partition(labels, 10, 2, np.random.default_rng(0))
+    assert all(sorted(np.bincount(labels[part], minlength=20))[-3:] == [0, 7, 7] for part in parts)
+
+
+@given(seeds, labelled, st.data())
+def test_labels_go_round(seed, labels, data):
+    kinds = sorted(set(labels.tolist()))
+    clients = data.draw(st.integers(1, len(labels)))
+    each = data.draw(st.integers(1, len(kinds)))
+    parts = cyclic_partition(labels, clients, each, np.random.default_rng(seed))
+    is_split(parts, clients, labels, whole=clients * each >= len(kinds))
+    allowed = [{kinds[(i * each + j) % len(kinds)] for j in range(each)} for i in range(clients)]
+    assert all(set(labels[part].tolist()) <= mine for part, mine in zip(parts, allowed, strict=True))
+    for kind in kinds:
+        counts = [int((labels[part] == kind).sum()) for part, mine in zip(parts, allowed, strict=True) if kind in mine]
+        assert not counts or max(counts) - min(counts) <= 1
+        assert sum(counts) == (labels == kind).sum() * bool(counts)
+
+
+def test_the_labels_of_queue_g3():
+    labels = np.repeat(np.arange(10), 30)
+    parts = cyclic_partition(labels, 10, 3, np.random.default_rng(0))
+    assert [sorted(set(labels[part].tolist())) for part in parts[:4]] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 1, 9]]
+    assert set(map(len, parts)) == {30}
+
+
+@given(seeds, labelled, st.data())
+def test_disjoint_labels_are_whole(seed, labels, data):
+    kinds = set(labels.tolist())
+    clients = data.draw(st.integers(1, len(kinds)))
+    parts = disjoint_partition(labels, clients, np.random.default_rng(seed))
+    is_split(parts, clients, labels)
+    held = [set(labels[part].tolist()) for part in parts]
+    assert sum(map(len, held)) == len(kinds)
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("split", "options"),
+    [(dirichlet_partition, {"concentration": 0.5}), (iid_partition, {}), (shards_partition, {"shards": 2}),
+     (cyclic_partition, {"each": 2}), (disjoint_partition, {})],
+)  # fmt: skip
+def test_a_seed_says_all(split, options):
+    labels = np.tile(np.arange(8), 9)
+    one, again, other = (split(labels, 6, **options, generator=np.random.default_rng(s)) for s in (0, 0, 1))
+    assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @given(seeds, concentrations)
@@ -93,3 +194,22 @@ def test_bad_input_is_refused_by_name(change, words):
     arguments = {"labels": [0, 0, 1, 1], "clients": 2, "concentration": 0.5, "generator": np.random.default_rng(0)}
     with pytest.raises(ArgumentError, match=words):
         dirichlet_partition(**(arguments | change))
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda g: iid_partition([], 1, g), "labels: expected a non-empty vector"),
+        (lambda g: iid_partition([0, 1], 3, g), "clients: expected at most one for each of 2 samples, got 3"),
+        (lambda g: iid_partition([0, 1], 2, 0), "generator: expected a numpy.random.Generator, got int"),
+        (lambda g: shards_partition([0, 1, 0, 1], 2, 3, g), "shards: expected at most 2 a client, got 3"),
+        (lambda g: shards_partition([0, 1], 2, 0, g), "shards: expected an integer >= 1, got 0"),
+        (lambda g: cyclic_partition([0, 1], 2, 3, g), "each: expected at most 2, as many labels as there are, got 3"),
+        (lambda g: cyclic_partition([0, 1], 2, 0, g), "each: expected an integer >= 1, got 0"),
+        (lambda g: disjoint_partition([0, 1, 0], 3, g), "clients: expected at most one for each of 2 labels, got 3"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call(np.random.default_rng(0))

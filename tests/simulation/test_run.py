@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Payload
-from manifoldagg.simulation import Batches, Federation, Method, Task, run, task
+from manifoldagg.simulation import Batches, Federation, Method, Partition, Task, dirichlet_partition, run, task
 from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.methods import RATES, method, methods
 from manifoldagg.simulation.report import check_destination, write_report
@@ -26,6 +27,10 @@ def clusters() -> Task:
     labels = torch.arange(3).repeat(40)
     inputs = centres[labels] + 0.4 * draw(0, 120, 2, dtype=torch.float32)
     return Task("clusters", inputs, labels, lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), 0.9)
+
+
+def dirichlet(concentration: float) -> Partition:
+    return partial(dirichlet_partition, concentration=concentration)
 
 
 def one_label() -> Task:
@@ -164,28 +169,28 @@ def test_a_client_that_diverges_is_dropped_and_comes_back():
                 return Payload(torch.full((1, *space.shape), float("nan")), 1)
             return Payload(message.start[None] + 0.01, 1)
 
-    federation = Federation.split(clusters(), 4, concentration=1.0, seed=0)
+    federation = Federation.split(clusters(), 4, partition=dirichlet(1.0), seed=0)
     one = run(federation, Method("odd", method("fedasync").rule, Diverges()), rounds=12)
     assert one.refused == 8
     assert len(one.accuracy) == 13
 
 
 def test_held_out_samples_are_nobodys_training_samples():
-    federation = Federation.split(task("digits"), 30, concentration=0.5, seed=0)
+    federation = Federation.split(task("digits"), 30, partition=dirichlet(0.5), seed=0)
     everything = [*federation.train, *federation.held_out]
     assert sorted(np.concatenate(everything).tolist()) == list(range(1797))
     assert federation.scheduled == [i for i, part in enumerate(federation.train) if len(part)]
 
 
 def test_clients_without_samples_never_take_part():
-    federation = Federation.split(clusters(), 30, concentration=0.01, seed=0)
+    federation = Federation.split(clusters(), 30, partition=dirichlet(0.01), seed=0)
     assert len(federation.scheduled) < 30
     one = run(federation, method("fedasync"), rounds=20)
     assert set(one.clients) <= set(federation.scheduled)
 
 
 def test_batches_are_reshuffled_and_repeatable():
-    federation = Federation.split(clusters(), 3, concentration=1.0, seed=0)
+    federation = Federation.split(clusters(), 3, partition=dirichlet(1.0), seed=0)
     first, again, other = (list(federation.batches(0, i)) for i in (1, 1, 2))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
     assert not all(torch.equal(a[0], b[0]) for a, b in zip(first, other, strict=True))
@@ -229,8 +234,20 @@ def test_methods_by_name():
         (lambda: compare(clusters(), methods(["fedgs"]), seeds=0), "seeds: expected"),
         (lambda: compare(clusters(), methods(["fedgs"]), rounds=0), "rounds: expected"),
         (lambda: compare(clusters(), methods(["fedgs"]), target=1.5), "target: expected"),
-        (lambda: Federation.split(clusters(), 3, concentration=1.0, seed=-1), "seed: expected"),
-        (lambda: Federation.split(clusters(), 3, concentration=1.0, seed=0, batch=0), "batch: expected"),
+        (lambda: Federation.split(clusters(), 3, partition=dirichlet(1.0), seed=-1), "seed: expected"),
+        (
+            lambda: Federation.split(clusters(), 3, partition=lambda y, n, generator: [np.arange(9)], seed=0),
+            "partition: expected 3 parts, one a client, got 1",
+        ),
+        (
+            lambda: Federation.split(clusters(), 2, partition=lambda y, n, generator: [np.arange(9)] * 2, seed=0),
+            "partition: expected positions from 0 to 119, none of them twice",
+        ),
+        (
+            lambda: Federation.split(clusters(), 1, partition=lambda y, n, generator: [np.arange(121)], seed=0),
+            "partition: expected positions from 0 to 119, none of them twice",
+        ),
+        (lambda: Federation.split(clusters(), 3, partition=dirichlet(1.0), seed=0, batch=0), "batch: expected"),
     ],
 )
 def test_bad_input_is_refused_by_name(call, words):
