@@ -221,11 +221,11 @@ def build(
         return make(**given)
 
 
-def kind(make: Callable[..., Any], **defaults: Any) -> Reader:
+def kind(make: Callable[..., Any], *, kinds: Kinds | None = None, **defaults: Any) -> Reader:
     """The reader that builds with `make`, for `kinds`."""
 
     def read(where: str, options: Mapping[str, str]) -> Any:
-        return build(where, make, options, defaults=defaults)
+        return build(where, make, options, kinds=kinds, defaults=defaults)
 
     return read
 

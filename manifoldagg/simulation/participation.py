@@ -1,7 +1,9 @@
 """Participation: clients that join, leave, fail and come back, declared as events in virtual time."""
 
+import csv
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -10,12 +12,13 @@ from manifoldagg.errors import ArgumentError, check_choice, check_number
 from manifoldagg.simulation.clock import check_generator
 from manifoldagg.simulation.delays import Delay, store
 from manifoldagg.simulation.resumable import Resumable
-from manifoldagg.simulation.schedulers import Completion, Scheduler, plain_client
+from manifoldagg.simulation.schedulers import Completion, Scheduler, plain_client, read_client
 
-__all__ = ["Change", "Participation", "churn"]
+__all__ = ["Change", "Participation", "churn", "read_changes"]
 
 C = TypeVar("C", bound=int | str)
 KINDS = ("join", "leave", "fail", "return")
+COLUMNS = ["time", "client", "kind"]
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,32 @@ def churn(
             changes.append(Change(time, client, "fail" if here else "return"))
             here = not here
             time += (up if here else down).draw(generator)
+    return changes
+
+
+def read_changes(path: Path | str) -> list[Change[Any]]:
+    """Changes from a CSV file with the columns `time`, `client` and `kind`.
+
+    A client whose name is how an integer is written is that integer.
+
+    Raises:
+        ArgumentError: naming the file and the line that does not fit.
+    """
+    path = Path(path)
+    changes: list[Change[Any]] = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.reader(file, strict=True, skipinitialspace=True)
+            if next(table, None) != COLUMNS:
+                raise ArgumentError(f"path: {path}: expected the columns {', '.join(COLUMNS)}")
+            for row in table:
+                try:
+                    time, client, kind = row
+                    changes.append(Change(float(time), read_client(client), kind))
+                except ValueError as error:
+                    raise ArgumentError(f"path: {path}, line {table.line_num}: {error}") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ArgumentError(f"path: {path} cannot be read: {error}") from None
     return changes
 
 

@@ -12,7 +12,7 @@ from manifoldagg.simulation.clock import VirtualClock, check_generator
 from manifoldagg.simulation.delays import MOST, Delay
 from manifoldagg.simulation.resumable import Resumable
 
-__all__ = ["Completion", "IndependentClients", "Job", "Scheduler", "plain_client"]
+__all__ = ["Completion", "IndependentClients", "Job", "Scheduler", "plain_client", "read_client"]
 
 C = TypeVar("C", bound=int | str)
 Job = tuple[C, float, float, int]
@@ -309,6 +309,14 @@ def plain_client(client: Any) -> Any:
     if isinstance(client, np.integer):
         return int(client)
     raise ArgumentError(f"client: expected an int or a str, got {client!r}")
+
+
+def read_client(text: str) -> int | str:
+    """A client's name out of a file: an integer where `text` is how one is written."""
+    try:
+        return int(text) if str(int(text)) == text else text
+    except ValueError:
+        return text
 
 
 def _job(entry: Any, now: float, finished: int) -> Job[Any]:

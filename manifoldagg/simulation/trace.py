@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from manifoldagg._output import whole
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.simulation.delays import store
-from manifoldagg.simulation.schedulers import Completion, plain_client
+from manifoldagg.simulation.schedulers import Completion, plain_client, read_client
 
 __all__ = ["Record", "check_records", "read_trace", "write_trace"]
 
@@ -80,7 +80,7 @@ def write_trace(path: Path | str, records: Iterable[Record[Any]]) -> None:
                 table = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
                 table.writerow(_NAMES)
                 for record in records:
-                    if isinstance(record.client, str) and _client(record.client) != record.client:
+                    if isinstance(record.client, str) and read_client(record.client) != record.client:
                         raise ArgumentError(
                             f"records: client {record.client!r} would come back as an integer: write .jsonl"
                         )
@@ -119,7 +119,7 @@ def read_trace(path: Path | str) -> list[Record[Any]]:
                         raise ValueError(f"expected {len(_NAMES)} fields, got {len(row)}")
                     client, *numbers, staleness = row
                     work, dispatched, started, finished = map(float, numbers)
-                    records.append(Record(_client(client), work, dispatched, started, finished, int(staleness)))
+                    records.append(Record(read_client(client), work, dispatched, started, finished, int(staleness)))
     except OSError as error:
         raise ArgumentError(f"path: {path} cannot be read: {error}") from None
     except csv.Error as error:
@@ -143,11 +143,3 @@ def check_records(records: Iterable[Record[C]]) -> list[Record[C]]:
 
 
 _NAMES = tuple(field.name for field in fields(Record))
-
-
-def _client(text: str) -> int | str:
-    """An integer where `text` is how one is written."""
-    try:
-        return int(text) if str(int(text)) == text else text
-    except ValueError:
-        return text
