@@ -23,6 +23,7 @@ __all__ = [
     "RuleError",
     "SpillError",
     "StateDictError",
+    "WireError",
     "check_choice",
     "check_count",
     "check_decay",
@@ -69,6 +70,10 @@ class DivergenceError(ManifoldAggError, ArithmeticError):
 
 class CheckpointError(ManifoldAggError):
     """Something cannot be saved, or a file is not what was saved. The message names the file, or what of the tree."""
+
+
+class WireError(ManifoldAggError):
+    """Bytes are not what `pack` made, or something cannot be packed. The message begins with `wire`."""
 
 
 class SpillError(ManifoldAggError):

@@ -27,8 +27,9 @@ BELOW = {
     "routing": {"_output", "errors"},
     "federated": {"errors", "kernels", "manifolds", "curves", "averaging", "corrections"},
 }
-BELOW["simulation"] = {*BELOW["federated"], "_output", "federated", "routing"}
-BELOW["integrations"] = {*BELOW["federated"], "federated"}
+BELOW["wire"] = {"errors", "manifolds", "federated"}
+BELOW["simulation"] = {*BELOW["federated"], "_output", "federated", "routing", "wire"}
+BELOW["integrations"] = {*BELOW["federated"], "federated", "wire"}
 BELOW["cli"] = {*BELOW["simulation"], "_interrupt", "simulation", "integrations", "__init__"}
 BELOW["__main__"] = {"_interrupt", "cli"}
 BELOW["testing"] = set(BELOW)

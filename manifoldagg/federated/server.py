@@ -357,7 +357,9 @@ class Server:
         return Ticket(ticket_id, ticket.version, sent, self.space)
 
     @without_derivatives
-    def receive(self, ticket: str | Ticket, payload: Payload, *, client: Hashable = ANYONE) -> Receipt:
+    def receive(
+        self, ticket: str | Ticket, payload: Payload | Callable[[], Payload], *, client: Hashable = ANYONE
+    ) -> Receipt:
         """Take what a client returns on a ticket. The payload must not be written before this returns.
 
         Who asks again on a ticket that was answered, because the receipt was lost, gets the same receipt: nothing is
@@ -365,7 +367,9 @@ class Server:
 
         Args:
             ticket: or its id.
-            payload: what the client returns.
+            payload: what the client returns; or a function that makes it of what came, such as
+                `partial(wire.unpack, data)`. It is called once the ticket is known to be good: a `ManifoldAggError`
+                that it raises is a refusal, anything else comes out.
             client: who returns it; another than the one that the ticket was issued to is refused.
 
         Returns:
@@ -381,7 +385,11 @@ class Server:
         Cost: what the rule says of its step. With a rule that takes rows nothing else reads or writes a model: its
         Gram matrix tells whether what came is finite, and what is refused costs no more than what is taken.
         """
-        return self._receive(ticket, client, lambda _: payload)
+
+        def brought(_: Open) -> Any:
+            return payload if isinstance(payload, Payload) or not callable(payload) else payload()
+
+        return self._receive(ticket, client, brought)
 
     @without_derivatives
     def receive_model(
@@ -422,7 +430,7 @@ class Server:
 
         return self._receive(ticket, client, brought)
 
-    def _receive(self, ticket: str | Ticket, client: Hashable, brought: Callable[[Open], Payload]) -> Receipt:
+    def _receive(self, ticket: str | Ticket, client: Hashable, brought: Callable[[Open], Any]) -> Receipt:
         self._check_process()
         self._expire()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
@@ -490,6 +498,20 @@ class Server:
         space = check_named(self.space)
         books = self._books.value
         return space.state_dict(books.now.current, books.now.buffers or None)
+
+    def spec(self) -> dict[str, Any]:
+        """Of the server's space, fit for JSON: what a client makes the same space of, with the module or without.
+
+        Raises:
+            ArgumentError: if the space is no `ParameterSpace`, or a leaf lives on a space of another package.
+
+        Example:
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> server = Server.of(torch.nn.BatchNorm1d(1), FedAsync(rate=0.5))
+            >>> ParameterSpace.of_spec(server.spec()) == server.space
+            True
+        """
+        return check_named(self.space).spec()
 
     def averaged(self) -> Float[Tensor, " P"]:
         """A copy of the average (P,); of the current model where nothing was averaged. Waits for a running update.

@@ -17,6 +17,7 @@ from manifoldagg.manifolds.layout import Layout, tensors_of
 from manifoldagg.manifolds.loss import ModelLoss
 from manifoldagg.manifolds.manifold import Leaf, Manifold
 from manifoldagg.manifolds.product import Product
+from manifoldagg.manifolds.spec import read_spec, spec_of
 from manifoldagg.manifolds.validate import check_point
 
 __all__ = ["ParameterSpace"]
@@ -116,6 +117,32 @@ class ParameterSpace(Delegate):
         layout = Layout.of_state_dict(state, buffers, dtype)
         curved = assigned(layout, manifolds)
         return ParameterSpace(layout, curved) if curved else _flat(layout)
+
+    @staticmethod
+    def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
+        """The space that a spec describes: equal to that of the server, with the module here or without.
+
+        Args:
+            spec: what [`spec`][manifoldagg.manifolds.ParameterSpace.spec] returned, perhaps on another machine.
+
+        Raises:
+            ArgumentError: if it is none, or from another version of this package.
+
+        Example:
+            >>> import json, torch
+            >>> space = ParameterSpace.of(torch.nn.BatchNorm1d(4))
+            >>> ParameterSpace.of_spec(json.loads(json.dumps(space.spec()))) == space
+            True
+        """
+        return ParameterSpace(*read_spec(spec))
+
+    def spec(self) -> dict[str, Any]:
+        """Names, shapes, order and dtypes of all tensors, which are tied, and on which spaces they live, fit for JSON.
+
+        Raises:
+            ArgumentError: naming a leaf whose space is none of this package's, as those of geoopt are not.
+        """
+        return spec_of(self.layout, self.manifolds)
 
     def __post_init__(self) -> None:
         shapes = {leaf.name: leaf.shape for leaf in self.layout.leaves}

@@ -9,25 +9,22 @@ import contextlib
 import errno
 import glob
 import json
-import math
 import os
 import shutil
 import sys
 import zlib
-from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator
 from functools import partial
 from io import BufferedReader
 from itertools import chain
-from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, CheckpointError, check_count
+from manifoldagg.federated.record.format import decoded, dtype_of, encoded, entries, framed, spans
 from manifoldagg.federated.record.raw import appended, bytes_of
 from manifoldagg.federated.trees import Tree
 
@@ -43,21 +40,6 @@ BLANK = b"00000000"
 TEMPORARY = ".tmp"
 LINKLESS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 """What a system of files says in which no file has two names."""
-FAST = 2**63
-"""Smaller integers have few digits."""
-NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
-"""What every reader of such files knows; others are bytes there, and the tree says what they are."""
 
 
 def write(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
@@ -81,7 +63,7 @@ def write(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
     Cost: one pass over the tensors, no second copy of them in memory.
 
     Example:
-        >>> import tempfile
+        >>> import math, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write(folder + "/one", "sums", {"ward-7": [torch.ones(2), math.inf], 7: (1, None)})
         ...     read(folder + "/one", "sums")
@@ -89,12 +71,17 @@ def write(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
     """
     place = check_path(path)
     check_count("keep", keep)
-    encoder = _Encoder()
-    text = encoder.encoded(tree)
+    tensors: list[Tensor] = []
+
+    def listed(tensor: Tensor, way: tuple[str | int, ...]) -> list[Any]:
+        tensors.append(tensor)
+        return [len(tensors) - 1, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), str(tensor.device)]
+
+    text = encoded(tree, listed, CheckpointError).encode()
     # Readers want each entry to begin at a multiple of the size of its numbers, and no gaps.
-    order = sorted(range(len(encoder.tensors)), key=lambda i: -encoder.tensors[i].itemsize)
-    head = _header(kind, [(str(i), encoder.tensors[i]) for i in order], len(text))
-    parts = (bytes_of(encoder.tensors[i]) for i in order)
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)
+    head = _header(kind, [(str(i), tensors[i]) for i in order], len(text))
+    parts = (bytes_of(tensors[i]) for i in order)
     try:
         _sweep(place)
         _install(place, chain([head], parts, [memoryview(text)]), keep)
@@ -139,113 +126,6 @@ def check_path(path: str | Path) -> Path:
     return place
 
 
-class _Encoder:
-    """Makes JSON of a tree, and a list of its tensors.
-
-    The text is put together here and not by `json`, which would keep all other threads from running meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self._way: list[str | int] = []
-
-    def encoded(self, tree: Tree) -> bytes:
-        try:
-            return self._text(tree).encode()
-        except RecursionError:
-            raise CheckpointError("cannot be saved: it is nested too deeply, or contains itself") from None
-
-    def _text(self, value: Any) -> str:
-        kind = type(value)
-        # Most of all, in a record of many clients and tickets.
-        if kind is str:
-            return encode_basestring_ascii(value)
-        if kind is int and -FAST < value < FAST:
-            return str(value)
-        if isinstance(value, np.generic):
-            value = value.item()
-        if value is None or isinstance(value, bool | str):
-            return json.dumps(value)
-        if isinstance(value, int):
-            return self._integer(value)
-        if isinstance(value, float):
-            return float.__repr__(value) if math.isfinite(value) else f'{{"float": "{float.__repr__(value)}"}}'
-        if isinstance(value, bytes):
-            return f'{{"bytes": "{b64encode(value).decode()}"}}'
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if kind is list or kind is tuple:
-            items = ", ".join([self._below(i, item) for i, item in enumerate(value)])
-            return f'{{"{kind.__name__}": [{items}]}}'
-        if kind is dict:
-            items = ", ".join(f"[{self._key(key)}, {self._below(key, item)}]" for key, item in value.items())
-            return f'{{"dict": [{items}]}}'
-        raise self._refusal(f"a {type(value).__name__}")
-
-    def _below(self, name: str | int, value: Any) -> str:
-        self._way.append(name)
-        text = self._text(value)
-        self._way.pop()
-        return text
-
-    def _key(self, key: Any) -> str:
-        if isinstance(key, str):
-            return json.dumps(key)
-        if isinstance(key, int) and not isinstance(key, bool):
-            return self._integer(key)
-        raise self._refusal(f"a dict with the key {key!r}")
-
-    def _integer(self, value: int) -> str:
-        try:
-            return int.__repr__(value)
-        except ValueError:  # Python limits how many digits it converts
-            raise self._refusal("an integer of thousands of digits") from None
-
-    def _tensor(self, tensor: Tensor) -> str:
-        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not plain or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
-            raise self._refusal(f"a {type(tensor).__name__} that is not dense ({tensor.layout}, {tensor.device})")
-        self.tensors.append(tensor)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        fields = [len(self.tensors) - 1, dtype, list(tensor.shape), str(tensor.device)]
-        return f'{{"tensor": {json.dumps(fields)}}}'
-
-    def _refusal(self, what: str) -> CheckpointError:
-        where = "".join(f"[{name!r}]" for name in self._way) or "the tree"
-        return CheckpointError(
-            f"{where}: expected dicts (by strings or integers), lists, tuples, dense tensors, numbers, strings, bytes "
-            f"or None; {what} cannot be saved"
-        )
-
-
-def _decoded(node: Any, tensors: dict[int, Tensor]) -> Tree:
-    """The tree that a text stands for; whatever is not one raises something."""
-    if not isinstance(node, dict):
-        if isinstance(node, list):
-            raise ValueError("a list that is not tagged")
-        return node
-    ((tag, content),) = node.items()
-    if tag == "dict":
-        return {key: _decoded(item, tensors) for key, item in content}
-    if tag == "list":
-        return [_decoded(item, tensors) for item in content]
-    if tag == "tuple":
-        return tuple([_decoded(item, tensors) for item in content])
-    if tag == "float":
-        number = float(content)
-        # The one that is equal to itself in a tuple, as in receipts.
-        return math.nan if math.isnan(number) else number
-    if tag == "bytes":
-        return b64decode(content, validate=True)
-    if tag == "tensor":
-        index, name, shape, device = content
-        dtype = getattr(torch, name)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"no dtype is called {name}")
-        return tensors.pop(index).view(dtype).reshape(shape).to(_at_hand(torch.device(device)))
-    raise ValueError(f"no tag is called {tag}")
-
-
 def _at_hand(device: torch.device) -> torch.device:
     """The device where it is here, else the CPU."""
     kind = getattr(torch, device.type, None)
@@ -255,23 +135,10 @@ def _at_hand(device: torch.device) -> torch.device:
 
 def _header(kind: str, tensors: list[tuple[str, Tensor]], length: int) -> memoryview:
     """The header of a file with these tensors and `length` bytes of text, with a blank checksum."""
-    lines = []
-    start = 0
-    for name, tensor in tensors:
-        end = start + tensor.numel() * tensor.itemsize
-        known = NAMES.get(tensor.dtype)
-        lines.append(_line(name, known or "U8", list(tensor.shape) if known else [end - start], start, end))
-        start = end
-    lines.append(_line("tree", "U8", [length], start, start + length))
+    listed = [(name, x.dtype, list(x.shape), x.numel() * x.itemsize) for name, x in tensors]
+    lines = entries([*listed, ("tree", torch.uint8, [length], length)])
     metadata = f'{BLANK.decode()}","format":"{FORMAT}","kind":{json.dumps(kind)}}}'
-    text = HEAD + f"{metadata},{','.join(lines)}}}".encode()
-    # Behind it, numbers of eight bytes begin at multiples of eight.
-    text += b" " * (-len(text) % 8)
-    return memoryview(len(text).to_bytes(8, "little") + text)
-
-
-def _line(name: str, dtype: str, shape: list[int], start: int, end: int) -> str:
-    return f'"{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{start},{end}]}}'
+    return memoryview(framed(f"{HEAD.decode()}{metadata},{lines}}}"))
 
 
 def _install(place: Path, parts: Iterable[memoryview], keep: int) -> None:
@@ -388,19 +255,17 @@ def _read(file: BufferedReader, kind: str) -> Tree:
         told = header[len(HEAD) :][: len(BLANK)]
         lines = json.loads(header)
         metadata = lines.pop("__metadata__")
-        spans = sorted((*line["data_offsets"], name) for name, line in lines.items())
-        ends = [0, *(end for _, end, _ in spans)]
-        if any(not before == begin <= end for (begin, end, _), before in zip(spans, ends, strict=False)):
-            raise ValueError("its entries do not follow one another")
+        follow = spans(lines)
+        end = follow[-1][1] if follow else 0
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"is altered: {error}") from None
-    missing = 8 + length + ends[-1] - size
+    missing = 8 + length + end - size
     if missing:
         what = "truncated" if missing > 0 else "altered"
         raise CheckpointError(f"is {what}: it has {size} bytes, expected {size + missing}")
     checksum = zlib.crc32(start[:8] + HEAD + BLANK + header[len(HEAD) + len(BLANK) :])
     found = {}
-    for begin, end, name in spans:
+    for begin, end, name in follow:
         found[name] = _exactly(file, end - begin)
         checksum = zlib.crc32(found[name].numpy().data, checksum)
     if b"%08x" % checksum != told:
@@ -411,7 +276,14 @@ def _read(file: BufferedReader, kind: str) -> Tree:
         raise CheckpointError(f"holds a {metadata['kind']}, expected a {kind}")
     try:
         text = bytes(found.pop("tree").numpy())
-        return _decoded(json.loads(text), {int(name): data for name, data in found.items()})
+        data = {int(name): values for name, values in found.items()}
+
+        def tensor(content: Any) -> Tensor:
+            index, name, shape, device = content
+            values = data.pop(index).view(dtype_of(name)).reshape(shape)
+            return values.to(_at_hand(torch.device(device)))
+
+        return decoded(json.loads(text), tensor)
     except Exception as error:  # it was written so by somebody who can make a checksum
         raise CheckpointError(f"was not written by this package: {error!r}") from None
 

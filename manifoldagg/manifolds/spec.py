@@ -1,0 +1,127 @@
+"""The spec of a space: a small value, fit for JSON, from which another machine makes the same space."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds.flat import Flat
+from manifoldagg.manifolds.grassmann import Grassmann
+from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
+from manifoldagg.manifolds.layout import Entry, Layout
+from manifoldagg.manifolds.manifold import Manifold
+from manifoldagg.manifolds.power import Power
+from manifoldagg.manifolds.product import Product
+from manifoldagg.manifolds.rotations import SpecialOrthogonal
+from manifoldagg.manifolds.sphere import Sphere
+from manifoldagg.manifolds.stiefel import Stiefel
+from manifoldagg.manifolds.symmetric import SymmetricPositiveDefinite
+
+__all__ = ["digest", "read_spec", "spec_of"]
+
+FORMAT = 1
+OURS = (Flat, Grassmann, Lorentz, PoincareBall, Power, Product, SpecialOrthogonal, Sphere, Stiefel)
+SPACES: dict[str, type[Manifold]] = {space.__name__: space for space in (*OURS, SymmetricPositiveDefinite)}
+"""Those that are told by their name and a few numbers."""
+
+
+def spec_of(layout: Layout, manifolds: tuple[tuple[str, Manifold], ...] = ()) -> dict[str, Any]:
+    """A layout and its curved leaves in lists, strings and numbers.
+
+    Raises:
+        ArgumentError: naming a leaf whose space is none of this package's, which a name and numbers do not tell.
+
+    Example:
+        >>> spec_of(Layout((Entry("w", (3,), torch.float32),)))["leaves"]
+        [['w', [3], 'float32']]
+    """
+    return {
+        "format": FORMAT,
+        "dtype": _name(layout.dtype),
+        "leaves": [_entry(leaf) for leaf in layout.leaves],
+        "carried": [_entry(entry) for entry in layout.carried],
+        "aliases": [list(pair) for pair in layout.aliases],
+        "manifolds": [[name, _described(name, space)] for name, space in manifolds],
+    }
+
+
+def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...]]:
+    """The layout and the curved leaves of a spec.
+
+    Raises:
+        ArgumentError: if it is none, or from a newer version of this package.
+    """
+    if not isinstance(spec, Mapping):
+        raise ArgumentError(f"spec: expected what `spec()` of a server or a space returns, got {type(spec).__name__}")
+    if spec.get("format") != FORMAT:
+        raise ArgumentError(f"spec: expected format {FORMAT}, got {spec.get('format')!r}: another version wrote it")
+    try:
+        leaves, carried = (tuple(_read_entry(entry) for entry in spec[part]) for part in ("leaves", "carried"))
+        aliases = tuple((str(alias), str(name)) for alias, name in spec["aliases"])
+        owners = {leaf.name for leaf in leaves}
+        if not {name for _, name in aliases} <= owners:
+            raise ValueError("an alias of no leaf")
+        layout = Layout(leaves, carried, aliases, _dtype(spec["dtype"]))
+        return layout, tuple((str(name), _read(space)) for name, space in spec["manifolds"])
+    except ArgumentError as error:
+        raise ArgumentError(f"spec: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ArgumentError(f"spec: expected what `spec()` of a server or a space returns; {error!r}") from None
+
+
+@lru_cache(maxsize=64)
+def digest(layout: Layout) -> str:
+    """A number, in hexadecimal digits, that other names, shapes, dtypes or another order would change.
+
+    Example:
+        >>> len(digest(Layout((Entry("w", (3,), torch.float32),))))
+        32
+    """
+    text = json.dumps(spec_of(layout), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _entry(entry: Entry) -> list[Any]:
+    return [entry.name, list(entry.shape), _name(entry.dtype)]
+
+
+def _read_entry(given: Any) -> Entry:
+    name, shape, dtype = given
+    if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"an entry with name {name!r} and shape {shape!r}")
+    return Entry(name, tuple(shape), _dtype(dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype is called {name!r}")
+    return dtype
+
+
+def _described(name: str, value: Any) -> Any:
+    if isinstance(value, Manifold):
+        if SPACES.get(type(value).__name__) is not type(value):
+            raise ArgumentError(
+                f"spec: {name}: {type(value).__name__} is told by no name and a few numbers; make the space on the "
+                "other machine from its module, with the same `manifolds`"
+            )
+        told = {field.name: _described(name, getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
+        return {type(value).__name__: told}
+    return [_described(name, part) for part in value] if isinstance(value, tuple) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        ((name, told),) = value.items()
+        return SPACES[name](**{field: _read(part) for field, part in told.items()})
+    return tuple(_read(part) for part in value) if isinstance(value, list) else value

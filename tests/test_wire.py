@@ -1,0 +1,554 @@
+"""The wire: every field comes back bit for bit, and whatever else comes is refused, with nothing made of it."""
+
+import json
+import math
+import struct
+import sys
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+
+import jaxtyping
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg import ParameterSpace, Server, wire
+from manifoldagg.errors import ArgumentError, WireError
+from manifoldagg.federated import Message, Payload, Receipt, Ticket
+from manifoldagg.federated.record.format import DEEPEST, framed
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.manifolds import Flat, Sphere
+from manifoldagg.wire import pack, ticket_of, unpack
+from tests.federated.test_archive import DTYPES, LEAVES, QUANTIZED, alike
+from tests.support import draw, seeds
+
+MODEL = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2).double().half())
+SPACE = ParameterSpace.of(MODEL)
+P = SPACE.layout.size
+KINDS = (Message, Payload, Receipt, Ticket)
+TREES = st.recursive(
+    LEAVES,
+    lambda below: (
+        st.lists(below, max_size=4)
+        | st.lists(below, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(-9, 9), below, max_size=4)
+    ),
+    max_leaves=12,
+)
+SENT = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16])
+NAMES = st.text(max_size=4)
+
+
+def tensors(*dtypes):
+    def made(seed, shape, dtype):
+        return draw(seed, math.prod(shape), scale=10).reshape(shape).to(dtype)
+
+    return st.builds(made, seeds, st.lists(st.integers(0, 4), max_size=3), st.sampled_from(dtypes))
+
+
+EXTRA = {
+    "tensors": st.dictionaries(NAMES, tensors(torch.float32, torch.bfloat16), max_size=3),
+    "numbers": st.dictionaries(NAMES, st.floats() | st.integers(-(2**70), 2**70), max_size=3),
+    "buffers": st.dictionaries(NAMES, tensors(torch.float32, torch.int64, torch.uint8, torch.bool), max_size=3),
+}
+# Values are made in the test, where their types are checked, which draws samples of its own.
+MESSAGES = st.builds(
+    lambda seed, dtype, asked, extra: lambda: Message(draw(seed, P).to(dtype), asked=tuple(asked), **extra),
+    *(seeds, SENT, st.lists(NAMES, max_size=2), st.fixed_dictionaries(EXTRA)),
+)
+PAYLOADS = st.builds(
+    lambda seed, n, dtype, based, rest: (
+        lambda: Payload(draw(seed, n, P).to(dtype), base=draw(seed + 1, P).to(dtype) if based else None, **rest)
+    ),
+    *(seeds, st.integers(1, 3), SENT, st.booleans()),
+    st.fixed_dictionaries({"samples": st.integers(0, 2**70), "memory": TREES, **EXTRA}),
+)
+TICKETS = st.builds(
+    lambda name, version, sent: lambda: Ticket(name, version, sent()), st.text(), st.integers(0), MESSAGES
+)
+RECEIPTS = st.builds(
+    lambda *told: lambda: Receipt(*told),
+    *(st.booleans(), st.text(), st.integers(0), st.integers(0)),
+    *(4 * [st.floats()] + 2 * [st.booleans()]),
+)
+VALUES = st.one_of(MESSAGES, PAYLOADS, TICKETS, RECEIPTS)
+
+
+@contextmanager
+def shipped():
+    """Without the shape checks, which would say what the code should."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def tree(value):
+    """A value as a tree, to be compared to the last bit."""
+    found = {field.name: getattr(value, field.name) for field in fields(value) if field.name != "space"}
+    return {name: tree(part) if isinstance(part, Message) else part for name, part in found.items()}
+
+
+@given(VALUES, st.booleans(), st.booleans())
+def test_every_field_comes_back_bit_for_bit(make, named, compress):
+    value = make()
+    spec = SPACE if named else None
+    back = unpack(pack(value, spec=spec, compress=compress), spec=spec)
+    assert type(back) is type(value)
+    assert alike(tree(back), tree(value))
+
+
+@given(VALUES, st.none() | st.text(min_size=1))
+def test_the_ticket_is_read_without_the_rest(make, ticket):
+    value = make()
+    expected = value.id if isinstance(value, Ticket) else ticket
+    assert ticket_of(pack(value, ticket=ticket)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in QUANTIZED], ids=str)
+@pytest.mark.parametrize("compress", [False, True])
+def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype, compress):
+    random = torch.from_numpy(np.random.default_rng(3).integers(0, 3, 1200 * dtype.itemsize, np.uint8))
+    if dtype is torch.bool:
+        random = random % 2
+    x = random.view(dtype).reshape(300, 4)
+    memory = [x, x[0, 0].reshape(()), x[:0]]
+    assert alike(unpack(pack(Payload(torch.zeros(1, 2), 1, memory=memory), compress=compress)).memory, memory)
+
+
+def test_views_come_back_as_their_values():
+    x = torch.arange(12.0).reshape(3, 4).requires_grad_()
+    start, *memory = x[:, 1], x.T, x[1:, ::2], x[0, 0].expand(5), torch.nn.Parameter(x), torch.ones(9)[::9]
+    back = unpack(pack(Payload(start[None], 1, memory=memory)))
+    assert alike([back.points[0], *back.memory], [torch.tensor(part.tolist()) for part in (start, *memory)])
+
+
+def test_it_is_a_file_of_safetensors_with_the_names_of_the_model():
+    message = Message(SPACE.point(MODEL), buffers=SPACE.carried(MODEL), asked=("1.running_mean",))
+    found = safetensors.torch.load(pack(message, spec=SPACE))
+    state = MODEL.state_dict()
+    expected = {f"start/{leaf.name}": state[leaf.name].float() for leaf in SPACE.layout.leaves}
+    expected |= {f"buffers/{entry.name}": state[entry.name] for entry in SPACE.layout.carried}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def test_a_ticket_brings_its_names_and_gets_its_space():
+    server = Server.of(MODEL, FedAsync(rate=0.5))
+    ticket = server.dispatch("ward-7")
+    data = pack(ticket)
+    assert "start/0.weight" in safetensors.torch.load(data)
+    back = unpack(data, spec=server.space)
+    assert back.space == server.space
+    assert alike(back.state_dict(), ticket.state_dict())
+
+
+def test_leaves_are_found_by_name_in_whatever_order_they_lie():
+    payload = Payload(draw(3, 2, P).float(), 5)
+    data = pack(payload, spec=SPACE)
+    with shipped():
+        moved = safetensors.torch.save(safetensors.torch.load(data), header_of(data)["__metadata__"])
+    assert moved != data
+    assert alike(tree(unpack(moved, spec=SPACE)), tree(payload))
+
+
+def test_tensors_have_memory_of_their_own_that_can_be_written():
+    data = pack(Message(torch.ones(4), tensors={"a": torch.ones(3)}))
+    first = unpack(data)
+    first.start.zero_()
+    first.tensors["a"].zero_()
+    assert torch.equal(unpack(data).start, torch.ones(4))
+    for kind in (bytearray, memoryview):
+        assert torch.equal(unpack(kind(data)).start, torch.ones(4))
+
+
+# What came may be smaller, but not much: a law without which a few bytes would fill the memory.
+
+
+@given(st.integers(0, 10**6), st.booleans())
+def test_what_is_compressed_well_is_filled_up(size, large):
+    payload = Payload(torch.full((1, 2), 0.5), 1, memory=torch.full((size,), float(large)))
+    data = pack(payload, compress=True)
+    assert len(data) * wire.RATIO >= 4 * size
+    assert alike(tree(unpack(data)), tree(payload))
+
+
+def test_compression_makes_weights_smaller_and_keeps_every_bit():
+    payload = Payload(0.02 * draw(1, 1, 40_000, dtype=torch.float32), 1)
+    plain, small, rounded = pack(payload), pack(payload, compress=True), pack(payload, error=1e-4)
+    assert len(small) < 0.9 * len(plain)
+    assert len(rounded) < 0.45 * len(plain)
+    assert torch.equal(unpack(small).points, payload.points)
+
+
+NUMBERS = st.floats(width=64) | st.sampled_from([math.nan, math.inf, -math.inf, 5e-324, 1.7e308, 65504.0, -65520.0])
+
+
+@given(
+    st.lists(NUMBERS, min_size=1, max_size=50),
+    st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
+    st.floats(min_value=5e-324, max_value=1.7e308) | st.sampled_from([1e-4, 0.5, 2.0**-10]),
+)
+def test_no_number_moves_further_than_was_allowed(numbers, dtype, error):
+    x = torch.tensor(numbers, dtype=torch.float64).to(dtype)
+    payload = Payload(x[None], 1, tensors={"t": x}, memory=x, base=x, buffers={"b": x})
+    back = unpack(pack(payload, error=error))
+    assert alike([back.memory, back.base, back.buffers], [x, x, {"b": x}])
+    for found in (back.points[0], back.tensors["t"]):
+        finite = x.isfinite()
+        assert alike(found[~finite], x[~finite])
+        moved = [abs(a - b) for a, b in zip(found[finite].tolist(), x[finite].tolist(), strict=True)]
+        # Differences of floats that are near each other are exact; others are rounded, monotonically.
+        assert max(moved, default=0.0) <= error
+
+
+def test_a_curved_leaf_stays_on_its_sphere():
+    space = ParameterSpace.of(torch.nn.Linear(3, 2), {"weight": Sphere(3)})
+    points = space.random_point(generator=torch.Generator().manual_seed(0))[None]
+    back = unpack(pack(Payload(points, 1), spec=space, error=0.01), spec=space)
+    assert torch.equal(back.points[:, :6], points[:, :6])
+    assert not torch.equal(back.points, points)
+
+
+def test_a_message_is_not_rounded():
+    with pytest.raises(ArgumentError, match="^error: expected 0 for a Message"):
+        pack(Message(torch.ones(2)), error=0.1)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"memory": {"a": {1}}}, r"^wire: \['memory'\]\['a'\]: .* a set cannot"),
+        ({"memory": {2**70: 1}}, r"^wire: \['memory'\]: .* key 1180591620717411303424"),
+        ({"memory": torch.ones(2).to_sparse()}, r"^wire: \['memory'\]: .*not dense"),
+        ({"samples": True}, "^wire: samples: expected another type"),
+        ({"numbers": {"a": torch.ones(())}}, "^wire: numbers: expected another type"),
+        ({"buffers": {3: torch.ones(())}}, "^wire: buffers: expected another type"),
+        ({"memory": [0] * 2**20}, "^wire: a header of more than"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_travel_is_refused_by_its_place(as_shipped, value, told):
+    with pytest.raises(WireError, match=told):
+        pack(Payload(**{"points": torch.ones(1, 2), "samples": 1} | value))
+
+
+def test_branches_within_one_another_are_counted_on_both_sides():
+    def nested(depth):
+        return [nested(depth - 1)] if depth else None
+
+    value = Payload(torch.ones(1, 2), 1, memory=nested(DEEPEST - 1))
+    assert unpack(pack(value)).memory == value.memory
+    with pytest.raises(WireError, match="^wire: cannot be saved: it has more than 64 branches"):
+        pack(replace(value, memory=nested(DEEPEST)))
+
+
+def test_arguments_that_do_not_fit_are_named(as_shipped):
+    value = Message(torch.ones(2))
+    for told, call in {
+        "value: expected a Message": lambda: pack({}),
+        "ticket: expected one": lambda: pack(value, ticket=3),
+        "error: expected a finite": lambda: pack(value, error=-1),
+        "spec: expected what": lambda: pack(value, spec=3),
+        "start: expected points of": lambda: pack(value, spec=SPACE),
+        "data: expected bytes": lambda: unpack("text"),
+    }.items():
+        with pytest.raises(ArgumentError, match=f"^{told}"):
+            call()
+
+
+def test_without_zstandard_both_sides_say_what_is_missing(monkeypatch):
+    value = Payload(torch.zeros(1, 4000), 1)
+    data = pack(value, compress=True)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert torch.equal(unpack(pack(value)).points, value.points)
+    with pytest.raises(ArgumentError, match=r"manifoldagg\[wire\]"):
+        pack(value, compress=True)
+    with pytest.raises(WireError, match=r"manifoldagg\[wire\]"):
+        unpack(data)
+
+
+# Hostile bytes.
+
+
+def header_of(data):
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length])
+
+
+def forged(data, header):
+    length = int.from_bytes(data[:8], "little")
+    return framed(header if isinstance(header, str) else json.dumps(header)) + data[8 + length :]
+
+
+def refused_or_read(data):
+    """Nothing but a value or a `WireError` comes of it."""
+    told = []
+    with shipped():
+        for read in (unpack, partial(unpack, spec=SPACE), ticket_of):
+            try:
+                assert isinstance(read(data), (*KINDS, str, type(None)))
+            except WireError as error:
+                told.append(str(error))
+    assert all(why.startswith("wire: ") and len(why) < 400 and "\n" not in why for why in told)
+
+
+SAMPLES = [
+    pack(Message(SPACE.point(MODEL), buffers=SPACE.carried(MODEL), numbers={"turn": 3.0}, asked=("a",)), spec=SPACE),
+    pack(
+        Payload(
+            *(torch.ones(2, P), 10),
+            memory={"m": [torch.zeros(400), (math.nan, b"x")]},
+            tensors={"t": torch.ones(P, dtype=torch.complex64)},
+        ),
+        spec=SPACE,
+        ticket="7f",
+        compress=True,
+    ),
+    pack(Receipt(True, "", 3)),
+    pack(Ticket("7f", 1, Message(torch.ones(3)))),
+]
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused(data):
+    with pytest.raises(WireError, match="^wire: expected what `pack` returns: "):
+        unpack(data)
+    refused_or_read(framed(data.decode("latin1")))
+
+
+@pytest.mark.parametrize("data", SAMPLES, ids=lambda data: unpack(data).__class__.__name__)
+def test_every_truncation_is_refused(data):
+    for length in range(len(data)):
+        with pytest.raises(WireError):
+            unpack(data[:length])
+    with pytest.raises(WireError):
+        unpack(data + b"\0")
+
+
+@given(
+    st.sampled_from(SAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=5)
+)
+def test_altered_bytes_are_refused_or_read(data, changes):
+    altered = bytearray(data)
+    for place, value in changes:
+        altered[place % len(data)] = value
+    refused_or_read(bytes(altered))
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats() | st.text(max_size=5)
+    | st.sampled_from(["tensor", "dict", "F32", "U8", "float32", "qint8", "bool", "start", "points", [0, 8], [2**62] * 3]),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+
+
+def places(node, way=()):
+    yield way
+    for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        yield from places(node[key], (*way, key))
+
+
+def with_junk(node, way, junk):
+    if not way:
+        return junk
+    node = dict(node) if isinstance(node, dict) else list(node)
+    node[way[0]] = with_junk(node[way[0]], way[1:], junk)
+    return node
+
+
+@given(st.sampled_from(SAMPLES), st.data())
+def test_headers_with_junk_anywhere_are_refused_or_read(data, draws):
+    header = header_of(data)
+    for name in ("value", "coded", "leaves"):  # texts within the text
+        if name in header["__metadata__"]:
+            header["__metadata__"][name] = json.loads(header["__metadata__"][name])
+    for _ in range(draws.draw(st.integers(1, 2))):
+        ways = [way for way in places(header) if way]
+        header = with_junk(header, draws.draw(st.sampled_from(ways)), draws.draw(JUNK))
+    metadata = header.get("__metadata__")
+    if isinstance(metadata, dict) and draws.draw(st.booleans()):
+        header["__metadata__"] = {key: x if isinstance(x, str) else json.dumps(x) for key, x in metadata.items()}
+    refused_or_read(forged(data, header))
+
+
+def altered(data, **changes):
+    """The bytes with other lines or metadata in the header."""
+    header = header_of(data)
+    metadata = header["__metadata__"]
+    for name, change in changes.items():
+        if name in metadata or change is None:
+            metadata[name] = change
+        else:
+            header[name.replace("_", "/")] = change
+    return forged(data, header)
+
+
+PLAIN = pack(Message(torch.ones(4), tensors={"t": torch.ones(2)}))
+VALUE = header_of(PLAIN)["__metadata__"]["value"]
+NESTED = "[" * 100_000 + "]" * 100_000
+SMALL = pack(Payload(torch.ones(1, 4), 1, memory=torch.zeros(4000)), compress=True)
+FRAME = zstandard.ZstdCompressor().compress(bytes(10**6))
+
+
+def coded(data, code):
+    return altered(data, coded=json.dumps({"memory": code}))
+
+
+def line(dtype, shape, *offsets):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [*offsets]}
+
+
+HOSTILE = {
+    "a header longer than all": (struct.pack("<Q", 2**63) + PLAIN[8:], "its header is longer"),
+    "a header of many bytes": (framed('{"__metadata__":{"a":"' + "x" * 2**24 + '"}}'), "more than 16777216 bytes"),
+    "a header of many values": (framed('{"a":[' + "[]," * 2**20 + "0]}"), "more than 1048576 values"),
+    "deep brackets": (framed(NESTED), "RecursionError|a header"),
+    "deep text": (altered(PLAIN, value=NESTED), "RecursionError"),
+    "a name twice": (forged(PLAIN, '{"a":1,"a":2}'), "a name that is there twice"),
+    "NaN": (forged(PLAIN, '{"__metadata__":NaN}'), "NaN is no JSON"),
+    "digits": (forged(PLAIN, '{"__metadata__":' + "9" * 5000 + "}"), "digits"),
+    "utf-16": (framed("x") + PLAIN, "wire"),
+    "another format": (altered(PLAIN, format="pt"), "not those of this package"),
+    "a newer version": (altered(PLAIN, version="2"), "is of version '2', and this package reads 1"),
+    "another kind": (altered(PLAIN, kind="outcome"), "KeyError"),
+    "a key twice": (
+        altered(PLAIN, value='{"dict": [["start", 1], ["start", 2]]}'),
+        "a key that is there twice",
+    ),
+    "a tensor twice": (altered(PLAIN, value=VALUE.replace('"tensors/t"', '"start"')), "KeyError: 'start'"),
+    "an entry that nothing names": (altered(PLAIN, value=VALUE.replace('{"tensor": "tensors/t"}', "1")), "nothing names"),
+    "an overlap": (altered(PLAIN, tensors_t=line("F32", [2], 8, 16)), "do not follow"),
+    "a hole": (altered(PLAIN, tensors_t=line("F32", [1], 20, 24)), "do not follow"),
+    "less than all": (altered(PLAIN, tensors_t=line("F32", [1], 16, 20)), "not all that follows"),
+    "more than all": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 16 + 2**42)), "not all that follows"),
+    "backwards": (altered(PLAIN, tensors_t=line("F32", [0], 16, 8)), "ends before"),
+    "a shape of more": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 24)), "not that of its bytes"),
+    "a shape of less than none": (altered(PLAIN, tensors_t=line("F32", [-1, -2], 16, 24)), "a shape that is none"),
+    "a shape of many axes": (altered(PLAIN, tensors_t=line("F32", [1] * 40 + [2], 16, 24)), "a shape that is none"),
+    "a huge shape of nothing": (altered(PLAIN, start=line("F32", [2**61, 2**61, 0], 0, 0)), "wire"),
+    "another dtype": (altered(PLAIN, tensors_t=line("F77", [2], 16, 24)), "KeyError: 'F77'"),
+    "a truth value": (altered(PLAIN, tensors_t=line("BOOL", [8], 16, 24)), "a truth value"),
+    "a quantised dtype": (coded(SMALL, ["quint8", [16000], True]), "no dtype is called quint8"),
+    "no dtype": (coded(SMALL, ["Tensor", [16000], True]), "no dtype is called Tensor"),
+    "a bomb": (coded(SMALL, ["float32", [10**9], True]), "at most 100 times as large"),
+    "a frame of more": (coded(SMALL, ["float32", [3999], True]), "of another size"),
+    "no frame": (SMALL[:-160] + b"\0" * 160, "wire"),
+    "points of no entries": (
+        altered(SAMPLES[1], value=header_of(SAMPLES[1])["__metadata__"]["value"].replace('["points", [2,', f'["points", [{2**61},')),
+        "of which there are no entries",
+    ),
+    "a product that takes a day": (
+        altered(SAMPLES[1], value=header_of(SAMPLES[1])["__metadata__"]["value"].replace('["points", [2,', f'["points", [{"9" * 4000},')),
+        "a shape that is none",
+    ),
+    "leaves twice": (altered(SAMPLES[1], leaves='["0.weight", "0.weight"]'), "leaves that are none"),
+    "a ticket of another type": (altered(PLAIN, ticket=None), "not those of this package"),
+    "bytes that are none": (altered(PLAIN, value=VALUE.replace('{"tensor": "tensors/t"}', '{"bytes": "?"}')), "Error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_bytes_are_refused_and_told(name):
+    data, told = HOSTILE[name]
+    with shipped(), pytest.raises(WireError, match=told):
+        unpack(data)
+    refused_or_read(data)
+
+
+def test_a_lying_frame_makes_no_more_memory_than_it_may():
+    """Its own header claims a terabyte, that of the wire what came."""
+    lying = bytearray(zstandard.ZstdCompressor(write_content_size=True).compress(bytes(10**6)))
+    assert zstandard.frame_content_size(bytes(lying)) == 10**6
+    lying[4] = 0xE0  # the flag of a size in eight bytes, a window of its own
+    lying[5:9] = struct.pack("<Q", 2**40)
+    value = pack(Payload(torch.ones(1, 4), 1, memory=torch.zeros(len(lying), dtype=torch.uint8)))
+    data = bytearray(coded(value, ["uint8", [len(lying)], True]))
+    header = header_of(value)
+    header["__metadata__"]["coded"] = json.dumps({"memory": ["uint8", [len(lying) * 50], True]})
+    start, end = header["memory"]["data_offsets"]
+    body = bytearray(value[8 + int.from_bytes(value[:8], "little") :])
+    body[start:end] = lying
+    data = framed(json.dumps(header)) + bytes(body)
+    with pytest.raises(WireError):
+        unpack(data)
+
+
+# The server.
+
+
+def junk(calls):
+    calls.append(1)
+    return unpack(b"of my own making")
+
+
+def test_junk_is_a_refused_receipt_and_leaves_the_ticket_open(as_shipped):
+    server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
+    ticket = server.dispatch("ward-7")
+    receipt = server.receive(ticket.id, partial(unpack, b"of my own making"))
+    assert (receipt.accepted, server.refused, server.version) == (False, {"wire": 1}, 0)
+    assert receipt.reason.startswith("wire: expected what `pack` returns")
+    data = pack(Payload(torch.tensor([[2.0, 4.0]]), samples=10))
+    assert server.receive(ticket.id, partial(unpack, data)).accepted
+    assert torch.equal(server.model, torch.tensor([1.0, 2.0]))
+    message = pack(Message(torch.ones(2)))
+    assert server.receive(server.dispatch(1), partial(unpack, message)).reason.startswith("payload: expected a Payload")
+
+
+def test_what_answers_no_open_ticket_is_not_even_unpacked():
+    server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
+    calls = []
+    assert server.receive("0" * 32, partial(junk, calls)).reason.startswith("ticket: unknown")
+    ticket = server.dispatch("ward-7")
+    first = server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10))
+    assert server.receive(ticket, partial(junk, calls)) is first
+    assert calls == []
+
+
+def test_what_a_function_raises_of_its_own_comes_out_and_changes_nothing():
+    server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
+    ticket = server.dispatch("ward-7")
+    with pytest.raises(ZeroDivisionError):
+        server.receive(ticket, lambda: 1 / 0)
+    assert server.refused == {}
+    assert server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).accepted
+
+
+def test_a_payload_of_another_model_is_refused_by_its_layout():
+    server = Server.of(MODEL, FedAsync(rate=0.5))
+    other = ParameterSpace.of(torch.nn.Linear(P - 1, 1))
+    ticket = server.dispatch("ward-7")
+    named = pack(Payload(torch.zeros(1, P), 1), spec=other)
+    plain = pack(Payload(torch.zeros(1, P + 1), 1))
+    for data, told in ((named, "wire: layout: "), (plain, "wire: points: expected points of the space")):
+        receipt = server.receive(ticket, partial(unpack, data, spec=server.space))
+        assert not receipt.accepted
+        assert receipt.reason.startswith(told)
+    assert server.refused == {"wire": 2}
+
+
+def test_over_the_wire_and_directly_are_the_same_to_the_last_bit():
+    models = []
+    for wired in (False, True):
+        server = Server.of(MODEL, FedAsync(rate=0.3))
+        for turn in range(3):
+            ticket = server.dispatch("ward-7")
+            sent = unpack(pack(ticket), spec=server.space) if wired else ticket
+            buffers = {name: sent.message.buffers[name] + 1 for name in sent.message.asked}
+            payload = Payload((sent.message.start + 0.1 * draw(turn, P).float())[None], 4, buffers=buffers)
+            data = pack(payload, spec=server.space, ticket=sent, compress=True)
+            answer = partial(unpack, data, spec=server.space) if wired else payload
+            receipt = server.receive(ticket_of(data), answer)
+            assert receipt.accepted
+            assert alike(tree(unpack(pack(receipt))), tree(receipt))
+        models.append(server.state_dict())
+    assert alike(*models)
