@@ -54,6 +54,11 @@ class Course:
         scheduler: carries out the tasks; nothing else may use it from now on.
         changes: of who takes part. A client whose first change is no `"join"` is here from the start.
 
+    Attributes:
+        present: the clients that take tasks now.
+        pending: the event that waits for `give` or `settle`.
+        answers: how many there were.
+
     Raises:
         ArgumentError: if the scheduler was used before, or a change cannot happen or is of none of the clients.
 
@@ -94,10 +99,10 @@ class Course:
         self.clients = clients
         self._scheduler = scheduler
         self._asking = asking
-        self._present = Present(here)
+        self.present = Present(here)
         self._given: dict[int, deque[_Given]] = {}
         self._count: dict[int, int] = {}
-        self._asks = deque(asking.begin(self._present))
+        self._asks = deque(asking.begin(self.present))
         self.pending: Ask | Answer | None = None
         self.answers = 0
 
@@ -159,7 +164,7 @@ class Course:
             raise ArgumentError(f"course: expected an Answer to settle, got {self.pending}")
         client = self.pending.key.client
         self.pending = None
-        self._asks.extend(self._asking.answered(client, accepted, self._present))
+        self._asks.extend(self._asking.answered(client, accepted, self.present))
 
     def _finish(self, done: Completion) -> Answer:
         """A task of a client has finished; its next one is taken up."""
@@ -178,12 +183,12 @@ class Course:
         """A client comes or goes; the tasks that are lost with it."""
         client = change.client
         if change.kind in ("join", "return"):
-            self._present.add(client)
-            self._asks.extend(self._asking.joined(client, self._present))
+            self.present.add(client)
+            self._asks.extend(self._asking.joined(client, self.present))
             return ()
-        self._present.discard(client)
+        self.present.discard(client)
         if change.kind == "leave":
             return ()
         lost = tuple(Key(client, task.nth) for task in self._given.pop(client, ()))
-        self._asks.extend(self._asking.lost(client, len(lost), self._present))
+        self._asks.extend(self._asking.lost(client, len(lost), self.present))
         return lost

@@ -59,8 +59,8 @@ class Foresight:
     def gave(self, key: Key, work: float) -> None:
         """The course has given a task."""
         self._last[key.client] = work
-        self._out[key] = None
         self._hear(_Told(key, work=work))
+        self._out[key] = None
         if self._twin is None or key in self._places:
             self._line_up(key)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifoldagg.curves import Bezier, Control, Phases, Sharpness, Training
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_decay, check_number, check_shape
-from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.contract import Message, Payload
 from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.federated.trainers.lorentzproximal import LorentzProximal
 from manifoldagg.kernels import combine
@@ -83,6 +83,9 @@ class AsyncCurve(Client):
             check_number("proximal", self.proximal, at_least=0)
         check_choice("as_printed", self.as_printed, (False, True))
         self._options()
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return 2 * self.epochs * length
 
     def _train(self, given: Assignment) -> Payload:
         base = given.message.start

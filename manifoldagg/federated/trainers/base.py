@@ -88,6 +88,8 @@ class Client(abc.ABC):
         >>> class Still(Client):
         ...     def _train(self, given):
         ...         return Payload(given.message.start[None], given.samples)
+        ...     def steps_of(self, message, length):
+        ...         return 0
         >>> loss = lambda theta, batch: (theta - batch).square().sum()
         >>> message, batches = Message(torch.ones(1)), [torch.zeros(3)]
         >>> Still().train(Flat(1), message, loss, batches, None, generator=torch.Generator()).samples
@@ -127,6 +129,18 @@ class Client(abc.ABC):
         given = Assignment(space, message, loss, batches, memory, generator)
         payload = self._train(given)
         return payload if payload.buffers else replace(payload, buffers=given.buffers())
+
+    @abc.abstractmethod
+    def steps_of(self, message: Message, length: int) -> int:
+        """How many steps `train` takes: what a task costs, before it is done.
+
+        Args:
+            message: from the server.
+            length: how many batches one pass has.
+
+        Raises:
+            ArgumentError: if the message is not of the rule that the trainer belongs to.
+        """
 
     @abc.abstractmethod
     def _train(self, given: Assignment) -> Payload: ...

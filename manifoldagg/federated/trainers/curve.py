@@ -7,7 +7,7 @@ import torch
 
 from manifoldagg.curves import Bezier, Control, Phases, Sampling, Sharpness, Training
 from manifoldagg.errors import check_count
-from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.contract import Message, Payload
 from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.manifolds.optimizers import Optimizer
 
@@ -74,6 +74,9 @@ class Curve(Client):
             "control": Control(self.control_rate, self.control_start, self.control_projection, free),
             "sampling": Sampling(self.sampling, self.samples),
         }
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return sum(self.epochs) * length if self.steps is None else sum(self.steps)
 
     def _train(self, given: Assignment) -> Payload:
         samples = given.samples

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manifoldagg.curves import Control, Phases, Sampling, Sharpness, Simplex, Training
 from manifoldagg.errors import ArgumentError, check_number
-from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.contract import Message, Payload
 from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.manifolds.optimizers import Optimizer
 
@@ -84,6 +84,9 @@ class FLOCO(Client):
             "training": Training(self.optimizer, self.rate, self.proximal, self.sharpness),
             "sampling": Sampling(samples=self.samples),
         }
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return self.epochs * length
 
     def _train(self, given: Assignment) -> Payload:
         if "vertices" not in given.message.tensors:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.curves import Bezier, Phases, Sharpness, Training
 from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.contract import Message, Payload
 from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.manifolds.optimizers import Optimizer
 
@@ -58,6 +58,9 @@ class Local(Client):
             "phases": Phases.first(self.epochs, self.steps),
             "training": Training(self.optimizer, self.rate, self.proximal, self.sharpness),
         }
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return self.epochs * length if self.steps is None else self.steps
 
     def _train(self, given: Assignment) -> Payload:
         samples = given.samples
@@ -116,13 +119,20 @@ class Epochs(Client):
         if self.at_most is not None:
             check_count("at_most", self.at_most)
 
+    def steps_of(self, message: Message, length: int) -> int:
+        return self._asked(message).steps_of(message, length)
+
     def _train(self, given: Assignment) -> Payload:
-        number = given.message.numbers.get("epochs", math.nan)
+        return self._asked(given.message)._train(given)
+
+    def _asked(self, message: Message) -> Local:
+        """Training for as long as the message says."""
+        number = message.numbers.get("epochs", math.nan)
         asked = check_number("message: numbers: epochs", number, at_least=1)
         if asked != int(asked):
             raise ArgumentError(f"message: numbers: epochs: expected an integer >= 1, got {asked!r}")
         epochs = int(asked) if self.at_most is None else min(int(asked), self.at_most)
-        return replace(self.local, epochs=epochs, steps=None)._train(given)
+        return replace(self.local, epochs=epochs, steps=None)
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,9 @@ class Gradient(Client):
 
     def _step(self) -> Local:
         return Local(steps=1, optimizer=torch.optim.SGD, rate=1.0, sharpness=self.sharpness)
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return 1
 
     def _train(self, given: Assignment) -> Payload:
         count = given.length or 1

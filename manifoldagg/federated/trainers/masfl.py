@@ -11,7 +11,7 @@ from manifoldagg.corrections.frame import require_flat
 from manifoldagg.curves import Phases, sharp_gradient
 from manifoldagg.curves.phases import Schedule
 from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_number, is_finite
-from manifoldagg.federated.contract import Payload
+from manifoldagg.federated.contract import Message, Payload
 from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.kernels import combine, gram
 
@@ -49,6 +49,9 @@ class ControlVariate(Client):
         check_count("epochs" if self.steps is None else "steps", self.epochs if self.steps is None else self.steps)
         check_number("rate", self.rate, above=0)
 
+    def steps_of(self, message: Message, length: int) -> int:
+        return self.epochs * length if self.steps is None else self.steps
+
     def _train(self, given: Assignment) -> Payload:
         def advance(theta: Tensor, step: Tensor) -> bool:
             combine(theta, [step], [-self.rate], out=theta)
@@ -79,10 +82,11 @@ class Normalised(Client):
         tensor([[-0.6000, -0.8000]])
     """
 
+    def steps_of(self, message: Message, length: int) -> int:
+        return _told(message)[1]
+
     def _train(self, given: Assignment) -> Payload:
-        numbers = given.message.numbers
-        if missing := {"rate", "steps"} - numbers.keys():
-            raise ArgumentError(f"message: expected one of AdaMasFL; numbers lack {', '.join(sorted(missing))}")
+        rate, steps = _told(given.message)
 
         def advance(theta: Tensor, step: Tensor) -> bool:
             low, high = step.aminmax()
@@ -93,10 +97,17 @@ class Normalised(Client):
                 return False
             # A power of 2 rounds nothing. It is at most 2^1000, so that it is finite itself for a subnormal peak.
             unit = combine(None, [step], [2.0 ** min(1000, -math.frexp(peak)[1])], out=step)
-            combine(theta, [unit], [-numbers["rate"] / math.sqrt(gram([unit])[0, 0, 0].item())], out=theta)
+            combine(theta, [unit], [-rate / math.sqrt(gram([unit])[0, 0, 0].item())], out=theta)
             return True
 
-        return _controlled_steps(given, Phases.first(0, int(numbers["steps"])), advance)
+        return _controlled_steps(given, Phases.first(0, steps), advance)
+
+
+def _told(message: Message) -> tuple[float, int]:
+    r"""$\eta$ and K of a message of AdaMasFL."""
+    if missing := {"rate", "steps"} - message.numbers.keys():
+        raise ArgumentError(f"message: expected one of AdaMasFL; numbers lack {', '.join(sorted(missing))}")
+    return message.numbers["rate"], int(message.numbers["steps"])
 
 
 def _controlled_steps(given: Assignment, phases: Phases, advance: Callable[[Tensor, Tensor], bool]) -> Payload:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifoldagg.corrections import calibrate
 from manifoldagg.errors import ArgumentError, is_finite
-from manifoldagg.federated.contract import Payload, Trainer
+from manifoldagg.federated.contract import Message, Payload, Trainer
 from manifoldagg.federated.rules.orthofl import mixed, shift
 from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.federated.trainers.local import Local
@@ -44,6 +44,10 @@ class Calibrated(Client):
     def __post_init__(self) -> None:
         if isinstance(self.trainer, type) or not isinstance(self.trainer, Trainer):
             raise ArgumentError(f"trainer: expected an instance with `train`, got {self.trainer!r}")
+
+    def steps_of(self, message: Message, length: int) -> int:
+        steps = getattr(self.trainer, "steps_of", None)
+        return length if steps is None else int(steps(message, length))
 
     def _train(self, given: Assignment) -> Payload:
         message = given.message
