@@ -53,13 +53,20 @@ def trajectory(rule, kappa, seed, rounds, dtype=torch.float64):
     return torch.stack(models)
 
 
-@settings(max_examples=4)
-@given(seeds, st.integers(1, 3), st.integers(1, 3), st.sampled_from([16, 40]))
-def test_it_is_the_papers_algorithm(seed, size, steps, horizon):
-    """Algorithms 3 and 4 in plain float64."""
-    eta, beta = 1 / (steps * horizon**0.5), (size * steps / horizon) ** 0.5
-    gamma = (size * steps) ** 0.25 / horizon**0.75
-    rule = AdaMasFL(size, steps=steps, rounds=horizon, clients=CLIENTS)
+@settings(max_examples=6)
+@given(
+    seeds,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([16, 40]),
+    st.sampled_from([{}, {"eta": 0.05}, {"beta": 0.7}, {"gamma": 0.2}, {"eta": 0.01, "beta": 1.0, "gamma": 0.3}]),
+)
+def test_it_is_the_papers_algorithm(seed, size, steps, horizon, chosen):
+    """Algorithms 3 and 4 in plain float64, with the paper's rates or others."""
+    eta = chosen.get("eta", 1 / (steps * horizon**0.5))
+    beta = chosen.get("beta", (size * steps / horizon) ** 0.5)
+    gamma = chosen.get("gamma", (size * steps) ** 0.25 / horizon**0.75)
+    rule = AdaMasFL(size, steps=steps, rounds=horizon, clients=CLIENTS, **chosen)
     assert (rule.local_rate, rule.momentum, rule.rate) == pytest.approx((eta, beta, gamma), rel=1e-14)
     theta = draw(seed, D)
     server = Server(SPACE, rule, theta)
@@ -204,6 +211,11 @@ def test_late_clients_open_first():
         ({"size": 4, "steps": 5, "rounds": 19}, "rounds"),
         ({"size": 4, "clients": 3}, "clients"),
         ({"initial": "one"}, "initial"),
+        ({"eta": 0.0}, "eta"),
+        ({"beta": 0.0}, "beta"),
+        ({"beta": 1.5}, "beta"),
+        ({"gamma": -1.0}, "gamma"),
+        ({"gamma": math.inf}, "gamma"),
     ],
     ids=str,
 )
@@ -215,6 +227,11 @@ def test_options_out_of_range_are_named(options, name):
 def test_rates_need_at_least_as_many_rounds_as_steps():
     assert AdaMasFL(4, steps=5, rounds=20).momentum == 1.0
     assert math.isclose(AdaMasFL(4, steps=5, rounds=20).rate * 20, (4 * 5 * 20) ** 0.25)
+
+
+def test_a_momentum_that_is_set_needs_no_number_of_rounds():
+    rule = AdaMasFL(4, steps=5, rounds=1, beta=0.5)
+    assert (rule.momentum, rule.local_rate) == (0.5, 1 / 5)
 
 
 def test_clients_say_what_they_miss():

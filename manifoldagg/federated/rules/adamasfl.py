@@ -1,4 +1,4 @@
-"""AdaMasFL: MasFL in normalised steps, whose rates follow from S, K and T alone."""
+"""AdaMasFL: MasFL in normalised steps, whose rates follow from S, K and T alone, or are set."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.federated.contract import State, Update
 from manifoldagg.federated.rules._reading import root
 from manifoldagg.federated.rules.masfl import ControlVariates
@@ -30,15 +30,20 @@ class AdaMasFL(ControlVariates):
     $\|\Delta_i\| \le 1$, T steps go no farther than $T \gamma = (SKT)^{1/4}$, and losses times $\kappa$ change nothing.
     What has gone farther than K steps can, but for rounding, is refused.
 
+    Each of the three can be set in place of what is derived, and what a client is asked for and believed follows it.
+
     A client that answers twice before a step counts once towards S, and its displacements are both in the mean, over
     all answers. Who joins late, leaves, fails or comes back is treated as in MasFL. After T steps the rates stay.
 
     Args:
         size: S.
         steps: K, local steps.
-        rounds: $T \ge SK$, steps of the server that are planned.
+        rounds: $T$, steps of the server that are planned, at least SK where $\beta$ is derived.
         clients: N, as in MasFL.
         initial: likewise.
+        eta: $\eta$; derived where not given.
+        beta: $\beta \in (0, 1]$, likewise.
+        gamma: $\gamma$, likewise.
 
     Raises:
         ArgumentError: naming the option that is out of range; where the space is curved.
@@ -52,31 +57,40 @@ class AdaMasFL(ControlVariates):
         >>> rule = AdaMasFL(4, steps=4, rounds=256)
         >>> rule.local_rate, rule.momentum, rule.rate
         (0.015625, 0.25, 0.03125)
+        >>> rule = AdaMasFL(4, steps=4, rounds=256, gamma=0.1)
+        >>> rule.local_rate, rule.momentum, rule.rate
+        (0.015625, 0.25, 0.1)
     """
 
     steps: int = field(default=10, kw_only=True)
     rounds: int = field(default=1000, kw_only=True)
+    eta: float | None = field(default=None, kw_only=True)
+    beta: float | None = field(default=None, kw_only=True)
+    gamma: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("steps", self.steps)
-        if check_count("rounds", self.rounds) < self.size * self.steps:
+        for name, given, most in (("eta", self.eta, math.inf), ("beta", self.beta, 1), ("gamma", self.gamma, math.inf)):
+            if given is not None:
+                check_number(name, given, above=0, at_most=most)
+        if check_count("rounds", self.rounds) < self.size * self.steps and self.beta is None:
             raise ArgumentError(f"rounds: expected at least size * steps = {self.size * self.steps}, got {self.rounds}")
 
     @property
     def local_rate(self) -> float:
         r"""$\eta$."""
-        return 1 / (self.steps * math.sqrt(self.rounds))
+        return 1 / (self.steps * math.sqrt(self.rounds)) if self.eta is None else self.eta
 
     @property
     def momentum(self) -> float:
         r"""$\beta$."""
-        return math.sqrt(self.size * self.steps / self.rounds)
+        return math.sqrt(self.size * self.steps / self.rounds) if self.beta is None else self.beta
 
     @property
     def rate(self) -> float:
         r"""$\gamma$."""
-        return float((self.size * self.steps) ** 0.25 / self.rounds**0.75)
+        return float((self.size * self.steps) ** 0.25 / self.rounds**0.75) if self.gamma is None else self.gamma
 
     def told(self) -> dict[str, float]:
         return {"rate": self.local_rate, "steps": float(self.steps)}
