@@ -11,7 +11,7 @@ from functools import partial
 
 from manifoldagg.simulation import Federation, dirichlet_partition, run, task
 from manifoldagg.simulation.errands import one_thread
-from manifoldagg.simulation.methods import RATES, method
+from manifoldagg.simulation.methods import RULES, method
 
 GRID = (0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0)
 
@@ -19,7 +19,7 @@ GRID = (0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0)
 def main() -> None:
     """Print a row for each method and rate."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--methods", default=",".join(RATES))
+    parser.add_argument("--methods", default=",".join(name for name, entry in RULES.items() if "rate" in entry.options))
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102, 103, 104])
     options = parser.parse_args()

@@ -48,7 +48,7 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--methods", "fedasync,sgd"], "method: expected one of fedasync, fedortho, fedgs, asyncbezier; got 'sgd'"),
+        (["--methods", "fedasync,sgd"], "methods: no method 'sgd'; did you mean asgd?"),
         (["--data", "imagenet"], "data: expected one of digits; got 'imagenet'"),
         (["--rate", "-1"], "rate: expected a finite number > 0, got -1.0"),
         (["--rate", "fedasync=-1"], "rate: expected a finite number > 0, got -1.0"),

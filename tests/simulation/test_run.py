@@ -15,7 +15,7 @@ from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Payload
 from manifoldagg.simulation import Batches, Federation, Method, Partition, Task, dirichlet_partition, run, task
 from manifoldagg.simulation.compare import compare
-from manifoldagg.simulation.methods import RATES, method, methods
+from manifoldagg.simulation.methods import method, methods
 from manifoldagg.simulation.report import check_destination, write_report
 from manifoldagg.simulation.tasks import seeded_model
 from tests.support import draw
@@ -208,22 +208,10 @@ def test_models_depend_on_their_seed_alone():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_methods_by_name():
-    assert [m.name for m in methods(NAMES)] == ["FedAsync", "FedOrtho", "FedGS", "AsyncBezier"]
-    assert [method(name).rule.rate for name in NAMES] == list(RATES.values())
-    assert [m.rule.rate for m in methods(["fedasync", "fedgs"], ["0.5", "fedgs=0.25"])] == [0.5, 0.25]
-
-
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: method("fedavg"), "method: expected one of fedasync, fedortho, fedgs, asyncbezier; got 'fedavg'"),
-        (lambda: methods([]), "methods: expected some of"),
-        (lambda: methods(["fedgs", "fedgs"]), "methods: fedgs is given twice"),
-        (lambda: methods(["fedgs"], ["fast"]), "rate: expected a number or METHOD=NUMBER"),
-        (lambda: methods(["fedgs"], ["-1"]), "rate: expected a finite number > 0, got -1.0"),
-        (lambda: methods(["fedgs"], ["fedasync=1"]), "rate: expected one of fedgs; got 'fedasync'"),
         (lambda: task("imagenet"), "data: expected one of digits; got 'imagenet'"),
         (lambda: compare(clusters(), []), "methods: expected at least one"),
         (lambda: compare(clusters(), methods(["fedgs"]), clients=121), "clients: expected at most one for each of 120"),
