@@ -24,6 +24,7 @@ from manifoldagg.simulation.run import Event, Method, Run, run
 from manifoldagg.simulation.schedulers import Completion, IndependentClients, Scheduler
 from manifoldagg.simulation.tasks import Batches, Task, task
 from manifoldagg.simulation.trace import Record, read_trace, write_trace
+from manifoldagg.simulation.workers import Workers, processes
 
 __all__ = [
     "Batches",
@@ -53,6 +54,7 @@ __all__ = [
     "Task",
     "Uniform",
     "VirtualClock",
+    "Workers",
     "assign",
     "churn",
     "cyclic_partition",
@@ -63,6 +65,7 @@ __all__ = [
     "iid_partition",
     "images",
     "perform",
+    "processes",
     "read_idx",
     "read_trace",
     "run",

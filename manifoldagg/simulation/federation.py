@@ -1,7 +1,9 @@
 """A federation: who holds which samples, and all that is random in what they do with them."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.simulation.partitions import Partition
+from manifoldagg.simulation.recipes import checksum, recalled
 from manifoldagg.simulation.tasks import Batches, Task, seeded_model
 
 __all__ = ["Federation", "Key"]
@@ -39,6 +42,8 @@ class Federation:
         held_out: likewise, disjoint from `train`; together the test set.
         batch: samples a minibatch.
         seed: everything random in a run follows from it.
+
+    One that `split` made goes to other processes as that call, where what it was given can be pickled.
     """
 
     task: Task
@@ -46,6 +51,7 @@ class Federation:
     held_out: list[np.ndarray]
     batch: int
     seed: int
+    origin: "Callable[[], Federation] | None" = field(init=False, default=None, repr=False, compare=False)
 
     @staticmethod
     def split(
@@ -83,13 +89,24 @@ class Federation:
             raise ArgumentError(
                 f"clients: {clients} clients have too few samples each to hold out a part of {holdout:g}"
             )
-        return Federation(
+        made = Federation(
             task,
             train=[np.sort(part[cut:]) for part, cut in zip(shuffled, cuts, strict=True)],
             held_out=[np.sort(part[:cut]) for part, cut in zip(shuffled, cuts, strict=True)],
             batch=batch,
             seed=seed,
         )
+        origin = partial(Federation.split, task, clients, partition=partition, seed=seed, holdout=holdout, batch=batch)
+        # A change of it, as by `replace`, has none.
+        object.__setattr__(made, "origin", origin)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return recalled(self, self.origin, Federation._sum)
+
+    def _sum(self) -> int:
+        parts = (*self.train, *self.held_out)
+        return checksum(np.array([len(part) for part in parts]), *parts)
 
     @property
     def scheduled(self) -> list[int]:

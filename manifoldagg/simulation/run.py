@@ -2,29 +2,27 @@
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count
 from manifoldagg.federated import Message, Payload, Rule, Server, Ticket, Trainer
-from manifoldagg.federated.contract import Memory, check_rule
+from manifoldagg.federated.contract import check_rule
 from manifoldagg.simulation.course import Ask, Lost
-from manifoldagg.simulation.errands import Errand, perform
+from manifoldagg.simulation.crew import Crew
 from manifoldagg.simulation.exam import Marks
 from manifoldagg.simulation.fairness import gini, theil
 from manifoldagg.simulation.federation import Federation, Key
 from manifoldagg.simulation.foresight import Foresight
 from manifoldagg.simulation.scenario import Delays, Participations, Schedulers, course_of
+from manifoldagg.simulation.workers import Executors
 
-__all__ = ["Event", "Executors", "Method", "Run", "run"]
+__all__ = ["Event", "Method", "Run", "run"]
 
 WORKS = ("data", "dispatched")
-Executors: TypeAlias = Executor | Callable[[], Executor] | None
-"""An executor, or what makes one; `None`: train here."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,8 @@ def run(
         tasks: how many are under way at a time, for a rule that neither waits for a cohort nor draws; as many as
             clients by default.
         every: evaluate the model after so many rounds; before the first and after the last in any case.
-        executor: what trains, with equal results.
+        executor: what trains ahead, for the same results: an executor of any kind, or a function that makes one such as
+            [`processes(2)`][manifoldagg.simulation.processes]. `None`: every task is trained here, when it is answered.
         watch: called with each answered task.
         progress: called once a round.
 
@@ -252,33 +251,3 @@ class _Desk:
     def _share(self, name: str, tensor: Tensor) -> Tensor:
         first = self._shared.setdefault(name, tensor)
         return first if torch.equal(first, tensor) else tensor
-
-
-class Crew:
-    """What trains the tasks of a run: here, when they are answered."""
-
-    def __init__(self, federation: Federation, trainer: Trainer, executor: Executors, foresight: Foresight) -> None:
-        if executor is not None:
-            raise ArgumentError("executor: expected None")
-        self._federation = federation
-        self._trainer = trainer
-        self._messages: dict[Key, Message] = {}
-        self._memories: dict[int, Memory] = {}
-
-    def __enter__(self) -> "Crew":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def give(self, key: Key, message: Message) -> None:
-        self._messages[key] = message
-
-    def lose(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            del self._messages[key]
-
-    def result(self, key: Key) -> Payload:
-        memory = self._memories.get(key.client)
-        payload = perform(Errand(self._federation, self._trainer, key, self._messages.pop(key), memory))
-        self._memories[key.client] = payload.memory
-        return payload

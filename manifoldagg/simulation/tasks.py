@@ -2,13 +2,16 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count
+from manifoldagg.simulation.recipes import checksum, recalled
 
 __all__ = ["DRAWING", "Batches", "Task", "seeded_model", "small_cnn", "task"]
 
@@ -26,6 +29,8 @@ class Task:
         labels: (samples,) in int64.
         model: makes an untrained model.
         target: an accuracy worth timing how long it takes to reach.
+
+    One that [`task`][manifoldagg.simulation.task] made goes to other processes by name: they make it for themselves.
     """
 
     name: str
@@ -33,6 +38,13 @@ class Task:
     labels: Tensor
     model: Callable[[], nn.Module]
     target: float
+    origin: "Callable[[], Task] | None" = field(init=False, default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return recalled(self, self.origin, Task._sum)
+
+    def _sum(self) -> int:
+        return checksum(self.inputs, self.labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +77,27 @@ class Batches:
             yield self.inputs[index], self.labels[index]
 
 
-def task(name: str) -> Task:
-    """The task of that name: `"digits"`.
+def task(source: str | Callable[[], Task]) -> Task:
+    """The task of that name, `"digits"`, or the one that a function makes.
+
+    Other processes, those of an executor for instance, are sent the name or the function in place of the data. So it
+    makes the same each time, and can be pickled: a function of a module, or a `functools.partial` of one.
 
     Raises:
-        ArgumentError: if the name is unknown, or the package that carries its data is not installed.
+        ArgumentError: if the name is unknown, the package that carries its data is not installed, or the function makes
+            something else.
+
+    Example:
+        >>> task("digits").inputs.shape
+        torch.Size([1797, 1, 8, 8])
     """
-    check_choice("data", name, tuple(TASKS))
-    return TASKS[name]()
+    make = TASKS[check_choice("data", source, tuple(TASKS))] if isinstance(source, str) else source
+    made = make()
+    if not isinstance(made, Task):
+        raise ArgumentError(f"task: expected a function that makes a Task, it made {type(made).__name__}")
+    # A change of it, as by `replace`, has none.
+    object.__setattr__(made, "origin", partial(task, source))
+    return made
 
 
 def small_cnn(classes: int = 10) -> nn.Module:
