@@ -22,6 +22,7 @@ from manifoldagg.federated.contract import Message, Payload, Receipt, Ticket
 from manifoldagg.federated.record.format import KNOWN, decoded, dtype_of, encoded, entries, framed, spans
 from manifoldagg.federated.record.raw import bytes_of
 from manifoldagg.manifolds import Layout, ParameterSpace
+from manifoldagg.manifolds.names import wrapping
 from manifoldagg.manifolds.spec import digest
 
 __all__ = ["RATIO", "pack", "ticket_of", "unpack"]
@@ -475,8 +476,9 @@ TICKET = {"id": _is(str), "version": _is(int)}
 
 def _check_layout(told: str | None, leaves: list[str], layout: Layout) -> None:
     """The layout must be that of the other side, as far as it is told."""
-    if leaves and leaves != [leaf.name for leaf in layout.leaves]:
-        raise WireError("wire: layout: expected the names of the tensors as in `spec`")
+    names = [leaf.name for leaf in layout.leaves]
+    if leaves and leaves != names:
+        raise WireError(f"wire: layout: expected the names of the tensors as in `spec`{wrapping(leaves, names)}")
     if told is not None and told != digest(layout):
         raise WireError("wire: layout: expected names, shapes, dtypes and order of the tensors as in `spec`")
 

@@ -536,6 +536,22 @@ def test_a_payload_of_another_model_is_refused_by_its_layout():
     assert server.refused == {"wire": 2}
 
 
+def test_a_client_whose_model_is_wrapped_is_told_so():
+    server = Server.of(MODEL, FedAsync(rate=0.5))
+    wrapped = ParameterSpace.of(torch.nn.DataParallel(MODEL))
+    data = pack(Payload(torch.zeros(1, P), 1), spec=wrapped)
+    receipt = server.receive(server.dispatch("ward-7"), partial(unpack, data, spec=server.space))
+    assert "'module.' is in them: DataParallel" in receipt.reason
+
+
+def test_a_spec_in_json_does_for_the_space():
+    server = Server.of(MODEL, FedAsync(rate=0.5))
+    spec = json.loads(json.dumps(server.spec()))
+    payload = Payload(draw(3, 1, P).float(), 4)
+    assert pack(payload, spec=spec) == pack(payload, spec=server.space)
+    assert unpack(pack(server.dispatch("ward-7")), spec=spec).space == server.space
+
+
 def test_over_the_wire_and_directly_are_the_same_to_the_last_bit():
     models = []
     for wired in (False, True):

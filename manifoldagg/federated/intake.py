@@ -22,6 +22,7 @@ from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.formulas import distance
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
+from manifoldagg.manifolds.names import wrapping
 
 __all__ = [
     "UNLIMITED",
@@ -449,7 +450,7 @@ def check_names(name: str, found: Collection[str], expected: Collection[str], kn
     names = set(found)
     for problem, odd in (("missing", set(expected) - names), ("unknown", names - set(known))):
         if odd:
-            raise ArgumentError(f"{name}: {problem}: {_listed(odd)}")
+            raise ArgumentError(f"{name}: {problem}: {_listed(odd)}{wrapping(names, expected)}")
 
 
 def _listed(names: Collection[object]) -> str:

@@ -387,7 +387,7 @@ class Server:
         """
 
         def brought(_: Open) -> Any:
-            return payload if isinstance(payload, Payload) or not callable(payload) else payload()
+            return payload if isinstance(payload, Payload | type) or not callable(payload) else payload()
 
         return self._receive(ticket, client, brought)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, StateDictError, check_choice, is_finite
 from manifoldagg.kernels import Tensors
+from manifoldagg.manifolds.names import wrapping
 
 __all__ = ["MASTER_DTYPES", "STATISTICS", "Entry", "Layout", "matches", "tensors_of"]
 
@@ -263,7 +264,7 @@ def _match(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], label: s
     """Exactly these names, with these shapes and dtypes."""
     for problem, names in (("missing", entries.keys() - tensors.keys()), ("extra", tensors.keys() - entries.keys())):
         if names:
-            raise StateDictError(f"{label}{problem}: {_listed(names)}")
+            raise StateDictError(f"{label}{problem}: {_listed(names)}{wrapping(tensors.keys(), entries.keys())}")
     for name, entry in entries.items():
         given = tensors[name]
         if tuple(given.shape) != entry.shape:

@@ -1,0 +1,43 @@
+"""Names of tensors, and what wrappers of modules put into them."""
+
+from collections.abc import Collection
+
+__all__ = ["wrapping"]
+
+WRAPPERS = {
+    "module": "DataParallel and DistributedDataParallel put it there: use that of `model.module`",
+    "_orig_mod": "torch.compile puts it there: use that of `model._orig_mod`",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel puts it there: use a full state dict",
+}
+"""What they put before each name, the first, or before a part of it, the others; and what to do."""
+
+
+def wrapping(given: Collection[str], expected: Collection[str]) -> str:
+    """What to say of names that differ from those that are expected by what wrappers put there alone; else nothing.
+
+    Example:
+        >>> wrapping({"module.weight"}, {"weight"})
+        "; 'module.' is in them: DataParallel and DistributedDataParallel put it there: use that of `model.module`"
+        >>> wrapping({"bias"}, {"weight"})
+        ''
+    """
+    if not set(map(_bare, given)) >= set(map(_bare, expected)):
+        return ""
+    mine, theirs = (_put(names) for names in (given, expected))
+    for part, why in WRAPPERS.items():
+        if (part in mine) != (part in theirs):
+            return f"; '{part}.' is {'in them' if part in mine else 'in those that are expected'}: {why}"
+    return ""
+
+
+def _put(names: Collection[str]) -> set[str]:
+    """What wrappers have put there, as far as it can be told."""
+    return WRAPPERS.keys() & {part for name in names for part in name.split(".")}
+
+
+def _bare(name: str) -> str:
+    """A name without it. A module of one's own may be called `module` too, further inside."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS or part == "module"]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)

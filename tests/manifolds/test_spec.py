@@ -1,0 +1,198 @@
+"""The spec: the same space on both sides, from a value that fits into JSON."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+from manifoldagg import ParameterSpace, Server
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.manifolds import (
+    Flat,
+    Grassmann,
+    Lorentz,
+    Manifold,
+    PoincareBall,
+    Power,
+    Product,
+    SpecialOrthogonal,
+    Sphere,
+    Stiefel,
+    SymmetricPositiveDefinite,
+    Validated,
+    from_geoopt,
+)
+from manifoldagg.manifolds.layout import Entry, Layout
+from manifoldagg.manifolds.spec import SPACES, digest
+from tests.manifolds.test_parameters import KINDS, build
+from tests.support import draw, exported, seeds
+
+CURVED = {
+    "Sphere": Sphere(6),
+    "PoincareBall": PoincareBall(6, curvature=-0.3),
+    "Lorentz": Lorentz(5),
+    "Stiefel": Stiefel(6, 6),
+    "Grassmann": Grassmann(6, 2),
+    "SpecialOrthogonal": SpecialOrthogonal(6),
+    "SymmetricPositiveDefinite": SymmetricPositiveDefinite(6),
+    "Power": Power(Power(Sphere(2), (3,)), (6,)),
+    "Product": Product({"a": PoincareBall(2, curvature=-0.1), "b": Flat(4)}),
+    "Flat": Flat(6),
+}
+
+
+def through(spec):
+    """As it arrives, and how long it is."""
+    text = json.dumps(spec, allow_nan=False)
+    return json.loads(text)
+
+
+@given(KINDS, seeds)
+def test_layout_names_buffers_and_tied_tensors_agree(kind, seed):
+    model = build(kind, seed)
+    space = ParameterSpace.of(model)
+    there = ParameterSpace.of_spec(through(space.spec()))
+    assert there == space
+    assert hash(there) == hash(space)
+    assert there.shape == space.shape
+    assert digest(there.layout) == digest(space.layout)
+    assert torch.equal(there.point(model), space.point(model))
+    carried = there.carried(model)
+    back = there.state_dict(there.point(model), carried)
+    assert back.keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", CURVED)
+def test_curved_leaves_agree_with_their_parameters(name):
+    space = CURVED[name]
+    copies = () if len(space.shape) > 1 else (2,)
+    layout = Layout((Entry("b", (3,), torch.float32), Entry("w", (*copies, *space.shape), torch.float32)))
+    leaf = Power(space, copies) if copies else space
+    mine = ParameterSpace(layout, (("w", leaf),))
+    there = ParameterSpace.of_spec(through(mine.spec()))
+    assert there == mine
+    assert there.inside == mine.inside
+    x, y = (mine.random_point(generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (1, 2))
+    v = mine.random_tangent(x, torch.Generator().manual_seed(3))
+    assert torch.equal(there.inner(x, v, v), mine.inner(x, v, v))
+    assert torch.equal(there.project(y), mine.project(y))
+
+
+def test_every_space_of_this_package_has_a_spec():
+    import manifoldagg.manifolds as package
+
+    spaces = {name: value for name, value in exported(package).items() if isinstance(value, type)}
+    plain = {name for name, value in spaces.items() if issubclass(value, Manifold)}
+    others = {"Manifold", "Embedded", "Composite", "Delegate", "ParameterSpace", "Validated", "GeooptManifold"}
+    assert (
+        plain - others - {name for name in plain if "Matri" in name or "Smooth" in name} == set(SPACES) == set(CURVED)
+    )
+
+
+def test_a_space_of_geoopt_or_of_ones_own_is_refused_by_the_name_of_its_leaf():
+    import geoopt
+
+    class Mine(Sphere):
+        """A subclass, of which nobody there knows."""
+
+    for space in (Mine(3), Validated(Sphere(3)), from_geoopt(geoopt.SphereProjection(), (3,))):
+        layout = Layout((Entry("head.weight", (3,), torch.float32),))
+        mine = ParameterSpace(layout, (("head.weight", space),))
+        with pytest.raises(ArgumentError, match=r"^spec: head\.weight: \w+ is told by no name"):
+            mine.spec()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"format": 2}, "expected format 1, got 2"),
+        ({"leaves": [["w", [-1], "float32"]]}, "an entry with name 'w'"),
+        ({"leaves": [["w", [3], "Tensor"]]}, "no dtype is called"),
+        ({"leaves": [["w", [3], "int64"]]}, "spec: w: expected a floating parameter"),
+        ({"aliases": [["v", "u"]]}, "an alias of no leaf"),
+        ({"dtype": "float16"}, "spec: dtype: expected one of"),
+        ({"manifolds": [["w", {"Plane": {}}]]}, "KeyError"),
+        ({"manifolds": [["w", {"Sphere": {"m": 3}}]]}, "TypeError"),
+        ({"leaves": None}, "TypeError"),
+    ],
+    ids=str,
+)
+def test_what_is_no_spec_is_refused(as_shipped, change, told):
+    spec = ParameterSpace(Layout((Entry("w", (3,), torch.float32),))).spec()
+    with pytest.raises(ArgumentError, match=f"^spec: .*{told}|^{told}"):
+        ParameterSpace.of_spec(spec | change)
+
+
+def test_a_digest_tells_names_shapes_dtypes_and_order_apart():
+    entries = [Entry("a", (2,), torch.float32), Entry("b", (2,), torch.float32)]
+    layouts = [
+        Layout(tuple(entries)),
+        Layout(tuple(reversed(entries))),
+        Layout((entries[0],), (entries[1],)),
+        Layout((entries[0],), (), (("b", "a"),)),
+        Layout(tuple(entries), dtype=torch.float64),
+        Layout((entries[0], Entry("b", (2, 1), torch.float32))),
+        Layout((entries[0], Entry("b", (2,), torch.float16))),
+    ]
+    assert len({digest(layout) for layout in layouts}) == len(layouts)
+
+
+def test_without_the_module_a_client_has_the_numbers_that_the_server_has():
+    """A bare state dict does not tell what is frozen: P would be 90 there."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    server = Server.of(model, FedAsync(rate=0.5))
+    client = ParameterSpace.of_spec(through(server.spec()))
+    assert client.shape == server.space.shape == server.model.shape
+    assert ParameterSpace.of_state_dict(model.state_dict()).shape != client.shape
+    ticket = server.dispatch("ward-7")
+    assert client.state_dict(ticket.message.start).keys() | server.space.carried(model).keys() == set(
+        model.state_dict()
+    )
+
+
+class Wrapped(nn.Module):
+    """As torch.compile wraps a module."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._orig_mod = model
+
+
+@pytest.mark.parametrize(
+    ("wrap", "told"),
+    [
+        (nn.DataParallel, r"'module\.' is in them: DataParallel .*`model\.module`"),
+        (Wrapped, r"'_orig_mod\.' is in them: torch.compile"),
+        (lambda model: nn.DataParallel(Wrapped(model)), r"'module\.' is in them"),
+        (lambda model: nn.Sequential(Wrapped(model[0]), model[1]), r"'_orig_mod\.' is in them"),
+    ],
+    ids=["parallel", "compiled", "both", "a part"],
+)
+def test_names_that_wrappers_change_are_told(wrap, told):
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    server = Server.of(model, FedAsync(rate=0.5))
+    ticket = server.dispatch("ward-7")
+    wrapped = wrap(model)
+    with pytest.raises(StateDictError, match=told):
+        server.space.point(wrapped)
+    receipt = server.receive_model(ticket, wrapped.state_dict(), samples=3)
+    assert "missing" in receipt.reason
+    with pytest.raises(ArgumentError, match=told):
+        receipt.check()
+    with pytest.raises(StateDictError, match=told.replace("in them", "in those that are expected")):
+        ParameterSpace.of(wrapped).point(model)
+
+
+def test_names_that_differ_otherwise_are_not_put_down_to_wrappers():
+    space = ParameterSpace.of(nn.Linear(4, 8))
+    for names in (
+        {"module.weight": draw(0, 8, 4).float()},
+        {"module.w": draw(0, 8, 4).float(), "bias": draw(0, 8).float()},
+    ):
+        with pytest.raises(StateDictError) as refusal:
+            space.point(names)
+        assert "module.' is" not in str(refusal.value)
