@@ -30,10 +30,10 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/front_door.py
 	$(BIN)/python benchmarks/server_load.py
-	$(BIN)/python benchmarks/server_load.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/clock.py
 	$(BIN)/python benchmarks/routing.py
+	$(BIN)/python benchmarks/simulation.py
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "manifoldagg needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

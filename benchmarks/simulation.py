@@ -1,0 +1,382 @@
+"""How fast a federation is simulated: two processes beside one, and beside other engines; and how many clients fit.
+
+Four parts, each with its table. `run`: the demo's methods with one process and with two, beside the same training in a
+bare loop, with neither server nor course nor exam, and beside two such loops in two processes, each with half of the
+work: what the machine allows. `engines`: updates a second of equal work, FedAvg with the digits' CNN, beside Flower's
+own simulation engine and FLGo, each in an environment that is made here once, and in processes of its own; its cold
+start, to the end of the first round, is told apart. `clients`: what a run with that many clients holds, and what it
+costs when clients do nothing.
+
+Peers run in a network namespace of their own (`unshare`, of util-linux): Ray, Flower's engine, listens wherever it can.
+FLGo runs in one process, in which it is fastest here: its pool of processes is made anew every round.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from timing import ratio
+
+from manifoldagg.federated import Message, Payload
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.simulation import (
+    Errand,
+    Federation,
+    Key,
+    Method,
+    Task,
+    dirichlet_partition,
+    perform,
+    processes,
+    run,
+    task,
+)
+from manifoldagg.simulation.methods import method
+
+HERE = Path(__file__).parent
+PEERS = HERE / "peers"
+ENVIRONMENTS = PEERS / ".environments"
+PARTS = ("run", "engines", "clients")
+CLIENTS = 30
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long it may take."""
+
+    updates: int
+    turns: int
+    rounds: int
+    engine_turns: int
+    clients: tuple[int, ...]
+    answers: int
+
+
+FULL = Size(updates=120, turns=7, rounds=30, engine_turns=5, clients=(1_000, 10_000, 100_000), answers=5_000)
+QUICK = Size(updates=20, turns=2, rounds=3, engine_turns=2, clients=(100, 10_000), answers=200)
+
+
+def in_turns(calls: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds on the wall and of this process for each call, in turns that begin with another one each."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    names = list(calls)
+    for turn in range(turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            wall, own = time.perf_counter(), time.process_time()
+            calls[name]()
+            taken[name].append((time.perf_counter() - wall, time.process_time() - own))
+    return taken
+
+
+# -- run -----------------------------------------------------------------------------------------------------------
+
+
+def federation() -> Federation:
+    """The demo's."""
+    return Federation.split(task("digits"), CLIENTS, partition=partial(dirichlet_partition, concentration=0.5), seed=0)
+
+
+def errands_of(chosen: Method, updates: int) -> list[Errand]:
+    """What clients are asked for in a run; neither trainer has a memory."""
+    errands: list[Errand] = []
+    given = {client: count() for client in range(CLIENTS)}
+    data = federation()
+
+    def watch(event: Any) -> None:
+        key = Key(event.client, next(given[event.client]))
+        errands.append(Errand(data, chosen.trainer, key, event.message))
+
+    run(data, chosen, rounds=updates, every=updates, watch=watch)
+    return errands
+
+
+def bare(errands: list[Errand]) -> int:
+    """A loop without a server."""
+    return sum(perform(errand).samples for errand in errands)
+
+
+def halves(pool: Executor, errands: list[Errand]) -> int:
+    """Two loops that know nothing of one another."""
+    parts = [pool.submit(bare, errands[half::2]) for half in (0, 1)]
+    return sum(part.result() for part in parts)
+
+
+def run_part(size: Size) -> list[Row]:
+    """One process, two, and loops without a server."""
+    rows: list[Row] = []
+    pool = processes(2)()
+    try:
+        for name in ("fedasync", "asyncbezier"):
+            chosen = method(name)
+            errands = errands_of(chosen, size.updates)
+            ours = partial(run, federation(), chosen, rounds=size.updates, every=size.updates)
+            calls = {
+                "bare": partial(bare, errands),
+                "one": ours,
+                "two": partial(ours, executor=pool),
+                "halves": partial(halves, pool, errands),
+            }
+            taken = in_turns(calls, size.turns)
+            wall = {call: [seconds for seconds, _ in pairs] for call, pairs in taken.items()}
+            own = {call: [seconds for _, seconds in pairs] for call, pairs in taken.items()}
+            row: Row = {"method": chosen.name, "updates": size.updates}
+            row |= {f"{call} s": statistics.median(seconds) for call, seconds in wall.items()}
+            row |= {
+                "overhead": ratio(own["one"], own["bare"]),
+                "two": ratio(wall["one"], wall["two"]),
+                "halves": ratio(wall["bare"], wall["halves"]),
+            }
+            rows.append(row)
+    finally:
+        pool.shutdown()
+    return rows
+
+
+def run_lines(rows: list[Row]) -> list[str]:
+    """Their table."""
+    lines = [
+        "milliseconds an update; run / loop in seconds of the processor, the other ratios on the wall",
+        "method        loop  run, 1  run, 2  run / loop (aim 1.05)  1 / 2 processes (aim 1.8)  two loops apart",
+    ]
+    for row in rows:
+        bare, one, two = (1e3 * row[f"{call} s"] / row["updates"] for call in ("bare", "one", "two"))
+        lines.append(
+            f"{row['method']:<12} {bare:>5.1f} {one:>7.1f} {two:>7.1f}  {spread(row['overhead'], 3):>21}"
+            f"  {spread(row['two']):>25}  {spread(row['halves']):>16}"
+        )
+    return lines
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+
+def environment(name: str) -> Path:
+    """The Python of a peer's environment, which is made where it is missing, half made or of another list."""
+    folder = ENVIRONMENTS / name
+    wanted = f"torch=={torch.__version__.split('+')[0]}\n" + (PEERS / f"{name}.txt").read_text()
+    made = folder / "made.txt"
+    python = folder / "bin" / "python"
+    if not (made.exists() and made.read_text() == wanted):
+        print(f"making the environment of {name}", file=sys.stderr, flush=True)
+        venv.create(folder, clear=True, with_pip=True)
+        asked = [line for line in wanted.splitlines() if not line.startswith("#")]
+        install = [python, "-m", "pip", "install", "--quiet", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, *asked], check=True)
+        made.write_text(wanted)
+    return python
+
+
+SILENT = {
+    "OMP_NUM_THREADS": "1",
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def engine(script: str, python: Path | str, path: Path, *, alone: bool = False) -> Row:
+    """What a script says of its rounds."""
+    # Without a network, and all its processes end with it.
+    namespace = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = os.environ | SILENT | {"PYTHONPATH": "" if alone else os.pathsep.join(paths)}
+    command = [*(namespace if alone else []), python, PEERS / script, path, repr(time.time())]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    said = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not said:
+        raise RuntimeError(f"{script} failed: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    row: Row = json.loads(said[-1])
+    return row
+
+
+ENGINES = {
+    "manifoldagg, 1": ("in_manifoldagg.py", None, 1, None),
+    "FLGo, 1": ("in_flgo.py", "flgo", 1, "manifoldagg, 1"),
+    "manifoldagg, 2": ("in_manifoldagg.py", None, 2, None),
+    "Flower, 2": ("in_flower.py", "flower", 2, "manifoldagg, 2"),
+}
+"""Script, environment, processes, and which of ours it is compared with."""
+
+
+def engines_part(size: Size) -> list[Row]:
+    """Equal work."""
+    train = [part.tolist() for part in federation().train]
+    work = {"train": train, "cohort": 10, "rounds": size.rounds, "warm": 3, "steps": 12, "batch": 16, "rate": 0.01}
+    pythons = {name: environment(name) for name in ("flower", "flgo")}
+    seen: dict[str, list[Row]] = {name: [] for name in ENGINES}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "work.json"
+        for turn in range(size.engine_turns):
+            names = list(ENGINES)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                script, wanted, jobs, _ = ENGINES[name]
+                path.write_text(json.dumps(work | {"jobs": jobs}))
+                python = sys.executable if wanted is None else pythons[wanted]
+                seen[name].append(engine(script, python, path, alone=wanted is not None))
+    speeds = {name: [made["updates"] / made["seconds"] for made in rows] for name, rows in seen.items()}
+    rows = []
+    for name, (_, _, jobs, ours) in ENGINES.items():
+        rows.append(
+            {
+                "engine": seen[name][0]["engine"],
+                "version": seen[name][0]["version"],
+                "processes": jobs,
+                "updates": seen[name][0]["updates"],
+                "speed": statistics.median(speeds[name]),
+                "cold": statistics.median(made["cold"] for made in seen[name]),
+                "ratio": None if ours is None else ratio(speeds[ours], speeds[name]),
+            }
+        )
+    return rows
+
+
+AIMS = {"FLGo": 1.0, "Flower": 3.0}
+
+
+def engines_lines(rows: list[Row]) -> list[str]:
+    """Their table."""
+    lines = [
+        f"equal work: FedAvg, 10 of {CLIENTS} clients a round, 12 steps of Adam on minibatches of 16; no evaluation",
+        "engine       version   processes  updates/s  cold start s  ours / it            aim",
+    ]
+    for row in rows:
+        compared = "" if row["ratio"] is None else f"{spread(row['ratio']):<19} {AIMS[row['engine']]:>4.1f}"
+        lines.append(
+            f"{row['engine']:<12} {row['version']:<9} {row['processes']:>9} {row['speed']:>10.1f} {row['cold']:>13.1f}"
+            f"  {compared}".rstrip()
+        )
+    return lines
+
+
+# -- clients -------------------------------------------------------------------------------------------------------
+
+
+class Idle:
+    """A trainer that sends back what it was sent."""
+
+    def train(self, space: Any, message: Message, loss: Any, batches: Any, memory: Any, *, generator: Any) -> Payload:
+        """The message's start, with the samples of the batches."""
+        return Payload(message.start[None], batches.samples)
+
+
+def held() -> float:
+    """GiB, the most so far; `ru_maxrss` would count what the process that made this one holds."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 2**20
+
+
+def one_size(clients: int, answers: int) -> Row:
+    """In a process of its own: what it holds, when the first answer comes, and what the others cost."""
+    torch.set_num_threads(1)
+    labels = torch.arange(5 * clients) % 2
+    inputs = torch.randn(5 * clients, 4, generator=torch.Generator().manual_seed(0))
+    made = Task("synthetic", inputs, labels, partial(torch.nn.Linear, 4, 2), target=0.9)
+    parts = np.arange(5 * clients).reshape(clients, 5)
+    data = Federation(made, list(parts[:, 1:]), list(parts[:, :1]), batch=16, seed=0)
+    before = held()
+    times = [time.perf_counter()]
+    idle = Method("idle", FedAsync(0.5), Idle())
+    run(data, idle, rounds=answers, every=answers, progress=lambda: times.append(time.perf_counter()))
+    return {
+        "clients": clients,
+        "before": before,
+        "GiB": held(),
+        "first": times[1] - times[0],
+        "answer": statistics.median(np.diff(times[1:])),
+    }
+
+
+def clients_part(size: Size) -> list[Row]:
+    """Each number of clients in a process of its own."""
+    rows = []
+    for clients in size.clients:
+        command = [sys.executable, __file__, "--one-size", str(clients), str(size.answers)]
+        rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    return rows
+
+
+def clients_lines(rows: list[Row]) -> list[str]:
+    """Their table."""
+    lines = [
+        "clients that do nothing, in a model of 10 parameters; GiB are the most that the process held",
+        "  clients  GiB before    GiB  s to the first answer  us an answer   aim",
+    ]
+    for row in rows:
+        aim = "< 2 GiB" if row["clients"] == 100_000 else ""
+        lines.append(
+            f"{row['clients']:>9} {row['before']:>11.2f} {row['GiB']:>6.2f} {row['first']:>22.2f}"
+            f" {1e6 * row['answer']:>13.0f}   {aim}".rstrip()
+        )
+    return lines
+
+
+def spread(values: tuple[float, float, float], digits: int = 2) -> str:
+    """Median and quartiles."""
+    low, middle, high = values
+    return f"{middle:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
+
+
+MADE = {
+    "run": (run_part, run_lines),
+    "engines": (engines_part, engines_lines),
+    "clients": (clients_part, clients_lines),
+}
+
+
+def main() -> None:
+    """Print the tables, and write them and their numbers into a folder; parts that are left out stay as they were."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--quick", action="store_true", help="small and inexact; writes nothing")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--one-size", type=int, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one_size:
+        print(json.dumps(one_size(*options.one_size)))
+        return
+    torch.set_num_threads(1)
+    size = QUICK if options.quick else FULL
+    path = options.out / "simulation.json"
+    found = json.loads(path.read_text()) if path.exists() and not options.quick else {}
+    settings = {"torch": torch.__version__, "machine": platform.platform(), "cores": os.cpu_count()}
+    lines = [f"simulation; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores; median (quartiles)"]
+    print(lines[0], flush=True)
+    rows: dict[str, list[Row]] = {}
+    for part in PARTS:
+        make, table = MADE[part]
+        if part in options.parts:
+            rows[part] = make(size)
+        elif part in found:
+            rows[part] = found[part]
+        else:
+            continue
+        more = ["", *table(rows[part])]
+        print(*more, sep="\n", flush=True)
+        lines += more
+    if not options.quick:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "simulation.txt").write_text("\n".join(lines) + "\n")
+        path.write_text(json.dumps({"settings": settings, **rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
