@@ -356,26 +356,19 @@ def main() -> None:
     torch.set_num_threads(1)
     size = QUICK if options.quick else FULL
     path = options.out / "simulation.json"
-    found = json.loads(path.read_text()) if path.exists() and not options.quick else {}
-    settings = {"torch": torch.__version__, "machine": platform.platform(), "cores": os.cpu_count()}
-    lines = [f"simulation; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores; median (quartiles)"]
-    print(lines[0], flush=True)
-    rows: dict[str, list[Row]] = {}
-    for part in PARTS:
+    rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not options.quick else {}
+    rows["settings"] = {"torch": torch.__version__, "machine": platform.platform(), "cores": os.cpu_count()}
+    head = f"simulation; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores; median (quartiles)"
+    print(head, flush=True)
+    for part in options.parts:
         make, table = MADE[part]
-        if part in options.parts:
-            rows[part] = make(size)
-        elif part in found:
-            rows[part] = found[part]
-        else:
-            continue
-        more = ["", *table(rows[part])]
-        print(*more, sep="\n", flush=True)
-        lines += more
-    if not options.quick:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "simulation.txt").write_text("\n".join(lines) + "\n")
-        path.write_text(json.dumps({"settings": settings, **rows}, indent=1) + "\n")
+        rows[part] = make(size)
+        print("", *table(rows[part]), sep="\n", flush=True)
+        if not options.quick:
+            lines = [line for name in PARTS if name in rows for line in ("", *MADE[name][1](rows[name]))]
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "simulation.txt").write_text("\n".join([head, *lines]) + "\n")
+            path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
