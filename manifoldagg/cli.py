@@ -1,8 +1,10 @@
 """The command line: `manifoldagg compare`, `route` and `doctor`."""
 
 import hashlib
+import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,7 @@ try:
     import typer
     from rich import box, progress
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as missing:
@@ -26,7 +29,8 @@ from manifoldagg.routing import Bound, TimeBound, UpdateBound
 from manifoldagg.routing.plan import Plan, check_out, make_plan, read_rates, write_files
 from manifoldagg.simulation.compare import Comparison, compare
 from manifoldagg.simulation.methods import methods as methods_by_name
-from manifoldagg.simulation.report import check_destination, write_report
+from manifoldagg.simulation.partitions import dirichlet_partition
+from manifoldagg.simulation.report import check_destination, machine, write_report
 from manifoldagg.simulation.tasks import task
 
 __all__ = ["main"]
@@ -95,6 +99,7 @@ def compare_command(
             help="Of the Dirichlet distribution that splits each label: 0 gives it to one client, large splits evenly."
         ),
     ] = 0.5,
+    every: Annotated[int, typer.Option(help="Evaluate the model after so many rounds, and after the last.")] = 1,
     target: Annotated[
         float | None,
         typer.Option(help="The accuracy in [0, 1] to count rounds to.  [default: the data set's]", show_default=False),
@@ -107,6 +112,13 @@ def compare_command(
             show_default=False,
         ),
     ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON object: what the two JSON files hold, and `files`. The rest is said on stderr.",
+        ),
+    ] = False,
 ) -> None:
     """Compare asynchronous methods in virtual time, on equal terms.
 
@@ -124,8 +136,9 @@ def compare_command(
         raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
     problem = task(data)
     check_plots()
-    digest = hashlib.sha256(repr((chosen, concentration, target)).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(repr((chosen, concentration, target, every)).encode()).hexdigest()[:8]
     folder = out / (name or f"{data}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
+    say = errors if as_json else screen
     with unwinding("interrupted: nothing was written"):
         check_destination(folder)
         columns = (
@@ -135,12 +148,12 @@ def compare_command(
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
         )
-        with progress.Progress(*columns, console=screen) as bars:
+        with progress.Progress(*columns, console=say) as bars:
             tracks: dict[tuple[str, int], progress.TaskID] = {}
 
             def advance(method: str, seed: int) -> None:
                 if (method, seed) not in tracks:
-                    tracks[method, seed] = bars.add_task(f"{method}, seed {seed}", total=rounds)
+                    tracks[method, seed] = bars.add_task(escape(f"{method}, seed {seed}"), total=rounds)
                 bars.advance(tracks[method, seed])
 
             comparison = compare(
@@ -149,16 +162,20 @@ def compare_command(
                 clients=clients,
                 rounds=rounds,
                 seeds=seeds,
-                concentration=concentration,
+                partition=partial(dirichlet_partition, concentration=concentration),
                 target=target,
+                every=every,
                 progress=advance,
             )
         files = write_report(comparison, folder)
-    screen.print(table(comparison))
+    say.print(table(comparison))
     if comparison.landscape is None:
-        screen.print("No method learned a curve, so there is no plane.png.")
+        say.print("No method learned a curve, so there is no plane.png.")
     names = ", ".join(file.name for file in files)
-    screen.print(f"Written to {folder}: {names}", highlight=False, markup=False, soft_wrap=True)
+    say.print(f"Written to {folder}: {names}", highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        timing = comparison.timing() | machine()
+        print(json.dumps(comparison.results() | {"timing": timing, "files": list(map(str, files))}), flush=True)
 
 
 @app.command("route")
@@ -242,37 +259,42 @@ def routing_tables(plan: Plan) -> tuple[Table, Table]:
 def table(comparison: Comparison) -> Table:
     """The summary as a table for the terminal."""
     settings = comparison.settings
-    seconds = comparison.seconds()
+    timing = comparison.timing()
     seeds = len(settings["seeds"])
     title = f"{settings['data']}: {settings['clients']} clients, {settings['rounds']} rounds, {seeds} seeds"
     numbers = (
         "final\nacc.",
         "best\nacc.",
         f"rounds\nto {settings['target']:.0%}",
-        "staleness\nmean/max",
+        "stale\nmean/max",
         "Gini",
-        "time\ns",
+        "train\ns",
+        "eval\ns",
     )
     grid = _grid("method", *numbers, title=title, caption="accuracies in %, staleness in versions")
     for column in grid.columns:
         column.no_wrap = True
+    # What is long, and folded in a narrow terminal, is the name of a method with its options.
+    names = grid.columns[0]
+    names.no_wrap, names.overflow, names.min_width = False, "fold", min(11, max(map(len, comparison.runs)))
     for name, row in comparison.summary().items():
         reached = row["rounds_to_target_mean"]
         share = "" if row["reached_target"] == seeds else f" ({row['reached_target']}/{seeds})"
         grid.add_row(
-            name,
+            Text(name),
             _spread(row["final_mean"], row["final_sd"]),
             _spread(row["best_mean"], row["best_sd"]),
             "never" if reached is None else f"{reached:.0f}{share}",
             f"{row['staleness_mean']:.1f}/{row['staleness_max']}",
             f"{row['gini_mean']:.3f}",
-            f"{sum(seconds[name]):.0f}",
+            f"{sum(timing['seconds'][name]):.0f}",
+            f"{sum(timing['evaluation_seconds'][name]):.0f}",
         )
     return grid
 
 
 def _grid(first: str, *numbers: str, title: str | None = None, caption: str | None = None) -> Table:
-    grid = Table(first, title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    grid = Table(first, title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in numbers:
         grid.add_column(heading, justify="right")
     return grid

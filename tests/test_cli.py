@@ -29,6 +29,8 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
         "to 85%",
         "mean/max",
         "Gini",
+        "train",
+        "eval",
         "plane.png",
     ):
         assert words in done.stdout
@@ -45,6 +47,21 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
     assert (tmp_path / "runs" / "again" / "results.json").read_bytes() == first
 
 
+def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
+    done = call("compare", *SMALL, "--methods", "fedgs", "--every", "3", "--json", "--name", "here", folder=tmp_path)
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert set(found) == {"settings", "methods", "timing", "files"}
+    assert found["methods"]["FedGS"]["runs"][0]["evaluated"] == [0, 3, 4]
+    files = [tmp_path / file for file in found["files"]]
+    assert [file.name for file in files] == ["results.json", "timing.json", "accuracy.png"]
+    assert json.loads(files[0].read_text()) == {key: found[key] for key in ("settings", "methods")}
+    assert json.loads(files[1].read_text()) == found["timing"]
+    assert "seconds" not in json.dumps(found["methods"])
+    for words in ("FedGS, seed 1", "4/4", "to 85%", "no plane.png", "Written to runs/here"):
+        assert words in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -55,6 +72,7 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
         (["--clients", "2000"], "clients: expected at most one for each of 1797 samples, got 2000"),
         (["--clients", "0"], "clients: expected an integer >= 1, got 0"),
         (["--rounds", "0"], "rounds: expected an integer >= 1, got 0"),
+        (["--every", "0", "--json"], "every: expected an integer >= 1, got 0"),
         (["--seeds", "-1"], "seeds: expected an integer >= 1, got -1"),
         (["--concentration", "-0.5"], "concentration: expected a number >= 0, got -0.5"),
         (["--target", "2"], "target: expected"),

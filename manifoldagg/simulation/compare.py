@@ -1,10 +1,10 @@
 """Several methods on the same federations: the same data, initial models and order of events, seed by seed."""
 
-import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,16 @@ from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.errands import one_thread
 from manifoldagg.simulation.federation import Federation
-from manifoldagg.simulation.partitions import dirichlet_partition
-from manifoldagg.simulation.run import Event, Method, Run, run
+from manifoldagg.simulation.partitions import Partition, dirichlet_partition
+from manifoldagg.simulation.run import Event, Executors, Method, Run, run
+from manifoldagg.simulation.scenario import Delays, Participations, Schedulers
+from manifoldagg.simulation.schedulers import Scheduler
 from manifoldagg.simulation.tasks import Task
 
-__all__ = ["Comparison", "Landscape", "compare"]
+__all__ = ["DIRICHLET", "Comparison", "Landscape", "compare", "describe"]
+
+DIRICHLET: Partition = partial(dirichlet_partition, concentration=0.5)
+"""Each label split by a Dirichlet distribution: few clients have much of it, most have little."""
 
 PICTURED = 0.5
 """The plane is drawn for the first curve that arrives after this part of the rounds."""
@@ -70,9 +75,14 @@ class Comparison:
         }
         return {"settings": self.settings, "methods": methods}
 
-    def seconds(self) -> dict[str, list[float]]:
-        """Wall-clock seconds by method, one number a seed."""
-        return {name: [run_.seconds for run_ in runs] for name, runs in self.runs.items()}
+    def timing(self) -> dict[str, dict[str, list[float]]]:
+        """Wall-clock seconds of training, and those of evaluation, by method: one number a seed."""
+        return {
+            "seconds": {name: [run_.seconds for run_ in runs] for name, runs in self.runs.items()},
+            "evaluation_seconds": {
+                name: [run_.evaluation_seconds for run_ in runs] for name, runs in self.runs.items()
+            },
+        }
 
 
 def compare(
@@ -82,8 +92,15 @@ def compare(
     clients: int = 30,
     rounds: int = 200,
     seeds: int = 3,
-    concentration: float = 0.5,
+    partition: Partition = DIRICHLET,
     target: float | None = None,
+    scheduler: Schedulers = None,
+    delays: Delays = None,
+    participation: Participations = None,
+    work: str = "data",
+    tasks: int | None = None,
+    every: int = 1,
+    executor: Executors = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Comparison:
     """Run every method on every seed's federation, with one torch thread so that results repeat bit for bit.
@@ -92,10 +109,18 @@ def compare(
         task: what is learned.
         methods: what is compared, with distinct names.
         clients: how many clients share the data.
-        rounds: updates a run.
+        rounds: answered tasks a run.
         seeds: how many repetitions; the seeds are 0, 1, ...
-        concentration: of the Dirichlet split.
+        partition: how the data are split, as in `Federation.split`.
         target: the accuracy to time; the task's own where not given.
+        scheduler: as in [`run`][manifoldagg.simulation.run], as the next five; a function of clients and a generator
+            that makes one for each run.
+        delays: of clients that work alone, in place of a scheduler.
+        participation: who comes and goes.
+        work: of a task: `"data"` or `"dispatched"`.
+        tasks: how many are under way at a time.
+        every: evaluate after so many rounds.
+        executor: what trains; one that a function makes serves all runs. Results do not depend on it.
         progress: called with the method's name and the seed after each round.
 
     Raises:
@@ -103,16 +128,23 @@ def compare(
     """
     check_count("seeds", seeds)
     check_count("rounds", rounds)
+    check_count("every", every)
     target = check_number("target", task.target if target is None else target, at_least=0, at_most=1)
     if len({method.name for method in methods}) < len(methods) or not methods:
         raise ArgumentError("methods: expected at least one, with distinct names")
+    if isinstance(scheduler, Scheduler):
+        raise ArgumentError(
+            "scheduler: expected a function that makes one for each run, got one, which the first run would use up"
+        )
+    if participation is not None and not callable(participation):
+        participation = tuple(participation)
     with one_thread():
-        split = partial(dirichlet_partition, concentration=concentration)
-        federations = [Federation.split(task, clients, partition=split, seed=s) for s in range(seeds)]
+        federations = [Federation.split(task, clients, partition=partition, seed=s) for s in range(seeds)]
         pictured: list[tuple[str, Event]] = []
 
         def watch(name: str, event: Event) -> None:
-            if not pictured and event.round >= PICTURED * rounds and len(event.payload.points) > 1:
+            is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
+            if not pictured and event.round >= PICTURED * rounds and is_curve:
                 pictured.append((name, event))
 
         runs = {
@@ -121,6 +153,13 @@ def compare(
                     federation,
                     method,
                     rounds=rounds,
+                    scheduler=scheduler,
+                    delays=delays,
+                    participation=participation,
+                    work=work,
+                    tasks=tasks,
+                    every=every,
+                    executor=executor,
                     watch=partial(watch, method.name) if federation.seed == 0 else None,
                     progress=progress and partial(progress, method.name, federation.seed),
                 )
@@ -134,12 +173,53 @@ def compare(
         "clients": clients,
         "rounds": rounds,
         "seeds": list(range(seeds)),
-        "concentration": concentration if math.isfinite(concentration) else "inf",
+        "partition": describe(partition),
         "target": target,
-        "methods": {method.name: {"rule": repr(method.rule), "trainer": _describe(method)} for method in methods},
+        "scheduler": describe(scheduler),
+        "delays": describe(delays),
+        "participation": describe(participation),
+        "work": work,
+        "tasks": tasks,
+        "every": every,
+        "methods": {
+            method.name: {"rule": describe(method.rule), "trainer": describe(method.trainer)} for method in methods
+        },
         "not scheduled": [sorted(set(range(clients)) - set(f.scheduled)) for f in federations],
     }
     return Comparison(settings, runs, landscape)
+
+
+def describe(value: object) -> str | None:
+    """What a setting was, in words that are the same in every process: no address in memory is in them.
+
+    Example:
+        >>> describe(DIRICHLET)
+        'dirichlet_partition(concentration=0.5)'
+        >>> describe(torch.optim.SGD), describe(None)
+        ('SGD', None)
+    """
+    return None if value is None else _words(value)
+
+
+def _words(value: object) -> str:
+    if isinstance(value, partial):
+        inside = [*map(_words, value.args), *(f"{key}={_words(given)}" for key, given in value.keywords.items())]
+        return f"{_words(value.func)}({', '.join(inside)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = [f"{one.name}={_words(getattr(value, one.name))}" for one in fields(value) if one.repr]
+        return f"{type(value).__qualname__}({', '.join(shown)})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_words(key)}: {_words(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(map(_words, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.ndarray | Tensor):
+        return _words(value.tolist())
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _landscape(federation: Federation, name: str, event: Event) -> Landscape:
@@ -160,13 +240,6 @@ def _landscape(federation: Federation, name: str, event: Event) -> Landscape:
 
     everybody = np.concatenate(federation.held_out)
     return Landscape(name, event.round, event.client, over(federation.train[event.client]), over(everybody))
-
-
-def _describe(method: Method) -> str:
-    """The trainer without the address that the repr of a class of `torch.optim` does not have."""
-    trainer = method.trainer
-    optimizer = getattr(trainer, "optimizer", None)
-    return repr(trainer).replace(repr(optimizer), getattr(optimizer, "__name__", type(optimizer).__name__))
 
 
 def _summarise(runs: Sequence[Run], target: float) -> dict[str, float | int | None]:

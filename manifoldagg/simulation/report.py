@@ -13,10 +13,12 @@ from manifoldagg._output import check_plots, new_figure, whole
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.compare import Comparison, Landscape
 
-__all__ = ["check_destination", "write_report"]
+__all__ = ["check_destination", "machine", "write_report"]
 
 FILES = ("results.json", "timing.json", "accuracy.png", "plane.png")
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
+"""Lines of one colour differ by them."""
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
@@ -36,7 +38,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
         with whole(folder) as draft:
             draft.mkdir()
             _write_json(draft / FILES[0], comparison.results())
-            _write_json(draft / FILES[1], {"seconds": comparison.seconds()} | _machine())
+            _write_json(draft / FILES[1], comparison.timing() | machine())
             _draw_accuracy(comparison, draft / FILES[2])
             if comparison.landscape is not None:
                 _draw_landscape(comparison.landscape, draft / FILES[3])
@@ -70,7 +72,8 @@ def _write_json(path: Path, tree: object) -> None:
     path.write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
 
 
-def _machine() -> dict[str, object]:
+def machine() -> dict[str, object]:
+    """The versions and the machine that times are of."""
     from manifoldagg import __version__
 
     return {
@@ -85,31 +88,36 @@ def _machine() -> dict[str, object]:
 
 
 def _draw_accuracy(comparison: Comparison, path: Path) -> None:
-    """Mean over the seeds, and a band of one standard deviation."""
-    figure = new_figure(8, 4.5)
+    """Mean over the seeds, and a band of one standard deviation where there are no more methods than colours."""
+    settings = comparison.settings
+    seeds = len(settings["seeds"])
+    many = len(comparison.runs) > len(COLOURS)
+    banded = seeds > 1 and not many
+    figure = new_figure(10 if many else 8, max(4.5, 0.26 * len(comparison.runs)))
     axes = figure.subplots()
     for i, (name, runs) in enumerate(comparison.runs.items()):
+        rounds = runs[0].evaluated
         curves = 100 * np.array([run.accuracy for run in runs])
         mean = curves.mean(0)
-        rounds = np.arange(curves.shape[1])
-        colour = COLOURS[i % len(COLOURS)]
-        axes.plot(rounds, mean, color=colour, label=name)
-        if len(runs) > 1:
+        turn, colour = divmod(i, len(COLOURS))
+        axes.plot(rounds, mean, color=COLOURS[colour], linestyle=DASHES[turn % len(DASHES)], label=name)
+        if banded:
             spread = curves.std(0, ddof=1)
-            axes.fill_between(rounds, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0)
-    settings = comparison.settings
+            axes.fill_between(rounds, mean - spread, mean + spread, color=COLOURS[colour], alpha=0.18, linewidth=0)
     target = settings["target"]
     axes.axhline(100 * target, color="grey", linestyle=":", linewidth=1)
-    axes.text(0, 100 * target + 0.8, f"target {target:.0%}", color="grey", fontsize="small")
+    axes.text(0, 100 * target + 0.8, f" target {target:.0%}", color="grey", fontsize="small")
     axes.set_xlabel("round (one client's update each)")
     axes.set_ylabel("accuracy on held-out samples, %")
-    seeds = len(settings["seeds"])
-    band = " (mean, band ± 1 sd)" if seeds > 1 else ""
-    axes.set_title(f"{settings['data']}, {settings['clients']} clients, {seeds} seeds{band}")
+    shown = " (mean, band ± 1 sd)" if banded else " (mean)" if seeds > 1 else ""
+    axes.set_title(f"{settings['data']}, {settings['clients']} clients, {seeds} seed{'s' * (seeds > 1)}{shown}")
     axes.set_xlim(0, settings["rounds"])
     axes.set_ylim(0, 100)
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right")
+    if many:
+        figure.legend(loc="outside right upper", fontsize="small")
+    else:
+        axes.legend(loc="lower right", fontsize="small")
     figure.savefig(path)
 
 

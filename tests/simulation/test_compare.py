@@ -1,0 +1,78 @@
+"""Comparisons: what is passed on to runs, settings in words, and pictures in which lines can be told apart."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation import Change, Exponential, Federation, IndependentClients, PriorityScheduler, run
+from manifoldagg.simulation.compare import compare
+from manifoldagg.simulation.methods import method, methods
+from manifoldagg.simulation.report import _draw_accuracy, write_report
+from tests.simulation.test_run import clusters, dirichlet
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return compare(clusters(), methods(["fedasync"]), clients=6, rounds=10, seeds=2)
+
+
+@pytest.mark.parametrize("count", [1, 6, 7, 22])
+def test_every_line_of_the_picture_can_be_told_from_the_others(count, comparison, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    runs = dict.fromkeys((f"Method{i}(a=1)" for i in range(count)), comparison.runs["FedAsync"])
+    _draw_accuracy(replace(comparison, runs=runs), tmp_path / "accuracy.png")
+    (axes,) = drawn[0].axes
+    lines = [line for line in axes.lines if line.get_label() in runs]
+    assert len({(line.get_color(), line.get_linestyle(), line._unscaled_dash_pattern) for line in lines}) == count
+    legend = axes.get_legend() or drawn[0].legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == list(runs)
+
+
+def test_settings_are_words_that_json_can_hold(tmp_path):
+    even = compare(clusters(), methods(["fedasync"]), clients=3, rounds=2, seeds=1, partition=dirichlet(math.inf))
+    settings = json.loads(write_report(even, tmp_path / "even")[0].read_text())["settings"]
+    assert settings["partition"] == "dirichlet_partition(concentration=inf)"
+    assert settings["methods"]["FedAsync"]["rule"].startswith("FedAsync(")
+    assert "optimizer=Adam" in settings["methods"]["FedAsync"]["trainer"]
+
+
+def test_a_comparison_passes_on_what_its_runs_are_like():
+    options = {
+        "scheduler": lambda clients, generator: IndependentClients(Exponential(10.0), generator),
+        "participation": iter([Change(5.0, 1, "leave")]),
+        "work": "dispatched",
+        "every": 4,
+    }
+    found = compare(clusters(), methods(["fedasync", "fedortho"]), clients=6, rounds=10, seeds=2, **options)
+    split = {"partition": dirichlet(0.5), "seed": 1}
+    options["participation"] = [Change(5.0, 1, "leave")]
+    assert found.runs["FedOrtho"][1] == run(
+        Federation.split(clusters(), 6, **split), method("fedortho"), rounds=10, **options
+    )
+    assert found.runs["FedAsync"][0].evaluated == [0, 4, 8, 10]
+    assert (found.settings["every"], found.settings["work"]) == (4, "dispatched")
+    assert "Change(" in found.settings["participation"]
+    assert not re.search("0x[0-9a-f]{6}", json.dumps(found.settings))
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: compare(clusters(), methods(["fedgs"]), every=0), "every: expected"),
+        (
+            lambda: compare(clusters(), methods(["fedgs"]), scheduler=PriorityScheduler(3, np.random.default_rng(0))),
+            "scheduler: expected a function that makes one for each run",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
