@@ -4,32 +4,30 @@ import hashlib
 import json
 import os
 import sys
-from functools import partial
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
 try:
     import typer
-    from rich import box, progress
+    from rich import progress
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing.name} is not installed: pip install 'manifoldagg[cli]'")
 
 from manifoldagg import __version__
 from manifoldagg._interrupt import unwinding
 from manifoldagg._output import check_plots
+from manifoldagg._tables import comparison_table, kernel_table, routing_tables
 from manifoldagg.errors import ManifoldAggError, check_choice
 from manifoldagg.kernels.choice import explain
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
-from manifoldagg.routing.plan import Plan, check_out, make_plan, read_rates, write_files
-from manifoldagg.simulation.compare import Comparison, compare
+from manifoldagg.routing.plan import check_out, make_plan, read_rates, write_files
+from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.methods import methods as methods_by_name
-from manifoldagg.simulation.partitions import dirichlet_partition
 from manifoldagg.simulation.report import check_destination, machine, write_report
 from manifoldagg.simulation.tasks import task
 
@@ -78,10 +76,8 @@ def compare_command(
     data: Annotated[
         str, typer.Option(help="The data set: `digits` (1,797 handwritten digits, 8 x 8, in scikit-learn).")
     ] = "digits",
-    clients: Annotated[
-        int, typer.Option(help="Clients that share the data, split by label (see --concentration).")
-    ] = 30,
-    rounds: Annotated[int, typer.Option(help="Updates that the server takes in each run, one client's each.")] = 200,
+    clients: Annotated[int, typer.Option(help="Clients that share the data (see --partition).")] = 30,
+    rounds: Annotated[int, typer.Option(help="Answers that the server gets in each run, one client's each.")] = 200,
     seeds: Annotated[int, typer.Option(help="Repetitions with another split, initial model and order of events.")] = 3,
     methods: Annotated[
         str, typer.Option(help="What to compare, separated by commas: `fedasync`, `fedortho`, `fedgs`, `asyncbezier`.")
@@ -93,12 +89,35 @@ def compare_command(
             "The default of each was chosen by line search."
         ),
     ] = None,
-    concentration: Annotated[
-        float,
+    partition: Annotated[
+        str, typer.Option(help="How the data are split: `dirichlet`, `iid`, `shards`, `cyclic`, `disjoint`.")
+    ] = "dirichlet:concentration=0.5",
+    scheduler: Annotated[
+        str | None,
         typer.Option(
-            help="Of the Dirichlet distribution that splits each label: 0 gives it to one client, large splits evenly."
+            help="Who finishes when: `priority:workers=2`, `independent`, `jackson:rates=rates.csv`, "
+            "`replay:trace.csv`.  [default: priority]",
+            show_default=False,
         ),
-    ] = 0.5,
+    ] = None,
+    delays: Annotated[
+        str | None,
+        typer.Option(help="Clients that work alone, each for so long: `exponential:mean=10`, `csv:measured.csv`, ..."),
+    ] = None,
+    participation: Annotated[
+        str | None,
+        typer.Option(help="Who comes and goes: `churn:up=200,down=40,until=1000`, `file:changes.csv`."),
+    ] = None,
+    work: Annotated[
+        str,
+        typer.Option(
+            help="Of a task: `data`, its client's minibatches for every method, or `dispatched`, the steps that the "
+            "method asks for."
+        ),
+    ] = "data",
+    tasks: Annotated[
+        int | None, typer.Option(help="How many are under way at a time.  [default: one a client]", show_default=False)
+    ] = None,
     every: Annotated[int, typer.Option(help="Evaluate the model after so many rounds, and after the last.")] = 1,
     target: Annotated[
         float | None,
@@ -136,39 +155,34 @@ def compare_command(
         raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
     problem = task(data)
     check_plots()
-    digest = hashlib.sha256(repr((chosen, concentration, target, every)).encode()).hexdigest()[:8]
+    settings: dict[str, Any] = {
+        "partition": partition,
+        "target": target,
+        "scheduler": scheduler,
+        "delays": delays,
+        "participation": participation,
+        "work": work,
+        "tasks": tasks,
+        "every": every,
+    }
+    digest = hashlib.sha256(repr((chosen, settings)).encode()).hexdigest()[:8]
     folder = out / (name or f"{data}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
     say = errors if as_json else screen
     with unwinding("interrupted: nothing was written"):
         check_destination(folder)
-        columns = (
-            progress.TextColumn("{task.description:<24}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-        )
-        with progress.Progress(*columns, console=say) as bars:
-            tracks: dict[tuple[str, int], progress.TaskID] = {}
-
-            def advance(method: str, seed: int) -> None:
-                if (method, seed) not in tracks:
-                    tracks[method, seed] = bars.add_task(escape(f"{method}, seed {seed}"), total=rounds)
-                bars.advance(tracks[method, seed])
-
+        with ExitStack() as shown:
+            advance = _bars(say, rounds, shown)
             comparison = compare(
                 problem,
                 chosen,
                 clients=clients,
                 rounds=rounds,
                 seeds=seeds,
-                partition=partial(dirichlet_partition, concentration=concentration),
-                target=target,
-                every=every,
+                **settings,
                 progress=advance,
             )
         files = write_report(comparison, folder)
-    say.print(table(comparison))
+    say.print(comparison_table(comparison))
     if comparison.landscape is None:
         say.print("No method learned a curve, so there is no plane.png.")
     names = ", ".join(file.name for file in files)
@@ -176,6 +190,28 @@ def compare_command(
     if as_json:
         timing = comparison.timing() | machine()
         print(json.dumps(comparison.results() | {"timing": timing, "files": list(map(str, files))}), flush=True)
+
+
+def _bars(say: Console, rounds: int, shown: ExitStack) -> Callable[[str, int], None]:
+    """What moves a bar on for each method and seed; there are bars, until `shown` closes, once one of them moves."""
+    columns = (
+        progress.TextColumn("{task.description:<24}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    bars = progress.Progress(*columns, console=say)
+    tracks: dict[tuple[str, int], progress.TaskID] = {}
+
+    def advance(method: str, seed: int) -> None:
+        if not tracks:
+            shown.enter_context(bars)
+        if (method, seed) not in tracks:
+            tracks[method, seed] = bars.add_task(f"{method}, seed {seed}", total=rounds)
+        bars.advance(tracks[method, seed])
+
+    return advance
 
 
 @app.command("route")
@@ -225,13 +261,9 @@ def doctor_command() -> None:
 
     Builds the compiled kernels if they are not built yet, and times what there is.
     """
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    grid.add_column("backend", no_wrap=True)
-    grid.add_column("", overflow="fold")
     with unwinding():
-        for name, words in explain():
-            grid.add_row(name, words)
-    screen.print(grid)
+        rows = explain()
+    screen.print(kernel_table(rows))
 
 
 def objective_bound(objective: str, rates: np.ndarray, tasks: int, *, rounds: int, **constants: float) -> Bound:
@@ -239,67 +271,3 @@ def objective_bound(objective: str, rates: np.ndarray, tasks: int, *, rounds: in
     if check_choice("objective", objective, ("time", "update")) == "time":
         return TimeBound(rates, tasks, **constants)
     return UpdateBound(rates, tasks, **constants, rounds=rounds)
-
-
-def routing_tables(plan: Plan) -> tuple[Table, Table]:
-    """Groups of clients under the routing found, and the three routings side by side."""
-    title = f"{len(plan.clients.names)} clients, {plan.bound.tasks} tasks"
-    groups = _grid("group", "clients", "rate", "share of each", "mean queue", "relative delay", title=title)
-    for g in plan.groups():
-        # A name is no markup.
-        groups.add_row(
-            Text(g.name), str(g.clients), f"{g.rate:.4g}", f"{g.share:.5f}", f"{g.queue:.3f}", f"{g.delay:.3f}"
-        )
-    sides = _grid("routing", "throughput", "bound")
-    for name, value in plan.values.items():
-        sides.add_row(name, f"{plan.networks[name].throughput:.5g}", f"{value:.5g}")
-    return groups, sides
-
-
-def table(comparison: Comparison) -> Table:
-    """The summary as a table for the terminal."""
-    settings = comparison.settings
-    timing = comparison.timing()
-    seeds = len(settings["seeds"])
-    title = f"{settings['data']}: {settings['clients']} clients, {settings['rounds']} rounds, {seeds} seeds"
-    numbers = (
-        "final\nacc.",
-        "best\nacc.",
-        f"rounds\nto {settings['target']:.0%}",
-        "stale\nmean/max",
-        "Gini",
-        "train\ns",
-        "eval\ns",
-    )
-    grid = _grid("method", *numbers, title=title, caption="accuracies in %, staleness in versions")
-    for column in grid.columns:
-        column.no_wrap = True
-    # What is long, and folded in a narrow terminal, is the name of a method with its options.
-    names = grid.columns[0]
-    names.no_wrap, names.overflow, names.min_width = False, "fold", min(11, max(map(len, comparison.runs)))
-    for name, row in comparison.summary().items():
-        reached = row["rounds_to_target_mean"]
-        share = "" if row["reached_target"] == seeds else f" ({row['reached_target']}/{seeds})"
-        grid.add_row(
-            Text(name),
-            _spread(row["final_mean"], row["final_sd"]),
-            _spread(row["best_mean"], row["best_sd"]),
-            "never" if reached is None else f"{reached:.0f}{share}",
-            f"{row['staleness_mean']:.1f}/{row['staleness_max']}",
-            f"{row['gini_mean']:.3f}",
-            f"{sum(timing['seconds'][name]):.0f}",
-            f"{sum(timing['evaluation_seconds'][name]):.0f}",
-        )
-    return grid
-
-
-def _grid(first: str, *numbers: str, title: str | None = None, caption: str | None = None) -> Table:
-    grid = Table(first, title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in numbers:
-        grid.add_column(heading, justify="right")
-    return grid
-
-
-def _spread(mean: float | int | None, deviation: float | int | None) -> str:
-    assert mean is not None
-    return f"{100 * mean:.1f}" + ("" if deviation is None else f" ± {100 * deviation:.1f}")

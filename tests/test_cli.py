@@ -48,11 +48,15 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
 
 
 def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
-    done = call("compare", *SMALL, "--methods", "fedgs", "--every", "3", "--json", "--name", "here", folder=tmp_path)
+    like = ("--delays", "uniform:low=1,high=3", "--partition", "shards:shards=2", "--participation", "file:gone.csv")
+    (tmp_path / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
+    like += ("--methods", "fedgs", "--every", "3", "--work", "dispatched")
+    done = call("compare", *SMALL, *like, "--json", "--name", "here", folder=tmp_path)
     assert done.returncode == 0
     found = json.loads(done.stdout)
     assert set(found) == {"settings", "methods", "timing", "files"}
     assert found["methods"]["FedGS"]["runs"][0]["evaluated"] == [0, 3, 4]
+    assert [found["settings"][name] for name in ("partition", "delays", "work")] == [like[3], like[1], "dispatched"]
     files = [tmp_path / file for file in found["files"]]
     assert [file.name for file in files] == ["results.json", "timing.json", "accuracy.png"]
     assert json.loads(files[0].read_text()) == {key: found[key] for key in ("settings", "methods")}
@@ -74,7 +78,12 @@ def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
         (["--rounds", "0"], "rounds: expected an integer >= 1, got 0"),
         (["--every", "0", "--json"], "every: expected an integer >= 1, got 0"),
         (["--seeds", "-1"], "seeds: expected an integer >= 1, got -1"),
-        (["--concentration", "-0.5"], "concentration: expected a number >= 0, got -0.5"),
+        (["--partition", "dirichlet:concentration=-0.5"], "concentration: expected a number >= 0, got -0.5"),
+        (["--partition", "shard"], "partition: no partition 'shard'; did you mean shards?"),
+        (["--scheduler", "priority:worker=2"], "scheduler: priority: no option 'worker'; did you mean workers?"),
+        (["--delays", "exponental:mean=10"], "delays: no delays 'exponental'; did you mean exponential?"),
+        (["--participation", "file:nowhere.csv"], "nowhere.csv"),
+        (["--work", "date"], "work: expected one of data, dispatched; got 'date'"),
         (["--target", "2"], "target: expected"),
         (["--name", "a/b"], "--name"),
         (["--rounds", "many"], "--rounds"),
@@ -148,7 +157,7 @@ def test_ctrl_c_while_it_starts_is_said_in_a_line(name, started, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["--help"], "compare"), (["compare", "--help"], "--concentration")])
+@pytest.mark.parametrize(("arguments", "words"), [(["--help"], "compare"), (["compare", "--help"], "--participation")])
 def test_help_reads_like_documentation(arguments, words, tmp_path):
     done = call(*arguments, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -14,19 +14,16 @@ from torch import Tensor, nn
 from manifoldagg.curves import Bezier, Plane, plane
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.simulation import by_name
 from manifoldagg.simulation.errands import one_thread
 from manifoldagg.simulation.federation import Federation
-from manifoldagg.simulation.partitions import Partition, dirichlet_partition
+from manifoldagg.simulation.partitions import Partition
 from manifoldagg.simulation.run import Event, Executors, Method, Run, run
-from manifoldagg.simulation.scenario import Delays, Participations, Schedulers
+from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations
 from manifoldagg.simulation.schedulers import Scheduler
 from manifoldagg.simulation.tasks import Task
 
-__all__ = ["DIRICHLET", "Comparison", "Landscape", "compare", "describe"]
-
-DIRICHLET: Partition = partial(dirichlet_partition, concentration=0.5)
-"""Each label split by a Dirichlet distribution: few clients have much of it, most have little."""
-
+__all__ = ["Comparison", "Landscape", "compare", "describe"]
 PICTURED = 0.5
 """The plane is drawn for the first curve that arrives after this part of the rounds."""
 
@@ -92,11 +89,11 @@ def compare(
     clients: int = 30,
     rounds: int = 200,
     seeds: int = 3,
-    partition: Partition = DIRICHLET,
+    partition: Partition | str = "dirichlet:concentration=0.5",
     target: float | None = None,
-    scheduler: Schedulers = None,
+    scheduler: MakesScheduler | str | None = None,
     delays: Delays = None,
-    participation: Participations = None,
+    participation: Participations | str = None,
     work: str = "data",
     tasks: int | None = None,
     every: int = 1,
@@ -104,6 +101,8 @@ def compare(
     progress: Callable[[str, int], None] | None = None,
 ) -> Comparison:
     """Run every method on every seed's federation, with one torch thread so that results repeat bit for bit.
+
+    Strings say by name what [`by_name`][manifoldagg.simulation.by_name] knows, as on the command line.
 
     Args:
         task: what is learned.
@@ -113,8 +112,7 @@ def compare(
         seeds: how many repetitions; the seeds are 0, 1, ...
         partition: how the data are split, as in `Federation.split`.
         target: the accuracy to time; the task's own where not given.
-        scheduler: as in [`run`][manifoldagg.simulation.run], as the next five; a function of clients and a generator
-            that makes one for each run.
+        scheduler: who finishes when, as in [`run`][manifoldagg.simulation.run]: a function that makes one for each run.
         delays: of clients that work alone, in place of a scheduler.
         participation: who comes and goes.
         work: of a task: `"data"` or `"dispatched"`.
@@ -136,10 +134,16 @@ def compare(
         raise ArgumentError(
             "scheduler: expected a function that makes one for each run, got one, which the first run would use up"
         )
-    if participation is not None and not callable(participation):
+    if not (participation is None or callable(participation) or isinstance(participation, str)):
         participation = tuple(participation)
+    split = by_name.partition(partition) if isinstance(partition, str) else partition
     with one_thread():
-        federations = [Federation.split(task, clients, partition=partition, seed=s) for s in range(seeds)]
+        federations = [Federation.split(task, clients, partition=split, seed=s) for s in range(seeds)]
+        scenario: dict[str, Any] = {
+            "scheduler": by_name.scheduler(scheduler) if isinstance(scheduler, str) else scheduler,
+            "delays": by_name.delays(delays) if isinstance(delays, str) else delays,
+            "participation": by_name.participation(participation) if isinstance(participation, str) else participation,
+        }
         pictured: list[tuple[str, Event]] = []
 
         def watch(name: str, event: Event) -> None:
@@ -153,9 +157,7 @@ def compare(
                     federation,
                     method,
                     rounds=rounds,
-                    scheduler=scheduler,
-                    delays=delays,
-                    participation=participation,
+                    **scenario,
                     work=work,
                     tasks=tasks,
                     every=every,
@@ -193,12 +195,10 @@ def describe(value: object) -> str | None:
     """What a setting was, in words that are the same in every process: no address in memory is in them.
 
     Example:
-        >>> describe(DIRICHLET)
-        'dirichlet_partition(concentration=0.5)'
-        >>> describe(torch.optim.SGD), describe(None)
-        ('SGD', None)
+        >>> describe(partial(torch.full, size=(2, 1))), describe("priority:workers=2"), describe(None)
+        ('full(size=(2, 1))', 'priority:workers=2', None)
     """
-    return None if value is None else _words(value)
+    return value if value is None or isinstance(value, str) else _words(value)
 
 
 def _words(value: object) -> str:

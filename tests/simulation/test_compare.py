@@ -10,7 +10,16 @@ import pytest
 from matplotlib.figure import Figure
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation import Change, Exponential, Federation, IndependentClients, PriorityScheduler, run
+from manifoldagg.simulation import (
+    Change,
+    Exponential,
+    Federation,
+    IndependentClients,
+    PriorityScheduler,
+    by_name,
+    iid_partition,
+    run,
+)
 from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.methods import method, methods
 from manifoldagg.simulation.report import _draw_accuracy, write_report
@@ -62,6 +71,18 @@ def test_a_comparison_passes_on_what_its_runs_are_like():
     assert not re.search("0x[0-9a-f]{6}", json.dumps(found.settings))
 
 
+def test_names_mean_what_run_takes():
+    options = {"delays": "exponential:mean=10", "participation": "churn:up=200,down=40,until=300", "tasks": 3}
+    found = compare(clusters(), methods(["fedasync"]), clients=6, rounds=10, seeds=1, partition="iid", **options)
+    assert {key: found.settings[key] for key in options} == options
+    churned = by_name.participation(options["participation"])
+    federation = Federation.split(clusters(), 6, partition=iid_partition, seed=0)
+    like = {"delays": Exponential(10.0), "participation": churned, "tasks": 3}
+    assert found.runs["FedAsync"][0] == run(federation, method("fedasync"), rounds=10, **like)
+    found = compare(clusters(), methods(["fedasync"]), clients=6, rounds=4, seeds=1, scheduler="priority:workers=1")
+    assert found.settings["scheduler"] == "priority:workers=1"
+
+
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     ("call", "words"),
@@ -71,6 +92,10 @@ def test_a_comparison_passes_on_what_its_runs_are_like():
             lambda: compare(clusters(), methods(["fedgs"]), scheduler=PriorityScheduler(3, np.random.default_rng(0))),
             "scheduler: expected a function that makes one for each run",
         ),
+        (lambda: compare(clusters(), methods(["fedgs"]), scheduler="prority"), "did you mean priority"),
+        (lambda: compare(clusters(), methods(["fedgs"]), partition="dirichlet:c=1"), "partition: dirichlet: no option"),
+        (lambda: compare(clusters(), methods(["fedgs"]), delays="gauss"), "did you mean gaussian"),
+        (lambda: compare(clusters(), methods(["fedgs"]), work="none"), "work: expected"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, words):

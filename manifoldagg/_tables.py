@@ -1,0 +1,86 @@
+"""Tables for the terminal: comparisons, routings, kernels."""
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from manifoldagg.routing.plan import Plan
+from manifoldagg.simulation.compare import Comparison
+
+__all__ = ["comparison_table", "kernel_table", "routing_tables"]
+
+
+def kernel_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """What is said of each backend."""
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("backend", no_wrap=True)
+    grid.add_column("", overflow="fold")
+    for name, words in rows:
+        grid.add_row(name, words)
+    return grid
+
+
+def routing_tables(plan: Plan) -> tuple[Table, Table]:
+    """Groups of clients under the routing found, and the three routings side by side."""
+    title = f"{len(plan.clients.names)} clients, {plan.bound.tasks} tasks"
+    groups = _grid("group", "clients", "rate", "share of each", "mean queue", "relative delay", title=title)
+    for g in plan.groups():
+        # A name is no markup.
+        groups.add_row(
+            Text(g.name), str(g.clients), f"{g.rate:.4g}", f"{g.share:.5f}", f"{g.queue:.3f}", f"{g.delay:.3f}"
+        )
+    sides = _grid("routing", "throughput", "bound")
+    for name, value in plan.values.items():
+        sides.add_row(name, f"{plan.networks[name].throughput:.5g}", f"{value:.5g}")
+    return groups, sides
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """The summary as a table for the terminal."""
+    settings = comparison.settings
+    timing = comparison.timing()
+    seeds = len(settings["seeds"])
+    title = f"{settings['data']}: {settings['clients']} clients, {settings['rounds']} rounds, {seeds} seeds"
+    numbers = (
+        "final\nacc.",
+        "best\nacc.",
+        f"rounds\nto {settings['target']:.0%}",
+        "stale\nmean/max",
+        "Gini",
+        "train\ns",
+        "eval\ns",
+    )
+    grid = _grid("method", *numbers, title=title, caption="accuracies in %, staleness in versions")
+    for column in grid.columns:
+        column.no_wrap = True
+    # What is long, and folded in a narrow terminal, is the name of a method with its options.
+    names = grid.columns[0]
+    names.no_wrap, names.overflow, names.min_width = False, "fold", min(11, max(map(len, comparison.runs)))
+    for name, row in comparison.summary().items():
+        reached = row["rounds_to_target_mean"]
+        share = "" if row["reached_target"] == seeds else f" ({row['reached_target']}/{seeds})"
+        grid.add_row(
+            Text(name),
+            _spread(row["final_mean"], row["final_sd"]),
+            _spread(row["best_mean"], row["best_sd"]),
+            "never" if reached is None else f"{reached:.0f}{share}",
+            f"{row['staleness_mean']:.1f}/{row['staleness_max']}",
+            f"{row['gini_mean']:.3f}",
+            f"{sum(timing['seconds'][name]):.0f}",
+            f"{sum(timing['evaluation_seconds'][name]):.0f}",
+        )
+    return grid
+
+
+def _grid(first: str, *numbers: str, title: str | None = None, caption: str | None = None) -> Table:
+    grid = Table(first, title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in numbers:
+        grid.add_column(heading, justify="right")
+    return grid
+
+
+def _spread(mean: float | int | None, deviation: float | int | None) -> str:
+    assert mean is not None
+    return f"{100 * mean:.1f}" + ("" if deviation is None else f" ± {100 * deviation:.1f}")
