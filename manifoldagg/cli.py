@@ -22,14 +22,15 @@ from manifoldagg import __version__
 from manifoldagg._interrupt import unwinding
 from manifoldagg._output import check_plots
 from manifoldagg._tables import comparison_table, kernel_table, routing_tables
-from manifoldagg.errors import ManifoldAggError, check_choice
+from manifoldagg.errors import ManifoldAggError, check_choice, check_count
 from manifoldagg.kernels.choice import explain
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
 from manifoldagg.routing.plan import check_out, make_plan, read_rates, write_files
-from manifoldagg.simulation.compare import compare
+from manifoldagg.simulation.compare import compare, describe
 from manifoldagg.simulation.methods import methods as methods_by_name
 from manifoldagg.simulation.report import check_destination, machine, write_report
 from manifoldagg.simulation.tasks import task
+from manifoldagg.simulation.workers import processes
 
 __all__ = ["main"]
 
@@ -80,14 +81,15 @@ def compare_command(
     rounds: Annotated[int, typer.Option(help="Answers that the server gets in each run, one client's each.")] = 200,
     seeds: Annotated[int, typer.Option(help="Repetitions with another split, initial model and order of events.")] = 3,
     methods: Annotated[
-        str, typer.Option(help="What to compare, separated by commas: `fedasync`, `fedortho`, `fedgs`, `asyncbezier`.")
+        str,
+        typer.Option(
+            help="What to compare, separated by commas: rules in lower case, with options, such as "
+            "`fedasync,asyncbezier:degree=3,threshold=auto`."
+        ),
     ] = "fedasync,fedortho,asyncbezier",
     rate: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Global learning rate for all methods (`0.5`) or one (`fedasync=0.5`); may be repeated. "
-            "The default of each was chosen by line search."
-        ),
+        typer.Option(help="Global learning rate for all methods (`0.5`) or one (`fedasync=0.5`); may be repeated."),
     ] = None,
     partition: Annotated[
         str, typer.Option(help="How the data are split: `dirichlet`, `iid`, `shards`, `cyclic`, `disjoint`.")
@@ -118,6 +120,9 @@ def compare_command(
     tasks: Annotated[
         int | None, typer.Option(help="How many are under way at a time.  [default: one a client]", show_default=False)
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(help="Processes that train. The results are the same, however many there are.")
+    ] = 1,
     every: Annotated[int, typer.Option(help="Evaluate the model after so many rounds, and after the last.")] = 1,
     target: Annotated[
         float | None,
@@ -139,18 +144,21 @@ def compare_command(
         ),
     ] = False,
 ) -> None:
-    """Compare asynchronous methods in virtual time, on equal terms.
+    """Compare methods in virtual time, on equal terms.
 
-    Every method sees the same split, the same initial model and the same order of events. Two workers train
-    the clients' models, out of a queue that favours clients with little data; a client starts again from the
-    server's model as soon as it has answered, and waits in the queue with it: that is where staleness comes from.
+    Every method sees the same split and the same initial model, and those that ask clients in the same way see the same
+    order of events. By default two workers train the clients' models, out of a queue that favours clients with little
+    data; a client starts again from the server's model as soon as it has answered, and waits in the queue with it: that
+    is where staleness comes from.
+
+    Names take options, `name:option=value,option=value`; what is wrong is answered with the nearest right word.
 
     Prints a table and writes `results.json` (equal settings give equal bits), `timing.json`, `accuracy.png`
     and `plane.png` (the loss over the plane of one learned curve).
 
     Example: `manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3`
     """
-    chosen = methods_by_name([part.strip() for part in methods.split(",") if part.strip()], rate or [])
+    chosen = methods_by_name(methods, rate or [])
     if name is not None and (os.sep in name or name in ("", ".", "..")):
         raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
     problem = task(data)
@@ -165,8 +173,9 @@ def compare_command(
         "tasks": tasks,
         "every": every,
     }
-    digest = hashlib.sha256(repr((chosen, settings)).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(repr((describe(chosen), settings)).encode()).hexdigest()[:8]
     folder = out / (name or f"{data}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
+    executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
     say = errors if as_json else screen
     with unwinding("interrupted: nothing was written"):
         check_destination(folder)
@@ -179,6 +188,7 @@ def compare_command(
                 rounds=rounds,
                 seeds=seeds,
                 **settings,
+                executor=executor,
                 progress=advance,
             )
         files = write_report(comparison, folder)

@@ -43,7 +43,7 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
     assert {file.name for file in folder.iterdir()} == {"results.json", "timing.json", "accuracy.png", "plane.png"}
     first = (folder / "results.json").read_bytes()
     assert json.loads(first)["settings"]["clients"] == 5
-    assert call("compare", *SMALL, "--name", "again", folder=tmp_path).returncode == 0
+    assert call("compare", *SMALL, "--name", "again", "--jobs", "2", folder=tmp_path).returncode == 0
     assert (tmp_path / "runs" / "again" / "results.json").read_bytes() == first
 
 
@@ -70,6 +70,8 @@ def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
     ("arguments", "words"),
     [
         (["--methods", "fedasync,sgd"], "methods: no method 'sgd'; did you mean asgd?"),
+        (["--methods", "asyncbezier:degre=3"], "methods: asyncbezier: no option 'degre'; did you mean degree?"),
+        (["--jobs", "0"], "jobs: expected an integer >= 1, got 0"),
         (["--data", "imagenet"], "data: expected one of digits; got 'imagenet'"),
         (["--rate", "-1"], "rate: expected a finite number > 0, got -1.0"),
         (["--rate", "fedasync=-1"], "rate: expected a finite number > 0, got -1.0"),
@@ -99,16 +101,17 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(arguments, words, tmp_path):
     assert not [file for file in tmp_path.rglob("*") if file.name != "runs"]
 
 
-def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_interrupted_run_says_so_and_leaves_nothing(jobs, tmp_path):
     running = subprocess.Popen(
-        [*COMMAND, "compare", "--rounds", "100000"], cwd=tmp_path, env=WIDE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
+        [*COMMAND, "compare", "--rounds", "100000", "--jobs", jobs], cwd=tmp_path, env=WIDE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     started = time.monotonic()
     while not (tmp_path / "runs").exists() and time.monotonic() < started + 120:
         time.sleep(0.1)
     time.sleep(3)  # at work by now, however long a busy machine takes to import what it needs
-    running.send_signal(signal.SIGINT)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: workers hear it too
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
     assert errors == "interrupted: nothing was written\n"

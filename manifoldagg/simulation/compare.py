@@ -1,7 +1,8 @@
 """Several methods on the same federations: the same data, initial models and order of events, seed by seed."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,11 @@ from manifoldagg.simulation import by_name
 from manifoldagg.simulation.errands import one_thread
 from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.run import Event, Executors, Method, Run, run
+from manifoldagg.simulation.run import Event, Method, Run, run
 from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations
 from manifoldagg.simulation.schedulers import Scheduler
 from manifoldagg.simulation.tasks import Task
+from manifoldagg.simulation.workers import Executors, Workers
 
 __all__ = ["Comparison", "Landscape", "compare", "describe"]
 PICTURED = 0.5
@@ -137,7 +139,7 @@ def compare(
     if not (participation is None or callable(participation) or isinstance(participation, str)):
         participation = tuple(participation)
     split = by_name.partition(partition) if isinstance(partition, str) else partition
-    with one_thread():
+    with one_thread(), _serving(executor) as workers:
         federations = [Federation.split(task, clients, partition=split, seed=s) for s in range(seeds)]
         scenario: dict[str, Any] = {
             "scheduler": by_name.scheduler(scheduler) if isinstance(scheduler, str) else scheduler,
@@ -161,7 +163,7 @@ def compare(
                     work=work,
                     tasks=tasks,
                     every=every,
-                    executor=executor,
+                    executor=workers,
                     watch=partial(watch, method.name) if federation.seed == 0 else None,
                     progress=progress and partial(progress, method.name, federation.seed),
                 )
@@ -189,6 +191,16 @@ def compare(
         "not scheduled": [sorted(set(range(clients)) - set(f.scheduled)) for f in federations],
     }
     return Comparison(settings, runs, landscape)
+
+
+@contextmanager
+def _serving(executor: Executors) -> Iterator[Executors]:
+    """Workers that serve run after run: what a function makes is made once, and again only where it breaks."""
+    if executor is None or isinstance(executor, Workers):
+        yield executor
+        return
+    with Workers(executor) as workers:
+        yield workers
 
 
 def describe(value: object) -> str | None:
