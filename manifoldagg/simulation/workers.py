@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -85,9 +86,16 @@ class Workers:
         if self._make is None or executor is None:
             return
         self._executor = None
-        for process in list((getattr(executor, "_processes", None) or {}).values()):
+        at_work = list((getattr(executor, "_processes", None) or {}).values())
+        manager = getattr(executor, "_executor_manager_thread", None)
+        executor.shutdown(wait=not at_work, cancel_futures=True)
+        # A pool stumbles over what was cancelled, aloud, if a process dies before it has put that away.
+        while manager is not None and manager.is_alive() and _cancelled(manager):
+            time.sleep(1e-3)
+        for process in at_work:
             process.terminate()
-        executor.shutdown(wait=True)
+        if manager is not None:
+            manager.join()
 
     def __enter__(self) -> "Workers":
         return self
@@ -109,6 +117,12 @@ class Workers:
 
 Executors: TypeAlias = Executor | Callable[[], Executor] | Workers | None
 """Who trains: an executor, or what makes one; workers, who go on to others after this; `None`: the caller."""
+
+
+def _cancelled(manager: threading.Thread) -> bool:
+    """Whether the thread of a pool of processes still has cancelled work before it."""
+    items = list(getattr(manager, "pending_work_items", {}).values())
+    return any(item.future.cancelled() for item in items)
 
 
 def processes(jobs: int) -> Callable[[], Executor]:
