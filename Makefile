@@ -31,6 +31,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/front_door.py
 	$(BIN)/python benchmarks/server_load.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/clock.py
 	$(BIN)/python benchmarks/routing.py
 	$(BIN)/python benchmarks/simulation.py

@@ -16,6 +16,7 @@ from manifoldagg.federated.contract import Memory, Rule, State, Update, by_rows,
 from manifoldagg.federated.doubts import check_parameters, warn_of_difference, warn_of_integers
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
+from manifoldagg.federated.trees import widened
 from manifoldagg.federated.weights import check_client
 from manifoldagg.kernels import Tensors
 from manifoldagg.kernels.rows import check_apart
@@ -64,6 +65,7 @@ def aggregate(
     client: Hashable = None,
     buffers: Patterns = (),
     manifolds: Assignment | None = None,
+    difference: bool = False,
     out: Model | None = None,
 ) -> tuple[Any, State, dict[str, float]]:
     r"""One step of `rule`: take a client's (stale) model into the server's.
@@ -91,6 +93,11 @@ def aggregate(
             rule's step towards the client's; integer and boolean entries become the client's unless they are left.
         manifolds: name or pattern to the space of those entries, as in
             [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
+        difference: whether `update` is new minus old, $\varphi_i - \Theta^t$, entry by entry, and not the model. Their
+            sum is taken, rounded once to the dtype of the entry: the bits are those of an update that was formed so.
+            They are those of $\varphi_i$ itself, but for the sign of a zero, where the client's subtraction was exact,
+            as it is between numbers within a factor of 2 of each other. Buffers are differences too, but booleans are
+            the client's own. Flat spaces only.
         out: a model like `current`, `current` itself or another one that is passed in, into which the new one is
             written, each entry in memory of its own. It is written when the step is known to fit: whatever is refused
             leaves it as it was.
@@ -110,7 +117,8 @@ def aggregate(
     Cost: with a rule that works on rows (its docstring says how often it reads and writes a model) the tensors are read
     and written where they lie, and no more memory is taken than the result. Copied, one by one, are arrays of foreign
     byte order, tensors that are not contiguous or lie on another device than the first, and those of eight bits. With
-    other rules and on curved spaces every model is gathered into a vector.
+    other rules and on curved spaces every model is gathered into a vector. With `difference` the models are
+    formed first.
 
     Example:
         >>> import numpy as np
@@ -140,6 +148,10 @@ def aggregate(
     buffers = check_patterns(buffers)
     space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
     layout = space.layout
+    if difference:
+        _check_flat(space)
+        for label in [label for label in models if label.startswith("update")]:
+            models[label] = newest = _moved(layout, models["base: "], models[label], label)
     target = None if out is None else _target(layout, out, models)
     rows = by_rows(rule, space)
     chosen = policies(layout.carried, buffers)
@@ -147,7 +159,8 @@ def aggregate(
     kept = state if isinstance(state, ServerState) else ServerState(state)
     read: list[Any] = [*(layout.rows(models) if rows else space.points(models))]
     here, then, *brought = read
-    warn_of_difference(name, layout, newest, models["base: "])
+    if not difference:
+        warn_of_difference(name, layout, newest, models["base: "])
     warn_of_integers(name, layout, newest, now, buffers)
     before = Snapshot(
         current=here,
@@ -236,6 +249,37 @@ def _over(name: str, array: Any, written: bool) -> Tensor:
         return torch.from_numpy(array if array.flags.writeable else np.asarray(_Open(array)))
     except (TypeError, ValueError):
         raise ArgumentError(f"{name}: expected a numeric array, got dtype {array.dtype}") from None
+
+
+def _check_flat(space: ParameterSpace) -> None:
+    """That a point and a difference of points have a sum.
+
+    Raises:
+        ArgumentError: naming a leaf where they have none.
+    """
+    for name, curved in space.manifolds:
+        if not curved.flat:
+            raise ArgumentError(f"difference: expected models, as {name} lives on {curved}, where points have no sums")
+
+
+def _moved(
+    layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
+) -> dict[str, Tensor]:
+    """The model that is so far from the base.
+
+    Raises:
+        ArgumentError: if one of them is not of this layout.
+    """
+    layout.match(base, "base: ")
+    layout.match(difference, label)
+    return {name: _sum(base[name], difference[name]) for name in difference}
+
+
+def _sum(start: Tensor, difference: Tensor) -> Tensor:
+    step = difference.to(start.device)
+    if start.dtype is torch.bool:
+        return step
+    return (widened(start) + widened(step)).to(start.dtype)
 
 
 class _Open:
