@@ -148,6 +148,15 @@ def run(
     Raises:
         ArgumentError: naming the argument that does not fit; if no client has samples; if nobody has a task any more
             before the rounds are over; and what trainers raise but for divergence.
+
+    Example:
+        >>> from manifoldagg.federated import rules, trainers
+        >>> from manifoldagg.simulation import iid_partition, task
+        >>> federation = Federation.split(task("digits"), 6, partition=iid_partition, seed=0)
+        >>> method = Method("FedAvg", rules.FedAvg(cohort=3), trainers.Local(epochs=1))
+        >>> found = run(federation, method, rounds=6, every=3)
+        >>> found.evaluated, found.staleness
+        ([0, 3, 6], [0, 0, 0, 0, 0, 0])
     """
     check_count("rounds", rounds)
     check_count("every", every)
