@@ -88,15 +88,15 @@ TRAINERS: Mapping[str, Mapping[str, Any]] = {
 
 RULES: Mapping[str, Entry] = {
     "asgd": Entry("local", {"rate": 3.0}),
-    "ca2fl": Entry("local", {"size": 5, "rate": 0.5, "clients": HowMany()}),
+    "ca2fl": Entry("local", {"size": 5, "rate": 0.4, "clients": HowMany()}),
     "dcasgd": Entry("local", {"rate": 3.0}),
-    "fadas": Entry("local", {"size": 5, "rate": 0.03}),
+    "fadas": Entry("local", {"size": 2, "rate": 0.005}),
     "floco": Entry("floco", {"cohort": 5}),
-    "adamasfl": Entry("normalised", {"size": 2, "rounds": 100, "initial": "zero"}),
+    "adamasfl": Entry("normalised", {"size": 2, "steps": 30, "rounds": 100, "initial": "zero"}),
     "asyncbezier": Entry("curve", {"rate": 3.0, "threshold": 1.0}),
     "asynccorrected": Entry("local", {"rate": 3.0}),
-    "asynccurve": Entry("asynccurve", {"clients": HowMany(), "rate": 0.3}),
-    "asyncfeded": Entry("epochs", {"rate": 0.5}),
+    "asynccurve": Entry("asynccurve", {"clients": HowMany(), "rate": 0.03}),
+    "asyncfeded": Entry("epochs", {"rate": 0.25, "epochs": 4}),
     "defedavg": Entry("local", {"cohort": 5}),
     "fedadam": Entry("local", {"cohort": 5, "rate": 0.03}),
     "fedasync": Entry("local", {"rate": 3.0, "weighted": True}),
@@ -105,9 +105,9 @@ RULES: Mapping[str, Entry] = {
     "fedgs": Entry("local", {"rate": 2.5}),
     "fedortho": Entry("local", {"rate": 5.0}),
     "generalizedasyncsgd": Entry("gradient", {"routing": Evenly(), "rate": 0.1}),
-    "masfl": Entry("controlvariate", {"size": 2, "rate": 1.0, "beta": 0.5, "clients": HowMany(), "initial": "zero"}),
+    "masfl": Entry("controlvariate", {"size": 1, "rate": 0.1, "beta": 0.2, "clients": HowMany(), "initial": "zero"}),
     "momentum": Entry("local", {"rule": rules.FedAsync(1.0, weighted=True)}),
-    "orthofl": Entry("local", {"rate": 0.3}),
+    "orthofl": Entry("local", {"rate": 0.6}),
 }
 """What each rule has on the digits, with thirty clients and two hundred updates.
 

@@ -3,7 +3,9 @@
 import functools
 import inspect
 import pickle
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Trainer, rules, trainers
 from manifoldagg.federated.schedules import Cosine
 from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
+from manifoldagg.manifolds import Sphere
 from manifoldagg.simulation import Federation, run
 from manifoldagg.simulation.methods import KINDS, RATE, RULES, TRAINERS, method, methods
 from tests.simulation.test_run import clusters, dirichlet
@@ -222,3 +225,51 @@ def test_what_is_wrong_is_said_in_one_line(call, words):
         call()
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
+
+
+def page(name):
+    return (Path(__file__).parents[2] / "docs" / "guide" / name).read_text()
+
+
+def plain(entry):
+    """The options of an entry that do not follow from the clients, as one writes them."""
+    written = {}
+    for name, value in entry.options.items():
+        if isinstance(value, int | float | str):
+            written[name] = str(value).lower()
+        elif isinstance(value, Rule):
+            written |= {name: type(value).__name__.lower(), f"{name}.rate": str(value.rate)}
+    return ", ".join(f"`{name}={text}`" for name, text in written.items())
+
+
+def test_the_page_lists_every_method_as_it_is():
+    rows = [line for line in page("compare.md").splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    listed = {row[0].strip("`"): (row[1].strip("`"), row[2]) for row in cells if row[0].strip("`") in RULES}
+    assert listed == {name: (entry.trainer, plain(entry)) for name, entry in RULES.items()}
+
+
+def refuses(rule):
+    try:
+        rule.init(Sphere(3), torch.eye(3)[0])
+    except ArgumentError as error:
+        return "flat" in str(error)
+    return False
+
+
+def test_the_page_lists_the_rules_that_curved_leaves_refuse():
+    text = " ".join(page("rules.md").split())
+    sentence = re.search(r"What has no meaning there is refused and names the leaf: (.*?)\. ", text).group(1)
+    whole, options = sentence.split(";")
+    listed = {name.lower().removeprefix("rules.") for name in re.findall(r"`([\w.]+)`", whole)}
+    assert listed == {name for name in RULES if refuses(bound(name).rule)}
+    assert '`threshold="auto"`' in options
+    assert refuses(bound("asyncbezier:threshold=auto").rule)
+    assert '`overshoot="extend"`' in options
+    assert refuses(bound("asyncbezier:overshoot=extend").rule)
+
+
+def test_the_page_promises_no_average_that_is_not_there():
+    (row,) = [line for line in page("rules.md").splitlines() if line.startswith("| `rules.AsyncCurve")]
+    assert "`periodic=" in row
+    assert bound("asynccurve").rule.periodic is None
