@@ -23,20 +23,30 @@ MADE = 4
 """How many terms a process keeps: a federation holds data."""
 
 
-class _Common(NamedTuple):
-    """What all errands of a run have in common, and what their bits follow from beside them."""
+class _Surroundings(NamedTuple):
+    """What else in a process the bits of an errand follow from."""
 
-    federation: Federation
-    trainer: Trainer
     dtype: torch.dtype
     backend: str
 
+    @staticmethod
+    def here() -> "_Surroundings":
+        return _Surroundings(torch.get_default_dtype(), _backend())
+
     def hold(self) -> None:
-        """Make this process compute as the one that it came from."""
+        """Have them in this process."""
         if torch.get_default_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
         if _backend() != self.backend:
             set_backend(self.backend)
+
+
+class _Common(NamedTuple):
+    """The terms as another process has them."""
+
+    surroundings: _Surroundings
+    federation: Federation
+    trainer: Trainer
 
 
 def _backend() -> str:
@@ -74,14 +84,14 @@ class Terms:
         """
         with self._lock:
             if self._sealed is None:
-                common = _Common(self.federation, self.trainer, torch.get_default_dtype(), _backend())
                 try:
-                    data, _ = packed(common)
+                    inside, _ = packed((self.federation, self.trainer))
                 except Exception as error:
                     raise ArgumentError(
                         "executor: the federation or the trainer cannot be sent to another process: split a `task` of "
                         f"a function that can be imported, or give an executor of threads ({error})"
                     ) from error
+                data, _ = packed((_Surroundings.here(), inside))
                 self._sealed = self.shelf.put(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             return self._sealed
 
@@ -134,7 +144,7 @@ class _Received:
             ArgumentError: if the federation or the trainer cannot be made here.
         """
         common = _KNOWN.get(self._common)
-        common.hold()
+        common.surroundings.hold()
         return Errand(common.federation, common.trainer, *unpacked(self._data))
 
 
@@ -150,9 +160,10 @@ class _Known:
         with self._lock:
             made = self._made.pop(name, None)
             if made is None:
-                data = parcel.open().numpy().tobytes()
+                surroundings, inside = unpacked(parcel.open().numpy().tobytes())
+                surroundings.hold()
                 try:
-                    made = unpacked(data)
+                    made = _Common(surroundings, *unpacked(inside))
                 except Exception as error:
                     raise ArgumentError(
                         f"executor: a worker cannot make the federation or the trainer: {error}"

@@ -97,14 +97,13 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class Fails:
-    """Raises for some clients, as it is told; trains the others."""
+    """Raises for clients with so many samples; trains the others."""
 
     error: Exception
-    clients: tuple[int, ...]
-    names: tuple[int, ...]
+    samples: tuple[int, ...]
 
     def train(self, space, message, loss, batches, memory, *, generator):
-        if batches.samples in self.names:
+        if batches.samples in self.samples:
             raise self.error
         return LOCAL.train(space, message, loss, batches, memory, generator=generator)
 
@@ -126,12 +125,12 @@ class Dies:
 
 @dataclass(frozen=True)
 class Sleeps:
-    """Says that it has begun, in a file, and never ends."""
+    """Says in a file that this process has begun, and never ends."""
 
-    file: str
+    folder: str
 
     def train(self, space, message, loss, batches, memory, *, generator):
-        Path(self.file).touch()
+        (Path(self.folder) / str(os.getpid())).touch()
         time.sleep(600)
 
 
@@ -244,3 +243,12 @@ def message(of, size=None):
 
     made = of.model()
     return Message(ParameterSpace.of(made).point(made)) if size is None else Message(torch.zeros(size))
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Draws in torch's default dtype."""
+
+    def train(self, space, message, loss, batches, memory, *, generator):
+        drawn = torch.rand(message.start.shape, generator=generator)
+        return Payload((message.start + drawn)[None], 1)

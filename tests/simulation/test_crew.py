@@ -1,6 +1,9 @@
 """Crews: the bits of a run do not depend on who trains, how many, or who is done first."""
 
+import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,8 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg.simulation import run
-from tests.simulation.crews import METHODS, SCENARIOS, Posted, Shuffled, federation
+from manifoldagg.errors import ArgumentError, DivergenceError
+from manifoldagg.federated import Message, Payload
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.simulation import Federation, Key, Method, iid_partition, parcels, run, task
+from manifoldagg.simulation.crew import Crew
+from manifoldagg.simulation.letters import Letter, Outcome, Terms
+from tests.simulation import crews
+from tests.simulation.crews import METHODS, SCENARIOS, Breaks, Listed, Posted, Shuffled, federation
 
 ROUNDS = 14
 
@@ -67,3 +76,279 @@ def test_some_tasks_of_these_runs_diverge_and_start_from_what_the_one_before_lef
     one, payloads = alone["remembers", "plain"]
     assert one.refused > 0
     assert max(payload.memory["count"] for payload in payloads) == 3
+
+
+def test_what_will_be_needed_first_is_sent_first_and_no_more_than_keeps_the_workers_busy():
+    of = federation(clients=12)
+    keys = [Key(client, 0) for client in of.scheduled]
+    sent = []
+    out = []
+
+    class Counts(Shuffled):
+        def submit(self, fn, letter):
+            sent.append(letter.errand().key)
+            future = super().submit(fn, letter)
+            out.append(future)
+            assert sum(not future.done() for future in out) <= 4
+            return future
+
+    executor = Counts(0, workers=2)
+    order = [key for start in range(5) for key in keys[start::5]]
+    foresight = Listed(order)
+    with Crew(of, METHODS["fedasync"].trainer, executor, foresight) as crew:
+        for key in keys:
+            crew.give(key, crews.message(of))
+        assert sent == []
+        while foresight.keys:
+            crew.result(foresight.keys.pop(0))
+    assert sent == order
+    executor.shutdown()
+
+
+def test_a_client_that_is_lost_goes_on_from_its_last_answer():
+    of = federation()
+    trainer = crews.Remembers()
+
+    def told(executor):
+        with Crew(of, trainer, executor) as crew:
+            for nth in range(3):
+                crew.give(Key(0, nth), crews.message(of))
+            crew.give(Key(1, 0), crews.message(of))
+            counts = [crew.result(key).memory["count"] for key in (Key(0, 0), Key(1, 0))]
+            crew.lose([Key(0, 1), Key(0, 2), Key(4, 0)])
+            crew.give(Key(0, 3), crews.message(of))
+            counts.append(crew.result(Key(0, 3)).memory["count"])
+            crew.give(Key(0, 4), crews.message(of))
+            crew.give(Key(0, 5), crews.message(of))
+            crew.lose([Key(0, 4)])
+            return [*counts, crew.result(Key(0, 5)).memory["count"]]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert told(pool) == told(None) == [1, 1, 2, 3]
+
+
+def test_an_answer_out_of_turn_is_refused():
+    of = federation()
+    with Crew(of, crews.LOCAL) as crew:
+        crew.give(Key(0, 0), crews.message(of))
+        crew.give(Key(0, 1), crews.message(of))
+        with pytest.raises(ArgumentError, match="key: .* was given already"):
+            crew.give(Key(0, 1), crews.message(of))
+        for key in (Key(0, 1), Key(2, 0)):
+            with pytest.raises(ArgumentError, match="key: .* is not the next task of its client"):
+                crew.result(key)
+        assert crew.result(Key(0, 0)).samples > 0
+
+
+class Echo:
+    """Sends back what it got."""
+
+    def train(self, space, message, loss, batches, memory, *, generator):
+        return Payload(message.start[None], 1, {"t": message.tensors["t"]}, memory=memory)
+
+
+def letter(parameters, memory=None):
+    tensors = {"t": torch.arange(parameters, dtype=torch.float32)}
+    return Letter(Terms(federation(), Echo()), Key(0, 0), Message(torch.ones(parameters), tensors), memory)
+
+
+def test_an_errand_is_small_whatever_the_model():
+    sizes = [len(pickle.dumps(letter(count, {"m": torch.ones(count)}))) for count in (1000, 1_000_000)]
+    assert sizes[1] < 4096
+    assert abs(sizes[0] - sizes[1]) < 64
+
+
+def test_a_model_lies_there_once_and_goes_with_the_last_letter():
+    one = letter(1000)
+    pickle.dumps(one)
+    folder = one._terms.shelf.put(one._parts[1].start).filed.path.parent
+    before = sorted(folder.iterdir())
+    other = Letter(one._terms, Key(1, 0), one._parts[1], None)
+    pickle.dumps(other)
+    assert sorted(folder.iterdir()) == before
+    assert len(before) == 3
+    del one, other
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("method", ["fedasync", "orthofl"])
+def test_a_worker_that_does_not_find_a_model_gets_it_by_value(alone, monkeypatch, method):
+    monkeypatch.setattr(parcels, "SMALL", 16)
+    asked = []
+
+    def absent(name, target):
+        asked.append(name)
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(parcels, "_read", absent)
+    executor = Posted(0, 2)
+    assert same(trained(method, "plain", executor), alone[method, "plain"])
+    executor.shutdown()
+    # Only what was sent before anybody knew.
+    assert 1 <= len(asked) <= 4
+
+
+def test_where_no_file_can_be_written_all_goes_by_value(alone, monkeypatch):
+    monkeypatch.setattr(parcels, "SMALL", 16)
+    monkeypatch.setattr(parcels.Shelf, "_filed", lambda self, tensor: None)
+    executor = Posted(0, 2)
+    assert same(trained("orthofl", "plain", executor), alone["orthofl", "plain"])
+    executor.shutdown()
+
+
+def test_what_came_by_value_is_forgotten_in_the_end(monkeypatch):
+    monkeypatch.setattr(parcels, "KEPT", 100)
+    received = parcels._Received()
+    for name in "abc":
+        received.keep(name, bytes(40))
+    assert [received.keep(name, None) is not None for name in "abc"] == [False, True, True]
+    received.keep("d", bytes(400))
+    assert received.keep("d", None) == bytes(400)
+    assert received.keep("c", None) is None
+
+
+@pytest.mark.parametrize("kind", [Shuffled, Posted])
+def test_what_training_raises_comes_out_as_it_was(kind):
+    of = federation()
+    size = len(of.train[1])
+    error = DivergenceError("the loss is nan")
+    executor = kind(0, 2)
+    with Crew(of, crews.Fails(error, (size,)), executor) as crew:
+        for client in of.scheduled:
+            crew.give(Key(client, 0), crews.message(of))
+        for client in of.scheduled:
+            if len(of.train[client]) == size:
+                with pytest.raises(DivergenceError, match="the loss is nan") as raised:
+                    crew.result(Key(client, 0))
+            else:
+                crew.result(Key(client, 0))
+    if kind is Posted:
+        assert "in train" in raised.value.__notes__[0]
+    executor.shutdown()
+
+
+class Odd(Exception):
+    """An error that cannot be pickled."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+        self.call = lambda: a
+
+
+def test_an_error_that_cannot_travel_is_told():
+    back = pickle.loads(pickle.dumps(Outcome(error=Odd(1, 2))))
+    assert isinstance(back.error, RuntimeError)
+    assert "1 and 2" in str(back.error)
+    assert back.trained
+
+
+def local_task():
+    made = crews.clouds()
+    return Federation.split(
+        crews.Task("local", made.inputs, made.labels, lambda: crews.model(), 0.9), 5, partition=iid_partition, seed=0
+    )
+
+
+def test_a_federation_that_cannot_be_sent_is_refused_with_what_to_do():
+    method = Method("plain", FedAsync(0.5), crews.LOCAL)
+    executor = Posted(0, 2)
+    words = "executor: the federation or the trainer cannot be sent to another process: split a `task` of a function"
+    with pytest.raises(ArgumentError, match=words):
+        run(local_task(), method, rounds=3, executor=executor)
+    executor.shutdown()
+    with ThreadPoolExecutor(2) as pool:
+        assert run(local_task(), method, rounds=3, executor=pool) == run(local_task(), method, rounds=3)
+
+
+def drawn_anew():
+    made = crews.clouds()
+    return replace(made, inputs=torch.randn(made.inputs.shape))
+
+
+def test_a_task_that_is_other_data_each_time_is_refused():
+    of = Federation.split(task(drawn_anew), 5, partition=iid_partition, seed=0)
+    executor = Posted(0, 2)
+    with pytest.raises(ArgumentError, match="executor: a worker cannot make .*other data"):
+        run(of, Method("plain", FedAsync(0.5), crews.LOCAL), rounds=3, executor=executor)
+    executor.shutdown()
+
+
+def test_a_federation_travels_as_what_made_it():
+    of = federation()
+    data = pickle.dumps(of)
+    assert len(data) < 1024
+    back = pickle.loads(data)
+    assert torch.equal(back.task.inputs, of.task.inputs)
+    assert all((a == b).all() for a, b in zip(back.train + back.held_out, of.train + of.held_out, strict=True))
+    changed = replace(of, seed=7)
+    assert pickle.loads(pickle.dumps(changed)).seed == 7
+    relabelled = replace(of.task, labels=torch.zeros(120, dtype=torch.int64))
+    assert not pickle.loads(pickle.dumps(relabelled)).labels.any()
+
+
+def test_an_executor_that_breaks_is_made_again_and_the_bits_are_the_same(alone):
+    made = []
+
+    def make():
+        # The first two break; so does the fourth, with whatever it is given.
+        number = len(made)
+        made.append(Breaks(number, lambda key: (key.client == 2 and number < 2) or number == 3))
+        return made[-1]
+
+    assert same(trained("fedasync", "plain", make), alone["fedasync", "plain"])
+    assert len(made) == 3
+    assert not any(executor._thread.is_alive() for executor in made)
+
+
+def test_a_task_that_breaks_every_executor_is_told_by_its_client():
+    made = []
+
+    def make():
+        made.append(Breaks(len(made), lambda key: key.client == 2))
+        return made[-1]
+
+    with pytest.raises(ArgumentError, match=r"executor: a task of client 2 could not be done: 4 executors in a row"):
+        trained("fedasync", "plain", make)
+    assert not any(executor._thread.is_alive() for executor in made)
+
+
+def test_a_given_executor_that_breaks_is_an_error_at_once():
+    executor = Breaks(0, lambda key: key.client == 2)
+    with pytest.raises(
+        ArgumentError, match=r"executor: it broke \(BrokenProcessPool: .*\); give a function that makes"
+    ):
+        trained("fedasync", "plain", executor)
+    executor.shutdown()
+    with pytest.raises(ArgumentError, match="executor: it broke"):
+        trained("fedasync", "plain", executor)
+
+
+def test_an_executor_that_was_shut_down_is_an_error():
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    with pytest.raises(ArgumentError, match=r"executor: it broke \(RuntimeError: cannot schedule new futures"):
+        trained("fedasync", "plain", pool)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("executor", [3, "2", ThreadPoolExecutor, lambda: 3])
+def test_what_is_no_executor_is_refused(executor):
+    with pytest.raises(ArgumentError, match="executor: expected"):
+        trained("fedasync", "plain", executor)
+
+
+def test_an_executor_that_is_given_is_relieved_of_what_nobody_needs(tmp_path):
+    of = federation()
+    gate = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(gate.wait)
+        crew = Crew(of, crews.LOCAL, pool)
+        for client in of.scheduled:
+            crew.give(Key(client, 0), crews.message(of))
+        crew._employ(crew._workers)
+        futures = [task.future for task in crew._out]
+        assert len(futures) == 2
+        crew.close()
+        assert all(future.cancelled() for future in futures)
+        gate.set()
+        assert pool.submit(int).result() == 0
