@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from manifoldagg.simulation.delays import (
+from manifoldagg.simulation.clocks.delays import (
     Delay,
     Deterministic,
     Exponential,
@@ -24,13 +24,13 @@ from manifoldagg.simulation.delays import (
     LogNormal,
     Uniform,
 )
-from manifoldagg.simulation.jackson import JacksonNetwork
-from manifoldagg.simulation.measurements import Empirical
-from manifoldagg.simulation.participation import Change, Participation, churn
-from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.replay import Replay
-from manifoldagg.simulation.schedulers import Completion, IndependentClients
-from manifoldagg.simulation.trace import Record
+from manifoldagg.simulation.clocks.jackson import JacksonNetwork
+from manifoldagg.simulation.clocks.measurements import Empirical
+from manifoldagg.simulation.clocks.participation import Change, Participation, churn
+from manifoldagg.simulation.clocks.priority import PriorityScheduler
+from manifoldagg.simulation.clocks.replay import Replay
+from manifoldagg.simulation.clocks.schedulers import Completion, IndependentClients
+from manifoldagg.simulation.clocks.trace import Record
 
 DELAYS: dict[str, Delay] = {
     "constant": Deterministic(10.0),

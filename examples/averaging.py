@@ -29,7 +29,7 @@ from manifoldagg.curves import Simplex
 from manifoldagg.federated import Message, Outcome, Update, trainers
 from manifoldagg.manifolds import Manifold, Sphere, distance, geodesic
 from manifoldagg.simulation import Federation, dirichlet_partition, task
-from manifoldagg.simulation.priority import PriorityScheduler
+from manifoldagg.simulation.clocks.priority import PriorityScheduler
 
 CLIENTS = 10
 CYCLE = 8

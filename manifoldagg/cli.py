@@ -27,10 +27,10 @@ from manifoldagg.kernels.choice import explain
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
 from manifoldagg.routing.plan import check_out, make_plan, read_rates, write_files
 from manifoldagg.simulation.compare import compare, describe
+from manifoldagg.simulation.data.tasks import task
 from manifoldagg.simulation.methods import methods as methods_by_name
 from manifoldagg.simulation.report import check_destination, machine, write_report
-from manifoldagg.simulation.tasks import task
-from manifoldagg.simulation.workers import processes
+from manifoldagg.simulation.workers.pool import processes
 
 __all__ = ["main"]
 

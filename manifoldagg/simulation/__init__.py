@@ -1,15 +1,24 @@
 """When things happen: a virtual clock, delays, schedulers, traces, and runs of several methods beside one another."""
 
-from manifoldagg.simulation.clock import VirtualClock
-from manifoldagg.simulation.delays import Delay, Deterministic, Exponential, Gaussian, HalfNormal, LogNormal, Uniform
-from manifoldagg.simulation.errands import Errand, perform
-from manifoldagg.simulation.fairness import gini, theil
-from manifoldagg.simulation.federation import Federation, Key
-from manifoldagg.simulation.gantt import draw_trace
-from manifoldagg.simulation.jackson import JacksonNetwork
-from manifoldagg.simulation.measurements import Empirical, assign
-from manifoldagg.simulation.participation import Change, Participation, churn
-from manifoldagg.simulation.partitions import (
+from manifoldagg.simulation.clocks.clock import VirtualClock
+from manifoldagg.simulation.clocks.delays import (
+    Delay,
+    Deterministic,
+    Exponential,
+    Gaussian,
+    HalfNormal,
+    LogNormal,
+    Uniform,
+)
+from manifoldagg.simulation.clocks.gantt import draw_trace
+from manifoldagg.simulation.clocks.jackson import JacksonNetwork
+from manifoldagg.simulation.clocks.measurements import Empirical, assign
+from manifoldagg.simulation.clocks.participation import Change, Participation, churn
+from manifoldagg.simulation.clocks.priority import PriorityScheduler
+from manifoldagg.simulation.clocks.replay import Replay
+from manifoldagg.simulation.clocks.schedulers import Completion, IndependentClients, Scheduler
+from manifoldagg.simulation.clocks.trace import Record, read_trace, write_trace
+from manifoldagg.simulation.data.partitions import (
     Partition,
     cyclic_partition,
     dirichlet_partition,
@@ -17,14 +26,13 @@ from manifoldagg.simulation.partitions import (
     iid_partition,
     shards_partition,
 )
-from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.readers import images, read_idx
-from manifoldagg.simulation.replay import Replay
+from manifoldagg.simulation.data.readers import images, read_idx
+from manifoldagg.simulation.data.tasks import Batches, Task, task
+from manifoldagg.simulation.fairness import gini, theil
+from manifoldagg.simulation.federation import Federation, Key
 from manifoldagg.simulation.run import Event, Method, Run, run
-from manifoldagg.simulation.schedulers import Completion, IndependentClients, Scheduler
-from manifoldagg.simulation.tasks import Batches, Task, task
-from manifoldagg.simulation.trace import Record, read_trace, write_trace
-from manifoldagg.simulation.workers import Workers, processes
+from manifoldagg.simulation.workers.errands import Errand, perform
+from manifoldagg.simulation.workers.pool import Workers, processes
 
 __all__ = [
     "Batches",

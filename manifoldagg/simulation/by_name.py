@@ -10,19 +10,19 @@ import numpy as np
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.routing.plan import read_rates
-from manifoldagg.simulation import delays as distributions
-from manifoldagg.simulation import partitions
-from manifoldagg.simulation.delays import Delay, Deterministic, Exponential
-from manifoldagg.simulation.jackson import JacksonNetwork
-from manifoldagg.simulation.measurements import Empirical, assign
+from manifoldagg.simulation.clocks import delays as distributions
+from manifoldagg.simulation.clocks.delays import Delay, Deterministic, Exponential
+from manifoldagg.simulation.clocks.jackson import JacksonNetwork
+from manifoldagg.simulation.clocks.measurements import Empirical, assign
+from manifoldagg.simulation.clocks.participation import Change, churn, read_changes
+from manifoldagg.simulation.clocks.priority import PriorityScheduler
+from manifoldagg.simulation.clocks.replay import Replay
+from manifoldagg.simulation.clocks.schedulers import IndependentClients, Scheduler
+from manifoldagg.simulation.clocks.trace import read_trace
+from manifoldagg.simulation.data import partitions
+from manifoldagg.simulation.data.partitions import Partition
 from manifoldagg.simulation.naming import Kinds, Reader, arguments, build, kind, named, pick
-from manifoldagg.simulation.participation import Change, churn, read_changes
-from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.replay import Replay
 from manifoldagg.simulation.scenario import MakesDelays, MakesParticipation, MakesScheduler
-from manifoldagg.simulation.schedulers import IndependentClients, Scheduler
-from manifoldagg.simulation.trace import read_trace
 
 __all__ = ["delays", "participation", "partition", "scheduler"]
 
@@ -58,7 +58,7 @@ def scheduler(text: str) -> MakesScheduler:
 def delays(text: str) -> Delay | MakesDelays:
     """The delay of that name, for all clients, or with `csv` a function that gives each a measured device.
 
-    The distributions of `manifoldagg.simulation.delays` in lower case, with their options; `csv` has those of
+    The distributions of `manifoldagg.simulation.clocks.delays` in lower case, with their options; `csv` has those of
     [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv].
 
     Raises:
@@ -93,7 +93,7 @@ def participation(text: str) -> list[Change[int | str]] | MakesParticipation:
 def partition(text: str) -> Partition:
     """The partition of that name with its options, for `Federation.split`.
 
-    They are those of `manifoldagg.simulation.partitions`: `dirichlet`, `iid`, `shards`, `cyclic`, `disjoint`.
+    They are those of `manifoldagg.simulation.data.partitions`: `dirichlet`, `iid`, `shards`, `cyclic`, `disjoint`.
 
     Raises:
         ArgumentError: naming what is not known, with the nearest right word.

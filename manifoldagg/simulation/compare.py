@@ -16,14 +16,14 @@ from manifoldagg.curves import Bezier, Plane, plane
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import by_name
-from manifoldagg.simulation.errands import one_thread
+from manifoldagg.simulation.clocks.schedulers import Scheduler
+from manifoldagg.simulation.data.partitions import Partition
+from manifoldagg.simulation.data.tasks import Task
 from manifoldagg.simulation.federation import Federation
-from manifoldagg.simulation.partitions import Partition
 from manifoldagg.simulation.run import Event, Method, Run, run
 from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations
-from manifoldagg.simulation.schedulers import Scheduler
-from manifoldagg.simulation.tasks import Task
-from manifoldagg.simulation.workers import Executors, Workers
+from manifoldagg.simulation.workers.errands import one_thread
+from manifoldagg.simulation.workers.pool import Executors, Workers
 
 __all__ = ["Comparison", "Landscape", "compare", "describe"]
 PICTURED = 0.5

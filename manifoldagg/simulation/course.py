@@ -6,9 +6,9 @@ from typing import NamedTuple, TypeAlias
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.simulation.asking import Asking, Present
+from manifoldagg.simulation.clocks.participation import Change, Participation
+from manifoldagg.simulation.clocks.schedulers import Completion, Scheduler
 from manifoldagg.simulation.federation import Key
-from manifoldagg.simulation.participation import Change, Participation
-from manifoldagg.simulation.schedulers import Completion, Scheduler
 
 __all__ = ["Answer", "Ask", "Course", "Event", "Lost"]
 

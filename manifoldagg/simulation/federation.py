@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.recipes import checksum, recalled
-from manifoldagg.simulation.tasks import Batches, Task, seeded_model
+from manifoldagg.simulation.data.partitions import Partition
+from manifoldagg.simulation.data.tasks import Batches, Task, seeded_model
+from manifoldagg.simulation.workers.recipes import checksum, recalled
 
 __all__ = ["Federation", "Key"]
 

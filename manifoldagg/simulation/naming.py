@@ -212,7 +212,7 @@ def build(
         ArgumentError: also for values that `make` refuses.
 
     Example:
-        >>> from manifoldagg.simulation.delays import Exponential
+        >>> from manifoldagg.simulation.clocks.delays import Exponential
         >>> build("delays: exponential", Exponential, {"mean": "10"})
         Exponential(mean=10.0)
     """

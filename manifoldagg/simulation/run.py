@@ -12,13 +12,13 @@ from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, che
 from manifoldagg.federated import Message, Payload, Rule, Server, Ticket, Trainer
 from manifoldagg.federated.contract import check_rule
 from manifoldagg.simulation.course import Ask, Lost
-from manifoldagg.simulation.crew import Crew
 from manifoldagg.simulation.exam import Marks
 from manifoldagg.simulation.fairness import gini, theil
 from manifoldagg.simulation.federation import Federation, Key
 from manifoldagg.simulation.foresight import Foresight
 from manifoldagg.simulation.scenario import Delays, Participations, Schedulers, course_of
-from manifoldagg.simulation.workers import Executors
+from manifoldagg.simulation.workers.crew import Crew
+from manifoldagg.simulation.workers.pool import Executors
 
 __all__ = ["Event", "Method", "Run", "run"]
 

@@ -9,13 +9,13 @@ import numpy as np
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule
 from manifoldagg.simulation.asking import asking, few
+from manifoldagg.simulation.clocks.delays import Delay
+from manifoldagg.simulation.clocks.measurements import Empirical, assign
+from manifoldagg.simulation.clocks.participation import Change
+from manifoldagg.simulation.clocks.priority import PriorityScheduler
+from manifoldagg.simulation.clocks.schedulers import IndependentClients, Scheduler
 from manifoldagg.simulation.course import Course
-from manifoldagg.simulation.delays import Delay
 from manifoldagg.simulation.federation import Federation
-from manifoldagg.simulation.measurements import Empirical, assign
-from manifoldagg.simulation.participation import Change
-from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.schedulers import IndependentClients, Scheduler
 
 __all__ = ["Delays", "MakesDelays", "MakesParticipation", "MakesScheduler", "Participations", "Schedulers", "course_of"]
 

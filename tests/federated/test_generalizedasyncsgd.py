@@ -18,7 +18,7 @@ from manifoldagg.federated.rules import ASGD
 from manifoldagg.federated.rules.generalizedasyncsgd import GeneralizedAsyncSGD
 from manifoldagg.federated.trainers.local import Gradient
 from manifoldagg.manifolds import Flat, Sphere
-from manifoldagg.simulation.jackson import JacksonNetwork
+from manifoldagg.simulation.clocks.jackson import JacksonNetwork
 from tests.federated.company import SIZE, SPACE, arrivals
 from tests.support import draw, relative, seeds
 

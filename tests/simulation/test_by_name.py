@@ -22,10 +22,10 @@ from manifoldagg.simulation import (
     dirichlet_partition,
     write_trace,
 )
-from manifoldagg.simulation import delays as distributions
-from manifoldagg.simulation import partitions as partitions_module
-from manifoldagg.simulation.participation import read_changes
-from manifoldagg.simulation.schedulers import Scheduler
+from manifoldagg.simulation.clocks import delays as distributions
+from manifoldagg.simulation.clocks.participation import read_changes
+from manifoldagg.simulation.clocks.schedulers import Scheduler
+from manifoldagg.simulation.data import partitions as partitions_module
 
 CLIENTS = [0, 1, 3]
 LABELS = np.tile(np.arange(6), 9)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Message, Payload
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.simulation import Federation, Key, Method, iid_partition, parcels, run, task
-from manifoldagg.simulation.crew import Crew
-from manifoldagg.simulation.letters import Letter, Outcome, Terms
+from manifoldagg.simulation import Federation, Key, Method, iid_partition, run, task
+from manifoldagg.simulation.workers import parcels
+from manifoldagg.simulation.workers.crew import Crew
+from manifoldagg.simulation.workers.letters import Letter, Outcome, Terms
 from tests.simulation import crews
 from tests.simulation.crews import METHODS, SCENARIOS, Breaks, Listed, Posted, Shuffled, federation
 

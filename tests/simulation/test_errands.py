@@ -12,7 +12,7 @@ from manifoldagg.federated import Message, Payload, Server, trainers, work
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import Errand, Federation, Key, perform
-from manifoldagg.simulation.errands import owned
+from manifoldagg.simulation.workers.errands import owned
 from tests.simulation.test_run import clusters, dirichlet
 from tests.support import draw
 

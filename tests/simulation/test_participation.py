@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.simulation import PriorityScheduler
-from manifoldagg.simulation.delays import Deterministic, Exponential
-from manifoldagg.simulation.jackson import JacksonNetwork
-from manifoldagg.simulation.participation import Change, Participation, churn
-from manifoldagg.simulation.schedulers import Completion, IndependentClients
+from manifoldagg.simulation.clocks.delays import Deterministic, Exponential
+from manifoldagg.simulation.clocks.jackson import JacksonNetwork
+from manifoldagg.simulation.clocks.participation import Change, Participation, churn
+from manifoldagg.simulation.clocks.schedulers import Completion, IndependentClients
 from tests.support import seeds
 
 

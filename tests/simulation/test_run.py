@@ -16,9 +16,9 @@ from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Payload
 from manifoldagg.simulation import Batches, Federation, Method, Partition, Task, dirichlet_partition, run, task
 from manifoldagg.simulation.compare import compare
+from manifoldagg.simulation.data.tasks import seeded_model
 from manifoldagg.simulation.methods import method, methods
 from manifoldagg.simulation.report import check_destination, write_report
-from manifoldagg.simulation.tasks import seeded_model
 from tests.support import draw
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from manifoldagg.errors import check_count, check_number
-from manifoldagg.simulation.schedulers import Job, Scheduler
+from manifoldagg.simulation.clocks.schedulers import Job, Scheduler
 
 __all__ = ["PriorityScheduler"]
 

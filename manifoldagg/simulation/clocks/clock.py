@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError, check_count, check_number
-from manifoldagg.simulation.resumable import Resumable
+from manifoldagg.simulation.clocks.resumable import Resumable
 
 __all__ = ["VirtualClock", "check_generator"]
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_number, check_vector
-from manifoldagg.simulation.clock import check_generator
-from manifoldagg.simulation.delays import Delay, store
+from manifoldagg.simulation.clocks.clock import check_generator
+from manifoldagg.simulation.clocks.delays import Delay, store
 
 __all__ = ["Empirical", "assign"]
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from manifoldagg.errors import ArgumentError, check_count
-from manifoldagg.simulation.letters import Letter, Outcome, attempt
+from manifoldagg.simulation.workers.letters import Letter, Outcome, attempt
 
 __all__ = ["Executors", "Workers", "processes"]
 

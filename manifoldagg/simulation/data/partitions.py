@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count
-from manifoldagg.simulation.clock import check_generator
+from manifoldagg.simulation.clocks.clock import check_generator
 
 __all__ = [
     "Partition",

@@ -8,7 +8,7 @@ import numpy as np
 
 from manifoldagg._output import check_plots, new_figure
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.trace import Record, check_records
+from manifoldagg.simulation.clocks.trace import Record, check_records
 
 __all__ = ["draw_trace"]
 

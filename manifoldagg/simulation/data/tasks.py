@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count
-from manifoldagg.simulation.recipes import checksum, recalled
+from manifoldagg.simulation.workers.recipes import checksum, recalled
 
 __all__ = ["DRAWING", "Batches", "Task", "seeded_model", "small_cnn", "task"]
 

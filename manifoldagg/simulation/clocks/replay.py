@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.schedulers import Job, Scheduler
-from manifoldagg.simulation.trace import Record, check_records
+from manifoldagg.simulation.clocks.schedulers import Job, Scheduler
+from manifoldagg.simulation.clocks.trace import Record, check_records
 
 __all__ = ["Replay"]
 

@@ -85,7 +85,8 @@ def images(
 
     Raises:
         ArgumentError: if a file is not there, naming those that were looked for; if it is damaged (as
-            [`read_idx`][manifoldagg.simulation.readers.read_idx]); or if it does not hold bytes of the expected shape.
+            [`read_idx`][manifoldagg.simulation.data.readers.read_idx]); or if it does not hold bytes of the expected
+            shape.
     """
     check_choice("part", part, PARTS)
     pixels, source = _find(Path(folder), f"{part}-images", 3)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_choice, check_number
-from manifoldagg.simulation.clock import check_generator
-from manifoldagg.simulation.delays import Delay, store
-from manifoldagg.simulation.resumable import Resumable
-from manifoldagg.simulation.schedulers import Completion, Scheduler, plain_client, read_client
+from manifoldagg.simulation.clocks.clock import check_generator
+from manifoldagg.simulation.clocks.delays import Delay, store
+from manifoldagg.simulation.clocks.resumable import Resumable
+from manifoldagg.simulation.clocks.schedulers import Completion, Scheduler, plain_client, read_client
 
 __all__ = ["Change", "Participation", "churn", "read_changes"]
 
@@ -68,8 +68,8 @@ class Participation(Resumable, Generic[C]):
             a client that is here.
 
     Example:
-        >>> from manifoldagg.simulation.delays import Deterministic
-        >>> from manifoldagg.simulation.schedulers import IndependentClients
+        >>> from manifoldagg.simulation.clocks.delays import Deterministic
+        >>> from manifoldagg.simulation.clocks.schedulers import IndependentClients
         >>> clients = IndependentClients(Deterministic(2.0), np.random.default_rng(0))
         >>> crowd = Participation(clients, [Change(1.0, "a", "fail"), Change(5.0, "b", "join")])
         >>> crowd.dispatch("a", work=1.0)
@@ -196,7 +196,7 @@ def churn(
         ArgumentError: if a stay and an absence take no time on average, or `until` is no number >= 0.
 
     Example:
-        >>> from manifoldagg.simulation.delays import Deterministic
+        >>> from manifoldagg.simulation.clocks.delays import Deterministic
         >>> up, down = Deterministic(3.0), Deterministic(1.0)
         >>> [(c.time, c.kind) for c in churn(["a"], up, down, 5.0, np.random.default_rng(0))]
         [(3.0, 'fail'), (4.0, 'return')]

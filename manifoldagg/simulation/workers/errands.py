@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from manifoldagg.federated import Message, Payload, Trainer, work
 from manifoldagg.federated.contract import Memory
 from manifoldagg.federated.trees import Tree, replaced
+from manifoldagg.simulation.data.tasks import DRAWING
 from manifoldagg.simulation.federation import Federation, Key
-from manifoldagg.simulation.tasks import DRAWING
 
 __all__ = ["Errand", "one_thread", "perform"]
 

@@ -13,9 +13,9 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Trainer
 from manifoldagg.federated.contract import Memory
 from manifoldagg.kernels import choice, set_backend
-from manifoldagg.simulation.errands import Errand, perform
 from manifoldagg.simulation.federation import Federation, Key
-from manifoldagg.simulation.parcels import Lying, Missing, Parcel, Shelf, packed, unpacked
+from manifoldagg.simulation.workers.errands import Errand, perform
+from manifoldagg.simulation.workers.parcels import Lying, Missing, Parcel, Shelf, packed, unpacked
 
 __all__ = ["Letter", "Outcome", "Terms", "attempt", "done"]
 

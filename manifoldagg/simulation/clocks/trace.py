@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from manifoldagg._output import whole
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
-from manifoldagg.simulation.delays import store
-from manifoldagg.simulation.schedulers import Completion, plain_client, read_client
+from manifoldagg.simulation.clocks.delays import store
+from manifoldagg.simulation.clocks.schedulers import Completion, plain_client, read_client
 
 __all__ = ["Record", "check_records", "read_trace", "write_trace"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_count, check_vector
-from manifoldagg.simulation.delays import MOST, Exponential
-from manifoldagg.simulation.schedulers import Job, Scheduler
+from manifoldagg.simulation.clocks.delays import MOST, Exponential
+from manifoldagg.simulation.clocks.schedulers import Job, Scheduler
 
 __all__ = ["JacksonNetwork"]
 

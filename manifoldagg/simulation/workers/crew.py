@@ -11,8 +11,8 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Trainer
 from manifoldagg.federated.contract import Memory
 from manifoldagg.simulation.federation import Federation, Key
-from manifoldagg.simulation.letters import Letter, Outcome, Terms, done
-from manifoldagg.simulation.workers import Executors, Workers
+from manifoldagg.simulation.workers.letters import Letter, Outcome, Terms, done
+from manifoldagg.simulation.workers.pool import Executors, Workers
 
 __all__ = ["Coming", "Crew"]
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError, check_count, check_number
-from manifoldagg.simulation.clock import VirtualClock, check_generator
-from manifoldagg.simulation.delays import MOST, Delay
-from manifoldagg.simulation.resumable import Resumable
+from manifoldagg.simulation.clocks.clock import VirtualClock, check_generator
+from manifoldagg.simulation.clocks.delays import MOST, Delay
+from manifoldagg.simulation.clocks.resumable import Resumable
 
 __all__ = ["Completion", "IndependentClients", "Job", "Scheduler", "plain_client", "read_client"]
 
@@ -254,7 +254,7 @@ class IndependentClients(Scheduler[C]):
         ArgumentError: if `delays` holds something else.
 
     Example:
-        >>> from manifoldagg.simulation.delays import Deterministic
+        >>> from manifoldagg.simulation.clocks.delays import Deterministic
         >>> delays = {"fast": Deterministic(1.0), "slow": Deterministic(3.0)}
         >>> clients = IndependentClients(delays, np.random.default_rng(0))
         >>> clients.dispatch("slow", work=1); clients.dispatch("fast", work=2)
