@@ -88,7 +88,11 @@ class Workers:
         self._executor = None
         at_work = list((getattr(executor, "_processes", None) or {}).values())
         manager = getattr(executor, "_executor_manager_thread", None)
-        executor.shutdown(wait=not at_work, cancel_futures=True)
+        if at_work:
+            executor.shutdown(wait=False, cancel_futures=True)
+        else:
+            # Dask's knows no other option.
+            executor.shutdown(wait=True)
         # A pool stumbles over what was cancelled, aloud, if a process dies before it has put that away.
         while manager is not None and manager.is_alive() and _cancelled(manager):
             time.sleep(1e-3)
