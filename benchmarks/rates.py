@@ -48,6 +48,11 @@ def late(name: str, rate: float, seed: int, rounds: int) -> float:
     )
 
 
+def has_rate(name: str) -> bool:
+    """Whether a method has a global rate: FLOCO has none."""
+    return name in RATE or hasattr(method(name).bound(range(CLIENTS)).rule, "rate")
+
+
 def default(name: str) -> float:
     """The global rate of a method where none is given."""
     rule: Any = method(name).bound(range(CLIENTS)).rule
@@ -74,6 +79,8 @@ def main() -> None:
     tell(f"{'method':<20} {'rate':>8} {'late %':>8}   (mean over seeds {options.seeds}, {options.rounds} rounds)")
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for name in options.methods.split(","):
+            if not has_rate(name):
+                continue
             begin = default(name)
             worth: dict[int, float] = {}
             wanted = [-1, 0, 1]

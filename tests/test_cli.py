@@ -66,39 +66,66 @@ def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
         assert words in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--methods", "fedasync,sgd"], "methods: no method 'sgd'; did you mean asgd?"),
-        (["--methods", "asyncbezier:degre=3"], "methods: asyncbezier: no option 'degre'; did you mean degree?"),
-        (["--jobs", "0"], "jobs: expected an integer >= 1, got 0"),
-        (["--data", "imagenet"], "data: expected one of digits; got 'imagenet'"),
-        (["--rate", "-1"], "rate: expected a finite number > 0, got -1.0"),
-        (["--rate", "fedasync=-1"], "rate: expected a finite number > 0, got -1.0"),
-        (["--clients", "2000"], "clients: expected at most one for each of 1797 samples, got 2000"),
-        (["--clients", "0"], "clients: expected an integer >= 1, got 0"),
-        (["--rounds", "0"], "rounds: expected an integer >= 1, got 0"),
-        (["--every", "0", "--json"], "every: expected an integer >= 1, got 0"),
-        (["--seeds", "-1"], "seeds: expected an integer >= 1, got -1"),
-        (["--partition", "dirichlet:concentration=-0.5"], "concentration: expected a number >= 0, got -0.5"),
-        (["--partition", "shard"], "partition: no partition 'shard'; did you mean shards?"),
-        (["--scheduler", "priority:worker=2"], "scheduler: priority: no option 'worker'; did you mean workers?"),
-        (["--delays", "exponental:mean=10"], "delays: no delays 'exponental'; did you mean exponential?"),
-        (["--participation", "file:nowhere.csv"], "nowhere.csv"),
-        (["--work", "date"], "work: expected one of data, dispatched; got 'date'"),
-        (["--target", "2"], "target: expected"),
-        (["--name", "a/b"], "--name"),
-        (["--rounds", "many"], "--rounds"),
-        (["--colour", "red"], "--colour"),
-    ],
-)
-def test_what_is_wrong_is_one_line_and_exit_code_2(arguments, words, tmp_path):
-    done = call("compare", *arguments, folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: ")
-    assert words in done.stderr
-    assert not [file for file in tmp_path.rglob("*") if file.name != "runs"]
+WRONG = [
+    (["--methods", "fedasync,sgd"], "methods: no method 'sgd'; did you mean asgd?"),
+    (["--methods", "asyncbezier:degre=3"], "methods: asyncbezier: no option 'degre'; did you mean degree?"),
+    (["--jobs", "0"], "jobs: expected an integer >= 1, got 0"),
+    (["--data", "imagenet"], "data: expected one of digits; got 'imagenet'"),
+    (["--rate", "-1"], "rate: expected a finite number > 0, got -1.0"),
+    (["--rate", "fedasync=-1"], "rate: expected a finite number > 0, got -1.0"),
+    (["--clients", "2000"], "clients: expected at most one for each of 1797 samples, got 2000"),
+    (["--clients", "0"], "clients: expected an integer >= 1, got 0"),
+    (["--rounds", "0"], "rounds: expected an integer >= 1, got 0"),
+    (["--every", "0", "--json"], "every: expected an integer >= 1, got 0"),
+    (["--seeds", "-1"], "seeds: expected an integer >= 1, got -1"),
+    (["--partition", "dirichlet:concentration=-0.5"], "concentration: expected a number >= 0, got -0.5"),
+    (["--partition", "shard"], "partition: no partition 'shard'; did you mean shards?"),
+    (["--scheduler", "priority:worker=2"], "scheduler: priority: no option 'worker'; did you mean workers?"),
+    (["--delays", "exponental:mean=10"], "delays: no delays 'exponental'; did you mean exponential?"),
+    (["--participation", "file:nowhere.csv"], "nowhere.csv"),
+    (["--work", "date"], "work: expected one of data, dispatched; got 'date'"),
+    (["--target", "2"], "target: expected"),
+    (["--name", "a/b"], "--name"),
+    (["--rounds", "many"], "--rounds"),
+    (["--colour", "red"], "--colour"),
+]
+ALL_OF_THEM = """
+import contextlib, io, json, sys
+from manifoldagg.__main__ import main
+
+told = []
+for arguments in json.loads(sys.stdin.read()):
+    sys.argv = ["manifoldagg", "compare", *arguments]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        told.append([None, ""])
+        try:
+            main()
+        except SystemExit as ended:
+            told[-1][0] = ended.code
+    told[-1][1] = errors.getvalue()
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What the command says to each wrong word, and what it leaves; one process for all, as each loads torch first."""
+    folder = tmp_path_factory.mktemp("wrong")
+    command = [sys.executable, "-W", "error", "-c", ALL_OF_THEM]
+    given = json.dumps([arguments for arguments, _ in WRONG])
+    done = subprocess.run(command, cwd=folder, env=WIDE, input=given, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not [file for file in folder.rglob("*") if file.name != "runs"]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("place", range(len(WRONG)), ids=lambda place: " ".join(WRONG[place][0]))
+def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
+    code, errors = told[place]
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert errors.startswith("error: ")
+    assert WRONG[place][1] in errors
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
