@@ -267,7 +267,8 @@ class _Reader:
         field, shape = place
         sizes = _sizes(shape)
         count = sizes[0] if field == "points" else 1
-        if field not in SPLIT or count * len(self.leaves) > len(self.left):
+        # Without names of leaves any count of points would have its entries.
+        if field not in SPLIT or not self.leaves or count * len(self.leaves) > len(self.left):
             raise ValueError("points of which there are no entries")
         before = [f"points/{i}" for i in range(count)] if field == "points" else [field]
         rows = [self.left.pop(f"{row}/{leaf}") for row in before for leaf in self.leaves]

@@ -447,6 +447,7 @@ HOSTILE = {
         altered(SAMPLES[1], value=header_of(SAMPLES[1])["__metadata__"]["value"].replace('["points", [2,', f'["points", [{2**61},')),
         "of which there are no entries",
     ),
+    "points of no leaves": (altered(PLAIN, value=VALUE.replace('"start"}', f'["points", [{2**18}, 0]]}}')), "are no entries"),
     "a product that takes a day": (
         altered(SAMPLES[1], value=header_of(SAMPLES[1])["__metadata__"]["value"].replace('["points", [2,', f'["points", [{"9" * 4000},')),
         "a shape that is none",
