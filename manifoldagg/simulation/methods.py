@@ -112,8 +112,8 @@ RULES: Mapping[str, Entry] = {
 """What each rule has on the digits, with thirty clients and two hundred updates.
 
 Rates are the best of a line search, `benchmarks/rates.py`, on seeds that no comparison uses. But those of `adamasfl`,
-`asyncfeded`, `fadas`, `generalizedasyncsgd` and `masfl` were looked at once, on one such seed; that of `orthofl` is a share
-of the way, .6 as in the paper, where the search went on to 1.2.
+`asyncfeded`, `fadas`, `generalizedasyncsgd` and `masfl` were looked at once, on one such seed; that of `orthofl` is a
+share of the way, .6 as in the paper, where the search went on to 1.2.
 """
 RATE: Mapping[str, str] = {"momentum": "rule.rate", "adamasfl": "gamma"}
 """What a global rate is called where it is not `rate`."""
