@@ -9,7 +9,7 @@ from rich.text import Text
 from manifoldagg.routing.plan import Plan
 from manifoldagg.simulation.compare import Comparison
 
-__all__ = ["comparison_table", "kernel_table", "routing_tables"]
+__all__ = ["comparison_table", "kernel_table", "refusals", "routing_tables"]
 
 
 def kernel_table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -72,6 +72,13 @@ def comparison_table(comparison: Comparison) -> Table:
             f"{sum(timing['evaluation_seconds'][name]):.0f}",
         )
     return grid
+
+
+def refusals(comparison: Comparison) -> list[str]:
+    """A line for each method of which updates were refused: it may be no bad method, but one that nobody heard."""
+    updates = comparison.settings["rounds"] * len(comparison.settings["seeds"])
+    counted = {name: row["refused"] for name, row in comparison.summary().items()}
+    return [f"{name}: {count} of {updates} updates were refused" for name, count in counted.items() if count]
 
 
 def _grid(first: str, *numbers: str, title: str | None = None, caption: str | None = None) -> Table:

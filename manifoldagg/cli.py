@@ -21,7 +21,7 @@ except ModuleNotFoundError as missing:
 from manifoldagg import __version__
 from manifoldagg._interrupt import unwinding
 from manifoldagg._output import check_plots
-from manifoldagg._tables import comparison_table, kernel_table, routing_tables
+from manifoldagg._tables import comparison_table, kernel_table, refusals, routing_tables
 from manifoldagg.errors import ManifoldAggError, check_choice, check_count
 from manifoldagg.kernels.choice import explain
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
@@ -193,6 +193,8 @@ def compare_command(
             )
         files = write_report(comparison, folder)
     say.print(comparison_table(comparison))
+    for line in refusals(comparison):
+        say.print(line, highlight=False, markup=False, soft_wrap=True)
     if comparison.landscape is None:
         say.print("No method learned a curve, so there is no plane.png.")
     names = ", ".join(file.name for file in files)

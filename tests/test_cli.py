@@ -1,5 +1,6 @@
 """The command line, as a user runs it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -79,6 +80,18 @@ WRONG = [
     (["--every", "0", "--json"], "every: expected an integer >= 1, got 0"),
     (["--seeds", "-1"], "seeds: expected an integer >= 1, got -1"),
     (["--partition", "dirichlet:concentration=-0.5"], "concentration: expected a number >= 0, got -0.5"),
+    (["--methods", "fedasync,fedavg", "--tasks", "2"], "methods: FedAvg: tasks: expected None, as FedAvg waits"),
+    (
+        ["--methods", "fedasync,fedgs:optimizer=sgd,optimizer.momentum=-3"],
+        "methods: fedgs: optimizer: Invalid momentum value: -3",
+    ),
+    (["--methods", "fedasync,fedavg:trainer=normalised"], "methods: FedAvg(trainer=normalised): message: expected one"),
+    (["--methods", "asyncbezier:degree=1"], "methods: asyncbezier: epochs: expected none in the second phase"),
+    (["--methods", "fedasync:trainer.=3"], "methods: fedasync: expected an option of the trainer behind the dot"),
+    (["--methods", "fedasync:staleness.=3"], "methods: fedasync: staleness: expected one of its options behind"),
+    (["--methods", "fedasync:staleness.b=5"], "error: methods: fedasync: staleness: no option 'b'"),
+    (["--scheduler", "independent:delays=3"], "scheduler: independent: delays: expected one by name"),
+    (["--scheduler", "jackson:rates=1,tasks=2"], "scheduler: client: no task can be dispatched while all"),
     (["--partition", "shard"], "partition: no partition 'shard'; did you mean shards?"),
     (["--scheduler", "priority:worker=2"], "scheduler: priority: no option 'worker'; did you mean workers?"),
     (["--delays", "exponental:mean=10"], "delays: no delays 'exponental'; did you mean exponential?"),
@@ -115,7 +128,7 @@ def told(tmp_path_factory):
     given = json.dumps([arguments for arguments, _ in WRONG])
     done = subprocess.run(command, cwd=folder, env=WIDE, input=given, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-    assert not [file for file in folder.rglob("*") if file.name != "runs"]
+    assert list(folder.iterdir()) == []
     return json.loads(done.stdout)
 
 
@@ -130,19 +143,25 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_an_interrupted_run_says_so_and_leaves_nothing(jobs, tmp_path):
+    changes = tmp_path / "changes.csv"
+    os.mkfifo(changes)
     running = subprocess.Popen(
-        [*COMMAND, "compare", "--rounds", "100000", "--jobs", jobs], cwd=tmp_path, env=WIDE, stdout=subprocess.PIPE,
+        [*COMMAND, "compare", "--rounds", "100000", "--jobs", jobs, "--participation", "file:changes.csv"], cwd=tmp_path, env=WIDE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    started = time.monotonic()
-    while not (tmp_path / "runs").exists() and time.monotonic() < started + 120:
+    pipe = None
+    while pipe is None and running.poll() is None:
+        with contextlib.suppress(OSError):  # as long as nobody reads it
+            pipe = os.open(changes, os.O_WRONLY | os.O_NONBLOCK)
         time.sleep(0.1)
+    os.write(pipe, b"time,client,kind\n")
+    os.close(pipe)
     time.sleep(3)  # at work by now, however long a busy machine takes to import what it needs
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: workers hear it too
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
     assert errors == "interrupted: nothing was written\n"
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert list(tmp_path.iterdir()) == [changes]
 
 
 INTERRUPTED = """

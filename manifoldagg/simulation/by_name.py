@@ -126,6 +126,9 @@ def _priority(where: str, options: Mapping[str, str]) -> MakesScheduler:
 
 
 def _independent(delays: Delay | MakesDelays = Deterministic(1.0)) -> MakesScheduler:  # noqa: B008
+    if not (isinstance(delays, Delay) or callable(delays)):
+        raise ArgumentError(f"delays: expected one by name, such as exponential; got {delays!r}")
+
     def make(clients: Clients, generator: np.random.Generator) -> Scheduler[int]:
         return IndependentClients(delays(clients, generator) if callable(delays) else delays, generator)
 

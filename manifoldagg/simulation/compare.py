@@ -13,15 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from manifoldagg.curves import Bezier, Plane, plane
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
+from manifoldagg.federated import Server
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import by_name
+from manifoldagg.simulation.asking import asking
 from manifoldagg.simulation.clocks.schedulers import Scheduler
+from manifoldagg.simulation.course import Ask
 from manifoldagg.simulation.data.partitions import Partition
 from manifoldagg.simulation.data.tasks import Task
 from manifoldagg.simulation.federation import Federation
-from manifoldagg.simulation.run import Event, Method, Run, run
-from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations
+from manifoldagg.simulation.naming import blamed
+from manifoldagg.simulation.run import WORKS, Event, Method, Run, run
+from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations, course_of
 from manifoldagg.simulation.workers.errands import one_thread
 from manifoldagg.simulation.workers.pool import Executors, Workers
 
@@ -129,6 +133,7 @@ def compare(
     check_count("seeds", seeds)
     check_count("rounds", rounds)
     check_count("every", every)
+    check_choice("work", work, WORKS)
     target = check_number("target", task.target if target is None else target, at_least=0, at_most=1)
     if len({method.name for method in methods}) < len(methods) or not methods:
         raise ArgumentError("methods: expected at least one, with distinct names")
@@ -153,9 +158,9 @@ def compare(
             if not pictured and event.round >= PICTURED * rounds and is_curve:
                 pictured.append((name, event))
 
-        runs = {
-            method.name: [
-                run(
+        def found(method: Method, federation: Federation) -> Run:
+            with blamed(f"methods: {method.name}"):
+                return run(
                     federation,
                     method,
                     rounds=rounds,
@@ -167,10 +172,11 @@ def compare(
                     watch=partial(watch, method.name) if federation.seed == 0 else None,
                     progress=progress and partial(progress, method.name, federation.seed),
                 )
-                for federation in federations
-            ]
-            for method in methods
-        }
+
+        for federation in federations:
+            for method in methods:
+                _try(federation, method, scenario, tasks)
+        runs = {method.name: [found(method, federation) for federation in federations] for method in methods}
         landscape = _landscape(federations[0], *pictured[0]) if pictured else None
     settings: dict[str, Any] = {
         "data": task.name,
@@ -191,6 +197,27 @@ def compare(
         "not scheduled": [sorted(set(range(clients)) - set(f.scheduled)) for f in federations],
     }
     return Comparison(settings, runs, landscape)
+
+
+def _try(federation: Federation, method: Method, scenario: Mapping[str, Any], tasks: int | None) -> None:
+    """See that a run can begin: that a method fits the clients, and its trainer what the server sends.
+
+    Raises:
+        ArgumentError: if it cannot.
+    """
+    clients = federation.scheduled
+    with blamed(f"methods: {method.name}"):
+        rule: Any = method.bound(clients).rule
+        asking(rule, clients, tasks, np.random.default_rng(0))
+        sizes = {client: len(federation.train[client]) for client in clients}
+        message = Server.of(federation.model(), rule, weights=sizes).dispatch(clients[0]).message
+        steps = getattr(method.trainer, "steps_of", None)
+        if steps is not None:
+            steps(message, federation.length(clients[0]))
+    course = course_of(federation, rule, **scenario, tasks=tasks)
+    while isinstance(event := course.next(), Ask):
+        with blamed("scheduler"):
+            course.give(event.client, float(federation.length(event.client)))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from manifoldagg import corrections, curves
 from manifoldagg.corrections import Correction
@@ -214,6 +215,8 @@ def _method(chosen: Named, options: Mapping[str, str]) -> Method:
         if option == "trainer":
             continue
         if head == "trainer":
+            if not tail:
+                raise ArgumentError(f"{where}: expected an option of the trainer behind the dot, got {option!r}")
             parts["trainer"][tail] = text
         elif pick(where, "option", head, ["trainer", *mine, *theirs]) in mine:
             parts["rule"][option] = text
@@ -268,6 +271,10 @@ def _dominance(where: str, options: Mapping[str, str]) -> Any:
 
 def _optimizer(make: Callable[..., Any], where: str, options: Mapping[str, str]) -> Any:
     given = arguments(where, make, options, taken=("params", "lr"))
+    try:
+        make([nn.Parameter(torch.zeros(1))], lr=1e-3, **given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"{where}: {error}") from error
     return partial(make, **given) if given else make
 
 

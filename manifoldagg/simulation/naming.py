@@ -163,6 +163,8 @@ def arguments(
         if not option and parameters:
             head = next(iter(parameters))
         pick(where, "option", head, parameters)
+        if dot and not tail:
+            raise ArgumentError(f"{where}: {head}: expected one of its options behind the dot, got {option!r}")
         if dot:
             within.setdefault(head, {})[tail] = text
         elif head in written:
@@ -178,8 +180,9 @@ def arguments(
             before: Any = given.get(option)
             if not hasattr(before, "__dataclass_fields__"):
                 raise ArgumentError(f"{here}: expected its name")
+            changed = arguments(here, type(before), inner, kinds=kinds)
             with blamed(here):
-                result[option] = replace(before, **arguments(here, type(before), inner, kinds=kinds))
+                result[option] = replace(before, **changed)
             continue
         text = written[option]
         if text in readers:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import tempfile
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ FILES = ("results.json", "timing.json", "accuracy.png", "plane.png")
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 """Lines of one colour differ by them."""
+LONG = 32
+"""Names are broken into lines of so many characters."""
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
@@ -35,6 +38,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
     folder = Path(folder)
     check_destination(folder)
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with whole(folder) as draft:
             draft.mkdir()
             _write_json(draft / FILES[0], comparison.results())
@@ -48,7 +52,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def check_destination(folder: Path) -> None:
-    """A folder that a report can be written to: its parent is made, and what is there already is a report.
+    """A folder that a report can be written to: nothing is made, and what is there already is a report.
 
     Raises:
         ArgumentError: if it holds something else, or cannot be made.
@@ -57,8 +61,8 @@ def check_destination(folder: Path) -> None:
     try:
         if folder.is_symlink() or (folder.exists() and not _is_report(folder)):
             raise ArgumentError(f"name: {folder} exists and is not a report; choose another name")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent):
+        there = next(parent for parent in folder.absolute().parents if parent.exists())
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=there):
             pass
     except OSError as error:
         raise ArgumentError(f"out: {folder} cannot be written: {error}") from None
@@ -93,14 +97,17 @@ def _draw_accuracy(comparison: Comparison, path: Path) -> None:
     seeds = len(settings["seeds"])
     many = len(comparison.runs) > len(COLOURS)
     banded = seeds > 1 and not many
-    figure = new_figure(10 if many else 8, max(4.5, 0.26 * len(comparison.runs)))
+    labels = list(map(_label, comparison.runs))
+    wide = max(map(len, comparison.runs)) > LONG
+    height = 0.26 * sum(1 + label.count("\n") for label in labels)
+    figure = new_figure(10 if many or wide else 8, max(4.5, height))
     axes = figure.subplots()
-    for i, (name, runs) in enumerate(comparison.runs.items()):
+    for i, (label, runs) in enumerate(zip(labels, comparison.runs.values(), strict=True)):
         rounds = runs[0].evaluated
         curves = 100 * np.array([run.accuracy for run in runs])
         mean = curves.mean(0)
         turn, colour = divmod(i, len(COLOURS))
-        axes.plot(rounds, mean, color=COLOURS[colour], linestyle=DASHES[turn % len(DASHES)], label=name)
+        axes.plot(rounds, mean, color=COLOURS[colour], linestyle=DASHES[turn % len(DASHES)], label=label)
         if banded:
             spread = curves.std(0, ddof=1)
             axes.fill_between(rounds, mean - spread, mean + spread, color=COLOURS[colour], alpha=0.18, linewidth=0)
@@ -110,15 +117,25 @@ def _draw_accuracy(comparison: Comparison, path: Path) -> None:
     axes.set_xlabel("round (one client's update each)")
     axes.set_ylabel("accuracy on held-out samples, %")
     shown = " (mean, band ± 1 sd)" if banded else " (mean)" if seeds > 1 else ""
-    axes.set_title(f"{settings['data']}, {settings['clients']} clients, {seeds} seed{'s' * (seeds > 1)}{shown}")
+    axes.set_title(f"{_plain(settings['data'])}, {settings['clients']} clients, {seeds} seed{'s' * (seeds > 1)}{shown}")
     axes.set_xlim(0, settings["rounds"])
     axes.set_ylim(0, 100)
     axes.grid(alpha=0.25)
-    if many:
+    if many or wide:
         figure.legend(loc="outside right upper", fontsize="small")
     else:
         axes.legend(loc="lower right", fontsize="small")
     figure.savefig(path)
+
+
+def _label(name: str, width: int = LONG) -> str:
+    """A name for a picture, in lines that are not long."""
+    return _plain(textwrap.fill(name, width))
+
+
+def _plain(text: str) -> str:
+    """As it is: nothing between two `$` is a formula."""
+    return text.replace("$", r"\$")
 
 
 def _draw_landscape(landscape: Landscape, path: Path) -> None:
@@ -129,5 +146,5 @@ def _draw_landscape(landscape: Landscape, path: Path) -> None:
     landscape.held_out.plot(right, label="cross-entropy")
     right.set_title("(b) held-out data of all clients")
     left.legend(loc="best", fontsize="small", framealpha=0.9)
-    figure.suptitle(f"{landscape.method}: the curve learned in round {landscape.round}")
+    figure.suptitle(f"{_label(landscape.method, 100)}: the curve learned in round {landscape.round}")
     figure.savefig(path)

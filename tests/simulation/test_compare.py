@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from manifoldagg._tables import refusals
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation import (
     Change,
@@ -101,3 +102,32 @@ def test_names_mean_what_run_takes():
 def test_what_does_not_fit_is_refused(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
+
+
+def test_what_is_wrong_with_a_later_method_is_told_before_one_trains(tmp_path):
+    routing = tmp_path / "routing.csv"
+    routing.write_text("client,share\n0,0.5\n7,0.5\n")
+    told = []
+    wrong = methods(["fedasync", f"generalizedasyncsgd:routing=file,routing.path={routing}"])
+    with pytest.raises(ArgumentError, match=r"^methods: GeneralizedAsyncSGD\(.*rule: routing: expected a share"):
+        compare(clusters(), wrong, clients=6, rounds=2, seeds=1, progress=lambda *_: told.append(1))
+    assert told == []
+
+
+def test_names_stand_in_pictures_as_they_are(comparison, tmp_path, monkeypatch):
+    drawn = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (drawn.append(figure), save(figure, path)))
+    name = "FedAsync($x, staleness=polynomial, staleness.a=0.5, note=$)"
+    _draw_accuracy(replace(comparison, runs={name: comparison.runs["FedAsync"]}), tmp_path / "accuracy.png")
+    (legend,) = drawn[0].legends
+    (text,) = legend.get_texts()
+    assert text.get_text().replace("\\$", "$").replace("\n", " ") == name
+    assert max(map(len, text.get_text().split("\n"))) <= 33
+
+
+def test_a_method_that_nobody_heard_is_told_apart_from_a_bad_one(comparison):
+    assert refusals(comparison) == []
+    runs = [replace(comparison.runs["FedAsync"][0], refused=count) for count in (2, 10)]
+    refused = replace(comparison, runs={"FedAvg(trainer=curve)": runs})
+    assert refusals(refused) == ["FedAvg(trainer=curve): 12 of 20 updates were refused"]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from manifoldagg.curves import Bezier, Control, Phases, Sampling, Sharpness, Training
-from manifoldagg.errors import check_count
+from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.federated.contract import Message, Payload
 from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.manifolds.optimizers import Optimizer
@@ -64,7 +64,13 @@ class Curve(Client):
 
     def __post_init__(self) -> None:
         check_count("degree", self.degree)
-        self._options()
+        phases = self._options()["phases"]
+        if self.degree == 1 and self.freeze_end and phases.amounts[1]:
+            amount = "epochs" if self.steps is None else "steps"
+            raise ArgumentError(
+                f"{amount}: expected none in the second phase, such as {phases.amounts[0]}+0: a curve of degree 1 has "
+                f"no point between its ends; got {phases.amounts[0]}+{phases.amounts[1]}"
+            )
 
     def _options(self) -> dict[str, Any]:
         free = None if self.freeze_end else range(1, self.degree + 1)
