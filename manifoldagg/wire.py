@@ -5,6 +5,9 @@ tells them (`start/0.weight`, `points/0/0.weight`, `buffers/1.running_mean`); it
 format, what kind of value it is, its ticket, a digest of the model's layout, and all that is no tensor. Nothing in it
 is ever executed. Whatever other bytes come, `unpack` raises a [`WireError`][manifoldagg.errors.WireError]: all sizes
 agree before a tensor is made, and what comes of bytes is at most `RATIO` times as large.
+
+A NaN that is no entry of a tensor, as in `numbers`, in `memory` or in a receipt, is one NaN: its sign and further bits
+do not travel.
 """
 
 import json
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, WireError, check_number
 from manifoldagg.federated.contract import Message, Payload, Receipt, Ticket
+from manifoldagg.federated.intake import stored
 from manifoldagg.federated.record.format import KNOWN, decoded, dtype_of, encoded, entries, framed, spans
 from manifoldagg.federated.record.raw import bytes_of
 from manifoldagg.manifolds import Layout, ParameterSpace
@@ -37,6 +41,10 @@ RATIO = 100
 """So many times smaller a tensor may be on the wire than in memory, and no more: what is smaller is filled up."""
 SMALL = 512
 """Bytes of a tensor below which nothing is compressed."""
+PIECE = 2**20
+"""Bytes that are decompressed at a time."""
+WINDOW = 2**23
+"""Bytes that a decompressor may look back, which it keeps beside them."""
 AXES = 32
 LEVEL = 1
 """Of zstandard: higher ones take longer and save no more on weights."""
@@ -56,8 +64,8 @@ def pack(
 ) -> bytes:
     r"""The bytes of a value.
 
-    Every field travels bit for bit, in its own dtype; `space` of a ticket does not. Names are those of the model where
-    `spec` is given; a ticket brings its own.
+    Every field travels bit for bit, in its own dtype; `space` of a ticket does not. Among plain numbers there is one
+    NaN. Names are those of the model where `spec` is given; a ticket brings its own.
 
     Args:
         value: to send.
@@ -67,7 +75,8 @@ def pack(
             weight.
         error: how far each number of `points` and `tensors` of a payload may move, $|\hat x_i - x_i| \le$ `error`: they
             go to the nearest multiple of the largest power of two that keeps to this, and are compressed. What is not
-            finite stays as it is, and so do leaves that `spec` tells to be curved. All else travels without loss.
+            finite stays as it is, and so do leaves of `points` that `spec` tells to be curved; `tensors` have none. All
+            else travels without loss.
 
     Raises:
         ArgumentError: naming the argument that does not fit. A message is not rounded: its client would start elsewhere
@@ -199,6 +208,7 @@ class _Writer:
     def place(self, tensor: Tensor, way: tuple[str | int, ...]) -> Any:
         """What stands for a tensor in the text."""
         field = str(way[0])
+        _check_stored("/".join(map(str, way)), tensor)
         if self._layout is None or field not in SPLIT:
             name = "/".join(map(str, way))
             while name in self._used:
@@ -209,6 +219,8 @@ class _Writer:
         rows = tensor[None] if field != "points" else tensor
         if rows.ndim != 2 or rows.shape[1] != size or not self._layout.leaves:
             raise ArgumentError(f"{field}: expected points of {size} numbers, as `spec` says, got {_shape(tensor)}")
+        if not len(rows):
+            raise ArgumentError(f"{field}: expected one or more, got {_shape(tensor)}")
         for i, row in enumerate(rows.detach()):
             before = f"points/{i}" if field == "points" else field
             for leaf, piece in zip(self._layout.leaves, row.split(self._layout.sizes), strict=True):
@@ -257,7 +269,10 @@ class _Reader:
 
     def text(self, name: str) -> Any:
         """What the metadata have under a name, as JSON."""
-        return _json(self.metadata[name])
+        found = self.metadata[name]
+        # Here as well: in the header they may be written as escapes.
+        _check_values(found, ValueError)
+        return _json(found)
 
     def tensor(self, place: Any) -> Tensor:
         """The tensor that a text names, or the points whose leaves have names."""
@@ -280,15 +295,15 @@ class _Reader:
 
     def _made(self, rows: list["_Entry"], shape: tuple[int, ...]) -> Tensor:
         """A tensor of these entries, one after another."""
-        raw = torch.empty(sum(entry.nbytes for entry in rows), dtype=torch.uint8)
+        raw = torch.empty(sum(entry.nbytes for entry in rows), dtype=torch.uint8, device="cpu")
         place = raw.numpy()
         start = 0
         for entry in rows:
-            stored = self._body[entry.begin : entry.end]
+            came = self._body[entry.begin : entry.end]
             if entry.compressed:
-                _expand(stored, place[start : start + entry.nbytes], entry.dtype.itemsize)
+                _expand(came, place[start : start + entry.nbytes], entry.dtype.itemsize)
             else:
-                place[start : start + entry.nbytes] = stored
+                place[start : start + entry.nbytes] = came
             start += entry.nbytes
         if rows[0].dtype is torch.bool and place.max(initial=0) > 1:
             raise ValueError("a truth value that is neither")
@@ -373,15 +388,21 @@ def _compressed(data: memoryview, width: int) -> bytes:
     return made.ljust(-(-data.nbytes // RATIO), b"\0")
 
 
-def _expand(stored: np.ndarray, place: np.ndarray, width: int) -> None:
-    """Undo `_compressed`: as many bytes as were said come of it, before they are made."""
+def _expand(came: np.ndarray, place: np.ndarray, width: int) -> None:
+    """Undo `_compressed`, piece by piece: as many bytes as were said come of it, before they are made."""
     zstandard = _zstandard(_refusal)
-    if zstandard.frame_content_size(stored.data) != len(place):
+    if zstandard.frame_content_size(came.data) != len(place):
         raise ValueError("a compressed entry of another size")
-    planes = zstandard.ZstdDecompressor().decompress(stored.data, max_output_size=len(place))
-    if len(planes) != len(place):
-        raise ValueError("a compressed entry of another size")
-    place.reshape(-1, width)[:] = np.frombuffer(planes, np.uint8).reshape(width, -1).T
+    planes = place.reshape(-1, width).T
+    count = len(planes[0])
+    piece = np.empty(min(count, PIECE), np.uint8)
+    with zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(came.data) as reader:
+        for plane in planes:
+            for start in range(0, count, PIECE):
+                part = piece[: count - start]
+                if reader.readinto(part.data) != len(part):
+                    raise ValueError("a compressed entry of another size")
+                plane[start : start + PIECE] = part
 
 
 def _zstandard(error: Callable[[str], Exception]) -> Any:
@@ -495,16 +516,33 @@ def _space(spec: Spec) -> ParameterSpace:
 def _view(data: Any) -> memoryview:
     if not isinstance(data, bytes | bytearray | memoryview):
         raise ArgumentError(f"data: expected bytes, got {type(data).__name__}")
-    view = memoryview(data)
-    return view.cast("B") if view.contiguous else memoryview(bytes(view))
+    try:
+        view = memoryview(data)
+    except ValueError:
+        raise ArgumentError("data: expected bytes, got a memoryview that was released") from None
+    try:
+        return view.cast("B")
+    except (TypeError, ValueError):  # those that do not lie one after another, are none, or of another machine's order
+        return memoryview(view.tobytes())
 
 
 def _check_size(head: bytes, error: Callable[[str], Exception]) -> None:
     """A header that can be read without much memory."""
     if len(head) > LONGEST:
         raise error(f"a header of more than {LONGEST} bytes")
-    if sum(map(head.count, (b"[", b"{", b","))) > MOST:
+    _check_values(head.decode("latin-1"), error)
+
+
+def _check_values(text: str, error: Callable[[str], Exception]) -> None:
+    if sum(map(text.count, "[{,")) > MOST:
         raise error(f"a header of more than {MOST} values")
+
+
+def _check_stored(name: str, tensor: Tensor) -> None:
+    try:
+        stored(name, tensor)
+    except ArgumentError as error:
+        raise _refusal(str(error)) from None
 
 
 def _json(text: str) -> Any:

@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import sys
+import tracemalloc
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated import Message, Payload, Receipt, Ticket
-from manifoldagg.federated.record.format import DEEPEST, framed
+from manifoldagg.federated.record.format import DEEPEST, WIDEST, framed
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import Flat, Sphere
 from manifoldagg.wire import pack, ticket_of, unpack
@@ -42,6 +43,8 @@ TREES = st.recursive(
 )
 SENT = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16])
 NAMES = st.text(max_size=4)
+FREED = torch.ones(1000)
+FREED.untyped_storage().resize_(0)
 
 
 def tensors(*dtypes):
@@ -228,6 +231,11 @@ def test_a_message_is_not_rounded():
     [
         ({"memory": {"a": {1}}}, r"^wire: \['memory'\]\['a'\]: .* a set cannot"),
         ({"memory": {2**70: 1}}, r"^wire: \['memory'\]: .* key 1180591620717411303424"),
+        (
+            {"memory": {"m": dict.fromkeys(range(WIDEST + 1))}},
+            r"^wire: \['memory'\]\['m'\]: .* more than 4096 integers",
+        ),
+        ({"memory": {"m": FREED}}, "^wire: memory/m: .* whose storage was freed"),
         ({"memory": torch.ones(2).to_sparse()}, r"^wire: \['memory'\]: .*not dense"),
         ({"samples": True}, "^wire: samples: expected another type"),
         ({"numbers": {"a": torch.ones(())}}, "^wire: numbers: expected another type"),
@@ -249,6 +257,48 @@ def test_branches_within_one_another_are_counted_on_both_sides():
     assert unpack(pack(value)).memory == value.memory
     with pytest.raises(WireError, match="^wire: cannot be saved: it has more than 64 branches"):
         pack(replace(value, memory=nested(DEEPEST)))
+
+
+def test_integers_as_keys_are_counted_on_both_sides():
+    """Those that collide take as long as all before them."""
+    memory = {"m": dict.fromkeys(range(WIDEST))}
+    data = pack(Payload(torch.ones(1, 2), 1, memory=memory))
+    assert unpack(data).memory == memory
+    value = header_of(data)["__metadata__"]["value"].replace("[[0, null]", "[[-1, null], [0, null]")
+    with pytest.raises(WireError, match="more than 4096 integers as keys"):
+        unpack(altered(data, value=value))
+    words = {str(n): n for n in range(WIDEST + 1)}
+    assert unpack(pack(Payload(torch.ones(1, 2), 1, memory=words))).memory == words
+
+
+def test_tensors_come_back_on_the_cpu_whatever_the_default_device():
+    payload = Payload(torch.ones(1, 400), 1)
+    for data in (pack(payload), pack(payload, compress=True)):
+        with torch.device("meta"):
+            assert torch.equal(unpack(data).points, payload.points)
+
+
+def test_bytes_come_in_any_view(as_shipped):
+    data = pack(Receipt(True, "", 3))
+    spread = bytearray(2 * len(data))
+    spread[::2] = data
+    assert unpack(memoryview(spread)[::2]).version == 3
+    swapped = memoryview(data).cast("B", (len(data) // 8, 8)) if len(data) % 8 == 0 else memoryview(data)
+    assert unpack(swapped).version == 3
+    for view in (np.zeros((0, 4)), np.asfortranarray(np.ones((4, 4))), np.ones((3, 3), ">i2"), np.ones((4, 4), "c").T):
+        with pytest.raises(WireError):
+            unpack(memoryview(view))
+    released = memoryview(data)
+    released.release()
+    for read in (unpack, ticket_of):
+        with pytest.raises(ArgumentError, match="^data: expected bytes, got a memoryview that was released"):
+            read(released)
+
+
+def test_no_points_are_refused_where_they_have_names():
+    with pytest.raises(ArgumentError, match="^points: expected one or more"):
+        pack(Payload(torch.ones(0, P), 1), spec=SPACE)
+    assert unpack(pack(Payload(torch.ones(0, P), 1))).points.shape == (0, P)
 
 
 def test_arguments_that_do_not_fit_are_named(as_shipped):
@@ -464,6 +514,40 @@ def test_hostile_bytes_are_refused_and_told(name):
     with shipped(), pytest.raises(WireError, match=told):
         unpack(data)
     refused_or_read(data)
+
+
+def test_what_is_compressed_is_made_once():
+    """Only what torch keeps, and not a second time beside it."""
+    data = pack(Payload(torch.zeros(1, 4_000_000), 1), compress=True)
+    tracemalloc.start()
+    try:
+        points = unpack(data).points
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(points, torch.zeros(1, 4_000_000))
+    assert peak < 4_000_000
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float64])
+def test_planes_are_put_together_over_the_edges_of_pieces(monkeypatch, dtype):
+    monkeypatch.setattr(wire, "PIECE", 100)
+    for size in (512, 700, 701):
+        x = (draw(size, size, dtype=torch.float64).abs() % 2).round().to(dtype)
+        data = pack(Payload(torch.ones(1, 2), 1, memory=x), compress=True)
+        assert "coded" in header_of(data)["__metadata__"]
+        assert torch.equal(unpack(data).memory, x)
+
+
+@pytest.mark.parametrize("name", ["value", "coded", "leaves"])
+def test_values_that_the_header_hides_in_escapes_are_counted(monkeypatch, name):
+    escapes = "\\u007b\\u007d\\u002c"
+    header = header_of(SAMPLES[1])
+    header["__metadata__"][name] = "HERE"
+    data = forged(SAMPLES[1], json.dumps(header).replace("HERE", "[" + 300 * escapes + "0]"))
+    monkeypatch.setattr(wire, "MOST", 500)
+    with pytest.raises(WireError, match="a header of more than 500 values"):
+        unpack(data)
 
 
 def test_a_lying_frame_makes_no_more_memory_than_it_may():

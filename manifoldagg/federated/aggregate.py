@@ -28,6 +28,8 @@ __all__ = ["aggregate"]
 
 TENSORS = {Tensor, torch.nn.Parameter}
 """What most models consist of."""
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Integers that torch does not add, and those whose sums have the same bits."""
 POINTS = re.compile(r"^points(\[\d+\])?")
 """What messages call the points of an update, which came as `update` here."""
 
@@ -279,6 +281,9 @@ def _sum(start: Tensor, difference: Tensor) -> Tensor:
     step = difference.to(start.device)
     if start.dtype is torch.bool:
         return step
+    signed = SIGNED.get(start.dtype)
+    if signed is not None:
+        return (start.view(signed) + step.view(signed)).view(start.dtype)
     return (widened(start) + widened(step)).to(start.dtype)
 
 

@@ -460,11 +460,13 @@ def _listed(names: Collection[object]) -> str:
 
 
 def _short(value: object) -> str:
-    """A value in a few words; an integer of thousands of digits has none, nor has what fails to say."""
+    """A value in a few words that can be printed; an integer of thousands of digits has none, nor has what fails."""
     try:
         text = str.__str__(value if isinstance(value, str) else repr(value))
     except ValueError:
         text = f"a huge {type(value).__name__}"
     except Exception:  # whatever its own code raises
         text = f"a {type(value).__name__}"
+    if not text.isprintable():
+        text = repr(text[:40])[1:-1]
     return text if len(text) <= 40 else f"{text[:37]}..."

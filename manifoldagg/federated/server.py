@@ -125,7 +125,8 @@ class Server:
         timeout: seconds after which a ticket ends that nobody answers; see `expire`.
         clock: gives the seconds; that of a simulation, for instance.
         max_tickets: how many may be out at once. Beyond, `dispatch` raises `BusyError`.
-        max_waiting: how many updates may wait for their turn. Beyond, they get a receipt that says so.
+        max_waiting: how many updates may wait for their turn. Beyond, they get a receipt that says so. Those whose
+            payload is still being made of what came are not counted: how many do so at once is for the host to bound.
         retries: how many of the latest receipts are kept for clients that ask again.
         checkpoint: when to write checkpoints beside the work, and where to. Clients are then strings or integers.
 
@@ -199,6 +200,8 @@ class Server:
         self._max_waiting = None if max_waiting is None else check_count("max_waiting", max_waiting, at_least=0)
         # Whose answers wait for the turn, by thread: what an interrupt leaves there goes with its thread's next call.
         self._waiting: dict[int, str] = {}
+        # Those of them that are admitted, by thread, in the order in which they came.
+        self._admitted: dict[int, None] = {}
         self._turn = threading.RLock()
         self._spare: deque[Tensor] = deque(maxlen=1)
         # What listens may keep models: their memory is not used again.
@@ -443,7 +446,8 @@ class Server:
                 found = self._find(ticket_id, client)
                 if isinstance(found, Open):
                     payload = admit(self._form, brought(found), based=found.base is None)
-                    self._check_waiting()
+                    self._admitted[thread] = None
+                    self._check_waiting(thread)
             except ManifoldAggError as error:
                 return self._refuse(ticket_id, error)
             if isinstance(found, Receipt):
@@ -457,6 +461,7 @@ class Server:
                 self._settle()
             return receipt
         finally:
+            self._admitted.pop(thread, None)
             self._waiting.pop(thread, None)
             if outer:
                 self._waiting[thread] = outer
@@ -762,9 +767,9 @@ class Server:
         if self._within():
             raise ArgumentError("server: an update cannot wait for itself; call this after `receive` has returned")
 
-    def _check_waiting(self) -> None:
+    def _check_waiting(self, thread: int) -> None:
         """Not more than may wait, beside the one whose turn it is."""
-        waiting = len(self._waiting) - 1
+        waiting = [*self._admitted].index(thread)
         if self._max_waiting is not None and waiting > self._max_waiting:
             raise BusyError(f"server: busy: {waiting} updates wait for their turn, of at most {self._max_waiting}")
 

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from manifoldagg.errors import ArgumentError
@@ -28,6 +30,10 @@ FORMAT = 1
 OURS = (Flat, Grassmann, Lorentz, PoincareBall, Power, Product, SpecialOrthogonal, Sphere, Stiefel)
 SPACES: dict[str, type[Manifold]] = {space.__name__: space for space in (*OURS, SymmetricPositiveDefinite)}
 """Those that are told by their name and a few numbers."""
+AXES = 64
+"""Of a tensor of torch."""
+LARGEST = 2**62
+"""What is counted is less."""
 
 
 def spec_of(layout: Layout, manifolds: tuple[tuple[str, Manifold], ...] = ()) -> dict[str, Any]:
@@ -58,7 +64,7 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...]]:
     """
     if not isinstance(spec, Mapping):
         raise ArgumentError(f"spec: expected what `spec()` of a server or a space returns, got {type(spec).__name__}")
-    if spec.get("format") != FORMAT:
+    if type(spec.get("format")) is not int or spec["format"] != FORMAT:
         raise ArgumentError(f"spec: expected format {FORMAT}, got {spec.get('format')!r}: another version wrote it")
     try:
         leaves, carried = (tuple(_read_entry(entry) for entry in spec[part]) for part in ("leaves", "carried"))
@@ -66,8 +72,11 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...]]:
         owners = {leaf.name for leaf in leaves}
         if not {name for _, name in aliases} <= owners:
             raise ValueError("an alias of no leaf")
+        _check_once([*(entry.name for entry in (*leaves, *carried)), *(alias for alias, _ in aliases)])
+        curved = tuple((str(name), _read(space)) for name, space in spec["manifolds"])
+        _check_once([name for name, _ in curved])
         layout = Layout(leaves, carried, aliases, _dtype(spec["dtype"]))
-        return layout, tuple((str(name), _read(space)) for name, space in spec["manifolds"])
+        return layout, curved
     except ArgumentError as error:
         raise ArgumentError(f"spec: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -92,9 +101,17 @@ def _entry(entry: Entry) -> list[Any]:
 
 def _read_entry(given: Any) -> Entry:
     name, shape, dtype = given
-    if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"an entry with name {name!r} and shape {shape!r}")
+    if not isinstance(name, str) or len(shape) > AXES or not all(type(n) is int and 0 <= n < LARGEST for n in shape):
+        raise ValueError(f"an entry with name {str(name)[:100]!r} and a shape that no tensor has")
+    # Torch multiplies those beside a 0 too.
+    if math.prod(max(n, 1) for n in shape) >= LARGEST:
+        raise ValueError(f"an entry with name {name[:100]!r} and more numbers than there can be")
     return Entry(name, tuple(shape), _dtype(dtype))
+
+
+def _check_once(names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        raise ValueError("a name that is there twice")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -117,11 +134,15 @@ def _described(name: str, value: Any) -> Any:
             )
         told = {field.name: _described(name, getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
         return {type(value).__name__: told}
-    return [_described(name, part) for part in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_described(name, part) for part in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _read(value: Any) -> Any:
     if isinstance(value, Mapping):
         ((name, told),) = value.items()
         return SPACES[name](**{field: _read(part) for field, part in told.items()})
+    if type(value) is int and abs(value) >= LARGEST:
+        raise ValueError("an integer of 2^62 or more")
     return tuple(_read(part) for part in value) if isinstance(value, list) else value

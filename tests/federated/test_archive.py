@@ -119,6 +119,13 @@ def test_views_and_tied_tensors_come_back_as_values_with_memory_of_their_own(tmp
     assert len({now.data_ptr() for now in found}) == len(found)
 
 
+def test_it_is_read_to_the_cpu_whatever_the_default_device(tmp_path):
+    write(tmp_path / "state", "server", {"x": torch.ones(3)})
+    with torch.device("meta"):
+        found = read(tmp_path / "state", "server")
+    assert torch.equal(found["x"], torch.ones(3))
+
+
 def test_large_tensors_are_written_in_pieces(tmp_path):
     x = torch.arange(3 * 2**20 // 4 + 17, dtype=torch.int32)
     assert torch.equal(back({"x": x}, tmp_path / "x")["x"], x)

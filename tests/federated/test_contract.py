@@ -67,12 +67,12 @@ def test_a_receipt_says_again_what_was_refused():
 def test_a_busy_server_says_so_in_the_receipt_too():
     s = server(max_waiting=0)
     ticket = s.dispatch("a")
-    s._waiting[-1] = None  # Another thread.
+    s._admitted[-1] = None  # Another thread.
     receipt = s.receive(ticket, payload())
     assert not receipt.accepted
     with pytest.raises(BusyError, match="server: busy: 1 updates wait for their turn, of at most 0"):
         receipt.check()
-    del s._waiting[-1]
+    del s._admitted[-1]
     assert s.receive(ticket, payload()).check().accepted
     s = server(max_tickets=1)
     s.dispatch("a")

@@ -74,6 +74,16 @@ def test_booleans_are_the_clients_own_and_counters_are_added():
     assert new["num_batches_tracked"] == 7
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+@pytest.mark.parametrize("policy", ["latest", "leave"])
+def test_wide_integers_without_a_sign_are_added_too(dtype, policy):
+    most = 2 ** (8 * dtype.itemsize) - 1
+    base = {"w": torch.ones(2), "n": torch.tensor([most, most - 2, 0], dtype=dtype)}
+    step = {"w": torch.ones(2), "n": torch.tensor([2, 1, most], dtype=dtype)}
+    new, _, _ = aggregate(FedAsync(0.5), None, base, base, step, difference=True, buffers={"n": policy})
+    assert new["n"].tolist() == ([1, most - 1, most] if policy == "latest" else base["n"].tolist())
+
+
 def test_numbers_of_eight_bits_and_an_out_are_taken():
     base = {"w": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)}
     step = {"w": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)}

@@ -247,6 +247,42 @@ def test_an_answer_that_waits_for_its_turn_does_not_expire():
     assert receipts[0].version == 2
 
 
+def test_those_that_still_unpack_keep_nobody_out():
+    s = Server(Flat(P), Adds(), torch.zeros(P), max_waiting=0)
+    slow, quick = s.dispatch("a"), s.dispatch("b")
+    begun, go = threading.Event(), threading.Event()
+
+    def unpacked():
+        begun.set()
+        go.wait(PATIENCE)
+        return LATER
+
+    receipts = []
+    thread = threading.Thread(target=lambda: receipts.append(s.receive(slow, unpacked)), daemon=True)
+    thread.start()
+    assert begun.wait(PATIENCE)
+    assert s.receive(quick, LATER).accepted
+    go.set()
+    thread.join(PATIENCE)
+    assert receipts[0].accepted
+
+
+def test_beyond_those_that_may_wait_others_are_refused():
+    s, _, _, finish = paused(max_waiting=1)
+    first, second = s.dispatch("b"), s.dispatch("c")
+    receipts = []
+    thread = threading.Thread(target=lambda: receipts.append(s.receive(first, LATER)), daemon=True)
+    thread.start()
+    while len(s._admitted) < 2:
+        pass
+    assert s.receive(second, LATER).reason == "server: busy: 2 updates wait for their turn, of at most 1"
+    assert finish().version == 1
+    thread.join(PATIENCE)
+    assert receipts[0].accepted
+    assert s.receive(second, LATER).accepted
+    assert not s._admitted
+
+
 def test_closing_tells_what_was_not_heard():
     class Stops:
         average = None

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -81,6 +82,17 @@ def test_curved_leaves_agree_with_their_parameters(name):
     assert torch.equal(there.project(y), mine.project(y))
 
 
+def test_parameters_of_numpy_are_plain_numbers_in_it(as_shipped):
+    spaces = {
+        "a": Sphere(np.int64(3)),
+        "b": PoincareBall(np.int32(3), curvature=np.float32(-0.3)),
+        "c": Power(Sphere(3), (np.int64(2),)),
+    }
+    layout = Layout(tuple(Entry(name, tuple(map(int, x.shape)), torch.float32) for name, x in spaces.items()))
+    mine = ParameterSpace(layout, tuple(spaces.items()))
+    assert ParameterSpace.of_spec(through(mine.spec())) == mine
+
+
 def test_every_space_of_this_package_has_a_spec():
     import manifoldagg.manifolds as package
 
@@ -117,6 +129,18 @@ def test_a_space_of_geoopt_or_of_ones_own_is_refused_by_the_name_of_its_leaf():
         ({"manifolds": [["w", {"Plane": {}}]]}, "KeyError"),
         ({"manifolds": [["w", {"Sphere": {"m": 3}}]]}, "TypeError"),
         ({"leaves": None}, "TypeError"),
+        ({"format": True}, "expected format 1, got True"),
+        ({"leaves": 2 * [["w", [3], "float32"]]}, "there twice"),
+        ({"carried": [["w", [3], "float32"]]}, "there twice"),
+        ({"carried": 2 * [["b", [3], "float32"]]}, "there twice"),
+        ({"aliases": [["w", "w"]]}, "there twice"),
+        ({"aliases": 2 * [["v", "w"]]}, "there twice"),
+        ({"manifolds": 2 * [["w", {"Sphere": {"n": 3}}]]}, "there twice"),
+        ({"leaves": [["w", [2**62], "float32"]]}, "a shape that no tensor has"),
+        ({"leaves": [["w", 65 * [1], "float32"]]}, "a shape that no tensor has"),
+        ({"leaves": [["w", [2**31, 2**31], "float32"]]}, "more numbers than"),
+        ({"leaves": [["w", [0, 2**31, 2**31], "float32"]]}, "more numbers than"),
+        ({"manifolds": [["w", {"Sphere": {"n": 10**400}}]]}, "an integer of 2"),
     ],
     ids=str,
 )

@@ -290,7 +290,7 @@ def _read(file: BufferedReader, kind: str) -> Tree:
 
 def _exactly(file: BufferedReader, count: int) -> Tensor:
     """So many bytes, in memory of their own."""
-    data = torch.empty(max(count, 0), dtype=torch.uint8)
+    data = torch.empty(max(count, 0), dtype=torch.uint8, device="cpu")
     if file.readinto(data.numpy().data) != count:
         raise CheckpointError("is altered: it ends before its header says")
     return data

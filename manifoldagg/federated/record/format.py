@@ -19,6 +19,8 @@ FAST = 2**60
 """Smaller integers have few digits, and are their own hashes."""
 DEEPEST = 64
 """So many branches of a tree from somebody else may lie within one another."""
+WIDEST = 2**12
+"""So many integers may be keys of one dict of theirs: they can be chosen such that each takes as long as all before."""
 KNOWN = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -73,6 +75,7 @@ class _Encoder:
         self._way: list[str | int] = []
         self._deepest = DEEPEST if bounded else math.inf
         self._largest = FAST if bounded else math.inf
+        self._widest = WIDEST if bounded else math.inf
 
     def text(self, value: Any) -> str:
         kind = type(value)
@@ -97,6 +100,8 @@ class _Encoder:
             items = ", ".join([self._below(i, item) for i, item in enumerate(value)])
             return f'{{"{kind.__name__}": [{items}]}}'
         if kind is dict:
+            if len(value) > self._widest and sum(not isinstance(key, str) for key in value) > self._widest:
+                raise self._refusal(f"a dict with more than {WIDEST} integers as keys")
             items = ", ".join(f"[{self._key(key)}, {self._below(key, item)}]" for key, item in value.items())
             return f'{{"dict": [{items}]}}'
         raise self._refusal(f"a {type(value).__name__}")
@@ -142,7 +147,8 @@ def decoded(node: Any, tensor: Callable[[Any], Tensor], *, bounded: bool = False
     Args:
         node: what `json` has made of it.
         tensor: for what stands in its place.
-        bounded: refuse what is nested deeper, and keys that are larger, than what somebody else may send.
+        bounded: refuse what is nested deeper, and integers as keys that are larger or more, than what somebody else may
+            send.
         depth: of the node.
 
     Example:
@@ -161,6 +167,8 @@ def decoded(node: Any, tensor: Callable[[Any], Tensor], *, bounded: bool = False
 
     ((tag, content),) = node.items()
     if tag == "dict":
+        if bounded and len(content) > WIDEST and sum(type(key) is int for key, _ in content) > WIDEST:
+            raise ValueError(f"a dict with more than {WIDEST} integers as keys")
         branches = {_key(key, bounded): below(item) for key, item in content}
         if len(branches) < len(content):
             raise ValueError("a key that is there twice")
