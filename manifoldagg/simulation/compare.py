@@ -26,7 +26,7 @@ from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.naming import blamed
 from manifoldagg.simulation.run import WORKS, Event, Method, Run, run
 from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations, course_of
-from manifoldagg.simulation.workers.errands import one_thread
+from manifoldagg.simulation.threads import one_thread
 from manifoldagg.simulation.workers.pool import Executors, Workers
 
 __all__ = ["Comparison", "Landscape", "compare", "describe"]
@@ -234,8 +234,8 @@ def describe(value: object) -> str | None:
     """What a setting was, in words that are the same in every process: no address in memory is in them.
 
     Example:
-        >>> describe(partial(torch.full, size=(2, 1))), describe("priority:workers=2"), describe(None)
-        ('full(size=(2, 1))', 'priority:workers=2', None)
+        >>> describe(partial(check_count, at_least=2)), describe("priority:workers=2"), describe(None)
+        ('check_count(at_least=2)', 'priority:workers=2', None)
     """
     return value if value is None or isinstance(value, str) else _words(value)
 

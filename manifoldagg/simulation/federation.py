@@ -11,8 +11,8 @@ from torch import nn
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.simulation.data.partitions import Partition
+from manifoldagg.simulation.data.recipes import checksum, recalled
 from manifoldagg.simulation.data.tasks import Batches, Task, seeded_model
-from manifoldagg.simulation.workers.recipes import checksum, recalled
 
 __all__ = ["Federation", "Key"]
 

@@ -33,7 +33,7 @@ class Foresight:
     A twin of the course runs ahead of it, on the assumption that every update is accepted and that a client is given as
     much work as last time. While that is so, the order is exact, whatever the scheduler, changes included. Where
     something else happens the twin is made anew, but not so often that twins would cost many times as much as the
-    course; until then the order is a guess.
+    course; until then the order is a guess. So it is where a course cannot be copied.
 
     Args:
         course: that is looked ahead on, at its beginning. What it is told is told here too, at once.
@@ -77,7 +77,11 @@ class Foresight:
     def coming(self, limit: int) -> list[Key]:
         """At most so many tasks that are given and not answered, in the order in which they will be needed."""
         if self._twin is None and self._heard >= self._cost / PATIENCE:
-            self._twin = copy.deepcopy(self._course)
+            try:
+                self._twin = copy.deepcopy(self._course)
+            except TypeError:  # a scheduler with a file, for instance: what is known is a guess then
+                self._cost = math.inf
+                return [key for _, key in self._line[:limit]]
             self._cost = len(self._out) + len(self._course.clients) / COPIED
             self._heard = 0
             self._line = []

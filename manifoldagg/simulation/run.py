@@ -43,11 +43,13 @@ class Method:
         """The method for these clients, its rule made.
 
         Raises:
-            ArgumentError: if the rule is none.
+            ArgumentError: if the rule or the trainer is none.
         """
         made: Any = self.rule
         if callable(made) and not hasattr(made, "step"):
             made = made(clients)
+        if isinstance(self.trainer, type) or not isinstance(self.trainer, Trainer):
+            raise ArgumentError(f"trainer: expected an instance with `train`, got {self.trainer!r}")
         return replace(self, rule=check_rule(made))
 
 
@@ -161,9 +163,16 @@ def run(
     check_count("rounds", rounds)
     check_count("every", every)
     check_choice("work", work, WORKS)
+    for name, told in (("watch", watch), ("progress", progress)):
+        if told is not None and not callable(told):
+            raise ArgumentError(f"{name}: expected a function, got {told!r}")
+    if not isinstance(method, Method):
+        raise ArgumentError(f"method: expected a Method, got {method!r}")
     clients = federation.scheduled
     if not clients:
         raise ArgumentError("federation: expected clients with samples, got none")
+    if not any(map(len, federation.held_out)):
+        raise ArgumentError("federation: expected clients with held-out samples, got none")
     started = time.perf_counter()
     method = method.bound(clients)
     rule: Any = method.rule

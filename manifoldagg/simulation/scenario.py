@@ -58,10 +58,12 @@ def course_of(
     elif scheduler is None:
         made = PriorityScheduler[int](len(clients), stream(SCHEDULE))
     else:
-        made = scheduler if isinstance(scheduler, Scheduler) else scheduler(clients, stream(SCHEDULE))
+        made = scheduler(clients, stream(SCHEDULE)) if callable(scheduler) else scheduler
     if not isinstance(made, Scheduler):
         raise ArgumentError(f"scheduler: expected a Scheduler, or a function that makes one, got {made!r}")
     changes = participation(clients, stream(CHANGES)) if callable(participation) else participation or ()
+    if isinstance(changes, str) or not isinstance(changes, Iterable):
+        raise ArgumentError(f"participation: expected Changes, or a function that makes them, got {changes!r}")
     idle = set(range(len(federation.train))).difference(clients)
     return Course(clients, who, made, [c for c in changes if not (isinstance(c, Change) and c.client in idle)])
 

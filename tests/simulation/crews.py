@@ -64,6 +64,40 @@ class Remembers:
 LOCAL = trainers.Local(epochs=1, rate=0.05)
 
 
+@dataclass(frozen=True)
+class WritesIt:
+    """Writes whatever it is given, and sometimes stops in the middle of that."""
+
+    def train(self, space, message, loss, batches, memory, *, generator):
+        point = message.start
+        point += 0.1
+        trace = torch.zeros(space.shape) if memory is None else memory["trace"]
+        trace.mul_(0.5).add_(torch.randn(space.shape, generator=generator))
+        for tensor in message.buffers.values():
+            tensor.add_(1)
+        if float(torch.rand((), generator=generator)) < 0.2:
+            raise DivergenceError("the loss is nan")
+        return Payload((point + 0.01 * trace)[None], 10, buffers=message.buffers, memory={"trace": trace})
+
+
+@dataclass(frozen=True)
+class DrawsLater:
+    """Draws from torch's own generator, but not in its first task."""
+
+    def train(self, space, message, loss, batches, memory, *, generator):
+        step = 0 if memory is None else torch.randn(space.shape)
+        buffers = {name: message.buffers[name] for name in message.asked}
+        return Payload((message.start + 0.01 * step)[None], 10, buffers=buffers, memory=1)
+
+
+def normalised():
+    """A mean over so many values that torch would sum it in several threads."""
+    made = clouds(120)
+    wide = torch.rand(120, 2000, generator=torch.Generator().manual_seed(0)) + 5
+    inputs = made.inputs + ((wide - wide.mean()) / wide.std())[:, :2]
+    return Task("normalised", inputs, made.labels, model, 0.9)
+
+
 def uniform(clients):
     return GeneralizedAsyncSGD({client: 1 / len(clients) for client in clients}, rate=0.05)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Message, Payload
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.simulation import Federation, Key, Method, iid_partition, run, task
+from manifoldagg.simulation import Exponential, Federation, IndependentClients, Key, Method, iid_partition, run, task
 from manifoldagg.simulation.workers import parcels
 from manifoldagg.simulation.workers.crew import Crew
 from manifoldagg.simulation.workers.letters import Letter, Outcome, Terms
@@ -71,6 +71,28 @@ def test_threads_give_the_same_bits(alone, method):
     with ThreadPoolExecutor(1) as pool:
         assert same(trained(method, "plain", pool), alone[method, "plain"])
     assert same(trained(method, "plain", partial(ThreadPoolExecutor, 3)), alone[method, "plain"])
+
+
+@pytest.mark.parametrize("trainer", [crews.WritesIt(), crews.DrawsLater()], ids=lambda trainer: type(trainer).__name__)
+@pytest.mark.parametrize("executor", [None, partial(ThreadPoolExecutor, 3), partial(Posted, 0, 2)])
+def test_what_a_task_gets_is_its_own(trainer, executor):
+    method = Method("odd", FedAsync(0.5), trainer)
+    seen, others = [], []
+    one = run(federation(), method, rounds=25, watch=seen.append)
+    assert run(federation(), method, rounds=25, watch=others.append, executor=executor) == one
+    assert one.refused < 20
+    assert all(torch.equal(a.payload.points, b.payload.points) for a, b in zip(seen, others, strict=True))
+
+
+def test_a_scheduler_that_cannot_be_copied_gives_the_same_run():
+    def locked(clients, generator):
+        made = IndependentClients(Exponential(1.0), generator)
+        made.lock = threading.Lock()
+        return made
+
+    method = METHODS["fedasync"]
+    runs = [run(federation(), method, rounds=8, scheduler=locked, executor=e) for e in (None, Shuffled(0, 2))]
+    assert runs[0] == runs[1]
 
 
 def test_some_tasks_of_these_runs_diverge_and_start_from_what_the_one_before_left(alone):
@@ -272,6 +294,19 @@ def test_a_task_that_is_other_data_each_time_is_refused():
     with pytest.raises(ArgumentError, match="executor: a worker cannot make .*other data"):
         run(of, Method("plain", FedAsync(0.5), crews.LOCAL), rounds=3, executor=executor)
     executor.shutdown()
+
+
+def test_a_task_that_is_normalised_is_the_same_data_with_any_number_of_threads():
+    before = torch.get_num_threads()
+    made = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            made.append(task(crews.normalised))
+            made.append(pickle.loads(pickle.dumps(made[0])))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one.inputs, made[0].inputs) for one in made)
 
 
 def test_a_federation_travels_as_what_made_it():

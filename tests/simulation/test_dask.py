@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from manifoldagg.simulation import run
+from manifoldagg.simulation.workers.parcels import Shelf
 from tests.simulation.crews import METHODS, federation
 
 distributed = pytest.importorskip("distributed")
@@ -30,3 +31,16 @@ def test_a_cluster_gives_the_same_bits(client, method):
     )
     assert all(torch.equal(a.payload.points, b.payload.points) for a, b in zip(seen, others, strict=True))
     assert run(federation(), METHODS[method], rounds=10, executor=client.get_executor) == expected
+
+
+def test_on_one_machine_models_are_read_where_they_lie(client, monkeypatch):
+    made = []
+
+    class Seen(Shelf):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr("manifoldagg.simulation.workers.letters.Shelf", Seen)
+    run(federation(), METHODS["fedasync"], rounds=10, executor=client.get_executor())
+    assert [shelf.far for shelf in made] == [False]

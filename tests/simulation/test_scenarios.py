@@ -242,6 +242,11 @@ def test_a_rule_may_need_to_know_who_takes_part():
         ({"delays": 3.0}, "delays: expected a Delay, or a mapping from clients, got 3.0"),
         ({"delays": "nowhere.csv"}, "path: nowhere.csv cannot be read"),
         ({"scheduler": lambda c, g: None}, "scheduler: expected a Scheduler, or a function that makes one, got None"),
+        ({"scheduler": "priority"}, "scheduler: expected a Scheduler, or a function that makes one, got 'priority'"),
+        ({"participation": 5}, "participation: expected Changes, or a function that makes them, got 5"),
+        ({"participation": "churn"}, "participation: expected Changes, or a function that makes them, got 'churn'"),
+        ({"watch": 3}, "watch: expected a function, got 3"),
+        ({"progress": 3}, "progress: expected a function, got 3"),
         (
             {"scheduler": lambda c, g: IndependentClients(Deterministic(1.0), g), "delays": Deterministic(1.0)},
             "scheduler, delays: expected one of them",
@@ -257,3 +262,21 @@ def test_nobody_to_ask_is_refused(federation):
     nobody = replace(federation, train=[part[:0] for part in federation.train])
     with pytest.raises(ArgumentError, match="federation: expected clients with samples, got none"):
         run(nobody, ASYNC, rounds=3)
+    untested = replace(federation, held_out=[part[:0] for part in federation.held_out])
+    with pytest.raises(ArgumentError, match="federation: expected clients with held-out samples, got none"):
+        run(untested, ASYNC, rounds=3)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("fedasync", "method: expected a Method, got 'fedasync'"),
+        (Method("odd", rules.FedAsync(), None), "trainer: expected an instance with `train`, got None"),
+        (Method("odd", rules.FedAsync(), trainers.Local), "trainer: expected an instance with `train`, got <class"),
+    ],
+    ids=["name", "none", "class"],
+)
+def test_what_is_no_method_is_refused(federation, method, words):
+    with pytest.raises(ArgumentError, match=words):
+        run(federation, method, rounds=3)

@@ -51,7 +51,7 @@ class DeFedAvg(FedAvg):
     weighted: bool = field(default=False, kw_only=True)
 
     def draw(self, clients: Sequence[Client], generator: np.random.Generator) -> list[Client]:
-        """k distinct clients, every set of them as likely as any other.
+        """k distinct clients, every set of them as likely as any other; what it draws follows from its arguments alone.
 
         Args:
             clients: all N, once each.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, check_choice, check_count
-from manifoldagg.simulation.workers.recipes import checksum, recalled
+from manifoldagg.simulation.data.recipes import checksum, recalled
+from manifoldagg.simulation.threads import one_thread
 
 __all__ = ["DRAWING", "Batches", "Task", "seeded_model", "small_cnn", "task"]
 
@@ -92,7 +93,8 @@ def task(source: str | Callable[[], Task]) -> Task:
         torch.Size([1797, 1, 8, 8])
     """
     make = TASKS[check_choice("data", source, tuple(TASKS))] if isinstance(source, str) else source
-    made = make()
+    with one_thread():  # as in a process of an executor: a mean over many values has the same bits
+        made = make()
     if not isinstance(made, Task):
         raise ArgumentError(f"task: expected a function that makes a Task, it made {type(made).__name__}")
     # A change of it, as by `replace`, has none.

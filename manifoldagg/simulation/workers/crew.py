@@ -50,6 +50,8 @@ class _Task:
     def forget(self) -> None:
         """As if it had never been sent."""
         self.memory: Memory = None
+        # What lies on the shelf for it goes with it.
+        self.letter: Letter | None = None
         self.future: Future[Outcome] | None = None
         self.outcome: Outcome | None = None
 
@@ -202,9 +204,9 @@ class Crew:
 
     def _send(self, task: _Task, workers: Workers) -> None:
         task.memory = self._before(task)
-        letter = Letter(self._terms, task.key, task.message, task.memory, whole=task.whole)
+        task.letter = Letter(self._terms, task.key, task.message, task.memory, whole=task.whole)
         try:
-            task.future = workers.submit(letter)
+            task.future = workers.submit(task.letter)
         except Exception as error:
             self._break(error, task, workers)
             return
@@ -237,6 +239,7 @@ class Crew:
                 self._out.discard(task)
                 # It knows this by what it calls when it is done.
                 task.future = None
+                task.letter = None
                 task.outcome = outcome
 
     def _break(self, error: BaseException, task: _Task, workers: Workers) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,8 +15,9 @@ from manifoldagg.federated.contract import Memory
 from manifoldagg.federated.trees import Tree, replaced
 from manifoldagg.simulation.data.tasks import DRAWING
 from manifoldagg.simulation.federation import Federation, Key
+from manifoldagg.simulation.threads import one_thread
 
-__all__ = ["Errand", "one_thread", "perform"]
+__all__ = ["Errand", "perform"]
 
 ALIGNED = 64
 """Bytes to a multiple of which torch lays what it allocates."""
@@ -46,13 +47,10 @@ class _Place(threading.local):
 
     federation: weakref.ref[Federation] | None = None
     model: nn.Module
-    still: Trainer | None = None
-    """The trainer that was seen to leave torch's own generator alone."""
 
     def enter(self, federation: Federation) -> None:
         if self.federation is None or self.federation() is not federation:
             self.model = federation.model()
-            self.still = None
             self.federation = weakref.ref(federation)
 
 
@@ -63,7 +61,7 @@ def perform(errand: Errand) -> Payload:
     """Do an errand, with one torch thread. The payload follows from the errand alone, bit for bit.
 
     What a model draws for itself, as dropout does, comes from torch's own generator, which is seeded for this task and
-    put back after it; in threads the tasks of such a model wait for one another.
+    put back after it. A process has one such generator: its threads take turns. The trainer may write what it is given.
 
     Raises:
         DivergenceError: if a loss is not finite.
@@ -82,13 +80,13 @@ def perform(errand: Errand) -> Payload:
     federation, trainer, (client, nth) = errand.federation, errand.trainer, errand.key
     generator = federation.generator(client, nth)
     _PLACE.enter(federation)
-    with one_thread(), _drawing(trainer, generator.initial_seed()):
+    with one_thread(), _drawing(generator.initial_seed()):
         payload = work(
             _PLACE.model,
-            _owned_message(errand.message),
+            _copied_message(errand.message),
             trainer,
             federation.batches(client, nth),
-            memory=owned(errand.memory),
+            memory=replaced(errand.memory, _copied),
             generator=generator,
         )
     return replace(
@@ -101,17 +99,6 @@ def perform(errand: Errand) -> Payload:
     )
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One torch thread inside: sums are then always taken in the same order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def owned(tree: Tree) -> Tree:
     """The tree with tensors that lie as torch would lay them: how a sum is vectorised depends on where it begins."""
     return replaced(tree, _own)
@@ -121,34 +108,34 @@ def _own(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor
     alone = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous() and not tensor.requires_grad
-    if alone and tensor.data_ptr() % ALIGNED == 0:
-        return tensor
+    return tensor if alone and tensor.data_ptr() % ALIGNED == 0 else _copied(tensor)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor.detach().clone()
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor.detach())
 
 
-def _each(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _own(tensor) for name, tensor in tensors.items()}
+def _each(tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor] = _own) -> dict[str, Tensor]:
+    return {name: change(tensor) for name, tensor in tensors.items()}
 
 
-def _owned_message(message: Message) -> Message:
-    return replace(message, start=_own(message.start), tensors=_each(message.tensors), buffers=_each(message.buffers))
+def _copied_message(message: Message) -> Message:
+    """The message as its client's own: others have the same version."""
+    tensors, buffers = _each(message.tensors, _copied), _each(message.buffers, _copied)
+    return replace(message, start=_copied(message.start), tensors=tensors, buffers=buffers)
 
 
 @contextmanager
-def _drawing(trainer: Trainer, seed: int) -> Iterator[None]:
-    """Torch's own generator follows from `seed` inside, unless this model was seen not to need it."""
-    if _PLACE.still is trainer:
-        yield
-        return
+def _drawing(seed: int) -> Iterator[None]:
+    """Torch's own generator follows from `seed` inside."""
     generator = torch.default_generator
     with DRAWING:
         before = generator.get_state()
         # Another stream than the one that the trainer draws from.
         generator.manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
-        begun = generator.get_state()
         try:
             yield
         finally:
-            if torch.equal(generator.get_state(), begun):
-                _PLACE.still = trainer
             generator.set_state(before)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.record.raw import bytes_of
+from manifoldagg.simulation.threads import one_thread
 
 __all__ = ["checksum", "recalled"]
 
@@ -49,7 +50,8 @@ def checksum(*parts: Tensor | np.ndarray) -> int:
 @lru_cache(maxsize=4)
 def _made(recipe: bytes, sum_of: Callable[[Any], int], expected: int) -> Any:
     origin = pickle.loads(recipe)
-    value = origin()
+    with one_thread():
+        value = origin()
     if sum_of(value) != expected:
         raise ArgumentError(
             f"task: {origin!r} made other data in another process: expected a function that makes the same each time, "
