@@ -62,7 +62,8 @@ def course_of(
     if not isinstance(made, Scheduler):
         raise ArgumentError(f"scheduler: expected a Scheduler, or a function that makes one, got {made!r}")
     changes = participation(clients, stream(CHANGES)) if callable(participation) else participation or ()
-    if isinstance(changes, str) or not isinstance(changes, Iterable):
+    given: object = changes
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise ArgumentError(f"participation: expected Changes, or a function that makes them, got {changes!r}")
     idle = set(range(len(federation.train))).difference(clients)
     return Course(clients, who, made, [c for c in changes if not (isinstance(c, Change) and c.client in idle)])

@@ -271,12 +271,15 @@ def test_nobody_to_ask_is_refused(federation):
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("fedasync", "method: expected a Method, got 'fedasync'"),
-        (Method("odd", rules.FedAsync(), None), "trainer: expected an instance with `train`, got None"),
-        (Method("odd", rules.FedAsync(), trainers.Local), "trainer: expected an instance with `train`, got <class"),
+        (lambda: "fedasync", "method: expected a Method, got 'fedasync'"),
+        (lambda: Method("odd", rules.FedAsync(), None), "trainer: expected an instance with `train`, got None"),
+        (
+            lambda: Method("odd", rules.FedAsync(), trainers.Local),
+            "trainer: expected an instance with `train`, got <class",
+        ),
     ],
     ids=["name", "none", "class"],
 )
 def test_what_is_no_method_is_refused(federation, method, words):
     with pytest.raises(ArgumentError, match=words):
-        run(federation, method, rounds=3)
+        run(federation, method(), rounds=3)
