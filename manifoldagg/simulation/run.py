@@ -139,8 +139,8 @@ def run(
             clients without samples do not count.
         work: of a task: `"data"`, the client's minibatches, whatever a method makes of them, so that all methods see
             one order of events; or `"dispatched"`, the steps of its trainer, where that tells them.
-        tasks: how many are under way at a time, for a rule that neither waits for a cohort nor draws; as many as
-            clients by default.
+        tasks: how many are under way at a time, as many as clients by default; for a rule that draws (`DeFedAvg`), how
+            many are asked at first. A rule that waits for a cohort takes none.
         every: evaluate the model after so many rounds; before the first and after the last in any case.
         executor: what trains ahead, for the same results: an executor of any kind, or a function that makes one such as
             [`processes(2)`][manifoldagg.simulation.processes]. `None`: every task is trained here, when it is answered.
