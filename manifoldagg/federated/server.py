@@ -769,7 +769,9 @@ class Server:
 
     def _check_waiting(self, thread: int) -> None:
         """Not more than may wait, beside the one whose turn it is."""
-        waiting = [*self._admitted].index(thread)
+        admitted = [*self._admitted]
+        # A handler that receives in this thread has taken its own entry, and so this one, with it.
+        waiting = admitted.index(thread) if thread in admitted else 0
         if self._max_waiting is not None and waiting > self._max_waiting:
             raise BusyError(f"server: busy: {waiting} updates wait for their turn, of at most {self._max_waiting}")
 

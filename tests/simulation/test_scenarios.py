@@ -187,11 +187,11 @@ def test_a_client_finds_what_its_last_task_left(federation):
 
 
 def test_clients_of_one_version_share_their_start(federation):
-    trainer = Counting()
-    run(federation, replace(ASYNC, trainer=trainer), rounds=12, delays=Deterministic(1.0))
-    starts = [message.start for _, message in trainer.seen[: len(federation.scheduled)]]
+    seen = []
+    run(federation, ASYNC, rounds=12, delays=Deterministic(1.0), watch=seen.append)
+    starts = [event.message.start for event in seen[: len(federation.scheduled)]]
     assert len({start.data_ptr() for start in starts}) == 1
-    later = [message.start for _, message in trainer.seen[len(federation.scheduled) :]]
+    later = [event.message.start for event in seen[len(federation.scheduled) :]]
     assert starts[0].data_ptr() not in {start.data_ptr() for start in later}
 
 
