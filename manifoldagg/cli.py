@@ -34,6 +34,9 @@ from manifoldagg.simulation.workers.pool import processes
 
 __all__ = ["main"]
 
+Misuse: Any = next(kind for kind in typer.BadParameter.__mro__[::-1] if hasattr(kind, "format_message"))
+"""What typer raises for arguments that it does not take: of its own, or of click where it was built on that."""
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
 )
@@ -45,8 +48,8 @@ def main() -> None:
     """Read the arguments and do what they say: what is wrong is one line and exit code 2."""
     try:
         code = app(standalone_mode=False)
-    except (ManifoldAggError, typer.TyperException) as error:
-        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+    except (ManifoldAggError, Misuse) as error:
+        message = error.format_message() if isinstance(error, Misuse) else str(error)
         if message:
             errors.print(f"error: {message}", markup=False, soft_wrap=True)
         code = 2
