@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 from manifoldagg import Bezier, ParameterSpace, fit
 from manifoldagg.curves import Phases, Training
 from manifoldagg.federated import Message, trainers
-from manifoldagg.simulation.threads import one_thread
+from manifoldagg.federated.repeatable import one_thread
 
 RATE = 1e-4
 WIDTH = 2048

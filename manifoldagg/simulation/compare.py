@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from manifoldagg.curves import Bezier, Plane, plane
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.federated import Server
+from manifoldagg.federated.repeatable import one_thread
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import by_name
 from manifoldagg.simulation.asking import asking
@@ -26,7 +27,6 @@ from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.naming import blamed
 from manifoldagg.simulation.run import WORKS, Event, Method, Run, run
 from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations, course_of
-from manifoldagg.simulation.threads import one_thread
 from manifoldagg.simulation.workers.pool import Executors, Workers
 
 __all__ = ["Comparison", "Landscape", "compare", "describe"]

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.federated.repeatable import seeded_model, task_generator
 from manifoldagg.simulation.data.partitions import Partition
 from manifoldagg.simulation.data.recipes import checksum, recalled
-from manifoldagg.simulation.data.tasks import Batches, Task, seeded_model
+from manifoldagg.simulation.data.tasks import Batches, Task
 
 __all__ = ["Federation", "Key"]
 
-SPLIT, BATCHES, TRAINING = 0, 2, 3
-"""Independent streams of random numbers under one seed; others are in `scenario`."""
+SPLIT, BATCHES = 0, 2
+"""Independent streams of random numbers under one seed; others are in `scenario` and `federated.repeatable`."""
 
 
 class Key(NamedTuple):
@@ -125,8 +126,7 @@ class Federation:
 
     def generator(self, client: int, nth: int) -> torch.Generator:
         """What a client's trainer draws from in its n-th task; it depends on seed, client and `nth` alone."""
-        seed = np.random.SeedSequence([self.seed, TRAINING, client, nth]).generate_state(1, np.uint64)[0]
-        return torch.Generator().manual_seed(int(seed >> np.uint64(1)))
+        return task_generator(self.seed, client, nth)
 
     def model(self) -> nn.Module:
         """The initial model, the same for every method."""

@@ -14,9 +14,9 @@ from torch import nn
 
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Payload
+from manifoldagg.federated.repeatable import seeded_model
 from manifoldagg.simulation import Batches, Federation, Method, Partition, Task, dirichlet_partition, run, task
 from manifoldagg.simulation.compare import compare
-from manifoldagg.simulation.data.tasks import seeded_model
 from manifoldagg.simulation.methods import method, methods
 from manifoldagg.simulation.report import check_destination, write_report
 from tests.support import draw

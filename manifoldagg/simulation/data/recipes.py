@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.record.raw import bytes_of
-from manifoldagg.simulation.threads import one_thread
+from manifoldagg.federated.repeatable import one_thread
 
 __all__ = ["checksum", "recalled"]
 

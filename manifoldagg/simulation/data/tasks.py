@@ -1,6 +1,5 @@
 """Tasks: a data set, the model that learns it, and batches of it."""
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,14 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError, check_choice, check_count
+from manifoldagg.errors import ArgumentError, check_choice
+from manifoldagg.federated.repeatable import one_thread
 from manifoldagg.simulation.data.recipes import checksum, recalled
-from manifoldagg.simulation.threads import one_thread
 
-__all__ = ["DRAWING", "Batches", "Task", "seeded_model", "small_cnn", "task"]
-
-DRAWING = threading.RLock()
-"""Who holds it draws from torch's own generator, of which a process has one."""
+__all__ = ["Batches", "Task", "small_cnn", "task"]
 
 
 @dataclass(frozen=True)
@@ -116,14 +112,6 @@ def small_cnn(classes: int = 10) -> nn.Module:
         nn.ReLU(),
         nn.Linear(64, classes),
     )
-
-
-def seeded_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A model whose initial weights depend on `seed` alone; torch's own generator is left as it was."""
-    check_count("seed", seed, at_least=0)
-    with DRAWING, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make()
 
 
 def _digits() -> Task:

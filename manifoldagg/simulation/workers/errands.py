@@ -2,20 +2,17 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from manifoldagg.federated import Message, Payload, Trainer, work
 from manifoldagg.federated.contract import Memory
+from manifoldagg.federated.repeatable import repeatable
 from manifoldagg.federated.trees import Tree, replaced
-from manifoldagg.simulation.data.tasks import DRAWING
 from manifoldagg.simulation.federation import Federation, Key
-from manifoldagg.simulation.threads import one_thread
 
 __all__ = ["Errand", "perform"]
 
@@ -58,10 +55,9 @@ _PLACE = _Place()
 
 
 def perform(errand: Errand) -> Payload:
-    """Do an errand, with one torch thread. The payload follows from the errand alone, bit for bit.
+    """Do an errand, [`repeatable`][manifoldagg.federated.repeatable.repeatable]: its payload follows from it alone.
 
-    What a model draws for itself, as dropout does, comes from torch's own generator, which is seeded for this task and
-    put back after it. A process has one such generator: its threads take turns. The trainer may write what it is given.
+    The trainer may write what it is given.
 
     Raises:
         DivergenceError: if a loss is not finite.
@@ -80,7 +76,7 @@ def perform(errand: Errand) -> Payload:
     federation, trainer, (client, nth) = errand.federation, errand.trainer, errand.key
     generator = federation.generator(client, nth)
     _PLACE.enter(federation)
-    with one_thread(), _drawing(generator.initial_seed()):
+    with repeatable(generator):
         payload = work(
             _PLACE.model,
             _copied_message(errand.message),
@@ -125,17 +121,3 @@ def _copied_message(message: Message) -> Message:
     """The message as its client's own: others have the same version."""
     tensors, buffers = _each(message.tensors, _copied), _each(message.buffers, _copied)
     return replace(message, start=_copied(message.start), tensors=tensors, buffers=buffers)
-
-
-@contextmanager
-def _drawing(seed: int) -> Iterator[None]:
-    """Torch's own generator follows from `seed` inside."""
-    generator = torch.default_generator
-    with DRAWING:
-        before = generator.get_state()
-        # Another stream than the one that the trainer draws from.
-        generator.manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
-        try:
-            yield
-        finally:
-            generator.set_state(before)
