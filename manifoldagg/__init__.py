@@ -3,7 +3,8 @@
 A stale update is *corrected* into the tangent space of the current model, the model *steps* along the curve
 that the update describes, and the models of a run are *averaged*. The names below and the packages are attributes,
 loaded when they are first touched: `manifoldagg.averaging`, `.corrections`, `.curves`, `.errors`, `.federated`,
-`.kernels`, `.manifolds`, `.routing`, `.simulation`, `.testing`, and `.rules` for `manifoldagg.federated.rules`.
+`.integrations`, `.kernels`, `.manifolds`, `.routing`, `.simulation`, `.testing`, and `.rules` for
+`manifoldagg.federated.rules`.
 """
 
 TYPE_CHECKING = False  # as in `typing`, which takes its time to load
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from manifoldagg import curves as curves
     from manifoldagg import errors as errors
     from manifoldagg import federated as federated
+    from manifoldagg import integrations as integrations
     from manifoldagg import kernels as kernels
     from manifoldagg import manifolds as manifolds
     from manifoldagg import routing as routing
@@ -31,6 +33,7 @@ _PACKAGES = {
     "curves": "manifoldagg.curves",
     "errors": "manifoldagg.errors",
     "federated": "manifoldagg.federated",
+    "integrations": "manifoldagg.integrations",
     "kernels": "manifoldagg.kernels",
     "manifolds": "manifoldagg.manifolds",
     "routing": "manifoldagg.routing",

@@ -8,6 +8,9 @@ import pytest
 
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 pytest.register_assert_rewrite("tests.federated.mutants")
+# Flower reports home otherwise, and asks whether there is a newer one.
+os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 jaxtyping.install_import_hook("manifoldagg", CHECKER)
 
 COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}

@@ -1,0 +1,8 @@
+"""Flower: an asynchronous strategy with this package's rules, and the app that its clients run."""
+
+from importlib.util import find_spec
+
+if find_spec("flwr") is None:
+    raise ModuleNotFoundError("flower: expected Flower; pip install 'manifoldagg[flower]'", name="flwr")
+
+__all__: list[str] = []

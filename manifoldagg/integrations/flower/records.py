@@ -1,0 +1,115 @@
+"""Records: models and bytes as Flower carries them, and back."""
+
+import io
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, RecordDict
+from numpy.lib import format as npy
+from torch import Tensor
+
+from manifoldagg.errors import WireError
+from manifoldagg.federated.record.raw import bytes_of
+
+__all__ = ["KEY", "array_record", "packed", "state_dict", "unpacked"]
+
+KEY = "manifoldagg"
+"""The name of the record in which bytes travel."""
+ENTRY = "wire"
+STYPE = "manifoldagg.wire"
+NPY = "numpy.ndarray"
+"""What Flower calls the form of its arrays: that of a `.npy` file."""
+HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+
+
+def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
+    """A state dict as Flower's own clients read it. What NumPy has no dtype for, such as bfloat16, goes as float32.
+
+    Args:
+        state_dict: of a model, buffers included.
+
+    Cost: one pass over the tensors, which reads them and writes the bytes.
+
+    Example:
+        >>> record = array_record(torch.nn.Linear(2, 1).state_dict())
+        >>> record["weight"].numpy().shape, state_dict(record)["bias"].dtype
+        ((1, 2), torch.float32)
+    """
+    return ArrayRecord({name: _array(tensor) for name, tensor in state_dict.items()})
+
+
+def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
+    """The tensors of a record, each with memory of its own. Nothing is allocated before its size is known to be true.
+
+    Raises:
+        WireError: naming an array that is not what `ArrayRecord` makes of numbers.
+
+    Cost: one pass.
+    """
+    return {name: _tensor(name, array) for name, array in record.items()}
+
+
+def packed(data: bytes) -> ArrayRecord:
+    """Bytes as a record, which goes under `KEY`.
+
+    Args:
+        data: what `wire.pack` returns.
+
+    Example:
+        >>> unpacked(RecordDict({KEY: packed(b"any")}))
+        b'any'
+    """
+    return ArrayRecord({ENTRY: Array(dtype="uint8", shape=(len(data),), stype=STYPE, data=data)})
+
+
+def unpacked(content: RecordDict) -> bytes | None:
+    """The bytes in the content of a message; `None` where there are none."""
+    record = content.array_records.get(KEY)
+    array = None if record is None else record.get(ENTRY)
+    return array.data if array is not None and array.stype == STYPE else None
+
+
+def _array(tensor: Tensor) -> Array:
+    """A `.npy` file of a tensor, written in one go."""
+    tensor = tensor.detach()
+    try:
+        values = torch.empty(0, dtype=tensor.dtype).numpy()
+    except TypeError:
+        tensor = tensor.float()
+        values = torch.empty(0).numpy()
+    shape = tuple(tensor.shape)
+    head = io.BytesIO()
+    npy.write_array_header_1_0(head, {"descr": values.dtype.str, "fortran_order": False, "shape": shape})
+    data = b"".join([head.getvalue(), bytes_of(tensor)])
+    return Array(dtype=str(values.dtype), shape=shape, stype=NPY, data=data)
+
+
+def _tensor(name: str, array: Array) -> Tensor:
+    try:
+        return _read(array)
+    except Exception as error:  # whatever NumPy makes of hostile bytes
+        told = repr(str(error)[:200])[1:-1]
+        raise WireError(f"wire: {name}: expected an array of numbers: {told}") from None
+
+
+def _read(array: Array) -> Tensor:
+    if array.stype != NPY:
+        raise ValueError(f"of the form {array.stype!r}")
+    data = memoryview(array.data)
+    file = io.BytesIO(data[: 2**16])
+    shape, by_columns, dtype = HEADERS[npy.read_magic(file)](file)
+    start = file.tell()
+    if dtype.hasobject or dtype.shape or any(size < 0 for size in shape):
+        raise ValueError("of no plain numbers")
+    if math.prod(shape) * dtype.itemsize != len(data) - start:
+        raise ValueError(f"{len(data) - start} bytes for the shape {shape}")
+    # In torch's words, and in this machine's order of bytes.
+    kind = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+    tensor = torch.empty(shape, dtype=kind)
+    came = np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if by_columns else "C")
+    if kind is torch.bool and came.view(np.uint8).max(initial=0) > 1:
+        raise ValueError("a truth value that is neither")
+    tensor.numpy()[...] = came
+    return tensor
