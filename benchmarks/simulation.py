@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peers import apart
 from timing import ratio
 
 from manifoldagg.federated import Message, Payload
@@ -51,7 +51,6 @@ from manifoldagg.simulation.methods import method
 
 HERE = Path(__file__).parent
 PEERS = HERE / "peers"
-ENVIRONMENTS = PEERS / ".environments"
 PARTS = ("run", "engines", "clients")
 CLIENTS = 30
 Row = dict[str, Any]
@@ -169,38 +168,11 @@ def run_lines(rows: list[Row]) -> list[str]:
 # -- engines -------------------------------------------------------------------------------------------------------
 
 
-def environment(name: str) -> Path:
-    """The Python of a peer's environment, which is made where it is missing, half made or of another list."""
-    folder = ENVIRONMENTS / name
-    wanted = f"torch=={torch.__version__.split('+')[0]}\n" + (PEERS / f"{name}.txt").read_text()
-    made = folder / "made.txt"
-    python = folder / "bin" / "python"
-    if not (made.exists() and made.read_text() == wanted):
-        print(f"making the environment of {name}", file=sys.stderr, flush=True)
-        venv.create(folder, clear=True, with_pip=True)
-        asked = [line for line in wanted.splitlines() if not line.startswith("#")]
-        install = [python, "-m", "pip", "install", "--quiet", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, *asked], check=True)
-        made.write_text(wanted)
-    return python
-
-
-SILENT = {
-    "OMP_NUM_THREADS": "1",
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
-
-
 def engine(script: str, python: Path | str, path: Path, *, alone: bool = False) -> Row:
     """What a script says of its rounds."""
-    # Without a network, and all its processes end with it.
-    namespace = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = os.environ | SILENT | {"PYTHONPATH": "" if alone else os.pathsep.join(paths)}
-    command = [*(namespace if alone else []), python, PEERS / script, path, repr(time.time())]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    paths = [] if alone else [HERE.parent, *map(Path, filter(None, [os.environ.get("PYTHONPATH")]))]
+    command = [*(apart.NAMESPACE if alone else []), python, PEERS / script, path, repr(time.time())]
+    done = subprocess.run(command, env=apart.variables(*paths), capture_output=True, text=True, timeout=300)
     said = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not said:
         raise RuntimeError(f"{script} failed: {done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -221,7 +193,7 @@ def engines_part(size: Size) -> list[Row]:
     """Equal work."""
     train = [part.tolist() for part in federation().train]
     work = {"train": train, "cohort": 10, "rounds": size.rounds, "warm": 3, "steps": 12, "batch": 16, "rate": 0.01}
-    pythons = {name: environment(name) for name in ("flower", "flgo")}
+    pythons = {name: apart.environment(name) for name in ("flower", "flgo")}
     seen: dict[str, list[Row]] = {name: [] for name in ENGINES}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "work.json"

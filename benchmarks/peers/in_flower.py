@@ -3,14 +3,12 @@
 Ray listens on every interface that it finds; here that is the loopback of the namespace, which this raises.
 """
 
-import fcntl
 import logging
-import socket
-import struct
 import sys
 import tempfile
 import warnings
 
+import apart
 import equal
 import flwr
 import numpy as np
@@ -69,16 +67,10 @@ def main(grid: Grid, context: Context) -> None:
     CLOCK.mark()
 
 
-def raise_loopback() -> None:
-    """`ip link set lo up`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))  # SIOCSIFFLAGS: up and running
-
-
 if __name__ == "__main__":
-    if [name for _, name in socket.if_nameindex() if name != "lo"]:
+    if not apart.alone():
         sys.exit("in_flower.py: run it in a network namespace of its own: unshare --net")
-    raise_loopback()
+    apart.raise_loopback()
     warnings.simplefilter("ignore")
     logging.getLogger("flwr").setLevel(logging.ERROR)
     torch.set_num_threads(1)

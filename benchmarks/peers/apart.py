@@ -1,0 +1,63 @@
+"""A Python environment and a network namespace of one's own, for what shall not meet the rest of the machine."""
+
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tomllib
+import venv
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ENVIRONMENTS = HERE / ".environments"
+SILENT = {
+    "OMP_NUM_THREADS": "1",
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""What Flower and Ray are told."""
+NAMESPACE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Before a command: it has no network but a loopback that is down, and all its processes end with it."""
+
+
+def environment(name: str) -> Path:
+    """The Python of an environment, which is made where it is missing, half made or of another list.
+
+    It has this process's torch and the lines of `NAME.txt`, where `manifoldagg` stands for all that it needs.
+    """
+    folder = ENVIRONMENTS / name
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = {"manifoldagg": [*project["dependencies"], *project["optional-dependencies"]["wire"]]}
+    lines = [line for line in (HERE / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    asked = [f"torch=={version('torch').split('+')[0]}", *(word for line in lines for word in ours.get(line, [line]))]
+    made = folder / "made.txt"
+    python = folder / "bin" / "python"
+    if not (made.exists() and made.read_text().splitlines() == asked):
+        print(f"making the environment of {name}", file=sys.stderr, flush=True)
+        venv.create(folder, clear=True, with_pip=True)
+        install = [python, "-m", "pip", "install", "--quiet", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, *asked], check=True, timeout=1800)
+        made.write_text("\n".join(asked) + "\n")
+    return python
+
+
+def variables(*paths: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's, silent, with these folders to import from and no others."""
+    return os.environ | SILENT | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | dict(more or {})
+
+
+def alone() -> bool:
+    """Whether this process has no network but the loopback."""
+    return [name for _, name in socket.if_nameindex()] == ["lo"]
+
+
+def raise_loopback() -> None:
+    """`ip link set lo up`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))  # SIOCSIFFLAGS: up and running
