@@ -19,8 +19,11 @@ DRAWING = threading.RLock()
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread(threads: int | None = 1) -> Iterator[None]:
     """One torch thread inside: sums are then always taken in the same order.
+
+    Args:
+        threads: how many in place of one; `None` for as many as there are.
 
     Example:
         >>> with one_thread():
@@ -28,7 +31,7 @@ def one_thread() -> Iterator[None]:
         1
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads or before)
     try:
         yield
     finally:
@@ -53,11 +56,16 @@ def task_generator(seed: int, client: int, nth: int) -> torch.Generator:
 
 
 @contextmanager
-def repeatable(generator: torch.Generator) -> Iterator[None]:
+def repeatable(generator: torch.Generator, *, threads: int | None = 1) -> Iterator[None]:
     """What is done inside has the same bits each time: it has one torch thread, and draws that follow from `generator`.
 
     What a model draws for itself, as dropout does, comes from torch's own generator, which is seeded by the initial
     seed of `generator`, and put back in the end. A process has one such generator: its threads take turns.
+
+    Args:
+        generator: of the task.
+        threads: of torch. With another number than one the same draws are made, and sums may have other bits; `None`
+            leaves as many as there are.
 
     Example:
         >>> with repeatable(task_generator(0, client=3, nth=1)):
@@ -69,7 +77,7 @@ def repeatable(generator: torch.Generator) -> Iterator[None]:
     # Another stream than the one that the trainer draws from.
     seed = np.random.SeedSequence([generator.initial_seed(), 1]).generate_state(1)[0]
     own = torch.default_generator
-    with one_thread(), DRAWING:
+    with one_thread(threads), DRAWING:
         before = own.get_state()
         own.manual_seed(int(seed))
         try:

@@ -5,4 +5,6 @@ from importlib.util import find_spec
 if find_spec("flwr") is None:
     raise ModuleNotFoundError("flower: expected Flower; pip install 'manifoldagg[flower]'", name="flwr")
 
-__all__: list[str] = []
+from manifoldagg.integrations.flower.client import client_app
+
+__all__ = ["client_app"]

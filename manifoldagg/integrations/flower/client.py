@@ -1,0 +1,237 @@
+"""The client's side: a ClientApp around a trainer, for every rule, and for plain messages as for those of the wire."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import flwr.app
+import flwr.clientapp
+import torch
+from torch import Tensor, nn
+
+from manifoldagg.errors import ArgumentError, WireError, check_count
+from manifoldagg.federated import Message, Payload, Ticket, Trainer, work
+from manifoldagg.federated.contract import Memory
+from manifoldagg.federated.repeatable import repeatable, seeded_model, task_generator
+from manifoldagg.federated.trainers.base import count_samples
+from manifoldagg.federated.trees import replaced
+from manifoldagg.integrations.flower.records import KEY, packed, state_dict, unpacked
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.wire import pack, unpack
+
+__all__ = ["client_app"]
+
+EXAMPLES = "num-examples"
+METRICS = "metrics"
+NTH = "nth"
+MEMORY = "memory"
+Context: TypeAlias = flwr.app.Context
+Letter: TypeAlias = flwr.app.Message
+
+
+def client_app(
+    trainer: Trainer | Callable[[Context], Trainer],
+    model: nn.Module | Callable[[], nn.Module],
+    data: Callable[[Context, int], Iterable[Any]],
+    *,
+    criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
+    seed: int = 0,
+    evaluate: Callable[[nn.Module, Context], Mapping[str, float]] | None = None,
+    mods: Sequence[Callable[..., Letter]] | None = None,
+    threads: int | None = 1,
+) -> flwr.clientapp.ClientApp:
+    """A Flower `ClientApp` that trains as a trainer of this package does, for any rule.
+
+    It takes what the server sends, a model alone or a whole message of the rule, and answers with all that the trainer
+    returns. What the trainer wants to find again stays
+    on the node, in `context.state`, as does the count of its tasks. All that is random in a task follows from `seed`,
+    the node and that count: a simulation of the same federation has the same bits. The node is its `partition-id`,
+    where `context.node_config` has one, else its id. What training raises is Flower's error reply, and the server goes
+    on without it.
+
+    Args:
+        trainer: what is done with a message; or a function of the context that makes it, of the run's config for
+            instance.
+        model: a function that makes the module, such as its class; or a module, which is copied. Messages and batches
+            are trained on its device.
+        data: of a context and `nth`: the batches of this node's n-th task, from 0, to iterate again and again.
+        criterion: (output, target) to a scalar.
+        seed: of what is random.
+        evaluate: of the module, in evaluation, and the context: metrics, among them `"num-examples"`. `None`: the mean
+            of the criterion over `data(context, 0)` as `"loss"`.
+        mods: of Flower, around training and evaluation. What the server sends and gets is in the wire's form for them:
+            bytes, which they can count and not read.
+        threads: of torch, while a task is trained. `None` leaves as many as there are; sums may then have other bits.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.federated import trainers
+        >>> batches = [(torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))]
+        >>> app = client_app(trainers.Curve(degree=2), lambda: nn.Linear(2, 3), lambda context, nth: batches)
+        >>> type(app).__name__
+        'ClientApp'
+    """
+    if isinstance(trainer, type) or not (isinstance(trainer, Trainer) or callable(trainer)):
+        raise ArgumentError(f"trainer: expected an instance with `train`, or a function of a context, got {trainer!r}")
+    for name, given in (("model", model), ("data", data), ("criterion", criterion), ("evaluate", evaluate)):
+        if not callable(given) and not (name == "evaluate" and given is None):
+            raise ArgumentError(f"{name}: expected a function, got {given!r}")
+    check_count("seed", seed, at_least=0)
+    if threads is not None:
+        check_count("threads", threads)
+    client = _Client(trainer, model, data, criterion, seed, evaluate or _loss_of(criterion, data), threads)
+    app = flwr.clientapp.ClientApp(mods=list(mods or ()))
+    app.train()(client.train)
+    app.evaluate()(client.evaluate)
+    return app
+
+
+@dataclass(frozen=True, eq=False)
+class _Client:
+    """What a node does with a message."""
+
+    trainer: Trainer | Callable[[Context], Trainer]
+    model: nn.Module | Callable[[], nn.Module]
+    data: Callable[[Context, int], Iterable[Any]]
+    criterion: Callable[[Any, Any], Tensor]
+    seed: int
+    by: Callable[[nn.Module, Context], Mapping[str, float]]
+    threads: int | None
+
+    def train(self, letter: Letter, context: Context) -> Letter:
+        model = self._made()
+        space = ParameterSpace.of(model)
+        order, ticket = _read(letter.content, model, space)
+        desk = _Desk(context)
+        nth = desk.nth
+        memory = replaced(desk.memory, lambda x: x.to(order.start.device))
+        desk.nth = nth + 1  # also of a task that fails: the next one is another
+        trainer: Any = self.trainer if isinstance(self.trainer, Trainer) else self.trainer(context)
+        generator = task_generator(self.seed, _client_of(context), nth)
+        with repeatable(generator, threads=self.threads):
+            batches = self.data(context, nth)
+            payload = work(model, order, trainer, batches, self.criterion, memory=memory, generator=generator)
+        desk.memory = payload.memory
+        answer = pack(replace(payload, memory=None), spec=space, ticket=ticket)
+        metrics = flwr.app.MetricRecord({**_plain(payload.numbers), EXAMPLES: int(payload.samples)})
+        return Letter(flwr.app.RecordDict({KEY: packed(answer), METRICS: metrics}), reply_to=letter)
+
+    def evaluate(self, letter: Letter, context: Context) -> Letter:
+        model = self._made()
+        space = ParameterSpace.of(model)
+        order, _ = _read(letter.content, model, space)
+        # Where the server keeps no buffers, the module has its own.
+        model.load_state_dict(space.state_dict(order.start, order.buffers or None), strict=False)
+        with repeatable(task_generator(self.seed, _client_of(context), 0), threads=self.threads):
+            found = self.by(model.eval(), context)
+        if not isinstance(found, Mapping) or EXAMPLES not in found:
+            raise ArgumentError(f"evaluate: expected metrics with {EXAMPLES!r} among them, got {found!r}")
+        metrics = flwr.app.MetricRecord({**_plain(found), EXAMPLES: int(found[EXAMPLES])})
+        return Letter(flwr.app.RecordDict({METRICS: metrics}), reply_to=letter)
+
+    def _made(self) -> nn.Module:
+        """A module that nobody else has: nodes may share a process."""
+        made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else seeded_model(self.model, self.seed)
+        if not isinstance(made, nn.Module):
+            raise ArgumentError(f"model: expected a function that makes a module, it made {type(made).__name__}")
+        return made
+
+
+class _Desk:
+    """What stays on the node between its tasks, in the state of its context."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def _kept(self) -> dict[str, Any]:
+        return dict(self._context.state.get(KEY) or {})
+
+    def _keep(self, name: str, value: Any) -> None:
+        self._context.state[KEY] = flwr.app.ConfigRecord(self._kept() | {name: value})
+
+    @property
+    def nth(self) -> int:
+        """How many tasks the node was given before."""
+        return int(self._kept().get(NTH, 0))
+
+    @nth.setter
+    def nth(self, count: int) -> None:
+        self._keep(NTH, count)
+
+    @property
+    def memory(self) -> Memory:
+        """What the trainer wanted to find again."""
+        data = self._kept().get(MEMORY)
+        return unpack(data).memory if data else None
+
+    @memory.setter
+    def memory(self, tree: Memory) -> None:
+        bare = Payload(torch.empty(0, 0), samples=0, memory=tree)
+        self._keep(MEMORY, b"" if tree is None else pack(bare))
+
+
+def _read(content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace) -> tuple[Message, Ticket | None]:
+    """The message, and its ticket where it came in the wire's form, on the device of the model."""
+    device = next(model.parameters(), torch.empty(0)).device
+    data = unpacked(content)
+    if data is None:
+        return _plain_message(content, model, space, device), None
+    ticket = unpack(data, spec=space)
+    if not isinstance(ticket, Ticket):
+        raise WireError(f"wire: expected a ticket, got {type(ticket).__name__}")
+    sent = ticket.message
+    tensors, buffers = ({name: x.to(device) for name, x in part.items()} for part in (sent.tensors, sent.buffers))
+    return replace(sent, start=sent.start.to(device), tensors=tensors, buffers=buffers), ticket
+
+
+def _plain_message(
+    content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace, device: torch.device
+) -> Message:
+    """The message that a state dict is: all buffers are asked for, but frozen parameters."""
+    records = list(content.array_records.values())
+    if len(records) != 1:
+        raise ArgumentError(f"message: expected one ArrayRecord, a model, got {len(records)}")
+    dtypes = {entry.name: entry.dtype for entry in (*space.layout.leaves, *space.layout.carried)}
+    state = {
+        # Flower has no bfloat16: what comes in its place is exactly as large.
+        name: x.to(dtypes[name]) if name in dtypes and x.is_floating_point() else x
+        for name, x in state_dict(records[0]).items()
+    }
+    frozen = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
+    asked = tuple(entry.name for entry in space.layout.carried if entry.name not in frozen)
+    buffers = {name: x.to(device) for name, x in space.carried(state).items()}
+    return Message(space.point(state, device=device), buffers=buffers, asked=asked)
+
+
+def _client_of(context: Context) -> int:
+    """Whose task it is: the number of its part of the data, as in a simulation, where it has one."""
+    part = context.node_config.get("partition-id")
+    return part if type(part) is int and part >= 0 else context.node_id
+
+
+def _loss_of(
+    criterion: Callable[[Any, Any], Tensor], data: Callable[[Context, int], Iterable[Any]]
+) -> Callable[[nn.Module, Context], dict[str, float]]:
+    """The mean of the criterion over a node's data."""
+
+    def evaluate(model: nn.Module, context: Context) -> dict[str, float]:
+        total = 0.0
+        count = 0
+        with torch.no_grad():
+            for batch in data(context, 0):
+                inputs, targets = batch
+                samples = count_samples([batch])
+                total += samples * criterion(model(inputs), targets).item()
+                count += samples
+        return {"loss": total / max(count, 1), EXAMPLES: count}
+
+    return evaluate
+
+
+def _plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of NumPy and torch as those of Python."""
+    return {name: x.item() if hasattr(x, "item") else x for name, x in numbers.items()}
