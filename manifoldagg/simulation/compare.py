@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from manifoldagg.curves import Bezier, Plane, plane
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
 from manifoldagg.federated import Server
+from manifoldagg.federated.asking import asking
 from manifoldagg.federated.repeatable import one_thread
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import by_name
-from manifoldagg.simulation.asking import asking
 from manifoldagg.simulation.clocks.schedulers import Scheduler
 from manifoldagg.simulation.course import Ask
 from manifoldagg.simulation.data.partitions import Partition

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.simulation.asking import Asking, Present
+from manifoldagg.federated.asking import Asking, Present
 from manifoldagg.simulation.clocks.participation import Change, Participation
 from manifoldagg.simulation.clocks.schedulers import Completion, Scheduler
 from manifoldagg.simulation.federation import Key
@@ -65,7 +65,7 @@ class Course:
     Example:
         >>> import numpy as np
         >>> from manifoldagg.simulation import Deterministic, IndependentClients
-        >>> from manifoldagg.simulation.asking import Continuous
+        >>> from manifoldagg.federated.asking import Continuous
         >>> alone = IndependentClients({3: Deterministic(1.0), 5: Deterministic(1.6)}, np.random.default_rng(0))
         >>> course = Course([3, 5], Continuous(None, np.random.default_rng(0)), alone)
         >>> answers = []

@@ -8,7 +8,7 @@ import numpy as np
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule
-from manifoldagg.simulation.asking import asking, few
+from manifoldagg.federated.asking import asking, few
 from manifoldagg.simulation.clocks.delays import Delay
 from manifoldagg.simulation.clocks.measurements import Empirical, assign
 from manifoldagg.simulation.clocks.participation import Change

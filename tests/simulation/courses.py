@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import rules
+from manifoldagg.federated.asking import asking
 from manifoldagg.simulation import (
     Completion,
     Deterministic,
@@ -21,7 +22,6 @@ from manifoldagg.simulation import (
     Replay,
     churn,
 )
-from manifoldagg.simulation.asking import asking
 from manifoldagg.simulation.course import Ask, Course, Lost
 from manifoldagg.simulation.foresight import Foresight
 

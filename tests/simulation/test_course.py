@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import rules
+from manifoldagg.federated.asking import Cohorts, Continuous, Drawn, Present, Routed
 from manifoldagg.simulation import Change, Deterministic, IndependentClients
-from manifoldagg.simulation.asking import Cohorts, Continuous, Drawn, Present, Routed, asking
 from manifoldagg.simulation.course import Answer, Ask, Course, Lost
-from tests.simulation.courses import Answered, Asked, drive, plots, rule_of
+from tests.simulation.courses import Answered, Asked, drive, plots
 
 OFTEN = st.integers(2, 5)
 
@@ -271,15 +271,6 @@ def test_what_is_told_out_of_turn_is_refused_and_changes_nothing():
     assert (event.key, course.next()) == ((0, 0), Ask(0))
 
 
-def test_a_rule_that_wraps_another_asks_as_that_one():
-    clients = [0, 1, 2]
-    generator = np.random.default_rng(0)
-    for kind, made in (("cohorts", Cohorts), ("drawn", Drawn), ("routed", Routed), ("continuous", Continuous)):
-        rule = rule_of(kind, clients)
-        assert type(asking(rule, clients, None, generator)) is made
-        assert type(asking(rules.Momentum(rule), clients, None, generator)) is made
-
-
 @pytest.mark.usefixtures("as_shipped")
 def test_what_does_not_fit_is_refused_by_name():
     clients = [0, 1, 2, 3]
@@ -287,19 +278,6 @@ def test_what_does_not_fit_is_refused_by_name():
     used = IndependentClients(Deterministic(1.0), generator)
     used.dispatch(0, 1.0)
     for call, words in (
-        (lambda: asking(rules.FedAsync(), clients, 0, generator), "tasks: expected"),
-        (
-            lambda: asking(rules.FedAvg(2), clients, 3, generator),
-            "tasks: expected None, as FedAvg waits for a cohort of 2",
-        ),
-        (
-            lambda: asking(rules.GeneralizedAsyncSGD([0.5, 0.5, 0.0]), clients, None, generator),
-            "rule: routing: expected a share for each client that takes part; none for 2, 3$",
-        ),
-        (
-            lambda: asking(rules.GeneralizedAsyncSGD([0.125] * 8), clients, None, generator),
-            "rule: routing: expected the clients that take part; none of them: 4, 5, 6, 7$",
-        ),
         (lambda: Course(clients, Continuous(None, generator), used), "scheduler: expected a new one, .* with 1 task"),
         (lambda: alone([Change(1.0, 9, "leave")]), "participation: .*client=9.* takes no part"),
         (lambda: alone([Change(1.0, 0, "return")]), "changes: .* cannot happen to a client that is here"),

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from manifoldagg.errors import ArgumentError, check_count
-from manifoldagg.federated import Rule
+from manifoldagg.federated.contract import Rule
 
-__all__ = ["Asking", "Cohorts", "Continuous", "Drawn", "Present", "Routed", "asking", "few"]
+__all__ = ["Asking", "Cohorts", "Continuous", "Drawn", "Present", "Routed", "asking", "declared", "few"]
 
 LISTED = 5
 """How many clients a complaint lists."""
@@ -301,10 +301,10 @@ class Routed(Asking):
 def asking(rule: Rule, clients: Sequence[int], tasks: int | None, generator: np.random.Generator) -> Asking:
     """How a rule wants its clients to be asked; one that has a `rule` inside, as that one does.
 
-    `routing` is [`Routed`][manifoldagg.simulation.asking.Routed], `draw` is
-    [`Drawn`][manifoldagg.simulation.asking.Drawn], a `cohort` of more than 1 is
-    [`Cohorts`][manifoldagg.simulation.asking.Cohorts], anything else
-    [`Continuous`][manifoldagg.simulation.asking.Continuous].
+    `routing` is [`Routed`][manifoldagg.federated.asking.Routed], `draw` is
+    [`Drawn`][manifoldagg.federated.asking.Drawn], a `cohort` of more than 1 is
+    [`Cohorts`][manifoldagg.federated.asking.Cohorts], anything else
+    [`Continuous`][manifoldagg.federated.asking.Continuous].
 
     Args:
         rule: of the server.
@@ -317,10 +317,10 @@ def asking(rule: Rule, clients: Sequence[int], tasks: int | None, generator: np.
     """
     if tasks is not None:
         check_count("tasks", tasks)
-    routing = _declared(rule, "routing")
+    routing = declared(rule, "routing")
     if routing is not None:
         return Routed(_shares(routing, clients), len(clients) if tasks is None else tasks, generator)
-    draw = _declared(rule, "draw")
+    draw = declared(rule, "draw")
     if draw is not None:
         return Drawn(draw, rule.cohort, tasks, generator)
     if rule.cohort == 1:
@@ -330,8 +330,8 @@ def asking(rule: Rule, clients: Sequence[int], tasks: int | None, generator: np.
     return Cohorts(rule.cohort, generator)
 
 
-def _declared(rule: Any, name: str) -> Any:
-    """What a rule declares under a name, or the rule in it; `None` where neither does."""
+def declared(rule: Any, name: str) -> Any:
+    """What a rule declares under a name, such as its `routing`, or the rule in it; `None` where neither does."""
     while rule is not None and not hasattr(rule, name):
         rule = getattr(rule, "rule", None)
     return None if rule is None else getattr(rule, name)
