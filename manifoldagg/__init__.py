@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from manifoldagg import testing as testing
     from manifoldagg.curves import Bezier, Fit, fit
     from manifoldagg.errors import ManifoldAggError
-    from manifoldagg.federated import Server, aggregate
+    from manifoldagg.federated import Server, Versions, aggregate
     from manifoldagg.federated import rules as rules
     from manifoldagg.manifolds import ParameterSpace
 
@@ -47,12 +47,13 @@ _HOMES = {
     "ManifoldAggError": "errors",
     "ParameterSpace": "manifolds",
     "Server": "federated",
+    "Versions": "federated",
     "aggregate": "federated",
     "fit": "curves",
 }
 
 __version__ = "0.1.0"
-__all__ = ["Bezier", "Fit", "ManifoldAggError", "ParameterSpace", "Server", "aggregate", "fit"]
+__all__ = ["Bezier", "Fit", "ManifoldAggError", "ParameterSpace", "Server", "Versions", "aggregate", "fit"]
 
 if not TYPE_CHECKING:  # or else a checker would take any name for one that is here
 

@@ -5,6 +5,7 @@ from manifoldagg.federated.contract import Averaging, Message, Outcome, Payload,
 from manifoldagg.federated.intake import Checks
 from manifoldagg.federated.record.checkpoint import Every
 from manifoldagg.federated.server import Server
+from manifoldagg.federated.versions import Versions
 from manifoldagg.federated.work import work
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Ticket",
     "Trainer",
     "Update",
+    "Versions",
     "aggregate",
     "work",
 ]

@@ -15,7 +15,18 @@ from manifoldagg.federated.trees import widened
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
 
-__all__ = ["Packed", "Patterns", "Waiting", "check_patterns", "collect", "of_model", "policies", "settle"]
+__all__ = [
+    "Packed",
+    "Patterns",
+    "Waiting",
+    "check_patterns",
+    "collect",
+    "of_model",
+    "packed",
+    "policies",
+    "settle",
+    "unpacked",
+]
 
 POLICIES = ("average", "latest", "leave")
 VARIANCE = "running_var"
@@ -242,6 +253,27 @@ def of_model(
         raise StateDictError(f"carried: {error}") from None
     chosen = policies(space.layout.carried, patterns)
     return Packed.of(chosen, {name: carried[name].detach() for name in chosen}), chosen
+
+
+def unpacked(buffers: Packed) -> dict[str, Any]:
+    """A tree of plain values and tensors, of which `packed` makes the same buffers.
+
+    Example:
+        >>> unpacked(Packed())
+        {'groups': [], 'vectors': (), 'order': ()}
+    """
+    groups = [(group.policy, group.names, group.shapes) for group in buffers.groups]
+    return {"groups": groups, "vectors": buffers.vectors, "order": buffers.order}
+
+
+def packed(tree: Mapping[str, Any]) -> Packed:
+    """What `unpacked` made a tree of.
+
+    Example:
+        >>> packed(unpacked(Packed())) == Packed()
+        True
+    """
+    return Packed(tuple([Group(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])
 
 
 def _vector(tensors: Mapping[str, Tensor], group: Group, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from immutables import Map
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError, check_count, check_number
-from manifoldagg.federated.buffers import Group, Packed, Waiting
+from manifoldagg.federated.buffers import Packed, Waiting, packed, unpacked
 from manifoldagg.federated.contract import Averaging, Receipt, Rule
 from manifoldagg.federated.intake import Checks
 from manifoldagg.federated.record import archive
@@ -113,8 +113,8 @@ class Moment(NamedTuple):
             "clock": self.clock,
             "model": now.current,
             "state": now.state,
-            "buffers": _unpacked(now.buffers),
-            "waiting": None if now.waiting is None else {**vars(now.waiting), "latest": _unpacked(now.waiting.latest)},
+            "buffers": unpacked(now.buffers),
+            "waiting": None if now.waiting is None else {**vars(now.waiting), "latest": unpacked(now.waiting.latest)},
             "version": now.version,
             "norms": now.norms,
             "weights": books.weights.state(),
@@ -191,7 +191,7 @@ class Saved:
         saved["base_dtype"] = None if dtype is None else getattr(torch, dtype)
         policies = saved.pop("policies")
         if policies:
-            saved["carried"] = dict(_packed(self._tree["buffers"]))
+            saved["carried"] = dict(packed(self._tree["buffers"]))
             # As patterns, whatever is in the names.
             saved["buffers"] = {glob.escape(name): policy for name, policy in policies.items()}
         return {**saved, **given}
@@ -259,7 +259,7 @@ class Saved:
         waiting = self._tree["waiting"]
         if waiting is None or not self._goes_on:
             return None
-        latest = _packed(waiting["latest"])
+        latest = packed(waiting["latest"])
         if latest.groups != buffers.groups:
             raise ArgumentError("buffers: expected the policies of the updates that wait")
         return Waiting(**{**waiting, "latest": latest})
@@ -413,15 +413,6 @@ def _kept(books: Books) -> tuple[list[tuple[Key, Tree]], set[Key]]:
             LOG.warning("checkpoint: without the tickets on %s %s: %s", *key, error)
             lost.add(key)
     return kept, lost
-
-
-def _unpacked(packed: Packed) -> dict[str, Any]:
-    groups = [(group.policy, group.names, group.shapes) for group in packed.groups]
-    return {"groups": groups, "vectors": packed.vectors, "order": packed.order}
-
-
-def _packed(tree: Mapping[str, Any]) -> Packed:
-    return Packed(tuple([Group(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])
 
 
 def _table(rows: list[Row]) -> dict[str, Any]:

@@ -1,0 +1,327 @@
+"""Inside the front door: models as others hold them, read where they lie, one step on them, and back as they came."""
+
+import copy
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.federated.buffers import Packed, Patterns, Waiting, check_patterns, policies
+from manifoldagg.federated.contract import Memory, Rule, State, Update, by_rows, check_rule, extras
+from manifoldagg.federated.doubts import check_parameters, warn_of_difference, warn_of_integers
+from manifoldagg.federated.snapshot import Snapshot
+from manifoldagg.federated.step import Terms, step
+from manifoldagg.federated.trees import widened
+from manifoldagg.federated.weights import check_client
+from manifoldagg.kernels import Tensors
+from manifoldagg.kernels.rows import check_apart
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.layout import OPAQUE, Layout
+
+__all__ = ["Array", "Known", "Model", "ServerState", "Stepped", "check_models", "like", "stepped", "tensors"]
+
+TENSORS = {Tensor, torch.nn.Parameter}
+"""What most models consist of."""
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Integers that torch does not add, and those whose sums have the same bits."""
+POINTS = re.compile(r"^points(\[\d+\])?")
+"""What messages call the points of an update, which came as `update` here."""
+
+Array = Tensor | np.ndarray | np.generic
+Model = Mapping[Any, Array] | Sequence[Array]
+"""A state dict, or a list of arrays."""
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """A rule's state, with what a server keeps beside it.
+
+    Attributes:
+        state: the rule's.
+        buffers: of the updates that wait for the model to move.
+        memory: what is kept for each client.
+    """
+
+    state: State
+    buffers: Waiting | None = None
+    memory: Mapping[Hashable, Memory] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a server knows of an update beside its models.
+
+    Attributes:
+        client: who trained.
+        staleness: in versions.
+        weight: the client's share of the data.
+        samples: that it trained on.
+        share: as in an update: its data in the server's own measure.
+    """
+
+    client: Hashable
+    staleness: int
+    weight: float
+    samples: int
+    share: float | None = None
+
+
+class Stepped(NamedTuple):
+    """What a step has made: the new model, the next state, its numbers, and whether the model has moved."""
+
+    model: Any
+    state: State
+    numbers: dict[str, float]
+    moved: bool
+
+
+def check_models(rule: Rule) -> Rule:
+    """A rule that asks clients for models and for nothing else.
+
+    Raises:
+        ArgumentError: if it is another, or none.
+    """
+    if any(extras(check_rule(rule))):
+        raise ArgumentError(f"rule: {type(rule).__name__} asks clients for more than models; use a Server")
+    return rule
+
+
+def stepped(
+    rule: Rule,
+    state: State,
+    current: Model,
+    base: Model,
+    update: Model | Sequence[Model],
+    known: Known,
+    *,
+    buffers: Patterns = (),
+    manifolds: Assignment | None = None,
+    difference: bool = False,
+    out: Model | None = None,
+) -> Stepped:
+    """One step, as `aggregate` takes it, and whether it has moved the model."""
+    with torch.no_grad():
+        check_models(rule)
+        check_count("staleness", known.staleness, at_least=0)
+        check_count("samples", known.samples)
+        check_number("weight", known.weight, above=0)
+        check_client(known.client)
+        points = list(update) if _is_curve(current, update) else [update]
+        if not points:
+            raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
+        now = tensors("current", current)
+        models = {"current: ": now, "base: ": tensors("base", base)}
+        for i, model in enumerate(points):
+            name = "update" if len(points) == 1 else f"update[{i}]"
+            models[f"{name}: "] = newest = tensors(name, model)
+        buffers = check_patterns(buffers)
+        space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
+        layout = space.layout
+        if difference:
+            _check_flat(space)
+            for label in [label for label in models if label.startswith("update")]:
+                models[label] = newest = _moved(layout, models["base: "], models[label], label)
+        target = None if out is None else _target(layout, out, models)
+        rows = by_rows(rule, space)
+        chosen = policies(layout.carried, buffers)
+        check_parameters("current", layout)
+        kept = state if isinstance(state, ServerState) else ServerState(state)
+        read: list[Any] = [*(layout.rows(models) if rows else space.points(models))]
+        here, then, *brought = read
+        if not difference:
+            warn_of_difference(name, layout, newest, models["base: "])
+        warn_of_integers(name, layout, newest, now, buffers)
+        before = Snapshot(
+            current=here,
+            state=rule.init(space, here) if kept.state is None else kept.state,
+            buffers=Packed.of(chosen, now),
+            waiting=kept.buffers,
+        )
+        taken = Update(
+            client=known.client,
+            base=then if rows else then.to(here.device),
+            current=here,
+            points=tuple(brought) if rows else torch.stack(brought).to(here.device),
+            staleness=known.staleness,
+            weight=known.weight,
+            samples=known.samples,
+            memory=kept.memory.get(known.client),
+            share=known.share,
+        )
+        terms = Terms(space, rule, chosen, buffers="update")
+        blank = torch.empty_like(here) if not rows else None if target is None else _row(layout, target)
+        try:
+            after, outcome = step(terms, before, taken, newest, blank)
+        except ArgumentError as error:
+            if rows:
+                layout.check_values(models)
+            error.args = (POINTS.sub("update" if len(points) == 1 else r"update\1", str(error)),)
+            raise
+        if outcome.model is not None:
+            named = layout.named if rows else space._state_dict
+            new = named(after.current, after.buffers)
+        elif target is None:
+            new = layout.named([now[leaf.name].clone() for leaf in layout.leaves], before.buffers)
+        else:
+            new = now
+        if target is not None:
+            _write(target, new)
+        returned = like(current, new, now) if out is None else out
+        memory = {name: tree for name, tree in kept.memory.items() if name != known.client}
+        if outcome.memory is not None:
+            memory[known.client] = outcome.memory
+        held = ServerState(after.state, after.waiting, memory) if memory or after.waiting is not None else after.state
+        return Stepped(returned, held, dict(outcome.numbers), outcome.model is not None)
+
+
+def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:
+    """A sequence whose entries are models of the kind of `current`."""
+    if isinstance(update, Mapping) or not isinstance(update, Sequence):
+        return False
+    inner = Mapping if isinstance(current, Mapping) else list | tuple
+    return len(update) == 0 or isinstance(update[0], inner)
+
+
+def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
+    """Key and array of each entry of a model."""
+    if isinstance(model, Mapping):
+        return model.items()
+    if isinstance(model, Sequence) and not isinstance(model, str):
+        return enumerate(model)
+    raise ArgumentError(f"{name}: expected a state dict or a list of arrays, got {type(model).__name__}")
+
+
+def tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor]:
+    """The entries of a model as tensors over the same memory, which are `written` or only read."""
+    entries = model if isinstance(model, Mapping) else dict(_entries(name, model))
+    keys = [key if type(key) is str else str(key) for key in entries]
+    found = dict(zip(keys, entries.values(), strict=True))
+    if OPAQUE in "".join(keys):
+        found = {key: x for key, x in found.items() if key.rpartition(".")[2] != OPAQUE}
+    if not set(map(type, found.values())) <= TENSORS:
+        for key, array in found.items():
+            if isinstance(array, np.ndarray | np.generic):
+                found[key] = _over(f"{name}: {key}", array, written)
+            elif not isinstance(array, Tensor):
+                raise ArgumentError(f"{name}: {key}: expected a tensor or an array, got {type(array).__name__}")
+    return found
+
+
+def _over(name: str, array: Any, written: bool) -> Tensor:
+    """A tensor over the memory of an array; over a copy where torch knows no such memory."""
+    apart = not (isinstance(array, np.ndarray) and array.dtype.isnative and min(array.strides, default=0) >= 0)
+    if written and (apart or not array.flags.writeable):
+        raise ArgumentError(f"{name}: expected a writable array in the byte order of this machine")
+    try:
+        if apart:
+            return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
+        # torch has no tensors that are read only, and warns of arrays that are.
+        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Open(array)))
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{name}: expected a numeric array, got dtype {array.dtype}") from None
+
+
+def _check_flat(space: ParameterSpace) -> None:
+    """That a point and a difference of points have a sum.
+
+    Raises:
+        ArgumentError: naming a leaf where they have none.
+    """
+    for name, curved in space.manifolds:
+        if not curved.flat:
+            raise ArgumentError(f"difference: expected models, as {name} lives on {curved}, where points have no sums")
+
+
+def _moved(
+    layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
+) -> dict[str, Tensor]:
+    """The model that is so far from the base.
+
+    Raises:
+        ArgumentError: if one of them is not of this layout.
+    """
+    layout.match(base, "base: ")
+    layout.match(difference, label)
+    return {name: _sum(base[name], difference[name]) for name in difference}
+
+
+def _sum(start: Tensor, difference: Tensor) -> Tensor:
+    step = difference.to(start.device)
+    if start.dtype is torch.bool:
+        return step
+    signed = SIGNED.get(start.dtype)
+    if signed is not None:
+        return (start.view(signed) + step.view(signed)).view(start.dtype)
+    return (widened(start) + widened(step)).to(start.dtype)
+
+
+class _Open:
+    """A read-only array, for those who will not write into it; it lives as long as what is made of it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def _target(layout: Layout, out: Model, models: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of a model to write into, into which nothing can fail to be written.
+
+    Raises:
+        ArgumentError: if they are not those of the layout, on the devices of the first of `models`, or share memory
+            with one another or with another entry of these.
+    """
+    target = tensors("out", out, written=True)
+    layout.match(target, "out: ")
+    first, *_ = models.values()
+    for name, tensor in target.items():
+        if tensor.device != first[name].device:
+            raise ArgumentError(f"out: {name}: expected device {first[name].device}, got {tensor.device}")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError(f"out: {name}: expected a tensor that was not made in inference mode")
+    names = [entry.name for entry in (*layout.leaves, *layout.carried)]
+    names += [alias for alias, name in layout.aliases if target[alias].data_ptr() != target[name].data_ptr()]
+    written = Tensors([target[name] for name in names])
+    check_apart(written, [Tensors([model[name] for name in names]) for model in models.values()], written.lengths)
+    return target
+
+
+def _row(layout: Layout, target: Mapping[str, Tensor]) -> Tensors:
+    """The leaves of a model to write into, and where kernels cannot write there, others."""
+    row = Tensors([target[leaf.name] for leaf in layout.leaves])
+    if row.whole and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
+        return row
+    return Tensors([torch.empty(x.shape, dtype=x.dtype, device=row[0].device) for x in row])
+
+
+def _write(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Copy what is not there already: nothing can fail any more."""
+    for name, tensor in target.items():
+        if new[name] is not tensor:
+            tensor.copy_(new[name])
+
+
+def like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:
+    """`new` as the kind of `current`: its container, order, devices, arrays where arrays were."""
+    entries: dict[Any, Any] = {}
+    for key, array in _entries("current", current):
+        if str(key) not in new:  # what a module keeps beside its tensors
+            entries[key] = copy.copy(array)
+            continue
+        tensor = new[str(key)]
+        if tensor.device != now[str(key)].device:
+            tensor = tensor.to(now[str(key)].device)
+        entries[key] = tensor if isinstance(array, Tensor) else tensor.numpy().astype(array.dtype, copy=False)
+    if isinstance(current, dict):
+        same = copy.copy(current)
+        same.update(entries)
+        return same
+    if isinstance(current, Mapping):
+        return entries
+    return tuple(entries.values()) if isinstance(current, tuple) else list(entries.values())
