@@ -7,6 +7,7 @@ from manifoldagg.manifolds.grassmann import Grassmann
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
 from manifoldagg.manifolds.layout import Layout
 from manifoldagg.manifolds.loss import Loss, ModelLoss
+from manifoldagg.manifolds.lowrank import LowRank
 from manifoldagg.manifolds.manifold import PRIMITIVES, Leaf, Manifold
 from manifoldagg.manifolds.mean import Mean, RunningMean, karcher_mean
 from manifoldagg.manifolds.operations import distance, geodesic, norm, pole_ladder, schild_ladder
@@ -31,6 +32,7 @@ __all__ = [
     "Leaf",
     "Lorentz",
     "Loss",
+    "LowRank",
     "Manifold",
     "Mean",
     "ModelLoss",

@@ -60,5 +60,8 @@ class Flat(Embedded):
     def _retract(self, x: Point, u: Tangent) -> Point:
         return self._exp(x, u)
 
+    def _inverse_retract(self, x: Point, y: Point) -> Tangent:
+        return self._log(x, y)
+
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[: x.ndim - len(self.shape)], math.inf)

@@ -49,6 +49,9 @@ METHODS = {"inner": "inner", "exp": "expmap", "log": "logmap", "transport": "tra
 METHODS |= {"project": "projx", "project_tangent": "proju", "gradient": "egrad2rgrad"}
 """What geoopt calls the primitives."""
 
+THEIRS = PRIMITIVES - {"inverse_retract"}
+"""Those that geoopt has a method or a number for."""
+
 BASIC = frozenset({"inner", "project", "project_tangent", "random_tangent"})
 
 
@@ -299,7 +302,7 @@ def _read(manifold: Any) -> Snapshot:
         if k.item() < 0:
             return Snapshot(geoopt.Stereographic(k))
         radius = math.pi / math.sqrt(k.item()) if k.item() > 0 else math.inf
-        return Snapshot(geoopt.StereographicExact(k), PRIMITIVES, radius, symmetric=True)
+        return Snapshot(geoopt.StereographicExact(k), THEIRS, radius, symmetric=True)
     if kind is geoopt.Lorentz:
         k = _curvature(manifold)
         if k.item() != 1:
@@ -327,9 +330,9 @@ def _vouched(manifold: Any, capabilities: Collection[str] | None, radius: float 
         declared |= {"injectivity_radius"}
     elif "injectivity_radius" in declared:
         raise ArgumentError("injectivity_radius: expected a number, as the capabilities name it")
-    odd = sorted(map(str, declared - PRIMITIVES))
+    odd = sorted(map(str, declared - THEIRS))
     if odd:
-        raise ArgumentError(f"capabilities: expected some of {', '.join(sorted(PRIMITIVES))}; got {', '.join(odd)}")
+        raise ArgumentError(f"capabilities: expected some of {', '.join(sorted(THEIRS))}; got {', '.join(odd)}")
     if "random_tangent" in declared and not {"inner", "project_tangent"} <= declared:
         raise ArgumentError("capabilities: random_tangent needs inner and project_tangent")
     return Snapshot(manifold, declared, radius)

@@ -41,7 +41,8 @@ class Grassmann(Embedded):
 
     `project` is the polar factor: of all orthonormal bases the nearest. Where the columns of $x$ are dependent there is
     none: NaN, or, where rounding hides it, one of several.
-    `retract` is $(x + u)(1 + u^\top u)^{-1/2}$, the polar factor of $x + u$. `random_point` is uniform.
+    `retract` is $(x + u)(1 + u^\top u)^{-1/2}$, the polar factor of $x + u$, and `inverse_retract`
+    $y (x^\top y)^{-1} - x$. `random_point` is uniform.
 
     Args:
         n: the dimension of the surrounding space.
@@ -110,6 +111,14 @@ class Grassmann(Embedded):
 
     def _retract(self, x: Point, u: Tangent) -> Point:
         return self._project(x.double() + u.double()).to(x.dtype)
+
+    def _inverse_retract(self, x: Point, y: Point) -> Tangent:
+        a = x.double()
+        turn, _, _ = polar(y.double().mT @ a)
+        aligned = y.double() @ turn
+        # The part beside x of the nearest basis keeps the digits of a small angle.
+        tangent: Tensor = across(a, aligned - a) @ torch.linalg.inv(a.mT @ aligned)
+        return tangent.to(x.dtype)
 
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-2], math.inf if self.p == self.n else math.pi / 2)

@@ -62,7 +62,7 @@ class PoincareBall(Manifold):
     n: int
     curvature: float = -1.0
     open: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[str]] = PRIMITIVES
+    capabilities: ClassVar[frozenset[str]] = PRIMITIVES - {"inverse_retract"}
     symmetric: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class Lorentz(Manifold):
     """
 
     n: int
-    capabilities: ClassVar[frozenset[str]] = PRIMITIVES
+    capabilities: ClassVar[frozenset[str]] = PRIMITIVES - {"inverse_retract"}
     symmetric: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ PRIMITIVES = frozenset(
         "project_tangent",
         "project",
         "retract",
+        "inverse_retract",
         "injectivity_radius",
         "random_point",
         "random_tangent",
@@ -71,7 +72,7 @@ class Manifold(abc.ABC):
     The names are theorems: $\exp$ is geodesic with
     $d\exp_x|_0 = \mathrm{id}$, $\log$ is its inverse inside the injectivity radius, `transport` is an
     isometry, `project_tangent` is idempotent and metric-orthogonal. What is less than that has another name:
-    `retract` agrees with $\exp$ to second order only.
+    `retract` agrees with $\exp$ to second order only, and `inverse_retract` undoes it.
 
     `flat` says that points and tangents are added as vectors, `symmetric` that geodesic reflections are isometries,
     `open` that its points are an open set of their coordinates.
@@ -140,6 +141,11 @@ class Manifold(abc.ABC):
         self._check({"x": x}, tangents={"u": u})
         return self._retract(x, u)
 
+    def inverse_retract(self, x: Point, y: Point) -> Tangent:
+        """The tangent at `x` that `retract` takes to `y`, where `y` is near enough: a cheaper one than the log."""
+        self._check({"x": x, "y": y})
+        return self._inverse_retract(x, y)
+
     def injectivity_radius(self, x: Point) -> Scalar:
         """Within which distance of `x` the exponential map is one-to-one: (*batch,)."""
         self._check({"x": x})
@@ -195,6 +201,9 @@ class Manifold(abc.ABC):
 
     def _retract(self, x: Tensor, u: Tensor) -> Tensor:
         return self._unwritten("retract", x, u)
+
+    def _inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._unwritten("inverse_retract", x, y)
 
     def _injectivity_radius(self, x: Tensor) -> Tensor:
         return self._unwritten("injectivity_radius", x)

@@ -52,7 +52,7 @@ class SpecialOrthogonal(Embedded):
     """
 
     n: int
-    capabilities: ClassVar[frozenset[str]] = PRIMITIVES
+    capabilities: ClassVar[frozenset[str]] = PRIMITIVES - {"inverse_retract"}
     symmetric: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

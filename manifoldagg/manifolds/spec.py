@@ -16,6 +16,7 @@ from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.grassmann import Grassmann
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
 from manifoldagg.manifolds.layout import Entry, Layout
+from manifoldagg.manifolds.lowrank import LowRank
 from manifoldagg.manifolds.manifold import Manifold
 from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.product import Product
@@ -27,7 +28,7 @@ from manifoldagg.manifolds.symmetric import SymmetricPositiveDefinite
 __all__ = ["digest", "read_spec", "spec_of"]
 
 FORMAT = 1
-OURS = (Flat, Grassmann, Lorentz, PoincareBall, Power, Product, SpecialOrthogonal, Sphere, Stiefel)
+OURS = (Flat, Grassmann, Lorentz, LowRank, PoincareBall, Power, Product, SpecialOrthogonal, Sphere, Stiefel)
 SPACES: dict[str, type[Manifold]] = {space.__name__: space for space in (*OURS, SymmetricPositiveDefinite)}
 """Those that are told by their name and a few numbers."""
 AXES = 64

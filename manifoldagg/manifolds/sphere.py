@@ -85,6 +85,11 @@ class Sphere(Embedded):
     def _retract(self, x: Point, u: Tangent) -> Point:
         return self._project(x.double() + u.double()).to(x.dtype)
 
+    def _inverse_retract(self, x: Point, y: Point) -> Tangent:
+        a = x.double()
+        b = y.double()
+        return (_across(a, b - a) / dot(a, b)).to(x.dtype)
+
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-1], math.pi)
 

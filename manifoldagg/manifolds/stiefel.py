@@ -103,7 +103,7 @@ class Stiefel(Embedded):
 
     n: int
     p: int
-    capabilities: ClassVar[frozenset[str]] = PRIMITIVES - {"transport"}
+    capabilities: ClassVar[frozenset[str]] = PRIMITIVES - {"transport", "inverse_retract"}
 
     def __post_init__(self) -> None:
         check_count("n", self.n)

@@ -55,7 +55,7 @@ class SymmetricPositiveDefinite(Manifold):
 
     n: int
     open: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[str]] = PRIMITIVES
+    capabilities: ClassVar[frozenset[str]] = PRIMITIVES - {"inverse_retract"}
     symmetric: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

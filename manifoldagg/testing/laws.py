@@ -211,6 +211,41 @@ def retractions_agree_with_exp_to_second_order(s: Setting) -> Violation:
     return max(0.0, 3 - slope), 0.2
 
 
+@law("inner", "retract")
+def the_derivative_of_retract_at_zero_is_the_identity(s: Setting) -> Violation:
+    """retract_x(hu) - retract_x(-hu) = 2hu + O(h³), in coordinates."""
+    if s.dtype is not torch.float64:
+        return 0.0, 0.0
+    unit = s.u / s.t
+    h = 1e-4
+    slope = (s.space.retract(s.x, h * unit) - s.space.retract(s.x, -h * unit)) / (2 * h)
+    return s.apart(slope, unit) / unit.abs().max().item(), 10 * h**2 + s.rounding / h
+
+
+@law("inner", "retract", "inverse_retract")
+def inverse_retract_undoes_retract(s: Setting) -> Violation:
+    """Both ways: the tangent comes back, and so does the point."""
+    moved = s.space.retract(s.x, s.u)
+    tangent = s.space.inverse_retract(s.x, moved)
+    turned = s.size(s.x, tangent - s.u) / s.t
+    found = s.points_apart(s.space.retract(s.x, tangent), moved)
+    return max(turned / (s.tolerance * (1 + s.t)), found / (s.absolute * (1 + s.t))), 1.0
+
+
+@law("inner", "retract")
+def retractions_of_a_batch_are_a_loop(s: Setting) -> Violation:
+    """Neither way do the points of a batch see one another."""
+    calls: list[Callable[[int | slice], Tensor]] = [lambda i: s.space.retract(s.x[i], s.u[i])]
+    if "inverse_retract" in s.space.capabilities:
+        moved = s.space.retract(s.x, s.u)
+        calls.append(lambda i: s.space.inverse_retract(s.x[i], moved[i]))
+    found = 0.0
+    for call in calls:
+        together = call(slice(None))
+        found = max(found, s.apart(together, torch.stack([call(i) for i in range(s.batch)])))
+    return found, s.absolute
+
+
 @law("project", "project_tangent", "random_tangent")
 def projections_are_idempotent(s: Setting) -> Violation:
     """Projecting twice is projecting once, for points and for tangents; drawn tangents are tangent."""

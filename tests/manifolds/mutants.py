@@ -192,6 +192,30 @@ class RetractIsOfFirstOrder(Sphere):
         return self._exp(x, u * (1 + dot(u, u).sqrt()))
 
 
+@caught_by("the_derivative_of_retract_at_zero_is_the_identity", "inverse_retract_undoes_retract")
+class RetractTwiceAsFar(Sphere):
+    def _retract(self, x, u):
+        return super()._retract(x, 2 * u)
+
+
+@caught_by("inverse_retract_undoes_retract")
+class InverseRetractIsALog(Sphere):
+    def _inverse_retract(self, x, y):
+        return self._log(x, y)
+
+
+@caught_by("inverse_retract_undoes_retract")
+class InverseRetractIsOnlyAProjection(Sphere):
+    def _inverse_retract(self, x, y):
+        return self._project_tangent(x, y)
+
+
+@caught_by("retractions_of_a_batch_are_a_loop")
+class RetractionsThatSeeOneAnother(Sphere):
+    def _retract(self, x, u):
+        return super()._retract(x, u * (1 + 1e-3 * (u.ndim > 1)))
+
+
 @caught_by("the_gradient_represents_the_derivative")
 class GradientTwiceAsLong(Sphere):
     def _gradient(self, x, derivative):

@@ -43,7 +43,7 @@ def test_leaves_live_where_they_are_said_to():
     assert SPACE.manifolds == (("turn.weight", SpecialOrthogonal(4)), ("table.weight", Power(PoincareBall(3), (5,))))
     assert not SPACE.flat
     assert SPACE.symmetric
-    assert SPACE.capabilities == PRIMITIVES
+    assert SPACE.capabilities == PRIMITIVES - {"inverse_retract"}
     assert [(leaf.name, leaf.space) for leaf in SPACE.leaves(SPACE.point(Net()))] == [
         ("first.weight", Flat(12)),
         ("first.bias", Flat(4)),
@@ -63,7 +63,7 @@ def test_without_curved_leaves_the_space_is_flat():
 def test_every_law_holds():
     verdict = check_manifold(SPACE, farthest=2.0, seeds=1, verbose=False)
     assert verdict.holds, f"\n{verdict}"
-    assert len(verdict.findings) == len(LAWS)
+    assert len(verdict.findings) == sum(primitives <= SPACE.capabilities for primitives, _ in LAWS.values())
 
 
 def test_a_point_is_still_the_model_bit_for_bit():

@@ -321,7 +321,7 @@ def test_draws_are_uniform():
 def test_it_is_a_value():
     assert Stiefel(3, 2) == Stiefel(3, 2) != Stiefel(3, 1)
     assert hash(Stiefel(3, 2)) == hash(Stiefel(3, 2))
-    assert Stiefel.capabilities == PRIMITIVES - {"transport"}
+    assert Stiefel.capabilities == PRIMITIVES - {"transport", "inverse_retract"}
     for space, radius in (
         (Stiefel(3, 2), math.pi),
         (Stiefel(3, 3), math.pi * math.sqrt(2)),
