@@ -40,14 +40,16 @@ from manifoldagg.federated.contract import (
 )
 from manifoldagg.federated.dispatch import check_base_dtype, message, rounded
 from manifoldagg.federated.doubts import check_parameters
+from manifoldagg.federated.events import Watcher
 from manifoldagg.federated.intake import UNLIMITED, Checks, Form, admit, blame, check_start
 from manifoldagg.federated.named import payload_of, resting
-from manifoldagg.federated.record.books import ANYONE, Books, Limits, Open, Row, Told, row
+from manifoldagg.federated.record.books import ANYONE, Books, Limits, Open, Row, Taken, row
 from manifoldagg.federated.record.checkpoint import Every, Moment, Saved, Writer, check_name
 from manifoldagg.federated.record.description import called, describe, path_of
 from manifoldagg.federated.record.persistent import Atomic
 from manifoldagg.federated.record.spill import Spill, trim
 from manifoldagg.federated.record.store import Kept, Store
+from manifoldagg.federated.record.watch import Watch
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.trees import copied
@@ -57,8 +59,6 @@ from manifoldagg.manifolds.layout import Entry
 
 __all__ = ["Server"]
 
-CALLS = {"clock": time.monotonic, "on_update": None}
-"""What a server calls, by keyword, and its defaults."""
 TRIMMED = 2**20
 """Bytes that go to files between two requests that freed memory be returned, or a quarter of the limit."""
 P = ParamSpec("P")
@@ -95,9 +95,9 @@ class Server:
     holds the server's memory. All that a server knows is one immutable record, replaced in a single instruction: every
     method may be called from any thread, signal handler or finaliser, takes effect in one moment between its call and
     its return, and who is interrupted has done it or has not. Updates are taken one at a time; while the arithmetic of
-    one runs nobody else waits for it, and clients that join meanwhile count from the next one on. Rules and listeners
+    one runs nobody else waits for it, and clients that join meanwhile count from the next one on. Rules and averages
     may read the server, and must not call what waits for the update that calls them. Refusals are logged to
-    `logging.getLogger("manifoldagg")`.
+    `logging.getLogger("manifoldagg")`; `on_event` tells of everything.
 
     Args:
         space: where the models live.
@@ -119,9 +119,6 @@ class Server:
             needed and removed with their last holder, in the folder `spill` (`None`: the system's temporary one). The
             memory that they leave goes back to the system, where its allocator would keep it.
         history: how many of the latest rows `history` keeps; `None` for all.
-        on_update: called with the row of each accepted update, once it is entered: one at a time, in order, in the
-            thread that calls `receive`. It may ask the server for anything that does not wait for the update. What it
-            raises comes out of `receive`, and undoes nothing.
         timeout: seconds after which a ticket ends that nobody answers; see `expire`.
         clock: gives the seconds; that of a simulation, for instance.
         max_tickets: how many may be out at once. Beyond, `dispatch` raises `BusyError`.
@@ -166,7 +163,6 @@ class Server:
         memory_limit: int | None = None,
         spill: str | Path | None = None,
         history: int | None = 10_000,
-        on_update: Callable[[Row], object] | None = None,
         timeout: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_tickets: int | None = None,
@@ -179,14 +175,11 @@ class Server:
         checks = UNLIMITED if checks is None else checks
         if not isinstance(checks, Checks):
             raise ArgumentError(f"checks: expected Checks, got {checks!r}")
-        if on_update is not None and not callable(on_update):
-            raise ArgumentError(f"on_update: expected a function of a row, got {on_update!r}")
         kept, policies = of_model(space, carried, buffers)
         sent = tuple(Entry(name, tuple(x.shape), x.dtype) for name, x in kept.items() if policies[name] != "leave")
         self.space = space
         self.rule = rule
         self._averaging = check_averaging(averaging)
-        self._on_update = on_update
         self._base_dtype = check_base_dtype(space, base_dtype, first.dtype)
         rows = by_rows(rule, space)
         measured = frozenset(getattr(rule, "measured", ())) if space.flat else frozenset()
@@ -214,11 +207,12 @@ class Server:
             max_tickets=None if max_tickets is None else check_count("max_tickets", max_tickets),
             history=None if history is None else check_count("history", history, at_least=0),
             retries=check_count("retries", retries, at_least=0),
-            listened=averaging is not None or on_update is not None,
+            averaged=averaging is not None,
         )
         now = Snapshot(first, rule.init(space, first.clone()), kept)
         store = Store().held(("version", 0), Kept(first, self._freed))
         self._books = Atomic(Books(limits, now, Weights.of(weights, checks.samples_factor), store))
+        self._watch = Watch(self._books)
         self._options = {
             "max_staleness": limits.max_staleness,
             "timeout": limits.timeout,
@@ -231,16 +225,14 @@ class Server:
             "max_waiting": self._max_waiting,
             "policies": policies,
         }
-        self._calls = {"clock": clock, "on_update": on_update}
-        self._writer = None if checkpoint is None else Writer(checkpoint)
+        self._writer = None if checkpoint is None else Writer(checkpoint, self._watch.note)
         if checkpoint is not None:
             # What a file cannot hold is told now.
             describe("space", space)
             describe("rule", rule)
             for client in weights if isinstance(weights, Mapping) else ():
                 check_name(client)
-            for name, function in self._calls.items():
-                called(name, function)
+            called("clock", clock)
 
     @classmethod
     def of(cls, model: torch.nn.Module, rule: Rule, *, buffers: Patterns = (), **server_options: Any) -> "Server":
@@ -277,20 +269,20 @@ class Server:
         """A server that goes on from a checkpoint, bit for bit.
 
         What was saved are the defaults of `options`. Given again are what files do not hold: `averaging`, whose state
-        goes on, `on_update`, `clock`, `spill` and `checkpoint`. Tickets are as old as they were; the time in which no
-        server ran does not count.
+        goes on, `clock`, `spill` and `checkpoint`; and `on_event` is called again. Tickets are as old as they were; the
+        time in which no server ran does not count.
 
         Args:
             path: what `save` or `checkpoint=` has written. No other file is ever read.
             space: equal to the one that was saved.
-            rule: likewise; functions in it are compared by their names, as are `clock` and `on_update`.
-            replace: take another rule, or other functions. A rule of the same class goes on with the state and what is
+            rule: likewise; functions in it are compared by their names, as is `clock`.
+            replace: take another rule, or another clock. A rule of the same class goes on with the state and what is
                 kept for clients. Otherwise these begin anew, and updates that wait are lost.
             options: keywords of the constructor.
 
         Raises:
             CheckpointError: if the file is truncated, altered or no checkpoint, naming an older one where there is one;
-                if space, rule or functions are others than those that were saved, naming the first difference.
+                if space, rule or clock are others than those that were saved, naming the first difference.
             ArgumentError: naming the option that does not fit.
 
         Warns:
@@ -310,12 +302,11 @@ class Server:
             (1, tensor([1., 2.]))
         """
         saved = Saved(path)
-        calls = {name: options.get(name, default) for name, default in CALLS.items()}
-        saved.check(space, rule, calls, replace=replace)
+        saved.check(space, rule, {"clock": options.get("clock", time.monotonic)}, replace=replace)
         server = cls(space, rule, saved.model, **saved.options(options))
         books = saved.books(server._books.value, server._clock(), options.get("weights"), server._freed)
         saved.load(server._averaging)
-        server._books = Atomic(books)
+        server._books.update(lambda _: (books, None))
         if server._writer is not None:
             server._writer.begin(books.history.count)
         server._move_out()
@@ -357,6 +348,7 @@ class Server:
         ticket_id = os.urandom(16).hex()
         ticket = Open(client, books.now.version, place if keep else None, self._clock(), apart)
         self._books.update(lambda now: (now.dispatched(ticket_id, ticket, kept), None))
+        self._tell_of_events()
         return Ticket(ticket_id, ticket.version, sent, self.space)
 
     @without_derivatives
@@ -379,7 +371,7 @@ class Server:
             A receipt. With `accepted=False` its `reason` names the field and nothing has changed: the client may try
             again, unless no update can be taken on this ticket any more, which ends it: one whose version is too old,
             whose time is over, or whose base was lost. What the rule's own code raises comes out and changes nothing
-            either; what `averaging` and `on_update` raise comes after the update.
+            either; what `averaging` raises comes after the update.
 
         Raises:
             ArgumentError: if it is called from within an update.
@@ -434,30 +426,40 @@ class Server:
         return self._receive(ticket, client, brought)
 
     def _receive(self, ticket: str | Ticket, client: Hashable, brought: Callable[[Open], Any]) -> Receipt:
+        try:
+            receipt = self._received(ticket, client, brought)
+        except Exception:  # and not who is interrupted
+            self._tell_of_events()
+            raise
+        self._tell_of_events()
+        return receipt
+
+    def _received(self, ticket: str | Ticket, client: Hashable, brought: Callable[[Open], Any]) -> Receipt:
         self._check_process()
         self._expire()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
+        came = self._clock() if self._books.value.watching else math.nan
         thread = threading.get_ident()
         outer = self._waiting.get(thread, "")
         try:
             if type(ticket_id) is str:
                 self._waiting[thread] = ticket_id
             try:
-                found = self._find(ticket_id, client)
+                found = self._find(ticket_id, client, came)
                 if isinstance(found, Open):
                     payload = admit(self._form, brought(found), based=found.base is None)
                     self._admitted[thread] = None
                     self._check_waiting(thread)
             except ManifoldAggError as error:
-                return self._refuse(ticket_id, error)
+                return self._refuse(ticket_id, error, came)
             if isinstance(found, Receipt):
                 self._catch_up()
                 return found
             self._check_turn()
             with self._turn:
-                # What an interrupt kept from the listeners comes first.
+                # What an interrupt kept from the average comes first.
                 self._tell()
-                receipt = self._answer(ticket_id, client, payload)
+                receipt = self._answer(ticket_id, client, payload, came)
                 self._settle()
             return receipt
         finally:
@@ -478,6 +480,7 @@ class Server:
         self._check_process()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
         self._books.update(lambda now: (now.dropped(ticket_id), None))
+        self._tell_of_events()
 
     def expire(self) -> list[str]:
         """End the tickets that nobody has answered for `timeout` seconds. `dispatch` and `receive` do so too.
@@ -487,6 +490,39 @@ class Server:
         """
         self._check_process()
         return self._expire()
+
+    def on_event(self, callback: Watcher) -> Callable[[], None]:
+        """Tell somebody of everything that happens from now on.
+
+        They hear of one event at a time, in the order in which things took effect, before the call that has brought it
+        about returns; where another thread is telling already, it goes on with that, and nobody waits. They may call
+        whatever they like of the server, and hear next of what that brings about. What they raise is logged to
+        `logging.getLogger("manifoldagg")` and undoes nothing. Who is interrupted while they hear of an event tells it
+        again, with the next call.
+
+        Args:
+            callback: called with an [`Event`][manifoldagg.federated.events.Event]: `Dispatched`, `Accepted`, `Refused`,
+                `Dropped`, `Expired`, `CheckpointWritten`, `CheckpointFailed` or `Closed`. It should take less time than
+                there is between two events: those that wait are kept.
+
+        Returns:
+            A function that ends it.
+
+        Raises:
+            ArgumentError: if `callback` cannot be called.
+
+        Example:
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> from manifoldagg.manifolds import Flat
+            >>> server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
+            >>> stop = server.on_event(lambda event: print(type(event).__name__, event.version))
+            >>> receipt = server.receive(server.dispatch("ward-7"), Payload(torch.ones(1, 2), samples=10))
+            Dispatched 0
+            Accepted 1
+            >>> stop()
+            >>> ticket = server.dispatch("ward-7")
+        """
+        return self._watch.add(callback)
 
     @property
     def model(self) -> Float[Tensor, " P"]:
@@ -564,8 +600,8 @@ class Server:
 
         Raises:
             ArgumentError: if there is no such folder, the server was closed, or it is called from within an update.
-            CheckpointError: naming what cannot be saved (a lambda in the rule or for `on_update`, a client that is
-                neither a string nor an integer), or with what the system says: then the older file is as it was.
+            CheckpointError: naming what cannot be saved (a lambda in the rule, a client that is neither a string nor an
+                integer), or with what the system says: then the older file is as it was.
             SpillError: if what is kept for a client is in a file that is not what was written.
 
         Cost: one pass over all that is kept.
@@ -577,7 +613,7 @@ class Server:
             moment = self._moment()
         if moment.books.closed:
             raise ArgumentError("server: was closed")
-        moment.write(path)
+        moment.write(path, 1, self._watch.note)
 
     def close(self) -> None:
         """Drop every ticket, forget what was kept for clients and remove all files. The model stays readable.
@@ -596,6 +632,7 @@ class Server:
             finally:
                 self._books.update(lambda now: (now.close(), None))
                 self._spill.close()
+        self._tell_of_events()
         if self._writer is not None:
             self._writer.finish()
 
@@ -603,12 +640,13 @@ class Server:
         raise TypeError("a Server has locks and tickets that are out: it is not copied or pickled; keep its `model`")
 
     def _moment(self) -> Moment:
-        """What a checkpoint is made of; in a turn, in which the listeners have heard of everything."""
+        """What a checkpoint is made of; in a turn, in which the average has heard of everything."""
         averaging = self._averaging
         told = None if averaging is None else (path_of(type(averaging)), averaging.state())
-        return Moment(self._books.value, self.space, self.rule, self._options, self._calls, self._clock(), told)
+        calls = {"clock": self._clock}
+        return Moment(self._books.value, self.space, self.rule, self._options, calls, self._clock(), told)
 
-    def _find(self, ticket_id: Any, client: Any) -> Open | Receipt:
+    def _find(self, ticket_id: Any, client: Any, came: float) -> Open | Receipt:
         """The ticket of an update that may be taken, or the receipt that there is for it."""
         books = self._books.value
         found = books.find(ticket_id, client)
@@ -617,24 +655,25 @@ class Server:
         try:
             books.check_staleness(found)
         except ArgumentError as error:
-            return self._end(ticket_id, error)
+            return self._end(ticket_id, error, came)
         return found
 
-    def _answer(self, ticket_id: str, client: Any, payload: Payload) -> Receipt:
+    def _answer(self, ticket_id: str, client: Any, payload: Payload, came: float) -> Receipt:
         """What becomes of an update whose turn it is."""
         try:
-            found = self._find(ticket_id, client)
+            found = self._find(ticket_id, client, came)
             if isinstance(found, Receipt):
                 return found
-            return self._take(ticket_id, found, payload)
+            return self._take(ticket_id, found, payload, came)
         except RuleError:
             raise
         except ManifoldAggError as error:
-            return self._refuse(ticket_id, error)
+            return self._refuse(ticket_id, error, came)
 
-    def _take(self, ticket_id: str, ticket: Open, payload: Payload) -> Receipt:
+    def _take(self, ticket_id: str, ticket: Open, payload: Payload, came: float) -> Receipt:
         """Take an update."""
         books = self._books.value
+        begun = time.perf_counter() if books.watching else math.nan
         samples = books.weights.believed(ticket.client, payload.samples)
         update = books.update_of(ticket, payload, samples)
         model = self._blank(books.now.current)
@@ -643,6 +682,7 @@ class Server:
         except Exception:
             blame(self._form, payload)
             raise
+        seconds = time.perf_counter() - begun if books.watching else math.nan
         moved = outcome.model is not None
         receipt = Receipt(
             accepted=True,
@@ -656,24 +696,23 @@ class Server:
             buffered=not moved,
             clipped=samples < payload.samples,
         )
-        told = Told(
-            after.version, model if moved else None, row(ticket.client, payload.samples, receipt, outcome.numbers)
-        )
-        self._books.update(lambda now: (now.entered(ticket_id, update, after, outcome, told, receipt), None))
+        line = row(ticket.client, payload.samples, receipt, outcome.numbers)
+        taken = Taken(model if moved else None, receipt, line, came, seconds)
+        self._books.update(lambda now: (now.entered(ticket_id, update, after, outcome, taken), None))
         return receipt
 
-    def _refuse(self, ticket_id: Any, error: ManifoldAggError) -> Receipt:
+    def _refuse(self, ticket_id: Any, error: ManifoldAggError, came: float) -> Receipt:
         """Count a refusal, and end a ticket whose files were lost."""
         if isinstance(error, SpillError) and not error.temporary:
-            return self._end(ticket_id, error)
+            return self._end(ticket_id, error, came)
         reason = str(error)
         LOG.warning("refused: %s", reason)
-        return self._books.update(lambda now: (now.refusing(reason), Receipt(False, reason, now.now.version)))
+        return self._books.update(lambda now: now.refusing(ticket_id, reason, came))
 
-    def _end(self, ticket_id: str, error: ManifoldAggError) -> Receipt:
+    def _end(self, ticket_id: str, error: ManifoldAggError, came: float) -> Receipt:
         """End a ticket on which no update can be taken any more."""
         reason = str(error)
-        receipt = self._books.update(lambda now: now.refusing_for_good(ticket_id, reason))
+        receipt = self._books.update(lambda now: now.refusing_for_good(ticket_id, reason, came))
         LOG.warning("refused, and its ticket ended: %s", receipt.reason)
         return receipt
 
@@ -686,6 +725,7 @@ class Server:
         due = self._books.update(lambda now: now.expired(time, but=tuple(self._waiting.values())))
         if due:
             LOG.warning("tickets expired after %g s: %d", timeout, len(due))
+            self._tell_of_events()
         return due
 
     def _catch_up(self) -> None:
@@ -705,23 +745,21 @@ class Server:
                 self._writer.look(books.history.count, self._moment)
 
     def _tell(self) -> None:
-        """Tell the listeners what they have not heard: who raises an error has, who was interrupted is told again."""
-        while untold := self._books.value.untold:
-            told = untold[0]
+        """Tell the average what it has not heard: if it raises an error it has, after an interrupt it is told again."""
+        while self._averaging is not None and (untold := self._books.value.untold):
             failed = None
             try:
-                if self._averaging is not None and told.model is not None:
-                    self._averaging.update(told.version, told.model.tree)
+                self._averaging.update(untold[0].version, untold[0].model.tree)
             except Exception as error:
                 failed = error
-            try:
-                if self._on_update is not None:
-                    self._on_update(dict(told.row))
-            except Exception as error:
-                failed = failed or error
             self._books.update(lambda now: (now._replace(untold=now.untold[1:]), None))
             if failed is not None:
                 raise failed
+
+    def _tell_of_events(self) -> None:
+        """Tell those who watch, if anybody does; during an update that is left to its end."""
+        if self._books.value.watching and not self._within():
+            self._watch.tell()
 
     def _move_out(self) -> None:
         """Bring what is held for clients within the limit, and let go of the memory that leaves."""

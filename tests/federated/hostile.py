@@ -17,6 +17,7 @@ import torch
 
 import manifoldagg
 from manifoldagg.federated import Payload, Server, Ticket
+from manifoldagg.federated.events import Accepted
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, versions
 
@@ -260,7 +261,8 @@ def scene(rule=Adds, keep=True, **options):
     told = []
     clock = Clock()
     start = torch.zeros(P, dtype=torch.float64)
-    server = Server(Flat(P), rule(), start, on_update=told.append, timeout=60.0, clock=clock, **options)
+    server = Server(Flat(P), rule(), start, timeout=60.0, clock=clock, **options)
+    server.on_event(lambda event: told.append(dict(event.row)) if isinstance(event, Accepted) else None)
     made = Scene(server, None, told, clock, keep, options.get("memory_limit") == 0)
     server.dispatch("early", keep=keep)
     for client in "ab":

@@ -371,29 +371,20 @@ def test_every_so_many_seconds_a_checkpoint_is_written(tmp_path, monkeypatch):
         assert there == version
 
 
-def heard(row):
-    """A listener that a later process finds."""
-
-
-def test_functions_are_given_again_and_compared_by_name(tmp_path):
-    path, rows = tmp_path / FILE, []
-    fresh(clock=Wall(), on_update=heard).save(path)
-    assert Server.resume(path, SPACE, Adds(), clock=Wall(), on_update=heard).version == 0
+def test_a_clock_is_given_again_and_compared_by_name(tmp_path):
+    path = tmp_path / FILE
+    fresh(clock=Wall()).save(path)
+    assert Server.resume(path, SPACE, Adds(), clock=Wall()).version == 0
     told = "with replace=True it takes over"
-    with pytest.raises(CheckpointError, match=f"on_update: was .*heard, got None; {told}"):
-        Server.resume(path, SPACE, Adds(), clock=Wall())
     with pytest.raises(CheckpointError, match=f"clock: was .*Wall, got time.monotonic; {told}"):
-        Server.resume(path, SPACE, Adds(), on_update=heard)
-    other = Server.resume(path, SPACE, Adds(), on_update=lambda row: rows.append(row), replace=True)
-    other.receive(other.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
-    assert len(rows) == 1
-    with pytest.raises(CheckpointError, match="on_update: expected a function of a module"):
+        Server.resume(path, SPACE, Adds())
+    other = Server.resume(path, SPACE, Adds(), clock=lambda: 0.0, replace=True)
+    with pytest.raises(CheckpointError, match="clock: expected a function of a module"):
         other.save(path)
-    with pytest.raises(CheckpointError, match="on_update: expected a function of a module"):
-        fresh(on_update=lambda row: None, checkpoint=Every(path, updates=1))
-    bound = fresh(on_update=rows.append)
-    bound.save(path)
-    assert Server.resume(path, SPACE, Adds(), on_update=[].append).version == 0
+    with pytest.raises(CheckpointError, match="clock: expected a function of a module"):
+        fresh(clock=lambda: 0.0, checkpoint=Every(path, updates=1))
+    fresh(clock=Wall().__call__).save(path)
+    assert Server.resume(path, SPACE, Adds(), clock=Wall(7.0).__call__).version == 0
 
 
 def test_updates_do_not_wait_for_a_file_and_no_two_are_written_at_once(tmp_path, monkeypatch):
@@ -466,9 +457,15 @@ def test_without_threads_the_last_checkpoint_is_written_when_the_server_is_close
 
 
 def test_a_server_that_was_closed_or_is_being_updated_is_not_saved(tmp_path):
-    server = fresh(on_update=lambda row: server.save(tmp_path / FILE))
-    with pytest.raises(ArgumentError, match="an update cannot wait for itself"):
-        server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1))
+    class Saves(Adds):
+        def step(self, *given, **named):
+            server.save(tmp_path / FILE)
+
+    server = fresh(Saves())
+    assert (
+        "an update cannot wait for itself"
+        in server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).reason
+    )
     server.close()
     with pytest.raises(ArgumentError, match="server: was closed"):
         server.save(tmp_path / FILE)
@@ -612,7 +609,7 @@ def test_a_server_that_closes_leaves_files_to_the_checkpoint_that_needs_them(tmp
 def test_who_waits_while_a_server_closes_writes_no_checkpoint_of_nothing(tmp_path, monkeypatch):
     seconds = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
-    server = fresh(checkpoint=Every(tmp_path / FILE, seconds=1.0, keep=1), on_update=heard)
+    server = fresh(checkpoint=Every(tmp_path / FILE, seconds=1.0, keep=1))
     tickets = [server.dispatch("a") for _ in range(3)]
     server.receive(tickets[0], Payload(torch.ones(1, SIZE), 1)).check()
     server.save(tmp_path / FILE)
@@ -627,7 +624,7 @@ def test_who_waits_while_a_server_closes_writes_no_checkpoint_of_nothing(tmp_pat
     monkeypatch.setattr(server_module, "admit", closes)
     assert not server.receive(tickets[1], Payload(torch.ones(1, SIZE), 1)).accepted
     server._writer.finish()
-    assert len(Server.resume(tmp_path / FILE, SPACE, Adds(), on_update=heard)._books.value.tickets) == 2
+    assert len(Server.resume(tmp_path / FILE, SPACE, Adds())._books.value.tickets) == 2
 
 
 def test_a_wrapper_round_another_rule_begins_anew(tmp_path):

@@ -112,67 +112,24 @@ def test_history_is_a_table_of_plain_values():
     assert s.history[0]["client"] == "a"
 
 
-def rows_after(updates, **options):
-    """A server that has taken so many updates, and what it told of them."""
-    told = []
-    s = server(Adds(), on_update=told.append, **options)
+def after(updates, **options):
+    """A server that has taken so many updates."""
+    s = server(Adds(), **options)
     for i in range(updates):
         assert s.receive(s.dispatch(i).id, payload(samples=i + 1)).accepted
-    return s, told
+    return s
 
 
 @pytest.mark.parametrize(("history", "kept"), [(3, [4, 5, 6]), (0, []), (None, [1, 2, 3, 4, 5, 6])])
-def test_history_keeps_the_latest_rows_and_on_update_sees_all(history, kept):
-    s, told = rows_after(6, history=history)
+def test_history_keeps_the_latest_rows(history, kept):
+    s = after(6, history=history)
     assert [row["version"] for row in s.history] == kept
-    assert [row["version"] for row in told] == [1, 2, 3, 4, 5, 6]
-    assert not kept or told[-1] == s.history[-1]
     assert s.version == 6
 
 
 @pytest.mark.usefixtures("as_shipped")
 def test_history_is_bounded_unless_it_is_asked_for():
-    s, told = rows_after(10_003)
-    assert [row["version"] for row in s.history] == list(range(4, 10_004))
-    assert len(told) == 10_003
-
-
-def test_what_sees_the_updates_sees_them_entered_and_undoes_none():
-    def fails(row):
-        # It may ask the server, whose books say what the row says; the row is its own.
-        assert (s.version, s.history[-1], s.dispatch("c").version) == (1, row, 1)
-        row["client"] = "changed"
-        raise RuntimeError("full disk")
-
-    s = server(on_update=fails)
-    ticket = s.dispatch("a")
-    assert not s.receive(ticket.id, payload(float("nan"))).accepted
-    with pytest.raises(RuntimeError, match="full disk"):
-        s.receive(ticket.id, payload())
-    assert (s.version, [row["client"] for row in s.history]) == (1, ["a"])
-    # The receipt that was lost by it is there for who asks again.
-    assert s.receive(ticket.id, payload()).version == 1
-    assert s.version == 1
-
-
-def test_every_update_is_told_whatever_a_listener_raises():
-    class Fails(Listens):
-        def update(self, version, model):
-            raise RuntimeError("full disk")
-
-    told = []
-    s = server(averaging=Fails(), on_update=told.append)
-    with pytest.raises(RuntimeError, match="full disk"):
-        s.receive(s.dispatch("a").id, payload())
-    assert [row["version"] for row in told] == [s.version] == [1]
-
-
-def test_updates_that_wait_are_told_too():
-    told = []
-    s = server(Gathers(2), on_update=told.append)
-    for name in "ab":
-        s.receive(s.dispatch(name).id, payload())
-    assert [(row["buffered"], row["version"]) for row in told] == [(True, 0), (False, 1)]
+    assert [row["version"] for row in after(10_003).history] == list(range(4, 10_004))
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -628,7 +585,7 @@ def test_after_closing_only_the_model_is_there():
         (lambda: Server(Sphere(4), Adds(), torch.eye(4)[0], base_dtype=torch.float16), "base_dtype: expected a flat space"),
         (lambda: server(memory_limit=-1), "memory_limit: expected an integer >= 0"),
         (lambda: server(history=-1), "history: expected an integer >= 0, got -1"),
-        (lambda: server(on_update="print"), "on_update: expected a function of a row, got 'print'"),
+        (lambda: server().on_event("print"), "callback: expected a function of an event, got 'print'"),
         (lambda: server(spill="/no/such/folder"), "spill: expected a folder that exists"),
         (lambda: server(checks=Checks(max_norm=0)), "max_norm: expected a finite number > 0"),
         (lambda: server(checks=Checks(norm_factor=-1)), "norm_factor: expected"),

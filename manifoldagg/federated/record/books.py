@@ -1,14 +1,16 @@
 """The books: all that a server knows, as one immutable record. A change is a new record, entered by one assignment."""
 
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from immutables import Map
 
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.federated.contract import Outcome, Payload, Receipt, Update
+from manifoldagg.federated.events import Accepted, Closed, Dispatched, Dropped, Event, Expired, Refused, Watcher
 from manifoldagg.federated.record.persistent import Ordered
 from manifoldagg.federated.record.spill import Filed
 from manifoldagg.federated.record.store import Kept, Key, Store
@@ -16,7 +18,7 @@ from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.trees import size_of
 from manifoldagg.federated.weights import Weights, check_client
 
-__all__ = ["ANYONE", "Answer", "Books", "Limits", "Open", "Row", "Told", "row"]
+__all__ = ["ANYONE", "Answer", "Books", "Limits", "Open", "Row", "Taken", "Told", "Watching", "row"]
 
 ANYONE = object()
 """Stands for whichever client a ticket was issued to."""
@@ -34,7 +36,7 @@ class Limits(NamedTuple):
         max_tickets: that are out at once.
         history: how many of the latest rows are kept.
         retries: how many of the latest receipts are kept.
-        listened: whether anybody is to be told of updates.
+        averaged: whether somebody is to be told of new models.
     """
 
     max_staleness: int | None = None
@@ -42,7 +44,7 @@ class Limits(NamedTuple):
     max_tickets: int | None = None
     history: int | None = None
     retries: int | None = None
-    listened: bool = False
+    averaged: bool = False
 
 
 class Open(NamedTuple):
@@ -65,12 +67,36 @@ class Answer(NamedTuple):
     receipt: Receipt
 
 
+class Taken(NamedTuple):
+    """What is made of an update.
+
+    Attributes:
+        model: the new one; `None` where it did not move.
+        receipt: for the client.
+        row: for the history.
+        came: when, in seconds of the clock; NaN where nobody asked.
+        seconds: that the step took; likewise.
+    """
+
+    model: Kept | None
+    receipt: Receipt
+    row: Row
+    came: float
+    seconds: float
+
+
 class Told(NamedTuple):
-    """An update of which the listeners have still to hear; `model` is `None` where it did not move."""
+    """A model of which the average has still to hear."""
 
     version: int
-    model: Kept | None
-    row: Row
+    model: Kept
+
+
+class Watching(NamedTuple):
+    """Who is told of events, and from which one on."""
+
+    watcher: Watcher
+    since: int
 
 
 class Books(NamedTuple):
@@ -87,8 +113,10 @@ class Books(NamedTuple):
         answered: receipts by ticket, for those who ask again.
         history: rows by number.
         refused: how many updates, by the field that was wrong.
-        untold: updates of which the listeners have still to hear.
+        untold: models of which the average has still to hear.
         closed: whether no more tickets are issued.
+        watching: who is told of events, which are kept for them alone.
+        events: of which they have still to hear, by number.
     """
 
     limits: Limits
@@ -101,6 +129,8 @@ class Books(NamedTuple):
     refused: Map[str, int] = Map()
     untold: tuple[Told, ...] = ()
     closed: bool = False
+    watching: tuple[Watching, ...] = ()
+    events: Ordered[int, Event] = Ordered()
 
     @property
     def current(self) -> Key:
@@ -128,11 +158,12 @@ class Books(NamedTuple):
             BusyError: if as many tickets are out as may be.
         """
         self.check_free()
-        return self._replace(
+        after = self._replace(
             weights=self.weights.registered(ticket.client),
             store=self.store if ticket.base is None else self.store.held(ticket.base, base),
             tickets=self.tickets.put(ticket_id, ticket),
         )
+        return after.noting(Dispatched, client=ticket.client, ticket=ticket_id, start=ticket.version)
 
     def find(self, ticket_id: Any, client: Any = ANYONE) -> Open | Receipt:
         """A ticket that is out, or the receipt that was given on it.
@@ -140,9 +171,7 @@ class Books(NamedTuple):
         Raises:
             ArgumentError: if it is neither, or another client's, or `client` is no name.
         """
-        if type(ticket_id) is not str:  # one of another class may do what it likes when it is looked up
-            raise ArgumentError(UNKNOWN)
-        found: Open | Answer | None = self.tickets.get(ticket_id) or self.answered.get(ticket_id)
+        found = self._known(ticket_id)
         if found is None:
             raise ArgumentError(UNKNOWN)
         if client is not ANYONE and check_client(client) != found.client:
@@ -189,9 +218,7 @@ class Books(NamedTuple):
             share=self.weights.share(ticket.client, samples),
         )
 
-    def entered(
-        self, ticket_id: str, update: Update, after: Snapshot, outcome: Outcome, told: Told, receipt: Receipt
-    ) -> "Books":
+    def entered(self, ticket_id: str, update: Update, after: Snapshot, outcome: Outcome, taken: Taken) -> "Books":
         """With an update taken.
 
         Args:
@@ -199,31 +226,52 @@ class Books(NamedTuple):
             update: that was taken.
             after: what it has made of the present.
             outcome: of the step.
-            told: for the listeners, with the model where it has moved.
-            receipt: for the client.
+            taken: what else is made of it.
 
         Raises:
             ArgumentError: if its ticket is not out any more.
         """
         ticket = self._out(ticket_id)
         store = self.store
-        if told.model is not None:
-            store = store.held(("version", after.version), told.model).released(self.current)
+        untold = self.untold
+        if taken.model is not None:
+            store = store.held(("version", after.version), taken.model).released(self.current)
+            if self.limits.averaged:
+                untold = (*untold, Told(after.version, taken.model))
         if outcome.memory is not update.memory:
             key = ("client", update.client)
             if key in store:
                 store = store.released(key)
             if outcome.memory is not None:
                 store = store.held(key, Kept(outcome.memory))
-        return self._replace(
+        books = self._replace(
             now=after,
             weights=self.weights.recorded(update.client, update.samples),
             store=store.released(ticket.base),
             tickets=self.tickets.without(ticket_id),
-            answered=self.answered.put(ticket_id, Answer(ticket.client, receipt)).latest(self.limits.retries),
-            history=self.history.put(self.history.count, told.row).latest(self.limits.history),
-            untold=(*self.untold, told) if self.limits.listened else (),
+            answered=self.answered.put(ticket_id, Answer(ticket.client, taken.receipt)).latest(self.limits.retries),
+            history=self.history.put(self.history.count, taken.row).latest(self.limits.history),
+            untold=untold,
         )
+        if not self.watching:
+            return books
+        return books.noting(
+            Accepted,
+            client=ticket.client,
+            ticket=ticket_id,
+            receipt=taken.receipt,
+            row=MappingProxyType(taken.row),
+            latency=taken.came - ticket.since,
+            seconds=taken.seconds,
+            memory=MappingProxyType(books.usage()),
+        )
+
+    def noting(self, kind: Callable[..., Event], **fields: Any) -> "Books":
+        """With an event of which those who watch, if anybody does, have still to hear."""
+        if not self.watching:
+            return self
+        event = kind(version=self.now.version, out=len(self.tickets), **fields)
+        return self._replace(events=self.events.put(self.events.count, event))
 
     def ended(self, ticket_id: str, receipt: Receipt | None = None) -> "Books":
         """Without a ticket that is out, its receipt to be had again; without any where it was dropped."""
@@ -240,21 +288,43 @@ class Books(NamedTuple):
         Raises:
             ArgumentError: if it is not out.
         """
-        self._out(ticket_id)
-        return self.ended(ticket_id)
+        client = self._out(ticket_id).client
+        return self.ended(ticket_id).noting(Dropped, client=client, ticket=ticket_id)
 
-    def refusing(self, reason: str) -> "Books":
-        """With a refusal counted, by the field that its reason names first."""
+    def refusing(self, ticket_id: Any, reason: str, came: float, *, for_good: bool = False) -> tuple["Books", Receipt]:
+        """With a refusal counted, by the field that its reason names first; and its receipt.
+
+        Args:
+            ticket_id: of the update, whatever it is.
+            reason: for the receipt.
+            came: when it came, in seconds of the clock; NaN where nobody asked.
+            for_good: whether the ticket, which is out, ends.
+        """
         field = reason.partition(":")[0].partition("[")[0]
-        return self._replace(refused=self.refused.set(field, self.refused.get(field, 0) + 1))
-
-    def refusing_for_good(self, ticket_id: str, reason: str) -> tuple["Books", Receipt]:
-        """Without a ticket on which no update can be taken any more; and its receipt, the older one if there is one."""
         receipt = Receipt(False, reason, self.now.version)
-        if ticket_id not in self.tickets:
-            answer = self.answered.get(ticket_id)
-            return self, receipt if answer is None else answer.receipt
-        return self.refusing(reason).ended(ticket_id, receipt), receipt
+        books = self._replace(refused=self.refused.set(field, self.refused.get(field, 0) + 1))
+        if for_good:
+            books = books.ended(ticket_id, receipt)
+        if not self.watching:
+            return books, receipt
+        found = self._known(ticket_id)
+        books = books.noting(
+            Refused,
+            client=None if found is None else found.client,
+            ticket=None if found is None else ticket_id,
+            field=field,
+            reason=reason,
+            latency=came - found.since if isinstance(found, Open) else math.nan,
+            ended=for_good,
+        )
+        return books, receipt
+
+    def refusing_for_good(self, ticket_id: str, reason: str, came: float) -> tuple["Books", Receipt]:
+        """Without a ticket on which no update can be taken any more; and its receipt, the older one if there is one."""
+        if ticket_id in self.tickets:
+            return self.refusing(ticket_id, reason, came, for_good=True)
+        answer = self.answered.get(ticket_id)
+        return self, Receipt(False, reason, self.now.version) if answer is None else answer.receipt
 
     def expired(self, now: float, but: Collection[str] = ()) -> tuple["Books", list[str]]:
         """Without the tickets that are older than they may be at `now`, but those that are answered; and their ids."""
@@ -267,8 +337,16 @@ class Books(NamedTuple):
         receipt = Receipt(False, f"ticket: expired: nobody answered within {timeout:g} s", self.now.version)
         books = self
         for ticket_id in ended:
+            client, _, _, since, _ = self.tickets[ticket_id]
             books = books.ended(ticket_id, receipt)
+            books = books.noting(Expired, client=client, ticket=ticket_id, latency=now - since)
         return books, ended
+
+    def _known(self, ticket_id: Any) -> Open | Answer | None:
+        """What there is of a ticket."""
+        if type(ticket_id) is not str:  # one of another class may do what it likes when it is looked up
+            return None
+        return self.tickets.get(ticket_id) or self.answered.get(ticket_id)
 
     def _out(self, ticket_id: Any) -> Open:
         """A ticket that is out.
@@ -284,7 +362,8 @@ class Books(NamedTuple):
     def close(self) -> "Books":
         """Without anything but the model and what is written of its past."""
         current = self.store.places[self.current][0]
-        return self._replace(store=Store().held(self.current, current), tickets=Ordered(), untold=(), closed=True)
+        books = self._replace(store=Store().held(self.current, current), tickets=Ordered(), untold=(), closed=True)
+        return books if self.closed else books.noting(Closed)
 
     def usage(self) -> dict[str, int]:
         """Bytes: the model, its state, older versions that tickets hold, client memory, and what is in files."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError, check_count, check_number
 from manifoldagg.federated.buffers import Packed, Waiting, packed, unpacked
 from manifoldagg.federated.contract import Averaging, Receipt, Rule
+from manifoldagg.federated.events import CheckpointFailed, CheckpointWritten
 from manifoldagg.federated.intake import Checks
 from manifoldagg.federated.record import archive
 from manifoldagg.federated.record.books import Answer, Books, Open, Row
@@ -76,7 +77,7 @@ class Moment(NamedTuple):
     """What a checkpoint is made of. It is taken in no time, as nothing in it is ever written, and written down later.
 
     Attributes:
-        books: the record, of which the listeners have heard.
+        books: the record, of which the average has heard.
         space: of the models.
         rule: that steps.
         options: of the server, by the names of its keywords.
@@ -126,14 +127,21 @@ class Moment(NamedTuple):
             "averaging": self.averaging,
         }
 
-    def write(self, path: str | Path, keep: int = 1) -> None:
-        """Write it into a file.
+    def write(self, path: str | Path, keep: int, note: Callable[..., None]) -> None:
+        """Write it into a file, and note the event.
 
         Raises:
             ArgumentError: if there is no such folder.
             CheckpointError: naming what cannot be saved, or with what the system says.
         """
-        archive.write(path, KIND, self.tree(), keep=keep)
+        begun = time.perf_counter()
+        try:
+            archive.write(path, KIND, self.tree(), keep=keep)
+        except Exception as error:
+            note(CheckpointFailed, path=str(path), reason=str(error))
+            raise
+        seconds = time.perf_counter() - begun
+        note(CheckpointWritten, path=str(path), written=self.books.now.version, seconds=seconds)
 
 
 class Saved:
@@ -288,15 +296,17 @@ class Writer:
 
     Args:
         every: when, and where to.
+        note: notes an event.
 
     Raises:
-        ArgumentError: if it does not say so.
+        ArgumentError: if `every` does not say so.
     """
 
-    def __init__(self, every: Every) -> None:
+    def __init__(self, every: Every, note: Callable[..., None]) -> None:
         if not isinstance(every, Every):
             raise ArgumentError(f"checkpoint: expected Every, got {every!r}")
         self._every = every
+        self._note = note
         self.begin(0)
         # What was not begun when the next one came is not written.
         self._next: deque[Moment] = deque(maxlen=1)
@@ -358,7 +368,7 @@ class Writer:
 
     def _write(self, moment: Moment) -> None:
         try:
-            moment.write(self._every.path, self._every.keep)
+            moment.write(self._every.path, self._every.keep, self._note)
             self._error = None
         except Exception as error:
             self._error = error

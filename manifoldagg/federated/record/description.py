@@ -66,8 +66,8 @@ def called(name: str, function: Any) -> str | None:
 
     Example:
         >>> import time
-        >>> called("clock", time.monotonic), called("on_update", [].append)
-        ('time.monotonic', 'list.append')
+        >>> called("clock", time.monotonic), called("clock", [].pop)
+        ('time.monotonic', 'list.pop')
     """
     if function is None:
         return None
