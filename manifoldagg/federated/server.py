@@ -59,6 +59,8 @@ from manifoldagg.manifolds.layout import Entry
 
 __all__ = ["Server"]
 
+CLOCK = time.monotonic
+"""What gives the seconds, unless another does."""
 TRIMMED = 2**20
 """Bytes that go to files between two requests that freed memory be returned, or a quarter of the limit."""
 P = ParamSpec("P")
@@ -302,7 +304,7 @@ class Server:
             (1, tensor([1., 2.]))
         """
         saved = Saved(path)
-        saved.check(space, rule, {"clock": options.get("clock", time.monotonic)}, replace=replace)
+        saved.check(space, rule, {"clock": options.get("clock", CLOCK)}, replace=replace)
         server = cls(space, rule, saved.model, **saved.options(options))
         books = saved.books(server._books.value, server._clock(), options.get("weights"), server._freed)
         saved.load(server._averaging)

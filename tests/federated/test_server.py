@@ -359,7 +359,7 @@ def test_an_update_is_entered_whole_or_not_at_all(monkeypatch):
         raise KeyboardInterrupt
 
     before = fingerprint(s)
-    for place in ("row", "Told", "step"):
+    for place in ("row", "Taken", "step"):
         with monkeypatch.context() as patch:
             patch.setattr(server_module, place, interrupted)
             with pytest.raises(KeyboardInterrupt):
