@@ -392,7 +392,7 @@ class Server:
     def receive_model(
         self,
         ticket: str | Ticket,
-        model: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        model: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | Callable[[], Any],
         *,
         samples: int,
         client: Hashable = ANYONE,
@@ -402,7 +402,8 @@ class Server:
         Args:
             ticket: as in `receive`.
             model: a state dict, or for a curve a sequence of them: the control points, the client's model last, which
-                brings the buffers. Frozen parameters and buffers that are left may be missing and are not read.
+                brings the buffers. Frozen parameters and buffers that are left may be missing and are not read. Or a
+                function that makes either of what came, as in `receive`.
             samples: how many samples the client trained on.
             client: as in `receive`.
 
@@ -423,7 +424,8 @@ class Server:
 
         def brought(found: Open) -> Payload:
             base = None if found.apart else found.base
-            return payload_of(self._form, model, samples, books.now.current, partial(books.store.load, base))
+            came = model() if callable(model) else model
+            return payload_of(self._form, came, samples, books.now.current, partial(books.store.load, base))
 
         return self._receive(ticket, client, brought)
 
@@ -575,6 +577,16 @@ class Server:
         return self._books.value.now.version
 
     @property
+    def updates(self) -> int:
+        """How many updates were accepted."""
+        return self._books.value.history.count
+
+    @property
+    def tickets(self) -> list[str]:
+        """The ids of the tickets that are out, the oldest first."""
+        return list(self._books.value.tickets)
+
+    @property
     def history(self) -> list[Row]:
         """A flat row, fit for a data frame, for each of the latest accepted updates, at most `history=` of them.
 
@@ -593,15 +605,20 @@ class Server:
         return self._books.value.usage()
 
     @without_derivatives
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path | None = None) -> None:
         """Write a checkpoint, in place of the file that is there: whole or not at all.
 
         It holds the model, its buffers, the rule's state, what is kept for clients, the tickets that are out with what
         they started from, the receipts, weights, history, and the state of `averaging`. It waits for a running update;
         while the file is written others go on.
 
+        Args:
+            path: where to. `None`: where `checkpoint=` says, with as many older files as it says, once what is being
+                written there is.
+
         Raises:
-            ArgumentError: if there is no such folder, the server was closed, or it is called from within an update.
+            ArgumentError: if there is no such folder, or none is said, the server was closed, or it is called from
+                within an update.
             CheckpointError: naming what cannot be saved (a lambda in the rule, a client that is neither a string nor an
                 integer), or with what the system says: then the older file is as it was.
             SpillError: if what is kept for a client is in a file that is not what was written.
@@ -610,12 +627,17 @@ class Server:
         """
         self._check_process()
         self._check_turn()
+        if path is None and self._writer is None:
+            raise ArgumentError("path: expected one, as the server has no `checkpoint`")
         with self._turn:
             self._tell()
             moment = self._moment()
         if moment.books.closed:
             raise ArgumentError("server: was closed")
-        moment.write(path, 1, self._watch.note)
+        if path is not None:
+            moment.write(path, 1, self._watch.note)
+        elif self._writer is not None:
+            self._writer.write(moment)
 
     def close(self) -> None:
         """Drop every ticket, forget what was kept for clients and remove all files. The model stays readable.

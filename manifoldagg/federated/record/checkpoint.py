@@ -332,6 +332,16 @@ class Writer:
             except RuntimeError as error:  # the system has no more threads; `finish`, or the next one, writes it
                 LOG.error("checkpoint: %s", error)
 
+    def write(self, moment: Moment) -> None:
+        """Write a checkpoint now, after what is being written.
+
+        Raises:
+            CheckpointError: as `finish`.
+        """
+        self._next.append(moment)
+        self.begin(moment.books.history.count)
+        self.finish()
+
     def finish(self) -> None:
         """Wait until what was begun is written.
 

@@ -6,5 +6,6 @@ if find_spec("flwr") is None:
     raise ModuleNotFoundError("flower: expected Flower; pip install 'manifoldagg[flower]'", name="flwr")
 
 from manifoldagg.integrations.flower.client import client_app
+from manifoldagg.integrations.flower.strategy import Asynchronous
 
-__all__ = ["client_app"]
+__all__ = ["Asynchronous", "client_app"]

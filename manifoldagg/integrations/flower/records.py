@@ -13,7 +13,7 @@ from torch import Tensor
 from manifoldagg.errors import WireError
 from manifoldagg.federated.record.raw import bytes_of
 
-__all__ = ["KEY", "array_record", "packed", "state_dict", "unpacked"]
+__all__ = ["KEY", "array_record", "has_numpy", "packed", "state_dict", "unpacked"]
 
 KEY = "manifoldagg"
 """The name of the record in which bytes travel."""
@@ -51,6 +51,20 @@ def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
     return {name: _tensor(name, array) for name, array in record.items()}
 
 
+def has_numpy(dtype: torch.dtype) -> bool:
+    """Whether NumPy has such numbers too.
+
+    Example:
+        >>> has_numpy(torch.float16), has_numpy(torch.bfloat16)
+        (True, False)
+    """
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return False
+    return True
+
+
 def packed(data: bytes) -> ArrayRecord:
     """Bytes as a record, which goes under `KEY`.
 
@@ -73,12 +87,8 @@ def unpacked(content: RecordDict) -> bytes | None:
 
 def _array(tensor: Tensor) -> Array:
     """A `.npy` file of a tensor, written in one go."""
-    tensor = tensor.detach()
-    try:
-        values = torch.empty(0, dtype=tensor.dtype).numpy()
-    except TypeError:
-        tensor = tensor.float()
-        values = torch.empty(0).numpy()
+    tensor = tensor.detach() if has_numpy(tensor.dtype) else tensor.detach().float()
+    values = torch.empty(0, dtype=tensor.dtype).numpy()
     shape = tuple(tensor.shape)
     head = io.BytesIO()
     npy.write_array_header_1_0(head, {"descr": values.dtype.str, "fortran_order": False, "shape": shape})

@@ -1,0 +1,478 @@
+"""The server's side: a strategy of Flower that gives each node new work as soon as it has answered."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import flwr.app
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor, nn
+
+from manifoldagg.errors import ArgumentError, CheckpointError, WireError, check_count, check_number
+from manifoldagg.federated import Every, Payload, Receipt, Rule, Server, Ticket
+from manifoldagg.federated.asking import Asking, asking, declared
+from manifoldagg.federated.contract import check_named, check_rule, extras
+from manifoldagg.integrations.flower.begin import server_of
+from manifoldagg.integrations.flower.campaign import Campaign, Exam
+from manifoldagg.integrations.flower.metrics import bare, samples_of, weighted_mean
+from manifoldagg.integrations.flower.records import KEY, array_record, has_numpy, packed, state_dict, unpacked
+from manifoldagg.integrations.flower.rounds import Rounds
+from manifoldagg.wire import pack, unpack
+
+__all__ = ["Asynchronous"]
+
+LOG = logging.getLogger("flwr")
+Letter: TypeAlias = flwr.app.Message
+Aggregate: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
+Examine: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class Asynchronous(Strategy):
+    """A strategy of Flower in which nobody waits: each node gets new work as soon as it has answered.
+
+    It drives a [`Server`][manifoldagg.federated.Server] with any rule. What a node sends is taken at once, however
+    stale; what does not fit, such as a NaN or another shape, is refused, and the node gets the model anew. A node that
+    fails, says nothing for `patience` seconds or leaves costs nobody else anything. An unmodified `ClientApp`, which
+    returns one `ArrayRecord` and a `MetricRecord` with `"num-examples"`, works with every rule that needs no more than
+    models; [`client_app`][manifoldagg.integrations.flower.client_app] makes one for all.
+
+    A round is over when `updates` answers were taken, or after `timeout` seconds of `start`: then the model is
+    evaluated, and training goes on. Who evaluates does so when it is next free. The methods that Flower's strategies
+    have mean what they mean there, and can be overridden.
+
+    Args:
+        rule: how the model moves.
+        model: a module, or a function that makes one such as its class: what of the arrays is a parameter, and what a
+            buffer, or frozen. `None`: as names and dtypes in the arrays tell it.
+        updates: answers taken a round; `None`: as many as nodes are connected at the beginning.
+        concurrency: tasks under way at a time; `None`: one a node.
+        patience: seconds that a node may take for a task, or an evaluation; `None`: `timeout` of `start`.
+        wire: messages go in the wire's form, whole, to nodes that run `client_app`. `None`: where the rule asks for
+            more than models.
+        compress: them, without loss.
+        fraction_evaluate: of the nodes that evaluate a round; 0 for none.
+        min_evaluate_nodes: that evaluate; where fewer are connected nobody does.
+        min_available_nodes: that are waited for at the beginning, for `timeout` seconds.
+        weighted_by_key: of the metric that says how many samples a node has.
+        arrayrecord_key: of the model in a message.
+        configrecord_key: of the config.
+        train_metrics_aggr_fn: makes one record of those of a round, without their arrays; `None`: the mean by samples.
+        evaluate_metrics_aggr_fn: likewise.
+        seed: of who is asked.
+        checkpoint: when to write checkpoints, and where to; also when `start` returns. What the rounds have come to is
+            beside it.
+        resume: go on from the checkpoint, if it is there.
+        **server_options: what `Server` takes by keyword.
+
+    Attributes:
+        server: of the current run, or the last one.
+        interval: seconds between two looks for answers.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Example:
+        >>> from manifoldagg.federated.rules import FedAsync
+        >>> strategy = Asynchronous(FedAsync(rate=0.5), model=lambda: nn.Linear(2, 1), updates=20)
+        >>> strategy.fraction_evaluate
+        1.0
+    """
+
+    server: Server
+    _campaign: Campaign
+    _rounds: Rounds
+    _taken: list[RecordDict]
+    _quota: int
+
+    def __init__(
+        self,
+        rule: Rule,
+        *,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        updates: int | None = None,
+        concurrency: int | None = None,
+        patience: float | None = None,
+        wire: bool | None = None,
+        compress: bool = False,
+        fraction_evaluate: float = 1.0,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: Aggregate | None = None,
+        evaluate_metrics_aggr_fn: Aggregate | None = None,
+        seed: int = 0,
+        checkpoint: Every | None = None,
+        resume: bool = False,
+        **server_options: Any,
+    ) -> None:
+        self.rule = check_rule(rule)
+        if model is not None and not callable(model):
+            raise ArgumentError(f"model: expected a module or a function that makes one, got {model!r}")
+        for name, count in (("updates", updates), ("concurrency", concurrency)):
+            if count is not None:
+                check_count(name, count)
+        if concurrency is not None:
+            asking(rule, list(declared(rule, "routing") or ()), concurrency, np.random.default_rng(0))
+        if checkpoint is not None and not isinstance(checkpoint, Every):
+            raise ArgumentError(f"checkpoint: expected Every, got {checkpoint!r}")
+        if resume and checkpoint is None:
+            raise ArgumentError("resume: expected a `checkpoint` to go on from")
+        if server_options.get("max_tickets") is not None:
+            raise ArgumentError("max_tickets: expected None; `concurrency` says how many tasks are under way")
+        self.model = model
+        self.updates = updates
+        self.concurrency = concurrency
+        self.patience = None if patience is None else check_number("patience", patience, above=0)
+        more = any(extras(rule))
+        if more and wire is False:
+            raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} asks for more than models")
+        self.wire = more if wire is None else wire
+        self.compress = compress
+        self.fraction_evaluate = check_number("fraction_evaluate", fraction_evaluate, at_least=0, at_most=1)
+        self.min_evaluate_nodes = check_count("min_evaluate_nodes", min_evaluate_nodes, at_least=0)
+        self.min_available_nodes = check_count("min_available_nodes", min_available_nodes, at_least=0)
+        self.weighted_by_key = weighted_by_key
+        self.arrayrecord_key = arrayrecord_key
+        self.configrecord_key = configrecord_key
+        self.train_metrics_aggr_fn: Aggregate = train_metrics_aggr_fn or weighted_mean
+        self.evaluate_metrics_aggr_fn: Aggregate = evaluate_metrics_aggr_fn or weighted_mean
+        self.seed = check_count("seed", seed, at_least=0)
+        self.checkpoint = checkpoint
+        self.resume = resume
+        self.server_options = server_options
+        self.interval = 0.1
+        self._stopped = False
+
+    def summary(self) -> None:
+        """Log how the strategy is set."""
+        form = "whole, in the wire's form" if self.wire else "models"
+        LOG.info("\t├──> Rule: %s", self.rule)
+        LOG.info("\t├──> Asynchronous:")
+        LOG.info("\t│\t├── Updates a round: %s", self.updates or "one a node")
+        LOG.info("\t│\t├── Tasks under way: %s", self.concurrency or "one a node")
+        LOG.info("\t│\t├── Patience: %s", f"{self.patience:g} s" if self.patience else "the timeout")
+        LOG.info("\t│\t└── Messages: %s", form)
+        LOG.info("\t├──> Sampling:")
+        LOG.info("\t│\t├── Fraction: evaluate (%.2f)", self.fraction_evaluate)
+        LOG.info("\t│\t├── Minimum nodes: evaluate (%d)", self.min_evaluate_nodes)
+        LOG.info("\t│\t└── Minimum available nodes: %d", self.min_available_nodes)
+        LOG.info("\t└──> Keys in records:")
+        LOG.info("\t\t├── Weighted by: '%s'", self.weighted_by_key)
+        LOG.info("\t\t├── ArrayRecord key: '%s'", self.arrayrecord_key)
+        LOG.info("\t\t└── ConfigRecord key: '%s'", self.configrecord_key)
+
+    def stop(self) -> None:
+        """Let `start` give no new work, write the checkpoint and return what there is: from any thread or handler."""
+        self._stopped = True
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Train, for so many rounds.
+
+        Args:
+            grid: of the `ServerApp`.
+            initial_arrays: the model to begin with, its whole state dict.
+            num_rounds: how many.
+            timeout: seconds that a round may last, whatever has come; and that evaluations are waited for in the end.
+            train_config: goes with each model, and `"server-round"` with it.
+            evaluate_config: likewise, in evaluation.
+            evaluate_fn: evaluates the model here, before the first round and after each.
+
+        Returns:
+            The last model, and the metrics of each round.
+
+        Raises:
+            ArgumentError: naming the argument that does not fit.
+            CheckpointError: if the checkpoint to go on from is none, or of something else.
+        """
+        check_count("num_rounds", num_rounds, at_least=0)
+        self._timeout = check_number("timeout", timeout, above=0)
+        LOG.info("Starting %s strategy:", type(self).__name__)
+        LOG.info("\t├── Number of rounds: %d", num_rounds)
+        LOG.info("\t├── ArrayRecord (%.2f MB)", _size(initial_arrays) / 2**20)
+        LOG.info("\t├── ConfigRecord (train): %s", dict(train_config or {}) or "(empty!)")
+        LOG.info("\t├── ConfigRecord (evaluate): %s", dict(evaluate_config or {}) or "(empty!)")
+        self.summary()
+        began = time.monotonic()
+        self._patience = self.patience or timeout
+        self._train_config = ConfigRecord(dict(train_config or {}))
+        self._evaluate_config = ConfigRecord(dict(evaluate_config or {}))
+        try:
+            self._begin(grid, initial_arrays, timeout, evaluate_fn)
+            while self._rounds.count < num_rounds and not self._stopped:
+                self._round(grid, timeout, evaluate_fn)
+            self._finish()
+        finally:
+            self._stopped = False
+        LOG.info("")
+        LOG.info("Strategy execution finished in %.2fs", time.monotonic() - began)
+        LOG.info("Final results:")
+        for line in str(self._rounds.result).splitlines():
+            LOG.info("\t%s", line)
+        return self._rounds.result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Letter]:
+        """Messages for the nodes that are to train now. It is called whenever there are some.
+
+        Args:
+            server_round: that is under way, from 1.
+            arrays: the model at its beginning; what a node is sent is newer.
+            config: to go with the messages. Each call of a round gets it as it was at the beginning; what the last one
+                leaves in it the next round begins with.
+            grid: of the `ServerApp`.
+
+        Returns:
+            At most one for each of these nodes, with the model to start from. Who gets none is asked later.
+        """
+        config["server-round"] = server_round
+        tasks = self._campaign.tasks()
+        return [
+            self._letter(MessageType.TRAIN, node, server_round, self._sent(ticket), config) for node, ticket in tasks
+        ]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Letter]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Take what nodes return. It is called with each reply as it comes, and with none when a round's time is over.
+
+        Args:
+            server_round: that is under way.
+            replies: of nodes, with errors or with content.
+
+        Returns:
+            The model and the metrics of the round where it is over with these replies, else `None` twice.
+        """
+        replies = list(replies)
+        for reply in replies:
+            self._take(reply)
+        if replies and self.server.updates - self._rounds.ends[-1] < self._quota:
+            return None, None
+        taken, self._taken = self._taken, []
+        metrics = self.train_metrics_aggr_fn(taken, self.weighted_by_key) if taken else None
+        return array_record(self.server.state_dict()), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Letter]:
+        """Messages for the nodes that are to evaluate the model of a round, each of them when it is next free.
+
+        Args:
+            server_round: that is over.
+            arrays: its model.
+            config: to go with the messages.
+            grid: of the `ServerApp`.
+        """
+        present = list(self._campaign.nodes.present)
+        count = max(int(len(present) * self.fraction_evaluate), self.min_evaluate_nodes)
+        if not self.fraction_evaluate:
+            return []
+        if not 0 < count <= len(present):
+            LOG.info(
+                "configure_evaluate: %d nodes are connected, of at least %d; nobody evaluates", len(present), count
+            )
+            return []
+        config["server-round"] = server_round
+        chosen = self._generator.permutation(len(present))[:count]
+        model = {self.arrayrecord_key: arrays}
+        return [self._letter(MessageType.EVALUATE, present[i], server_round, model, config) for i in chosen]
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Letter]) -> MetricRecord | None:
+        """Make one record of what nodes have found, once all have answered or their time is over.
+
+        Args:
+            server_round: whose model it was.
+            replies: of nodes, with errors or with content.
+        """
+        contents = [reply.content for reply in replies if reply.has_content()]
+        found = [content for content in contents if samples_of(content, self.weighted_by_key) is not None]
+        return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
+
+    def _begin(self, grid: Grid, initial_arrays: ArrayRecord, timeout: float, evaluate_fn: Examine | None) -> None:
+        """Before the first round: the server, and the nodes that are there."""
+        path = None if self.checkpoint is None else Path(self.checkpoint.path)
+        resume = self.resume and path is not None and path.exists()
+        self.server = server_of(
+            self.rule, self.model, initial_arrays, resume=resume, checkpoint=self.checkpoint, **self.server_options
+        )
+        self._more = any(extras(self.rule))
+        self._widened = _widened(self.server)
+        self._taken = []
+        self._last: tuple[Ticket, ArrayRecord] | None = None
+        self._rounds = Rounds(path)
+        self._arrays = self._rounds.result.arrays = array_record(self.server.state_dict())
+        if resume:
+            for ticket in self.server.tickets:
+                self.server.drop(ticket)
+            self._rounds.read(self.server.updates)
+            LOG.info("Going on after %d rounds and %d updates", self._rounds.count, self.server.updates)
+        elif evaluate_fn is not None:
+            self._rounds.enter("evaluate_metrics_serverapp", 0, evaluate_fn(0, self._arrays))
+        until = time.monotonic() + timeout
+        while len(list(grid.get_node_ids())) < self.min_available_nodes and time.monotonic() < until:
+            if self._stopped:
+                break
+            LOG.info("Waiting for at least %d nodes to connect", self.min_available_nodes)
+            time.sleep(self.interval)
+        routing = declared(self.rule, "routing")
+        drawn, self._generator = (np.random.default_rng([self.seed, i, self.server.updates]) for i in range(2))
+
+        def asked(here: list[int]) -> Asking:
+            self._quota = self.updates or max(1, len(here))
+            return asking(self.rule, here if routing is None else list(routing), self.concurrency, drawn)
+
+        self._campaign = Campaign(
+            grid,
+            self.server,
+            largest=_size(initial_arrays),
+            interval=self.interval,
+            takes=lambda node: routing is None or node in routing,
+        )
+        self._campaign.open(asked)
+
+    def _round(self, grid: Grid, timeout: float, evaluate_fn: Examine | None) -> None:
+        """One round."""
+        number = self._rounds.count + 1
+        LOG.info("")
+        LOG.info("[ROUND %d]", number)
+        config = self._train_config
+
+        def configure() -> Iterable[Letter]:
+            self._train_config = ConfigRecord(dict(config))
+            return self.configure_train(number, self._arrays, self._train_config, grid)
+
+        until = time.monotonic() + timeout
+        arrays = metrics = None
+        while arrays is None:
+            self._campaign.send(configure)
+            reply = self._campaign.answer()
+            if reply is not None:
+                arrays, metrics = self.aggregate_train(number, [reply])
+                # What a method of somebody else's has not taken is a failure.
+                self._campaign.settle(reply.metadata.reply_to_message_id, well=False)
+            self._conclude()
+            if self._stopped:
+                return
+            if arrays is None and time.monotonic() > until:
+                LOG.warning("round %d: ends after %g s, with %d updates", number, timeout, len(self._taken))
+                arrays, metrics = self.aggregate_train(number, [])
+                arrays = arrays or self._arrays
+        self._arrays = self._rounds.result.arrays = arrays
+        self._rounds.end(self.server.updates)
+        self._rounds.enter("train_metrics_clientapp", number, metrics)
+        letters = self.configure_evaluate(number, arrays, self._evaluate_config, grid)
+        self._campaign.examine(Exam(number, time.monotonic() + timeout), letters)
+        if evaluate_fn is not None:
+            self._rounds.enter("evaluate_metrics_serverapp", number, evaluate_fn(number, arrays))
+        self._keep()
+
+    def _finish(self) -> None:
+        """After the last round: evaluations are waited for, and what there is is kept."""
+        self._campaign.close()
+        while self._campaign.exams and not self._stopped:
+            self._campaign.send(list)
+            self._campaign.answer()
+            self._conclude()
+        self._rounds.result.arrays = array_record(self.server.state_dict())
+        if self.checkpoint is not None:
+            try:
+                self.server.save()
+            except CheckpointError as error:
+                LOG.error("checkpoint: %s", error)
+            self._keep()
+
+    def _conclude(self) -> None:
+        """Enter what nodes have found."""
+        for exam in self._campaign.concluded():
+            metrics = self.aggregate_evaluate(exam.round, exam.replies)
+            self._rounds.enter("evaluate_metrics_clientapp", exam.round, metrics)
+            self._keep()
+
+    def _keep(self) -> None:
+        """Write down what the rounds have come to. A full disk is no reason to stop."""
+        try:
+            self._rounds.write()
+        except CheckpointError as error:
+            LOG.error("checkpoint: %s", error)
+
+    def _take(self, reply: Letter) -> None:
+        """Take an answer to a task, and let its node have another."""
+        name = reply.metadata.reply_to_message_id
+        ticket = self._campaign.ticket(name)
+        if ticket is None:
+            return
+        accepted = reply.has_content() and self._receive(ticket, reply.content).accepted
+        if accepted:
+            self._taken.append(bare(reply.content))
+        self._campaign.settle(name, well=accepted)
+
+    def _receive(self, ticket: str, content: RecordDict) -> Receipt:
+        """Hand the server what came; what cannot be read it refuses."""
+        data = unpacked(content)
+        if data is not None or self._more:
+            return self.server.receive(ticket, partial(self._payload, data))
+        samples = samples_of(content, self.weighted_by_key) or 0
+        return self.server.receive_model(ticket, partial(self._model, content), samples=samples)
+
+    def _payload(self, data: bytes | None) -> Payload:
+        if data is None:
+            raise WireError(f"wire: expected what `client_app` sends, as {type(self.rule).__name__} asks for more")
+        payload: Payload = unpack(data, spec=check_named(self.server.space))
+        return payload
+
+    def _model(self, content: RecordDict) -> dict[str, Tensor]:
+        records = list(content.array_records.values())
+        if len(records) != 1:
+            raise WireError(f"wire: expected one ArrayRecord, a model, got {len(records)}")
+        found = state_dict(records[0])
+        return found | {name: found[name].to(dtype) for name, dtype in self._widened.items() if name in found}
+
+    def _sent(self, ticket: Ticket) -> dict[str, ArrayRecord]:
+        """What a node gets. Messages of one version share their arrays."""
+        if self.wire:
+            return {KEY: packed(pack(ticket, compress=self.compress))}
+        if self._last is None or not _same(self._last[0], ticket):
+            self._last = ticket, array_record(ticket.state_dict())
+        return {self.arrayrecord_key: self._last[1]}
+
+    def _letter(
+        self, kind: str, node: int, number: int, arrays: dict[str, ArrayRecord], config: ConfigRecord
+    ) -> Letter:
+        content = RecordDict({**arrays, self.configrecord_key: config})
+        return Letter(content, dst_node_id=node, message_type=kind, ttl=self._patience, group_id=str(number))
+
+
+def _same(a: Ticket, b: Ticket) -> bool:
+    """Whether two tickets bring the same model."""
+    if a.version != b.version or not torch.equal(a.message.start, b.message.start):
+        return False
+    ours, theirs = a.message.buffers, b.message.buffers
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _widened(server: Server) -> dict[str, torch.dtype]:
+    """Tensors that NumPy has no dtype for: they travel in a wider one, and come back from it without loss."""
+    layout = check_named(server.space).layout
+    return {entry.name: entry.dtype for entry in (*layout.leaves, *layout.carried) if not has_numpy(entry.dtype)}
+
+
+def _size(arrays: ArrayRecord) -> int:
+    return sum(len(array.data) for array in arrays.values())
