@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from manifoldagg import routing as routing
     from manifoldagg import simulation as simulation
     from manifoldagg import testing as testing
+    from manifoldagg.averaging import average_adapters
     from manifoldagg.curves import Bezier, Fit, fit
     from manifoldagg.errors import ManifoldAggError
     from manifoldagg.federated import Server, Versions, aggregate
@@ -49,11 +50,22 @@ _HOMES = {
     "Server": "federated",
     "Versions": "federated",
     "aggregate": "federated",
+    "average_adapters": "averaging",
     "fit": "curves",
 }
 
 __version__ = "0.1.0"
-__all__ = ["Bezier", "Fit", "ManifoldAggError", "ParameterSpace", "Server", "Versions", "aggregate", "fit"]
+__all__ = [
+    "Bezier",
+    "Fit",
+    "ManifoldAggError",
+    "ParameterSpace",
+    "Server",
+    "Versions",
+    "aggregate",
+    "average_adapters",
+    "fit",
+]
 
 if not TYPE_CHECKING:  # or else a checker would take any name for one that is here
 

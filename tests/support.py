@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.sampled_from([1, 2, 3, 7, 64, 1023, 16383, 16384, 16385, 40009])
@@ -67,3 +69,15 @@ def stopped(call, trace, error):
     finally:
         sys.settrace(before)
     return False
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that anything makes inside."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(made) if isinstance(x, Tensor)]
+        self.numel = max(self.numel, *sizes, 0)
+        return made

@@ -5,15 +5,19 @@ of several is answered from small cores in orthonormal bases of all their column
 condition of a gauge; those of $\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ with its square.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels.rows import is_transformed
 
 __all__ = ["Joint", "Side", "Truncated", "balanced", "combined", "truncated"]
+
+Lift = Callable[[Tensor], Tensor]
 
 TIED = 64
 """Roundings of the largest singular value within which two are equal."""
@@ -52,16 +56,18 @@ class Truncated:
     r"""The best matrix of a lower rank, in the Frobenius norm, and what it leaves out.
 
     Attributes:
-        left: (*batch, m, any), orthonormal columns: with `values` and `right` the whole matrix.
-        values: its singular values (*batch, any), in descending order.
-        right: (*batch, n, any).
+        values: all singular values (*batch, any), in descending order.
         rank: how many are kept.
+        left: makes columns (*batch, m, any) of their coordinates in the basis of the left factor.
+        right: the same of the right one.
+        turns: the coordinates of the singular vectors on either side.
     """
 
-    left: Tensor
     values: Tensor
-    right: Tensor
     rank: int
+    left: Lift
+    right: Lift
+    turns: tuple[Tensor, Tensor]
 
     @property
     def point(self) -> Tensor:
@@ -90,7 +96,8 @@ class Truncated:
 
     def _stack(self, part: slice) -> Tensor:
         roots = self.values[..., part].sqrt().unsqueeze(-2)
-        return torch.cat([self.left[..., part] * roots, self.right[..., part] * roots], -2)
+        down, across = (turn[..., part] * roots for turn in self.turns)
+        return torch.cat([self.left(down), self.right(across)], -2)
 
 
 def truncated(x: Tensor, m: int, rank: int) -> Truncated:
@@ -109,8 +116,8 @@ def truncated(x: Tensor, m: int, rank: int) -> Truncated:
         >>> found.values.tolist(), found.error.item()
         ([3.0, 2.0], 2.0)
     """
-    left, r = torch.linalg.qr(x[..., :m, :].double())
-    right, s = torch.linalg.qr(x[..., m:, :].double())
+    left, r = _orthogonalised(x[..., :m, :].double())
+    right, s = _orthogonalised(x[..., m:, :].double())
     return _cut(left, r @ s.mT, right, rank)
 
 
@@ -145,13 +152,13 @@ class Joint:
     r"""Several matrices in one pair of bases, $X_i = Q\, C_i P^\top$.
 
     Attributes:
-        left: $Q$ (*batch, m, p), orthonormal columns.
-        right: $P$ (*batch, n, q).
+        left: $Q$, which makes (*batch, m, any) of (*batch, p, any).
+        right: $P$, which makes (*batch, n, any) of (*batch, q, any).
         cores: $C_i$ (k, *batch, p, q).
     """
 
-    left: Tensor
-    right: Tensor
+    left: Lift
+    right: Lift
     cores: Tensor
 
     @classmethod
@@ -164,8 +171,8 @@ class Joint:
         if not points:
             raise ArgumentError("points: expected at least one stack of factors")
         stack = torch.cat([x.double() for x in points], -1)
-        left, r = torch.linalg.qr(stack[..., :m, :])
-        right, s = torch.linalg.qr(stack[..., m:, :])
+        left, r = _orthogonalised(stack[..., :m, :])
+        right, s = _orthogonalised(stack[..., m:, :])
         ranks = [x.shape[-1] for x in points]
         cores = [b @ a.mT for b, a in zip(r.split(ranks, -1), s.split(ranks, -1), strict=True)]
         return cls(left, right, torch.stack(cores))
@@ -194,6 +201,22 @@ class Joint:
         return combinations
 
 
-def _cut(left: Tensor, core: Tensor, right: Tensor, rank: int) -> Truncated:
+def _cut(left: Lift, core: Tensor, right: Lift, rank: int) -> Truncated:
     u, values, v = torch.linalg.svd(core, full_matrices=False)
-    return Truncated(left @ u, values, right @ v.mT, rank)
+    return Truncated(values, rank, left, right, (u, v.mT))
+
+
+def _orthogonalised(x: Tensor) -> tuple[Lift, Tensor]:
+    """The thin QR of `x`: Q as what it does to columns, and R."""
+    if is_transformed([x]):
+        q, r = torch.linalg.qr(x)
+        return partial(torch.matmul, q), r
+    # Few columns of Q are asked for: the reflections that make them are cheaper than all of it.
+    packed, tau = torch.geqrf(x)
+    packed_columns = packed[..., : tau.shape[-1]]
+    return partial(_reflected, packed_columns, tau), packed[..., : tau.shape[-1], :].triu()
+
+
+def _reflected(packed: Tensor, tau: Tensor, coordinates: Tensor) -> Tensor:
+    rows = packed.shape[-2] - coordinates.shape[-2]
+    return torch.ormqr(packed, tau, torch.nn.functional.pad(coordinates, (0, 0, 0, rows)))

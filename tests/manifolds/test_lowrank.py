@@ -13,7 +13,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import LowRank, Power, Product, Sphere, Validated
 from manifoldagg.manifolds.factors import Joint, balanced, combined, truncated
 from manifoldagg.testing import check_manifold
-from tests.support import draw, rotation, seeds
+from tests.support import Largest, draw, rotation, seeds
 
 EPS = 2.0**-52
 CASES = {LowRank: [LowRank(5, 4, 2)]}
@@ -339,6 +339,21 @@ def test_batches_meet_batches():
     for name, call in calls.items():
         assert (call(...)[1, 2] - call((1, 2))).abs().max() <= 40 * EPS, name
     assert (space.inverse_retract(x[0, 0], y) - space.inverse_retract(x[0, 0].expand(2, 3, 11, 2), y)).abs().max() == 0
+
+
+def test_nothing_has_the_size_of_the_matrix():
+    space = LowRank(2000, 3000, 2)
+    x, u, v = case(0, space, 0.1)
+    y = space.retract(x, u)
+    with Largest() as seen:
+        for _ in (space.inner(x, u, v), space.project_tangent(x, v), space.retract(x, u), space.gradient(x, v)):
+            pass
+        space.inverse_retract(x, y)
+        space.project(torch.cat([x, y, u], -1))
+        space.random_tangent(space.random_point(generator=torch.Generator()), torch.Generator())
+        Joint.of([x, y, u], 2000).combine(torch.ones(3), 2)
+    # Three of rank 2 side by side.
+    assert seen.numel == 5000 * 6
 
 
 @given(seeds, sizes)

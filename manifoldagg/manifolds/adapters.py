@@ -1,0 +1,125 @@
+"""Adapters by the names that PEFT gives their tensors: which two are factors of one matrix, and which stand alone."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import StateDictError
+
+__all__ = ["Pair", "Parts", "parts_of"]
+
+FIRST = re.compile(
+    r"(?P<head>(?:.*\.)?)(?P<kind>lora_A|lora_embedding_A)(?P<tail>(?:\.[^.]+)??)(?P<weight>(?:\.weight)?)"
+)
+"""`….lora_A.weight` as a file has it, `….lora_A.default.weight` as a module has it; of embeddings without `.weight`."""
+ALONE = re.compile(r"(?:.*\.)?lora_(?:magnitude_vector(?:\..+)?|[AB](?:\.[^.]+)?\.bias)")
+"""Those of a low-rank adapter that are no factors."""
+OTHERS = re.compile(r"(?:.*\.)?(?:lora|hada|lokr|oft|boft|vera)_[^.]+(?:\..+)?")
+"""What stands for something that is no sum of its tensors."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    r"""Two tensors of a state dict that stand for one matrix $B A$.
+
+    Attributes:
+        first: the name of A (r, ...), whose other axes are taken for one: n numbers.
+        second: the name of B (m, r), or (m, r, 1, 1) beside a convolution.
+    """
+
+    first: str
+    second: str
+
+    @property
+    def name(self) -> str:
+        """Of the module that they adapt."""
+        return re.sub(r"\.?lora_(?:embedding_)?A(?:\..*)?$", "", self.first)
+
+    def stack(self, state: Mapping[str, Tensor], *, where: str = "adapter") -> Tensor:
+        """B over the transpose of A: (m + n, r).
+
+        Raises:
+            StateDictError: naming the tensor, if the two are no factors of one matrix.
+        """
+        a, b = state[self.first], state[self.second]
+        for name, x in ((self.first, a), (self.second, b)):
+            if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.ndim < 2 or x.numel() == 0:
+                given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise StateDictError(f"{where}: {name}: expected floating numbers on two axes or more, got {given}")
+        if b.shape[1] != a.shape[0] or math.prod(b.shape[2:]) != 1:
+            expected = f"expected shape (any, {a.shape[0]}), as {self.first} has {a.shape[0]} rows"
+            raise StateDictError(f"{where}: {self.second}: {expected}; got {tuple(b.shape)}")
+        return torch.cat([b.detach().flatten(1), a.detach().flatten(1).mT.to(b.dtype)])
+
+    def unstack(self, stack: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The two tensors of a stack (m + n, any), in the shapes that those of `like` have but for the rank."""
+        a, b = like[self.first], like[self.second]
+        m = b.shape[0]
+        rank = stack.shape[-1]
+        first = stack[m:].mT.contiguous().view(rank, *a.shape[1:])
+        return {self.first: first, self.second: stack[:m].contiguous().view(m, rank, *b.shape[2:])}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the tensors of an adapter are.
+
+    Attributes:
+        pairs: factors of one matrix each, in the order of the state dict.
+        scaled: biases of a second factor, which a model multiplies with its scaling too.
+        alone: magnitudes, heads and all else, each a tensor of its own.
+    """
+
+    pairs: tuple[Pair, ...]
+    scaled: tuple[str, ...]
+    alone: tuple[str, ...]
+
+
+def parts_of(names: Iterable[str], *, where: str = "adapter") -> Parts:
+    """The pairs among the names of an adapter, and what is none.
+
+    Raises:
+        StateDictError: naming a factor without the other, or a tensor of another kind of adapter, which no sum of
+            tensors averages.
+
+    Example:
+        >>> found = parts_of(["q.lora_A.weight", "q.lora_B.weight", "head.weight"])
+        >>> found.pairs[0].name, found.alone
+        ('q', ('head.weight',))
+    """
+    known = list(names)
+    present = set(known)
+    pairs: list[Pair] = []
+    scaled: list[str] = []
+    alone: list[str] = []
+    taken: set[str] = set()
+    for name in known:
+        second = _second(name)
+        if second is None:
+            continue
+        if second not in present:
+            raise StateDictError(f"{where}: {name}: there is no {second}")
+        pairs.append(Pair(name, second))
+        taken |= {name, second}
+    for name in known:
+        if name in taken:
+            continue
+        if ALONE.fullmatch(name):
+            (scaled if name.endswith(".bias") else alone).append(name)
+        elif OTHERS.fullmatch(name):
+            raise StateDictError(f"{where}: {name}: expected pairs lora_A and lora_B; this is another kind of adapter")
+        else:
+            alone.append(name)
+    return Parts(tuple(pairs), tuple(scaled), tuple(alone))
+
+
+def _second(name: str) -> str | None:
+    """The name of B beside that of A; `None` beside any other."""
+    found = FIRST.fullmatch(name)
+    if found is None or (found["kind"] == "lora_A" and not found["weight"]):
+        return None
+    return f"{found['head']}{found['kind'][:-1]}B{found['tail']}{found['weight']}"
