@@ -27,7 +27,7 @@ from manifoldagg.kernels.choice import explain
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
 from manifoldagg.routing.plan import check_out, make_plan, read_rates, write_files
 from manifoldagg.simulation.compare import compare, describe
-from manifoldagg.simulation.data.tasks import task
+from manifoldagg.simulation.data.sets import task
 from manifoldagg.simulation.methods import methods as methods_by_name
 from manifoldagg.simulation.report import check_destination, machine, write_report
 from manifoldagg.simulation.workers.pool import processes
@@ -78,8 +78,19 @@ def options(
 @app.command("compare")
 def compare_command(
     data: Annotated[
-        str, typer.Option(help="The data set: `digits` (1,797 handwritten digits, 8 x 8, in scikit-learn).")
+        str,
+        typer.Option(
+            help="The data set: `digits` (1,797 handwritten digits, in scikit-learn), `idx:FOLDER` (MNIST and its "
+            "kin), `shakespeare:FILE`, `leaf:FOLDER`, `npz:FILE`, or `module:name`, a Task of your own."
+        ),
     ] = "digits",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="What learns it: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`.  [default: the data set's]",
+            show_default=False,
+        ),
+    ] = None,
     clients: Annotated[int, typer.Option(help="Clients that share the data (see --partition).")] = 30,
     rounds: Annotated[int, typer.Option(help="Answers that the server gets in each run, one client's each.")] = 200,
     seeds: Annotated[int, typer.Option(help="Repetitions with another split, initial model and order of events.")] = 3,
@@ -95,8 +106,22 @@ def compare_command(
         typer.Option(help="Global learning rate for all methods (`0.5`) or one (`fedasync=0.5`); may be repeated."),
     ] = None,
     partition: Annotated[
-        str, typer.Option(help="How the data are split: `dirichlet`, `iid`, `shards`, `cyclic`, `disjoint`.")
+        str, typer.Option(help="How the data are split: `dirichlet`, `iid`, `natural`, `shards`, `cyclic`, `disjoint`.")
     ] = "dirichlet:concentration=0.5",
+    holdout: Annotated[
+        float | None,
+        typer.Option(
+            help="Which part of each client's samples is the test set.  [default: the data's test split, or 0.2]",
+            show_default=False,
+        ),
+    ] = None,
+    validation: Annotated[
+        float,
+        typer.Option(
+            help="Test on this part of the training samples instead, to choose settings: nobody sees the test set."
+        ),
+    ] = 0.0,
+    batch: Annotated[int, typer.Option(help="Samples a minibatch.")] = 16,
     scheduler: Annotated[
         str | None,
         typer.Option(
@@ -164,10 +189,15 @@ def compare_command(
     chosen = methods_by_name(methods, rate or [])
     if name is not None and (os.sep in name or name in ("", ".", "..")):
         raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
-    problem = task(data)
+    # Where a module of the user's is looked for, as by `python -m`.
+    sys.path.insert(0, "")
+    problem = task(data, model)
     check_plots()
     settings: dict[str, Any] = {
         "partition": partition,
+        "holdout": holdout,
+        "validation": validation,
+        "batch": batch,
         "target": target,
         "scheduler": scheduler,
         "delays": delays,
@@ -176,8 +206,8 @@ def compare_command(
         "tasks": tasks,
         "every": every,
     }
-    digest = hashlib.sha256(repr((describe(chosen), settings)).encode()).hexdigest()[:8]
-    folder = out / (name or f"{data}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
+    digest = hashlib.sha256(repr((data, model, describe(chosen), settings)).encode()).hexdigest()[:8]
+    folder = out / (name or f"{problem.name}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
     executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
     say = errors if as_json else screen
     with unwinding("interrupted: nothing was written"):

@@ -71,7 +71,7 @@ WRONG = [
     (["--methods", "fedasync,sgd"], "methods: no method 'sgd'; did you mean asgd?"),
     (["--methods", "asyncbezier:degre=3"], "methods: asyncbezier: no option 'degre'; did you mean degree?"),
     (["--jobs", "0"], "jobs: expected an integer >= 1, got 0"),
-    (["--data", "imagenet"], "data: expected one of digits; got 'imagenet'"),
+    (["--data", "imagenet"], "data: no data set 'imagenet'; there are digits"),
     (["--rate", "-1"], "rate: expected a finite number > 0, got -1.0"),
     (["--rate", "fedasync=-1"], "rate: expected a finite number > 0, got -1.0"),
     (["--clients", "2000"], "clients: expected at most one for each of 1797 samples, got 2000"),

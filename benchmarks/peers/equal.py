@@ -87,7 +87,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def cnn() -> nn.Module:
-    """`manifoldagg.simulation.data.tasks.small_cnn`."""
+    """`manifoldagg.simulation.data.tasks.data.models.cnn`."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),

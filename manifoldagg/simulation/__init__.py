@@ -24,10 +24,12 @@ from manifoldagg.simulation.data.partitions import (
     dirichlet_partition,
     disjoint_partition,
     iid_partition,
+    natural_partition,
     shards_partition,
 )
 from manifoldagg.simulation.data.readers import images, read_idx
-from manifoldagg.simulation.data.tasks import Batches, Task, task
+from manifoldagg.simulation.data.sets import task
+from manifoldagg.simulation.data.tasks import Batches, Task
 from manifoldagg.simulation.fairness import gini, theil
 from manifoldagg.simulation.federation import Federation, Key
 from manifoldagg.simulation.run import Event, Method, Run, run
@@ -72,6 +74,7 @@ __all__ = [
     "gini",
     "iid_partition",
     "images",
+    "natural_partition",
     "perform",
     "processes",
     "read_idx",

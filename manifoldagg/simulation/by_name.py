@@ -93,7 +93,8 @@ def participation(text: str) -> list[Change[int | str]] | MakesParticipation:
 def partition(text: str) -> Partition:
     """The partition of that name with its options, for `Federation.split`.
 
-    They are those of `manifoldagg.simulation.data.partitions`: `dirichlet`, `iid`, `shards`, `cyclic`, `disjoint`.
+    They are those of `manifoldagg.simulation.data.partitions`: `dirichlet`, `iid`, `natural`, `shards`,
+    `cyclic`, `disjoint`.
 
     Raises:
         ArgumentError: naming what is not known, with the nearest right word.
@@ -106,7 +107,7 @@ def partition(text: str) -> Partition:
     chosen = named("partition", text)
     known = {name.removesuffix(SUFFIX): name for name in partitions.__all__ if name.endswith(SUFFIX)}
     split = getattr(partitions, known[pick("partition", "partition", chosen.name, known)])
-    taken = ("labels", "clients", "generator")
+    taken = ("labels", "clients", "generator", "owners")
     return partial(split, **arguments(f"partition: {chosen.name}", split, chosen.options, taken=taken))
 
 

@@ -32,6 +32,8 @@ from manifoldagg.simulation.workers.pool import Executors, Workers
 __all__ = ["Comparison", "Landscape", "compare", "describe"]
 PICTURED = 0.5
 """The plane is drawn for the first curve that arrives after this part of the rounds."""
+DRAWN_SAMPLES, DRAWN_LABELS = 400, 8_000
+"""The loss of a plane is taken over so many samples at most, and so many labels."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,9 @@ def compare(
     rounds: int = 200,
     seeds: int = 3,
     partition: Partition | str = "dirichlet:concentration=0.5",
+    holdout: float | None = None,
+    validation: float = 0.0,
+    batch: int = 16,
     target: float | None = None,
     scheduler: MakesScheduler | str | None = None,
     delays: Delays = None,
@@ -117,6 +122,9 @@ def compare(
         rounds: answered tasks a run.
         seeds: how many repetitions; the seeds are 0, 1, ...
         partition: how the data are split, as in `Federation.split`.
+        holdout: which part is held out, as in `Federation.split`.
+        validation: which part of the rest to hold out in its place.
+        batch: samples a minibatch.
         target: the accuracy to time; the task's own where not given.
         scheduler: who finishes when, as in [`run`][manifoldagg.simulation.run]: a function that makes one for each run.
         delays: of clients that work alone, in place of a scheduler.
@@ -145,7 +153,9 @@ def compare(
         participation = tuple(participation)
     split = by_name.partition(partition) if isinstance(partition, str) else partition
     with one_thread(), _serving(executor) as workers:
-        federations = [Federation.split(task, clients, partition=split, seed=s) for s in range(seeds)]
+        divided = partial(Federation.split, task, clients, partition=split)
+        divided = partial(divided, holdout=holdout, validation=validation, batch=batch)
+        federations = [divided(seed=seed) for seed in range(seeds)]
         scenario: dict[str, Any] = {
             "scheduler": by_name.scheduler(scheduler) if isinstance(scheduler, str) else scheduler,
             "delays": by_name.delays(delays) if isinstance(delays, str) else delays,
@@ -183,7 +193,11 @@ def compare(
         "clients": clients,
         "rounds": rounds,
         "seeds": list(range(seeds)),
+        "model": describe(task.model),
         "partition": describe(partition),
+        "holdout": holdout,
+        "validation": validation,
+        "batch": batch,
         "target": target,
         "scheduler": describe(scheduler),
         "delays": describe(delays),
@@ -269,6 +283,9 @@ def _landscape(federation: Federation, name: str, event: Event) -> Landscape:
     phi = torch.cat([event.message.start[None], event.payload.points])
 
     def over(samples: np.ndarray) -> Plane:
+        most = min(DRAWN_SAMPLES, DRAWN_LABELS * len(federation.task.labels) // federation.task.labels.numel())
+        if len(samples) > most:
+            samples = samples[np.linspace(0, len(samples) - 1, most).astype(np.int64)]
         batch = federation.task.inputs[samples], federation.task.labels[samples]
 
         def value(theta: Tensor) -> float:

@@ -1,5 +1,6 @@
 """A federation: who holds which samples, and all that is random in what they do with them."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,17 +57,30 @@ class Federation:
 
     @staticmethod
     def split(
-        task: Task, clients: int, *, partition: Partition, seed: int, holdout: float = 0.2, batch: int = 16
+        task: Task,
+        clients: int,
+        *,
+        partition: Partition,
+        seed: int,
+        holdout: float | None = None,
+        validation: float = 0.0,
+        batch: int = 16,
     ) -> "Federation":
         """Split a task over clients, and hold out a part of every client's samples.
+
+        Samples of a test split that came with the data are split with the others, and are what is held out of a
+        client's part.
 
         Args:
             task: what is learned.
             clients: how many clients.
             partition: called with the labels, `clients` and `generator=`, such as `iid_partition` or
-                `partial(dirichlet_partition, concentration=0.5)`.
+                `partial(dirichlet_partition, concentration=0.5)`, and with `owners=` where it takes them. The label of
+                a sequence is its last.
             seed: everything random follows from it.
-            holdout: which part is held out.
+            holdout: which part is held out; the test split of the task by default, or a fifth where it has none.
+            validation: which part of what is left to train on is held out in place of it: to choose settings by, while
+                nobody sees the test samples.
             batch: samples a minibatch.
 
         Raises:
@@ -79,25 +93,46 @@ class Federation:
             >>> [len(part) for part in (*federation.train, *federation.held_out)]
             [8, 8, 2, 2]
         """
-        check_number("holdout", holdout, above=0, at_most=0.9)
+        given = task.test is not None
+        if given and holdout is not None:
+            raise ArgumentError(f"holdout: expected None, as {task.name} has a test split; got {holdout!r}")
+        part_out = 0.2 if holdout is None else check_number("holdout", holdout, above=0, at_most=0.9)
+        check_number("validation", validation, at_least=0, at_most=0.9)
         check_count("batch", batch)
         check_count("seed", seed, at_least=0)
         generator = np.random.default_rng([seed, SPLIT])
-        parts = _checked(partition(task.labels.numpy(), clients, generator=generator), clients, len(task.labels))
+        parts = _checked(_split(partition, task, clients, generator), clients, len(task.labels))
         shuffled = [generator.permutation(part) for part in parts]
-        cuts = [round(holdout * len(part)) for part in shuffled]
-        if not any(cuts):
-            raise ArgumentError(
-                f"clients: {clients} clients have too few samples each to hold out a part of {holdout:g}"
+        if task.test is None:
+            held_out, train = _cut(shuffled, part_out)
+        else:
+            tested = task.test.numpy()
+            held_out = [part[tested[part]] for part in shuffled]
+            train = [part[~tested[part]] for part in shuffled]
+        if validation:
+            held_out, train = _cut(train, validation)
+        if not any(map(len, held_out)):
+            of = (
+                "of the test split" if given and not validation else f"to hold out a part of {validation or part_out:g}"
             )
+            raise ArgumentError(f"clients: {clients} clients have too few samples each {of}")
         made = Federation(
             task,
-            train=[np.sort(part[cut:]) for part, cut in zip(shuffled, cuts, strict=True)],
-            held_out=[np.sort(part[:cut]) for part, cut in zip(shuffled, cuts, strict=True)],
+            train=[np.sort(part) for part in train],
+            held_out=[np.sort(part) for part in held_out],
             batch=batch,
             seed=seed,
         )
-        origin = partial(Federation.split, task, clients, partition=partition, seed=seed, holdout=holdout, batch=batch)
+        origin = partial(
+            Federation.split,
+            task,
+            clients,
+            partition=partition,
+            seed=seed,
+            holdout=holdout,
+            validation=validation,
+            batch=batch,
+        )
         # A change of it, as by `replace`, has none.
         object.__setattr__(made, "origin", origin)
         return made
@@ -131,6 +166,21 @@ class Federation:
     def model(self) -> nn.Module:
         """The initial model, the same for every method."""
         return seeded_model(self.task.model, self.seed)
+
+
+def _split(partition: Partition, task: Task, clients: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """What a partition makes of a task."""
+    labels = task.labels if task.labels.ndim == 1 else task.labels[:, -1]
+    owners = None if task.owners is None else task.owners.numpy()
+    told = {"owners": owners} if "owners" in inspect.signature(partition).parameters else {}
+    return partition(labels.numpy(), clients, generator=generator, **told)
+
+
+def _cut(parts: list[np.ndarray], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The first share of each part, and the rest of each."""
+    cuts = [round(share * len(part)) for part in parts]
+    first = [part[:cut] for part, cut in zip(parts, cuts, strict=True)]
+    return first, [part[cut:] for part, cut in zip(parts, cuts, strict=True)]
 
 
 def _checked(parts: list[np.ndarray], clients: int, samples: int) -> list[np.ndarray]:

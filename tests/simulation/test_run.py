@@ -210,7 +210,7 @@ def test_models_depend_on_their_seed_alone():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: task("imagenet"), "data: expected one of digits; got 'imagenet'"),
+        (lambda: task("imagenet"), "data: no data set 'imagenet'; there are digits"),
         (lambda: compare(clusters(), []), "methods: expected at least one"),
         (lambda: compare(clusters(), methods(["fedgs"]), clients=121), "clients: expected at most one for each of 120"),
         (

@@ -16,13 +16,18 @@ __all__ = [
     "dirichlet_partition",
     "disjoint_partition",
     "iid_partition",
+    "natural_partition",
     "shards_partition",
 ]
 
 Partition: TypeAlias = Callable[..., list[np.ndarray]]
-"""Called with `labels` (samples,), the number of `clients` and `generator=`: an array of sample positions a client."""
+"""Called with `labels` (samples,), the number of `clients` and `generator=`: an array of sample positions a client.
+
+One that has an argument `owners` gets those of the task too, (samples,) of numbers, or `None`.
+"""
 
 REMAINDERS = ("largest", "drop")
+CHOICES = ("largest", "random")
 
 
 def dirichlet_partition(
@@ -204,6 +209,49 @@ def disjoint_partition(
     if clients > kinds:
         raise ArgumentError(f"clients: expected at most one for each of {kinds} labels, got {clients}")
     return [np.flatnonzero(np.isin(kind, mine)) for mine in np.array_split(generator.permutation(kinds), clients)]
+
+
+def natural_partition(
+    labels: np.ndarray | Sequence[int] | Sequence[str],
+    clients: int,
+    generator: np.random.Generator,
+    *,
+    owners: np.ndarray | Sequence[int] | Sequence[str] | None = None,
+    choose: str = "largest",
+) -> list[np.ndarray]:
+    """Give each client what one owner has: a speaker, a patient, a writer.
+
+    Args:
+        labels: (samples,) of any integer or string labels; they do not matter.
+        clients: how many clients, at most the number of owners. What the others own is nobody's.
+        generator: draws who is a client, if that is random.
+        owners: (samples,), whose each sample is.
+        choose: which owners are clients: those with the `"largest"` number of samples, or as many at `"random"`.
+
+    Returns:
+        One sorted int64 array of sample positions a client, in the order of their owners; they are disjoint.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Example:
+        >>> owners = ["Romeo", "Juliet", "Juliet", "Nurse", "Romeo"]
+        >>> parts = natural_partition([0, 1, 0, 1, 0], 2, np.random.default_rng(0), owners=owners)
+        >>> [part.tolist() for part in parts]
+        [[1, 2], [0, 4]]
+    """
+    kind, _ = _numbered(labels, clients, generator)
+    check_choice("choose", choose, CHOICES)
+    if owners is None:
+        raise ArgumentError("owners: expected whose each sample is; these data do not say it")
+    given = np.asarray(owners)
+    if given.shape != kind.shape:
+        raise ArgumentError(f"owners: expected one for each of {len(kind)} samples, got shape {given.shape}")
+    _, owner, sizes = np.unique(given, return_inverse=True, return_counts=True)
+    if clients > len(sizes):
+        raise ArgumentError(f"clients: expected at most one for each of {len(sizes)} owners, got {clients}")
+    order = np.argsort(-sizes, kind="stable") if choose == "largest" else generator.permutation(len(sizes))
+    return [np.flatnonzero(owner == who) for who in np.sort(order[:clients])]
 
 
 def check_concentration(value: float) -> float:

@@ -2,30 +2,34 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError, check_choice
-from manifoldagg.federated.repeatable import one_thread
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.data.models import Signature
 from manifoldagg.simulation.data.recipes import checksum, recalled
 
-__all__ = ["Batches", "Task", "small_cnn", "task"]
+__all__ = ["Batches", "Task"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A classification task.
+    """A classification task: one label for each sample, or one for each token of its sequence.
 
     Attributes:
         name: of the data set.
-        inputs: (samples, ...) in float32.
-        labels: (samples,) in int64.
-        model: makes an untrained model.
+        inputs: (samples, ...) in float32, or (samples, length) of tokens in int64.
+        labels: (samples,) in int64, or (samples, length).
+        model: makes an untrained model, whose scores are (samples, classes) or (samples, classes, length).
         target: an accuracy worth timing how long it takes to reach.
+        owners: (samples,) in int64, whose each sample is, counted from 0; `None` where nobody says.
+        test: (samples,) of booleans, which samples are a test split that came with the data; `None` where none did.
+
+    Raises:
+        ArgumentError: if these have other shapes or dtypes.
 
     One that [`task`][manifoldagg.simulation.task] made goes to other processes by name: they make it for themselves.
     """
@@ -35,13 +39,32 @@ class Task:
     labels: Tensor
     model: Callable[[], nn.Module]
     target: float
+    owners: Tensor | None = None
+    test: Tensor | None = None
     origin: "Callable[[], Task] | None" = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        samples = len(self.inputs)
+        if self.labels.dtype != torch.int64 or self.labels.shape not in ((samples,), self.inputs.shape[:2]):
+            given = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
+            raise ArgumentError(f"labels: expected int64, one for each of {samples} samples or tokens, got {given}")
+        for name, told, dtype in (("owners", self.owners, torch.int64), ("test", self.test, torch.bool)):
+            if told is not None and (told.dtype != dtype or told.shape != (samples,)):
+                given = f"{told.dtype} of shape {tuple(told.shape)}"
+                raise ArgumentError(f"{name}: expected {dtype} of shape ({samples},), got {given}")
+
+    @property
+    def signature(self) -> Signature:
+        """What a model of it takes and gives, as far as the samples show it."""
+        tokens = 0 if self.inputs.is_floating_point() else int(self.inputs.max()) + 1
+        return Signature(tuple(self.inputs.shape[1:]), int(self.labels.max()) + 1, tokens, self.labels.ndim > 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return recalled(self, self.origin, Task._sum)
 
     def _sum(self) -> int:
-        return checksum(self.inputs, self.labels)
+        told = [part for part in (self.owners, self.test) if part is not None]
+        return checksum(self.inputs, self.labels, *told)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,56 +95,3 @@ class Batches:
         order = torch.from_numpy(self.generator.permutation(self.samples))
         for index in order.split(self.size):
             yield self.inputs[index], self.labels[index]
-
-
-def task(source: str | Callable[[], Task]) -> Task:
-    """The task of that name, `"digits"`, or the one that a function makes.
-
-    Other processes, those of an executor for instance, are sent the name or the function in place of the data. So it
-    makes the same each time, and can be pickled: a function of a module, or a `functools.partial` of one.
-
-    Raises:
-        ArgumentError: if the name is unknown, the package that carries its data is not installed, or the function makes
-            something else.
-
-    Example:
-        >>> task("digits").inputs.shape
-        torch.Size([1797, 1, 8, 8])
-    """
-    make = TASKS[check_choice("data", source, tuple(TASKS))] if isinstance(source, str) else source
-    with one_thread():  # as in a process of an executor: a mean over many values has the same bits
-        made = make()
-    if not isinstance(made, Task):
-        raise ArgumentError(f"task: expected a function that makes a Task, it made {type(made).__name__}")
-    # A change of it, as by `replace`, has none.
-    object.__setattr__(made, "origin", partial(task, source))
-    return made
-
-
-def small_cnn(classes: int = 10) -> nn.Module:
-    """Two convolutions and two dense layers for 8 x 8 grey images: the shape of Manifold's Figure 5, smaller."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(128, 64),
-        nn.ReLU(),
-        nn.Linear(64, classes),
-    )
-
-
-def _digits() -> Task:
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError:
-        raise ArgumentError("data: digits come with scikit-learn: pip install 'manifoldagg[data]'") from None
-    pixels, labels = load_digits(return_X_y=True)
-    inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
-    return Task("digits", inputs, torch.from_numpy(labels).to(torch.int64), small_cnn, target=0.85)
-
-
-TASKS: dict[str, Callable[[], Task]] = {"digits": _digits}
