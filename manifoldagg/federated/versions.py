@@ -92,7 +92,7 @@ class Versions:
         )
         self._turn = threading.RLock()
 
-    def send(self, client: Hashable, task: Hashable = None, *, version: int | None = None) -> Any:
+    def send(self, client: Hashable, task: Hashable = None, *, version: int | None = None, again: bool = False) -> Any:
         """Note that a client begins with the current model.
 
         Args:
@@ -100,6 +100,7 @@ class Versions:
             task: a name, where the client has several at a time.
             version: that it began with, where a host learns that late; `None` for the current one. It is known as
                 long as somebody works on it, under whatever name.
+            again: give up the task that the client may have under this name.
 
         Returns:
             The model, in memory of its own: the server's, or another one where the rule lets this client begin there.
@@ -118,7 +119,7 @@ class Versions:
             raise ArgumentError(f"version: nobody has {began} any more")
         now.weights.check(client)
         model = self._start(now, client) if version is None else self._copy(now.model(began))
-        self._record.update(lambda now: (now.sent(place, began, kept), None))
+        self._record.update(lambda now: (now.sent(place, began, kept, again), None))
         return model
 
     def take(
@@ -348,17 +349,19 @@ class _Record(NamedTuple):
             raise ArgumentError(f"client: {client!r} has no {of}: it was sent none, or has answered")
         return self.tasks[task]
 
-    def sent(self, task: Task, began: int, kept: Kept | Filed) -> "_Record":
-        """With a task that begins with a version, which is `kept`.
+    def sent(self, task: Task, began: int, kept: Kept | Filed, again: bool) -> "_Record":
+        """With a task that begins with a version, which is `kept`; `again` in place of the one that there is.
 
         Raises:
             ArgumentError: if there is such a task.
         """
         client, name = task
-        if task in self.tasks:
+        if task not in self.tasks:
+            return self._replace(weights=self.weights.registered(client)).held(task, began, kept)
+        if not again:
             of = "a task" if name is None else f"a task {name!r}"
-            raise ArgumentError(f"client: {client!r} has {of} already; drop it, or give this one a name by `task`")
-        return self._replace(weights=self.weights.registered(client)).held(task, began, kept)
+            raise ArgumentError(f"client: {client!r} has {of} already; drop it, send `again`, or name this `task`")
+        return self.without(task).held(task, began, kept)
 
     def held(self, task: Task, began: int, kept: Kept | Filed) -> "_Record":
         """With a task that began with a version, which is `kept` where nobody has it."""

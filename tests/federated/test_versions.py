@@ -23,7 +23,7 @@ CLIENTS = ["heavy", "light"]
 WEIGHTS = {"observed": "observed", "uniform": "uniform", "given": {"heavy": 3, "light": 1}}
 events = st.tuples(
     st.sampled_from(CLIENTS),
-    st.sampled_from(["send", "send", "take", "take", "take", "drop", "junk", "resume"]),
+    st.sampled_from(["send", "send", "take", "take", "take", "drop", "again", "junk", "resume"]),
     st.integers(0, 9),
 )
 
@@ -61,6 +61,11 @@ def agree(name, seed, weights, script, manifolds=None):
             base = versions.send(client, task)
             assert alike(dict(base), ticket.state_dict())
             out.append((ticket, client, task))
+        elif what == "again":
+            ticket, client, task = out.pop(place % len(out))
+            server.drop(ticket)
+            out.append((server.dispatch(client), client, task))
+            versions.send(client, task, again=True)
         elif what == "drop":
             ticket, client, task = out.pop(place % len(out))
             server.drop(ticket)
@@ -136,7 +141,7 @@ def test_what_a_host_does_wrong_is_told_and_changes_nothing():
     base = versions.send("a")
     update = {"w": torch.ones(3)}
     unchanged(
-        versions, "client: 'a' has a task already; drop it, or give this one a name by `task`", versions.send, "a"
+        versions, "client: 'a' has a task already; drop it, send `again`, or name this `task`", versions.send, "a"
     )
     unchanged(versions, "client: 'b' has no task: it was sent none, or has", versions.take, "b", update, samples=1)
     unchanged(versions, "client: 'a' has no task 3", versions.take, "a", update, samples=1, task=3)
@@ -175,8 +180,15 @@ def test_a_version_that_somebody_has_can_be_begun_with_later():
         versions.send(client, version=began)
         numbers = versions.take(client, {"w": torch.ones(3)}, samples=1)
     assert (numbers["staleness"], versions.tasks) == (2, {("round", None): 3})
-    versions.drop("round")
+    assert versions.send("round", again=True)["w"].tolist() == versions.model["w"].tolist()
     assert list(versions.state()["models"]) == [3]
+    # Who alone has a version can begin with it again.
+    versions.send("late", version=3)
+    versions.drop("round")
+    versions.send("a")
+    versions.take("a", {"w": torch.ones(3)}, samples=1)
+    versions.send("late", version=3, again=True)
+    assert versions.tasks == {("late", None): 1}
 
 
 def test_nothing_that_is_handed_out_or_in_is_the_models_own():

@@ -1,0 +1,80 @@
+"""A client over HTTP: `python client.py http://127.0.0.1:8000 ward-7 --part 0/3`; the data are a part of the digits."""
+
+import argparse
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+
+from manifoldagg import ParameterSpace, wire
+from manifoldagg.federated import trainers, work
+from manifoldagg.simulation import task
+from manifoldagg.simulation.data.tasks import Batches
+
+PIECE = 2**16
+
+
+def ask(http: httpx.Client, method: str, path: str, *, tries: int = 8, data: bytes = b"", **options: Any) -> Any:
+    """An answer. Who hears nothing, or that the server is busy, asks again: each call here may come twice."""
+    pause = 0.1
+    for attempt in range(1, tries + 1):
+        try:
+            # In pieces: what is too large is told before all of it has gone out.
+            content = {"content": pieces(data)} if data else {}
+            answer = http.request(method, path, **content, **options)
+            if answer.status_code != 503 or attempt == tries:
+                return answer
+            wait = float(answer.headers.get("Retry-After", pause))
+        except httpx.TransportError:
+            if attempt == tries:
+                raise
+            wait = pause
+        time.sleep(wait)
+        pause = min(2 * pause, 10.0)
+    raise AssertionError("no tries")
+
+
+def pieces(data: bytes) -> Iterator[bytes]:
+    """The bytes, one piece after another."""
+    for start in range(0, len(data), PIECE):
+        yield data[start : start + PIECE]
+
+
+def main() -> None:
+    """So many tasks, one after another."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("name")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th sample, from the i-th on")
+    parser.add_argument("--tasks", type=int, default=5)
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    torch.set_num_threads(1)
+    digits = task("digits")
+    batches = Batches(digits.inputs[part::parts], digits.labels[part::parts], 32, np.random.default_rng(part))
+    model, trainer, memory = digits.model(), trainers.Curve(degree=2, epochs=(1, 1), rate=0.01), None
+    generator = torch.Generator().manual_seed(part)
+    with httpx.Client(base_url=options.url, timeout=30.0) as http:
+        space = ParameterSpace.of_spec(ask(http, "GET", "/spec").raise_for_status().json())
+        for _ in range(options.tasks):
+            headers = {"Idempotency-Key": secrets.token_hex(16)}
+            sent = ask(http, "POST", f"/dispatch/{options.name}", headers=headers).raise_for_status()
+            ticket = wire.unpack(sent.content, spec=space)
+            payload = work(model, ticket.message, trainer, batches, memory=memory, generator=generator)
+            memory = payload.memory  # it stays here
+            data = wire.pack(replace(payload, memory=None), spec=space, ticket=ticket)
+            answer = ask(http, "POST", f"/receive/{options.name}", data=data)
+            told = answer.json()
+            if answer.status_code == 200:
+                print(f"{options.name}: version {told['version']}, {told['staleness']} late", flush=True)
+            else:
+                print(f"{options.name}: refused: {told['reason']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

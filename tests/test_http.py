@@ -1,0 +1,282 @@
+"""The example over HTTP: three clients as processes, and whatever comes that is no honest upload."""
+
+import asyncio
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+from manifoldagg import ParameterSpace, Server, wire
+from manifoldagg.federated import Payload
+from manifoldagg.federated.rules import AsyncBezier, FedAsync
+from manifoldagg.simulation import task
+
+FOLDER = Path(__file__).parent.parent / "examples" / "http"
+Door = runpy.run_path(str(FOLDER / "server.py"))["Door"]
+
+
+def opened(limit=10_000, *, uploads=4, patience=5.0, **options):
+    server = Server.of(nn.Linear(2, 1), FedAsync(0.5), **options)
+    return Door(server, limit=limit, uploads=uploads, patience=patience)
+
+
+def in_process(door, talk):
+    """`talk` with the application in one loop, where bodies come piece by piece."""
+
+    async def run():
+        transport = httpx.ASGITransport(door.application())
+        async with httpx.AsyncClient(transport=transport, base_url="http://door") as http:
+            return await talk(http)
+
+    return asyncio.run(run())
+
+
+class Http:
+    """One call at a time."""
+
+    def __init__(self, door):
+        self.door = door
+
+    def get(self, path):
+        return in_process(self.door, lambda http: http.get(path))
+
+    def post(self, path, **options):
+        return in_process(self.door, lambda http: http.post(path, **options))
+
+
+@pytest.fixture
+def door():
+    return opened()
+
+
+@pytest.fixture
+def http(door):
+    return Http(door)
+
+
+def dispatched(http, client="ward-7", key="first"):
+    answer = http.post(f"/dispatch/{client}", headers={"Idempotency-Key": key})
+    assert answer.status_code == 200
+    return answer.content
+
+
+def upload(door, sent, **changes):
+    ticket = wire.unpack(sent, spec=door.server.space)
+    payload = Payload(ticket.message.start[None] + 1, samples=10)
+    return wire.pack(replace(payload, **changes), spec=door.server.space, ticket=ticket)
+
+
+def tickets(door):
+    return len(door.server._books.value.tickets)
+
+
+def test_a_client_without_the_module_learns_the_space(http, door):
+    assert ParameterSpace.of_spec(http.get("/spec").json()) == door.server.space
+
+
+def test_a_dispatch_that_is_asked_for_again_is_the_same_ticket(http, door):
+    first = dispatched(http)
+    assert dispatched(http) == first
+    assert tickets(door) == 1
+    # A client that has started anew asks with another key: what it had is nobody's any more.
+    second = dispatched(http, key="second")
+    assert wire.ticket_of(second) != wire.ticket_of(first)
+    assert tickets(door) == 1
+    assert http.post("/receive/ward-7", content=upload(door, first)).status_code == 422
+    assert http.post("/dispatch/ward-7").status_code == 400
+
+
+def test_an_answer_that_is_sent_again_gets_the_same_receipt(http, door):
+    data = upload(door, dispatched(http))
+    first, again = (http.post("/receive/ward-7", content=data) for _ in range(2))
+    assert (first.status_code, again.status_code) == (200, 200)
+    assert first.json() == again.json()
+    assert first.json()["version"] == door.server.version == 1
+    assert (tickets(door), door.sent) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status", "reason"),
+    [
+        (lambda data: b"", 400, "wire: expected what `pack` returns"),
+        (lambda data: b"of my own making", 400, "wire: expected what `pack` returns"),
+        (lambda data: data[:-1], 400, "wire: expected what `pack` returns"),
+        (lambda data: data[:300] + b"!" + data[301:], 422, "wire: "),
+    ],
+    ids=["nothing", "text", "cut", "altered"],
+)
+def test_junk_is_told_what_it_is(http, door, spoil, status, reason):
+    answer = http.post("/receive/ward-7", content=spoil(upload(door, dispatched(http))))
+    assert answer.status_code == status
+    assert answer.json()["reason"].startswith(reason)
+    assert (door.server.version, tickets(door)) == (0, 1)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_what_does_not_fit_is_refused_and_may_be_sent_anew(http, door):
+    sent = dispatched(http)
+    broken = upload(door, sent, points=torch.full((1, 3), float("nan")))
+    refused = http.post("/receive/ward-7", content=broken)
+    assert (refused.status_code, refused.json()["reason"]) == (
+        422,
+        "points: expected finite values, got nan at (0, 0)",
+    )
+    assert http.post("/receive/ward-8", content=upload(door, sent)).status_code == 422
+    other = Server.of(nn.Linear(3, 1), FedAsync(0.5))
+    ticket = wire.unpack(sent)
+    foreign = wire.pack(Payload(torch.ones(1, 4), samples=1), spec=other.space, ticket=ticket)
+    assert http.post("/receive/ward-7", content=foreign).json()["reason"].startswith("wire: layout")
+    nobodys = wire.pack(Payload(torch.ones(1, 3), samples=1), spec=door.server.space)
+    assert http.post("/receive/ward-7", content=nobodys).json()["reason"] == "ticket: unknown, or used already"
+    assert http.post("/receive/ward-7", content=upload(door, sent)).status_code == 200
+    assert http.get("/status").json()["version"] == 1
+
+
+def test_what_is_too_large_is_told_before_it_has_come(door):
+    taken = []
+
+    async def endless():
+        for i in range(1000):
+            taken.append(i)
+            yield bytes(1000)
+
+    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless()))
+    assert (answer.status_code, answer.json()["reason"]) == (413, "body: expected at most 10000 bytes")
+    assert len(taken) == 11
+    # With a length nothing is read at all.
+    taken.clear()
+    told = {"Content-Length": "10001"}
+    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless(), headers=told))
+    assert (answer.status_code, taken) == (413, [])
+    assert door.held == 0
+
+
+def test_an_upload_that_takes_too_long_ends():
+    door = opened(patience=0.05)
+
+    async def stalled():
+        yield b"a"
+        await asyncio.sleep(60)
+
+    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=stalled()))
+    assert (answer.status_code, door.held) == (408, 0)
+
+
+def test_who_comes_when_all_hands_are_full_is_told_when_to_come_again():
+    door = opened(uploads=1, max_tickets=1)
+
+    async def talk(http):
+        sent = (await http.post("/dispatch/ward-7", headers={"Idempotency-Key": "a"})).content
+        full = await http.post("/dispatch/ward-8", headers={"Idempotency-Key": "b"})
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def slowly():
+            begun.set()
+            await go.wait()
+            yield upload(door, sent)
+
+        first = asyncio.create_task(http.post("/receive/ward-7", content=slowly()))
+        await begun.wait()
+        second = await http.post("/receive/ward-8", content=b"")
+        go.set()
+        return full, second, await first
+
+    full, second, first = in_process(door, talk)
+    for answer in (full, second):
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        assert answer.json()["reason"].startswith("server: busy")
+    assert (first.status_code, door.held) == (200, 0)
+
+
+def test_a_client_asks_again_where_an_answer_was_lost():
+    ask = runpy.run_path(str(FOLDER / "client.py"))["ask"]
+    seen = []
+
+    def flaky(request):
+        seen.append(request.read())
+        if len(seen) == 1:
+            raise httpx.ReadTimeout("lost")
+        if len(seen) == 2:
+            return httpx.Response(503, headers={"Retry-After": "0"})
+        return httpx.Response(200)
+
+    with httpx.Client(transport=httpx.MockTransport(flaky), base_url="http://door") as http:
+        assert ask(http, "POST", "/receive/a", data=b"all of it").status_code == 200
+        assert seen == [b"all of it"] * 3
+        seen.clear()
+        with pytest.raises(httpx.ReadTimeout):
+            ask(http, "POST", "/receive/a", tries=1)
+
+
+class Process:
+    """A program of the example, its lines as they come; it ends with the test, whatever happens."""
+
+    def __init__(self, *command):
+        # `timeout` ends it even if nobody is left to do so.
+        self.process = subprocess.Popen(
+            ["timeout", "300", sys.executable, *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines = []
+        self.first = threading.Event()
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+
+    def read(self):
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            self.first.set()
+        self.first.set()
+
+    def end(self, number=signal.SIGTERM):
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.reader.join(30)
+        self.process.stdout.close()
+
+
+def test_three_processes_on_the_loopback(tmp_path):
+    file = tmp_path / "server.checkpoint"
+    running = []
+
+    def start(*command):
+        running.append(Process(*command))
+        return running[-1]
+
+    try:
+        server = start(FOLDER / "server.py", "--checkpoint", file)
+        assert server.first.wait(200)
+        url = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)", server.lines[0])[1]
+        command = (FOLDER / "client.py", url)
+        clients = [start(*command, f"ward-{i}", "--part", f"{i}/3", "--tasks", "2") for i in range(3)]
+        for client in clients:
+            assert client.process.wait(200) == 0, client.lines
+            client.reader.join(30)
+            assert len(client.lines) == 2
+            assert all(re.fullmatch(r"ward-\d: version \d, \d late", line) for line in client.lines)
+        # Ended early on a connection of its own: the server has let go of it.
+        with httpx.Client(base_url=url) as http:
+            assert http.post("/receive/ward-0", content=iter([bytes(2**16)] * 100)).status_code == 413
+            assert http.get("/status").json() == {"version": 6, "refused": {}}
+        server.end()
+        assert server.lines[1:] == ["stopped at version 6"]
+        space = ParameterSpace.of(task("digits").model())
+        assert Server.resume(file, space, AsyncBezier(rate=0.5)).version == 6
+    finally:
+        for process in running:
+            process.end()
