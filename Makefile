@@ -36,6 +36,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/clock.py
 	$(BIN)/python benchmarks/routing.py
 	$(BIN)/python benchmarks/simulation.py
+	$(BIN)/python benchmarks/flower.py
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "manifoldagg needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

@@ -22,8 +22,11 @@ SILENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """What Flower and Ray are told."""
-NAMESPACE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-"""Before a command: it has no network but a loopback that is down, and all its processes end with it."""
+NAMESPACE = (
+    *("setpriv", "--pdeathsig", "KILL"),
+    *("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
+)
+"""Before a command: it has no network but a loopback that is down, and all its processes end with it, or with us."""
 
 
 def environment(name: str) -> Path:
