@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -333,6 +333,8 @@ class Asynchronous(Strategy):
             LOG.info("Waiting for at least %d nodes to connect", self.min_available_nodes)
             time.sleep(self.interval)
         routing = declared(self.rule, "routing")
+        weights = self.server_options.get("weights")
+        known = [clients for clients in (routing, weights) if isinstance(clients, Mapping)]
         drawn, self._generator = (np.random.default_rng([self.seed, i, self.server.updates]) for i in range(2))
 
         def asked(here: list[int]) -> Asking:
@@ -344,7 +346,7 @@ class Asynchronous(Strategy):
             self.server,
             largest=_size(initial_arrays),
             interval=self.interval,
-            takes=lambda node: routing is None or node in routing,
+            takes=lambda node: all(node in clients for clients in known),
         )
         self._campaign.open(asked)
 
@@ -369,7 +371,7 @@ class Asynchronous(Strategy):
                 # What a method of somebody else's has not taken is a failure.
                 self._campaign.settle(reply.metadata.reply_to_message_id, well=False)
             self._conclude()
-            if self._stopped:
+            if arrays is None and self._stopped:
                 return
             if arrays is None and time.monotonic() > until:
                 LOG.warning("round %d: ends after %g s, with %d updates", number, timeout, len(self._taken))
@@ -443,7 +445,8 @@ class Asynchronous(Strategy):
         if len(records) != 1:
             raise WireError(f"wire: expected one ArrayRecord, a model, got {len(records)}")
         found = state_dict(records[0])
-        return found | {name: found[name].to(dtype) for name, dtype in self._widened.items() if name in found}
+        wide = {name for name, tensor in found.items() if tensor.dtype is torch.float32}
+        return found | {name: found[name].to(dtype) for name, dtype in self._widened.items() if name in wide}
 
     def _sent(self, ticket: Ticket) -> dict[str, ArrayRecord]:
         """What a node gets. Messages of one version share their arrays."""

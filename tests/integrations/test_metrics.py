@@ -1,0 +1,73 @@
+"""Metrics and rounds: Flower's own mean where all tell the same, and no crash where somebody lies."""
+
+import math
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.errors import CheckpointError
+from manifoldagg.integrations.flower.metrics import bare, samples_of, weighted_mean
+from manifoldagg.integrations.flower.rounds import Rounds
+
+FLOATS = st.floats(-1e6, 1e6)
+TOLD = st.lists(
+    st.tuples(st.integers(1, 10**6), FLOATS, st.lists(FLOATS, min_size=2, max_size=2)), min_size=1, max_size=5
+)
+VALUES = st.one_of(st.integers(-(2**62), 2**62), st.floats(), st.lists(st.floats(), max_size=3))
+
+
+@given(TOLD)
+def test_the_mean_is_flowers_own_where_all_tell_the_same(told):
+    records = [MetricRecord({"n": n, "loss": loss, "both": both}) for n, loss, both in told]
+    contents = [RecordDict({"metrics": record}) for record in records]
+    ours, theirs = weighted_mean(contents, "n"), aggregate_metricrecords(contents, "n")
+    assert set(ours) == set(theirs) == {"loss", "both"}
+    # A mean rounds each of its k sums and the quotient: relative to the largest that is added.
+    error = 10 * 2**-52 * 1e6
+    assert ours["loss"] == pytest.approx(theirs["loss"], abs=error)
+    assert ours["both"] == pytest.approx(theirs["both"], abs=error)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["n", "loss", "other"]), VALUES), max_size=4))
+def test_whatever_nodes_tell_there_is_a_record(told):
+    contents = [RecordDict({"metrics": MetricRecord(metrics)}) for metrics in told]
+    assert isinstance(weighted_mean(contents, "n"), MetricRecord)
+
+
+@pytest.mark.parametrize("given_", [0, -1, 0.5, math.nan, math.inf, [3]])
+def test_samples_are_a_positive_integer_or_none(given_):
+    assert samples_of(RecordDict({"metrics": MetricRecord({"n": given_})}), "n") is None
+    assert samples_of(RecordDict({"config": ConfigRecord({"n": 3})}), "n") is None
+    assert samples_of(RecordDict({"metrics": MetricRecord({"n": 3.0})}), "n") == 3
+
+
+def test_bare_records_have_all_but_arrays():
+    content = RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord(), "config": ConfigRecord()})
+    assert list(bare(content)) == ["metrics", "config"]
+
+
+def test_rounds_go_on_where_the_server_is(tmp_path):
+    rounds = Rounds(tmp_path / "server")
+    rounds.enter("evaluate_metrics_serverapp", 0, MetricRecord({"loss": 0.1}))
+    for number in (1, 2, 3):
+        rounds.enter("train_metrics_clientapp", number, MetricRecord({"loss": math.nan, "all": [1, 2], "n": number}))
+        rounds.enter("evaluate_metrics_clientapp", number, None)
+        rounds.end(10 * number)
+    rounds.write()
+    for updates, count in ((35, 3), (30, 3), (29, 2), (9, 0)):
+        again = Rounds(tmp_path / "server")
+        again.read(updates)
+        assert (again.count, again.ends) == (count, [0, 10, 20, 30][: count + 1])
+        assert repr(again.result.train_metrics_clientapp) == repr(
+            {n: rounds.result.train_metrics_clientapp[n] for n in range(1, count + 1)}
+        )
+        assert again.result.evaluate_metrics_serverapp == rounds.result.evaluate_metrics_serverapp
+    nowhere = Rounds(tmp_path / "another")
+    nowhere.read(7)
+    assert nowhere.ends == [0]
+    (tmp_path / "server.rounds").write_bytes(b"junk")
+    with pytest.raises(CheckpointError, match="server.rounds"):
+        rounds.read(30)

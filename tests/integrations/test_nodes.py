@@ -1,0 +1,126 @@
+"""The bookkeeping of nodes: one letter a node, nothing lost, nothing done twice, and rests that double."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.integrations.flower.nodes import Nodes
+
+NODES = range(4)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["meet", "ask", "first", "send", "skip", "well", "badly", "late"]), st.integers(0, 15)),
+    max_size=60,
+)
+
+
+class World:
+    """Plays steps, and keeps account of every piece of work."""
+
+    def __init__(self):
+        self.nodes = Nodes(rest=1.0, longest=8.0)
+        self.now = 0.0
+        self.works = Counter()
+        self.names = iter(range(10**6))
+        self.asked = []
+        self.done = []
+
+    def play(self, kind, number):
+        self.now += 0.5
+        nodes, node = self.nodes, number % len(NODES)
+        due = nodes.due(self.now)
+        if kind == "meet":
+            here = [n for n in NODES if number >> n & 1]
+            new, left = nodes.meet(here)
+            assert sorted(nodes.present) == here
+            assert set(new) <= set(here)
+            assert not set(left) & set(here)
+            self.done += [work for works in left.values() for work in works]
+        elif kind in ("ask", "first") and node in nodes.present:
+            work = (node, next(self.names), kind)
+            self.asked.append(work)
+            nodes.ask(node, work, first=kind == "first")
+        elif kind == "send" and due:
+            node, work = due[number % len(due)]
+            nodes.sent(node, str(next(self.names)), work, until=self.now + 3)
+        elif kind == "skip" and due:
+            node, work = due[number % len(due)]
+            nodes.skip(node)
+            self.done.append(work)
+        elif kind in ("well", "badly") and nodes.letters:
+            letter = nodes.letters[number % len(nodes.letters)]
+            held = nodes.held(letter)
+            assert held == nodes.answered(letter, self.now, well=kind == "well")
+            assert nodes.held(letter) is None
+            assert nodes.is_resting(held[0], self.now) == (kind == "badly")
+            self.done.append(held[1])
+        elif kind == "late":
+            for letter in nodes.overdue(self.now):
+                self.done.append(nodes.answered(letter, self.now, well=False)[1])
+
+    def check(self):
+        held = [self.nodes.held(letter) for letter in self.nodes.letters]
+        busy = [node for node, _ in held]
+        assert len(set(busy)) == len(busy)
+        due = dict(self.nodes.due(self.now))
+        assert not set(due) & set(busy)
+        assert set(due) | set(busy) <= set(self.nodes.present)
+        assert all(work[0] == node for node, work in [*held, *due.items()])
+        out = self.done + [work for _, work in held]
+        assert len(set(out)) == len(out)
+        assert set(out) <= set(self.asked)
+
+
+@given(STEPS)
+def test_nodes_have_one_letter_each_and_no_work_is_lost_or_done_twice(steps):
+    world = World()
+    for step in [("meet", 15), *steps]:
+        world.play(*step)
+        world.check()
+    # When everybody has left, all that was ever asked has ended, once.
+    world.play("meet", 0)
+    world.check()
+    assert sorted(world.done) == sorted(world.asked)
+
+
+@given(st.lists(st.booleans(), max_size=12))
+def test_what_comes_first_does_and_the_rest_is_in_order(firsts):
+    nodes = Nodes()
+    nodes.meet([1])
+    for i, first in enumerate(firsts):
+        nodes.ask(1, (not first, i), first=first)
+    found = []
+    while due := nodes.due(0.0):
+        found.append(due[0][1])
+        nodes.skip(1)
+    assert found == sorted(found)
+
+
+@given(st.integers(1, 100))
+def test_rests_double_with_each_failure_in_a_row_up_to_the_longest(failures):
+    nodes = Nodes(rest=0.1, longest=60.0)
+    nodes.meet([1])
+    nodes.ask(1, "work")
+    now = 0.0
+    for failure in range(failures):
+        now += 1.0
+        nodes.rest(1, now)
+        rest = min(0.1 * 2**failure, 60.0)
+        assert nodes.due(now + 0.999 * rest) == []
+        now += rest * 1.001
+        assert nodes.due(now) == [(1, "work")]
+    nodes.sent(1, "letter", "work", until=now + 1)
+    nodes.answered("letter", now, well=True)
+    nodes.rest(1, now)
+    assert not nodes.is_resting(1, now + 0.11)
+
+
+def test_a_letter_is_overdue_when_its_time_is_over():
+    nodes = Nodes()
+    nodes.meet([1])
+    nodes.ask(1, "work")
+    nodes.sent(1, "letter", "work", until=2.0)
+    assert (nodes.overdue(1.9), nodes.overdue(2.0)) == ([], ["letter"])
+    with pytest.raises(KeyError):
+        nodes.answered("another", 2.0, well=True)
