@@ -1,14 +1,18 @@
 # make demo: the main job.  make test: the whole test suite.  Both make .venv first.
+# make test-flower: real processes of Flower on a loopback of their own; Linux, minutes.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check docs soak bench clean
+.PHONY: demo test test-flower check docs soak bench clean
 
 demo: .venv/.installed
 	$(BIN)/manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3
 
 test: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+test-flower: .venv/.installed
+	$(BIN)/python tests/network/flower.py
 
 check: .venv/.installed
 	$(BIN)/ruff format --check .

@@ -6,6 +6,8 @@ import hypothesis
 import jaxtyping
 import pytest
 
+collect_ignore = ["network"]
+"""`make test-flower` runs it."""
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 pytest.register_assert_rewrite("tests.federated.mutants")
 # Flower reports home otherwise, and asks whether there is a newer one.

@@ -1,0 +1,34 @@
+"""The data of a node and of the exam, and the model."""
+
+import os
+
+import numpy as np
+import torch
+
+from manifoldagg.simulation import task
+
+__all__ = ["EXAM", "TASK", "note", "part", "right"]
+
+TASK = task("digits")
+ORDER = np.random.default_rng(0).permutation(len(TASK.labels))
+EXAM = ORDER[:360]
+
+
+def part(number: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples of a node."""
+    index = torch.from_numpy(ORDER[360:][number::nodes])
+    return TASK.inputs[index], TASK.labels[index]
+
+
+@torch.no_grad()
+def right(model: torch.nn.Module) -> float:
+    """How much of the exam a model gets right."""
+    model.eval()
+    return (model(TASK.inputs[EXAM]).argmax(1) == TASK.labels[EXAM]).float().mean().item()
+
+
+def note(folder: str, name: str, line: str) -> None:
+    """One more line of a file, at once."""
+    file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(file, f"{line}\n".encode())
+    os.close(file)

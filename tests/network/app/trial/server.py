@@ -1,0 +1,91 @@
+"""The server: `Asynchronous`, and a thread that writes down what its server knows."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+
+from manifoldagg.federated import Every, Server
+from manifoldagg.federated.events import Accepted, Event, Refused
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.integrations.flower import Asynchronous
+from trial.digits import TASK, note, right
+
+app = ServerApp()
+
+
+def exam(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    """How good a round's model is."""
+    model = TASK.model()
+    model.load_state_dict(arrays.to_torch_state_dict())
+    return MetricRecord({"accuracy": right(model)})
+
+
+def write(path: Path, content: object) -> None:
+    """A file that is there whole or not at all."""
+    path.with_suffix(".part").write_text(json.dumps(content))
+    path.with_suffix(".part").replace(path)
+
+
+def known(server: Server) -> dict[str, object]:
+    """What the server knows, fit for JSON."""
+    out = [str(ticket.client) for ticket in server._books.value.tickets.values()]
+    return {"pid": os.getpid(), "version": server.version, "updates": server.updates, "out": out}
+
+
+def watch(strategy: Asynchronous, folder: Path, done: threading.Event) -> None:
+    """Write what the server knows, and what happens to answers; stop it when somebody says so."""
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Accepted | Refused):
+            reason = event.reason if isinstance(event, Refused) else ""
+            note(str(folder), "events", json.dumps({"client": str(event.client), "reason": reason}))
+
+    while getattr(strategy, "server", None) is None:
+        if done.wait(0.01):
+            return
+    server = strategy.server
+    server.on_event(tell)
+    note(str(folder), "begun", json.dumps({"version": server.version}))
+    while not done.wait(0.2):
+        write(folder / "status.json", known(server))
+        if (folder / "stop").exists():
+            strategy.stop()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """All rounds, or until there is a file `stop` in the folder."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = context.run_config
+    folder = Path(str(config["folder"]))
+    strategy = Asynchronous(
+        FedAsync(0.5),
+        model=TASK.model,
+        updates=config["updates"],
+        patience=config["patience"],
+        min_available_nodes=config["least"],
+        fraction_evaluate=config["evaluate"],
+        checkpoint=Every(folder / "server.checkpoint", updates=1),
+        resume=config["resume"],
+    )
+    done = threading.Event()
+    watcher = threading.Thread(target=watch, args=(strategy, folder, done))
+    watcher.start()
+    try:
+        result = strategy.start(
+            grid, ArrayRecord(TASK.model().state_dict()), num_rounds=config["rounds"], evaluate_fn=exam
+        )
+    finally:
+        done.set()
+        watcher.join()
+    write(folder / "status.json", known(strategy.server))
+    rights = {number: metrics["accuracy"] for number, metrics in result.evaluate_metrics_serverapp.items()}
+    asked = {number: dict(metrics) for number, metrics in result.evaluate_metrics_clientapp.items()}
+    said = {"rights": rights, "asked": asked, "right": exam(0, result.arrays)["accuracy"]}
+    write(folder / "result.json", said)
