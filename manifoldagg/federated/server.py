@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from manifoldagg.errors import (
     ArgumentError,
-    BusyError,
     ManifoldAggError,
     RuleError,
     SpillError,
@@ -46,13 +44,15 @@ from manifoldagg.federated.named import payload_of, resting
 from manifoldagg.federated.record.books import ANYONE, Books, Limits, Open, Row, Taken, row
 from manifoldagg.federated.record.checkpoint import Every, Moment, Saved, Writer, check_name
 from manifoldagg.federated.record.description import called, describe, path_of
+from manifoldagg.federated.record.overflow import Overflow
 from manifoldagg.federated.record.persistent import Atomic
-from manifoldagg.federated.record.spill import Spill, trim
+from manifoldagg.federated.record.spill import Spill
 from manifoldagg.federated.record.store import Kept, Store
 from manifoldagg.federated.record.watch import Watch
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.trees import copied
+from manifoldagg.federated.turn import Answering, Turn
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
@@ -61,8 +61,6 @@ __all__ = ["Server"]
 
 CLOCK = time.monotonic
 """What gives the seconds, unless another does."""
-TRIMMED = 2**20
-"""Bytes that go to files between two requests that freed memory be returned, or a quarter of the limit."""
 P = ParamSpec("P")
 T = TypeVar("T")
 LOG = logging.getLogger("manifoldagg")
@@ -187,22 +185,16 @@ class Server:
         measured = frozenset(getattr(rule, "measured", ())) if space.flat else frozenset()
         self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks, rows, measured)
         self._terms = Terms(space, rule, policies, checks)
-        self._memory_limit = None if memory_limit is None else check_count("memory_limit", memory_limit, at_least=0)
-        self._spill = Spill(spill)
+        memory_limit = None if memory_limit is None else check_count("memory_limit", memory_limit, at_least=0)
+        files = Spill(spill)
         if not callable(clock):
             raise ArgumentError(f"clock: expected a function that returns seconds, got {clock!r}")
         self._clock = clock
-        self._max_waiting = None if max_waiting is None else check_count("max_waiting", max_waiting, at_least=0)
-        # Whose answers wait for the turn, by thread: what an interrupt leaves there goes with its thread's next call.
-        self._waiting: dict[int, str] = {}
-        # Those of them that are admitted, by thread, in the order in which they came.
-        self._admitted: dict[int, None] = {}
-        self._turn = threading.RLock()
+        self._turn = Turn(None if max_waiting is None else check_count("max_waiting", max_waiting, at_least=0))
         self._spare: deque[Tensor] = deque(maxlen=1)
         # What listens may keep models: their memory is not used again.
         self._freed = self._spare.append if averaging is None else None
         self._process = os.getpid()
-        self._untrimmed = 0
         limits = Limits(
             max_staleness=None if max_staleness is None else check_count("max_staleness", max_staleness, at_least=0),
             timeout=None if timeout is None else check_number("timeout", timeout, above=0),
@@ -215,6 +207,7 @@ class Server:
         store = Store().held(("version", 0), Kept(first, self._freed))
         self._books = Atomic(Books(limits, now, Weights.of(weights, checks.samples_factor), store))
         self._watch = Watch(self._books)
+        self._overflow = Overflow(self._books, memory_limit, files)
         self._options = {
             "max_staleness": limits.max_staleness,
             "timeout": limits.timeout,
@@ -223,8 +216,8 @@ class Server:
             "retries": limits.retries,
             "checks": asdict(checks),
             "base_dtype": None if base_dtype is None else str(base_dtype).removeprefix("torch."),
-            "memory_limit": self._memory_limit,
-            "max_waiting": self._max_waiting,
+            "memory_limit": memory_limit,
+            "max_waiting": self._turn.most,
             "policies": policies,
         }
         self._writer = None if checkpoint is None else Writer(checkpoint, self._watch.note)
@@ -311,7 +304,7 @@ class Server:
         server._books.update(lambda _: (books, None))
         if server._writer is not None:
             server._writer.begin(books.history.count)
-        server._move_out()
+        server._overflow.move()
         return server
 
     @without_derivatives
@@ -443,34 +436,29 @@ class Server:
         self._expire()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
         came = self._clock() if self._books.value.watching else math.nan
-        thread = threading.get_ident()
-        outer = self._waiting.get(thread, "")
-        try:
-            if type(ticket_id) is str:
-                self._waiting[thread] = ticket_id
+        answer = Answering(ticket_id if type(ticket_id) is str else "")
+        with answer.lasts:
+            self._turn.come(answer)
             try:
                 found = self._find(ticket_id, client, came)
                 if isinstance(found, Open):
                     payload = admit(self._form, brought(found), based=found.base is None)
-                    self._admitted[thread] = None
-                    self._check_waiting(thread)
+                    self._turn.admit(answer)
             except ManifoldAggError as error:
                 return self._refuse(ticket_id, error, came)
-            if isinstance(found, Receipt):
-                self._catch_up()
-                return found
-            self._check_turn()
-            with self._turn:
-                # What an interrupt kept from the average comes first.
-                self._tell()
-                receipt = self._answer(ticket_id, client, payload, came)
-                self._settle()
-            return receipt
-        finally:
-            self._admitted.pop(thread, None)
-            self._waiting.pop(thread, None)
-            if outer:
-                self._waiting[thread] = outer
+            else:
+                if isinstance(found, Receipt):
+                    self._catch_up()
+                    return found
+                self._turn.check()
+                with self._turn.lock:
+                    # What an interrupt kept from the average comes first.
+                    self._tell()
+                    receipt = self._answer(ticket_id, client, payload, came)
+                    self._settle()
+                return receipt
+            finally:
+                self._turn.go(answer)
 
     def drop(self, ticket: str | Ticket) -> None:
         """Give a ticket back: nobody will answer on it.
@@ -565,8 +553,8 @@ class Server:
             ArgumentError: if it is called from within an update.
         """
         self._check_process()
-        self._check_turn()
-        with self._turn:
+        self._turn.check()
+        with self._turn.lock:
             self._tell()
             average = None if self._averaging is None else self._averaging.average
             return self.model if average is None else copied(average)
@@ -626,10 +614,10 @@ class Server:
         Cost: one pass over all that is kept.
         """
         self._check_process()
-        self._check_turn()
+        self._turn.check()
         if path is None and self._writer is None:
             raise ArgumentError("path: expected one, as the server has no `checkpoint`")
-        with self._turn:
+        with self._turn.lock:
             self._tell()
             moment = self._moment()
         if moment.books.closed:
@@ -649,13 +637,13 @@ class Server:
                 closed then too.
         """
         self._check_process()
-        self._check_turn()
-        with self._turn:
+        self._turn.check()
+        with self._turn.lock:
             try:
                 self._tell()
             finally:
                 self._books.update(lambda now: (now.close(), None))
-                self._spill.close()
+                self._overflow.close()
         self._tell_of_events()
         if self._writer is not None:
             self._writer.finish()
@@ -746,7 +734,7 @@ class Server:
         if timeout is None:
             return []
         time = self._clock()
-        due = self._books.update(lambda now: now.expired(time, but=tuple(self._waiting.values())))
+        due = self._books.update(lambda now: now.expired(time, but=self._turn.tickets))
         if due:
             LOG.warning("tickets expired after %g s: %d", timeout, len(due))
             self._tell_of_events()
@@ -754,8 +742,8 @@ class Server:
 
     def _catch_up(self) -> None:
         """Do what an interrupt of an update that was entered has left undone."""
-        if self._books.value.untold and not self._within():
-            with self._turn:
+        if self._books.value.untold and not self._turn.is_mine():
+            with self._turn.lock:
                 self._settle()
 
     def _settle(self) -> None:
@@ -763,7 +751,7 @@ class Server:
         try:
             self._tell()
         finally:
-            self._move_out()
+            self._overflow.move()
             books = self._books.value
             if self._writer is not None and not books.untold and not books.closed:
                 self._writer.look(books.history.count, self._moment)
@@ -782,35 +770,8 @@ class Server:
 
     def _tell_of_events(self) -> None:
         """Tell those who watch, if anybody does; during an update that is left to its end."""
-        if self._books.value.watching and not self._within():
+        if self._books.value.watching and not self._turn.is_mine():
             self._watch.tell()
-
-    def _move_out(self) -> None:
-        """Bring what is held for clients within the limit, and let go of the memory that leaves."""
-        limit = self._memory_limit
-        while limit is not None and (size := self._move_one(limit)):
-            self._untrimmed += size
-            if self._untrimmed > max(limit // 4, TRIMMED):
-                self._untrimmed = 0
-                trim()
-
-    def _move_one(self, limit: int) -> int:
-        """Move the oldest tree to a file; its size, or 0 where none has to move, or none can."""
-        books = self._books.value
-        over = books.store.over(limit, without=books.current)
-        if over is None:
-            return 0
-        key, kept = over
-        try:
-            filed = self._spill.write(kept.tree)
-        except SpillError as error:
-            LOG.warning("memory_limit: %s stays in memory: %s", key, error)
-            if error.temporary:
-                return 0
-            self._books.update(lambda now: (now._replace(store=now.store.stuck(key, kept)), None))
-            return kept.size
-        self._books.update(lambda now: (now._replace(store=now.store.moved(key, kept, filed)), None))
-        return kept.size
 
     def _blank(self, like: Tensor) -> Kept:
         """Memory for a model, which is used again when nobody has that model any more."""
@@ -819,23 +780,6 @@ class Server:
         except IndexError:
             blank = torch.empty_like(like)
         return Kept(blank, self._freed)
-
-    def _within(self) -> bool:
-        """Whether this thread is taking an update."""
-        return bool(self._turn._is_owned())  # type: ignore[attr-defined]
-
-    def _check_turn(self) -> None:
-        """Not from within an update: its thread would wait for itself."""
-        if self._within():
-            raise ArgumentError("server: an update cannot wait for itself; call this after `receive` has returned")
-
-    def _check_waiting(self, thread: int) -> None:
-        """Not more than may wait, beside the one whose turn it is."""
-        admitted = [*self._admitted]
-        # A handler that receives in this thread has taken its own entry, and so this one, with it.
-        waiting = admitted.index(thread) if thread in admitted else 0
-        if self._max_waiting is not None and waiting > self._max_waiting:
-            raise BusyError(f"server: busy: {waiting} updates wait for their turn, of at most {self._max_waiting}")
 
     def _check_process(self) -> None:
         """Not in a fork: its books are a copy, of which clients know nothing."""

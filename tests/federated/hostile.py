@@ -286,6 +286,7 @@ def files(folder):
 def quiet(scene):
     """Nothing is stuck and nothing held: another update is taken, and when every ticket is gone only the model is kept."""
     server = scene.server
+    assert server._turn.tickets == []
     assert scene.receive(server.dispatch("next", keep=scene.keep)).accepted
     # Of what was interrupted while it was told, perhaps twice.
     assert list(dict.fromkeys(map(repr, scene.told))) == [*map(repr, server.history)]

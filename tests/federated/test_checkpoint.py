@@ -193,7 +193,7 @@ def test_saved_options_are_the_defaults_and_given_ones_go_before(tmp_path):
     assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).weight == 0.25
     other = resumed(tmp_path, server)
     assert other._books.value.limits == server._books.value.limits
-    assert other._max_waiting == 5
+    assert other._turn.most == 5
     other = resumed(tmp_path, server, max_tickets=4, history=0, memory_limit=0, weights={"a": 1, "b": 1})
     assert other._books.value.limits == server._books.value.limits._replace(max_tickets=4, history=0)
     assert other.history == []

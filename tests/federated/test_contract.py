@@ -10,6 +10,7 @@ import torch
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.federated import Payload, Receipt, Server
 from manifoldagg.federated.rules import FedAsync, FedBuff
+from manifoldagg.federated.turn import Answering
 from manifoldagg.federated.weights import check_client
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds
@@ -67,12 +68,16 @@ def test_a_receipt_says_again_what_was_refused():
 def test_a_busy_server_says_so_in_the_receipt_too():
     s = server(max_waiting=0)
     ticket = s.dispatch("a")
-    s._admitted[-1] = None  # Another thread.
-    receipt = s.receive(ticket, payload())
+    another = Answering("of another thread")
+    another.thread = -1
+    with another.lasts:
+        s._turn.come(another)
+        s._turn.admit(another)
+        receipt = s.receive(ticket, payload())
     assert not receipt.accepted
     with pytest.raises(BusyError, match="server: busy: 1 updates wait for their turn, of at most 0"):
         receipt.check()
-    del s._admitted[-1]
+    # It was interrupted before it could go.
     assert s.receive(ticket, payload()).check().accepted
     s = server(max_tickets=1)
     s.dispatch("a")

@@ -238,7 +238,7 @@ def test_an_answer_that_waits_for_its_turn_does_not_expire():
     receipts = []
     thread = threading.Thread(target=lambda: receipts.append(s.receive(waits, LATER)), daemon=True)
     thread.start()
-    while waits.id not in s._waiting.values():
+    while waits.id not in s._turn.tickets:
         pass
     clock[0] = 11.0
     assert s.expire() == [gone.id]
@@ -273,14 +273,14 @@ def test_beyond_those_that_may_wait_others_are_refused():
     receipts = []
     thread = threading.Thread(target=lambda: receipts.append(s.receive(first, LATER)), daemon=True)
     thread.start()
-    while len(s._admitted) < 2:
+    while s._turn.admitted < 2:
         pass
     assert s.receive(second, LATER).reason == "server: busy: 2 updates wait for their turn, of at most 1"
     assert finish().version == 1
     thread.join(PATIENCE)
     assert receipts[0].accepted
     assert s.receive(second, LATER).accepted
-    assert not s._admitted
+    assert s._turn.admitted == 0
 
 
 def test_closing_tells_what_was_not_heard():
