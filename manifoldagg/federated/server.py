@@ -7,9 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float
@@ -36,6 +36,7 @@ from manifoldagg.federated.contract import (
     check_rule,
     extras,
 )
+from manifoldagg.federated.derivatives import without_derivatives
 from manifoldagg.federated.dispatch import check_base_dtype, message, rounded
 from manifoldagg.federated.doubts import check_parameters
 from manifoldagg.federated.events import Watcher
@@ -61,31 +62,9 @@ __all__ = ["Server"]
 
 CLOCK = time.monotonic
 """What gives the seconds, unless another does."""
-P = ParamSpec("P")
-T = TypeVar("T")
 LOG = logging.getLogger("manifoldagg")
 # Who wants to read it adds a handler: a library does not write to the terminal by itself.
 LOG.addHandler(logging.NullHandler())
-set_grad_enabled = torch._C._set_grad_enabled
-"""In one instruction, where the public class runs code that an interrupt could end in its middle."""
-
-
-def without_derivatives(call: Callable[P, T]) -> Callable[P, T]:
-    """`call` under `no_grad` and outside of inference mode; their two decorators would cost as much as the books."""
-
-    @wraps(call)
-    def plain(*args: P.args, **named: P.kwargs) -> T:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return plain(*args, **named)
-        before = torch.is_grad_enabled()
-        try:
-            set_grad_enabled(False)
-            return call(*args, **named)
-        finally:
-            set_grad_enabled(before)
-
-    return plain
 
 
 class Server:
@@ -201,19 +180,15 @@ class Server:
             max_tickets=None if max_tickets is None else check_count("max_tickets", max_tickets),
             history=None if history is None else check_count("history", history, at_least=0),
             retries=check_count("retries", retries, at_least=0),
-            averaged=averaging is not None,
         )
         now = Snapshot(first, rule.init(space, first.clone()), kept)
         store = Store().held(("version", 0), Kept(first, self._freed))
-        self._books = Atomic(Books(limits, now, Weights.of(weights, checks.samples_factor), store))
+        self._books = Atomic(
+            Books(limits, now, Weights.of(weights, checks.samples_factor), store, averaged=averaging is not None)
+        )
         self._watch = Watch(self._books)
         self._overflow = Overflow(self._books, memory_limit, files)
         self._options = {
-            "max_staleness": limits.max_staleness,
-            "timeout": limits.timeout,
-            "max_tickets": limits.max_tickets,
-            "history": limits.history,
-            "retries": limits.retries,
             "checks": asdict(checks),
             "base_dtype": None if base_dtype is None else str(base_dtype).removeprefix("torch."),
             "memory_limit": memory_limit,
@@ -297,7 +272,7 @@ class Server:
             (1, tensor([1., 2.]))
         """
         saved = Saved(path)
-        saved.check(space, rule, {"clock": options.get("clock", CLOCK)}, replace=replace)
+        saved.check(space, rule, options.get("clock", CLOCK), replace=replace)
         server = cls(space, rule, saved.model, **saved.options(options))
         books = saved.books(server._books.value, server._clock(), options.get("weights"), server._freed)
         saved.load(server._averaging)
@@ -655,8 +630,7 @@ class Server:
         """What a checkpoint is made of; in a turn, in which the average has heard of everything."""
         averaging = self._averaging
         told = None if averaging is None else (path_of(type(averaging)), averaging.state())
-        calls = {"clock": self._clock}
-        return Moment(self._books.value, self.space, self.rule, self._options, calls, self._clock(), told)
+        return Moment(self._books.value, self.space, self.rule, self._options, self._clock, self._clock(), told)
 
     def _find(self, ticket_id: Any, client: Any, came: float) -> Open | Receipt:
         """The ticket of an update that may be taken, or the receipt that there is for it."""

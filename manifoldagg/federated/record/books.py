@@ -36,7 +36,6 @@ class Limits(NamedTuple):
         max_tickets: that are out at once.
         history: how many of the latest rows are kept.
         retries: how many of the latest receipts are kept.
-        averaged: whether somebody is to be told of new models.
     """
 
     max_staleness: int | None = None
@@ -44,7 +43,6 @@ class Limits(NamedTuple):
     max_tickets: int | None = None
     history: int | None = None
     retries: int | None = None
-    averaged: bool = False
 
 
 class Open(NamedTuple):
@@ -113,7 +111,8 @@ class Books(NamedTuple):
         answered: receipts by ticket, for those who ask again.
         history: rows by number.
         refused: how many updates, by the field that was wrong.
-        untold: models of which the average has still to hear.
+        averaged: whether there is an average, which is to be told of new models.
+        untold: models of which it has still to hear.
         closed: whether no more tickets are issued.
         watching: who is told of events, which are kept for them alone.
         events: of which they have still to hear, by number.
@@ -127,6 +126,7 @@ class Books(NamedTuple):
     answered: Ordered[str, Answer] = Ordered()
     history: Ordered[int, Row] = Ordered()
     refused: Map[str, int] = Map()
+    averaged: bool = False
     untold: tuple[Told, ...] = ()
     closed: bool = False
     watching: tuple[Watching, ...] = ()
@@ -236,7 +236,7 @@ class Books(NamedTuple):
         untold = self.untold
         if taken.model is not None:
             store = store.held(("version", after.version), taken.model).released(self.current)
-            if self.limits.averaged:
+            if self.averaged:
                 untold = (*untold, Told(after.version, taken.model))
         if outcome.memory is not update.memory:
             key = ("client", update.client)

@@ -80,9 +80,9 @@ class Moment(NamedTuple):
         books: the record, of which the average has heard.
         space: of the models.
         rule: that steps.
-        options: of the server, by the names of its keywords.
-        calls: what it calls, by the names of its keywords.
-        clock: the time in its seconds.
+        options: of the server beside its limits, by the names of its keywords.
+        clock: of the server.
+        time: in its seconds.
         averaging: the class of what averages, and its state; `None` without one.
     """
 
@@ -90,8 +90,8 @@ class Moment(NamedTuple):
     space: Manifold
     rule: Rule
     options: Mapping[str, Any]
-    calls: Mapping[str, Any]
-    clock: float
+    clock: Callable[[], float]
+    time: float
     averaging: tuple[str, Tree] | None
 
     def tree(self) -> Tree:
@@ -109,9 +109,9 @@ class Moment(NamedTuple):
             "space": describe("space", self.space),
             "rule": describe("rule", self.rule),
             "machine": _machine(now.current),
-            "options": dict(self.options),
-            "calls": {name: called(name, function) for name, function in self.calls.items()},
-            "clock": self.clock,
+            "options": {**books.limits._asdict(), **self.options},
+            "clock": called("clock", self.clock),
+            "time": self.time,
             "model": now.current,
             "state": now.state,
             "buffers": unpacked(now.buffers),
@@ -161,8 +161,8 @@ class Saved:
         self._same = True
         self._goes_on = True
 
-    def check(self, space: Manifold, rule: Rule, calls: Mapping[str, Any], *, replace: bool) -> None:
-        """That it was of this space, rule and functions. Where bits may differ as the machine does, it warns.
+    def check(self, space: Manifold, rule: Rule, clock: Callable[[], float], *, replace: bool) -> None:
+        """That it was of this space, rule and clock. Where bits may differ as the machine does, it warns.
 
         A rule of the same class goes on with the state of the one that it replaces, another one begins anew.
 
@@ -176,9 +176,7 @@ class Saved:
         given = describe("rule", rule)
         told = difference("rule", was, given)
         if told is None and not replace:
-            named = {name: called(name, function) for name, function in calls.items()}
-            pairs = (difference(name, before, named[name]) for name, before in self._tree["calls"].items())
-            told = next((odd for odd in pairs if odd is not None), None)
+            told = difference("clock", self._tree["clock"], called("clock", clock))
         if told is not None and not replace:
             raise CheckpointError(f"{self._path}: {told}; with replace=True it takes over")
         self._same = was["class"] == given["class"]
@@ -204,12 +202,12 @@ class Saved:
             saved["buffers"] = {glob.escape(name): policy for name, policy in policies.items()}
         return {**saved, **given}
 
-    def books(self, fresh: Books, clock: float, weights: Any, freed: Callable[[Tensor], object] | None) -> Books:
+    def books(self, fresh: Books, time: float, weights: Any, freed: Callable[[Tensor], object] | None) -> Books:
         """The record.
 
         Args:
             fresh: of a server that was made of these options and has done nothing yet.
-            clock: the time in its seconds. The ages of tickets go on from what they were.
+            time: in seconds of the clock. The ages of tickets go on from what they were.
             weights: as given; `None` for what was saved.
             freed: what gets the memory of models that nobody needs any more.
 
@@ -227,7 +225,7 @@ class Saved:
             tree["version"],
             tree["norms"],
         )
-        later = clock - tree["clock"]
+        later = time - tree["time"]
         tickets: Ordered[str, Open] = Ordered()
         for name, *fields in tree["tickets"]:
             ticket = Open(*fields)

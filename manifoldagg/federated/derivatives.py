@@ -1,0 +1,37 @@
+"""Without derivatives: for methods that take other people's tensors, in whatever mode they are called."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+__all__ = ["without_derivatives"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+set_grad_enabled = torch._C._set_grad_enabled
+"""In one instruction, where the public class runs code that an interrupt could end in its middle."""
+
+
+def without_derivatives(call: Callable[P, T]) -> Callable[P, T]:
+    """`call` under `no_grad` and outside of inference mode; their two decorators would cost as much as the books.
+
+    Example:
+        >>> without_derivatives(torch.is_grad_enabled)(), torch.is_grad_enabled()
+        (False, True)
+    """
+
+    @wraps(call)
+    def plain(*args: P.args, **named: P.kwargs) -> T:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return plain(*args, **named)
+        before = torch.is_grad_enabled()
+        try:
+            set_grad_enabled(False)
+            return call(*args, **named)
+        finally:
+            set_grad_enabled(before)
+
+    return plain
