@@ -55,7 +55,7 @@ class Asynchronous(Strategy):
         concurrency: tasks under way at a time; `None`: one a node.
         patience: seconds that a node may take for a task, or an evaluation; `None`: `timeout` of `start`.
         wire: messages go in the wire's form, whole, to nodes that run `client_app`. `None`: where the rule asks for
-            more than models.
+            more than models, or tells more.
         compress: them, without loss.
         fraction_evaluate: of the nodes that evaluate a round; 0 for none.
         min_evaluate_nodes: that evaluate; where fewer are connected nobody does.
@@ -136,6 +136,7 @@ class Asynchronous(Strategy):
         if more and wire is False:
             raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} asks for more than models")
         self.wire = more if wire is None else wire
+        self._as_needed = wire is None
         self.compress = compress
         self.fraction_evaluate = check_number("fraction_evaluate", fraction_evaluate, at_least=0, at_most=1)
         self.min_evaluate_nodes = check_count("min_evaluate_nodes", min_evaluate_nodes, at_least=0)
@@ -450,7 +451,8 @@ class Asynchronous(Strategy):
 
     def _sent(self, ticket: Ticket) -> dict[str, ArrayRecord]:
         """What a node gets. Messages of one version share their arrays."""
-        if self.wire:
+        more = ticket.message.tensors or ticket.message.numbers
+        if self.wire or (self._as_needed and more):
             return {KEY: packed(pack(ticket, compress=self.compress))}
         if self._last is None or not _same(self._last[0], ticket):
             self._last = ticket, array_record(ticket.state_dict())

@@ -1,0 +1,22 @@
+"""What is learned, scikit-learn's digits split over the nodes by Dirichlet, and how, as the run's config says."""
+
+from functools import lru_cache, partial
+
+from manifoldagg.simulation import Federation, Method, dirichlet_partition, task
+from manifoldagg.simulation.methods import method
+
+
+def federation_of(config, nodes: int) -> Federation:
+    """Who of so many nodes holds which digits, for training and held out."""
+    return _split(nodes, config["concentration"], config["seed"])
+
+
+def method_of(config, nodes: int) -> Method:
+    """A rule, and the trainer that feeds it."""
+    return method(config["method"]).bound(range(nodes))
+
+
+@lru_cache(maxsize=1)
+def _split(nodes: int, concentration: float, seed: int) -> Federation:
+    partition = partial(dirichlet_partition, concentration=concentration)
+    return Federation.split(task("digits"), nodes, partition=partition, seed=seed)
