@@ -1,16 +1,76 @@
-"""What the guide tells of Flower is so."""
+"""The example app, and the guide's: the same ServerApp and ClientApp, with nodes that are threads."""
 
 import re
+import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
+import pytest
 import torch
+from flwr.app import Context, RecordDict
 
 from manifoldagg.federated import Server
 from manifoldagg.federated.contract import extras
 from manifoldagg.simulation.methods import RULES, method
+from tests.integrations.engine import running
 
 ROOT = Path(__file__).parents[2]
+APP = ROOT / "examples/flower_app"
 NODES = 4
+
+
+def told(app, config):
+    """The app, told what `flwr run` tells the nodes of a simulation."""
+
+    def call(message, context):
+        known = {**context.node_config, "num-partitions": NODES}
+        return app(message, Context(context.run_id, context.node_id, known, context.state, config))
+
+    return call
+
+
+def serve(server, client, config):
+    with running(told(client, config), NODES) as engine:
+        server(engine.grid, Context(1, 1, {}, RecordDict(), config))
+
+
+@pytest.fixture
+def app(monkeypatch):
+    """What `pyproject.toml` names, imported as Flower does, and its config."""
+    monkeypatch.syspath_prepend(str(APP))
+    told = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    for name in ("task", "server_app", "client_app"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    found = {}
+    for name, path in told["components"].items():
+        module, _, attribute = path.partition(":")
+        found[name] = getattr(import_module(module), attribute)
+    yield found["serverapp"], found["clientapp"], told["config"]
+    for name in ("task", "server_app", "client_app"):
+        sys.modules.pop(name, None)
+
+
+def test_the_app_runs_with_the_method_of_its_config(app, capsys):
+    server, client, config = app
+    assert config["method"] == "asyncbezier"
+    serve(server, client, config | {"rounds": 2})
+    accuracy, updates = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"accuracy by round: 0\.\d{3} 0\.\d{3} 0\.\d{3}", accuracy)
+    assert updates.startswith(f"{2 * NODES} updates of {NODES} nodes, staleness at most ")
+
+
+@pytest.mark.filterwarnings("ignore:model")
+def test_the_apps_of_the_guide_run(capsys):
+    torch.manual_seed(0)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/guide/flower.md").read_text(), flags=re.M | re.S)
+    named = {"__name__": "__main__"}
+    exec(compile("\n".join(blocks), "guide", "exec"), named)
+    for client in (named["client"], named["curves"]):
+        serve(named["server"], client, {})
+    plain, curves = capsys.readouterr().out.splitlines()
+    assert plain.startswith("{1: {'loss': ")
+    assert curves == "{1: {}, 2: {}, 3: {}}"
 
 
 def test_the_guide_tells_which_rules_take_an_app_of_ones_own():
