@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-flower check docs soak bench clean
+.PHONY: demo test test-flower test-hosts check docs soak bench clean
 
 demo: .venv/.installed
 	$(BIN)/manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3
@@ -13,6 +13,9 @@ test: .venv/.installed
 
 test-flower: .venv/.installed
 	$(BIN)/python tests/network/flower.py
+
+test-hosts: .venv/.installed
+	$(BIN)/python benchmarks/peers/hosts.py
 
 check: .venv/.installed
 	$(BIN)/ruff format --check .

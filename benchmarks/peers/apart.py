@@ -15,6 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = HERE / ".environments"
+BARE = "bare "
 SILENT = {
     "OMP_NUM_THREADS": "1",
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -32,7 +33,8 @@ NAMESPACE = (
 def environment(name: str) -> Path:
     """The Python of an environment, which is made where it is missing, half made or of another list.
 
-    It has this process's torch and the lines of `NAME.txt`, where `manifoldagg` stands for all that it needs.
+    It has this process's torch and the lines of `NAME.txt`, where `manifoldagg` stands for all that it needs, and a
+    package after `bare` comes without what that needs.
     """
     folder = ENVIRONMENTS / name
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -45,7 +47,10 @@ def environment(name: str) -> Path:
         print(f"making the environment of {name}", file=sys.stderr, flush=True)
         venv.create(folder, clear=True, with_pip=True)
         install = [python, "-m", "pip", "install", "--quiet", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, *asked], check=True, timeout=1800)
+        whole = [line for line in asked if not line.startswith(BARE)]
+        subprocess.run([*install, *whole], check=True, timeout=1800)
+        if bare := [line.removeprefix(BARE) for line in asked if line.startswith(BARE)]:
+            subprocess.run([*install, "--no-deps", *bare], check=True, timeout=1800)
         made.write_text("\n".join(asked) + "\n")
     return python
 

@@ -1,0 +1,72 @@
+"""The recipe under the loop of NVFlare's own FedAvg; clients answer in this process, and nothing is sent anywhere."""
+
+import runpy
+import sys
+
+import numpy as np
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.signal import Signal
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.workflows.fedavg import FedAvg
+
+Corrected = runpy.run_path(sys.argv[1])["Corrected"]
+CLIENTS = ["site-1", "site-2", "site-3"]
+
+
+class Here(FedAvg):
+    """FedAvg whose messages go to functions."""
+
+    def sample_clients(self, num_clients=None):
+        return CLIENTS
+
+    def send_model(self, task_name, targets, data, callback, **options):
+        for i, client in enumerate(targets):
+            step = {name: 0.1 * np.ones_like(x) * (i + 1) for name, x in data.params.items()}
+            full = {name: data.params[name] + step[name] for name in step}
+            # Of the three the last sends differences, and the second is broken in the second round.
+            params, kind = (step, ParamsType.DIFF) if i == 2 else (full, ParamsType.FULL)
+            if i == 1 and self.current_round == 1:
+                params = {name: x * np.nan for name, x in params.items()}
+            meta = {"client_name": client, "NUM_STEPS_CURRENT_ROUND": 10 * (i + 1)}
+            try:
+                callback(FLModel(params=params, params_type=kind, meta=meta))
+            except ValueError as refusal:  # as its controller does with every error of a callback
+                self.refused.append(str(refusal))
+
+    def get_num_standing_tasks(self):
+        return 0
+
+    def event(self, event_type):
+        pass
+
+    def fire_event_with_data(self, *args):
+        pass
+
+    def info(self, message):
+        pass
+
+    def save_model(self, model):
+        self.saved = model
+
+
+def main():
+    first = {"w": np.zeros(3, np.float32), "b": np.zeros(1, np.float32)}
+    aggregator = Corrected(first)
+    told = []
+    take = aggregator.versions.take
+    aggregator.versions.take = lambda *args, **named: told.append(take(*args, **named))
+    controller = Here(num_clients=3, num_rounds=3, model=first, aggregator=aggregator)
+    controller.fl_ctx = FLContext()
+    controller.abort_signal = Signal()
+    controller.refused = []
+    controller.run()
+    assert [numbers["staleness"] for numbers in told] == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert len(controller.refused) == 1
+    assert "expected finite values" in controller.refused[0]
+    assert all(np.array_equal(controller.saved.params[name], aggregator.versions.model[name]) for name in first)
+    assert controller.saved.params["w"].min() > 0
+    print(f"NVFlare: {len(told)} answers in 3 rounds, and one refused")
+
+
+if __name__ == "__main__":
+    main()
