@@ -43,7 +43,9 @@ class Net(FModule):
 
 
 class Server(recipe["Server"]):
-    pass
+    def initialize(self):
+        super().initialize()
+        self.tolerance_for_latency = 20  # after so many units of time a client is lost
 
 
 class model:
@@ -80,7 +82,7 @@ def main():
             json.dump({"client_names": names, **held}, file)
         options = {"num_rounds": 40, "proportion": 0.7, "num_steps": 20, "batch_size": 32, "learning_rate": 0.5}
         options |= {"train_holdout": 0.0, "eval_interval": -1, "no_log_console": True, "no_tqdm": True, "seed": 1}
-        algorithm = types.SimpleNamespace(Server=Server, Client=recipe["Client"])
+        algorithm = types.SimpleNamespace(__name__="recipe", Server=Server, Client=recipe["Client"])
         runner = flgo.init(folder, algorithm, options, model=model, Simulator=Simulator)
         late = []
         take = runner.versions.take
