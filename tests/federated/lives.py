@@ -77,6 +77,7 @@ def content(server):
         "tickets": [(ticket.client, ticket.version, ticket.base) for ticket in books.tickets.values()],
         "answered": [repr(answer) for answer in books.answered.values()],
         "history": bits(server.history),
+        "updates": server.updates,
         "refused": server.refused,
         "averaged": bits(server.averaged()),
         "limits": books.limits,

@@ -123,6 +123,7 @@ class Moment(NamedTuple):
             "tickets": tickets,
             "answered": [(name, client, dict(vars(receipt))) for name, (client, receipt) in books.answered.items()],
             "history": _table([*books.history.values()]),
+            "updates": books.history.count,
             "refused": dict(books.refused),
             "averaging": self.averaging,
         }
@@ -233,8 +234,11 @@ class Saved:
         answered: Ordered[str, Answer] = Ordered()
         for name, client, receipt in tree["answered"]:
             answered = answered.put(name, Answer(client, Receipt(**receipt)))
-        history: Ordered[int, Row] = Ordered()
-        for row in _rows(tree["history"]):
+        rows = list(_rows(tree["history"]))
+        # Numbered as they were: older ones are gone.
+        first = tree["updates"] - len(rows)
+        history: Ordered[int, Row] = Ordered(first=first, after=first)
+        for row in rows:
             history = history.put(history.count, row)
         return fresh._replace(
             now=now,
