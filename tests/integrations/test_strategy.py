@@ -3,16 +3,25 @@
 import threading
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 from torch import nn
 
-from manifoldagg.federated import rules
-from manifoldagg.integrations.flower import Asynchronous
-from manifoldagg.integrations.flower.records import array_record, state_dict
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Every, Payload, Server, rules, trainers
+from manifoldagg.federated.contract import extras
+from manifoldagg.integrations.flower import Asynchronous, campaign, client_app
+from manifoldagg.integrations.flower.records import KEY, array_record, packed, state_dict
+from manifoldagg.wire import pack
+from tests.federated.registered import golden
 from tests.integrations.engine import running
+
+GOLDEN = golden()
+PLAIN = {name: rule for name, rule in GOLDEN.items() if extras(rule) == ({}, ())}
 
 
 class Net(nn.Sequential):
@@ -93,6 +102,28 @@ def test_an_unmodified_app_runs_for_so_many_rounds():
     assert state["1.num_batches_tracked"].dtype is torch.int64
     assert {name: x.shape for name, x in state.items()} == {name: x.shape for name, x in Net().state_dict().items()}
     assert all(torch.equal(x, strategy.server.state_dict()[name]) for name, x in state.items())
+
+
+def tells_more(rule):
+    """Whether it tells clients more than a model: such messages go whole, to nodes that run `client_app`."""
+    message = Server.of(Net(), rule).dispatch(0).message
+    return bool(message.tensors or message.numbers)
+
+
+def test_every_rule_that_needs_no_more_than_models_takes_them():
+    with running(plain_app(), 3) as engine:
+        nodes = sorted(engine.grid.get_node_ids())
+        taken = {}
+        for name, rule in PLAIN.items():
+            if tells_more(rule):
+                continue
+            if isinstance(rule, rules.GeneralizedAsyncSGD):
+                rule = rules.GeneralizedAsyncSGD(dict.fromkeys(nodes, 1 / 3))
+            strategy = asynchronous(rule, fraction_evaluate=0.0)
+            strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
+            taken[name] = (strategy.server.updates, strategy.server.refused)
+    assert taken == {name: (6, {}) for name in taken}
+    assert len(taken) > 20
 
 
 def test_a_model_is_known_by_its_arrays_alone():
@@ -187,6 +218,56 @@ def test_who_is_not_in_a_routing_or_has_no_weight_is_not_asked():
             assert {row["client"] for row in strategy.server.history} == {one, two}
 
 
+class Watched(InMemoryGrid):
+    """A grid that is looked at, with a node that Flower does not know."""
+
+    def __init__(self, grid, phantom=False):
+        self.__dict__.update(vars(grid))
+        self.phantom = phantom
+        self.pulled = []
+        self.flying = Counter()
+        self.most = 0
+
+    def get_node_ids(self):
+        return [*super().get_node_ids(), *([7] if self.phantom else [])]
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        found = list(super().push_messages(messages))
+        for message in messages:
+            if message.metadata.message_id in found:
+                self.flying[message.metadata.dst_node_id] += 1
+        self.most = max(self.most, *self.flying.values(), 0)
+        return found
+
+    def pull_messages(self, names):
+        self.pulled.append(len(names))
+        replies = super().pull_messages(names)
+        for reply in replies:
+            self.flying[reply.metadata.src_node_id] -= 1
+        return replies
+
+
+def test_one_letter_a_node_and_no_more_replies_at_a_time_than_fit(monkeypatch):
+    with running(plain_app(), 4) as engine:
+        grid = Watched(engine.grid)
+        asynchronous().start(grid, first(), num_rounds=3)
+        assert (grid.most, max(grid.pulled)) == (1, 4)
+        monkeypatch.setattr(campaign, "AT_ONCE", 3 * sum(len(x.data) for x in first().values()))
+        grid = Watched(engine.grid)
+        asynchronous().start(grid, first(), num_rounds=3)
+        # Arrays are packed as they came, so a reply is as large as a message.
+        assert (grid.most, max(grid.pulled)) == (1, 3)
+
+
+def test_a_node_that_flower_does_not_know_is_passed_over():
+    with running(plain_app(), 2) as engine:
+        grid = Watched(engine.grid, phantom=True)
+        strategy = asynchronous(updates=6, fraction_evaluate=0.0)
+        strategy.start(grid, first(), num_rounds=1)
+    assert (strategy.server.updates, grid.flying[7]) == (6, 0)
+
+
 def test_an_exam_is_over_when_its_time_is():
     released = threading.Event()
 
@@ -264,6 +345,50 @@ def test_what_an_override_leaves_out_is_no_end():
     assert (strategy.server.updates, strategy.server.tickets) == (0, [])
 
 
+def play(folder, rounds, *, stop_at=None, die_at=None, resume=False, **every):
+    """One node, whose training has no noise; the server is stopped, or dies, in a round's evaluation."""
+
+    def look(number, arrays):
+        if number == stop_at:
+            strategy.stop()
+        if number == die_at:
+            raise KeyboardInterrupt
+        return MetricRecord({"size": float(sum(np.abs(x.numpy()).sum() for x in arrays.values()))})
+
+    checkpoint = Every(folder / "server", **(every or {"updates": 1}))
+    options = {"min_available_nodes": 1, "min_evaluate_nodes": 1, "updates": 2, "checkpoint": checkpoint}
+    strategy = asynchronous(rules.FedAsync(rate=0.5), resume=resume, **options)
+    with running(plain_app(), 1) as engine:
+        try:
+            result = strategy.start(engine.grid, first(), num_rounds=rounds, evaluate_fn=look)
+        except KeyboardInterrupt:
+            result = None
+    if result is None:  # what a killed process leaves is what is on the disk
+        strategy.server.close()
+    return strategy, result
+
+
+def test_who_is_stopped_or_killed_goes_on_bit_for_bit(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    _, whole = play(tmp_path / "a", 4)
+    stopped, part = play(tmp_path / "b", 4, stop_at=2, updates=1000)
+    assert (stopped.server.updates, list(part.evaluate_metrics_serverapp)) == (4, [0, 1, 2])
+    _, again = play(tmp_path / "b", 4, resume=True)
+    _, none = play(tmp_path / "c", 4, die_at=3)
+    assert none is None
+    _, risen = play(tmp_path / "c", 4, resume=True)
+    for found in (again, risen):
+        assert {name: x.data for name, x in found.arrays.items()} == {n: x.data for n, x in whole.arrays.items()}
+        assert found.train_metrics_clientapp == whole.train_metrics_clientapp
+    # Of the round in whose evaluation the server died, that alone is gone.
+    expected = whole.evaluate_metrics_serverapp
+    assert again.evaluate_metrics_serverapp == expected
+    assert {n: expected[n] for n in risen.evaluate_metrics_serverapp} == risen.evaluate_metrics_serverapp
+    over, last = play(tmp_path / "b", 4, resume=True)
+    assert (over.server.updates, last.train_metrics_clientapp) == (8, whole.train_metrics_clientapp)
+
+
 def test_stopping_from_another_thread_ends_a_run_at_once():
     released = threading.Event()
 
@@ -289,3 +414,132 @@ def test_narrow_models_travel_in_wider_numbers():
     assert (strategy.server.updates, strategy.server.refused) == (4, {})
     assert strategy.server.state_dict()["0.weight"].dtype is torch.bfloat16
     assert state_dict(result.arrays)["0.weight"].dtype is torch.float32
+
+
+def batches(context, nth):
+    generator = torch.Generator().manual_seed(nth)
+    return [(torch.randn(8, 3, generator=generator), torch.arange(8) % 2)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "trainer"), [(GOLDEN["AsyncCurve"], trainers.AsyncCurve()), (rules.FedAsync(rate=0.5), trainers.Local())]
+)
+def test_a_client_app_answers_whatever_a_rule_asks_for(rule, trainer):
+    with running(client_app(trainer, Net, batches), 2) as engine:
+        strategy = asynchronous(rule, updates=4)
+        result = strategy.start(engine.grid, first(), num_rounds=1, timeout=60.0)
+    assert strategy.wire == any(extras(rule))
+    assert (strategy.server.updates, strategy.server.refused) == (4, {})
+    assert "loss" in result.evaluate_metrics_clientapp[1]
+
+
+@pytest.fixture(scope="module")
+def finished():
+    with running(plain_app(), 2) as engine:
+        strategy = asynchronous(fraction_evaluate=0.0)
+        strategy.start(engine.grid, first(), num_rounds=1)
+    return strategy
+
+
+def content(arrays, metrics=None, **more):
+    told = {"num-examples": 10} if metrics is None else metrics
+    return RecordDict({"arrays": arrays, "metrics": MetricRecord(told), **more})
+
+
+def changed(**arrays):
+    return ArrayRecord({**first(), **arrays})
+
+
+def array(data, stype="numpy.ndarray"):
+    return Array(dtype="float32", shape=(2,), stype=stype, data=data)
+
+
+HUGE = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,)}".ljust(118)
+BAD = {
+    "nothing": RecordDict(),
+    "no metrics": RecordDict({"arrays": first()}),
+    "no samples": content(first(), {"loss": 0.5}),
+    "samples that are none": content(first(), {"num-examples": 0.5}),
+    "two models": content(first(), more=first()),
+    "a missing tensor": content(ArrayRecord({name: x for name, x in first().items() if name != "0.bias"})),
+    "an unknown tensor": content(changed(another=array(first()["0.bias"].data))),
+    "numbers for names": content(ArrayRecord([x.numpy() for x in first().values()])),
+    "another shape": content(changed(**{"0.bias": Array(np.zeros(9, np.float32))})),
+    "another dtype": content(changed(**{"0.bias": Array(np.zeros(4))})),
+    "a counter that is none": content(changed(**{"1.num_batches_tracked": Array(np.zeros((), np.float32))})),
+    "NaN": content(changed(**{"0.bias": Array(np.full(4, np.nan, np.float32))})),
+    "a header that lies": content(changed(**{"0.bias": array(HUGE)})),
+    "a pickle": content(changed(**{"0.bias": array(b"\x80\x04K\x01.")})),
+    "another form": content(changed(**{"0.bias": array(b"", "pickle")})),
+    "junk of the wire": RecordDict({KEY: packed(b"of my own making")}),
+    "no bytes of the wire": RecordDict({KEY: packed(b"")}),
+    "a payload of another space": RecordDict({KEY: packed(pack(Payload(torch.zeros(1, 3), samples=1)))}),
+}
+
+
+@pytest.mark.parametrize("came", BAD.values(), ids=BAD)
+def test_what_does_not_fit_is_refused_and_changes_nothing(finished, came):
+    server = finished.server
+    before = (server.updates, server.version, {name: x.clone() for name, x in server.state_dict().items()})
+    ticket = server.dispatch(7)
+    receipt = finished._receive(ticket.id, came)
+    assert not receipt.accepted
+    assert receipt.reason
+    server.drop(ticket)
+    assert (server.updates, server.version) == before[:2]
+    assert all(torch.equal(x, before[2][name]) for name, x in server.state_dict().items())
+
+
+def test_a_plain_answer_to_a_rule_that_asks_for_more_is_refused_by_name():
+    rule = next(rule for rule in GOLDEN.values() if any(extras(rule)))
+    strategy = asynchronous(rule, wire=None, fraction_evaluate=0.0)
+    assert strategy.wire
+    with running(plain_app(lambda state, part: state), 2) as engine:
+        strategy.start(engine.grid, first(), num_rounds=1, timeout=0.5)
+    receipt = strategy._receive(strategy.server.dispatch(7).id, content(first()))
+    assert "expected what `client_app` sends" in receipt.reason
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
+    fedasync = rules.FedAsync(rate=0.5)
+    more = next(rule for rule in GOLDEN.values() if any(extras(rule)))
+    for options, words in (
+        ({"rule": rules.FedAsync}, "rule: expected an instance"),
+        ({"model": 3}, "model: expected a module or a function"),
+        ({"updates": 0}, "updates: expected"),
+        ({"concurrency": 0}, "concurrency|tasks: expected"),
+        ({"rule": rules.FedAvg(2), "concurrency": 3}, "tasks: expected None, as FedAvg waits"),
+        ({"patience": 0}, "patience: expected"),
+        ({"rule": more, "wire": False}, "wire: expected None or True"),
+        ({"fraction_evaluate": 1.5}, "fraction_evaluate: expected"),
+        ({"min_evaluate_nodes": -1}, "min_evaluate_nodes: expected"),
+        ({"seed": -1}, "seed: expected"),
+        ({"checkpoint": "server"}, "checkpoint: expected Every"),
+        ({"resume": True}, "resume: expected a `checkpoint`"),
+        ({"max_tickets": 3}, "max_tickets: expected None"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            Asynchronous(**{"rule": fedasync, **options})
+    missing = ArrayRecord({name: x for name, x in first().items() if name != "0.bias"})
+    for model, arrays, words in (
+        (Net, missing, "initial_arrays: missing: 0.bias"),
+        (Net, changed(another=first()["0.bias"]), "initial_arrays: unknown: another"),
+        (Net, changed(**{"0.bias": Array(np.zeros(9, np.float32))}), "initial_arrays: 0.bias: expected shape"),
+        (Net, changed(**{"0.bias": Array(np.full(4, np.nan, np.float32))}), "initial_arrays: .*finite"),
+        (None, changed(**{"0.bias": array(HUGE)}), "initial_arrays: wire: 0.bias"),
+        (lambda: 3, first(), "initial_arrays: model: expected a function that makes a module"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            Asynchronous(fedasync, model=model).start(None, arrays)
+    for options, words in (({"num_rounds": -1}, "num_rounds: expected"), ({"timeout": 0}, "timeout: expected")):
+        with pytest.raises(ArgumentError, match=words):
+            Asynchronous(fedasync).start(None, first(), **options)
+
+
+def test_a_module_that_is_given_stays_as_it_is():
+    model = Net()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with running(plain_app(), 2) as engine:
+        asynchronous(model=model).start(engine.grid, first(), num_rounds=1)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

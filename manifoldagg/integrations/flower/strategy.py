@@ -265,7 +265,7 @@ class Asynchronous(Strategy):
         replies = list(replies)
         for reply in replies:
             self._take(reply)
-        if replies and self.server.updates - self._rounds.ends[-1] < self._quota:
+        if replies and not self._is_full:
             return None, None
         taken, self._taken = self._taken, []
         metrics = self.train_metrics_aggr_fn(taken, self.weighted_by_key) if taken else None
@@ -364,6 +364,8 @@ class Asynchronous(Strategy):
 
         until = time.monotonic() + timeout
         arrays = metrics = None
+        if self._is_full:  # a server that was killed between its last update and the end of the round
+            arrays, metrics = self.aggregate_train(number, [])
         while arrays is None:
             self._campaign.send(configure)
             reply = self._campaign.answer()
@@ -381,11 +383,17 @@ class Asynchronous(Strategy):
         self._arrays = self._rounds.result.arrays = arrays
         self._rounds.end(self.server.updates)
         self._rounds.enter("train_metrics_clientapp", number, metrics)
+        self._keep()
         letters = self.configure_evaluate(number, arrays, self._evaluate_config, grid)
         self._campaign.examine(Exam(number, time.monotonic() + timeout), letters)
         if evaluate_fn is not None:
             self._rounds.enter("evaluate_metrics_serverapp", number, evaluate_fn(number, arrays))
         self._keep()
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether enough updates for the round were taken."""
+        return self.server.updates - self._rounds.ends[-1] >= self._quota
 
     def _finish(self) -> None:
         """After the last round: evaluations are waited for, and what there is is kept."""
