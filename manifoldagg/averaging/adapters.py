@@ -19,6 +19,7 @@ from manifoldagg.errors import (
     check_finite,
     check_number,
     check_vector,
+    is_finite,
 )
 from manifoldagg.manifolds.adapters import Pair, parts_of
 from manifoldagg.manifolds.factors import Truncated, combined, truncated
@@ -86,12 +87,14 @@ def average_adapters(
         The adapter, in the dtypes, shapes and order of the first but for the rank; and
         $\|\bar X - \hat X\| / \|\bar X\|$ over all pairs, before the rounding to these dtypes: rounding where the rank
         allows. With `residual="factors"` also $\bar X - \hat X$, a state dict with the same names and the ranks that it
-        needs, without the pairs of which nothing is left out: added to the weights of the model, it makes the average
-        exact.
+        needs, without the pairs of which nothing is left out. It is in the units of the adapter: added to a weight
+        times the $s$ that the receiving model has for the adapter, its $\alpha / r$ whatever rank the rest has, it
+        makes the average exact, $W + s B_{rest} A_{rest} + s \hat X$. `scaling` knows only ratios to this $s$.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
-        StateDictError: naming the adapter and the tensor that does not fit.
+        StateDictError: naming the adapter and the tensor that does not fit, or the tensor whose average is not finite
+            in its dtype.
 
     Warns:
         UserWarning: where the last singular value kept equals the first left out: the best matrix is one of many.
@@ -119,8 +122,10 @@ def average_adapters(
     left_out, whole, tied = 0.0, 0.0, []
     for pair in parts.pairs:
         cut = _truncated(pair, states, factors, rank)
-        left_out += float(cut.error) ** 2
-        whole += float(cut.values.square().sum())
+        values = cut.values.tolist()
+        left_out, whole = math.hypot(left_out, *values[rank:]), math.hypot(whole, *values)
+        if not math.isfinite(whole):
+            raise _overflow(f"{pair.first}, {pair.second}", torch.float64)
         if bool(cut.tied):
             tied.append(pair.name)
         found |= _rounded(pair, cut.point, states)
@@ -133,7 +138,7 @@ def average_adapters(
         told = f"at {tied[0]}{others} two singular values are equal, and the best matrix of rank {rank} is one of many"
         warnings.warn(f"adapters: {told}", UserWarning, stacklevel=2)
     adapter = {name: found[name] for name in states[0]}
-    error = math.sqrt(left_out / whole) if whole > 0 else 0.0
+    error = left_out / whole if whole > 0 else 0.0
     return (adapter, error) if residual is None else (adapter, error, rest)
 
 
@@ -145,6 +150,9 @@ def _checked(adapters: Sequence[Adapter]) -> list[Adapter]:
         raise ArgumentError(f"adapters: expected a sequence of at least one state dict, got {given}")
     names = set(adapters[0])
     for i, state in enumerate(adapters):
+        for name in state:
+            if not isinstance(name, str):
+                raise StateDictError(f"adapters[{i}]: expected names that are strings, got {name!r}")
         odd = sorted(map(str, names ^ set(state)))
         if odd:
             listed = ", ".join(odd[:3]) + (f" and {len(odd) - 3} more" if odd[3:] else "")
@@ -176,7 +184,10 @@ def _truncated(pair: Pair, states: Sequence[Adapter], factors: np.ndarray, rank:
             told = f"expected factors of {expected} but for the rank, as those of adapters[0], got {given}"
             raise StateDictError(f"adapters[{i}]: {pair.first}, {pair.second}: {told}")
     m = states[0][pair.second].shape[0]
-    return truncated(combined(factors.tolist(), stacks, m), m, rank)
+    try:
+        return truncated(combined(factors.tolist(), stacks, m), m, rank)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, and not in torch's stubs
+        raise _overflow(f"{pair.first}, {pair.second}", torch.float64) from None
 
 
 def _above_rounding(cut: Truncated) -> Tensor:
@@ -187,7 +198,19 @@ def _above_rounding(cut: Truncated) -> Tensor:
 
 def _rounded(pair: Pair, stack: Tensor, states: Sequence[Adapter]) -> dict[str, Tensor]:
     found = pair.unstack(stack, states[0])
-    return {name: x.to(states[0][name].dtype) for name, x in found.items()}
+    return {name: _narrowed(name, x, states[0][name].dtype) for name, x in found.items()}
+
+
+def _narrowed(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in the dtype of a result, which must hold it."""
+    found = x.to(dtype)
+    if not is_finite(found):
+        raise _overflow(name, dtype)
+    return found
+
+
+def _overflow(name: str, dtype: torch.dtype) -> StateDictError:
+    return StateDictError(f"adapters: {name}: expected a finite average, {dtype} holds none; is `scaling` too large?")
 
 
 def _mean(name: str, states: Sequence[Adapter], coefficients: np.ndarray) -> Tensor:
@@ -208,4 +231,4 @@ def _mean(name: str, states: Sequence[Adapter], coefficients: np.ndarray) -> Ten
     terms: Iterator[Tensor] = (
         c * state[name].detach().double() for c, state in zip(coefficients.tolist(), states, strict=True)
     )
-    return reduce(torch.add, terms).to(first.dtype)
+    return _narrowed(name, reduce(torch.add, terms), first.dtype)

@@ -18,8 +18,11 @@ FIRST = re.compile(
 """`….lora_A.weight` as a file has it, `….lora_A.default.weight` as a module has it; of embeddings without `.weight`."""
 ALONE = re.compile(r"(?:.*\.)?lora_(?:magnitude_vector(?:\..+)?|[AB](?:\.[^.]+)?\.bias)")
 """Those of a low-rank adapter that are no factors."""
-OTHERS = re.compile(r"(?:.*\.)?(?:lora|hada|lokr|oft|boft|vera)_[^.]+(?:\..+)?")
-"""What stands for something that is no sum of its tensors."""
+OTHERS = re.compile(
+    r"(?:.*\.)?(?:lora|ia3|hada|lokr|oft|boft|vera|vblora|randlora|delora|gralora|poly_lora|fourierft|waveft|hra|shira|c3a)"
+    r"_[^.]+(?:\..+)?"
+)
+"""Other kinds of adapters, by what PEFT's names of their tensors begin with."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Pair:
         return re.sub(r"\.?lora_(?:embedding_)?A(?:\..*)?$", "", self.first)
 
     def stack(self, state: Mapping[str, Tensor], *, where: str = "adapter") -> Tensor:
-        """B over the transpose of A: (m + n, r).
+        """B over the transpose of A: (m + n, r), in a dtype that holds both.
 
         Raises:
             StateDictError: naming the tensor, if the two are no factors of one matrix.
@@ -53,7 +56,8 @@ class Pair:
         if b.shape[1] != a.shape[0] or math.prod(b.shape[2:]) != 1:
             expected = f"expected shape (any, {a.shape[0]}), as {self.first} has {a.shape[0]} rows"
             raise StateDictError(f"{where}: {self.second}: {expected}; got {tuple(b.shape)}")
-        return torch.cat([b.detach().flatten(1), a.detach().flatten(1).mT.to(b.dtype)])
+        wide = torch.promote_types(a.dtype, b.dtype)
+        return torch.cat([b.detach().flatten(1).to(wide), a.detach().flatten(1).mT.to(wide)])
 
     def unstack(self, stack: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The two tensors of a stack (m + n, any), in the shapes that those of `like` have but for the rank."""

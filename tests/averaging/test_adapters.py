@@ -194,6 +194,74 @@ def test_weights_are_shares_and_none_may_have_all():
     assert (product(found) - product(two)).norm() <= 100 * EPS * product(two).norm()
 
 
+@given(seeds, st.floats(0.1, 10))
+def test_the_residual_makes_the_weights_exact_times_the_scaling_of_who_gets_it(seed, receiver):
+    states = [adapter(seed, 1), adapter(seed + 2, 2), adapter(seed + 4, 3)]
+    own = [8.0, 4.0, 8 / 3]  # lora_alpha / r
+    weight = draw(seed + 6, 8, 10)
+    found, _, rest = average_adapters(states, None, 2, scaling=[s / receiver for s in own], residual="factors")
+    changed = weight + receiver * product(rest) + receiver * product(found)
+    mean = exact(states, [1, 1, 1], own)
+    assert (changed - (weight + mean)).norm() <= 100 * EPS * (mean.norm() + weight.norm())
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [(torch.float64, torch.bfloat16), (torch.bfloat16, torch.float64), (torch.float16, torch.bfloat16)]
+)
+def test_factors_of_different_dtypes_are_not_rounded_to_each_other(a, b):
+    mixed = adapter(2, 2)
+    mixed = {A: mixed[A].to(a), B: mixed[B].to(b)}
+    states = [adapter(0, 2), mixed]
+    found, _ = average_adapters(states, None, 4)
+    mean = exact(states, [1, 1], [1, 1])
+    assert (product(found) - mean).norm() <= 100 * EPS * mean.norm()
+
+
+def test_a_factor_that_the_dtype_of_the_other_does_not_hold_is_averaged():
+    wide = {A: torch.full((1, 10), 1e5), B: torch.ones(8, 1, dtype=torch.float16)}
+    found, _ = average_adapters([adapter(0, 1), wide], None, 2)
+    mean = exact([adapter(0, 1), wide], [1, 1], [1, 1])
+    assert (product(found) - mean).norm() <= 100 * EPS * mean.norm()
+
+
+@pytest.mark.parametrize("size", [1e-100, 1e100])
+def test_the_error_is_that_of_any_size(size):
+    states = [adapter(2 * i, 2) for i in range(2)]
+    grown = [{name: size * x for name, x in state.items()} for state in states]
+    assert abs(average_adapters(grown, None, 2)[1] - average_adapters(states, None, 2)[1]) <= 100 * EPS
+
+
+BIAS = "model.q_proj.lora_B.bias"
+
+
+@pytest.mark.parametrize(
+    ("states", "scaling", "words"),
+    [
+        ([adapter(0, 2, dtype=torch.float16)] * 2, 1e12, f"{A}: expected a finite average, torch.float16 .* `scaling`"),
+        ([adapter(0, 2, dtype=torch.float16) | {BIAS: torch.full((8,), 6e4).half()}], 2.0, f"{BIAS}: .*torch.float16"),
+        ([adapter(0, 2, dtype=torch.float32)] * 3, [1e308] * 3, f"{A}.*: expected a finite average, .* `scaling`"),
+        ([{name: 1e200 * x for name, x in adapter(0, 2).items()}], 1.0, f"{A}, {B}: .*torch.float64"),
+        ([adapter(0, 2) | {BIAS: torch.full((8,), 1e308, dtype=torch.float64)}], 2.0, f"{BIAS}: .*torch.float64"),
+        ([adapter(0, 2, dtype=torch.float16), {A: torch.full((1, 10), 1e9), B: torch.full((8, 1), 1e9)}], 1.0, f"{A}: "),
+    ],
+)  # fmt: skip
+def test_an_average_that_its_dtype_does_not_hold_is_refused_by_name(states, scaling, words):
+    with pytest.raises(StateDictError, match=words):
+        average_adapters(states, None, 2, scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "k.ia3_l", "k.ia3_l.default", "k.hada_w1_a", "k.lokr_w1", "k.oft_r", "k.oft_R.weight", "k.boft_R", "k.vera_lambda_b",
+        "k.vblora_logits_A", "k.randlora_lambda", "k.fourierft_spectrum", "k.hra_u", "k.lora_ranknum", "k.poly_lora_A",
+    ],
+)  # fmt: skip
+def test_other_kinds_of_adapters_are_refused_by_their_names(name):
+    with pytest.raises(StateDictError, match=rf"adapters\[0\]: {name}: .* another kind"):
+        average_adapters([adapter(0, 1) | {name: torch.ones(2)}], None, 1)
+
+
 def test_nothing_has_the_size_of_a_weight():
     states = [adapter(2 * i, 2, m=3000, n=2000, dtype=torch.float32) for i in range(3)]
     with Largest() as seen:
@@ -221,6 +289,8 @@ def test_nothing_has_the_size_of_a_weight():
         (([adapter(0, 1) | {A: torch.ones(1, 10).long()}], None, 1), StateDictError, f"{A}: expected floating"),
         (([adapter(0, 1), adapter(0, 1, n=9)], None, 1), StateDictError, r"adapters\[1\]: .* but for the rank"),
         (([adapter(0, 1) | {A: draw(0, 1, 10) / 0}], None, 1), ArgumentError, rf"adapters\[0\]: {A}: expected finite"),
+        (([{1: draw(0, 2)} | adapter(0, 1)], None, 1), StateDictError, r"adapters\[0\]: expected names that are strings, got 1"),
+        (([adapter(0, 1), adapter(0, 1) | {None: draw(0, 2)}], None, 1), StateDictError, r"\[1\]: expected names .* got None"),
         (([adapter(0, 1) | {"h": draw(0, 2)}, adapter(0, 1) | {"h": draw(0, 3)}], None, 1), StateDictError, r"\[1\]: h: "),
         (([adapter(0, 1) | {"h": torch.tensor(i)} for i in (1, 2)], None, 1), StateDictError, "h: expected integers equal"),
     ],
