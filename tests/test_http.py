@@ -104,6 +104,61 @@ def test_an_answer_that_is_sent_again_gets_the_same_receipt(http, door):
     assert (tickets(door), door.sent) == (0, {})
 
 
+def test_a_late_copy_of_an_answer_leaves_the_next_ticket_alone(http, door):
+    data = upload(door, dispatched(http))
+    assert http.post("/receive/ward-7", content=data).status_code == 200
+    second = dispatched(http, key="second")
+    assert http.post("/receive/ward-7", content=data).status_code == 200
+    assert dispatched(http, key="second") == second
+    assert tickets(door) == 1
+
+
+def test_nothing_is_kept_of_a_ticket_that_has_ended():
+    now = [0.0]
+    door = opened(timeout=600.0, clock=lambda: now[0])
+    http = Http(door)
+    gone = dispatched(http)
+    now[0] = 601.0
+    dispatched(http, "ward-8")
+    assert list(door.sent) == ["ward-8"]
+    # The key of a ticket that is over gets one that can be answered.
+    fresh = dispatched(http)
+    assert wire.ticket_of(fresh) != wire.ticket_of(gone)
+    assert http.post("/receive/ward-7", content=upload(door, fresh)).status_code == 200
+    door.server.drop(door.sent["ward-8"][1])
+    dispatched(http)
+    assert list(door.sent) == ["ward-7"]
+
+
+def test_after_a_restart_an_old_ticket_can_be_answered_or_is_dropped_for_a_new_one(tmp_path):
+    file = tmp_path / "server.checkpoint"
+    door = Door(Server.of(nn.Linear(2, 1), FedAsync(0.5)), limit=10_000, checkpoint=file)
+    http = Http(door)
+    sent = [dispatched(http, client) for client in ("ward-7", "ward-8")]
+
+    async def stops():
+        async with door.lifespan(None):
+            pass
+
+    asyncio.run(stops())
+    door = Door(Server.resume(file, door.server.space, FedAsync(0.5)), limit=10_000, checkpoint=file)
+    http = Http(door)
+    assert http.post("/receive/ward-7", content=upload(door, sent[0])).status_code == 200
+    dispatched(http, "ward-8")
+    assert tickets(door) == 1
+    assert http.post("/receive/ward-8", content=upload(door, sent[1])).status_code == 422
+
+
+def test_who_cannot_be_sent_anything_is_told_why():
+    http = Http(opened(weights={"ward-7": 3}))
+    answer = http.post("/dispatch/ward-8", headers={"Idempotency-Key": "a"})
+    assert (answer.status_code, answer.json()["reason"][:8]) == (422, "client: ")
+    door = opened()
+    door.server.close()
+    answer = Http(door).post("/dispatch/ward-8", headers={"Idempotency-Key": "a"})
+    assert (answer.status_code, "closed" in answer.json()["reason"]) == (422, True)
+
+
 @pytest.mark.parametrize(
     ("spoil", "status", "reason"),
     [
@@ -215,6 +270,17 @@ def test_a_client_asks_again_where_an_answer_was_lost():
         seen.clear()
         with pytest.raises(httpx.ReadTimeout):
             ask(http, "POST", "/receive/a", tries=1)
+
+
+@pytest.mark.parametrize("told", ["Wed, 21 Oct 2026 07:28:00 GMT", "-1", "nan", "inf", "", "9" * 400])
+def test_a_client_outlives_whatever_it_is_told_to_wait(told, monkeypatch):
+    client = runpy.run_path(str(FOLDER / "client.py"))
+    waited = []
+    monkeypatch.setattr(client["time"], "sleep", waited.append)
+    answers = iter([httpx.Response(503, headers={"Retry-After": told}), httpx.Response(200)])
+    with httpx.Client(transport=httpx.MockTransport(lambda _: next(answers)), base_url="http://door") as http:
+        assert client["ask"](http, "GET", "/spec").status_code == 200
+    assert waited == [60.0 if told.isdecimal() else 0.1]
 
 
 class Process:

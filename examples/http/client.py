@@ -29,7 +29,7 @@ def ask(http: httpx.Client, method: str, path: str, *, tries: int = 8, data: byt
             answer = http.request(method, path, **content, **options)
             if answer.status_code != 503 or attempt == tries:
                 return answer
-            wait = float(answer.headers.get("Retry-After", pause))
+            wait = seconds(answer.headers.get("Retry-After", ""), pause)
         except httpx.TransportError:
             if attempt == tries:
                 raise
@@ -37,6 +37,11 @@ def ask(http: httpx.Client, method: str, path: str, *, tries: int = 8, data: byt
         time.sleep(wait)
         pause = min(2 * pause, 10.0)
     raise AssertionError("no tries")
+
+
+def seconds(told: str, otherwise: float) -> float:
+    """How long to wait: as a server has told in seconds, a minute at most. A date is by a clock that may be wrong."""
+    return min(float(told), 60.0) if told.isdecimal() else otherwise
 
 
 def pieces(data: bytes) -> Iterator[bytes]:

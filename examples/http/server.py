@@ -8,6 +8,7 @@ tokens.
 import argparse
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator
 from functools import partial
@@ -23,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from manifoldagg import ParameterSpace, Server, wire
-from manifoldagg.errors import ArgumentError, BusyError, WireError
+from manifoldagg.errors import ArgumentError, BusyError, ManifoldAggError, WireError
 from manifoldagg.federated.rules import AsyncBezier
 from manifoldagg.simulation import task
 
@@ -36,7 +37,7 @@ class Door:
         limit: bytes of an upload.
         uploads: how many are held at once.
         patience: seconds that one may take.
-        checkpoint: written when the application stops.
+        checkpoint: written when the application stops; beside it, who has which ticket.
     """
 
     def __init__(
@@ -51,6 +52,14 @@ class Door:
         self.dispatching = asyncio.Lock()
         # The last ticket of each client: the key that it was asked for with, its id and its bytes.
         self.sent: dict[str, tuple[str, str, bytes]] = {}
+        if self.names and self.names.exists():
+            # The keys are gone, and whoever asks by one gets another ticket; its id says which one that ends.
+            self.sent = {client: ("", ticket, b"") for client, ticket in json.loads(self.names.read_text()).items()}
+
+    @property
+    def names(self) -> Path | None:
+        """The file that says who has which ticket."""
+        return self.checkpoint and self.checkpoint.with_name(f"{self.checkpoint.name}.tickets")
 
     def application(self) -> Starlette:
         """What a web server runs."""
@@ -68,6 +77,10 @@ class Door:
         yield
         if self.checkpoint:
             await run_in_threadpool(self.server.save, self.checkpoint)
+        if self.names:
+            fresh = self.names.with_name(f"{self.names.name}.new")
+            fresh.write_text(json.dumps({client: ticket for client, (_, ticket, _) in self.sent.items()}))
+            fresh.replace(self.names)
         print(f"stopped at version {self.server.version}", flush=True)
 
     async def spec(self, _: Request) -> Response:
@@ -85,6 +98,7 @@ class Door:
         if not key:
             return refusal(400, "Idempotency-Key: expected one, the same for every try")
         async with self.dispatching:
+            self.forget()
             last = self.sent.get(client)
             if last is None or last[0] != key:
                 if last is not None:
@@ -93,11 +107,19 @@ class Door:
                         self.server.drop(last[1])
                 try:
                     ticket = await run_in_threadpool(self.server.dispatch, client)
+                    last = (key, ticket.id, await run_in_threadpool(wire.pack, ticket))
                 except BusyError as error:
                     return busy(str(error))
-                last = (key, ticket.id, await run_in_threadpool(wire.pack, ticket))
+                except ManifoldAggError as error:
+                    return refusal(422, str(error))
                 self.sent[client] = last
         return Response(last[2], media_type="application/octet-stream")
+
+    def forget(self) -> None:
+        """Let go of the tickets that have ended: answered, dropped, or too old."""
+        self.server.expire()
+        out = set(self.server.tickets)
+        self.sent = {client: last for client, last in self.sent.items() if last[1] in out}
 
     async def receive(self, request: Request) -> Response:
         """A receipt, the same one for who asks again."""
@@ -111,8 +133,7 @@ class Door:
                 return refusal(413, f"body: expected at most {self.limit} bytes")
             client = request.path_params["client"]
             answer = await run_in_threadpool(self.answer, client, data)
-            if answer.status_code == 200:
-                self.sent.pop(client, None)
+            self.forget()
             return answer
         except TimeoutError:
             return refusal(408, f"body: expected it within {self.patience:g} s")
@@ -124,7 +145,7 @@ class Door:
     async def body(self, request: Request) -> bytearray | None:
         """What comes, piece by piece, as long as it is no more than may be."""
         told = request.headers.get("Content-Length", "0")
-        if not told.isdecimal() or int(told) > self.limit:
+        if not told.isdecimal() or float(told) > self.limit:
             return None
         data = bytearray()
         async for piece in request.stream():

@@ -32,6 +32,7 @@ __all__ = [
     "blame",
     "by_name",
     "check_names",
+    "check_samples",
     "check_start",
     "norm_of",
     "stored",
@@ -215,7 +216,7 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
         raise ArgumentError(f"base: expected {expected if based else 'none, the server has kept it'}")
     return Payload(
         points=points,
-        samples=_samples(samples, form.checks.max_samples),
+        samples=check_samples(samples, form.checks.max_samples),
         tensors=_tensors(form, tensors),
         numbers=_numbers(form, numbers),
         buffers=_buffers(form, buffers),
@@ -304,7 +305,12 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _samples(given: Any, most: int) -> int:
+def check_samples(given: Any, most: int) -> int:
+    """How many samples a client tells, as a plain integer.
+
+    Raises:
+        ArgumentError: if it is none from 1 to `most`.
+    """
     number = given if type(given) is int else _answered("samples", lambda: _integer(given))
     if number is None or not 1 <= number <= most:
         raise ArgumentError(f"samples: expected an integer from 1 to {most}, got {_short(given)}")

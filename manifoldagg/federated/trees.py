@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.errors import is_finite, is_medium
 
-__all__ = ["Tree", "copied", "disjoint", "replaced", "size_of", "spoils", "tensors", "widened"]
+__all__ = ["Tree", "copied", "covers", "disjoint", "replaced", "size_of", "spoils", "tensors", "widened"]
 
 Tree = Any
 
@@ -53,6 +53,20 @@ def replaced(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
+
+
+def covers(saved: Tree, fresh: Tree) -> bool:
+    """Whether a state has all that a rule begins with, also that of a rule within, and tensors where it has such.
+
+    Example:
+        >>> covers({"m": torch.ones(2), "count": 3}, {"m": torch.zeros(2)}), covers({"m": 3}, {"m": torch.zeros(2)})
+        (True, False)
+    """
+    if isinstance(fresh, Tensor):
+        return isinstance(saved, Tensor) and saved.shape == fresh.shape
+    if not isinstance(fresh, dict):
+        return True
+    return isinstance(saved, dict) and all(name in saved and covers(saved[name], fresh[name]) for name in fresh)
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -10,16 +10,16 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.federated._door import Known, Model, ServerState, check_models, like, stepped, tensors
 from manifoldagg.federated.buffers import Patterns, Waiting, check_patterns, packed, policies, unpacked
-from manifoldagg.federated.contract import Rule, State
+from manifoldagg.federated.contract import Memory, Message, Rule, State
 from manifoldagg.federated.dispatch import message
 from manifoldagg.federated.doubts import check_parameters
-from manifoldagg.federated.intake import UNLIMITED
+from manifoldagg.federated.intake import UNLIMITED, check_samples
 from manifoldagg.federated.record.description import path_of
 from manifoldagg.federated.record.persistent import Atomic
 from manifoldagg.federated.record.spill import Filed
 from manifoldagg.federated.record.store import Kept, Store
 from manifoldagg.federated.snapshot import Snapshot
-from manifoldagg.federated.trees import copied, replaced
+from manifoldagg.federated.trees import copied, covers, replaced
 from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
@@ -41,10 +41,10 @@ class Versions:
     A client has one task at a time, or several under names of their own.
 
     Args:
-        rule: such as `FedAsync(0.6)`; one that asks clients for more than models needs a server.
+        rule: such as `FedAsync(0.6)`; one that asks clients for more than models, or sends them more, needs a server.
         model: to start from: a state dict, or a list of tensors or NumPy arrays. It is copied.
-        weights: as of a server: `"observed"`, `"uniform"`, or a mapping from clients to samples. Of a claim counts at
-            most 100 times the median of what others have told.
+        weights: as of a server: `"observed"`, `"uniform"`, or a mapping from clients to samples. Of what is observed a
+            claim counts at most 100 times the median of what others have told, once five others have.
         buffers: as of `aggregate`.
         manifolds: likewise.
 
@@ -86,10 +86,10 @@ class Versions:
         policies(layout.carried, self._buffers)
         (point,) = self._space.points({"model: ": first})
         self._like = self._made(first)
+        state = rule.init(self._space, point)
+        self._message(point, state, None)
         store = Store().held(_at(0), Kept(self._like))
-        self._record = Atomic(
-            _Record(0, rule.init(self._space, point), Weights.of(weights, UNLIMITED.samples_factor), store)
-        )
+        self._record = Atomic(_Record(0, state, Weights.of(weights, UNLIMITED.samples_factor), store))
         self._turn = threading.RLock()
 
     def send(self, client: Hashable, task: Hashable = None, *, version: int | None = None, again: bool = False) -> Any:
@@ -107,19 +107,19 @@ class Versions:
 
         Raises:
             ArgumentError: if the client has such a task already, is no such name or missing from the weights that were
-                given, or nobody has the version any more.
+                given, nobody has the version any more, or the rule sends this client more than a model.
 
         Cost: three copies of the model.
         """
-        place = (check_client(client), check_client(task))
+        place = (check_client(client), check_client(task, "task"))
         now = self._record.value
         began = now.version if version is None else check_count("version", version, at_least=0)
         kept = now.store.find(_at(began))
         if kept is None:
             raise ArgumentError(f"version: nobody has {began} any more")
         now.weights.check(client)
-        model = self._start(now, client) if version is None else self._copy(now.model(began))
-        self._record.update(lambda now: (now.sent(place, began, kept, again), None))
+        model, apart = self._start(now, client) if version is None else (self._copy(now.model(began)), False)
+        self._record.update(lambda now: (now.sent(place, Begun(began, apart), kept, again), None))
         return model
 
     def take(
@@ -136,9 +136,10 @@ class Versions:
         Args:
             client: that was sent a model.
             update: as of `aggregate`: the client's model, or for a curve a sequence of them.
-            samples: how many it trained on.
+            samples: how many it trained on, at most a billion.
             task: the name of its task, where it had one.
-            difference: whether `update` is new minus old.
+            difference: whether `update` is new minus old. Not of a client that the rule let begin with another model
+                than the version's.
 
         Returns:
             The rule's numbers (such as `cosine`, `step`, `norm`), with the `version` that the model now has, and the
@@ -153,13 +154,16 @@ class Versions:
 
         Cost: that of `aggregate`.
         """
-        place = (check_client(client), check_client(task))
-        check_count("samples", samples)
+        place = (check_client(client), check_client(task, "task"))
+        samples = check_samples(samples, UNLIMITED.max_samples)
         if self._turn._is_owned():  # type: ignore[attr-defined]
             raise ArgumentError("versions: an update cannot wait for itself; take this one after the other was taken")
         with self._turn:
             now = self._record.value
-            began = now.began(place)
+            began, apart = now.began(place)
+            if difference and apart:
+                name = type(self._rule).__name__
+                raise ArgumentError(f"difference: expected a model, as {name} let {client!r} begin with one of its own")
             believed = now.weights.believed(client, samples)
             known = Known(
                 client=client,
@@ -188,7 +192,7 @@ class Versions:
         Raises:
             ArgumentError: if there is none.
         """
-        place = (check_client(client), check_client(task))
+        place = (check_client(client), check_client(task, "task"))
         self._record.update(lambda now: (now.without(place), None))
 
     @property
@@ -215,7 +219,7 @@ class Versions:
             {('ward-7', None): 0}
         """
         now = self._record.value
-        return {place: now.version - began for place, began in now.tasks.items()}
+        return {place: now.version - begun.version for place, begun in now.tasks.items()}
 
     def state(self) -> dict[str, Any]:
         """All that `load` needs to go on from here: a tree of tensors and plain values, for `torch.save`.
@@ -229,7 +233,7 @@ class Versions:
             "rule": path_of(type(self._rule)),
             "version": now.version,
             "models": {version: tensors("model", now.model(version)) for version in now.versions},
-            "tasks": [(*place, began) for place, began in now.tasks.items()],
+            "tasks": [(*place, *begun) for place, begun in now.tasks.items()],
             "weights": now.weights.state(),
             "state": held.state,
             "waiting": None if waiting is None else {**vars(waiting), "latest": unpacked(waiting.latest)},
@@ -282,22 +286,44 @@ class Versions:
         waiting = tree["waiting"]
         if waiting is not None:
             waiting = Waiting(**{**waiting, "latest": packed(waiting["latest"])})
+        current = check_count("state: version", tree["version"], at_least=0)
+        (point,) = self._space.points({"model: ": models[current]})
+        if not covers(tree["state"], self._rule.init(self._space, point)):
+            raise ArgumentError(f"state: state: expected one of {type(self._rule).__name__} for this model")
         state = ServerState(tree["state"], waiting, memory) if memory or waiting is not None else tree["state"]
         kept = {version: Kept(self._made(model)) for version, model in models.items()}
-        current = check_count("state: version", tree["version"], at_least=0)
         record = _Record(current, state, weights, Store().held(_at(current), kept[current]))
-        for client, task, began in tree["tasks"]:
+        for client, task, began, apart in tree["tasks"]:
             weights.check(client)
-            record = record.held((client, task), began, kept[began])
+            place = (client, check_client(task, "task"))
+            if place in record.tasks or client not in weights.told or began > current or type(apart) is not bool:
+                raise ArgumentError(
+                    f"state: tasks: expected one of {client!r} by each name, of a version up to {current}"
+                )
+            record = record.held(place, Begun(began, apart), kept[began])
         return record
 
-    def _start(self, now: "_Record", client: Hashable) -> Any:
-        """What a client begins with that the rule sends now."""
+    def _start(self, now: "_Record", client: Hashable) -> tuple[Any, bool]:
+        """What a client begins with that the rule sends now, and whether it is another model than the current one."""
         model = tensors("model", now.model(now.version))
         (point,) = self._space.points({"model: ": model})
         held = _held(now.state)
-        sent, apart = message(self._space, self._rule, Snapshot(point, held.state), held.memory.get(client), None)
-        return self._made(model | self._space.state_dict(sent.start) if apart else model)
+        sent, apart = self._message(point, held.state, held.memory.get(client))
+        return self._made(model | self._space.state_dict(sent.start) if apart else model), apart
+
+    def _message(self, point: Tensor, state: State, memory: Memory) -> tuple[Message, bool]:
+        """What the rule sends to a client with this memory.
+
+        Raises:
+            ArgumentError: if that is more than a model.
+        """
+        sent, apart = message(self._space, self._rule, Snapshot(point, state), memory, None)
+        if sent.tensors or sent.numbers:
+            more = ", ".join([*sent.tensors, *sent.numbers])
+            raise ArgumentError(
+                f"rule: {type(self._rule).__name__} sends clients more than models, {more}; use a Server"
+            )
+        return sent, apart
 
     def _copy(self, model: Model) -> Any:
         return self._made(tensors("model", model))
@@ -310,6 +336,13 @@ class Versions:
         return like(self._like, layout.named(leaves, carried), tensors("model", self._like))
 
 
+class Begun(NamedTuple):
+    """How a task began: with which version, and whether its client was let begin with another model than that."""
+
+    version: int
+    apart: bool
+
+
 class _Record(NamedTuple):
     """All that is known, as one immutable value. Every method returns a new one, or says why there is none.
 
@@ -318,27 +351,27 @@ class _Record(NamedTuple):
         state: as `aggregate` returns it.
         weights: who takes part.
         store: the model, and older versions.
-        tasks: which version they began with.
+        tasks: how they began.
     """
 
     version: int
     state: State
     weights: Weights
     store: Store
-    tasks: Map[Task, int] = Map()
+    tasks: Map[Task, Begun] = Map()
 
     @property
     def versions(self) -> list[int]:
         """Those that somebody has, and the current one."""
-        return sorted({self.version, *self.tasks.values()})
+        return sorted({self.version, *(begun.version for begun in self.tasks.values())})
 
     def model(self, version: int) -> Model:
         """A version that somebody has."""
         found: Model = self.store.load(_at(version))
         return found
 
-    def began(self, task: Task) -> int:
-        """The version that a task began with.
+    def began(self, task: Task) -> Begun:
+        """How a task began.
 
         Raises:
             ArgumentError: if there is no such task.
@@ -349,7 +382,7 @@ class _Record(NamedTuple):
             raise ArgumentError(f"client: {client!r} has no {of}: it was sent none, or has answered")
         return self.tasks[task]
 
-    def sent(self, task: Task, began: int, kept: Kept | Filed, again: bool) -> "_Record":
+    def sent(self, task: Task, begun: Begun, kept: Kept | Filed, again: bool) -> "_Record":
         """With a task that begins with a version, which is `kept`; `again` in place of the one that there is.
 
         Raises:
@@ -357,15 +390,15 @@ class _Record(NamedTuple):
         """
         client, name = task
         if task not in self.tasks:
-            return self._replace(weights=self.weights.registered(client)).held(task, began, kept)
+            return self._replace(weights=self.weights.registered(client)).held(task, begun, kept)
         if not again:
             of = "a task" if name is None else f"a task {name!r}"
             raise ArgumentError(f"client: {client!r} has {of} already; drop it, send `again`, or name this `task`")
-        return self.without(task).held(task, began, kept)
+        return self.without(task).held(task, begun, kept)
 
-    def held(self, task: Task, began: int, kept: Kept | Filed) -> "_Record":
+    def held(self, task: Task, begun: Begun, kept: Kept | Filed) -> "_Record":
         """With a task that began with a version, which is `kept` where nobody has it."""
-        return self._replace(store=self.store.held(_at(began), kept), tasks=self.tasks.set(task, began))
+        return self._replace(store=self.store.held(_at(begun.version), kept), tasks=self.tasks.set(task, begun))
 
     def without(self, task: Task) -> "_Record":
         """Without a task.
@@ -373,7 +406,7 @@ class _Record(NamedTuple):
         Raises:
             ArgumentError: if there is none.
         """
-        return self._replace(store=self.store.released(_at(self.began(task))), tasks=self.tasks.delete(task))
+        return self._replace(store=self.store.released(_at(self.began(task).version)), tasks=self.tasks.delete(task))
 
     def taken(self, task: Task, known: Known, made: Any) -> tuple["_Record", int]:
         """With the answer to a task; and the version of the model.

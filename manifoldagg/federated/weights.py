@@ -184,8 +184,8 @@ class Weights:
         )
 
 
-def check_client(client: Hashable) -> Hashable:
-    """A name of a client: what can be hashed and, with the same content, is the same key again.
+def check_client(client: Hashable, name: str = "client") -> Hashable:
+    """A name, such as of a client: what can be hashed and, with the same content, is the same key again.
 
     Raises:
         ArgumentError: if it cannot be hashed, if it does not equal itself, or if there is a tensor in it.
@@ -193,14 +193,16 @@ def check_client(client: Hashable) -> Hashable:
     if type(client) is str:
         return client
     if any(isinstance(part, Tensor) for part in _parts(client)):
-        raise ArgumentError("client: expected a hashable name, got a tensor, which equals no other of the same content")
+        raise ArgumentError(
+            f"{name}: expected a hashable name, got a tensor, which equals no other of the same content"
+        )
     try:
         hash(client)
         found = all(part == part for part in _parts(client))
     except Exception:  # whatever the name's own code raises
-        raise ArgumentError(f"client: expected a hashable name, got one of type {type(client).__name__}") from None
+        raise ArgumentError(f"{name}: expected a hashable name, got one of type {type(client).__name__}") from None
     if not found:
-        raise ArgumentError(f"client: expected a name that equals itself, got {client!r}")
+        raise ArgumentError(f"{name}: expected a name that equals itself, got {client!r}")
     return client
 
 

@@ -12,13 +12,39 @@ from hypothesis import strategies as st
 
 from manifoldagg import Server, Versions
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload
-from manifoldagg.federated.rules import ASGD, AsyncBezier, Dominance, FedAsync, FedBuff, FedOrtho
+from manifoldagg.federated import Message, Payload
+from manifoldagg.federated.rules import (
+    ASGD,
+    FLOCO,
+    AsyncBezier,
+    AsyncFedED,
+    Dominance,
+    FedAdam,
+    FedAsync,
+    FedBuff,
+    FedOrtho,
+    Momentum,
+    OrthoFL,
+)
 from manifoldagg.manifolds import ParameterSpace, Sphere
+from tests.federated import test_golden
+from tests.federated.fingerprint import Gathers
 from tests.federated.test_archive import alike
-from tests.federated.test_golden import BEYOND, CURVED, POLICIES, RULES, network, trained
+from tests.federated.test_golden import BEYOND, POLICIES, network, trained
 from tests.support import seeds
 
+
+class Waits(Gathers):
+    """Sends models and nothing else."""
+
+    def message(self, space, state, current, memory):
+        return Message(current)
+
+
+TOLD = {"AsyncFedED", "FLOCO"}
+"""They tell clients more than models."""
+RULES = {name: rule for name, rule in test_golden.RULES.items() if name not in TOLD} | {"a rule that waits": Waits(2)}
+CURVED = [name for name in test_golden.CURVED if name not in TOLD]
 CLIENTS = ["heavy", "light"]
 WEIGHTS = {"observed": "observed", "uniform": "uniform", "given": {"heavy": 3, "light": 1}}
 events = st.tuples(
@@ -124,6 +150,46 @@ def test_what_asks_for_more_than_models_needs_a_server(name):
         Versions(BEYOND[name], {"w": torch.ones(2)})
 
 
+@pytest.mark.parametrize(
+    ("rule", "more"),
+    [(FLOCO(2), "vertices, radius"), (AsyncFedED(), "epochs"), (Momentum(AsyncFedED()), "epochs")],
+    ids=["FLOCO", "AsyncFedED", "inside another"],
+)
+def test_what_sends_clients_more_than_models_needs_a_server(rule, more):
+    with pytest.raises(ArgumentError, match=f"sends clients more than models, {more}; use a Server"):
+        made(rule)
+
+
+def test_what_sends_one_client_more_than_a_model_is_told_before_it_leaves():
+    versions = made(OrthoFL(0.5, protocol=lambda client: "client" if client == "a" else "server"))
+    for client in "ab":
+        versions.take(client, {"w": versions.send(client)["w"] + 1}, samples=1)
+    unchanged(versions, "rule: OrthoFL sends clients more than models, rate, turn", versions.send, "a")
+    versions.send("b")
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_difference_from_what_the_rule_let_a_client_begin_with_is_refused():
+    """Its version is not what it is new minus; the same answer as a model is taken."""
+    versions = made(OrthoFL(0.5))
+    first = versions.send("a"), versions.send("b")
+    for client, base, step in zip("ab", first, (torch.tensor([1.0, 2, 0]), torch.tensor([1.0, 0, 3])), strict=True):
+        # So far all begin with the model.
+        assert torch.equal(base["w"], torch.zeros(3))
+        versions.take(client, {"w": step}, samples=1, difference=True)
+    base = versions.send("a")
+    assert not torch.equal(base["w"], versions.model["w"])
+    step = {"w": torch.ones(3)}
+    words = "difference: expected a model, as OrthoFL let 'a' begin with one of its own"
+    unchanged(versions, words, versions.take, "a", step, samples=1, difference=True)
+    again = made(OrthoFL(0.5))
+    again.load(through_a_file(versions.state()))
+    unchanged(again, words, again.take, "a", step, samples=1, difference=True)
+    for each in (versions, again):
+        each.take("a", {"w": base["w"] + 1}, samples=1)
+    assert alike(versions.state(), again.state())
+
+
 def made(rule=None, **options):
     return Versions(rule or FedAsync(0.5), {"w": torch.zeros(3)}, **options)
 
@@ -147,8 +213,13 @@ def test_what_a_host_does_wrong_is_told_and_changes_nothing():
     unchanged(versions, "client: 'a' has no task 3", versions.take, "a", update, samples=1, task=3)
     unchanged(versions, "client: 'b' has no task", versions.drop, "b")
     unchanged(versions, "client: expected a hashable name", versions.send, torch.ones(1))
-    unchanged(versions, "client: expected a hashable name", versions.send, "b", [1])
-    unchanged(versions, "samples: expected an integer >= 1", versions.take, "a", update, samples=0)
+    unchanged(versions, "^task: expected a hashable name", versions.send, "b", [1])
+    unchanged(versions, "^task: expected a hashable name", versions.drop, "a", torch.ones(1))
+    unchanged(versions, "^task: expected a name that equals", versions.take, "a", update, samples=1, task=float("nan"))
+    for odd in (0, 10**9 + 1, 10**300, 10**400, 10**5000, True, 1.0):
+        unchanged(
+            versions, "^samples: expected an integer from 1 to 1000000000", versions.take, "a", update, samples=odd
+        )
     unchanged(versions, "version: nobody has 1 any more", versions.send, "b", version=1)
     unchanged(versions, "version: expected an integer >= 0", versions.send, "b", version=-1)
     for odd in ({"w": torch.ones(2)}, {"v": torch.ones(3)}, {"w": torch.tensor([1.0, 2.0, float("nan")])}, [], 3):
@@ -269,13 +340,32 @@ def test_a_state_of_something_else_is_refused():
         ({"rule": "x.Y"}, "state: rule: expected .*FedAsync, got x.Y"),
         ({"models": {0: {"w": torch.ones(2)}}}, "state: models: 0: w: expected shape"),
         ({"models": {}}, "state: expected what"),
-        ({"tasks": [("b", None, 5)]}, "state: expected what"),
+        ({"tasks": [("a", None, 5, False)]}, "state: tasks: "),
+        ({"tasks": [("a", None, 0)]}, "state: expected what"),
+        ({"tasks": [("a", None, 0, 3)]}, "state: tasks: "),
+        ({"tasks": [("a", None, 0, False)] * 2}, "state: tasks: "),
+        ({"tasks": [("b", None, 0, False)]}, "state: tasks: "),
+        ({"tasks": [("a", [1], 0, False)]}, "task: expected a hashable"),
+        ({"state": 17}, "state: state: expected one of FedAsync"),
+        ({"state": torch.zeros(99)}, "state: state: expected one of FedAsync"),
+        ({"state": {}}, "state: state: expected one of FedAsync"),
         ({"version": -1}, "state: version"),
         ({"weights": 3}, "weights: state: expected"),
     ]:
         unchanged(versions, words, versions.load, saved | change)
     unchanged(versions, "state: expected what Versions.state", versions.load, {})
     unchanged(versions, "state: expected what Versions.state", versions.load, 3)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_state_of_tensors_of_another_shape_is_refused():
+    rule = FedAdam(2)
+    saved = made(rule).state()
+    odd = {name: torch.ones(9) if isinstance(kept, torch.Tensor) else kept for name, kept in saved["state"].items()}
+    assert not alike(odd, saved["state"])
+    versions = made(rule)
+    unchanged(versions, "state: state: expected one of FedAdam", versions.load, saved | {"state": odd})
+    versions.load(saved)
 
 
 def test_a_claim_counts_at_most_a_hundred_medians():

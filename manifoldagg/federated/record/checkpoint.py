@@ -27,7 +27,7 @@ from manifoldagg.federated.record.description import called, describe, differenc
 from manifoldagg.federated.record.persistent import Ordered
 from manifoldagg.federated.record.store import Kept, Key, Store
 from manifoldagg.federated.snapshot import Snapshot
-from manifoldagg.federated.trees import Tree
+from manifoldagg.federated.trees import Tree, covers
 from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels import choice
 from manifoldagg.manifolds import Manifold
@@ -217,7 +217,7 @@ class Saved:
         """
         tree = self._tree
         limits = fresh.limits
-        self._goes_on = self._same and _covers(tree["state"], fresh.now.state)
+        self._goes_on = self._same and covers(tree["state"], fresh.now.state)
         now = Snapshot(
             fresh.now.current,
             tree["state"] if self._goes_on else fresh.now.state,
@@ -389,13 +389,6 @@ class Writer:
             if not self._next:
                 self._next.append(moment)
             raise
-
-
-def _covers(saved: Any, fresh: Any) -> bool:
-    """Whether a state has all that a rule begins with, also that of a rule within."""
-    if not isinstance(fresh, dict):
-        return True
-    return isinstance(saved, dict) and all(name in saved and _covers(saved[name], fresh[name]) for name in fresh)
 
 
 def check_name(client: Any) -> None:
