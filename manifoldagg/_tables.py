@@ -42,7 +42,7 @@ def comparison_table(comparison: Comparison) -> Table:
     settings = comparison.settings
     timing = comparison.timing()
     seeds = len(settings["seeds"])
-    title = f"{settings['data']}: {settings['clients']} clients, {settings['rounds']} rounds, {seeds} seeds"
+    title = f"{settings['data']['name']}: {settings['clients']} clients, {settings['rounds']} rounds, {seeds} seeds"
     numbers = (
         "final\nacc.",
         "best\nacc.",

@@ -463,9 +463,11 @@ class Server:
 
         They hear of one event at a time, in the order in which things took effect, before the call that has brought it
         about returns; where another thread is telling already, it goes on with that, and nobody waits. They may call
-        whatever they like of the server, and hear next of what that brings about. What they raise is logged to
-        `logging.getLogger("manifoldagg")` and undoes nothing. Who is interrupted while they hear of an event tells it
-        again, with the next call.
+        whatever they like of the server, and hear next of what that brings about. An `Exception` of theirs is logged to
+        `logging.getLogger("manifoldagg")` and undoes nothing. What is none, `KeyboardInterrupt`, `SystemExit` or
+        `asyncio.CancelledError`, comes out of the call as an interrupt, whoever raises it: what took effect stands, and
+        the next call goes on with those who have not heard of the event to the end. So one who raises such at every
+        event keeps what comes after from the others, until they are ended.
 
         Args:
             callback: called with an [`Event`][manifoldagg.federated.events.Event]: `Dispatched`, `Accepted`, `Refused`,

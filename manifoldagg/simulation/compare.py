@@ -189,7 +189,7 @@ def compare(
         runs = {method.name: [found(method, federation) for federation in federations] for method in methods}
         landscape = _landscape(federations[0], *pictured[0]) if pictured else None
     settings: dict[str, Any] = {
-        "data": task.name,
+        "data": {"name": task.name, "checksum": f"{task.checksum:08x}"},
         "clients": clients,
         "rounds": rounds,
         "seeds": list(range(seeds)),

@@ -75,8 +75,8 @@ class Federation:
             task: what is learned.
             clients: how many clients.
             partition: called with the labels, `clients` and `generator=`, such as `iid_partition` or
-                `partial(dirichlet_partition, concentration=0.5)`, and with `owners=` where it takes them. The label of
-                a sequence is its last.
+                `partial(dirichlet_partition, concentration=0.5)`, and with the task's `owners=` where it takes them and
+                has none of its own. The label of a sequence is its last.
             seed: everything random follows from it.
             holdout: which part is held out; the test split of the task by default, or a fifth where it has none.
             validation: which part of what is left to train on is held out in place of it: to choose settings by, while
@@ -116,6 +116,13 @@ class Federation:
                 "of the test split" if given and not validation else f"to hold out a part of {validation or part_out:g}"
             )
             raise ArgumentError(f"clients: {clients} clients have too few samples each {of}")
+        if not any(map(len, train)):
+            lack = (
+                "no samples to train on but those of the test split"
+                if given and not validation
+                else f"too few samples each to hold out a part of {validation or part_out:g} and train on the rest"
+            )
+            raise ArgumentError(f"clients: {clients} clients have {lack}")
         made = Federation(
             task,
             train=[np.sort(part) for part in train],
@@ -172,7 +179,8 @@ def _split(partition: Partition, task: Task, clients: int, generator: np.random.
     """What a partition makes of a task."""
     labels = task.labels if task.labels.ndim == 1 else task.labels[:, -1]
     owners = None if task.owners is None else task.owners.numpy()
-    told = {"owners": owners} if "owners" in inspect.signature(partition).parameters else {}
+    bound = isinstance(partition, partial) and partition.keywords.get("owners") is not None
+    told = {"owners": owners} if not bound and "owners" in inspect.signature(partition).parameters else {}
     return partition(labels.numpy(), clients, generator=generator, **told)
 
 

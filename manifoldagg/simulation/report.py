@@ -117,7 +117,9 @@ def _draw_accuracy(comparison: Comparison, path: Path) -> None:
     axes.set_xlabel("round (one client's update each)")
     axes.set_ylabel("accuracy on held-out samples, %")
     shown = " (mean, band ± 1 sd)" if banded else " (mean)" if seeds > 1 else ""
-    axes.set_title(f"{_plain(settings['data'])}, {settings['clients']} clients, {seeds} seed{'s' * (seeds > 1)}{shown}")
+    axes.set_title(
+        f"{_plain(settings['data']['name'])}, {settings['clients']} clients, {seeds} seed{'s' * (seeds > 1)}{shown}"
+    )
     axes.set_xlim(0, settings["rounds"])
     axes.set_ylim(0, 100)
     axes.grid(alpha=0.25)

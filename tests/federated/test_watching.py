@@ -1,5 +1,6 @@
 """Watching: each thing that happens is told once, in order, one at a time, and nobody is harmed by who watches."""
 
+import asyncio
 import gc
 import json
 import logging
@@ -147,6 +148,41 @@ def test_who_ends_it_hears_no_more_and_the_others_do():
     s.drop(s.dispatch("a"))
     assert told[:2] == again
     assert len(told) == 4
+
+
+def test_who_is_ended_by_another_watcher_does_not_hear_of_that_event_either():
+    s, _, told = heard()
+    ended = []
+    s.on_event(lambda event: stop())
+    stop = s.on_event(ended.append)
+    s.on_event(told.append)
+    s.dispatch("a")
+    assert ended == []
+    assert len(told) == 2
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_what_a_watcher_interrupts_the_others_hear_once(kind):
+    s, _, told = heard()
+    tried, later = [], []
+
+    def leaves(event):
+        tried.append(event)
+        raise kind
+
+    stop = s.on_event(leaves)
+    s.on_event(later.append)
+    for _ in range(3):
+        with pytest.raises(kind):
+            s.dispatch("a")
+    assert len(s.tickets) == 3
+    assert [event.out for event in told] == [1]
+    assert [event.out for event in tried] == [1, 1, 1]
+    assert later == []
+    stop()
+    assert [event.out for event in told] == [event.out for event in later] == [1, 2, 3]
+    assert not s._books.value.events
 
 
 def test_who_is_told_twice_over_is_ended_one_by_one():

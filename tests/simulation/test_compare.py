@@ -4,10 +4,12 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from torch import nn
 
 from manifoldagg._tables import refusals
 from manifoldagg.errors import ArgumentError
@@ -51,6 +53,28 @@ def test_settings_are_words_that_json_can_hold(tmp_path):
     assert settings["partition"] == "dirichlet_partition(concentration=inf)"
     assert settings["methods"]["FedAsync"]["rule"].startswith("FedAsync(")
     assert "optimizer=Adam" in settings["methods"]["FedAsync"]["trainer"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"inputs": clusters().inputs + 1},
+        {"inputs": clusters().inputs[:, :, None]},
+        {"labels": clusters().labels.flip(0)},
+        {"owners": clusters().labels},
+    ],
+    ids=["inputs", "shape", "labels", "owners"],
+)
+def test_settings_tell_data_of_one_name_apart(change, comparison):
+    def settings(task):
+        model = partial(nn.Sequential, nn.Flatten(), nn.Linear(2, 3))
+        options = {"clients": 3, "rounds": 1, "seeds": 1, "partition": "iid"}
+        return compare(replace(task, model=model), methods(["fedasync"]), **options).settings["data"]
+
+    same, other = settings(clusters()), settings(replace(clusters(), **change))
+    assert same == comparison.settings["data"]
+    assert other["name"] == same["name"] == "clusters"
+    assert other["checksum"] != same["checksum"]
 
 
 def test_a_comparison_passes_on_what_its_runs_are_like():

@@ -157,6 +157,27 @@ def test_text_of_leaf_tells_the_character_after_a_line(tmp_path):
     assert made.model()(made.inputs).shape == (2, 3)
 
 
+def test_leaf_with_test_samples_alone_has_no_test_split(tmp_path):
+    leaf_folder(tmp_path, "test", {"one": ([[1.0], [2.0]], [0, 1]), "two": ([[3.0]], [1])})
+    assert task(f"leaf:{tmp_path}").test is None
+
+
+def test_numbers_of_leaf_may_have_characters_for_labels(tmp_path):
+    leaf_folder(tmp_path, "train", {"one": ([[1.0], [2.0]], ["b", "a"])})
+    made = task(f"leaf:{tmp_path}")
+    assert made.labels.tolist() == [1, 0]
+    assert made.model()(made.inputs).shape == (2, 2)
+
+
+def test_a_mark_of_utf_8_is_no_text(tmp_path):
+    (tmp_path / "plain.txt").write_text(PLAY, encoding="utf-8")
+    (tmp_path / "marked.txt").write_text(PLAY, encoding="utf-8-sig")
+    plain, marked = (task(f"shakespeare:{tmp_path}/{name}.txt,length=5") for name in ("plain", "marked"))
+    assert marked.signature == plain.signature
+    assert torch.equal(marked.inputs, plain.inputs)
+    assert torch.equal(marked.owners, plain.owners)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -169,7 +190,18 @@ def test_text_of_leaf_tells_the_character_after_a_line(tmp_path):
         ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1.5]}}}', "whole number"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [true]}}}', "whole number"),
         ('{"users": [], "user_data": {}}', "expected samples"),
+        ('{"users": ["a"], "user_data": {"a": {"x": ["ab", "ba"], "y": ["ab", "a"]}}}', "each y to be a whole number"),
+        ('{"users": ["a"], "user_data": {"a": {"x": ["ab", "ba"], "y": ["", "a"]}}}', "each y to be a whole number"),
+        ('{"users": ["a"], "user_data": {"a": {"x": ["ab", "ba"], "y": ["a", 1]}}}', "each y to be a whole number"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1' + 30 * "0" + "]}}}", "below 2"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1' + 5000 * "0" + "]}}}", "expected JSON"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1' + 400 * "0" + ']], "y": [1]}}}', "list of numbers"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1e300]], "y": [1]}}}', "numbers, or a string"),
+        ('{"users": ["a"], "user_data": {"a": {"x": ["", ""], "y": [0, 1]}}}', "not empty"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[], []], "y": [0, 1]}}}', "not empty"),
+        (100_000 * "[", "expected JSON"),
     ],
+    ids=range(19),
 )
 def test_junk_in_json_is_named_with_its_folder(tmp_path, content, said):
     (tmp_path / "a.json").write_text(content)
@@ -206,6 +238,17 @@ def test_arrays_of_ones_own(tmp_path):
         ({"inputs": np.ones(2), "labels": np.zeros(2, int)}, "inputs: expected numbers"),
         ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "owners": np.zeros(3)}, "owners: expected"),
         ({"inputs": np.array([[None], [1]]), "labels": np.zeros(2, int)}, "without objects"),
+        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test": ["True", "False"]}, "test: expected booleans"),
+        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test": [0, 3]}, "test: expected booleans"),
+        ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**63 + 5], np.uint64)}, "labels: expected whole numbers"),
+        ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**31])}, "labels: expected whole numbers .* below 2"),
+        ({"inputs": np.array([[1, 2], [3, 2**62]]), "labels": np.zeros(2, int)}, "inputs: expected tokens below 2"),
+        ({"inputs": np.array([[1, 2], [3, 2**63 + 1]], np.uint64), "labels": np.zeros(2, int)}, "tokens below 2"),
+        ({"inputs": np.full((2, 3), 1e300), "labels": np.zeros(2, int)}, "inputs: expected finite numbers"),
+        ({"inputs": np.ones((2, 0)), "labels": np.zeros(2, int)}, "inputs: expected numbers"),
+        ({"inputs": np.ones((2, 1, 8, 8)), "labels": np.zeros((2, 1), int)}, "labels: expected int64"),
+        ({"inputs": np.ones((2, 3)), "labels": np.zeros((2, 3), int)}, "labels: expected int64"),
+        ({"inputs": np.ones((2, 1)), "labels": np.zeros((2, 1), int)}, "labels: expected int64"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(tmp_path, arrays, said):
@@ -286,6 +329,36 @@ def test_owners_who_are_few_are_refused():
     )
     with pytest.raises(ArgumentError, match="clients: expected at most one for each of 2 owners, got 3"):
         Federation.split(owned, 3, partition=natural_partition, seed=0)
+
+
+def points(samples, **known):
+    labels = torch.arange(samples) % 2
+    return Task("points", torch.zeros(samples, 2), labels, lambda: nn.Linear(2, 2), 1.0, **known)
+
+
+@pytest.mark.parametrize("known", [{}, {"owners": torch.arange(20) % 2}], ids=["unknown", "others"])
+def test_owners_that_a_user_names_hold(known):
+    mine = np.arange(20) // 10
+    made = Federation.split(points(20, **known), 2, partition=partial(natural_partition, owners=mine), seed=0)
+    parts = [sorted([*a, *b]) for a, b in zip(made.train, made.held_out, strict=True)]
+    assert parts == [list(range(10)), list(range(10, 20))]
+
+
+def test_owners_of_a_task_serve_a_partition_that_has_none_of_its_own():
+    made = Federation.split(
+        points(20, owners=torch.arange(20) % 2), 2, partition=partial(natural_partition, owners=None), seed=0
+    )
+    assert [set(part % 2) for part in made.train] == [{0}, {1}]
+
+
+def test_somebody_has_something_left_to_train_on():
+    with pytest.raises(ArgumentError, match="clients: 5 clients have too few .* a part of 0.9 and train on the rest"):
+        Federation.split(points(5), 5, partition=iid_partition, seed=0, holdout=0.9)
+    with pytest.raises(ArgumentError, match="clients: 5 clients have too few .* a part of 0.9 and train on the rest"):
+        Federation.split(points(10), 5, partition=iid_partition, seed=0, holdout=0.5, validation=0.9)
+    tested = points(6, test=torch.ones(6, dtype=torch.bool))
+    with pytest.raises(ArgumentError, match="clients: 2 clients have no samples to train on but those of the test"):
+        Federation.split(tested, 2, partition=iid_partition, seed=0)
 
 
 def test_the_largest_owners_are_clients_or_any():

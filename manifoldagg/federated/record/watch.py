@@ -18,8 +18,8 @@ class Watch:
     """Tells of the events in the books.
 
     An event is entered with what it tells of, in the same instant, and leaves when everybody has heard of it: nothing
-    is left out, and who is interrupted in between tells it again. Nobody waits: where somebody is telling already, in
-    another thread or further out in this one, it is left to them.
+    is left out, and who is interrupted in between tells it again, to those who have not heard of it. Nobody waits:
+    where somebody is telling already, in another thread or further out in this one, it is left to them.
 
     Args:
         books: of the server.
@@ -29,6 +29,8 @@ class Watch:
         self._books = books
         # Held as long as its owner tells, whatever ends that.
         self._telling = Atomic(threading.Lock())
+        # An event, and who has heard of it: written by who tells.
+        self._heard: tuple[int, tuple[Watching, ...]] = (-1, ())
 
     def add(self, watcher: Watcher) -> Callable[[], None]:
         """Tell somebody of all that happens from now on; returns what ends that.
@@ -75,11 +77,22 @@ class Watch:
         return True
 
     def _tell_of(self, number: int, event: Event) -> None:
-        for watcher, since in self._books.value.watching:
-            if since > number:
+        if self._heard[0] != number:
+            self._heard = (number, ())
+        for one in self._books.value.watching:
+            heard = self._heard[1]
+            # Who was told before may have ended what `one` hears.
+            if one.since > number or _among(one, heard) or not _among(one, self._books.value.watching):
                 continue
             try:
-                watcher(event)
+                one.watcher(event)
             except Exception:
-                LOG.exception("on_event: %r raised, told of %s", watcher, event)
+                LOG.exception("on_event: %r raised, told of %s", one.watcher, event)
+            self._heard = (number, (*heard, one))
         self._books.update(lambda now: (now._replace(events=now.events.without(number)), None))
+        self._heard = (-1, ())
+
+
+def _among(one: Watching, some: tuple[Watching, ...]) -> bool:
+    """Whether it is one of them itself: two that are told alike are two."""
+    return any(other is one for other in some)

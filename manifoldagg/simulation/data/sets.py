@@ -26,6 +26,8 @@ __all__ = ["digits", "idx", "leaf", "npz", "shakespeare", "task"]
 ARRAYS = ("inputs", "labels", "owners", "test")
 SPEAKERS = ("input.txt", "shakespeare.txt")
 """Names that a text of plays has in a folder."""
+MOST = 2**31
+"""Labels and tokens are smaller."""
 
 
 def task(source: str | Callable[[], Task], model: str | None = None) -> Task:
@@ -153,7 +155,8 @@ def leaf(folder: Path | str) -> Task:
     Args:
         folder: with `train` and `test`, folders of JSON files, the second of which is the test split; or with JSON
             files itself. Each has `users` and `user_data`, a mapping from users to `x` and `y`. An `x` is a list of
-            numbers, of pixels where there are 784, or a string of characters; a `y` is a whole number or a character.
+            numbers, of pixels where there are 784, or a string of characters; a `y` is a whole number from 0 on, or
+            a character, and all are of one kind.
 
     Raises:
         ArgumentError: naming the file and what was expected in it.
@@ -179,12 +182,16 @@ def leaf(folder: Path | str) -> Task:
     characters = sorted({c for text in (*xs, *ys) if isinstance(text, str) for c in text})
     number = {character: i for i, character in enumerate(characters)}
     inputs = _leaf_inputs(folder, xs, number)
-    labels = [number[y] if isinstance(y, str) else y for y in ys]
-    if not all(type(label) is int and label >= 0 for label in labels):
-        raise ArgumentError(f"folder: {folder}: expected each y to be a whole number >= 0, or a character")
-    suits = models.gru if number else models.cnn if inputs.ndim > 2 else models.mlp
-    given = torch.tensor(test) if any(test) else None
-    made = torch.tensor(labels, dtype=torch.int64)
+    if {type(y) for y in ys} == {str} and all(len(y) == 1 for y in ys):
+        ys = [number[y] for y in ys]
+    if not all(type(y) is int and 0 <= y < MOST for y in ys):
+        raise ArgumentError(
+            f"folder: {folder}: expected each y to be a whole number >= 0 and below 2**31, or each a character"
+        )
+    suits = models.mlp if inputs.is_floating_point() else models.gru
+    suits = models.cnn if inputs.ndim == 4 else suits
+    given = torch.tensor(test) if any(test) and len(parts) > 1 else None
+    made = torch.tensor(ys, dtype=torch.int64)
     return _task(_name(folder), inputs, made, suits, target=0.7, owners=torch.tensor(owners), test=given)
 
 
@@ -220,22 +227,29 @@ def _of_arrays(
     name: str, inputs: np.ndarray, labels: np.ndarray, owners: np.ndarray | None = None, test: np.ndarray | None = None
 ) -> Task:
     """A task of NumPy arrays."""
-    if inputs.ndim < 2 or not len(inputs) or inputs.dtype.kind not in "fiub":
+    if inputs.ndim < 2 or not inputs.size or inputs.dtype.kind not in "fiub":
         raise ArgumentError(f"inputs: expected numbers (samples, ...), got {inputs.dtype} of shape {inputs.shape}")
     sequence = inputs.dtype.kind in "iu" and inputs.ndim == 2 and inputs.min() >= 0
-    if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
-        raise ArgumentError(f"labels: expected whole numbers >= 0, got {labels.dtype}")
-    if not np.isfinite(inputs).all():
-        raise ArgumentError("inputs: expected finite numbers")
+    if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0 or labels.max(initial=0) >= MOST:
+        given = f", the largest {labels.max(initial=0)}" if labels.dtype.kind in "iu" else ""
+        raise ArgumentError(f"labels: expected whole numbers >= 0 and below 2**31, got {labels.dtype}{given}")
+    if test is not None and test.dtype.kind != "b":
+        raise ArgumentError(f"test: expected booleans, got {test.dtype}")
+    if sequence and inputs.max() >= MOST:
+        raise ArgumentError(f"inputs: expected tokens below 2**31, got {inputs.max()}")
+    with np.errstate(over="ignore"):
+        numbers = inputs.astype(np.int64 if sequence else np.float32)
+    if not np.isfinite(numbers).all():
+        raise ArgumentError("inputs: expected finite numbers, also in float32")
     suits = models.gru if sequence else models.cnn if inputs.ndim == 4 else models.mlp
     return _task(
         name,
-        torch.from_numpy(inputs.astype(np.int64 if sequence else np.float32)),
+        torch.from_numpy(numbers),
         torch.from_numpy(labels.astype(np.int64)),
         suits,
         target=0.8,
         owners=None if owners is None else torch.from_numpy(np.unique(owners, return_inverse=True)[1].astype(np.int64)),
-        test=None if test is None else torch.from_numpy(test.astype(bool)),
+        test=None if test is None else torch.from_numpy(test),
     )
 
 
@@ -258,7 +272,9 @@ def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
                 if not (isinstance(x, list) and isinstance(y, list) and len(x) == len(y)):
                     raise ArgumentError(f"folder: {file}: {user}: expected lists x and y of one length")
                 yield str(user), x, y
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except ArgumentError:
+            raise
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             missing = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ArgumentError(
                 f"folder: {file}: expected JSON with users and, by user, x and y in user_data; {missing}"
@@ -273,20 +289,23 @@ def _leaf_inputs(folder: Path, xs: Sequence[Any], number: Mapping[str, int]) -> 
         )
     try:
         if isinstance(xs[0], str):
-            return torch.tensor([[number[character] for character in x] for x in xs], dtype=torch.int64)
-        inputs = torch.tensor(xs, dtype=torch.float32)
-    except (TypeError, ValueError) as error:
+            inputs = torch.tensor([[number[character] for character in x] for x in xs], dtype=torch.int64)
+        else:
+            inputs = torch.tensor(xs, dtype=torch.float32)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ArgumentError(
             f"folder: {folder}: expected each x to be a list of numbers, or a string; {error}"
         ) from None
-    if inputs.ndim < 2 or not inputs.isfinite().all():
-        raise ArgumentError(f"folder: {folder}: expected each x to be a list of finite numbers, or a string")
+    if inputs.ndim < 2 or not inputs.numel() or not inputs.isfinite().all():
+        raise ArgumentError(f"folder: {folder}: expected each x to be a list of finite numbers, or a string, not empty")
+    if not inputs.is_floating_point():
+        return inputs
     return inputs.view(-1, 1, 28, 28) if inputs.shape[1:] == (784,) else inputs
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ArgumentError(f"path: {path}: expected text in UTF-8; {error.reason} at byte {error.start}") from None
     except OSError as error:

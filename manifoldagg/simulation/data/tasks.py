@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ class Task:
     Attributes:
         name: of the data set.
         inputs: (samples, ...) in float32, or (samples, length) of tokens in int64.
-        labels: (samples,) in int64, or (samples, length).
+        labels: (samples,) in int64; or, where inputs are tokens, (samples, length).
         model: makes an untrained model, whose scores are (samples, classes) or (samples, classes, length).
         target: an accuracy worth timing how long it takes to reach.
         owners: (samples,) in int64, whose each sample is, counted from 0; `None` where nobody says.
@@ -45,9 +46,12 @@ class Task:
 
     def __post_init__(self) -> None:
         samples = len(self.inputs)
-        if self.labels.dtype != torch.int64 or self.labels.shape not in ((samples,), self.inputs.shape[:2]):
+        tokens = self.inputs.dtype == torch.int64 and self.inputs.ndim == 2
+        shapes = ((samples,), self.inputs.shape) if tokens else ((samples,),)
+        if self.labels.dtype != torch.int64 or self.labels.shape not in shapes:
             given = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
-            raise ArgumentError(f"labels: expected int64, one for each of {samples} samples or tokens, got {given}")
+            each = "samples or tokens" if tokens else "samples"
+            raise ArgumentError(f"labels: expected int64, one for each of {samples} {each}, got {given}")
         for name, told, dtype in (("owners", self.owners, torch.int64), ("test", self.test, torch.bool)):
             if told is not None and (told.dtype != dtype or told.shape != (samples,)):
                 given = f"{told.dtype} of shape {tuple(told.shape)}"
@@ -60,11 +64,13 @@ class Task:
         return Signature(tuple(self.inputs.shape[1:]), int(self.labels.max()) + 1, tokens, self.labels.ndim > 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return recalled(self, self.origin, Task._sum)
+        return recalled(self, self.origin, attrgetter("checksum"))
 
-    def _sum(self) -> int:
+    @property
+    def checksum(self) -> int:
+        """Of the samples, their labels and what else is known of them: other data have another one, nearly always."""
         told = [part for part in (self.owners, self.test) if part is not None]
-        return checksum(self.inputs, self.labels, *told)
+        return checksum(torch.tensor(self.inputs.shape), self.inputs, self.labels, *told)
 
 
 @dataclass(frozen=True, eq=False)
