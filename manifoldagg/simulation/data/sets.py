@@ -188,8 +188,7 @@ def leaf(folder: Path | str) -> Task:
         raise ArgumentError(
             f"folder: {folder}: expected each y to be a whole number >= 0 and below 2**31, or each a character"
         )
-    suits = models.mlp if inputs.is_floating_point() else models.gru
-    suits = models.cnn if inputs.ndim == 4 else suits
+    suits = models.gru if not inputs.is_floating_point() else models.cnn if inputs.ndim == 4 else models.mlp
     given = torch.tensor(test) if any(test) and len(parts) > 1 else None
     made = torch.tensor(ys, dtype=torch.int64)
     return _task(_name(folder), inputs, made, suits, target=0.7, owners=torch.tensor(owners), test=given)
