@@ -271,3 +271,14 @@ def test_a_function_that_makes_no_module_is_named():
     app = client_app(trainers.Local(), lambda: 3, lambda context, nth: [])
     with pytest.raises(ArgumentError, match=r"^model: expected a function that makes a module, it made int"):
         app(letter(RecordDict()), node())
+
+
+def test_batches_that_are_over_after_an_epoch_are_named():
+    of = federation()
+    space = ParameterSpace.of(of.model())
+    content = plain_form(Message(space.point(of.model())), space)
+    for once in (iter([]), (batch for batch in ())):
+        app = client_app(trainers.Local(epochs=2), of.task.model, lambda context, nth, once=once: once)
+        for kind in ("train", "evaluate"):
+            with pytest.raises(ArgumentError, match=r"^data: expected what can be iterated again .* returned a "):
+                app(letter(content, kind), node())

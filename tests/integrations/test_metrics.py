@@ -37,11 +37,28 @@ def test_whatever_nodes_tell_there_is_a_record(told):
     assert isinstance(weighted_mean(contents, "n"), MetricRecord)
 
 
-@pytest.mark.parametrize("given_", [0, -1, 0.5, math.nan, math.inf, [3]])
+@pytest.mark.parametrize("given_", [0, -1, 0.5, math.nan, math.inf, [3], 10**9 + 1, 1e308])
 def test_samples_are_a_positive_integer_or_none(given_):
     assert samples_of(RecordDict({"metrics": MetricRecord({"n": given_})}), "n") is None
     assert samples_of(RecordDict({"config": ConfigRecord({"n": 3})}), "n") is None
     assert samples_of(RecordDict({"metrics": MetricRecord({"n": 3.0})}), "n") == 3
+
+
+def mean(*told):
+    return repr(weighted_mean([RecordDict({"m": MetricRecord({"n": n, "x": x})}) for n, x in told], "n").get("x"))
+
+
+@given(st.permutations([(3, 0.5), (2, []), (1, [0.1, 0.2]), (3, math.nan), (3, math.inf), (2, 1.5), (1e308, 9.0)]))
+def test_who_tells_another_shape_or_no_number_hides_nobody(told):
+    assert mean(*told) == repr((3 * 0.5 + 2 * 1.5) / 5)
+
+
+def test_shapes_and_what_is_not_finite():
+    assert mean((1, 0.5), (3, [1.0, 2.0])) == "[1.0, 2.0]"
+    assert mean((2, [1.0]), (2, 0.5)) == "0.5"
+    assert mean((1, [1.0, math.nan]), (3, [math.inf, 4.0]), (1, [3.0, math.nan])) == "[2.0, 4.0]"
+    assert mean((1, math.nan), (1, -math.inf)) == "nan"
+    assert (mean((9, [])), mean((1e308, 0.5))) == ("[]", "None")
 
 
 def test_bare_records_have_all_but_arrays():

@@ -1,5 +1,6 @@
 """`Asynchronous`: runs on Flower's own grid and link state, with nodes that are threads."""
 
+import shutil
 import threading
 from collections import Counter
 
@@ -15,7 +16,9 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Every, Payload, Server, rules, trainers
 from manifoldagg.federated.contract import extras
 from manifoldagg.integrations.flower import Asynchronous, campaign, client_app
+from manifoldagg.integrations.flower.metrics import weighted_mean
 from manifoldagg.integrations.flower.records import KEY, array_record, packed, state_dict
+from manifoldagg.integrations.flower.rounds import Rounds
 from manifoldagg.wire import pack
 from tests.federated.registered import golden
 from tests.integrations.engine import running
@@ -352,6 +355,8 @@ def play(folder, rounds, *, stop_at=None, die_at=None, resume=False, **every):
         if number == stop_at:
             strategy.stop()
         if number == die_at:
+            # What a process leaves that is killed here, and gets no chance to write anything.
+            shutil.copytree(folder, f"{folder}-killed")
             raise KeyboardInterrupt
         return MetricRecord({"size": float(sum(np.abs(x.numpy()).sum() for x in arrays.values()))})
 
@@ -378,15 +383,142 @@ def test_who_is_stopped_or_killed_goes_on_bit_for_bit(tmp_path):
     _, none = play(tmp_path / "c", 4, die_at=3)
     assert none is None
     _, risen = play(tmp_path / "c", 4, resume=True)
-    for found in (again, risen):
+    _, reborn = play(tmp_path / "c-killed", 4, resume=True)
+    for found in (again, risen, reborn):
         assert {name: x.data for name, x in found.arrays.items()} == {n: x.data for n, x in whole.arrays.items()}
         assert found.train_metrics_clientapp == whole.train_metrics_clientapp
-    # Of the round in whose evaluation the server died, that alone is gone.
-    expected = whole.evaluate_metrics_serverapp
-    assert again.evaluate_metrics_serverapp == expected
-    assert {n: expected[n] for n in risen.evaluate_metrics_serverapp} == risen.evaluate_metrics_serverapp
+        # The evaluation in which the server died is made then.
+        assert found.evaluate_metrics_serverapp == whole.evaluate_metrics_serverapp
     over, last = play(tmp_path / "b", 4, resume=True)
     assert (over.server.updates, last.train_metrics_clientapp) == (8, whole.train_metrics_clientapp)
+
+
+@pytest.mark.parametrize("where", ["evaluate_fn", "train_metrics_aggr_fn", "SystemExit"])
+def test_whatever_is_raised_nothing_is_lost(where, tmp_path):
+    def count(records, key):
+        if where == "train_metrics_aggr_fn" and strategy.server.updates >= 4:
+            raise KeyError("of my own")
+        return weighted_mean(records, key)
+
+    def look(number, arrays):
+        if where in ("evaluate_fn", "SystemExit") and number == 2:
+            raise SystemExit if where == "SystemExit" else KeyError("of my own")
+        return MetricRecord({"updates": strategy.server.updates})
+
+    options = {"updates": 2, "checkpoint": Every(tmp_path / "server", updates=1000), "resume": True}
+    strategy = asynchronous(train_metrics_aggr_fn=count, **options)
+    with running(plain_app(), 2) as engine:
+        with pytest.raises((KeyError, SystemExit)):
+            strategy.start(engine.grid, first(), num_rounds=3, evaluate_fn=look)
+        assert (strategy.server.updates, strategy.server.tickets) == (4, [])
+        state = strategy.server.state_dict()
+        strategy.server.close()
+        strategy = asynchronous(**options)
+        where = ""
+        models = []
+        result = strategy.start(
+            engine.grid, first(), num_rounds=3, evaluate_fn=lambda n, x: models.append((n, x)) or look(n, x)
+        )
+    assert result.evaluate_metrics_serverapp == {n: MetricRecord({"updates": 2 * n}) for n in range(4)}
+    number, model = models[0]
+    assert number == 2
+    assert all(torch.equal(x, state[name]) for name, x in state_dict(model).items())
+
+
+def test_what_is_raised_at_the_beginning_comes_out(tmp_path):
+    checkpoint = Every(tmp_path / "server", updates=1)
+    with running(plain_app(), 2) as engine:
+        with pytest.raises(ArgumentError, match=r"^initial_arrays"):
+            asynchronous(checkpoint=checkpoint).start(engine.grid, first(Narrow))
+        with pytest.raises(KeyError):
+            asynchronous(checkpoint=checkpoint).start(engine.grid, first(), evaluate_fn=lambda n, x: {}["loss"])
+    assert not list(tmp_path.glob("server*"))
+
+
+def test_a_new_run_leaves_nothing_of_another_ones_rounds(tmp_path):
+    path = tmp_path / "server"
+    older = Rounds(path)
+    older.enter("evaluate_metrics_serverapp", 0, MetricRecord({"older": 1}))
+    older.end(1)
+    older.write()
+    found = []
+
+    def train(state, part):
+        rounds = Rounds(path)
+        rounds.read(10**6)
+        found.append((rounds.ends, rounds.result.evaluate_metrics_serverapp))
+        return state
+
+    strategy = asynchronous(updates=2, checkpoint=Every(path, updates=1000), fraction_evaluate=0.0)
+    with running(plain_app(train), 2) as engine:
+        strategy.start(engine.grid, first(), num_rounds=1, evaluate_fn=lambda n, x: MetricRecord({"n": n}))
+    assert found[0] == ([0], {0: MetricRecord({"n": 0})})
+
+
+def test_stopping_is_of_the_run_that_is_under_way():
+    strategy = asynchronous(updates=2, fraction_evaluate=0.0)
+    with running(plain_app(), 2) as engine:
+        for _ in range(2):
+            strategy.stop()
+            strategy.start(engine.grid, first(), num_rounds=2)
+            assert strategy.server.updates == 4
+
+
+def test_nobody_waits_for_nodes_where_there_is_nothing_to_do(tmp_path):
+    class Empty(Asynchronous):
+        def _open(self, *arguments):
+            raise AssertionError("nodes are waited for")
+
+    checkpoint = Every(tmp_path / "server", updates=1)
+    with running(plain_app(), 0) as engine:
+        strategy = Empty(rules.FedAsync(rate=0.5), model=Net, checkpoint=checkpoint)
+        result = strategy.start(engine.grid, first(), num_rounds=0, evaluate_fn=lambda n, x: MetricRecord({"n": n}))
+    assert result.evaluate_metrics_serverapp == {0: MetricRecord({"n": 0})}
+    assert result.arrays == first()
+    assert (tmp_path / "server").exists()
+
+
+class Zeroed(Asynchronous):
+    """Returns another model than the server has."""
+
+    def aggregate_train(self, server_round, replies):
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        if arrays is not None:
+            arrays = array_record({name: torch.zeros_like(x) for name, x in state_dict(arrays).items()})
+        return arrays, metrics
+
+
+def test_the_result_is_what_an_override_returned():
+    models = {}
+    strategy = Zeroed(rules.FedAsync(rate=0.5), model=Net)
+    with running(plain_app(), 2) as engine:
+        result = strategy.start(engine.grid, first(), num_rounds=2, evaluate_fn=models.__setitem__)
+    assert result.arrays is models[2]
+    assert not any(x.any() for x in state_dict(result.arrays).values())
+
+
+def test_metrics_that_are_lies_cost_nobody_else_anything():
+    lies = [{"num-examples": 1e308, "loss": 100}, {"num-examples": 1, "loss": []}, {"num-examples": 1, "loss": np.nan}]
+    app = ClientApp()
+
+    def told(message, context):
+        part = context.node_config["partition-id"]
+        return MetricRecord(lies[part] if part < 3 else {"num-examples": 10, "loss": 0.5})
+
+    @app.train()
+    def training(message, context):
+        return Message(RecordDict({**message.content, "metrics": told(message, context)}), reply_to=message)
+
+    @app.evaluate()
+    def evaluating(message, context):
+        return Message(RecordDict({"metrics": told(message, context)}), reply_to=message)
+
+    strategy = asynchronous(updates=6)
+    with running(app, 4) as engine:
+        result = strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
+    assert strategy.server.refused.keys() == {"samples"}
+    assert result.train_metrics_clientapp == {n: MetricRecord({"loss": 0.5}) for n in (1, 2)}
+    assert result.evaluate_metrics_clientapp == {n: MetricRecord({"loss": 0.5}) for n in (1, 2)}
 
 
 def test_stopping_from_another_thread_ends_a_run_at_once():
@@ -450,6 +582,11 @@ def changed(**arrays):
     return ArrayRecord({**first(), **arrays})
 
 
+def returned(ticket):
+    """What a node may answer, which is taken but for what is wrong around it."""
+    return Payload(ticket.message.start[None], samples=1, buffers=ticket.message.buffers)
+
+
 def array(data, stype="numpy.ndarray"):
     return Array(dtype="float32", shape=(2,), stype=stype, data=data)
 
@@ -488,6 +625,20 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(finished, came):
     server.drop(ticket)
     assert (server.updates, server.version) == before[:2]
     assert all(torch.equal(x, before[2][name]) for name, x in server.state_dict().items())
+
+
+def test_a_payload_is_of_the_task_that_it_names(finished):
+    server = finished.server
+    other = server.dispatch(8)
+
+    def receive(named):
+        ticket = server.dispatch(7)
+        data = pack(returned(ticket), spec=server.space, ticket=named or ticket)
+        return finished._receive(ticket.id, RecordDict({KEY: packed(data)}))
+
+    assert receive(other).reason.startswith("ticket: expected that of the task")
+    assert receive(None).accepted
+    server.drop(other)
 
 
 def test_a_plain_answer_to_a_rule_that_asks_for_more_is_refused_by_name():

@@ -1,7 +1,7 @@
 """The client's side: a ClientApp around a trainer, for every rule, and for plain messages as for those of the wire."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -113,7 +113,7 @@ class _Client:
         trainer: Any = self.trainer if isinstance(self.trainer, Trainer) else self.trainer(context)
         generator = task_generator(self.seed, _client_of(context), nth)
         with repeatable(generator, threads=self.threads):
-            batches = self.data(context, nth)
+            batches = _batches(self.data, context, nth)
             payload = work(model, order, trainer, batches, self.criterion, memory=memory, generator=generator)
         desk.memory = payload.memory
         answer = pack(replace(payload, memory=None), spec=space, ticket=ticket)
@@ -213,6 +213,17 @@ def _client_of(context: Context) -> int:
     return part if type(part) is int and part >= 0 else context.node_id
 
 
+def _batches(data: Callable[[Context, int], Iterable[Any]], context: Context, nth: int) -> Iterable[Any]:
+    """A task's batches. What is over after one epoch would train less than was asked for, and nobody would know."""
+    batches = data(context, nth)
+    if isinstance(batches, Iterator):
+        kind = type(batches).__name__
+        raise ArgumentError(
+            f"data: expected what can be iterated again and again, such as a list, it returned a {kind}"
+        )
+    return batches
+
+
 def _loss_of(
     criterion: Callable[[Any, Any], Tensor], data: Callable[[Context, int], Iterable[Any]]
 ) -> Callable[[nn.Module, Context], dict[str, float]]:
@@ -222,7 +233,7 @@ def _loss_of(
         total = 0.0
         count = 0
         with torch.no_grad():
-            for batch in data(context, 0):
+            for batch in _batches(data, context, 0):
                 inputs, targets = batch
                 samples = count_samples([batch])
                 total += samples * criterion(model(inputs), targets).item()

@@ -1,11 +1,17 @@
 """Metrics: what nodes say beside their models, and the mean of it."""
 
 import math
-from collections.abc import Sequence
+import sys
+from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 __all__ = ["bare", "samples_of", "weighted_mean"]
+
+LARGEST = 10**9
+"""Samples of a node, as `Checks` of the server has it where nothing is said."""
+NUMBER = -1
+"""Stands for the length of what is no list."""
 
 
 def bare(content: RecordDict) -> RecordDict:
@@ -19,7 +25,7 @@ def bare(content: RecordDict) -> RecordDict:
 
 
 def samples_of(content: RecordDict, key: str) -> int | None:
-    """How many samples a node says that it has; `None` where no metric of that name is a number of some.
+    """How many samples a node says that it has, `LARGEST` at most; `None` where it says nothing of the kind.
 
     Example:
         >>> samples_of(RecordDict({"metrics": MetricRecord({"num-examples": 10.0})}), "num-examples")
@@ -27,7 +33,7 @@ def samples_of(content: RecordDict, key: str) -> int | None:
     """
     for record in content.metric_records.values():
         given = record.get(key)
-        if isinstance(given, int | float) and math.isfinite(given) and given == int(given) and given > 0:
+        if isinstance(given, int | float) and 0 < given <= LARGEST and given == int(given):
             return int(given)
     return None
 
@@ -35,7 +41,9 @@ def samples_of(content: RecordDict, key: str) -> int | None:
 def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
     """The mean of each metric by the samples of those who tell it, which is Flower's own where all tell the same.
 
-    A list is taken entry by entry; one that is not as long as the first, and a list in place of a number, do not count.
+    A list is taken entry by entry. A NaN or an infinity does not count; the mean of nothing else is NaN. Where some
+    tell a number and others a list, or lists of other lengths, those count that stand for most samples; numbers, where
+    it is the same.
 
     Args:
         contents: of messages, each of which says how many samples it stands for.
@@ -46,23 +54,37 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
         >>> weighted_mean([RecordDict({"metrics": record}) for record in told], "n")
         {'loss': 1.0}
     """
-    sums: dict[str, list[float]] = {}
-    scalar: dict[str, bool] = {}
-    weights: dict[str, float] = {}
+    told: dict[str, dict[int, list[_Mean]]] = {}
     for content in contents:
-        samples = samples_of(content, key) or 0
-        for record in content.metric_records.values():
+        samples = samples_of(content, key)
+        for record in content.metric_records.values() if samples else ():
             for name, value in record.items():
-                values = _values(value)
-                if name == key or len(sums.setdefault(name, [0.0] * len(values))) != len(values):
-                    continue
-                if scalar.setdefault(name, values is not value) != (values is not value):
-                    continue
-                weights[name] = weights.get(name, 0.0) + samples
-                sums[name] = [old + samples * new for old, new in zip(sums[name], values, strict=True)]
-    means = {name: [x / weights[name] for x in sums[name]] for name in weights if weights[name]}
-    return MetricRecord({name: x[0] if scalar[name] else x for name, x in means.items()})
+                if name != key:
+                    values = value if isinstance(value, list) else [value]
+                    length = len(values) if values is value else NUMBER
+                    means = told.setdefault(name, {}).setdefault(length, [_Mean() for _ in values])
+                    for mean, each in zip(means, values, strict=True):
+                        mean.add(each, samples or 0)
+    found: dict[str, float | list[float]] = {}
+    for name, shapes in told.items():
+        length = min(shapes, key=lambda n: (-max((mean.samples for mean in shapes[n]), default=0), n))
+        all_of = [mean.value for mean in shapes[length]]
+        found[name] = all_of[0] if length == NUMBER else all_of
+    return MetricRecord(found)  # type: ignore[arg-type]
 
 
-def _values(value: float | Sequence[float]) -> Sequence[float]:
-    return value if isinstance(value, list) else [value]  # type: ignore[list-item]
+@dataclass
+class _Mean:
+    """Of numbers that are finite, by samples."""
+
+    total: float = 0.0
+    samples: int = 0
+
+    def add(self, value: float, samples: int) -> None:
+        if abs(value) <= sys.float_info.max:
+            self.total += samples * float(value)
+            self.samples += samples
+
+    @property
+    def value(self) -> float:
+        return self.total / self.samples if self.samples else math.nan

@@ -24,7 +24,7 @@ from manifoldagg.integrations.flower.campaign import Campaign, Exam
 from manifoldagg.integrations.flower.metrics import bare, samples_of, weighted_mean
 from manifoldagg.integrations.flower.records import KEY, array_record, has_numpy, packed, state_dict, unpacked
 from manifoldagg.integrations.flower.rounds import Rounds
-from manifoldagg.wire import pack, unpack
+from manifoldagg.wire import pack, ticket_of, unpack
 
 __all__ = ["Asynchronous"]
 
@@ -172,7 +172,10 @@ class Asynchronous(Strategy):
         LOG.info("\t\t└── ConfigRecord key: '%s'", self.configrecord_key)
 
     def stop(self) -> None:
-        """Let `start` give no new work, write the checkpoint and return what there is: from any thread or handler."""
+        """Let `start` give no new work, write the checkpoint and return what there is: from any thread or handler.
+
+        Nothing is to be stopped before `start`, and a later `start` goes on.
+        """
         self._stopped = True
 
     def start(
@@ -199,11 +202,14 @@ class Asynchronous(Strategy):
         Returns:
             The last model, and the metrics of each round.
 
+        Whatever comes out of it, of `evaluate_fn` or an interruption, the checkpoint is written first.
+
         Raises:
             ArgumentError: naming the argument that does not fit.
             CheckpointError: if the checkpoint to go on from is none, or of something else.
         """
         check_count("num_rounds", num_rounds, at_least=0)
+        self._stopped = self._is_open = False
         self._timeout = check_number("timeout", timeout, above=0)
         LOG.info("Starting %s strategy:", type(self).__name__)
         LOG.info("\t├── Number of rounds: %d", num_rounds)
@@ -216,12 +222,16 @@ class Asynchronous(Strategy):
         self._train_config = ConfigRecord(dict(train_config or {}))
         self._evaluate_config = ConfigRecord(dict(evaluate_config or {}))
         try:
-            self._begin(grid, initial_arrays, timeout, evaluate_fn)
-            while self._rounds.count < num_rounds and not self._stopped:
-                self._round(grid, timeout, evaluate_fn)
-            self._finish()
-        finally:
-            self._stopped = False
+            self._begin(initial_arrays, evaluate_fn)
+            if self._rounds.count < num_rounds:
+                self._open(grid, _size(initial_arrays), timeout)
+                while self._rounds.count < num_rounds and not self._stopped:
+                    self._round(grid, timeout, evaluate_fn)
+                self._finish()
+            self._save()
+        except BaseException:
+            self._abandon()
+            raise
         LOG.info("")
         LOG.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         LOG.info("Final results:")
@@ -268,7 +278,8 @@ class Asynchronous(Strategy):
         if replies and not self._is_full:
             return None, None
         taken, self._taken = self._taken, []
-        metrics = self.train_metrics_aggr_fn(taken, self.weighted_by_key) if taken else None
+        found = self._counted(taken)
+        metrics = self.train_metrics_aggr_fn(found, self.weighted_by_key) if found else None
         return array_record(self.server.state_dict()), metrics
 
     def configure_evaluate(
@@ -303,12 +314,15 @@ class Asynchronous(Strategy):
             server_round: whose model it was.
             replies: of nodes, with errors or with content.
         """
-        contents = [reply.content for reply in replies if reply.has_content()]
-        found = [content for content in contents if samples_of(content, self.weighted_by_key) is not None]
+        found = self._counted(reply.content for reply in replies if reply.has_content())
         return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
 
-    def _begin(self, grid: Grid, initial_arrays: ArrayRecord, timeout: float, evaluate_fn: Examine | None) -> None:
-        """Before the first round: the server, and the nodes that are there."""
+    def _counted(self, contents: Iterable[RecordDict]) -> list[RecordDict]:
+        """Those that say how many samples they stand for: no other one has a place in a mean."""
+        return [content for content in contents if samples_of(content, self.weighted_by_key) is not None]
+
+    def _begin(self, initial_arrays: ArrayRecord, evaluate_fn: Examine | None) -> None:
+        """Before the first round: the server, and what its rounds have come to."""
         path = None if self.checkpoint is None else Path(self.checkpoint.path)
         resume = self.resume and path is not None and path.exists()
         self.server = server_of(
@@ -319,14 +333,20 @@ class Asynchronous(Strategy):
         self._taken = []
         self._last: tuple[Ticket, ArrayRecord] | None = None
         self._rounds = Rounds(path)
-        self._arrays = self._rounds.result.arrays = array_record(self.server.state_dict())
+        self._has_come_to(array_record(self.server.state_dict()))
         if resume:
             for ticket in self.server.tickets:
                 self.server.drop(ticket)
             self._rounds.read(self.server.updates)
             LOG.info("Going on after %d rounds and %d updates", self._rounds.count, self.server.updates)
-        elif evaluate_fn is not None:
-            self._rounds.enter("evaluate_metrics_serverapp", 0, evaluate_fn(0, self._arrays))
+        # At the beginning, or where a server was killed while it evaluated.
+        is_new = self.server.updates == self._rounds.ends[-1]
+        if is_new and self._rounds.count not in self._rounds.result.evaluate_metrics_serverapp:
+            self._examine(evaluate_fn)
+        self._keep()
+
+    def _open(self, grid: Grid, largest: int, timeout: float) -> None:
+        """The nodes that are there."""
         until = time.monotonic() + timeout
         while len(list(grid.get_node_ids())) < self.min_available_nodes and time.monotonic() < until:
             if self._stopped:
@@ -345,10 +365,11 @@ class Asynchronous(Strategy):
         self._campaign = Campaign(
             grid,
             self.server,
-            largest=_size(initial_arrays),
+            largest=largest,
             interval=self.interval,
             takes=lambda node: all(node in clients for clients in known),
         )
+        self._is_open = True
         self._campaign.open(asked)
 
     def _round(self, grid: Grid, timeout: float, evaluate_fn: Examine | None) -> None:
@@ -379,16 +400,27 @@ class Asynchronous(Strategy):
             if arrays is None and time.monotonic() > until:
                 LOG.warning("round %d: ends after %g s, with %d updates", number, timeout, len(self._taken))
                 arrays, metrics = self.aggregate_train(number, [])
-                arrays = arrays or self._arrays
-        self._arrays = self._rounds.result.arrays = arrays
+                break
+        if arrays is not None:
+            self._has_come_to(arrays)
         self._rounds.end(self.server.updates)
         self._rounds.enter("train_metrics_clientapp", number, metrics)
         self._keep()
-        letters = self.configure_evaluate(number, arrays, self._evaluate_config, grid)
+        letters = self.configure_evaluate(number, self._arrays, self._evaluate_config, grid)
         self._campaign.examine(Exam(number, time.monotonic() + timeout), letters)
-        if evaluate_fn is not None:
-            self._rounds.enter("evaluate_metrics_serverapp", number, evaluate_fn(number, arrays))
+        self._examine(evaluate_fn)
         self._keep()
+
+    def _examine(self, evaluate_fn: Examine | None) -> None:
+        """Evaluate the model of the last round here."""
+        if evaluate_fn is not None:
+            number = self._rounds.count
+            self._rounds.enter("evaluate_metrics_serverapp", number, evaluate_fn(number, self._arrays))
+
+    def _has_come_to(self, arrays: ArrayRecord) -> None:
+        """The model, after all updates that were taken."""
+        self._arrays = self._rounds.result.arrays = arrays
+        self._known = self.server.updates
 
     @property
     def _is_full(self) -> bool:
@@ -396,13 +428,26 @@ class Asynchronous(Strategy):
         return self.server.updates - self._rounds.ends[-1] >= self._quota
 
     def _finish(self) -> None:
-        """After the last round: evaluations are waited for, and what there is is kept."""
+        """After the last round: evaluations are waited for."""
         self._campaign.close()
         while self._campaign.exams and not self._stopped:
             self._campaign.send(list)
             self._campaign.answer()
             self._conclude()
-        self._rounds.result.arrays = array_record(self.server.state_dict())
+        if self.server.updates > self._known:
+            self._has_come_to(array_record(self.server.state_dict()))
+
+    def _abandon(self) -> None:
+        """Something was raised: nobody waits for the nodes any more, and what there is is kept, as far as it can be."""
+        if self._is_open:
+            for step in (self._campaign.close, self._save):
+                try:
+                    step()
+                except Exception:
+                    LOG.exception("after an error:")
+
+    def _save(self) -> None:
+        """Keep what there is. A full disk is no reason to lose it here, too."""
         if self.checkpoint is not None:
             try:
                 self.server.save()
@@ -439,13 +484,15 @@ class Asynchronous(Strategy):
         """Hand the server what came; what cannot be read it refuses."""
         data = unpacked(content)
         if data is not None or self._more:
-            return self.server.receive(ticket, partial(self._payload, data))
+            return self.server.receive(ticket, partial(self._payload, data, ticket))
         samples = samples_of(content, self.weighted_by_key) or 0
         return self.server.receive_model(ticket, partial(self._model, content), samples=samples)
 
-    def _payload(self, data: bytes | None) -> Payload:
+    def _payload(self, data: bytes | None, ticket: str) -> Payload:
         if data is None:
             raise WireError(f"wire: expected what `client_app` sends, as {type(self.rule).__name__} asks for more")
+        if (told := ticket_of(data)) not in (None, ticket):
+            raise WireError(f"ticket: expected that of the task, {ticket}, got {told}")
         payload: Payload = unpack(data, spec=check_named(self.server.space))
         return payload
 
