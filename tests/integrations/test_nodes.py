@@ -1,6 +1,7 @@
 """The bookkeeping of nodes: one letter a node, nothing lost, nothing done twice, and rests that double."""
 
 from collections import Counter
+from itertools import zip_longest
 
 import pytest
 from hypothesis import given
@@ -85,7 +86,7 @@ def test_nodes_have_one_letter_each_and_no_work_is_lost_or_done_twice(steps):
 
 
 @given(st.lists(st.booleans(), max_size=12))
-def test_what_comes_first_does_and_the_rest_is_in_order(firsts):
+def test_what_comes_first_does_but_not_twice_in_a_row_and_each_kind_is_in_order(firsts):
     nodes = Nodes()
     nodes.meet([1])
     for i, first in enumerate(firsts):
@@ -93,8 +94,11 @@ def test_what_comes_first_does_and_the_rest_is_in_order(firsts):
     found = []
     while due := nodes.due(0.0):
         found.append(due[0][1])
-        nodes.skip(1)
-    assert found == sorted(found)
+        nodes.sent(1, "letter", due[0][1], until=1.0)
+        nodes.answered("letter", now=0.0, well=True)
+    early, late = ([i for i, first in enumerate(firsts) if first == kind] for kind in (True, False))
+    turns = [work for pair in zip_longest(early, late) for work in pair if work is not None]
+    assert [i for _, i in found] == turns
 
 
 @given(st.integers(1, 100))

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -694,3 +695,85 @@ def test_a_module_that_is_given_stays_as_it_is():
     with running(plain_app(), 2) as engine:
         asynchronous(model=model).start(engine.grid, first(), num_rounds=1)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_who_evaluates_slowly_trains_as_well():
+    trained, examined = Counter(), Counter()
+
+    def train(state, part):
+        trained[part] += 1
+        time.sleep(0.02)
+        return halfway(state, part)
+
+    def exam(part):
+        examined[part] += 1
+        time.sleep(0.4 * (part == 2))
+
+    strategy = asynchronous(updates=2)
+    with running(plain_app(train, exam), 3) as engine:
+        strategy.start(engine.grid, first(), num_rounds=15, timeout=60.0)
+    assert examined[0] > examined[2]
+    # One model to evaluate at a time, and training between two of them.
+    assert trained[2] >= examined[2] - 1 > 0
+
+
+def test_who_rests_after_a_failure_holds_no_place():
+    trained = Counter()
+
+    def train(state, part):
+        trained[part] += 1
+        if part < 2:
+            raise ValueError("out of order")
+        return halfway(state, part)
+
+    strategy = asynchronous(concurrency=2, updates=40, fraction_evaluate=0.0)
+    with running(plain_app(train), 4) as engine:
+        strategy.start(engine.grid, first(), num_rounds=1, timeout=30.0)
+    assert strategy.server.updates == 40
+    # Rests of .1, .2, .4, .8 s ...: few of the tasks fail.
+    assert trained[0] + trained[1] < 20
+
+
+def test_an_answer_that_came_in_time_counts_however_long_the_server_was_busy():
+    trained = Counter()
+
+    def train(state, part):
+        trained[part] += 1
+        return halfway(state, part)
+
+    def busy(number, arrays):
+        time.sleep(1.3)
+
+    strategy = asynchronous(updates=3, patience=1.0, fraction_evaluate=0.0)
+    with running(plain_app(train), 3) as engine:
+        strategy.start(engine.grid, first(), num_rounds=3, evaluate_fn=busy)
+    # At the end one a node may be under way.
+    assert strategy.server.updates >= sum(trained.values()) - 3
+
+
+def test_an_unreadable_answer_idles_nobody_for_long(monkeypatch):
+    monkeypatch.setattr(campaign, "LOST", 0.2)
+    trained = Counter()
+
+    def train(state, part):
+        trained[part] += 1
+        time.sleep(0.05)
+        return halfway(state, part)
+
+    with running(plain_app(train), 4) as engine:
+        pull, lost = engine.grid.pull_messages, []
+
+        def once(names):
+            replies = list(pull(names))
+            if len(replies) > 1 and not lost:
+                lost.extend(replies)
+                raise ValueError("one of them is junk")
+            return replies
+
+        monkeypatch.setattr(engine.grid, "pull_messages", once)
+        strategy = asynchronous(updates=24, fraction_evaluate=0.0)
+        strategy.interval = 0.3
+        strategy.start(engine.grid, first(), num_rounds=1, timeout=20.0)
+    assert lost
+    assert strategy.server.updates == 24
+    assert min(trained.values()) > 2

@@ -1,6 +1,7 @@
 """A campaign: letters to nodes and their answers, for one run. What they say is the strategy's business."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from flwr.serverapp import Grid
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Server, Ticket
-from manifoldagg.federated.asking import Asking
+from manifoldagg.federated.asking import Asking, Present
 from manifoldagg.integrations.flower.metrics import bare
 from manifoldagg.integrations.flower.nodes import Nodes
 
@@ -24,22 +25,22 @@ AT_ONCE = 2**28
 """Bytes of replies that are held at a time."""
 LOOK = 1.0
 """Seconds between two looks at who is here."""
+GRACE = 60.0
+"""Seconds, beside twice its patience, that a letter is valid for Flower."""
+BEHIND = 2
+"""Rounds whose models a node has still to evaluate, at most: one of them in its hands, as a rule."""
+LOST = 10.0
+"""Seconds after which a node gets new work whose answer may have been lost."""
 UNREADABLE = (AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 """What Flower raises where an answer makes no sense; not where the line is broken."""
 Letter: TypeAlias = flwr.app.Message
 
 
-@dataclass(eq=False)
-class _Task:
-    """Training, on a ticket: issued at once, but for a node that rests. When it has gone only its id is kept."""
+class _Task(NamedTuple):
+    """Training, on a ticket, of which only the id is kept when it has gone."""
 
+    id: str
     ticket: Ticket | None = None
-    gone: str = ""
-
-    @property
-    def id(self) -> str:
-        """Of the ticket; empty where there is none yet."""
-        return self.ticket.id if self.ticket else self.gone
 
 
 @dataclass(eq=False)
@@ -88,19 +89,25 @@ class Campaign:
         self._interval = interval
         self._takes = takes
         self._looked = -LOOK
+        self._swept = -math.inf
+        self._most = AT_ONCE
         self._mail: deque[Letter] = deque()
         self._unasked: list[str] = []
         self._idle = False
         self._due: dict[int, _Task | _Question] = {}
         self._asking: Asking | None = None
+        # Those that may be asked: who is here and does not rest.
+        self._ready = Present()
+        self._resting: set[int] = set()
         self.nodes: Nodes[_Task | _Question] = Nodes()
         self.exams: list[Exam] = []
 
     def open(self, asking: Callable[[list[int]], Asking]) -> None:
         """See who is here, and ask the first of them."""
         here, _ = self.nodes.meet(self._here())
+        self._ready = Present(here)
         self._asking = asking(here)
-        self._ask(self._asking.begin(self.nodes.present))
+        self._ask(self._asking.begin(self._ready))
 
     def close(self) -> None:
         """Nobody trains any more."""
@@ -109,11 +116,15 @@ class Campaign:
             self._server.drop(ticket)
 
     def examine(self, exam: Exam, letters: Iterable[Letter]) -> None:
-        """Let nodes evaluate, each when it is next free."""
+        """Let nodes evaluate, each when it is next free; but for those that are rounds behind with it already."""
         self.exams.append(exam)
         for letter in letters:
-            if letter.metadata.dst_node_id in self.nodes.present:
-                self.nodes.ask(letter.metadata.dst_node_id, _Question(exam, letter), first=True)
+            node = letter.metadata.dst_node_id
+            if node not in self.nodes.present:
+                continue
+            behind = sum(isinstance(work, _Question) for work in self.nodes.works(node))
+            if behind < BEHIND:
+                self.nodes.ask(node, _Question(exam, letter), first=True)
                 exam.out += 1
 
     def concluded(self) -> list[Exam]:
@@ -125,12 +136,7 @@ class Campaign:
 
     def tasks(self) -> list[tuple[int, Ticket]]:
         """Who is to train now, and on which ticket."""
-        found = []
-        for node, work in self._due.items():
-            if isinstance(work, _Task):
-                work.ticket = work.ticket or self._server.dispatch(node)
-                found.append((node, work.ticket))
-        return found
+        return [(node, work.ticket) for node, work in self._due.items() if isinstance(work, _Task) and work.ticket]
 
     def send(self, configure: Callable[[], Iterable[Letter]]) -> None:
         """Send what is due; `configure` makes the letters of `tasks`. Who gets none of them fails."""
@@ -143,6 +149,10 @@ class Campaign:
         if len(letters) < len(due):
             made = {letter.metadata.dst_node_id: letter for letter in configure()}
             letters |= {node: letter for node, letter in made.items() if isinstance(due.get(node), _Task)}
+        patience = {node: letter.metadata.ttl for node, letter in letters.items()}
+        for sealed in letters.values():
+            # An answer that came in time is Flower's to keep while this side is busy with something else.
+            sealed.metadata.ttl += sealed.metadata.ttl + GRACE
         sent = set(self._grid.push_messages(letters.values())) if letters else set()
         now = time.monotonic()
         for node, work in due.items():
@@ -153,8 +163,8 @@ class Campaign:
                 self._ended(node, work)
             else:
                 # What it holds besides is large, and on its way.
-                kept = _Task(gone=work.id) if isinstance(work, _Task) else work
-                self.nodes.sent(node, letter.metadata.message_id, kept, until=now + letter.metadata.ttl)
+                kept = _Task(work.id) if isinstance(work, _Task) else work
+                self.nodes.sent(node, letter.metadata.message_id, kept, until=now + patience[node])
         self._due = {}
 
     def ticket(self, name: str) -> str | None:
@@ -199,8 +209,9 @@ class Campaign:
                 time.sleep(self._interval)
             self._idle = True
             self._look()
+            self._swept = time.monotonic()
             self._unasked = self.nodes.letters
-        most = max(1, AT_ONCE // self._largest)
+        most = max(1, self._most // self._largest)
         some, self._unasked = self._unasked[:most], self._unasked[most:]
         for reply in self._brought(some):
             self._idle = False
@@ -216,54 +227,72 @@ class Campaign:
         except UNREADABLE as error:
             # One of them is expired, or junk on which Flower stumbles.
             if len(names) > 1:
-                return [reply for name in names for reply in self._brought([name])]
+                # What it has handed out with it may be lost: these nodes get new work soon. From now on one by one.
+                self._most = 1
+                brought = [reply for name in names for reply in self._brought([name])]
+                for name in set(names).difference(reply.metadata.reply_to_message_id for reply in brought):
+                    self.nodes.hurry(name, time.monotonic() + LOST)
+                return brought
             LOG.warning("an answer cannot be read: %s", error)
             self.settle(names[0], well=False)
             return []
 
     def _look(self) -> None:
         """See who has come, gone, or kept its letter for too long."""
-        now = time.monotonic()
-        for name in self.nodes.overdue(now):
+        # Who had answered by the end of its time has been found by a look at all that began after it.
+        for name in self.nodes.overdue(self._swept):
             held = self.nodes.held(name)
             LOG.warning("node %d: has not answered in time", held[0] if held else 0)
             self.settle(name, well=False)
+        now = time.monotonic()
+        self._join([node for node in sorted(self._resting) if not self.nodes.is_resting(node, now)])
         if now - self._looked < LOOK:
             return
         new, left = self.nodes.meet(self._here())
         for node, works in left.items():
             LOG.info("node %d: has left", node)
+            self._ready.discard(node)
+            self._resting.discard(node)
             for work in works:
                 self._drop(work)
             if self._asking is not None:
                 count = sum(isinstance(work, _Task) for work in works)
-                self._ask(self._asking.lost(node, count, self.nodes.present))
-        for node in new:
+                self._ask(self._asking.lost(node, count, self._ready))
+        self._join(new)
+
+    def _join(self, nodes: list[int]) -> None:
+        """These may be asked from now on."""
+        self._resting.difference_update(nodes)
+        for node in nodes:
+            self._ready.add(node)
+        for node in nodes:
             if self._asking is not None:
-                self._ask(self._asking.joined(node, self.nodes.present))
+                self._ask(self._asking.joined(node, self._ready))
 
     def _here(self) -> list[int]:
         self._looked = time.monotonic()
         return [node for node in self._grid.get_node_ids() if self._takes(node)]
 
     def _ask(self, nodes: Iterable[int]) -> None:
-        now = time.monotonic()
         for node in nodes:
-            ticket = None if self.nodes.is_resting(node, now) else self._server.dispatch(node)
-            self.nodes.ask(node, _Task(ticket))
+            ticket = self._server.dispatch(node)
+            self.nodes.ask(node, _Task(ticket.id, ticket))
 
     def _ended(self, node: int, work: _Task | _Question, well: bool = False) -> None:
         """A node is done with its work, and somebody else may be asked."""
         if isinstance(work, _Question) or not well:
             self._drop(work)
+        if not well:
+            self._ready.discard(node)
+            self._resting.add(node)
         if isinstance(work, _Task) and self._asking is not None:
-            self._ask(self._asking.answered(node, well, self.nodes.present))
+            self._ask(self._asking.answered(node, well, self._ready))
 
     def _drop(self, work: _Task | _Question) -> None:
         """Nobody waits for this any more."""
         if isinstance(work, _Question):
             work.exam.out -= 1
-        elif work.id:
+        else:
             with suppress(ArgumentError):  # a refusal may have ended it
                 self._server.drop(work.id)
 

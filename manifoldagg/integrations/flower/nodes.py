@@ -23,6 +23,12 @@ class _Node(Generic[W]):
     work: W | None = None
     until: float = 0.0
     failures: int = 0
+    hurried: bool = False
+
+    @property
+    def first(self) -> deque[W]:
+        """Where its next work waits: nothing comes before the rest twice in a row, where there is a rest."""
+        return self.early if self.early and not (self.hurried and self.queue) else self.queue
 
 
 class Nodes(Generic[W]):
@@ -76,7 +82,10 @@ class Nodes(Generic[W]):
         return new, left
 
     def ask(self, node: int, work: W, *, first: bool = False) -> None:
-        """Let work wait for a node that is here, after the rest of its kind; `first` comes before what is not."""
+        """Let work wait for a node that is here, after the rest of its kind.
+
+        What comes `first` is before what does not, but not twice in a row.
+        """
         (self._nodes[node].early if first else self._nodes[node].queue).append(work)
 
     def is_resting(self, node: int, now: float) -> bool:
@@ -84,10 +93,15 @@ class Nodes(Generic[W]):
         found = self._nodes[node]
         return not found.letter and found.until > now
 
+    def works(self, node: int) -> list[W]:
+        """All that a node that is here has to do, in its hands first."""
+        found = self._nodes[node]
+        return [*([found.work] if found.work is not None else []), *found.early, *found.queue]
+
     def due(self, now: float) -> list[tuple[int, W]]:
         """Who is free, and what each of them is to do next."""
         free = [(node, x) for node, x in self._nodes.items() if not x.letter and x.until <= now]
-        return [(node, (x.early or x.queue)[0]) for node, x in free if x.early or x.queue]
+        return [(node, x.first[0]) for node, x in free if x.first]
 
     def sent(self, node: int, letter: str, work: W, until: float) -> None:
         """What was due is in the node's hands.
@@ -98,15 +112,16 @@ class Nodes(Generic[W]):
             work: what `answered` returns for it, in place of what waited.
             until: when nobody waits for it any more.
         """
-        self.skip(node)
         found = self._nodes[node]
+        hurried = found.first is found.early
+        self.skip(node)
+        found.hurried = hurried
         found.letter, found.work, found.until = letter, work, until
         self._holders[letter] = node
 
     def skip(self, node: int) -> None:
         """What was due is not to be done any more."""
-        found = self._nodes[node]
-        (found.early or found.queue).popleft()
+        self._nodes[node].first.popleft()
 
     def held(self, letter: str) -> tuple[int, W] | None:
         """Who has a letter in its hands, and its work; `None` where nobody has."""
@@ -137,8 +152,14 @@ class Nodes(Generic[W]):
         """The letters for which nobody waits any more."""
         return [letter for letter, node in self._holders.items() if self._nodes[node].until <= now]
 
+    def hurry(self, letter: str, until: float) -> None:
+        """Wait no longer than this for an answer, if anybody has the letter."""
+        if letter in self._holders:
+            found = self._nodes[self._holders[letter]]
+            found.until = min(found.until, until)
+
     def _leave(self, node: int) -> list[W]:
+        works = self.works(node)
         self.present.discard(node)
-        found = self._nodes.pop(node)
-        self._holders.pop(found.letter, None)
-        return [*([found.work] if found.work is not None else []), *found.early, *found.queue]
+        self._holders.pop(self._nodes.pop(node).letter, None)
+        return works
