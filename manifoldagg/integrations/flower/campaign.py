@@ -155,17 +155,21 @@ class Campaign:
             sealed.metadata.ttl += sealed.metadata.ttl + GRACE
         sent = set(self._grid.push_messages(letters.values())) if letters else set()
         now = time.monotonic()
+        unsent = []
         for node, work in due.items():
             letter = letters.get(node)
             if letter is None or letter.metadata.message_id not in sent:
                 self.nodes.skip(node)
                 self.nodes.rest(node, now)
-                self._ended(node, work)
+                unsent.append((node, work))
             else:
                 # What it holds besides is large, and on its way.
                 kept = _Task(work.id) if isinstance(work, _Task) else work
                 self.nodes.sent(node, letter.metadata.message_id, kept, until=now + patience[node])
         self._due = {}
+        # Last of all: others may be asked for them, and what is next for a node is not what was due any more.
+        for node, work in unsent:
+            self._ended(node, work)
 
     def ticket(self, name: str) -> str | None:
         """The id of the ticket that a letter has brought to its node; `None` where none waits for its answer."""
