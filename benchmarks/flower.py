@@ -14,7 +14,6 @@ Ratios are those of neighbours in turns: median (first - third quartile).
 
 import argparse
 import ctypes
-import json
 import logging
 import os
 import platform
@@ -39,7 +38,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Strategy
 from flwr.supercore.task_identity import TaskIdentity
 from simulation import spread
-from timing import ratio
+from timing import by_parts, ratio
 
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.integrations.flower import Asynchronous
@@ -359,20 +358,9 @@ def main() -> None:
         print(copied(name, int(parameters), int(rounds)))
         return
     size = QUICK if options.quick else FULL
-    path = options.out / "flower.json"
-    rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not options.quick else {}
-    rows["settings"] = {"torch": torch.__version__, "flwr": flwr.__version__, "machine": platform.platform()}
+    settings = {"torch": torch.__version__, "flwr": flwr.__version__, "machine": platform.platform()}
     head = f"Flower {flwr.__version__}, torch {torch.__version__}, one thread; {os.cpu_count()} cores"
-    print(head, flush=True)
-    for part in options.parts:
-        make, table = MADE[part]
-        rows[part] = make(size)
-        print("", *table(rows[part]), sep="\n", flush=True)
-        if not options.quick:
-            options.out.mkdir(exist_ok=True)
-            path.write_text(json.dumps(rows, indent=1) + "\n")
-            lines = [line for name in MADE if name in rows for line in ("", *MADE[name][1](rows[name]))]
-            path.with_suffix(".txt").write_text("\n".join([head, *lines]) + "\n")
+    by_parts(options.out / "flower.json", head, settings, options.parts, MADE, size, write=not options.quick)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from peers import apart
-from timing import ratio
+from timing import by_parts, ratio
 
 from manifoldagg.federated import Message, Payload
 from manifoldagg.federated.rules import FedAsync
@@ -327,20 +327,9 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     size = QUICK if options.quick else FULL
-    path = options.out / "simulation.json"
-    rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not options.quick else {}
-    rows["settings"] = {"torch": torch.__version__, "machine": platform.platform(), "cores": os.cpu_count()}
+    settings = {"torch": torch.__version__, "machine": platform.platform(), "cores": os.cpu_count()}
     head = f"simulation; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores; median (quartiles)"
-    print(head, flush=True)
-    for part in options.parts:
-        make, table = MADE[part]
-        rows[part] = make(size)
-        print("", *table(rows[part]), sep="\n", flush=True)
-        if not options.quick:
-            lines = [line for name in PARTS if name in rows for line in ("", *MADE[name][1](rows[name]))]
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "simulation.txt").write_text("\n".join([head, *lines]) + "\n")
-            path.write_text(json.dumps(rows, indent=1) + "\n")
+    by_parts(options.out / "simulation.json", head, settings, options.parts, MADE, size, write=not options.quick)
 
 
 if __name__ == "__main__":

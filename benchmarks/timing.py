@@ -1,9 +1,11 @@
 """Times of several calls, taken in turns, so that a noisy moment of the machine meets all of them."""
 
+import json
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
@@ -83,3 +85,38 @@ def extra(call: Callable[[], Any]) -> int:
         held += event.nbytes()
         most = max(most, held)
     return most + python
+
+
+def by_parts(
+    path: Path,
+    head: str,
+    settings: Mapping[str, Any],
+    parts: Iterable[str],
+    made: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], list[str]]]],
+    size: Any,
+    *,
+    write: bool,
+) -> None:
+    """Print the table of each part, and write all tables and their numbers; parts that are left out stay as they were.
+
+    Args:
+        path: of the numbers, `.json`; the tables stand beside them as `.txt`.
+        head: the first line.
+        settings: what the numbers follow from.
+        parts: names in `made`.
+        made: what makes the rows of a part of this size, and their lines, in the order of the file.
+        size: how long it may take.
+        write: whether anything is written.
+    """
+    rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() and write else {}
+    rows["settings"] = dict(settings)
+    print(head, flush=True)
+    for part in parts:
+        make, table = made[part]
+        rows[part] = make(size)
+        print("", *table(rows[part]), sep="\n", flush=True)
+        if write:
+            lines = [line for name in made if name in rows for line in ("", *made[name][1](rows[name]))]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".txt").write_text("\n".join([head, *lines]) + "\n")
+            path.write_text(json.dumps(rows, indent=1) + "\n")

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
+from manifoldagg.federated.intake import UNLIMITED
+
 __all__ = ["bare", "samples_of", "weighted_mean"]
 
-LARGEST = 10**9
-"""Samples of a node, as `Checks` of the server has it where nothing is said."""
+LARGEST = UNLIMITED.max_samples
+"""Samples of a node, as the server has it where nothing is said."""
 NUMBER = -1
 """Stands for the length of what is no list."""
 
