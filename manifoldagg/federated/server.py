@@ -234,7 +234,7 @@ class Server:
     @classmethod
     @without_derivatives
     def resume(
-        cls, path: str | Path, space: Manifold, rule: Rule, *, replace: bool = False, **options: Any
+        cls, path: str | Path | Saved, space: Manifold, rule: Rule, *, replace: bool = False, **options: Any
     ) -> "Server":
         """A server that goes on from a checkpoint, bit for bit.
 
@@ -243,7 +243,7 @@ class Server:
         time in which no server ran does not count.
 
         Args:
-            path: what `save` or `checkpoint=` has written. No other file is ever read.
+            path: what `save` or `checkpoint=` has written. No other file is ever read. Or what was read of it.
             space: equal to the one that was saved.
             rule: likewise; functions in it are compared by their names, as is `clock`.
             replace: take another rule, or another clock. A rule of the same class goes on with the state and what is
@@ -271,7 +271,7 @@ class Server:
             >>> server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).version, server.model
             (1, tensor([1., 2.]))
         """
-        saved = Saved(path)
+        saved = path if isinstance(path, Saved) else Saved(path)
         saved.check(space, rule, options.get("clock", CLOCK), replace=replace)
         server = cls(space, rule, saved.model, **saved.options(options))
         books = saved.books(server._books.value, server._clock(), options.get("weights"), server._freed)
@@ -590,19 +590,28 @@ class Server:
 
         Cost: one pass over all that is kept.
         """
-        self._check_process()
-        self._turn.check()
         if path is None and self._writer is None:
             raise ArgumentError("path: expected one, as the server has no `checkpoint`")
+        moment = self.moment()
+        if path is not None:
+            moment.write(path, 1, self._watch.note)
+        elif self._writer is not None:
+            self._writer.write(moment)
+
+    def moment(self) -> Moment:
+        """What `save` writes, taken in no time and never written: for who keeps more beside it, in one file.
+
+        Raises:
+            ArgumentError: if the server was closed, or it is called from within an update.
+        """
+        self._check_process()
+        self._turn.check()
         with self._turn.lock:
             self._tell()
             moment = self._moment()
         if moment.books.closed:
             raise ArgumentError("server: was closed")
-        if path is not None:
-            moment.write(path, 1, self._watch.note)
-        elif self._writer is not None:
-            self._writer.write(moment)
+        return moment
 
     def close(self) -> None:
         """Drop every ticket, forget what was kept for clients and remove all files. The model stays readable.

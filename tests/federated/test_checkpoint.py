@@ -472,6 +472,26 @@ def test_a_server_that_was_closed_or_is_being_updated_is_not_saved(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_moment_is_written_later_beside_what_else_its_owner_keeps(tmp_path):
+    life = Life(fresh(Gathers(3)))
+    life.go(9)
+    moment = life.server.moment()
+    then = content(life.server)
+    twin = Life(life.server)
+    twin.out, twin.events = [*life.out], life.events
+    told = life.go(6)
+    archive.write(tmp_path / "hour", "hour", {"server": moment.tree(), "events": twin.events})
+    tree = archive.read(tmp_path / "hour", "hour")
+    twin.server = Server.resume(checkpoint.Saved(tmp_path / "hour", tree["server"]), SPACE, Gathers(3))
+    assert content(twin.server) == then
+    assert (tree["events"], twin.go(6)) == (9, told)
+    with pytest.raises(CheckpointError, match="hour: rule: was .*Gathers, got .*Adds"):
+        Server.resume(checkpoint.Saved(tmp_path / "hour", tree["server"]), SPACE, Adds())
+    life.server.close()
+    with pytest.raises(ArgumentError, match="server: was closed"):
+        life.server.moment()
+
+
 def test_tickets_whose_base_was_lost_are_left_out_and_a_lost_memory_is_told(tmp_path):
     (tmp_path / "spill").mkdir()
     server = fresh(memory_limit=0, spill=tmp_path / "spill")

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from immutables import Map
@@ -73,6 +73,18 @@ class Every:
         check_count("keep", self.keep)
 
 
+@runtime_checkable
+class Writable(Protocol):
+    """What a checkpoint is made of: nothing in it is ever written, so that it may be written down later."""
+
+    @property
+    def updates(self) -> int:
+        """How many there were."""
+
+    def write(self, path: str | Path, keep: int, note: Callable[..., None]) -> None:
+        """Write it into a file, of which so many are kept, and note the event."""
+
+
 class Moment(NamedTuple):
     """What a checkpoint is made of. It is taken in no time, as nothing in it is ever written, and written down later.
 
@@ -93,6 +105,11 @@ class Moment(NamedTuple):
     clock: Callable[[], float]
     time: float
     averaging: tuple[str, Tree] | None
+
+    @property
+    def updates(self) -> int:
+        """How many were accepted."""
+        return self.books.history.count
 
     def tree(self) -> Tree:
         """All of it in plain values and tensors.
@@ -150,14 +167,16 @@ class Saved:
 
     Args:
         path: of the file.
+        tree: of a [`Moment`][manifoldagg.federated.record.checkpoint.Moment], where the file holds more than that and
+            was read already.
 
     Raises:
         CheckpointError: if the file is truncated, altered, or no checkpoint of a server; an older one is named.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, tree: Tree = None) -> None:
         self._path = path
-        self._tree: dict[str, Any] = archive.read(path, KIND)
+        self._tree: dict[str, Any] = archive.read(path, KIND) if tree is None else tree
         self.model: Tensor = self._tree["model"]
         self._same = True
         self._goes_on = True
@@ -311,7 +330,7 @@ class Writer:
         self._note = note
         self.begin(0)
         # What was not begun when the next one came is not written.
-        self._next: deque[Moment] = deque(maxlen=1)
+        self._next: deque[Writable] = deque(maxlen=1)
         self._idle = True
         self._working = threading.RLock()
         self._error: Exception | None = None
@@ -321,7 +340,7 @@ class Writer:
         self._updates = updates
         self._begun = time.monotonic()
 
-    def look(self, updates: int, moment: Callable[[], Moment]) -> None:
+    def look(self, updates: int, moment: Callable[[], Writable]) -> None:
         """Begin a checkpoint where one is due, after so many accepted updates."""
         if not self._due(updates - self._updates):
             return
@@ -334,14 +353,14 @@ class Writer:
             except RuntimeError as error:  # the system has no more threads; `finish`, or the next one, writes it
                 LOG.error("checkpoint: %s", error)
 
-    def write(self, moment: Moment) -> None:
+    def write(self, moment: Writable) -> None:
         """Write a checkpoint now, after what is being written.
 
         Raises:
             CheckpointError: as `finish`.
         """
         self._next.append(moment)
-        self.begin(moment.books.history.count)
+        self.begin(moment.updates)
         self.finish()
 
     def finish(self) -> None:
@@ -378,7 +397,7 @@ class Writer:
                 self._idle = False
                 self._write(moment)
 
-    def _write(self, moment: Moment) -> None:
+    def _write(self, moment: Writable) -> None:
         try:
             moment.write(self._every.path, self._every.keep, self._note)
             self._error = None

@@ -7,6 +7,8 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
+from immutables import Map
+
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Trainer
 from manifoldagg.federated.contract import Memory
@@ -73,6 +75,10 @@ class Crew:
         executor: an executor; what makes one, which is ended with this; or workers, who go on to others after this.
             `None`: this thread, when it asks.
         foresight: tells which tasks will be needed first. Without it: those that were given first.
+        memories: by client, what another crew's were, to go on from.
+
+    Attributes:
+        memories: by client, what its last answer left with it; replaced and never written.
 
     Raises:
         ArgumentError: if `executor` is none of these.
@@ -98,6 +104,7 @@ class Crew:
         trainer: Trainer,
         executor: Executors = None,
         foresight: Coming | None = None,
+        memories: Map[int, Memory] = Map(),
     ) -> None:
         self._terms = Terms(federation, trainer)
         self._ours = None if executor is None or isinstance(executor, Workers) else Workers(executor)
@@ -106,8 +113,7 @@ class Crew:
         self._tasks: dict[Key, _Task] = {}
         # The tasks of a client in the order in which they were given.
         self._lines: dict[int, list[_Task]] = {}
-        # What a client's last answer left.
-        self._memories: dict[int, Memory] = {}
+        self.memories = memories
         self._waiting: set[_Task] = set()
         self._out: set[_Task] = set()
         self._done: SimpleQueue[tuple[_Task, Future[Outcome]]] = SimpleQueue()
@@ -138,10 +144,10 @@ class Crew:
         outcome = self._here(task) if self._workers is None else self._elsewhere(task, self._workers)
         left = task.leaves()
         self._drop(task)
-        if left is None:
-            self._memories.pop(key.client, None)
-        else:
-            self._memories[key.client] = left
+        if left is not None:
+            self.memories = self.memories.set(key.client, left)
+        elif key.client in self.memories:
+            self.memories = self.memories.delete(key.client)
         if outcome.payload is None:
             assert outcome.error is not None
             raise outcome.error
@@ -261,7 +267,7 @@ class Crew:
     def _before(self, task: _Task) -> Memory:
         line = self._lines[task.key.client]
         place = line.index(task)
-        return line[place - 1].leaves() if place else self._memories.get(task.key.client)
+        return line[place - 1].leaves() if place else self.memories.get(task.key.client)
 
     def _recall(self, task: _Task) -> None:
         future = task.future
