@@ -561,7 +561,6 @@ def test_a_client_app_answers_whatever_a_rule_asks_for(rule, trainer):
     with running(client_app(trainer, Net, batches), 2) as engine:
         strategy = asynchronous(rule, updates=4)
         result = strategy.start(engine.grid, first(), num_rounds=1, timeout=60.0)
-    assert strategy.wire == any(extras(rule))
     assert (strategy.server.updates, strategy.server.refused) == (4, {})
     assert "loss" in result.evaluate_metrics_clientapp[1]
 
@@ -620,7 +619,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(finished, came):
     server = finished.server
     before = (server.updates, server.version, {name: x.clone() for name, x in server.state_dict().items()})
     ticket = server.dispatch(7)
-    receipt = finished._receive(ticket.id, came)
+    receipt = finished._mail.receive(ticket.id, came)
     assert not receipt.accepted
     assert receipt.reason
     server.drop(ticket)
@@ -635,7 +634,7 @@ def test_a_payload_is_of_the_task_that_it_names(finished):
     def receive(named):
         ticket = server.dispatch(7)
         data = pack(returned(ticket), spec=server.space, ticket=named or ticket)
-        return finished._receive(ticket.id, RecordDict({KEY: packed(data)}))
+        return finished._mail.receive(ticket.id, RecordDict({KEY: packed(data)}))
 
     assert receive(other).reason.startswith("ticket: expected that of the task")
     assert receive(None).accepted
@@ -645,10 +644,9 @@ def test_a_payload_is_of_the_task_that_it_names(finished):
 def test_a_plain_answer_to_a_rule_that_asks_for_more_is_refused_by_name():
     rule = next(rule for rule in GOLDEN.values() if any(extras(rule)))
     strategy = asynchronous(rule, wire=None, fraction_evaluate=0.0)
-    assert strategy.wire
     with running(plain_app(lambda state, part: state), 2) as engine:
         strategy.start(engine.grid, first(), num_rounds=1, timeout=0.5)
-    receipt = strategy._receive(strategy.server.dispatch(7).id, content(first()))
+    receipt = strategy._mail.receive(strategy.server.dispatch(7).id, content(first()))
     assert "expected what `client_app` sends" in receipt.reason
 
 

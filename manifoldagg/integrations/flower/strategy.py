@@ -3,28 +3,26 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import flwr.app
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from torch import Tensor, nn
+from torch import nn
 
-from manifoldagg.errors import ArgumentError, CheckpointError, WireError, check_count, check_number
-from manifoldagg.federated import Every, Payload, Receipt, Rule, Server, Ticket
+from manifoldagg.errors import ArgumentError, CheckpointError, check_count, check_number
+from manifoldagg.federated import Every, Rule, Server
 from manifoldagg.federated.asking import Asking, asking, declared
-from manifoldagg.federated.contract import check_named, check_rule, extras
+from manifoldagg.federated.contract import check_rule, extras
 from manifoldagg.integrations.flower.begin import server_of
 from manifoldagg.integrations.flower.campaign import Campaign, Exam
+from manifoldagg.integrations.flower.mail import Mail
 from manifoldagg.integrations.flower.metrics import bare, samples_of, weighted_mean
-from manifoldagg.integrations.flower.records import KEY, array_record, has_numpy, packed, state_dict, unpacked
+from manifoldagg.integrations.flower.records import array_record
 from manifoldagg.integrations.flower.rounds import Rounds
-from manifoldagg.wire import pack, ticket_of, unpack
 
 __all__ = ["Asynchronous"]
 
@@ -87,6 +85,7 @@ class Asynchronous(Strategy):
 
     server: Server
     _campaign: Campaign
+    _mail: Mail
     _rounds: Rounds
     _taken: list[RecordDict]
     _quota: int
@@ -132,11 +131,9 @@ class Asynchronous(Strategy):
         self.updates = updates
         self.concurrency = concurrency
         self.patience = None if patience is None else check_number("patience", patience, above=0)
-        more = any(extras(rule))
-        if more and wire is False:
+        if wire is False and any(extras(rule)):
             raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} asks for more than models")
-        self.wire = more if wire is None else wire
-        self._as_needed = wire is None
+        self.wire = wire
         self.compress = compress
         self.fraction_evaluate = check_number("fraction_evaluate", fraction_evaluate, at_least=0, at_most=1)
         self.min_evaluate_nodes = check_count("min_evaluate_nodes", min_evaluate_nodes, at_least=0)
@@ -155,7 +152,8 @@ class Asynchronous(Strategy):
 
     def summary(self) -> None:
         """Log how the strategy is set."""
-        form = "whole, in the wire's form" if self.wire else "models"
+        whole = any(extras(self.rule)) if self.wire is None else self.wire
+        form = "whole, in the wire's form" if whole else "models"
         LOG.info("\t├──> Rule: %s", self.rule)
         LOG.info("\t├──> Asynchronous:")
         LOG.info("\t│\t├── Updates a round: %s", self.updates or "one a node")
@@ -257,7 +255,8 @@ class Asynchronous(Strategy):
         config["server-round"] = server_round
         tasks = self._campaign.tasks()
         return [
-            self._letter(MessageType.TRAIN, node, server_round, self._sent(ticket), config) for node, ticket in tasks
+            self._letter(MessageType.TRAIN, node, server_round, self._mail.sent(ticket), config)
+            for node, ticket in tasks
         ]
 
     def aggregate_train(
@@ -328,10 +327,10 @@ class Asynchronous(Strategy):
         self.server = server_of(
             self.rule, self.model, initial_arrays, resume=resume, checkpoint=self.checkpoint, **self.server_options
         )
-        self._more = any(extras(self.rule))
-        self._widened = _widened(self.server)
+        self._mail = Mail(
+            self.server, self.wire, self.compress, key=self.arrayrecord_key, weighted_by_key=self.weighted_by_key
+        )
         self._taken = []
-        self._last: tuple[Ticket, ArrayRecord] | None = None
         self._rounds = Rounds(path)
         self._has_come_to(array_record(self.server.state_dict()))
         if resume:
@@ -475,63 +474,16 @@ class Asynchronous(Strategy):
         ticket = self._campaign.ticket(name)
         if ticket is None:
             return
-        accepted = reply.has_content() and self._receive(ticket, reply.content).accepted
+        accepted = reply.has_content() and self._mail.receive(ticket, reply.content).accepted
         if accepted:
             self._taken.append(bare(reply.content))
         self._campaign.settle(name, well=accepted)
-
-    def _receive(self, ticket: str, content: RecordDict) -> Receipt:
-        """Hand the server what came; what cannot be read it refuses."""
-        data = unpacked(content)
-        if data is not None or self._more:
-            return self.server.receive(ticket, partial(self._payload, data, ticket))
-        samples = samples_of(content, self.weighted_by_key) or 0
-        return self.server.receive_model(ticket, partial(self._model, content), samples=samples)
-
-    def _payload(self, data: bytes | None, ticket: str) -> Payload:
-        if data is None:
-            raise WireError(f"wire: expected what `client_app` sends, as {type(self.rule).__name__} asks for more")
-        if (told := ticket_of(data)) not in (None, ticket):
-            raise WireError(f"ticket: expected that of the task, {ticket}, got {told}")
-        payload: Payload = unpack(data, spec=check_named(self.server.space))
-        return payload
-
-    def _model(self, content: RecordDict) -> dict[str, Tensor]:
-        records = list(content.array_records.values())
-        if len(records) != 1:
-            raise WireError(f"wire: expected one ArrayRecord, a model, got {len(records)}")
-        found = state_dict(records[0])
-        wide = {name for name, tensor in found.items() if tensor.dtype is torch.float32}
-        return found | {name: found[name].to(dtype) for name, dtype in self._widened.items() if name in wide}
-
-    def _sent(self, ticket: Ticket) -> dict[str, ArrayRecord]:
-        """What a node gets. Messages of one version share their arrays."""
-        more = ticket.message.tensors or ticket.message.numbers
-        if self.wire or (self._as_needed and more):
-            return {KEY: packed(pack(ticket, compress=self.compress))}
-        if self._last is None or not _same(self._last[0], ticket):
-            self._last = ticket, array_record(ticket.state_dict())
-        return {self.arrayrecord_key: self._last[1]}
 
     def _letter(
         self, kind: str, node: int, number: int, arrays: dict[str, ArrayRecord], config: ConfigRecord
     ) -> Letter:
         content = RecordDict({**arrays, self.configrecord_key: config})
         return Letter(content, dst_node_id=node, message_type=kind, ttl=self._patience, group_id=str(number))
-
-
-def _same(a: Ticket, b: Ticket) -> bool:
-    """Whether two tickets bring the same model."""
-    if a.version != b.version or not torch.equal(a.message.start, b.message.start):
-        return False
-    ours, theirs = a.message.buffers, b.message.buffers
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def _widened(server: Server) -> dict[str, torch.dtype]:
-    """Tensors that NumPy has no dtype for: they travel in a wider one, and come back from it without loss."""
-    layout = check_named(server.space).layout
-    return {entry.name: entry.dtype for entry in (*layout.leaves, *layout.carried) if not has_numpy(entry.dtype)}
 
 
 def _size(arrays: ArrayRecord) -> int:
