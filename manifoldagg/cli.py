@@ -168,7 +168,7 @@ def compare_command(
         bool,
         typer.Option(
             "--json",
-            help="Print one JSON object: what the two JSON files hold, and `files`. The rest is said on stderr.",
+            help="Print one JSON object: what the files hold, and `files`. The rest is said on stderr.",
         ),
     ] = False,
 ) -> None:
@@ -181,8 +181,8 @@ def compare_command(
 
     Names take options, `name:option=value,option=value`; what is wrong is answered with the nearest right word.
 
-    Prints a table and writes `results.json` (equal settings give equal bits), `timing.json`, `accuracy.png`
-    and `plane.png` (the loss over the plane of one learned curve).
+    Prints a table and writes `results.json` and `log.jsonl`, a line for each evaluation (equal settings give equal
+    bits), `timing.json`, `accuracy.png` and `plane.png` (the loss over the plane of one learned curve).
 
     Example: `manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3`
     """
@@ -234,7 +234,8 @@ def compare_command(
     say.print(f"Written to {folder}: {names}", highlight=False, markup=False, soft_wrap=True)
     if as_json:
         timing = comparison.timing() | machine()
-        print(json.dumps(comparison.results() | {"timing": timing, "files": list(map(str, files))}), flush=True)
+        told = comparison.results() | {"log": comparison.log(), "timing": timing, "files": list(map(str, files))}
+        print(json.dumps(told), flush=True)
 
 
 def _bars(say: Console, rounds: int, shown: ExitStack) -> Callable[[str, int], None]:

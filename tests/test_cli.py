@@ -41,11 +41,12 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
         if line.startswith("Written to runs/digits-5-clients-4-rounds-2-seeds-")
     ]
     (folder,) = (tmp_path / "runs").iterdir()
-    assert {file.name for file in folder.iterdir()} == {"results.json", "timing.json", "accuracy.png", "plane.png"}
-    first = (folder / "results.json").read_bytes()
-    assert json.loads(first)["settings"]["clients"] == 5
+    files = {"results.json", "log.jsonl", "timing.json", "accuracy.png", "plane.png"}
+    assert {file.name for file in folder.iterdir()} == files
+    first = [(folder / file).read_bytes() for file in ("results.json", "log.jsonl")]
+    assert json.loads(first[0])["settings"]["clients"] == 5
     assert call("compare", *SMALL, "--name", "again", "--jobs", "2", folder=tmp_path).returncode == 0
-    assert (tmp_path / "runs" / "again" / "results.json").read_bytes() == first
+    assert [(tmp_path / "runs" / "again" / file).read_bytes() for file in ("results.json", "log.jsonl")] == first
 
 
 def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
@@ -55,13 +56,14 @@ def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
     done = call("compare", *SMALL, *like, "--json", "--name", "here", folder=tmp_path)
     assert done.returncode == 0
     found = json.loads(done.stdout)
-    assert set(found) == {"settings", "methods", "timing", "files"}
-    assert found["methods"]["FedGS"]["runs"][0]["evaluated"] == [0, 3, 4]
+    assert set(found) == {"settings", "methods", "log", "timing", "files"}
+    assert [row["round"] for row in found["log"]] == [0, 3, 4] * 2
     assert [found["settings"][name] for name in ("partition", "delays", "work")] == [like[3], like[1], "dispatched"]
     files = [tmp_path / file for file in found["files"]]
-    assert [file.name for file in files] == ["results.json", "timing.json", "accuracy.png"]
+    assert [file.name for file in files] == ["results.json", "log.jsonl", "timing.json", "accuracy.png"]
     assert json.loads(files[0].read_text()) == {key: found[key] for key in ("settings", "methods")}
-    assert json.loads(files[1].read_text()) == found["timing"]
+    assert list(map(json.loads, files[1].read_text().splitlines())) == found["log"]
+    assert json.loads(files[2].read_text()) == found["timing"]
     assert "seconds" not in json.dumps(found["methods"])
     for words in ("FedGS, seed 1", "4/4", "to 85%", "no plane.png", "Written to runs/here"):
         assert words in done.stderr

@@ -70,6 +70,10 @@ class Message:
         numbers: likewise.
         buffers: the model's by name, where the server keeps them.
         asked: which of them a client sends back: those that the server does not leave as they are.
+
+    Example:
+        >>> Message(torch.zeros(10), {"m": torch.zeros(10, dtype=torch.float64)}, {"epochs": 3.0}).nbytes
+        120
     """
 
     start: Float[Tensor, " P"]
@@ -77,6 +81,11 @@ class Message:
     numbers: Mapping[str, float] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     asked: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors: what it takes to send them as they are."""
+        return _bytes_of(self.start, *self.tensors.values(), *self.buffers.values())
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,12 @@ class Payload:
     memory: Memory = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     base: Float[Tensor, " P"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors, but for the client's own `memory`, which does not travel."""
+        base = () if self.base is None else (self.base,)
+        return _bytes_of(self.points, *self.tensors.values(), *self.buffers.values(), *base)
 
 
 @dataclass(frozen=True)
@@ -306,6 +321,10 @@ class Averaging(Protocol):
 
     def load(self, state: Any) -> None:
         """Go on from what `state` returned."""
+
+
+def _bytes_of(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def check_rule(rule: Rule) -> Rule:

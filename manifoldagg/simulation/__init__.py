@@ -32,6 +32,7 @@ from manifoldagg.simulation.data.sets import task
 from manifoldagg.simulation.data.tasks import Batches, Task
 from manifoldagg.simulation.fairness import gini, theil
 from manifoldagg.simulation.federation import Federation, Key
+from manifoldagg.simulation.log import Evaluation
 from manifoldagg.simulation.run import Event, Method, Run, run
 from manifoldagg.simulation.workers.errands import Errand, perform
 from manifoldagg.simulation.workers.pool import Workers, processes
@@ -44,6 +45,7 @@ __all__ = [
     "Deterministic",
     "Empirical",
     "Errand",
+    "Evaluation",
     "Event",
     "Exponential",
     "Federation",

@@ -20,6 +20,7 @@ from manifoldagg.federated.repeatable import one_thread
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import by_name
 from manifoldagg.simulation.clocks.schedulers import Scheduler
+from manifoldagg.simulation.clocks.trace import Record
 from manifoldagg.simulation.course import Ask
 from manifoldagg.simulation.data.partitions import Partition
 from manifoldagg.simulation.data.tasks import Task
@@ -66,19 +67,21 @@ class Comparison:
         return {name: _summarise(runs, self.settings["target"]) for name, runs in self.runs.items()}
 
     def results(self) -> dict[str, object]:
-        """A tree for JSON that depends on the settings alone: equal seeds give equal bits."""
+        """A tree for JSON, of all but the log; it depends on the settings alone: equal seeds give equal bits."""
         methods = {
-            name: {
-                "summary": summary,
-                "runs": [
-                    {key: value for key, value in asdict(run_).items() if not key.endswith("seconds")}
-                    | {"gini": run_.gini, "theil": run_.theil}
-                    for run_ in self.runs[name]
-                ],
-            }
+            name: {"summary": summary, "runs": list(map(_told, self.runs[name]))}
             for name, summary in self.summary().items()
         }
         return {"settings": self.settings, "methods": methods}
+
+    def log(self) -> list[dict[str, object]]:
+        """A row for each evaluation, with its method and seed; likewise."""
+        return [
+            {"method": name, "seed": seed} | asdict(row)
+            for name, runs in self.runs.items()
+            for seed, run_ in zip(self.settings["seeds"], runs, strict=True)
+            for row in run_.evaluations
+        ]
 
     def timing(self) -> dict[str, dict[str, list[float]]]:
         """Wall-clock seconds of training, and those of evaluation, by method: one number a seed."""
@@ -298,8 +301,21 @@ def _landscape(federation: Federation, name: str, event: Event) -> Landscape:
     return Landscape(name, event.round, event.client, over(federation.train[event.client]), over(everybody))
 
 
+def _told(run_: Run) -> dict[str, object]:
+    """A run for JSON: the trace by columns."""
+    columns = {one.name: [getattr(task, one.name) for task in run_.trace] for one in fields(Record)}
+    return {
+        "trace": columns,
+        "client_accuracy": run_.client_accuracy,
+        "gini": run_.gini,
+        "theil": run_.theil,
+        "refused": run_.refused,
+    }
+
+
 def _summarise(runs: Sequence[Run], target: float) -> dict[str, float | int | None]:
-    final = [run_.accuracy[-1] for run_ in runs]
+    last = [run_.evaluations[-1] for run_ in runs]
+    final = [row.accuracy for row in last]
     best = [max(run_.accuracy) for run_ in runs]
     reached = [rounds for run_ in runs if (rounds := run_.rounds_to(target)) is not None]
     late = [x for run_ in runs for x in run_.staleness]
@@ -315,6 +331,8 @@ def _summarise(runs: Sequence[Run], target: float) -> dict[str, float | int | No
         "gini_mean": statistics.fmean(run_.gini for run_ in runs),
         "theil_mean": statistics.fmean(run_.theil for run_ in runs),
         "refused": sum(run_.refused for run_ in runs),
+        "gradients_mean": statistics.fmean(row.gradients for row in last),
+        "bytes_mean": statistics.fmean(row.bytes for row in last),
     }
 
 

@@ -16,7 +16,7 @@ from manifoldagg.simulation.compare import Comparison, Landscape
 
 __all__ = ["check_destination", "machine", "write_report"]
 
-FILES = ("results.json", "timing.json", "accuracy.png", "plane.png")
+FILES = ("results.json", "log.jsonl", "timing.json", "accuracy.png", "plane.png")
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 """Lines of one colour differ by them."""
@@ -25,7 +25,7 @@ LONG = 32
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write `results.json`, `timing.json`, `accuracy.png` and, where a curve was learned, `plane.png`.
+    """Write `results.json`, `log.jsonl`, `timing.json`, `accuracy.png` and, where a curve was learned, `plane.png`.
 
     The files are made beside `folder` and put in its place at the end: it never holds half a report.
 
@@ -42,10 +42,12 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
         with whole(folder) as draft:
             draft.mkdir()
             _write_json(draft / FILES[0], comparison.results())
-            _write_json(draft / FILES[1], comparison.timing() | machine())
-            _draw_accuracy(comparison, draft / FILES[2])
+            lines = [json.dumps(row, allow_nan=False) + "\n" for row in comparison.log()]
+            (draft / FILES[1]).write_text("".join(lines), encoding="utf-8")
+            _write_json(draft / FILES[2], comparison.timing() | machine())
+            _draw_accuracy(comparison, draft / FILES[3])
             if comparison.landscape is not None:
-                _draw_landscape(comparison.landscape, draft / FILES[3])
+                _draw_landscape(comparison.landscape, draft / FILES[4])
     except OSError as error:
         raise ArgumentError(f"out: {folder} cannot be written: {error}") from error
     return [folder / file for file in FILES if (folder / file).exists()]

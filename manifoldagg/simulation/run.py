@@ -11,11 +11,13 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count
 from manifoldagg.federated import Message, Payload, Rule, Server, Ticket, Trainer
 from manifoldagg.federated.contract import check_rule
+from manifoldagg.simulation.clocks.trace import Record
 from manifoldagg.simulation.course import Ask, Lost
 from manifoldagg.simulation.exam import Marks
 from manifoldagg.simulation.fairness import gini, theil
 from manifoldagg.simulation.federation import Federation, Key
 from manifoldagg.simulation.foresight import Foresight
+from manifoldagg.simulation.log import Evaluation, Spent, reached
 from manifoldagg.simulation.scenario import Delays, Participations, Schedulers, course_of
 from manifoldagg.simulation.workers.crew import Crew
 from manifoldagg.simulation.workers.pool import Executors
@@ -55,29 +57,51 @@ class Method:
 
 @dataclass(frozen=True)
 class Run:
-    """What happened: accuracies of the server's model, and what was seen on the way.
+    """What happened: what the server's model was worth, and who trained when.
 
     Attributes:
-        accuracy: of each evaluation, on the held-out samples of all clients together.
-        evaluated: after how many rounds it was; the first is before round 1.
-        clients: (rounds), who answered.
-        staleness: (rounds), in versions, as the server counts them.
-        times: (rounds), of the answers, in virtual seconds.
+        evaluations: the log, in order; the first is before round 1, the last after all.
+        trace: (rounds), the task of each answer; staleness as the server counts it.
         client_accuracy: of the best model that was evaluated, one for each client with held-out samples.
-        refused: updates that the server refused, or whose training diverged.
         seconds: of wall-clock time, evaluation apart.
         evaluation_seconds: likewise, of evaluation.
     """
 
-    accuracy: list[float]
-    evaluated: list[int]
-    clients: list[int]
-    staleness: list[int]
-    times: list[float]
+    evaluations: list[Evaluation]
+    trace: list[Record[int]]
     client_accuracy: list[float]
-    refused: int
     seconds: float = field(compare=False)
     evaluation_seconds: float = field(compare=False)
+
+    @property
+    def accuracy(self) -> list[float]:
+        """Of each evaluation."""
+        return [row.accuracy for row in self.evaluations]
+
+    @property
+    def evaluated(self) -> list[int]:
+        """After how many rounds each evaluation was."""
+        return [row.round for row in self.evaluations]
+
+    @property
+    def clients(self) -> list[int]:
+        """(rounds), who answered."""
+        return [task.client for task in self.trace]
+
+    @property
+    def staleness(self) -> list[int]:
+        """(rounds), in versions."""
+        return [task.staleness for task in self.trace]
+
+    @property
+    def times(self) -> list[float]:
+        """(rounds), of the answers, in virtual seconds."""
+        return [task.finished for task in self.trace]
+
+    @property
+    def refused(self) -> int:
+        """Updates that the server refused, or whose training diverged."""
+        return self.evaluations[-1].refused
 
     @property
     def gini(self) -> float:
@@ -91,7 +115,8 @@ class Run:
 
     def rounds_to(self, target: float) -> int | None:
         """After how many rounds an accuracy of at least `target` was first seen; `None` if never."""
-        return next((i for i, value in zip(self.evaluated, self.accuracy, strict=True) if value >= target), None)
+        row = reached(self.evaluations, target)
+        return None if row is None else row.round
 
 
 @dataclass(frozen=True)
@@ -188,16 +213,15 @@ def run(
         return float(length if steps is None else steps(desk.latest, length))
 
     foresight = Foresight(course, rounds, asked)
-    who: list[int] = []
-    staleness: list[int] = []
-    times: list[float] = []
-    refused = 0
-    marks.take(server, 0)
+    trace: list[Record[int]] = []
+    spent = Spent()
+    marks.take(server, spent)
     with Crew(federation, method.trainer, executor, foresight) as crew:
-        while len(who) < rounds:
+        while spent.round < rounds:
             event = course.next()
             if isinstance(event, Ask):
                 ticket = desk.dispatch(event.client)
+                spent = replace(spent, bytes_down=spent.bytes_down + ticket.message.nbytes)
                 units = asked(event.client)
                 key = course.give(event.client, units)
                 foresight.gave(key, units)
@@ -211,30 +235,36 @@ def run(
             else:
                 key = event.key
                 ticket = desk.out.pop(key)
-                who.append(key.client)
-                staleness.append(server.version - ticket.version)
-                times.append(event.done.time)
+                trace.append(Record.of(event.done, server.version - ticket.version))
+                sent = 0
                 try:
                     payload = crew.result(key)
                 except DivergenceError:
                     accepted = False
                 else:
+                    sent = payload.nbytes
                     if watch is not None:
-                        watch(Event(len(who), key.client, ticket.message, payload))
+                        watch(Event(len(trace), key.client, ticket.message, payload))
                     accepted = server.receive(ticket, payload).accepted
                 if not accepted:
                     server.drop(ticket)
-                    refused += 1
+                spent = replace(
+                    spent,
+                    round=len(trace),
+                    time=event.done.time,
+                    gradients=spent.gradients + crew.gradients,
+                    bytes_up=spent.bytes_up + sent,
+                    refused=spent.refused + (not accepted),
+                )
                 course.settle(accepted)
                 foresight.settled(key, accepted)
-                if len(who) % every == 0 or len(who) == rounds:
-                    marks.take(server, len(who))
+                if spent.round % every == 0 or spent.round == rounds:
+                    seen = marks.rows[-1].round
+                    marks.take(server, spent, [task.staleness for task in trace[seen:]])
                 if progress is not None:
                     progress()
     seconds = time.perf_counter() - started - marks.seconds
-    return Run(
-        marks.accuracy, marks.evaluated, who, staleness, times, marks.by_client(), refused, seconds, marks.seconds
-    )
+    return Run(marks.rows, trace, marks.by_client, seconds, marks.seconds)
 
 
 class _Desk:

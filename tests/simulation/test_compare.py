@@ -152,6 +152,7 @@ def test_names_stand_in_pictures_as_they_are(comparison, tmp_path, monkeypatch):
 
 def test_a_method_that_nobody_heard_is_told_apart_from_a_bad_one(comparison):
     assert refusals(comparison) == []
-    runs = [replace(comparison.runs["FedAsync"][0], refused=count) for count in (2, 10)]
+    one = comparison.runs["FedAsync"][0]
+    runs = [replace(one, evaluations=[replace(row, refused=count) for row in one.evaluations]) for count in (2, 10)]
     refused = replace(comparison, runs={"FedAvg(trainer=curve)": runs})
     assert refusals(refused) == ["FedAvg(trainer=curve): 12 of 20 updates were refused"]

@@ -63,6 +63,7 @@ def test_every_method_learns(comparison):
 def test_equal_seeds_give_equal_bits(comparison):
     again = compare(clusters(), methods(NAMES), clients=6, rounds=30, seeds=2)
     assert json.dumps(again.results()) == json.dumps(comparison.results())
+    assert json.dumps(again.log()) == json.dumps(comparison.log())
 
 
 def test_staleness_is_what_the_clock_makes_it(comparison):
@@ -90,18 +91,19 @@ def test_the_summary_is_taken_from_the_runs(comparison):
 def test_a_report_is_written_whole(comparison, tmp_path):
     folder = tmp_path / "runs" / "name"
     files = write_report(comparison, folder)
-    assert [file.name for file in files] == ["results.json", "timing.json", "accuracy.png", "plane.png"]
+    assert [file.name for file in files] == ["results.json", "log.jsonl", "timing.json", "accuracy.png", "plane.png"]
     assert sorted(folder.iterdir()) == sorted(files)
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[2:])
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[3:])
     results = json.loads(files[0].read_text())
     assert results == json.loads(json.dumps(comparison.results()))
     assert "seconds" not in files[0].read_text()
-    timing = json.loads(files[1].read_text())
+    assert list(map(json.loads, files[1].read_text().splitlines())) == comparison.log()
+    timing = json.loads(files[2].read_text())
     for part in ("seconds", "evaluation_seconds"):
         assert list(timing[part]) == list(comparison.runs)
-    before = files[0].read_bytes()
+    before = [file.read_bytes() for file in files[:2]]
     write_report(comparison, folder)
-    assert files[0].read_bytes() == before
+    assert [file.read_bytes() for file in files[:2]] == before
     assert [entry.name for entry in (tmp_path / "runs").iterdir()] == ["name"]
 
 

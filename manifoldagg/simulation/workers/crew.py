@@ -80,6 +80,9 @@ class Crew:
     Attributes:
         memories: by client, what its last answer left with it; replaced and never written.
 
+    Attributes:
+        gradients: that the task of the latest `result` computed, also where it raised.
+
     Raises:
         ArgumentError: if `executor` is none of these.
 
@@ -110,6 +113,7 @@ class Crew:
         self._ours = None if executor is None or isinstance(executor, Workers) else Workers(executor)
         self._workers = executor if isinstance(executor, Workers) else self._ours
         self._foresight = foresight
+        self.gradients = 0
         self._tasks: dict[Key, _Task] = {}
         # The tasks of a client in the order in which they were given.
         self._lines: dict[int, list[_Task]] = {}
@@ -142,6 +146,7 @@ class Crew:
         if task is None or self._lines[key.client][0] is not task:
             raise ArgumentError(f"key: {key} is not the next task of its client")
         outcome = self._here(task) if self._workers is None else self._elsewhere(task, self._workers)
+        self.gradients = outcome.gradients
         left = task.leaves()
         self._drop(task)
         if left is not None:

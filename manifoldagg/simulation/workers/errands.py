@@ -4,9 +4,11 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from manifoldagg.federated import Message, Payload, Trainer, work
 from manifoldagg.federated.contract import Memory
@@ -14,7 +16,7 @@ from manifoldagg.federated.repeatable import repeatable
 from manifoldagg.federated.trees import Tree, replaced
 from manifoldagg.simulation.federation import Federation, Key
 
-__all__ = ["Errand", "perform"]
+__all__ = ["Counted", "Errand", "perform"]
 
 ALIGNED = 64
 """Bytes to a multiple of which torch lays what it allocates."""
@@ -39,6 +41,35 @@ class Errand:
     memory: Memory = None
 
 
+class Counted:
+    """A criterion that counts the gradients it was asked for: its calls whose value can be differentiated.
+
+    Args:
+        criterion: (output, target) to a scalar.
+
+    Attributes:
+        gradients: how many.
+
+    Example:
+        >>> loss = Counted(nn.functional.mse_loss)
+        >>> w = torch.ones(3, requires_grad=True)
+        >>> with torch.no_grad():
+        ...     _ = loss(w, torch.zeros(3))
+        >>> loss(w, torch.zeros(3)).backward()
+        >>> loss.gradients
+        1
+    """
+
+    def __init__(self, criterion: Callable[[Any, Any], Tensor] = cross_entropy) -> None:
+        self._criterion = criterion
+        self.gradients = 0
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        value = self._criterion(output, target)
+        self.gradients += value.requires_grad
+        return value
+
+
 class _Place(threading.local):
     """What a thread keeps for the next errand of the same federation: a module is lent to one at a time."""
 
@@ -54,10 +85,14 @@ class _Place(threading.local):
 _PLACE = _Place()
 
 
-def perform(errand: Errand) -> Payload:
+def perform(errand: Errand, criterion: Callable[[Any, Any], Tensor] = cross_entropy) -> Payload:
     """Do an errand, [`repeatable`][manifoldagg.federated.repeatable.repeatable]: its payload follows from it alone.
 
     The trainer may write what it is given.
+
+    Args:
+        errand: what is to be done.
+        criterion: cross-entropy, as it is or counted.
 
     Raises:
         DivergenceError: if a loss is not finite.
@@ -82,6 +117,7 @@ def perform(errand: Errand) -> Payload:
             _copied_message(errand.message),
             trainer,
             federation.batches(client, nth),
+            criterion,
             memory=replaced(errand.memory, _copied),
             generator=generator,
         )

@@ -14,7 +14,7 @@ from manifoldagg.federated import Message, Payload, Trainer
 from manifoldagg.federated.contract import Memory
 from manifoldagg.kernels import choice, set_backend
 from manifoldagg.simulation.federation import Federation, Key
-from manifoldagg.simulation.workers.errands import Errand, perform
+from manifoldagg.simulation.workers.errands import Counted, Errand, perform
 from manifoldagg.simulation.workers.parcels import Lying, Missing, Parcel, Shelf, packed, unpacked
 
 __all__ = ["Letter", "Outcome", "Terms", "attempt", "done"]
@@ -184,12 +184,21 @@ class Outcome:
         payload: of the task.
         error: what was raised.
         trained: whether the training raised it.
+        gradients: that were computed, also by a training that raised.
     """
 
-    def __init__(self, payload: Payload | None = None, error: Exception | None = None, *, trained: bool = True) -> None:
+    def __init__(
+        self,
+        payload: Payload | None = None,
+        error: Exception | None = None,
+        *,
+        trained: bool = True,
+        gradients: int = 0,
+    ) -> None:
         self.payload = payload
         self.error = error
         self.trained = trained
+        self.gradients = gradients
 
     @property
     def missing(self) -> bool:
@@ -198,20 +207,20 @@ class Outcome:
 
     def __reduce__(self) -> tuple[Any, ...]:
         try:
-            data, _ = packed((self.payload, self.error, self.trained))
+            data, _ = packed((self.payload, self.error, self.trained, self.gradients))
             if self.error is not None:
                 unpacked(data)
         except Exception as problem:
             told = RuntimeError(f"{self.error or problem!r}, which cannot be sent to another process")
-            data, _ = packed((None, told, self.trained))
+            data, _ = packed((None, told, self.trained, self.gradients))
         return _outcome, (data, "" if self.error is None else "".join(traceback.format_exception(self.error)))
 
 
 def _outcome(data: bytes, trace: str) -> Outcome:
-    payload, error, trained = unpacked(data)
+    payload, error, trained, gradients = unpacked(data)
     if error is not None:
         error.add_note(f"in another process:\n{trace}")
-    return Outcome(payload, error, trained=trained)
+    return Outcome(payload, error, trained=trained, gradients=gradients)
 
 
 def attempt(letter: Letter | _Received) -> Outcome:
@@ -226,8 +235,10 @@ def attempt(letter: Letter | _Received) -> Outcome:
 
 
 def done(errand: Errand) -> Outcome:
-    """Do an errand, and keep what its training raises."""
+    """Do an errand, and keep what its training raises; the gradients are counted where they are computed."""
+    criterion = Counted()
     try:
-        return Outcome(perform(errand))
+        payload = perform(errand, criterion)
     except Exception as error:
-        return Outcome(error=error)
+        return Outcome(error=error, gradients=criterion.gradients)
+    return Outcome(payload, gradients=criterion.gradients)
