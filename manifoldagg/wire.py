@@ -115,7 +115,7 @@ def pack(
     if told is not None:
         metadata["ticket"] = told.id if isinstance(told, Ticket) else told
     if space:
-        metadata["layout"] = digest(space.layout)
+        metadata["layout"] = digest(space.layout, space.adapters)
         if writer.named:
             metadata["leaves"] = json.dumps([leaf.name for leaf in space.layout.leaves])
     curved = {name for name, _ in space.manifolds} if space else set()
@@ -264,8 +264,8 @@ class _Reader:
         if type(self.leaves) is not list or len(set(self.leaves)) < len(self.leaves):
             raise ValueError("leaves that are none")
         self._layout = space.layout if space else None
-        if self._layout:
-            _check_layout(self.metadata.get("layout"), self.leaves, self._layout)
+        if space:
+            _check_layout(self.metadata.get("layout"), self.leaves, space)
 
     def text(self, name: str) -> Any:
         """What the metadata have under a name, as JSON."""
@@ -496,12 +496,12 @@ EXPECTED: dict[type, Mapping[str, Callable[[Any], bool]]] = {Message: MESSAGE, P
 TICKET = {"id": _is(str), "version": _is(int)}
 
 
-def _check_layout(told: str | None, leaves: list[str], layout: Layout) -> None:
+def _check_layout(told: str | None, leaves: list[str], space: ParameterSpace) -> None:
     """The layout must be that of the other side, as far as it is told."""
-    names = [leaf.name for leaf in layout.leaves]
+    names = [leaf.name for leaf in space.layout.leaves]
     if leaves and leaves != names:
         raise WireError(f"wire: layout: expected the names of the tensors as in `spec`{wrapping(leaves, names)}")
-    if told is not None and told != digest(layout):
+    if told is not None and told != digest(space.layout, space.adapters):
         raise WireError("wire: layout: expected names, shapes, dtypes and order of the tensors as in `spec`")
 
 

@@ -21,6 +21,7 @@ from manifoldagg.errors import (
     check_vector,
     is_finite,
 )
+from manifoldagg.manifolds.adapted import learning
 from manifoldagg.manifolds.adapters import Pair, parts_of
 from manifoldagg.manifolds.factors import Truncated, combined, truncated
 
@@ -69,6 +70,8 @@ def average_adapters(
     side, $[w_1 s_1 B_1, \dots, w_k s_k B_k]$ and $[A_1; \dots; A_k]$; two thin QRs and the SVD of their core, in
     float64, give the best matrix of the rank in Frobenius norm, as $U \sqrt\Sigma$ and $\sqrt\Sigma V^\top$:
     balanced, $B^\top B = A A^\top$, so that the same learning rates mean the same to everyone who goes on from there.
+    Where there is less to keep than the rank, the rest of $B$ is 0 and that of $A$ drawn as PEFT draws it, from a fixed
+    seed: the product is what it is, and all directions go on learning.
 
     Tensors are told apart by the names that PEFT gives them, in a file or in a module: pairs `lora_A`, `lora_B` and
     `lora_embedding_A`, `lora_embedding_B` are factors, also of convolutions; a bias of `lora_B` is scaled as they are;
@@ -78,7 +81,7 @@ def average_adapters(
     Args:
         adapters: state dicts, of any ranks, with the same names otherwise.
         weights: one for each, not negative; they are normalised. `None`: equal.
-        rank: of the result. Where there is less to keep, the rest is zeros.
+        rank: of the result.
         scaling: what a model multiplies $B_i A_i$ with, $\alpha / r$ or with `use_rslora` $\alpha / \sqrt r$, over what
             the model that gets the result multiplies with: one number, or one for each. 1 where all are the same.
         residual: `"factors"` returns what the rank leaves out too.
@@ -114,7 +117,7 @@ def average_adapters(
     factors = _scalings(scaling, len(states)) * shares.numpy()
     check_count("rank", rank)
     check_choice("residual", residual, (None, "factors"))
-    parts = parts_of(states[0], where="adapters[0]")
+    parts = parts_of(states[0], where="adapters[0]: ")
     if not parts.pairs:
         raise StateDictError("adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight, got none")
     found: dict[str, Tensor] = {}
@@ -128,7 +131,7 @@ def average_adapters(
             raise _overflow(f"{pair.first}, {pair.second}", torch.float64)
         if bool(cut.tied):
             tied.append(pair.name)
-        found |= _rounded(pair, cut.point, states)
+        found |= _rounded(pair, learning(cut, states[0][pair.second].shape[0], torch.float64), states)
         if residual is not None and (kept := _above_rounding(cut)).shape[-1]:
             rest |= _rounded(pair, kept, states)
     for names, coefficients in ((parts.scaled, factors), (parts.alone, shares.numpy())):
@@ -174,7 +177,7 @@ def _truncated(pair: Pair, states: Sequence[Adapter], factors: np.ndarray, rank:
     """The truncated sum of a pair, whose matrices must be of one size."""
     stacks = []
     for i, state in enumerate(states):
-        stacks.append(pair.stack(state, where=f"adapters[{i}]"))
+        stacks.append(pair.stack(state, where=f"adapters[{i}]: "))
         for name in (pair.first, pair.second):
             check_finite(f"adapters[{i}]: {name}", state[name])
         axes = [tuple(own[pair.first].shape[1:]) + tuple(own[pair.second].shape[:1]) for own in (states[0], state)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import StateDictError
+from manifoldagg.manifolds.layout import Entry
 
 __all__ = ["Pair", "Parts", "parts_of"]
 
@@ -16,7 +17,7 @@ FIRST = re.compile(
     r"(?P<head>(?:.*\.)?)(?P<kind>lora_A|lora_embedding_A)(?P<tail>(?:\.[^.]+)??)(?P<weight>(?:\.weight)?)"
 )
 """`….lora_A.weight` as a file has it, `….lora_A.default.weight` as a module has it; of embeddings without `.weight`."""
-ALONE = re.compile(r"(?:.*\.)?lora_(?:magnitude_vector(?:\..+)?|[AB](?:\.[^.]+)?\.bias)")
+ALONE = re.compile(r"(?:.*\.)?lora_(?:magnitude_vector(?:\..+)?|B(?:\.[^.]+)?\.bias)")
 """Those of a low-rank adapter that are no factors."""
 OTHERS = re.compile(
     r"(?:.*\.)?(?:lora|ia3|hada|lokr|oft|boft|vera|vblora|randlora|delora|gralora|poly_lora|fourierft|waveft|hra|shira|c3a)"
@@ -42,8 +43,20 @@ class Pair:
         """Of the module that they adapt."""
         return re.sub(r"\.?lora_(?:embedding_)?A(?:\..*)?$", "", self.first)
 
-    def stack(self, state: Mapping[str, Tensor], *, where: str = "adapter") -> Tensor:
-        """B over the transpose of A: (m + n, r), in a dtype that holds both.
+    @property
+    def leaf(self) -> str:
+        """What the two are called as one tensor: `….lora.weight` of `….lora_A.weight`."""
+        found = FIRST.fullmatch(self.first)
+        assert found is not None  # as `parts_of` finds them
+        return f"{found['head']}{found['kind'].removesuffix('_A')}{found['tail']}{found['weight']}"
+
+    @property
+    def bias(self) -> str:
+        """What the bias of the second is called."""
+        return f"{self.second.removesuffix('.weight')}.bias"
+
+    def check(self, state: Mapping[str, Tensor], *, where: str = "adapter: ") -> int:
+        """The rank that the two have.
 
         Raises:
             StateDictError: naming the tensor, if the two are no factors of one matrix.
@@ -52,14 +65,27 @@ class Pair:
         for name, x in ((self.first, a), (self.second, b)):
             if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.ndim < 2 or x.numel() == 0:
                 given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise StateDictError(f"{where}: {name}: expected floating numbers on two axes or more, got {given}")
+                raise StateDictError(f"{where}{name}: expected floating numbers on two axes or more, got {given}")
+            if x.is_meta or x.layout is not torch.strided:
+                told = "on the meta device" if x.is_meta else str(x.layout)
+                raise StateDictError(f"{where}{name}: expected a dense tensor with values, got one {told}")
         if b.shape[1] != a.shape[0] or math.prod(b.shape[2:]) != 1:
             expected = f"expected shape (any, {a.shape[0]}), as {self.first} has {a.shape[0]} rows"
-            raise StateDictError(f"{where}: {self.second}: {expected}; got {tuple(b.shape)}")
+            raise StateDictError(f"{where}{self.second}: {expected}; got {tuple(b.shape)}")
+        return a.shape[0]
+
+    def stack(self, state: Mapping[str, Tensor], *, where: str = "adapter: ") -> Tensor:
+        """B over the transpose of A: (m + n, r), in a dtype that holds both.
+
+        Raises:
+            StateDictError: as `check`.
+        """
+        self.check(state, where=where)
+        a, b = state[self.first], state[self.second]
         wide = torch.promote_types(a.dtype, b.dtype)
         return torch.cat([b.detach().flatten(1).to(wide), a.detach().flatten(1).mT.to(wide)])
 
-    def unstack(self, stack: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def unstack(self, stack: Tensor, like: Mapping[str, Tensor | Entry]) -> dict[str, Tensor]:
         """The two tensors of a stack (m + n, any), in the shapes that those of `like` have but for the rank."""
         a, b = like[self.first], like[self.second]
         m = b.shape[0]
@@ -83,7 +109,7 @@ class Parts:
     alone: tuple[str, ...]
 
 
-def parts_of(names: Iterable[str], *, where: str = "adapter") -> Parts:
+def parts_of(names: Iterable[str], *, where: str = "adapter: ") -> Parts:
     """The pairs among the names of an adapter, and what is none.
 
     Raises:
@@ -106,7 +132,7 @@ def parts_of(names: Iterable[str], *, where: str = "adapter") -> Parts:
         if second is None:
             continue
         if second not in present:
-            raise StateDictError(f"{where}: {name}: there is no {second}")
+            raise StateDictError(f"{where}{name}: there is no {second}")
         pairs.append(Pair(name, second))
         taken |= {name, second}
     for name in known:
@@ -115,7 +141,7 @@ def parts_of(names: Iterable[str], *, where: str = "adapter") -> Parts:
         if ALONE.fullmatch(name):
             (scaled if name.endswith(".bias") else alone).append(name)
         elif OTHERS.fullmatch(name):
-            raise StateDictError(f"{where}: {name}: expected pairs lora_A and lora_B; this is another kind of adapter")
+            raise StateDictError(f"{where}{name}: expected pairs lora_A and lora_B; this is another kind of adapter")
         else:
             alone.append(name)
     return Parts(tuple(pairs), tuple(scaled), tuple(alone))

@@ -1,7 +1,7 @@
 """Layout: where each tensor of a model lies in one contiguous point, and back, bit for bit."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import attrgetter
@@ -13,7 +13,7 @@ from manifoldagg.errors import ArgumentError, StateDictError, check_choice, is_f
 from manifoldagg.kernels import Tensors
 from manifoldagg.manifolds.names import wrapping
 
-__all__ = ["MASTER_DTYPES", "STATISTICS", "Entry", "Layout", "matches", "tensors_of"]
+__all__ = ["MASTER_DTYPES", "STATISTICS", "Entry", "Layout", "match_names", "matches", "tensors_of"]
 
 MASTER_DTYPES = (torch.float32, torch.float64)
 OPAQUE = "_extra_state"
@@ -260,11 +260,20 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def match_names(expected: Set[str], given: Set[str], label: str = "") -> None:
+    """Exactly these names.
+
+    Raises:
+        StateDictError: after `label`, naming the first that are missing or extra.
+    """
+    for problem, names in (("missing", expected - given), ("extra", given - expected)):
+        if names:
+            raise StateDictError(f"{label}{problem}: {_listed(names)}{wrapping(given, expected)}")
+
+
 def _match(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], label: str = "") -> None:
     """Exactly these names, with these shapes and dtypes."""
-    for problem, names in (("missing", entries.keys() - tensors.keys()), ("extra", tensors.keys() - entries.keys())):
-        if names:
-            raise StateDictError(f"{label}{problem}: {_listed(names)}{wrapping(tensors.keys(), entries.keys())}")
+    match_names(entries.keys(), tensors.keys(), label)
     for name, entry in entries.items():
         given = tensors[name]
         if tuple(given.shape) != entry.shape:

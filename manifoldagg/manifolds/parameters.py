@@ -10,13 +10,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, StateDictError, check_finite, check_shape, is_finite
+from manifoldagg.manifolds.adapted import Adapters
 from manifoldagg.manifolds.assign import Assignment, assigned, declared
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.flat import Flat
-from manifoldagg.manifolds.layout import Layout, tensors_of
+from manifoldagg.manifolds.layout import Entry, Layout, tensors_of
 from manifoldagg.manifolds.loss import ModelLoss
 from manifoldagg.manifolds.manifold import Leaf, Manifold
 from manifoldagg.manifolds.product import Product
+from manifoldagg.manifolds.scaling import Scaling
 from manifoldagg.manifolds.spec import read_spec, spec_of
 from manifoldagg.manifolds.validate import check_point
 
@@ -41,6 +43,7 @@ class ParameterSpace(Delegate):
     Args:
         layout: names, shapes, order and dtypes of the model's tensors.
         manifolds: (leaf, space) for each curved leaf, in the order of the layout.
+        adapters: pairs of factors that state dicts have in place of a leaf; `None`: none.
 
     Example:
         >>> import torch
@@ -56,6 +59,7 @@ class ParameterSpace(Delegate):
 
     layout: Layout
     manifolds: tuple[tuple[str, Manifold], ...] = ()
+    adapters: Adapters | None = None
 
     @staticmethod
     def of(
@@ -93,8 +97,18 @@ class ParameterSpace(Delegate):
         *,
         buffers: Sequence[str] = (),
         dtype: torch.dtype | None = None,
+        adapters: bool = False,
+        scaling: Scaling = 1.0,
     ) -> "ParameterSpace":
-        """The space of a bare state dict, for servers that hold no module.
+        r"""The space of a bare state dict, for servers that hold no module.
+
+        With `adapters` the factors of low-rank adapters, which it finds by PEFT's names, are one leaf a pair: the
+        matrix $X = s B A$ of their rank on [`LowRank`][manifoldagg.manifolds.LowRank], whatever its gauge. The leaf
+        `q.lora.weight` stands for `q.lora_A.weight` and `q.lora_B.weight`. Biases of second factors are scaled as they
+        are; magnitudes, heads and all else are what they are elsewhere. State dicts of other ranks are read too: a
+        lower one is exact, of a higher one the nearest matrix of the space's rank is taken. `state_dict` gives the
+        space's own ranks, shapes and dtypes, balanced: $B^\top B = A A^\top$. Where a matrix has a lower rank than
+        its factors, the rest of B is 0 and that of A is not, as where PEFT begins: all of it goes on learning.
 
         Args:
             state: name to tensor. Tensors that share storage, shape and strides are tied.
@@ -102,10 +116,15 @@ class ParameterSpace(Delegate):
             buffers: glob patterns of floating tensors that are no parameters, such as `"*mask"`. Those called
                 `running_mean`, `running_var` or `num_batches_tracked`, and integer and boolean ones, never are.
             dtype: of points, as in `of`.
+            adapters: whether pairs of factors are one matrix each. Otherwise they are tensors like others, and means
+                of factors are not the factors of means.
+            scaling: what the model multiplies $B A$ with: a number; a mapping from patterns to numbers, as PEFT's
+                `alpha_pattern` has them; or the adapter's config, a `LoraConfig` or its dict.
 
         Raises:
-            StateDictError: naming an entry that is no tensor or too wide for `dtype`.
-            ArgumentError: as `of`.
+            StateDictError: naming an entry that is no tensor or too wide for `dtype`; or with `adapters` a factor
+                without the other, factors that do not multiply, or a tensor of another kind of adapter.
+            ArgumentError: as `of`; or if a scaling is not above 0, or is not that of these adapters.
 
         Example:
             >>> import torch
@@ -113,7 +132,20 @@ class ParameterSpace(Delegate):
             >>> space = ParameterSpace.of_state_dict(state)
             >>> [entry.name for entry in space.layout.carried]
             ['running_mean', 'running_var', 'num_batches_tracked']
+            >>> state = {"q.lora_A.weight": torch.ones(1, 3), "q.lora_B.weight": torch.ones(2, 1)}
+            >>> space = ParameterSpace.of_state_dict(state, adapters=True, scaling={"lora_alpha": 2, "r": 1})
+            >>> space.manifolds, space.point(state)
+            ((('q.lora.weight', LowRank(m=2, n=3, rank=1)),), tensor([2., 2., 1., 1., 1.]))
         """
+        if not isinstance(adapters, bool):
+            raise ArgumentError(f"adapters: expected True or False, got {adapters!r}")
+        if adapters:
+            tensors = tensors_of(state)
+            found = Adapters.of(tensors, scaling)
+            layout = Layout.of_state_dict(found.blank(tensors), buffers, dtype)
+            return ParameterSpace(layout, assigned(layout, manifolds, found.spaces), found)
+        if isinstance(scaling, bool) or scaling != 1.0:
+            raise ArgumentError("scaling: expected 1 without `adapters`, whose products are scaled")
         layout = Layout.of_state_dict(state, buffers, dtype)
         curved = assigned(layout, manifolds)
         return ParameterSpace(layout, curved) if curved else _flat(layout)
@@ -142,7 +174,7 @@ class ParameterSpace(Delegate):
         Raises:
             ArgumentError: naming a leaf whose space is none of this package's, as those of geoopt are not.
         """
-        return spec_of(self.layout, self.manifolds)
+        return spec_of(self.layout, self.manifolds, self.adapters)
 
     def __post_init__(self) -> None:
         shapes = {leaf.name: leaf.shape for leaf in self.layout.leaves}
@@ -151,6 +183,8 @@ class ParameterSpace(Delegate):
                 raise ArgumentError(f"manifolds: no leaf is called {name!r}")
             if not isinstance(space, Manifold) or space.shape != shapes[name]:
                 raise ArgumentError(f"manifolds: {name} has shape {shapes[name]}, which is not that of {space}")
+        if self.adapters is not None:
+            self.adapters.check_space(self.layout, self.manifolds)
 
     @cached_property
     def inside(self) -> Manifold:
@@ -171,6 +205,11 @@ class ParameterSpace(Delegate):
     @cached_property
     def shape(self) -> tuple[int, ...]:
         return (self.layout.size,)
+
+    @cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        """What a state dict holds under each name; of adapters it may have others' ranks."""
+        return self.layout.entries if self.adapters is None else self.adapters.entries(self.layout.entries)
 
     @cached_property
     def flat(self) -> bool:  # type: ignore[override]  # of the leaves, not of the class
@@ -198,7 +237,12 @@ class ParameterSpace(Delegate):
         return self.layout.dtype
 
     def point(
-        self, source: nn.Module | Mapping[str, Tensor], *, device: torch.device | None = None, validate: bool = True
+        self,
+        source: nn.Module | Mapping[str, Tensor],
+        *,
+        device: torch.device | None = None,
+        validate: bool = True,
+        scaling: Scaling | None = None,
     ) -> Float[Tensor, " P"]:
         """The point of a module or a state dict: a copy, on the device of the first leaf or on `device`.
 
@@ -207,15 +251,16 @@ class ParameterSpace(Delegate):
             device: of the point.
             validate: check that curved leaves lie on their manifolds, to the square root of the rounding of the
                 dtype of the leaf.
+            scaling: of the adapters of `source`, where it is not that of the space.
 
         Raises:
             StateDictError: naming a tensor that is missing, extra, misshaped, of another dtype or not finite.
             ArgumentError: naming a leaf that is off its manifold, and how far.
         """
-        return self._read({"": tensors_of(source)}, device, validate)[0]
+        return self._read({"": self.stacked(tensors_of(source), scaling=scaling)}, device, validate)[0]
 
     def points(self, models: Mapping[str, Mapping[str, Tensor]]) -> list[Float[Tensor, " P"]]:
-        """The points of several state dicts of this layout, by what errors begin with.
+        """The points of several state dicts of this layout, by what errors begin with; of adapters stacked ones.
 
         Raises:
             StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point], naming the model too.
@@ -229,12 +274,36 @@ class ParameterSpace(Delegate):
         Raises:
             StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
         """
-        tensors = tensors_of(source)
+        tensors = self.stacked(tensors_of(source))
         self.layout.check(tensors)
         return {entry.name: tensors[entry.name].detach().clone() for entry in self.layout.carried}
 
+    def stacked(
+        self, state: Mapping[str, Tensor], label: str = "", scaling: Scaling | None = None
+    ) -> Mapping[str, Tensor]:
+        """A state dict with the leaves of the layout in place of the factors of adapters; itself where there are none.
+
+        Args:
+            state: by the names that state dicts have.
+            label: what messages begin with.
+            scaling: of its adapters, where it is not that of the space.
+
+        Raises:
+            StateDictError: naming a factor that is missing or does not fit.
+            ArgumentError: if `scaling` does not.
+        """
+        if self.adapters is not None:
+            return self.adapters.stacked(state, label, scaling)
+        if scaling is not None:
+            raise ArgumentError("scaling: expected None, as the space has no adapters")
+        return state
+
+    def sizes(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A stacked state dict in which of each adapter there is but a number, its size, which knows no gauge."""
+        return stacked if self.adapters is None else self.adapters.sizes(stacked)
+
     def state_dict(self, point: Float[Tensor, " P"], carried: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The state dict at `point`: new tensors in the leaves' dtypes, tied names sharing one.
+        """The state dict at `point`: new tensors in the leaves' dtypes, tied names sharing one; adapters balanced.
 
         Args:
             point: (P,), finite.
@@ -259,11 +328,14 @@ class ParameterSpace(Delegate):
         """
         check_finite("point", check_shape("point", point, *self.shape))
         tensors = tensors_of(model)
-        self.layout.check(tensors)
-        views = self._views(point)
+        self.layout.check(self.stacked(tensors))
+        new = self._split(self._views(point))
+        for name, x in new.items():
+            if x.shape != tensors[name].shape:
+                raise StateDictError(f"{name}: expected shape {tuple(x.shape)}, got {tuple(tensors[name].shape)}")
         with torch.no_grad():
-            for name, view in views.items():
-                tensors[name].copy_(view)
+            for name, x in new.items():
+                tensors[name].copy_(x)
         return model
 
     def loss(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModelLoss:
@@ -291,6 +363,10 @@ class ParameterSpace(Delegate):
             >>> loss(torch.zeros(8), (torch.ones(5, 3), torch.ones(5, 2)))
             tensor(1.)
         """
+        if self.adapters is not None:
+            raise ArgumentError(
+                "space: expected one of a module, `ParameterSpace.of`, got one of adapters' state dicts"
+            )
         self.layout.check(tensors_of(model))
         leaves = {leaf.name for leaf in self.layout.leaves}
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in leaves}
@@ -309,7 +385,10 @@ class ParameterSpace(Delegate):
 
     def _state_dict(self, point: Tensor, carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
         views = self._views(point)
-        return self.layout.named([views[leaf.name].clone() for leaf in self.layout.leaves], carried)
+        return self._split(self.layout.named([views[leaf.name].clone() for leaf in self.layout.leaves], carried))
+
+    def _split(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+        return stacked if self.adapters is None else self.adapters.split(stacked)
 
     def _views(self, point: Tensor) -> dict[str, Tensor]:
         """The leaves of a finite point, finite in their own dtypes too."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds.adapted import Adapters, Bias, Factors
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.grassmann import Grassmann
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
@@ -37,8 +38,10 @@ LARGEST = 2**62
 """What is counted is less."""
 
 
-def spec_of(layout: Layout, manifolds: tuple[tuple[str, Manifold], ...] = ()) -> dict[str, Any]:
-    """A layout and its curved leaves in lists, strings and numbers.
+def spec_of(
+    layout: Layout, manifolds: tuple[tuple[str, Manifold], ...] = (), adapters: Adapters | None = None
+) -> dict[str, Any]:
+    """A layout, its curved leaves and the adapters that state dicts have for some, in lists, strings and numbers.
 
     Raises:
         ArgumentError: naming a leaf whose space is none of this package's, which a name and numbers do not tell.
@@ -47,7 +50,7 @@ def spec_of(layout: Layout, manifolds: tuple[tuple[str, Manifold], ...] = ()) ->
         >>> spec_of(Layout((Entry("w", (3,), torch.float32),)))["leaves"]
         [['w', [3], 'float32']]
     """
-    return {
+    told = {
         "format": FORMAT,
         "dtype": _name(layout.dtype),
         "leaves": [_entry(leaf) for leaf in layout.leaves],
@@ -55,10 +58,19 @@ def spec_of(layout: Layout, manifolds: tuple[tuple[str, Manifold], ...] = ()) ->
         "aliases": [list(pair) for pair in layout.aliases],
         "manifolds": [[name, _described(name, space)] for name, space in manifolds],
     }
+    if adapters is None:
+        return told
+    pairs = [[_entry(pair.first), _entry(pair.second), pair.scaling] for pair in adapters.factors]
+    return told | {
+        "adapters": {
+            "factors": pairs,
+            "biases": [[_entry(bias.entry), bias.of, bias.scaling] for bias in adapters.biases],
+        }
+    }
 
 
-def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...]]:
-    """The layout and the curved leaves of a spec.
+def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adapters | None]:
+    """The layout, the curved leaves and the adapters of a spec.
 
     Raises:
         ArgumentError: if it is none, or from a newer version of this package.
@@ -77,7 +89,7 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...]]:
         curved = tuple((str(name), _read(space)) for name, space in spec["manifolds"])
         _check_once([name for name, _ in curved])
         layout = Layout(leaves, carried, aliases, _dtype(spec["dtype"]))
-        return layout, curved
+        return layout, curved, _read_adapters(spec["adapters"]) if "adapters" in spec else None
     except ArgumentError as error:
         raise ArgumentError(f"spec: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -85,14 +97,14 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...]]:
 
 
 @lru_cache(maxsize=64)
-def digest(layout: Layout) -> str:
-    """A number, in hexadecimal digits, that other names, shapes, dtypes or another order would change.
+def digest(layout: Layout, adapters: Adapters | None = None) -> str:
+    """A number, in hexadecimal digits, that other names, shapes, dtypes, adapters or another order would change.
 
     Example:
         >>> len(digest(Layout((Entry("w", (3,), torch.float32),))))
         32
     """
-    text = json.dumps(spec_of(layout), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(spec_of(layout, adapters=adapters), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -108,6 +120,18 @@ def _read_entry(given: Any) -> Entry:
     if math.prod(max(n, 1) for n in shape) >= LARGEST:
         raise ValueError(f"an entry with name {name[:100]!r} and more numbers than there can be")
     return Entry(name, tuple(shape), _dtype(dtype))
+
+
+def _read_adapters(given: Any) -> Adapters:
+    pairs = [Factors(_read_entry(a), _read_entry(b), _scaling(s)) for a, b, s in given["factors"]]
+    biases = [Bias(_read_entry(entry), str(of), _scaling(s)) for entry, of, s in given["biases"]]
+    return Adapters(tuple(pairs), tuple(biases))
+
+
+def _scaling(given: Any) -> float:
+    if type(given) not in (int, float):
+        raise ValueError("a scaling that is no number")
+    return float(given)
 
 
 def _check_once(names: list[str]) -> None:
