@@ -287,11 +287,9 @@ def check_apart(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> No
         # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
         first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
         met = np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin))
-        for piece in met.tolist():
-            i = int(order[first[piece]])
-            same = i == piece and starts[i] == begin[i] and stops[i] == end[i]
-            if not same or _dtype(out, i) != _dtype(row, i):
-                raise ArgumentError(OVERLAP)
+        same = (order[first[met]] == met) & (starts[met] == begin[met]) & (stops[met] == end[met])
+        if not same.all() or not _are_alike(out, row, met):
+            raise ArgumentError(OVERLAP)
 
 
 def _are_apart(out: Line, row: Line) -> bool:
@@ -317,6 +315,14 @@ def _places(row: Line, lengths: tuple[int, ...]) -> np.ndarray:
     starts = row.data_ptr() + borders[:-1] * step
     stops = np.where(borders[1:] > borders[:-1], row.data_ptr() + (borders[1:] - 1) * step + item, starts)
     return np.stack([starts, stops])
+
+
+def _are_alike(out: Line, row: Line, pieces: np.ndarray) -> bool:
+    """Whether these pieces of two rows have the same dtypes."""
+    ours, theirs = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
+    if len(ours) == 1 and ours == theirs:
+        return True
+    return all(_dtype(out, i) == _dtype(row, i) for i in pieces.tolist())
 
 
 def _dtype(row: Line, piece: int) -> torch.dtype:
