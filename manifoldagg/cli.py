@@ -26,10 +26,11 @@ from manifoldagg.errors import ManifoldAggError, check_choice, check_count
 from manifoldagg.kernels.choice import explain
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
 from manifoldagg.routing.plan import check_out, make_plan, read_rates, write_files
-from manifoldagg.simulation.compare import compare, describe
+from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.data.sets import task
 from manifoldagg.simulation.methods import methods as methods_by_name
 from manifoldagg.simulation.report import check_destination, machine, write_report
+from manifoldagg.simulation.words import describe
 from manifoldagg.simulation.workers.pool import processes
 
 __all__ = ["main"]

@@ -22,9 +22,9 @@ from manifoldagg.simulation.clocks.trace import read_trace
 from manifoldagg.simulation.data import partitions
 from manifoldagg.simulation.data.partitions import Partition
 from manifoldagg.simulation.naming import Kinds, Reader, arguments, build, kind, named, pick
-from manifoldagg.simulation.scenario import MakesDelays, MakesParticipation, MakesScheduler
+from manifoldagg.simulation.scenario import Delays, MakesDelays, MakesParticipation, MakesScheduler, Participations
 
-__all__ = ["delays", "participation", "partition", "scheduler"]
+__all__ = ["delays", "participation", "partition", "scenario", "scheduler"]
 
 Clients: TypeAlias = Sequence[int]
 SUFFIX = "_partition"
@@ -109,6 +109,22 @@ def partition(text: str) -> Partition:
     split = getattr(partitions, known[pick("partition", "partition", chosen.name, known)])
     taken = ("labels", "clients", "generator", "owners")
     return partial(split, **arguments(f"partition: {chosen.name}", split, chosen.options, taken=taken))
+
+
+def scenario(
+    scheduler: MakesScheduler | str | None, delays: Delays, participation: Participations | str
+) -> dict[str, Any]:
+    """What [`run`][manifoldagg.simulation.run] takes: strings are read, all else is as it was given.
+
+    Raises:
+        ArgumentError: as the functions above.
+
+    Example:
+        >>> scenario(None, "exponential:mean=10", None)
+        {'scheduler': None, 'delays': Exponential(mean=10.0), 'participation': None}
+    """
+    given = {"scheduler": scheduler, "delays": delays, "participation": participation}
+    return {name: READERS[name](value) if isinstance(value, str) else value for name, value in given.items()}
 
 
 def _read(what: str, text: str, readers: Mapping[str, Reader]) -> Any:
@@ -207,3 +223,4 @@ SCHEDULERS: Mapping[str, Reader] = {
     "replay": kind(_replay),
 }
 PARTICIPATIONS: Mapping[str, Reader] = {"churn": kind(_churn, kinds=STAYS), "file": kind(read_changes)}
+READERS = {"scheduler": scheduler, "delays": delays, "participation": participation}

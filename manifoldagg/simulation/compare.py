@@ -1,11 +1,9 @@
 """Several methods on the same federations: the same data, initial models and order of events, seed by seed."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +26,11 @@ from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.naming import blamed
 from manifoldagg.simulation.run import WORKS, Event, Method, Run, run
 from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations, course_of
-from manifoldagg.simulation.workers.pool import Executors, Workers
+from manifoldagg.simulation.tuning import Tuning
+from manifoldagg.simulation.words import describe
+from manifoldagg.simulation.workers.pool import Executors, serving
 
-__all__ = ["Comparison", "Landscape", "compare", "describe"]
+__all__ = ["Comparison", "Landscape", "compare"]
 PICTURED = 0.5
 """The plane is drawn for the first curve that arrives after this part of the rounds."""
 DRAWN_SAMPLES, DRAWN_LABELS = 400, 8_000
@@ -113,6 +113,7 @@ def compare(
     every: int = 1,
     executor: Executors = None,
     progress: Callable[[str, int], None] | None = None,
+    tuning: Tuning | None = None,
 ) -> Comparison:
     """Run every method on every seed's federation, with one torch thread so that results repeat bit for bit.
 
@@ -137,6 +138,7 @@ def compare(
         every: evaluate after so many rounds.
         executor: what trains; one that a function makes serves all runs. Results do not depend on it.
         progress: called with the method's name and the seed after each round.
+        tuning: searches the methods' rates first.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
@@ -155,15 +157,11 @@ def compare(
     if not (participation is None or callable(participation) or isinstance(participation, str)):
         participation = tuple(participation)
     split = by_name.partition(partition) if isinstance(partition, str) else partition
-    with one_thread(), _serving(executor) as workers:
+    with one_thread(), serving(executor) as workers:
         divided = partial(Federation.split, task, clients, partition=split)
         divided = partial(divided, holdout=holdout, validation=validation, batch=batch)
         federations = [divided(seed=seed) for seed in range(seeds)]
-        scenario: dict[str, Any] = {
-            "scheduler": by_name.scheduler(scheduler) if isinstance(scheduler, str) else scheduler,
-            "delays": by_name.delays(delays) if isinstance(delays, str) else delays,
-            "participation": by_name.participation(participation) if isinstance(participation, str) else participation,
-        }
+        scenario = by_name.scenario(scheduler, delays, participation)
         pictured: list[tuple[str, Event]] = []
 
         def watch(name: str, event: Event) -> None:
@@ -189,6 +187,11 @@ def compare(
         for federation in federations:
             for method in methods:
                 _try(federation, method, scenario, tasks)
+        tried: dict[str, object] | None = None
+        if tuning is not None:
+            like = {"rounds": rounds, "work": work, "tasks": tasks, "executor": workers, "progress": progress}
+            like |= {"scheduler": scheduler, "delays": delays, "participation": participation}
+            methods, tried = tuning.apply(methods, divided, validation=validation, used=seeds, **like)
         runs = {method.name: [found(method, federation) for federation in federations] for method in methods}
         landscape = _landscape(federations[0], *pictured[0]) if pictured else None
     settings: dict[str, Any] = {
@@ -208,6 +211,7 @@ def compare(
         "work": work,
         "tasks": tasks,
         "every": every,
+        "tuning": tried,
         "methods": {
             method.name: {"rule": describe(method.rule), "trainer": describe(method.trainer)} for method in methods
         },
@@ -235,47 +239,6 @@ def _try(federation: Federation, method: Method, scenario: Mapping[str, Any], ta
     while isinstance(event := course.next(), Ask):
         with blamed("scheduler"):
             course.give(event.client, float(federation.length(event.client)))
-
-
-@contextmanager
-def _serving(executor: Executors) -> Iterator[Executors]:
-    """Workers that serve run after run: what a function makes is made once, and again only where it breaks."""
-    if executor is None or isinstance(executor, Workers):
-        yield executor
-        return
-    with Workers(executor) as workers:
-        yield workers
-
-
-def describe(value: object) -> str | None:
-    """What a setting was, in words that are the same in every process: no address in memory is in them.
-
-    Example:
-        >>> describe(partial(check_count, at_least=2)), describe("priority:workers=2"), describe(None)
-        ('check_count(at_least=2)', 'priority:workers=2', None)
-    """
-    return value if value is None or isinstance(value, str) else _words(value)
-
-
-def _words(value: object) -> str:
-    if isinstance(value, partial):
-        inside = [*map(_words, value.args), *(f"{key}={_words(given)}" for key, given in value.keywords.items())]
-        return f"{_words(value.func)}({', '.join(inside)})"
-    if is_dataclass(value) and not isinstance(value, type):
-        shown = [f"{one.name}={_words(getattr(value, one.name))}" for one in fields(value) if one.repr]
-        return f"{type(value).__qualname__}({', '.join(shown)})"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_words(key)}: {_words(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        inner = ", ".join(map(_words, value))
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, np.ndarray | Tensor):
-        return _words(value.tolist())
-    if isinstance(value, str | int | float | None):
-        return repr(value)
-    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _landscape(federation: Federation, name: str, event: Event) -> Landscape:

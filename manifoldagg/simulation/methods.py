@@ -224,7 +224,10 @@ def _method(chosen: Named, options: Mapping[str, str]) -> Method:
             parts["trainer"][option] = text
     given = ", ".join(f"{option}={text}" for option, text in chosen.options.items())
     label = f"{made.__name__}({given})" if given else made.__name__
-    return Method(label, _rule(name, where, parts["rule"]), _made_trainer(trainer, where, parts["trainer"]))
+    rate = RATE.get(name, "rate")
+    by_hand = any(f"{option}.".startswith(f"{rate}.") for option in parts["rule"])
+    made_trainer = _made_trainer(trainer, where, parts["trainer"])
+    return Method(label, _rule(name, where, parts["rule"]), made_trainer, None if by_hand else rate)
 
 
 def _trainer(name: str, options: Mapping[str, str]) -> str:

@@ -35,11 +35,14 @@ class Method:
         name: distinct among the methods of a comparison.
         rule: or a function that makes one for the clients who take part, such as one with a routing of them.
         trainer: what they do.
+        rate: where the rule has its global rate, such as `"rate"` or `"rule.rate"`, for who searches a better one;
+            `None` where it is to stay as it is.
     """
 
     name: str
     rule: Rule | Callable[[Sequence[int]], Rule]
     trainer: Trainer
+    rate: str | None = "rate"
 
     def bound(self, clients: Sequence[int]) -> "Method":
         """The method for these clients, its rule made.

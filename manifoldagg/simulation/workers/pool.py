@@ -17,7 +17,7 @@ import torch
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.simulation.workers.letters import Letter, Outcome, attempt
 
-__all__ = ["Executors", "Workers", "processes"]
+__all__ = ["Executors", "Workers", "processes", "serving"]
 
 PATIENCE = 3
 """So many new executors in a row may break before one of them finished a task."""
@@ -121,6 +121,16 @@ class Workers:
 
 Executors: TypeAlias = Executor | Callable[[], Executor] | Workers | None
 """Who trains: an executor, or what makes one; workers, who go on to others after this; `None`: the caller."""
+
+
+@contextmanager
+def serving(executor: Executors) -> Iterator[Executors]:
+    """Workers that serve run after run: what a function makes is made once, and again only where it breaks."""
+    if executor is None or isinstance(executor, Workers):
+        yield executor
+        return
+    with Workers(executor) as workers:
+        yield workers
 
 
 def _cancelled(manager: threading.Thread) -> bool:
