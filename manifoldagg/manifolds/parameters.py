@@ -319,6 +319,14 @@ class ParameterSpace(Delegate):
             self.layout.check_carried(carried)
         return self._state_dict(point, carried or {})
 
+    def views(self, point: Float[Tensor, " P"]) -> dict[str, Tensor]:
+        """The parameters of the state dict at `point`, finite: views of it, but for narrower dtypes and adapters.
+
+        Raises:
+            StateDictError: naming a leaf whose dtype overflows.
+        """
+        return self._split(self._views(point))
+
     def load(self, model: nn.Module, point: Float[Tensor, " P"]) -> nn.Module:
         """Copy `point` into the parameters of `model`, which is returned; what is carried stays as it is.
 
@@ -329,7 +337,7 @@ class ParameterSpace(Delegate):
         check_finite("point", check_shape("point", point, *self.shape))
         tensors = tensors_of(model)
         self.layout.check(self.stacked(tensors))
-        new = self._split(self._views(point))
+        new = self.views(point)
         for name, x in new.items():
             if x.shape != tensors[name].shape:
                 raise StateDictError(f"{name}: expected shape {tuple(x.shape)}, got {tuple(tensors[name].shape)}")

@@ -36,9 +36,8 @@ class Mail:
         self._compress = compress
         self._key = key
         self._weighted_by_key = weighted_by_key
-        layout = self._space.layout
         # What NumPy has no dtype for travels in a wider one, and comes back from it without loss.
-        self._widened = {e.name: e.dtype for e in (*layout.leaves, *layout.carried) if not has_numpy(e.dtype)}
+        self._widened = {e.name: e.dtype for e in self._space.entries.values() if not has_numpy(e.dtype)}
         self._last: tuple[Ticket, ArrayRecord] | None = None
 
     def sent(self, ticket: Ticket) -> dict[str, ArrayRecord]:
@@ -47,7 +46,7 @@ class Mail:
         if self._wire or (self._as_needed and (message.tensors or message.numbers)):
             return {KEY: packed(pack(ticket, compress=self._compress))}
         if self._last is None or not _same(self._last[0], ticket):
-            model = self._space.layout.views(message.start) | dict(message.buffers)
+            model = self._space.views(message.start) | dict(message.buffers)
             self._last = ticket, array_record(model)
         return {self._key: self._last[1]}
 
