@@ -183,7 +183,8 @@ def compare_command(
     Names take options, `name:option=value,option=value`; what is wrong is answered with the nearest right word.
 
     Prints a table and writes `results.json` and `log.jsonl`, a line for each evaluation (equal settings give equal
-    bits), `timing.json`, `accuracy.png` and `plane.png` (the loss over the plane of one learned curve).
+    bits), `timing.json`, `accuracy.png`, `clients.png` (their accuracies from the worst to the best), `gantt.png` (who
+    trained when) and `plane.png` (the loss over the plane of one learned curve).
 
     Example: `manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3`
     """

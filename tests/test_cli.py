@@ -41,7 +41,7 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
         if line.startswith("Written to runs/digits-5-clients-4-rounds-2-seeds-")
     ]
     (folder,) = (tmp_path / "runs").iterdir()
-    files = {"results.json", "log.jsonl", "timing.json", "accuracy.png", "plane.png"}
+    files = {"results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png"}
     assert {file.name for file in folder.iterdir()} == files
     first = [(folder / file).read_bytes() for file in ("results.json", "log.jsonl")]
     assert json.loads(first[0])["settings"]["clients"] == 5
@@ -60,7 +60,8 @@ def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
     assert [row["round"] for row in found["log"]] == [0, 3, 4] * 2
     assert [found["settings"][name] for name in ("partition", "delays", "work")] == [like[3], like[1], "dispatched"]
     files = [tmp_path / file for file in found["files"]]
-    assert [file.name for file in files] == ["results.json", "log.jsonl", "timing.json", "accuracy.png"]
+    names = ["results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png"]
+    assert [file.name for file in files] == names
     assert json.loads(files[0].read_text()) == {key: found[key] for key in ("settings", "methods")}
     assert list(map(json.loads, files[1].read_text().splitlines())) == found["log"]
     assert json.loads(files[2].read_text()) == found["timing"]

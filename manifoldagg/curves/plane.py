@@ -78,7 +78,8 @@ class Plane:
             self.x, self.y, self.values, levels=steps, cmap="viridis_r", norm=PowerNorm(0.5, low, high)
         )
         axes.contour(self.x, self.y, self.values, levels=steps, colors="white", linewidths=0.4, alpha=0.6)
-        axes.figure.colorbar(shades, ax=axes, label=label, format="%.3g")
+        # As tall as the plot, whatever the shape that equal axes give it.
+        axes.figure.colorbar(shades, cax=axes.inset_axes((1.03, 0.0, 0.04, 1.0)), label=label, format="%.3g")
         chord = self.control[[0, -1]]
         axes.plot(chord[:, 0], chord[:, 1], "--", color="crimson", linewidth=1.8, label="chord")
         axes.plot(self.path[:, 0], self.path[:, 1], color="black", linewidth=2.2, label="learned curve")

@@ -5,9 +5,12 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -19,13 +22,17 @@ from manifoldagg.simulation import (
     Federation,
     IndependentClients,
     PriorityScheduler,
+    Record,
     by_name,
+    draw_trace,
     iid_partition,
     run,
 )
 from manifoldagg.simulation.compare import compare
+from manifoldagg.simulation.log import AXES, within
 from manifoldagg.simulation.methods import method, methods
-from manifoldagg.simulation.report import _draw_accuracy, write_report
+from manifoldagg.simulation.pictures import draw_accuracy, draw_clients, draw_traces
+from manifoldagg.simulation.report import write_report
 from tests.simulation.test_run import clusters, dirichlet
 
 
@@ -34,17 +41,75 @@ def comparison():
     return compare(clusters(), methods(["fedasync"]), clients=6, rounds=10, seeds=2)
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that would be saved."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append(figure))
+    return figures
+
+
+def rows(comparison):
+    return [one.evaluations for one in comparison.runs["FedAsync"]]
+
+
 @pytest.mark.parametrize("count", [1, 6, 7, 22])
-def test_every_line_of_the_picture_can_be_told_from_the_others(count, comparison, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
-    runs = dict.fromkeys((f"Method{i}(a=1)" for i in range(count)), comparison.runs["FedAsync"])
-    _draw_accuracy(replace(comparison, runs=runs), tmp_path / "accuracy.png")
-    (axes,) = drawn[0].axes
+def test_every_line_of_the_picture_can_be_told_from_the_others(count, comparison, drawn):
+    runs = dict.fromkeys((f"Method{i}(a=1)" for i in range(count)), rows(comparison))
+    draw_accuracy(Path("accuracy.png"), runs, target=0.9, title="clusters")
+    (figure,) = drawn
+    (axes,) = figure.axes
     lines = [line for line in axes.lines if line.get_label() in runs]
     assert len({(line.get_color(), line.get_linestyle(), line._unscaled_dash_pattern) for line in lines}) == count
-    legend = axes.get_legend() or drawn[0].legends[0]
+    # In one place each is seen below those that are drawn after it.
+    assert all(a.get_linewidth() > b.get_linewidth() and a.zorder < b.zorder for a, b in pairwise(lines))
+    assert len({line.get_markevery() for line in lines}) == count
+    legend = figure.legends[0]
     assert [text.get_text() for text in legend.get_texts()] == list(runs)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_line_is_worth_what_the_latest_evaluations_were(axis, comparison, drawn):
+    draw_accuracy(Path("accuracy.png"), {"FedAsync": rows(comparison)}, target=0.9, title="clusters", axis=axis)
+    (axes,) = drawn[0].axes
+    line = axes.lines[0]
+    label = axes.get_xlabel()
+    unit = 1e3 if "thousands" in label or "kB" in label else 1.0
+    assert {"round": "answers", "time": "virtual time, s", "gradients": "gradients", "bytes": "sent"}[axis] in label
+    for x, y in zip(*line.get_data(), strict=True):
+        # Places are divided by the unit, which rounds.
+        worth = [within(seed, axis, x * unit * (1 + 1e-12)).accuracy for seed in rows(comparison)]
+        assert y == pytest.approx(100 * np.mean(worth), rel=1e-12)
+    assert line.get_xdata()[-1] * unit == pytest.approx(min(seed[-1].along(axis) for seed in rows(comparison)))
+    assert "2 seeds" in axes.get_title()
+
+
+def test_clients_are_drawn_from_the_worst_to_the_best(drawn):
+    seeds = [[0.5, 0.0, 1.0], [1.0, 0.2, 0.5]]
+    draw_clients(Path("clients.png"), {"FedAsync": seeds, "FedGS": [[1.0, 0.5]]}, title="clusters")
+    (axes,) = drawn[0].axes
+    assert axes.lines[0].get_ydata().tolist() == pytest.approx([10.0, 50.0, 100.0])
+    assert axes.lines[1].get_ydata().tolist() == [50.0, 50.0, 100.0]
+    assert axes.lines[0].get_xdata().tolist() == [1, 2, 3]
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+def test_methods_that_see_one_course_share_a_panel(drawn):
+    one, two, three, four = ([Record(0, 1.0, 0.0, 0.0, float(i), 0)] for i in (1, 2, 3, 4))
+    draw_traces(Path("gantt.png"), {"A": one, "B": two, "C": list(one)}, title="clusters")
+    assert [axes.get_title() for axes in drawn[0].axes] == ["A, C", "B"]
+    draw_traces(Path("gantt.png"), {"A": one, "B": two, "C": three, "D": four}, title="clusters")
+    assert [axes.get_title() for axes in drawn[1].axes] == ["A", "B", "C"]
+    assert "without 1 further" in drawn[1].get_suptitle()
+
+
+def test_colours_of_staleness_begin_at_none_and_are_whole():
+    axes = draw_trace([Record(0, 1.0, 0.0, 0.0, 1.0, 0)])
+    (bars,) = (one for one in axes.collections if isinstance(one, PolyCollection))
+    assert bars.get_clim() == (0, 1)
+    (beside,) = axes.child_axes
+    assert (beside.get_position().y0, beside.get_position().y1) == (axes.get_position().y0, axes.get_position().y1)
+    assert all(tick == int(tick) for tick in beside.get_yticks())
 
 
 def test_settings_are_words_that_json_can_hold(tmp_path):
@@ -138,12 +203,10 @@ def test_what_is_wrong_with_a_later_method_is_told_before_one_trains(tmp_path):
     assert told == []
 
 
-def test_names_stand_in_pictures_as_they_are(comparison, tmp_path, monkeypatch):
-    drawn = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (drawn.append(figure), save(figure, path)))
+def test_names_stand_in_pictures_as_they_are(comparison, drawn):
     name = "FedAsync($x, staleness=polynomial, staleness.a=0.5, note=$)"
-    _draw_accuracy(replace(comparison, runs={name: comparison.runs["FedAsync"]}), tmp_path / "accuracy.png")
+    draw_accuracy(Path("accuracy.png"), {name: rows(comparison)}, target=0.9, title="$x$")
+    drawn[0].draw_without_rendering()
     (legend,) = drawn[0].legends
     (text,) = legend.get_texts()
     assert text.get_text().replace("\\$", "$").replace("\n", " ") == name

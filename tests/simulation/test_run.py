@@ -91,7 +91,8 @@ def test_the_summary_is_taken_from_the_runs(comparison):
 def test_a_report_is_written_whole(comparison, tmp_path):
     folder = tmp_path / "runs" / "name"
     files = write_report(comparison, folder)
-    assert [file.name for file in files] == ["results.json", "log.jsonl", "timing.json", "accuracy.png", "plane.png"]
+    names = ["results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png"]
+    assert [file.name for file in files] == names
     assert sorted(folder.iterdir()) == sorted(files)
     assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[3:])
     results = json.loads(files[0].read_text())
@@ -151,7 +152,7 @@ def test_a_destination_that_cannot_be_is_refused_at_once(tmp_path):
 
 
 def test_a_report_that_fails_leaves_nothing(comparison, tmp_path, monkeypatch):
-    monkeypatch.setattr("manifoldagg.simulation.report._draw_landscape", lambda *_: 1 / 0)
+    monkeypatch.setattr("manifoldagg.simulation.pictures.draw_planes", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_report(comparison, tmp_path / "name")
     assert list(tmp_path.iterdir()) == []

@@ -12,9 +12,10 @@ from manifoldagg.simulation.clocks.trace import Record, check_records
 
 __all__ = ["draw_trace"]
 
-LABELS = 60
+LABELS = 30
+"""The most rows with a name beside them: of more clients every second has one, or every third."""
 EDGES = 2000
-"""The most clients with a name beside their row, and tasks with an edge around their bar."""
+"""The most tasks with an edge around their bar."""
 
 
 def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str = "") -> Any:
@@ -59,16 +60,18 @@ def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str =
         list(corners), cmap="viridis", edgecolors="white" if few else "none", linewidths=0.4, zorder=2
     )
     bars.set_array(np.array([record.staleness for record in records], dtype=float))
+    bars.set_clim(0, max(1, max(record.staleness for record in records)))
     axes.add_collection(bars)
-    scale = axes.figure.colorbar(bars, ax=axes, label="staleness, versions", pad=0.01)
-    scale.locator = MaxNLocator(integer=True)
+    beside = axes.inset_axes((1.02, 0.0, 0.025, 1.0))
+    axes.figure.colorbar(bars, cax=beside, label="staleness, versions", ticks=MaxNLocator(integer=True))
     span = end.max() - dispatched.min() or 1.0
     axes.set_xlim(dispatched.min() - 0.005 * span, end.max() + 0.005 * span)
     axes.set_ylim(len(clients) - 0.4, -0.6)
-    if len(clients) <= LABELS:
-        axes.set_yticks(range(len(clients)), [str(client) for client in clients], fontsize="small", parse_math=False)
+    every = -(-len(clients) // LABELS)
+    names = [str(client) for client in clients[::every]]
+    axes.set_yticks(range(0, len(clients), every), names, fontsize="small", parse_math=False)
     axes.set_xlabel("virtual time, s")
-    axes.set_ylabel("client" if len(clients) <= LABELS else "client, by rank")
+    axes.set_ylabel("client")
     axes.set_title(title)
     return axes
 
