@@ -1,6 +1,8 @@
 """Tables for the terminal: comparisons, routings, kernels."""
 
+import statistics
 from collections.abc import Iterable
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -9,7 +11,7 @@ from rich.text import Text
 from manifoldagg.routing.plan import Plan
 from manifoldagg.simulation.compare import Comparison
 
-__all__ = ["comparison_table", "kernel_table", "refusals", "routing_tables"]
+__all__ = ["comparison_table", "kernel_table", "rates_found", "refusals", "routing_tables"]
 
 
 def kernel_table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -79,6 +81,24 @@ def refusals(comparison: Comparison) -> list[str]:
     updates = comparison.settings["rounds"] * len(comparison.settings["seeds"])
     counted = {name: row["refused"] for name, row in comparison.summary().items()}
     return [f"{name}: {count} of {updates} updates were refused" for name, count in counted.items() if count]
+
+
+def rates_found(comparison: Comparison) -> list[str]:
+    """A line for each method on the rates that were tried, if they were, and the accuracy with the best."""
+    tuning = comparison.settings["tuning"] or {"methods": {}}
+    return [f"{name}: {_search(told)}" for name, told in tuning["methods"].items()]
+
+
+def _search(told: dict[str, Any] | str | None) -> str:
+    if told is None:
+        return "has no rate to search"
+    if isinstance(told, str):
+        return "its rate was given by hand"
+    late = {one["rate"]: statistics.fmean(one["late"]) for one in told["tried"]}
+    chosen = told["chosen"]
+    end = ", at the end of the search" if chosen in (min(late), max(late)) else ""
+    tried = ", ".join(f"{rate:g}" for rate in late)
+    return f"rate {chosen:g} of {tried} ({100 * late[chosen]:.1f} % of validation samples{end})"
 
 
 def _grid(first: str, *numbers: str, title: str | None = None, caption: str | None = None) -> Table:

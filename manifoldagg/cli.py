@@ -21,7 +21,7 @@ except ModuleNotFoundError as missing:
 from manifoldagg import __version__
 from manifoldagg._interrupt import unwinding
 from manifoldagg._output import check_plots
-from manifoldagg._tables import comparison_table, kernel_table, refusals, routing_tables
+from manifoldagg._tables import comparison_table, kernel_table, rates_found, refusals, routing_tables
 from manifoldagg.errors import ManifoldAggError, check_choice, check_count
 from manifoldagg.kernels.choice import explain
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
@@ -30,6 +30,7 @@ from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.data.sets import task
 from manifoldagg.simulation.methods import methods as methods_by_name
 from manifoldagg.simulation.report import check_destination, machine, write_report
+from manifoldagg.simulation.tuning import Tuning
 from manifoldagg.simulation.words import describe
 from manifoldagg.simulation.workers.pool import processes
 
@@ -149,6 +150,15 @@ def compare_command(
     tasks: Annotated[
         int | None, typer.Option(help="How many are under way at a time.  [default: one a client]", show_default=False)
     ] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Search each method's global rate first, alike for all, on other seeds and validation samples. What "
+            "is tried is kept in --out, in `.tuned`.",
+        ),
+    ] = False,
+    tune_seeds: Annotated[int, typer.Option(help="Repetitions of each rate that --tune tries.")] = 3,
     jobs: Annotated[
         int, typer.Option(help="Processes that train. The results are the same, however many there are.")
     ] = 1,
@@ -208,11 +218,14 @@ def compare_command(
         "tasks": tasks,
         "every": every,
     }
-    digest = hashlib.sha256(repr((data, model, describe(chosen), settings)).encode()).hexdigest()[:8]
+    first = max(Tuning.seeds[0], seeds)
+    apart = range(first, first + check_count("tune-seeds", tune_seeds)) if tune else None
+    digest = hashlib.sha256(repr((data, model, describe(chosen), settings, apart)).encode()).hexdigest()[:8]
     folder = out / (name or f"{problem.name}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
     executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
     say = errors if as_json else screen
-    with unwinding("interrupted: nothing was written"):
+    kept = f" but what was tried, in {out / '.tuned'}" if tune else ""
+    with unwinding(f"interrupted: nothing was written{kept}"):
         check_destination(folder)
         with ExitStack() as shown:
             advance = _bars(say, rounds, shown)
@@ -225,10 +238,11 @@ def compare_command(
                 **settings,
                 executor=executor,
                 progress=advance,
+                tuning=None if apart is None else Tuning(apart, cache=out / ".tuned"),
             )
         files = write_report(comparison, folder)
     say.print(comparison_table(comparison))
-    for line in refusals(comparison):
+    for line in [*rates_found(comparison), *refusals(comparison)]:
         say.print(line, highlight=False, markup=False, soft_wrap=True)
     if comparison.landscape is None:
         say.print("No method learned a curve, so there is no plane.png.")

@@ -52,7 +52,7 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
 def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
     like = ("--delays", "uniform:low=1,high=3", "--partition", "shards:shards=2", "--participation", "file:gone.csv")
     (tmp_path / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
-    like += ("--methods", "fedgs", "--every", "3", "--work", "dispatched")
+    like += ("--methods", "fedgs", "--every", "3", "--work", "dispatched", "--tune", "--tune-seeds", "1")
     done = call("compare", *SMALL, *like, "--json", "--name", "here", folder=tmp_path)
     assert done.returncode == 0
     found = json.loads(done.stdout)
@@ -66,6 +66,10 @@ def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
     assert list(map(json.loads, files[1].read_text().splitlines())) == found["log"]
     assert json.loads(files[2].read_text()) == found["timing"]
     assert "seconds" not in json.dumps(found["methods"])
+    tuning = found["settings"]["tuning"]
+    assert (tuning["seeds"], len(tuning["methods"]["FedGS"]["tried"]) >= 3) == ([100], True)
+    assert f"FedGS: rate {tuning['methods']['FedGS']['chosen']:g} of 1.25, 2.5, 5" in done.stderr
+    assert [file.name[:6] for file in (tmp_path / "runs" / ".tuned").iterdir()] == ["FedGS-"]
     for words in ("FedGS, seed 1", "4/4", "to 85%", "no plane.png", "Written to runs/here"):
         assert words in done.stderr
 
@@ -99,6 +103,7 @@ WRONG = [
     (["--scheduler", "priority:worker=2"], "scheduler: priority: no option 'worker'; did you mean workers?"),
     (["--delays", "exponental:mean=10"], "delays: no delays 'exponental'; did you mean exponential?"),
     (["--participation", "file:nowhere.csv"], "nowhere.csv"),
+    (["--tune", "--tune-seeds", "0"], "tune-seeds: expected an integer >= 1, got 0"),
     (["--work", "date"], "work: expected one of data, dispatched; got 'date'"),
     (["--target", "2"], "target: expected"),
     (["--name", "a/b"], "--name"),
