@@ -6,16 +6,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from manifoldagg.corrections.frame import GRANULARITIES, require_flat
+from manifoldagg.corrections.frame import GRANULARITIES, Frame, require_flat
 from manifoldagg.corrections.gram import Gram
 from manifoldagg.corrections.orthogonal import OrthoDC
 from manifoldagg.corrections.surgery import span_coefficients
 from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape
-from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels import Row, combine, gram
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Layout, Manifold, ParameterSpace
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "calibrated_by"]
 
 Model = TypeVar("Model", Tensor, Mapping[str, Tensor])
 
@@ -86,6 +86,25 @@ def calibrate(
         moved.append(piece if is_transformed([piece]) else check_finite(f"the calibrated start: tensor {i}", piece))
     result: Model = joined(moved)
     return result
+
+
+def calibrated_by(shifts: Frame, start: Row, granularity: str = "tensor", against: Sequence[Row] | None = None) -> Any:
+    r"""The same of shifts that are not formed: $\Delta$ is the displacement of a frame, and $\Delta_m$ its drift.
+
+    Args:
+        shifts: with `segments` where there are named tensors.
+        start: $W_m$.
+        granularity: as in `calibrate`.
+        against: likewise.
+
+    Returns:
+        A new point.
+    """
+    for i, row in enumerate(() if against is None else against):
+        shifts = shifts.extended(f"against[{i}]", row)
+    gram = shifts.gram(granularity)
+    lines: Any = [_weights(part, pairwise=against is not None) for part in gram]
+    return shifts.combine(start, lines if granularity == "tensor" else lines[0])
 
 
 def _grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) -> list[Gram]:

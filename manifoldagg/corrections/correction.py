@@ -68,12 +68,25 @@ class Corrected:
         r"""$\Theta^\tau + \sum_i w_i \sum_j C_{ij} r_j$, by [`Frame.move`][manifoldagg.corrections.Frame.move]."""
         return self.frame.move(self.gram, self.line(weights), out)
 
-    def displacements(self) -> Float[Tensor, "n P"]:
-        r"""The corrected rows, tangent at $\Theta^\tau$, each rounded once to the dtype of the frame's rows."""
-        rows = [self.frame.formed(self.lines[..., i, :]) for i in range(self.lines.shape[-2])]
+    def rows(self) -> list[Row]:
+        r"""The corrected rows, each rounded once to the dtype of the frame's; exact where leaves are of low rank."""
+        form = self.frame.exact if self.frame.ambient.leaves else self.frame.formed
+        rows = [form(self.lines[..., i, :]) for i in range(self.lines.shape[-2])]
         for row in rows:
-            if not is_transformed([row]):
-                check_finite("corrected displacements", row)
+            for piece in row if isinstance(row, tuple) else (row,):
+                if not is_transformed([piece]):
+                    check_finite("corrected displacements", piece)
+        return rows
+
+    def displacements(self) -> Float[Tensor, "n P"]:
+        r"""The corrected rows, tangent at $\Theta^\tau$, each rounded once to the dtype of the frame's rows.
+
+        Raises:
+            ArgumentError: naming a leaf of low rank: what is added to one is no vector.
+        """
+        if self.frame.ambient.leaves:
+            raise ArgumentError("space: displacements of low-rank leaves are no vectors: use `rows` or `combine`")
+        rows: list[Any] = self.rows()
         return torch.stack(rows) if rows else self.frame.blank()[None][:0]
 
 
@@ -249,7 +262,7 @@ class Composition(Correction):
         states[0] = done.state
         for i, part in enumerate(self.parts[1:], 1):
             if part.keeps_state or part.extends(done.frame) or done.cancelled():
-                moved = done.frame.moved(done.displacements())
+                moved = done.frame.moved(done.rows())
                 formed = part.apply(moved, states[i], granularity=finest, beside=beside)
                 done = replace(formed, came=done.came)
                 states[i] = done.state

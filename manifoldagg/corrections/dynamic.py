@@ -74,10 +74,11 @@ class OrthoDyn(Correction):
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         if self.schedule is not None:
             return frame
-        frame.require_flat("OrthoDyn without a schedule, the mean of steps from different points,")
+        frame.require_flat("OrthoDyn without a schedule, the mean of steps from different points,", sums=True)
         if state is None or "mean" not in state:
             return frame.extended("mean step", frame.current, frame.current)
-        check_shape("state['mean']", state["mean"], frame.size)
+        if not frame.ambient.leaves:
+            check_shape("state['mean']", state["mean"], frame.size)
         return frame.extended("mean step", state["mean"])
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
@@ -105,8 +106,8 @@ class OrthoDyn(Correction):
             return state
         frame = frame.detached()
         weights = self._next_mean(np.frompyfunc(lambda c: float(untracked(c)), 1, 1)(lines[..., -1, :]))
-        mean = frame.blank(torch.promote_types(frame.dtype, torch.float32))
-        return {**state, "mean": frame.combine(None, weights, out=mean)}
+        wide = torch.promote_types(frame.dtype, torch.float32)
+        return {**state, "mean": frame.formed(weights, wide)}
 
     def _next_mean(self, line: Matrix) -> Matrix:
         """The next mean step on the rows of the frame, from the step: the mean step is the last of them."""

@@ -15,9 +15,10 @@ from torch import Tensor
 from manifoldagg.corrections.gram import Gram, Matrix, objects, untracked
 from manifoldagg.corrections.transport import RUNGS, Passage, Transport
 from manifoldagg.errors import ArgumentError, check_finite, check_number, check_shape, is_finite
-from manifoldagg.kernels import Row, Tensors, combine, gram
+from manifoldagg.kernels import Row, Tensors
 from manifoldagg.kernels.tensors import reals
 from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.ambient import FLAT, Ambient
 
 __all__ = ["GRANULARITIES", "Frame", "require_flat"]
 
@@ -38,7 +39,8 @@ class Frame:
     r"""Rows $v_1, \dots, v_n, g$, then further ones: tangent vectors at the current point $\Theta^\tau$.
 
     On a flat space $v_i$ is a displacement from the base $\Theta^t$ and $g = \Theta^\tau - \Theta^t$ the drift:
-    differences of stored tensors that are never formed. On a curved space $v_i$ is transported to the current point
+    differences of stored tensors that are never formed. So they are where leaves are of low rank, as differences of the
+    matrices that the factors stand for. On a curved space $v_i$ is transported to the current point
     first, and $g = -\log_{\Theta^\tau} \Theta^t$.
 
     Attributes:
@@ -49,6 +51,7 @@ class Frame:
         points: whether the $v_i$ are points less the base, as the drift is.
         passage: from the base of a curved space; `None` on a flat one.
         original: the displacements (n, *shape) at the base, where they are at hand.
+        ambient: takes inner products and sums of rows that are tangent to no curved leaf.
 
     Example:
         >>> import torch
@@ -64,17 +67,27 @@ class Frame:
     points: bool = False
     passage: Passage | None = None
     original: Tensor | None = None
+    ambient: Ambient = FLAT
 
     @staticmethod
     def of_points(
-        points: Float[Tensor, "n P"] | Sequence[Row],
+        points: Float[Tensor, "n ..."] | Sequence[Row],
         base: Row,
         current: Row,
         *,
         segments: Mapping[str, int] | None = None,
+        ambient: Ambient = FLAT,
     ) -> "Frame":
-        """The frame of control points in a flat space, rows: $v_i$ = `points[i]` - `base`."""
-        return Frame((*points, current), (base,) * (len(points) + 1), segments, points=True)
+        """The frame of control points in a flat space, rows: $v_i$ = `points[i]` - `base`.
+
+        Args:
+            points: n rows.
+            base: $\\Theta^t$.
+            current: $\\Theta^\\tau$.
+            segments: the named tensors in a row, with their lengths.
+            ambient: of a space with leaves of low rank.
+        """
+        return Frame((*points, current), (base,) * (len(points) + 1), segments, points=True, ambient=ambient)
 
     @staticmethod
     def of_displacements(
@@ -211,19 +224,22 @@ class Frame:
         minus = tuple([None if row is None else detached(row) for row in self.minus])
         return replace(self, rows=tuple([detached(row) for row in self.rows]), minus=minus)
 
-    def moved(self, displacements: Float[Tensor, "n P"]) -> "Frame":
+    def moved(self, displacements: Float[Tensor, "n P"] | Sequence[Row]) -> "Frame":
         """The frame of other tangents at the same current point: its displacements and the drift, without the rest."""
         n = self.displacements
         minus = (*(None for _ in displacements), self.minus[n])
-        return Frame((*displacements, self.rows[n]), minus, self.segments, passage=self.passage)
+        rows = (*displacements, self.rows[n])
+        return Frame(rows, minus, self.segments, passage=self.passage, ambient=self.ambient)
 
-    def require_flat(self, what: str) -> None:
-        """Refuse a curved leaf, by name.
+    def require_flat(self, what: str, *, sums: bool = False) -> None:
+        """Refuse a curved leaf, by name; one of low rank not, where inner products and `sums` are all that is needed.
 
         Raises:
             ArgumentError: naming it, and `what` cannot be done there.
         """
-        curved = [str(leaf) for leaf in self.passage.leaves if not leaf.space.flat] if self.passage else []
+        leaves = () if sums else self.ambient.leaves
+        leaves = leaves if self.passage is None else self.passage.leaves
+        curved = [str(leaf) for leaf in leaves if not leaf.space.flat]
         if curved:
             raise ArgumentError(f"space: {what} needs flat leaves; these are curved: {', '.join(curved)}")
 
@@ -238,7 +254,7 @@ class Frame:
             raise ArgumentError(f"granularity: expected one of {', '.join(GRANULARITIES)}; got {granularity!r}")
         if self.passage is None:
             lengths = [*self.segments.values()] if apart and self.segments is not None else None
-            inner = gram(self.rows, minus=self.minus, segments=lengths)
+            inner = self.ambient.gram(self.rows, minus=self.minus, segments=lengths)
         else:
             inner = self.passage.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             inner = inner if apart else inner.sum(0, keepdim=True)
@@ -257,12 +273,15 @@ class Frame:
         given = (*(f"displacements[{i}]" for i in range(self.displacements)), "drift", *self.extra)
         return tuple(f"{name}: squared length" for name in given)
 
-    def measure(self, rows: Sequence[Float64[Tensor, " P"]]) -> Float64[Tensor, "m m"]:
-        """Inner products of other tangents at the current point, in the metric of the space."""
-        return gram(rows)[0] if self.passage is None else self.passage.gram(torch.stack([*rows])).sum(0)
+    def measure(self, lines: Sequence[Any]) -> Float64[Tensor, "m m"]:
+        """Inner products of combinations of the rows, formed in float64, in the metric of the space."""
+        rows = [self.exact(line) for line in lines]
+        return self.ambient.gram(rows)[0] if self.passage is None else self.passage.gram(torch.stack(rows)).sum(0)
 
     def combine(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Any = None) -> Any:
         r"""$\mathrm{base} + \sum_j c_j\, r_j$, rounded once; with (S, k) coefficients, for each segment its own.
+
+        A leaf of low rank takes the matrix of its rank that is nearest.
 
         Where the coefficients on rows from $\Theta^t$ sum to 0, $\Theta^t$ drops out: its place is taken by
         $\Theta^\tau$, so that the position reading is the difference $\varphi_i - \Theta^\tau$ to the last digit.
@@ -272,6 +291,11 @@ class Frame:
         """
         if self.passage is not None and base is not None:
             raise ArgumentError("base: expected None on a curved space: a point and a tangent have no sum; use exp")
+        lines, segments, minus = self._read(coefficients)
+        return self.ambient.combine(base, self.rows, lines, minus=minus, segments=segments, out=out)
+
+    def _read(self, coefficients: Sequence[float] | Matrix) -> tuple[Any, list[int] | None, tuple[Row | None, ...]]:
+        """Coefficients as plain numbers, the segments that have each their own, and what the rows are less."""
         given = np.asarray(coefficients, dtype=object)
         apart = given.ndim == 2
         lines = given.tolist() if apart else [given.tolist()]
@@ -283,12 +307,25 @@ class Frame:
             for line in lines:
                 line[n] = 0.0
             minus = (self.rows[n],) * (n + 1) + minus[n + 1 :]
-        return combine(base, self.rows, lines if apart else lines[0], minus=minus, segments=segments, out=out)
+        return lines if apart else lines[0], segments, minus
 
-    def formed(self, coefficients: Sequence[float] | Matrix) -> Tensor:
-        r"""$\sum_j c_j\, r_j$ as a new vector (P,)."""
-        made: Tensor = self.combine(None, coefficients, out=self.blank() if isinstance(self.current, tuple) else None)
-        return made
+    def formed(self, coefficients: Sequence[float] | Matrix, dtype: torch.dtype | None = None) -> Any:
+        r"""$\sum_j c_j\, r_j$ to be kept: a new vector (P,), in `dtype` where it is given.
+
+        Where leaves are of low rank it is a tuple with one tensor a leaf, truncated to what their spaces keep.
+        """
+        if self.ambient.leaves:
+            lines, _, minus = self._read(coefficients)
+            return self.ambient.kept(self.rows, lines, minus=minus, dtype=dtype or self.dtype)
+        apart = dtype is not None or isinstance(self.current, tuple)
+        return self.combine(None, coefficients, out=self.blank(dtype) if apart else None)
+
+    def exact(self, coefficients: Sequence[float] | Matrix) -> Any:
+        r"""$\sum_j c_j\, r_j$ in float64, of low-rank leaves of any rank: what comes between two readings."""
+        if self.ambient.leaves:
+            lines, _, minus = self._read(coefficients)
+            return self.ambient.exact(self.rows, lines, minus=minus)
+        return self.combine(None, coefficients, out=self.blank(torch.float64))
 
     def move(self, gram: Gram, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
         r"""$\Theta^\tau + \sum_j c_j\, r_j$ on a flat space, rounded once; formed if all its entries are finite.
@@ -310,6 +347,11 @@ class Frame:
         """
         line = np.asarray(coefficients, dtype=object)
         motion = Motion(self, line)
+        if self.ambient.leaves:
+            formed = motion.formed(None)
+            if not is_finite(*(formed if isinstance(formed, tuple) else (formed,))):
+                raise ArgumentError("points: the new model would not be finite")
+            return formed if not isinstance(out, Tensor) else out.copy_(formed)
         if not gram.reach(line) <= _room(self.current):
             motion.check()
         return motion if isinstance(out, Later) else motion.formed(out)

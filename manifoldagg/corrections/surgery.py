@@ -118,6 +118,8 @@ class Pairwise(Correction):
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         passage = frame.passage
+        if passage is None:
+            frame.require_flat("Pairwise, against updates that are vectors,")
         shape = (frame.size,) if passage is None else passage.current.shape
         for i, row in enumerate(self.others):
             name = f"others[{i}]"

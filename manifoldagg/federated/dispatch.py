@@ -18,15 +18,17 @@ BASE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_base_dtype(space: Manifold, narrow: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype in which bases are kept: narrower than models of `dtype`, on a flat space; `None` for theirs.
+    """The dtype in which bases are kept: narrower than models of `dtype`; `None` for theirs.
 
     Raises:
         ArgumentError: naming `base_dtype`.
     """
     if narrow is not None:
         check_choice("base_dtype", narrow, [d for d in BASE_DTYPES if d.itemsize < dtype.itemsize])
-        if not space.flat:
-            raise ArgumentError("base_dtype: expected a flat space; a rounded point would leave its manifold")
+        if not (space.flat or space.ambient):
+            raise ArgumentError(
+                "base_dtype: expected a flat space or low rank; a rounded point would leave its manifold"
+            )
     return narrow
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number, check_shape
 from manifoldagg.federated.contract import Payload, Update
 from manifoldagg.federated.weights import MOST
-from manifoldagg.kernels import gram
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
+from manifoldagg.manifolds.ambient import Ambient
 from manifoldagg.manifolds.formulas import distance
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
 from manifoldagg.manifolds.names import wrapping
@@ -258,9 +258,11 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
 
 def norm_of(space: Manifold, base: Tensor, points: Tensor) -> float:
     r"""$\max_i d(\Theta^t, \varphi_i)$; infinite where there is no such number."""
-    if space.flat:
-        squares = gram(list(points.flatten(1)), minus=base.flatten()).diagonal(dim1=-2, dim2=-1)
-        largest = squares.max().sqrt().item()
+    if space.flat or space.ambient:
+        rows = [*points] if space.ambient else [*points.flatten(1)]
+        start = base if space.ambient else base.flatten()
+        inner = Ambient.of(space, base).gram(rows, minus=[start] * len(rows))
+        largest = inner.diagonal(dim1=-2, dim2=-1).max().sqrt().item()
     else:
         largest = distance(space, base.expand_as(points), points).max().item()
     return math.inf if math.isnan(largest) else largest

@@ -29,6 +29,11 @@ class Composite(Manifold):
         return all(space.flat for space in self.spaces)
 
     @property
+    def ambient(self) -> bool:  # type: ignore[override]  # as above
+        """Whether every space is, or flat, and not all are flat."""
+        return not self.flat and all(space.flat or space.ambient for space in self.spaces)
+
+    @property
     def symmetric(self) -> bool:  # type: ignore[override]  # as above
         """Whether every space is."""
         return all(space.symmetric for space in self.spaces)

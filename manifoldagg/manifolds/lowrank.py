@@ -1,7 +1,7 @@
 """Matrices of low rank, each as the product of two factors that are known up to a change of basis between them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -41,6 +41,9 @@ class LowRank(Manifold):
     gauge, not with its square. Everything is computed in float64 and cast back. There is no closed form of the
     geodesics, so `exp`, `log` and `transport` are not declared.
 
+    Rules, averages and servers need none of them: on spaces whose leaves are flat or of low rank they take inner
+    products and sums of the matrices themselves, and the nearest matrix of the rank, once a step.
+
     Where $B$ or $A$ lacks rank (as $B = 0$ at the start of a fine-tuning) the point is legal, and not smooth: `inner`
     is right, `project_tangent` keeps $\xi$, `inverse_retract`, `gradient` and `random_tangent` have only the directions
     that the factors span. Where $(A + \dot A) V$ is singular `retract` leaves its null space out.
@@ -49,6 +52,8 @@ class LowRank(Manifold):
         m: rows of X.
         n: columns of X.
         rank: at most that of X.
+        state_rank: at most that of what is kept of sums: of buffers, momentum, cached displacements and running means;
+            four times `rank` where not given.
 
     Raises:
         ArgumentError: if one is no positive integer, or `rank` exceeds `m` or `n`.
@@ -71,11 +76,15 @@ class LowRank(Manifold):
     m: int
     n: int
     rank: int
+    state_rank: int | None = field(default=None, kw_only=True)
+    ambient: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[str]] = PRIMITIVES - {"exp", "log", "transport", "injectivity_radius"}
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "rank"):
             check_count(name, getattr(self, name))
+        if self.state_rank is not None:
+            check_count("state_rank", self.state_rank)
         if self.rank > min(self.m, self.n):
             raise ArgumentError(f"rank: expected at most {min(self.m, self.n)}, the lesser of m and n, got {self.rank}")
 

@@ -74,8 +74,9 @@ class Manifold(abc.ABC):
     isometry, `project_tangent` is idempotent and metric-orthogonal. What is less than that has another name:
     `retract` agrees with $\exp$ to second order only, and `inverse_retract` undoes it.
 
-    `flat` says that points and tangents are added as vectors, `symmetric` that geodesic reflections are isometries,
-    `open` that its points are an open set of their coordinates.
+    `flat` says that points and tangents are added as vectors, `ambient` that points are added in a vector space that
+    they lie in, from which `project` brings the sum back, `symmetric` that geodesic reflections are isometries, `open`
+    that its points are an open set of their coordinates.
     A manifold is a frozen value: hashable, and equal by content.
 
     Raises:
@@ -84,6 +85,7 @@ class Manifold(abc.ABC):
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     flat: ClassVar[bool] = False
+    ambient: ClassVar[bool] = False
     symmetric: ClassVar[bool] = False
     open: ClassVar[bool] = False
 

@@ -256,7 +256,9 @@ def test_doors():
     ):
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             AsyncCurve(**options)
-    with pytest.raises(ArgumentError, match="space: rotated control points need flat leaves; these are curved: Sphere"):
+    with pytest.raises(
+        ArgumentError, match="space: rotated control points, of AsyncCurve, need flat leaves; these are curved: Sphere"
+    ):
         AsyncCurve(1).init(Sphere(3), torch.eye(3)[0])
     server = Server(SPACE, AsyncCurve(N), draw(0, P))
     ticket = server.dispatch("a")

@@ -310,7 +310,7 @@ FAR = {name: t.clone().double() for name, t in TENSORS.items()} | {"directions":
     ("call", "words"),
     [
         (lambda: FedAdam(2).init(SPACE, POINTS.base), r"space: elementwise squares, of FedAdam.*turn: .*directions: .*metric: .*ball: "),
-        (lambda: DCASGD().init(SPACE, POINTS.base), r"space: DelayCompensated.*needs flat leaves.*turn: "),
+        (lambda: DCASGD().init(SPACE, POINTS.base), r"space: products by coordinates, of DCASGD, need flat leaves.*turn: "),
         (lambda: AsyncBezier(threshold="auto").init(SPACE, POINTS.base), r"space: AutoThreshold.*needs flat leaves.*turn: "),
         (lambda: AsyncCorrected(correction=OrthoDyn()).init(SPACE, POINTS.base), "space: OrthoDyn without a schedule.*turn: "),
         (lambda: AsyncCorrected(correction=Position() >> OrthoDyn()).init(SPACE, POINTS.base), "space: OrthoDyn without a schedule"),

@@ -302,7 +302,9 @@ def test_doors():
             FLOCO(**options)
     with pytest.raises(ArgumentError, match="^spread: "):
         FLOCO(1, spread=1e300, seed=2**64 - 1).init(SPACE, torch.zeros(P))
-    with pytest.raises(ArgumentError, match="space: simplices of models need flat leaves; these are curved: Sphere"):
+    with pytest.raises(
+        ArgumentError, match="space: simplices of models, of FLOCO, need flat leaves; these are curved: Sphere"
+    ):
         FLOCO(1).init(Sphere(3), torch.eye(3)[0])
     server = Server(SPACE, FLOCO(2, 3), torch.zeros(P))
     ticket = server.dispatch("a")

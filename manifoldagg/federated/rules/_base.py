@@ -27,10 +27,12 @@ __all__ = ["ServerRule", "TangentRule", "follow"]
 class ServerRule(abc.ABC):
     """A [`Rule`][manifoldagg.federated.Rule] that counts versions and sends its clients the current model.
 
-    `needs_flat` says what of it has no meaning on curved leaves, in the plural; such a space is refused.
+    `needs_flat` says what of it has no meaning on curved leaves, in the plural; such a space is refused. So does
+    `needs_sums`, of what has a meaning on leaves of low rank too: inner products and sums of points.
     """
 
     needs_flat: ClassVar[str] = ""
+    needs_sums: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -55,9 +57,11 @@ class ServerRule(abc.ABC):
         """
         if not isinstance(space, Manifold):
             raise ArgumentError(f"space: expected a manifold, got {space!r}")
-        if self.needs_flat and not space.flat:
-            curved = [str(leaf) for leaf in space.leaves(start) if not leaf.space.flat]
-            raise ArgumentError(f"space: {self.needs_flat} need flat leaves; these are curved: {', '.join(curved)}")
+        lacks = self.needs_flat or ("" if space.ambient else self.needs_sums)
+        if lacks and not space.flat:
+            curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
+            name = type(self).__name__
+            raise ArgumentError(f"space: {lacks}, of {name}, need flat leaves; these are curved: {curved}")
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,13 @@ class TangentRule(ServerRule):
 
     def check_space(self, space: Manifold, start: Point) -> None:
         super().check_space(space, start)
-        if not space.flat:
+        if not (space.flat or space.ambient):
             # A passage of no length is refused where some leaf lacks what the transport takes.
             point = in_float64(space, check_point(space, start, name="start"))
             Passage(space, point, point, self.transport, self.rungs)
         elif self.transport is not None:
-            raise ArgumentError(f"transport: expected None on a flat space, got {self.transport!r}")
+            what = "a flat space" if space.flat else "leaves that are flat or of low rank"
+            raise ArgumentError(f"transport: expected None on {what}, got {self.transport!r}")
 
 
 def follow(space: Manifold, current: Point, frame: Frame, gram: Gram, line: list[float], out: Target) -> Any:

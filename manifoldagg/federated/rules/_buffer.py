@@ -12,7 +12,7 @@ from manifoldagg.corrections import Frame, Gram
 from manifoldagg.errors import check_number
 from manifoldagg.federated.contract import Outcome, Point, State, Target, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
-from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root, rungs_of
+from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root, told_of
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine
 from manifoldagg.kernels.windows import windows
@@ -64,7 +64,8 @@ class BufferedRule(TangentRule):
     r"""Sum $\sum_i a_i \Delta_i$ of so many displacements, then one step $\eta_g \cdot \frac1A \sum_i a_i \Delta_i$.
 
     $\Delta_i$ is taken against the client's own base. On a curved space it is transported to the current point, which
-    rests while the rule waits, and summed there in float64. The state has the sum as one tensor, in units of the
+    rests while the rule waits, and summed there in float64. Where leaves are of low rank the sum is one of matrices, of
+    which their spaces' `state_rank` is kept. The state has the sum as one tensor, in units of the
     largest $a_i$ so far and rounded once an update, the number and the total weight of its terms. One `gram` and one
     `combine` each, as for one update.
 
@@ -117,13 +118,14 @@ class BufferedRule(TangentRule):
         if count < self.wanted:
             buffer = frame.formed(line)
             waiting = {**state, "count": count, "total": total, "unit": unit, "buffer": buffer}
+            numbers |= frame.ambient.told
             # Sums of displacements no longer than the root of the largest number, in units of the largest share.
             return waiting, Outcome(None, update.memory, numbers, sound=frame.passage is None)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
         rate = self.step_size(state)
         mean = Mean(space, update.current, frame, [unit / divisor * c for c in line], gram)
         model, norm, changes = self.move(state, mean, rate, out)
-        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | rungs_of(frame)
+        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | told_of(frame)
         after = {name: kept for name, kept in state.items() if name not in ("unit", "buffer")}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
         return after | changes, Outcome(model, update.memory, numbers)

@@ -6,7 +6,6 @@ from functools import reduce
 from operator import add, mul
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from manifoldagg.corrections import Corrected, Frame, Gram
@@ -17,8 +16,9 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.contract import Update
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, check_point
+from manifoldagg.manifolds.ambient import Ambient
 
-__all__ = ["along", "check_points", "cosine", "frame_of", "in_float64", "length", "moved", "root", "rungs_of"]
+__all__ = ["along", "check_points", "cosine", "frame_of", "in_float64", "length", "moved", "root", "told_of"]
 
 
 def check_points(rule: object, update: Update, count: int | None = 1, what: str = "one model") -> None:
@@ -38,15 +38,16 @@ def frame_of(
 ) -> Frame:
     r"""The rows $v_1, \dots, v_n, g$ of an update, tangent at the current model.
 
-    On a flat space they are differences of the update's own tensors. On a curved one $v_i = \log_{\Theta^t} \varphi_i$,
-    transported to $\Theta^\tau$; where the space has a projection, this is done in float64.
+    On a flat space, and where leaves are of low rank, they are differences of the update's own tensors. On a curved one
+    $v_i = \log_{\Theta^t} \varphi_i$, transported to $\Theta^\tau$; where the space has a projection, this is done in
+    float64.
 
     Args:
         space: of the points.
         update: with base, current and points.
         transport: on a curved space, as in [`Frame.of`][manifoldagg.corrections.Frame.of].
         rungs: of a ladder.
-        tensors: whether the named tensors of a flat space are segments.
+        tensors: whether the named tensors of such a space are segments.
 
     Raises:
         ArgumentError: if a point is off the space or out of reach, or a derivative is followed.
@@ -58,13 +59,14 @@ def frame_of(
         if is_transformed(rows):
             raise ArgumentError("update: a server step has no derivative; call it outside of functorch transforms")
     base, current, *points = rows
-    if space.flat:
+    if space.flat or space.ambient:
         segments = None
+        # Tensors as they lie are of a space of parameters, whose leaves are the same for every point.
+        point = base[0] if isinstance(base, tuple) else base
         if tensors:
-            # Tensors as they lie are of a space of parameters, whose leaves are the same for every point.
-            point = base[0] if isinstance(base, tuple) else base
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
-        return Frame.of_points(points, base, current, segments=segments)
+        ambient = Ambient.of(space, point)
+        return Frame.of_points(points, base, current, segments=segments or ambient.segments, ambient=ambient)
     given = {"base": base, "current": current, "points": update.points.detach()}
     for name, x in given.items():
         check_point(space, x, name=name)
@@ -93,9 +95,7 @@ def moved(corrected: Corrected) -> list[list[float]]:
     inner: list[list[float]] = (parts[0] if len(parts) == 1 else parts.sum(0)).tolist()
     n = len(inner)
     if cancelled(inner, corrected.gram.matrix):
-        blank = corrected.frame.blank(torch.float64)
-        rows = [corrected.frame.combine(None, corrected.lines[..., i, :], out=blank.clone()) for i in range(n)]
-        inner = corrected.frame.measure(rows).tolist()
+        inner = corrected.frame.measure([corrected.lines[..., i, :] for i in range(n)]).tolist()
     for i, row in enumerate(inner):
         if not math.isfinite(row[i]):
             raise ArgumentError(f"points[{i}]: squared length of the corrected displacement overflows")
@@ -131,7 +131,7 @@ def root(square: float) -> float:
     return math.sqrt(max(square, 0.0))
 
 
-def rungs_of(frame: Frame) -> dict[str, float]:
-    """How many rungs the ladders of a curved space had, where there were any."""
+def told_of(frame: Frame) -> dict[str, float]:
+    """How many rungs the ladders of a curved space had, and what truncations of low-rank leaves left out."""
     used = [kind.rungs for kind in frame.transports if kind.method == "ladder"]
-    return {"rungs": float(max(used))} if used else {}
+    return ({"rungs": float(max(used))} if used else {}) | frame.ambient.told

@@ -15,7 +15,7 @@ from manifoldagg.federated.contract import Memory, Outcome, Point, State, Target
 from manifoldagg.federated.rules._base import TangentRule
 from manifoldagg.federated.rules._course import Course
 from manifoldagg.federated.rules._curved import tangents_at, travel
-from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, length, moved, root, rungs_of
+from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, length, moved, root, told_of
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
@@ -65,7 +65,7 @@ class CurveRule(TangentRule):
     def init(self, space: Manifold, start: Point) -> State:
         state = super().init(space, start)
         if not space.flat:
-            if self.overshoot == "extend" and not self.plain:
+            if self.overshoot == "extend" and not self.plain and not space.ambient:
                 curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
                 raise ArgumentError(
                     f"overshoot: extend follows a polynomial, which needs flat leaves; not so: {curved}"
@@ -104,14 +104,14 @@ class CurveRule(TangentRule):
             line = course.weights(n, s)
             model = corrected.move(line, out)
             norm = length(line, inner)
-            numbers |= {"step": s, "norm": norm}
+            numbers |= {"step": s, "norm": norm} | told_of(frame)
         else:
             here = frame.passage.current
             u = tangents_at(space, here, corrected.displacements())
             s, reached, norm = travel(space, here, course.bent(u), course, reach)
             model = torch.empty_like(update.current) if out is None else out
             model.copy_(reached)
-            numbers |= {"step": s, "norm": norm} | rungs_of(frame)
+            numbers |= {"step": s, "norm": norm} | told_of(frame)
         after = {"version": state["version"] + 1} | self.learned(state, update, corrected.came)
         if correction.keeps_state:
             after["correction"] = corrected.state

@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldagg.errors import check_count, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Target, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
-from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, root, rungs_of
+from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, root, told_of
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
@@ -105,7 +105,7 @@ class AsyncFedED(TangentRule):
         rate = rate_at(self.rate, version) / (gamma + self.epsilon) if moved > 0 else 0.0
         check_number("rate: step size", rate, at_least=0)
         numbers = {"cosine": cosine(gram), "rate": rate, "step": rate, "norm": rate * moved}
-        numbers |= {"distance": gamma, "epochs": float(epochs)} | rungs_of(frame)
+        numbers |= {"distance": gamma, "epochs": float(epochs)} | told_of(frame)
         model = follow(space, update.current, frame, gram, [rate, 0.0], out)
         memory = {**(update.memory or {}), "epochs": epochs}
         return {"version": version + 1}, Outcome(model, memory, numbers)

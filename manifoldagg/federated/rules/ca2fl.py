@@ -76,7 +76,7 @@ class CA2FL(ServerRule):
 
     cohort: ClassVar[int] = 1
     measured: ClassVar[tuple[str, ...]] = ("points",)
-    needs_flat: ClassVar[str] = "cached displacements, of CA2FL,"
+    needs_sums: ClassVar[str] = "cached displacements"
     size: int = 10
     rate: Rate = 1.0
     clients: int | None = None
@@ -118,7 +118,7 @@ class CA2FL(ServerRule):
         gram = (bare if count < self.size else frame).gram()
         longest = root(torch.finfo(update.current.dtype).max) / self.size
         check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=longest)
-        cache = frame.combine(None, _line(frame, v1=1.0))
+        cache = frame.formed(_line(frame, v1=1.0))
         # What is added is what will be taken away again: the cache, as it was rounded.
         rounded = frame.extended("cache", cache)
         mine = {**memory, "cache": cache, "round": state["version"], "slot": slot}
@@ -130,7 +130,7 @@ class CA2FL(ServerRule):
             waits["buffer"] = _wide(rounded, cache=1.0, held=-1.0, buffer=1.0)
             if again:
                 waits["replaced"] = _wide(rounded, before=1.0, held=-1.0, replaced=1.0)
-            return waits, Outcome(None, mine, told, sound=True)
+            return waits, Outcome(None, mine, told | frame.ambient.told, sound=True)
         rate = rate_at(self.rate, state["version"])
         cached = state["cached"] + joined
         mean = 1 - guests / self.size if self.unknown == "mean" else 1.0
@@ -142,7 +142,7 @@ class CA2FL(ServerRule):
         # h_i goes to its last displacement: of two in this buffer, the first counts no more.
         change = {"cache": 1.0, "held": -float(not again), "before": -1.0, "buffer": 1.0, "replaced": -1.0, "sum": 1.0}
         after = {"version": state["version"] + 1, "cached": cached, **EMPTY, "sum": _wide(rounded, **change)}
-        numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm}
+        numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.ambient.told
         # No displacement is longer than the root of the largest number: sums of them in float64 are finite.
         return after, Outcome(model, mine, numbers, sound=True)
 
@@ -152,8 +152,6 @@ def _line(frame: Frame, **coefficients: Any) -> list[float]:
     return [coefficients.get(name, 0.0) for name in frame.names]
 
 
-def _wide(frame: Frame, **coefficients: float) -> Tensor:
+def _wide(frame: Frame, **coefficients: float) -> Any:
     """A combination of rows in float64, for what is added to again and again."""
-    wide = frame.blank(torch.float64)
-    frame.combine(None, _line(frame, **coefficients), wide)
-    return wide
+    return frame.formed(_line(frame, **coefficients), torch.float64)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from manifoldagg.corrections import Correction, DelayCompensated
 from manifoldagg.errors import check_choice, check_number
@@ -45,6 +46,7 @@ class DCASGD(ScheduledRule):
         [tensor([2.])]
     """
 
+    needs_flat: ClassVar[str] = "products by coordinates"
     variant: str = field(default="adaptive", kw_only=True)
     strength: float | None = field(default=None, kw_only=True)
     square_decay: float = field(default=0.95, kw_only=True)

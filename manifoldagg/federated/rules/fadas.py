@@ -68,7 +68,7 @@ class FADAS(BufferedRule):
 
     cohort: ClassVar[int] = 1
     measured: ClassVar[tuple[str, ...]] = ("points",)
-    needs_flat: ClassVar[str] = "elementwise squares, of FADAS,"
+    needs_flat: ClassVar[str] = "elementwise squares"
     size: int = 10
     rate: Rate = 1e-3
     beta1: float = field(default=0.9, kw_only=True)

@@ -55,7 +55,7 @@ class FedAdam(FedAvg):
 
     rows: ClassVar[bool] = False
     measured: ClassVar[tuple[str, ...]] = ("points",)
-    needs_flat: ClassVar[str] = "elementwise squares, of FedAdam,"
+    needs_flat: ClassVar[str] = "elementwise squares"
     rate: Rate = 0.01
     beta1: float = field(default=0.9, kw_only=True)
     beta2: float = field(default=0.99, kw_only=True)

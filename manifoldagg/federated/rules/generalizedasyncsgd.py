@@ -72,7 +72,7 @@ class GeneralizedAsyncSGD(CurveRule):
         [tensor([-1.])]
     """
 
-    needs_flat: ClassVar[str] = "gradients, of GeneralizedAsyncSGD,"
+    needs_flat: ClassVar[str] = "gradients"
     overshoot = "extend"
     routing: Mapping[Any, float] | Iterable[float]
     rate: Rate = 0.01

@@ -11,9 +11,8 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_decay, check_finite, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, Rule, State, Update, check_rule
 from manifoldagg.federated.rules._curved import arrive, tangents_at
-from manifoldagg.federated.rules._reading import in_float64, root
+from manifoldagg.federated.rules._reading import frame_of, in_float64, root
 from manifoldagg.federated.schedules import check_options
-from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import norm
 from manifoldagg.manifolds.optimizers import carry
@@ -28,7 +27,7 @@ class Momentum:
     On a curved space $u \leftarrow \beta u + \log_\Theta \Theta'$ and $\Theta \leftarrow \exp_\Theta u$, with $u$
     transported along this step. The log is the shortest way from $\Theta$ to $\Theta'$: a step that was longer, beyond
     the injectivity radius, is refused. So is a $u$ whose square overflows in the dtype of the model. A rule that waits
-    leaves $u$ as it is.
+    leaves $u$ as it is. Of leaves of low rank $u$ is a sum of matrices, of which their spaces' `state_rank` is kept.
 
     Args:
         rule: any rule.
@@ -90,17 +89,18 @@ class Momentum:
         if reached is None:
             return after, outcome
         current = update.current.detach()
-        if space.flat:
-            rows = [reached]
-            line = [1.0]
-            minus: list[Tensor | None] = [current]
+        told: dict[str, float] = {}
+        if space.flat or space.ambient:
+            frame = frame_of(space, replace(update, base=current, points=(reached,)))
+            line = [1.0, 0.0]
             if "velocity" in state:
-                rows.append(state["velocity"])
+                frame = frame.extended("velocity", state["velocity"])
                 line.append(self.beta)
-                minus.append(None)
-            after["velocity"] = combine(None, rows, line, minus=minus)
-            model = reached if len(rows) == 1 else combine(current, [after["velocity"]], [1.0], out=out)
-            moved = root(gram([after["velocity"]])[0, 0, 0].item())
+            ambient = frame.ambient
+            velocity = after["velocity"] = frame.formed(line)
+            model = reached if len(line) == 2 else ambient.combine(current, [velocity], [1.0], out=out)
+            moved = root(ambient.gram([velocity])[0, 0, 0].item())
+            told = {name: value + outcome.numbers.get(name, 0.0) for name, value in ambient.told.items()}
             largest = root(torch.finfo(current.dtype).max)
             check_number("points: size of the velocity", moved, at_most=largest)
         else:
@@ -115,7 +115,7 @@ class Momentum:
             model = torch.empty_like(current) if out is None else out
             model.copy_(arrive(space, here, u))
             after["velocity"] = carry(space, here, in_float64(space, model), u)
-        return after, replace(outcome, model=model, numbers={**outcome.numbers, "norm": moved})
+        return after, replace(outcome, model=model, numbers={**outcome.numbers, **told, "norm": moved})
 
 
 def check_way(space: Manifold, x: Tensor, log: Tensor, length: float, tolerance: float) -> None:

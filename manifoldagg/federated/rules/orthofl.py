@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from manifoldagg.corrections import Gram, calibrate
+from manifoldagg.corrections import Frame, Gram, calibrate
+from manifoldagg.corrections.calibration import calibrated_by
 from manifoldagg.corrections.frame import GRANULARITIES
 from manifoldagg.errors import ArgumentError, RuleError, check_choice, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
@@ -14,8 +15,9 @@ from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._reading import check_points, cosine, root
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Polynomial
-from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels import Row, combine
 from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.ambient import Ambient
 
 __all__ = ["OrthoFL"]
 
@@ -57,7 +59,7 @@ class OrthoFL(ServerRule):
 
     Raises:
         ArgumentError: naming the option that is out of range, or `protocol` where clients lack what the option needs;
-            where the space is curved.
+            where the space is curved, but for leaves of low rank, of which the server alone calibrates.
 
     Source: OrthoFL (3)-(7), Algorithms 1 and 2, §5.3. The authors' code takes both shifts from the client's start and
         the last client's calibrated model, drops a shift whose entries sum to 0, copies tensors with `bn` in their
@@ -78,7 +80,7 @@ class OrthoFL(ServerRule):
     """
 
     cohort: ClassVar[int] = 1
-    needs_flat: ClassVar[str] = "shifts between models"
+    needs_sums: ClassVar[str] = "shifts between models"
     rate: Rate = 0.6
     staleness: Weight = field(default_factory=Polynomial)
     weighted: bool = False
@@ -101,7 +103,10 @@ class OrthoFL(ServerRule):
             raise ArgumentError("moving_average: expected True, as there is no calibrated model to put in its place")
 
     def init(self, space: Manifold, start: Tensor) -> State:
-        return super().init(space, start) | ({"updates": {}} if self.calibration == "pairwise" else {})
+        state = super().init(space, start)
+        if space.ambient and self.protocol != "server":
+            raise ArgumentError(f"protocol: expected 'server' where leaves are of low rank, got {self.protocol!r}")
+        return state | ({"updates": {}} if self.calibration == "pairwise" else {})
 
     def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
         if memory is None:
@@ -128,28 +133,33 @@ class OrthoFL(ServerRule):
         known = memory is not None and not late and "start" in memory
         start = memory["start"] if known else base
         home = memory["global"] if known else base
-        inner = Gram.of(gram([model, current, model], minus=[start, home, current]), extra=("step",))
+        ambient = Ambient.of(space, current)
+        inner = Gram.of(ambient.gram([model, current, model], minus=[start, home, current]), extra=("step",))
         for name, place in (("points[0]", 0), ("current", 1)):
             check_number(f"{name}: squared distance from the base", inner.matrix[place, place])
         protocol = self.protocol(update.client) if callable(self.protocol) else self.protocol
         if protocol not in PROTOCOLS:
             raise RuleError(f"protocol({update.client!r}): expected one of {', '.join(PROTOCOLS)}; got {protocol!r}")
         calibrated: Tensor | None = None
-        others: list[Tensor] | None = None
+        others: list[Row] | None = None
+        shifts = Frame((current, model), (home, start), ambient.segments, ambient=ambient)
         if self.calibration == "pairwise":
             others = [row for client, row in state["updates"].items() if client != update.client]
             if not late:
-                after["updates"] = {**state["updates"], update.client: shift(model, start)}
+                after["updates"] = {**state["updates"], update.client: shifts.formed([0.0, 1.0])}
         if self.calibration != "none" and protocol == "server" and not (late and self.moving_average):
-            shifts = (shift(current, home), shift(model, start))
-            calibrated = calibrate(model, *shifts, self.granularity, others, space=space)
+            if ambient.leaves:
+                calibrated = calibrated_by(shifts, model, self.granularity, others)
+            else:
+                rounded = shift(current, home), shift(model, start)
+                calibrated = calibrate(model, *rounded, self.granularity, others, space=space)
         if self.moving_average or calibrated is None:
-            new = mixed(current, model, rate, out=out)
+            new = ambient.combine(current, [model], [rate], minus=[current], out=out)
             norm = rate * root(inner.matrix[2, 2])
         else:
             new = calibrated.clone() if out is None else out.copy_(calibrated)
-            norm = root(gram([new], minus=current)[0, 0, 0].item())
-        numbers = {"cosine": cosine(inner), "rate": rate, "step": rate, "norm": norm}
+            norm = root(ambient.gram([new], minus=[current])[0, 0, 0].item())
+        numbers = {"cosine": cosine(inner), "rate": rate, "step": rate, "norm": norm} | ambient.told
         numbers["calibrated"] = float(self.calibration != "none" and not late)
         if late or self.calibration == "none":
             return after, Outcome(new, memory, numbers)

@@ -1,0 +1,325 @@
+"""The space around: differences and sums of points of flat and of low-rank leaves, and the way back to a leaf."""
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels import Row, Tensors, combine, gram
+from manifoldagg.manifolds.factors import Joint, Truncated, combined
+from manifoldagg.manifolds.lowrank import LowRank
+from manifoldagg.manifolds.manifold import Leaf, Manifold
+from manifoldagg.manifolds.power import Power
+
+__all__ = ["FLAT", "Ambient"]
+
+STATE_RANK = 4
+"""What is kept of a leaf has so many times its rank, where the leaf does not say."""
+STILL = 16
+"""Roundings of the length of a matrix: what moves it by no more does not move it."""
+Lines = Sequence[Any]
+"""k numbers, or for each leaf k numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ambient:
+    r"""The vector space that a space lies in: that of a flat space is itself, that of `LowRank` all m x n matrices.
+
+    It knows inner products and sums of *rows*, as the kernels do, and differences of them that are never formed. On a
+    flat space they are the kernels' own. Where a leaf is of low rank a row is a point, or a tuple with one tensor for
+    each leaf, that of a low-rank one a stack (*batch, m + n, any) of factors: inner products come from small cores in
+    one basis of all stacks, a sum is their columns side by side, and one truncation brings it back to the leaf.
+
+    Attributes:
+        leaves: of the space; none where it is flat.
+        told: what truncations did since this was made: `truncated` and `state_truncated`, the Frobenius norms of
+            what they left out of points and of what is kept (added up over truncations), and `tied`, at how many of
+            them singular values were equal at the cut. Nothing where the space is flat.
+
+    Example:
+        >>> from manifoldagg.manifolds import LowRank
+        >>> x, y = torch.tensor([[1.0], [0.0], [2.0], [0.0]]), torch.tensor([[0.0], [1.0], [0.0], [1.0]])
+        >>> ambient = Ambient.of(LowRank(2, 2, 1), x)  # diag(2, 0) and diag(0, 1)
+        >>> ambient.gram([x, y], minus=[y, None])
+        tensor([[[ 5., -1.],
+                 [-1.,  1.]]], dtype=torch.float64)
+        >>> ambient.combine(x, [y], [1.0]).flatten().square().round(), ambient.told["truncated"]
+        (tensor([2., 0., 2., 0.]), 1.0)
+    """
+
+    leaves: tuple[Leaf, ...] = ()
+    told: dict[str, float] = field(default_factory=dict)
+    _joints: dict[int, tuple[list[Tensor], Joint]] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(space: Manifold, point: Tensor) -> "Ambient":
+        """That of a space which is `flat` or `ambient`, with points like `point`.
+
+        Raises:
+            ArgumentError: naming a leaf of low rank within another kind of leaf.
+        """
+        if not space.ambient:
+            return FLAT
+        leaves = space.leaves(point)
+        for leaf in leaves:
+            if not (leaf.space.flat or isinstance(_within(leaf.space), LowRank)):
+                raise ArgumentError(f"space: expected leaves that are flat, or of low rank themselves, not so: {leaf}")
+        return Ambient(leaves, {"truncated": 0.0, "state_truncated": 0.0, "tied": 0.0})
+
+    @property
+    def segments(self) -> dict[str, int] | None:
+        """The names of the leaves, and how many numbers a point has for each; `None` where the space is flat."""
+        return {leaf.name: self._size(i) for i, leaf in enumerate(self.leaves)} or None
+
+    def gram(
+        self, rows: Sequence[Row], *, minus: Sequence[Row | None] | None = None, segments: Sequence[int] | None = None
+    ) -> Tensor:
+        """Inner products (S, k, k) of rows, as [`gram`][manifoldagg.kernels.gram]; the segments are the leaves."""
+        if not self.leaves:
+            return gram(rows, minus=minus, segments=segments)
+        less = [None] * len(rows) if minus is None else minus
+        flat = self._flat
+        found = {}
+        if flat:
+            vectors = self._vectors(rows, less)
+            lengths = [self._size(i) for i in flat]
+            found = dict(zip(flat, gram(vectors[0], minus=vectors[1], segments=lengths), strict=True))
+        for i in self._low:
+            joint, lines = self._joint(i, rows, less)
+            found[i] = joint.gram(lines).reshape(-1, len(rows), len(rows)).sum(0).cpu()
+        parts = torch.stack([found[i] for i in range(len(self.leaves))])
+        return parts if segments is not None else parts.sum(0, keepdim=True)
+
+    def combine(
+        self,
+        base: Any,
+        rows: Sequence[Row],
+        coefficients: Lines,
+        *,
+        minus: Sequence[Row | None] | None = None,
+        segments: Sequence[int] | None = None,
+        out: Any = None,
+    ) -> Any:
+        """A point plus a combination of rows: the point of the space nearest to it, as kernels' `combine`.
+
+        Raises:
+            ArgumentError: where a low-rank leaf would not be finite.
+        """
+        if not self.leaves:
+            return combine(base, rows, coefficients, minus=minus, segments=segments, out=out)
+        less = [None] * len(rows) if minus is None else minus
+        pieces = self._sums(base, rows, coefficients, less, None)
+        cuts = []
+        for i in self._low:
+            space = _within(self.leaves[i].space)
+            start = self._piece(base, i)
+            stacks, weights = self._terms(i, (base, *rows), (None, *less), (1.0, *self._line(i, coefficients)))
+            alone = len(stacks) == 1 and weights == [1.0] and stacks[0].shape[-1] <= space.rank
+            if alone or self._rests(i, start, stacks, weights):
+                # What nobody moved, or a client's model that is taken whole, keeps its factors, bit for bit.
+                pieces[i] = space._project(stacks[0] if alone else start).to(start.dtype)
+                continue
+            cuts.append(self._cut(i, stacks, weights, space.rank))
+            pieces[i] = cuts[-1].point.to(start.dtype)
+        self._tell("truncated", cuts)
+        found = [pieces[i] for i in range(len(self.leaves))]
+        if isinstance(base, tuple):
+            return Tensors(found) if out is None else _copied(out, found)
+        point = torch.cat([piece.flatten() for piece in found]).view(base.shape)
+        return point if out is None else out.copy_(point)
+
+    def kept(
+        self,
+        rows: Sequence[Row],
+        coefficients: Lines,
+        *,
+        minus: Sequence[Row | None],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, ...]:
+        """A combination of rows as a row that is kept: of each low-rank leaf truncated to its `state_rank`."""
+        pieces = self._sums(None, rows, coefficients, minus, dtype)
+        cuts = []
+        for i in self._low:
+            space = _within(self.leaves[i].space)
+            stacks, weights = self._terms(i, rows, minus, self._line(i, coefficients))
+            cut = self._cut(i, stacks, weights, space.state_rank or STATE_RANK * space.rank)
+            cuts.append(cut)
+            pieces[i] = cut.point[..., : cut.values.shape[-1]].to(dtype)
+        self._tell("state_truncated", cuts)
+        return tuple([pieces[i] for i in range(len(self.leaves))])
+
+    def exact(self, rows: Sequence[Row], coefficients: Lines, *, minus: Sequence[Row | None]) -> tuple[Tensor, ...]:
+        """A combination of rows as a row in float64, of any rank."""
+        pieces = self._sums(None, rows, coefficients, minus, torch.float64)
+        for i in self._low:
+            stacks, weights = self._terms(i, rows, minus, self._line(i, coefficients))
+            pieces[i] = combined(weights, stacks, _within(self.leaves[i].space).m)
+        return tuple([pieces[i] for i in range(len(self.leaves))])
+
+    @property
+    def _flat(self) -> list[int]:
+        return [i for i, leaf in enumerate(self.leaves) if leaf.space.flat]
+
+    @property
+    def _low(self) -> list[int]:
+        return [i for i, leaf in enumerate(self.leaves) if not leaf.space.flat]
+
+    def _size(self, i: int) -> int:
+        return len(range(*self.leaves[i].part.indices(sys.maxsize)))
+
+    def _piece(self, row: Row, i: int) -> Tensor:
+        """What of a row belongs to a leaf."""
+        if isinstance(row, tuple):
+            return row[i]
+        leaf = self.leaves[i]
+        return row.reshape(-1)[leaf.part].view(leaf.space.shape)
+
+    def _line(self, i: int, coefficients: Lines) -> Sequence[float]:
+        """The coefficients of a leaf."""
+        first = coefficients[0] if len(coefficients) else 0.0
+        return coefficients[i] if isinstance(first, list | tuple) else coefficients
+
+    def _vectors(self, rows: Sequence[Row], minus: Sequence[Row | None]) -> tuple[list[Tensors], list[Tensors | None]]:
+        """The flat leaves of rows, as the kernels take them: one object is one again."""
+        made: dict[int, Tensors] = {}
+        for row in (*rows, *minus):
+            if row is not None and id(row) not in made:
+                made[id(row)] = Tensors([self._piece(row, i).reshape(-1) for i in self._flat])
+        return [made[id(row)] for row in rows], [None if row is None else made[id(row)] for row in minus]
+
+    def _sums(
+        self,
+        base: Row | None,
+        rows: Sequence[Row],
+        coefficients: Lines,
+        minus: Sequence[Row | None],
+        dtype: torch.dtype | None,
+    ) -> dict[int, Tensor]:
+        """The flat leaves of a combination, in `dtype` where it is given."""
+        flat = self._flat
+        if not flat:
+            return {}
+        plus, less = self._vectors(rows, minus)
+        start = None if base is None else self._vectors([base], [])[0][0]
+        like = plus[0] if start is None else start
+        out = Tensors([torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in like])
+        lines = [list(self._line(i, coefficients)) for i in flat]
+        made = combine(start, plus, lines, minus=less, segments=[self._size(i) for i in flat], out=out)
+        return dict(zip(flat, made, strict=True))
+
+    def _terms(
+        self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], line: Sequence[float]
+    ) -> tuple[list[Tensor], list[float]]:
+        """Distinct stacks of a leaf with their coefficients, of which none is 0."""
+        stacks: list[Tensor] = []
+        weights: list[float] = []
+        seen: dict[int, int] = {}
+        for c, plus, less in zip(line, rows, minus, strict=True):
+            for sign, row in ((1.0, plus), (-1.0, less)):
+                if row is None:
+                    continue
+                if id(row) not in seen:
+                    seen[id(row)] = _place(stacks, self._piece(row, i))
+                place = seen[id(row)]
+                weights += [0.0] * (len(stacks) - len(weights))
+                weights[place] += sign * float(c)
+        # At least one, of weight 0 where the sum is empty.
+        used = [j for j, weight in enumerate(weights) if weight != 0] or [0]
+        return [stacks[j] for j in used], [weights[j] for j in used]
+
+    def _joint(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> tuple[Joint, Tensor]:
+        """The basis of the stacks of a leaf, and the rows as combinations (k, any) of these."""
+        stacks: list[Tensor] = []
+        places = [
+            [None if row is None else _place(stacks, self._piece(row, i)) for row in pair]
+            for pair in zip(rows, minus, strict=True)
+        ]
+        joint, cores = self._basis(i, stacks)
+        lines = torch.zeros(len(rows), len(joint.cores), dtype=torch.float64)
+        for line, (plus, less) in zip(lines, places, strict=True):
+            # One that is subtracted from itself is no row at all, not the rounding of one.
+            if plus is not None:
+                line[cores[plus]] += 1.0
+            if less is not None:
+                line[cores[less]] -= 1.0
+        return joint, lines
+
+    def _basis(self, i: int, stacks: list[Tensor]) -> tuple[Joint, list[int]]:
+        """A basis of stacks of a leaf, and which of its cores are theirs: one that is known, if it holds them all."""
+        known, joint = self._joints.get(i, ([], None))
+        places = [_find(known, stack) for stack in stacks]
+        if joint is None or None in places:
+            joint = Joint.of(stacks, _within(self.leaves[i].space).m)
+            self._joints[i] = (stacks, joint)
+            places = [*range(len(stacks))]
+        return joint, [place for place in places if place is not None]
+
+    def _rests(self, i: int, start: Tensor, stacks: list[Tensor], weights: list[float]) -> bool:
+        """Whether a sum is `start` but for the rounding of what cancelled."""
+        every = [*stacks]
+        here = _place(every, start)
+        joint, cores = self._basis(i, every)
+        lines = torch.zeros(2, len(joint.cores), dtype=torch.float64)
+        for core, weight in zip(cores, weights, strict=False):
+            lines[0, core] = weight
+        lines[0, cores[here]] -= 1.0
+        lines[1, cores[here]] = 1.0
+        step, whole = joint.gram(lines).reshape(-1, 2, 2).sum(0).diagonal().tolist()
+        return bool(step <= (STILL * torch.finfo(torch.float64).eps) ** 2 * whole)
+
+    def _cut(self, i: int, stacks: list[Tensor], weights: list[float], rank: int) -> Truncated:
+        """The truncated sum of stacks."""
+        joint, cores = self._basis(i, stacks)
+        line = torch.zeros(len(joint.cores), dtype=torch.float64)
+        for core, weight in zip(cores, weights, strict=True):
+            line[core] = weight
+        try:
+            return joint.combine(line, rank)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, and not in torch's stubs
+            raise ArgumentError(f"points: a sum would not be finite at {self.leaves[i]}") from None
+
+    def _tell(self, what: str, cuts: Iterable[Truncated]) -> None:
+        errors = []
+        for cut in cuts:
+            errors += cut.error.flatten().tolist()
+            self.told["tied"] += float(cut.tied.sum())
+        self.told[what] += math.hypot(*errors)
+
+
+FLAT = Ambient()
+"""Where there is no leaf of low rank."""
+
+
+def _within(space: Any) -> Any:
+    """The space of one of the copies that a leaf has."""
+    while isinstance(space, Power):
+        space = space.space
+    return space
+
+
+def _find(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
+    """Where among the stacks there is an equal one: the difference of such is 0, and not rounding."""
+    for place, other in enumerate(stacks):
+        if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):
+            return place
+    return None
+
+
+def _place(stacks: list[Tensor], stack: Tensor) -> int:
+    """The place of a stack among them, at the end where it is a new one."""
+    place = _find(stacks, stack)
+    if place is None:
+        place = len(stacks)
+        stacks.append(stack)
+    return place
+
+
+def _copied(out: Sequence[Tensor], found: Sequence[Tensor]) -> Any:
+    for target, piece in zip(out, found, strict=True):
+        target.copy_(piece.view_as(target))
+    return out
