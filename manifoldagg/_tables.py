@@ -10,8 +10,10 @@ from rich.text import Text
 
 from manifoldagg.routing.plan import Plan
 from manifoldagg.simulation.compare import Comparison
+from manifoldagg.simulation.joined import Joined
+from manifoldagg.simulation.summary import cells, headings
 
-__all__ = ["comparison_table", "kernel_table", "rates_found", "refusals", "routing_tables"]
+__all__ = ["comparison_table", "joined_tables", "kernel_table", "rates_found", "refusals", "routing_tables"]
 
 
 def kernel_table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -55,11 +57,7 @@ def comparison_table(comparison: Comparison) -> Table:
         "eval\ns",
     )
     grid = _grid("method", *numbers, title=title, caption="accuracies in %, staleness in versions")
-    for column in grid.columns:
-        column.no_wrap = True
-    # What is long, and folded in a narrow terminal, is the name of a method with its options.
-    names = grid.columns[0]
-    names.no_wrap, names.overflow, names.min_width = False, "fold", min(11, max(map(len, comparison.runs)))
+    _fold_names(grid, comparison.runs)
     for name, row in comparison.summary().items():
         reached = row["rounds_to_target_mean"]
         share = "" if row["reached_target"] == seeds else f" ({row['reached_target']}/{seeds})"
@@ -74,6 +72,20 @@ def comparison_table(comparison: Comparison) -> Table:
             f"{sum(timing['evaluation_seconds'][name]):.0f}",
         )
     return grid
+
+
+def joined_tables(joined: Joined) -> Iterable[Table]:
+    """A table for each task: what methods were worth at their end, and on equal terms."""
+    rows = joined.rows()
+    for task in joined.runs:
+        _, *heads = headings(joined, task)
+        few = [head.replace(", %", "").replace("at ", "at\n").replace(" to ", "\nto ") for head in heads[:5]]
+        grid = _grid("method", *few, title=Text(task), caption="accuracies in %, means with their intervals of 95 %")
+        _fold_names(grid, [row.method for row in rows])
+        for row in rows:
+            if row.task == task:
+                grid.add_row(Text(row.method), *cells(row)[1:6])
+        yield grid
 
 
 def refusals(comparison: Comparison) -> list[str]:
@@ -101,11 +113,19 @@ def _search(told: dict[str, Any] | str | None) -> str:
     return f"rate {chosen:g} of {tried} ({100 * late[chosen]:.1f} % of validation samples{end})"
 
 
-def _grid(first: str, *numbers: str, title: str | None = None, caption: str | None = None) -> Table:
+def _grid(first: str, *numbers: str, title: str | Text | None = None, caption: str | None = None) -> Table:
     grid = Table(first, title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in numbers:
         grid.add_column(heading, justify="right")
     return grid
+
+
+def _fold_names(grid: Table, methods: Iterable[str]) -> None:
+    """What is long, and folded in a narrow terminal, is the name of a method with its options."""
+    for column in grid.columns:
+        column.no_wrap = True
+    names = grid.columns[0]
+    names.no_wrap, names.overflow, names.min_width = False, "fold", min(11, max(map(len, methods)))
 
 
 def _spread(mean: float | int | None, deviation: float | int | None) -> str:

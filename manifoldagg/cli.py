@@ -1,4 +1,4 @@
-"""The command line: `manifoldagg compare`, `route` and `doctor`."""
+"""The command line: `manifoldagg compare`, `report`, `route` and `doctor`."""
 
 import hashlib
 import json
@@ -21,15 +21,18 @@ except ModuleNotFoundError as missing:
 from manifoldagg import __version__
 from manifoldagg._interrupt import unwinding
 from manifoldagg._output import check_plots
-from manifoldagg._tables import comparison_table, kernel_table, rates_found, refusals, routing_tables
+from manifoldagg._tables import comparison_table, joined_tables, kernel_table, rates_found, refusals, routing_tables
 from manifoldagg.errors import ManifoldAggError, check_choice, check_count
 from manifoldagg.kernels.choice import explain
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
 from manifoldagg.routing.plan import check_out, make_plan, read_rates, write_files
 from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.data.sets import task
+from manifoldagg.simulation.joined import join
+from manifoldagg.simulation.log import AXES
 from manifoldagg.simulation.methods import methods as methods_by_name
 from manifoldagg.simulation.report import check_destination, machine, write_report
+from manifoldagg.simulation.summary import FILES, write_summary
 from manifoldagg.simulation.tuning import Tuning
 from manifoldagg.simulation.words import describe
 from manifoldagg.simulation.workers.pool import processes
@@ -274,6 +277,42 @@ def _bars(say: Console, rounds: int, shown: ExitStack) -> Callable[[str, int], N
         bars.advance(tracks[method, seed])
 
     return advance
+
+
+@app.command("report")
+def report_command(
+    folders: Annotated[list[Path], typer.Argument(help="Reports of `manifoldagg compare`.", show_default=False)],
+    axis: Annotated[
+        str,
+        typer.Option(
+            help="Along what accuracy is drawn, and on which equal terms methods are compared: `round`, `time`, "
+            "`gradients`, `bytes`."
+        ),
+    ] = "round",
+    out: Annotated[Path, typer.Option(help="The folder to write; a joined report there is replaced.")] = Path("joined"),
+) -> None:
+    """Join comparisons into one table, and say how sure the differences are.
+
+    Runs are read at their end and, on equal terms, where each had spent what all methods of the task reached: in
+    virtual time, in gradients computed and in bytes sent. With 15 pairs of task and seed or more, methods are compared
+    by Wilcoxon's signed-rank test with Holm's correction.
+
+    Prints a table for each task and writes `report.md`, `table.csv`, `pairs.csv`, and pictures of accuracy and of
+    clients.
+
+    Example: `manifoldagg report runs/digits runs/mnist --axis gradients --out joined`
+    """
+    check_choice("axis", axis, AXES)
+    with unwinding("interrupted: nothing was written"):
+        check_destination(out, FILES)
+        joined = join(folders)
+        files = write_summary(joined, out, axis=axis)
+    for grid in joined_tables(joined):
+        screen.print(grid)
+    for note in joined.notes:
+        screen.print(f"Settings differ: {note}", highlight=False, markup=False, soft_wrap=True)
+    names = ", ".join(file.name for file in files)
+    screen.print(f"Written to {out}: {names}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command("route")

@@ -92,6 +92,8 @@ def draw_accuracy(
     axes.text(1.01, 100 * target, f"target\n{target:.0%}", transform=beside, va="center", fontsize="small")
     if budget is not None:
         axes.axvline(budget / size, color="0.35", linestyle=(0, (1, 2)), linewidth=1, zorder=2)
+        said = {"transform": axes.get_xaxis_transform(), "rotation": 90, "fontsize": "small", "zorder": 2}
+        axes.text(budget / size, 0.97, "all come so far", ha="right", va="top", **said)
     axes.set_xlabel(f"{name}, {unit}" if unit else name)
     axes.set_ylabel("accuracy on held-out samples, %")
     few, many = min(map(len, runs.values())), max(map(len, runs.values()))

@@ -4,6 +4,8 @@ import json
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -46,15 +48,19 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
     return [folder / file for file in FILES if (folder / file).exists()]
 
 
-def check_destination(folder: Path) -> None:
+def check_destination(folder: Path, files: Sequence[str] = FILES) -> None:
     """A folder that a report can be written to: nothing is made, and what is there already is a report.
+
+    Args:
+        folder: where.
+        files: what a report may hold, as patterns.
 
     Raises:
         ArgumentError: if it holds something else, or cannot be made.
     """
     check_plots()
     try:
-        if folder.is_symlink() or (folder.exists() and not _is_report(folder)):
+        if folder.is_symlink() or (folder.exists() and not _is_report(folder, files)):
             raise ArgumentError(f"name: {folder} exists and is not a report; choose another name")
         there = next(parent for parent in folder.absolute().parents if parent.exists())
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=there):
@@ -63,8 +69,10 @@ def check_destination(folder: Path) -> None:
         raise ArgumentError(f"out: {folder} cannot be written: {error}") from None
 
 
-def _is_report(folder: Path) -> bool:
-    return folder.is_dir() and all(entry.name in FILES and entry.is_file() for entry in folder.iterdir())
+def _is_report(folder: Path, files: Sequence[str]) -> bool:
+    return folder.is_dir() and all(
+        entry.is_file() and any(fnmatchcase(entry.name, file) for file in files) for entry in folder.iterdir()
+    )
 
 
 def _write_json(path: Path, tree: object) -> None:

@@ -1,0 +1,331 @@
+"""Joined reports: what is read, on which terms, how sure it is; and bad folders, refused by name."""
+
+import csv
+import json
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from rich.console import Console
+from scipy import stats
+from typer.testing import CliRunner
+
+from manifoldagg import cli
+from manifoldagg._tables import joined_tables
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation import Evaluation, pictures
+from manifoldagg.simulation.compare import compare
+from manifoldagg.simulation.evidence import compared, holm, mean_of
+from manifoldagg.simulation.joined import join
+from manifoldagg.simulation.log import AXES
+from manifoldagg.simulation.methods import method
+from manifoldagg.simulation.report import write_report
+from manifoldagg.simulation.summary import write_summary
+from tests.simulation.test_run import clusters
+
+SETTINGS = {
+    "data": {"name": "digits", "checksum": "00000001"},
+    "clients": 4,
+    "rounds": 3,
+    "model": "cnn",
+    "target": 0.5,
+    "every": 1,
+    "tuning": None,
+}
+
+
+def report(folder, methods, seeds=(0, 1, 2), data=None, **settings):
+    """A report by hand: `methods` gives for each the cost of a round in gradients and the accuracies of its rounds."""
+    folder.mkdir()
+    told = SETTINGS | settings | {"seeds": list(seeds)} | ({"data": data} if data else {})
+    told["methods"] = {name: {"rule": f"{name}()", "trainer": "Local()"} for name in methods}
+    lines, runs = [], {}
+    for name, (cost, worth) in methods.items():
+        runs[name] = {"runs": [{"client_accuracy": [0.25, 0.5, 1.0]} for _ in seeds]}
+        for seed in seeds:
+            for i, accuracy in enumerate(worth(seed) if callable(worth) else worth):
+                row = Evaluation(
+                    round=i,
+                    time=2.0 * i,
+                    gradients=cost * i,
+                    bytes_down=100 * i,
+                    bytes_up=50 * cost * i,
+                    accuracy=accuracy,
+                    loss=1.0 if i else None,
+                    gini=0.1,
+                    theil=0.01,
+                )
+                lines.append(json.dumps({"method": name, "seed": seed} | asdict(row)) + "\n")
+    (folder / "results.json").write_text(json.dumps({"settings": told, "methods": runs}))
+    (folder / "log.jsonl").write_text("".join(lines))
+    return folder
+
+
+ONE = {"Cheap": (1, [0.0, 0.25, 0.5, 0.75]), "Dear": (3, [0.0, 0.5, 0.75, 1.0])}
+
+
+def test_equal_terms_are_what_all_methods_reach_and_nothing_is_interpolated(tmp_path):
+    joined = join([report(tmp_path / "a", ONE)])
+    budgets = {"round": 3, "time": 6.0, "gradients": 3, "bytes": 450}
+    assert {axis: joined.budget("digits", axis) for axis in AXES} == budgets
+    cheap, dear = joined.rows()
+    assert (cheap.final.value, dear.final.value) == (0.75, 1.0)
+    assert {axis: mean.value for axis, mean in cheap.equal.items()} == dict.fromkeys(AXES, 0.75)
+    # For three gradients it had one round, for 450 bytes one of 250 and not the second.
+    assert {axis: mean.value for axis, mean in dear.equal.items()} == {
+        "round": 1.0,
+        "time": 1.0,
+        "gradients": 0.5,
+        "bytes": 0.5,
+    }
+    assert (cheap.rounds.value, cheap.time.value, cheap.reached) == (2, 4.0, 3)
+    assert dear.last == {"round": 3, "time": 6.0, "gradients": 9, "bytes": 750}
+    assert (cheap.loss.value, cheap.gini.value) == (1.0, pytest.approx(0.1))
+
+
+def test_what_was_never_reached_is_none_and_counted(tmp_path):
+    worth = {"A": (1, lambda seed: [0.0, 0.6 if seed == 1 else 0.1])}
+    (row,) = join([report(tmp_path / "a", worth)]).rows()
+    assert (row.reached, row.rounds.value, row.rounds.half) == (1, 1, None)
+    (row,) = join([report(tmp_path / "b", {"A": (1, [0.0, 0.1])})]).rows()
+    assert (row.reached, row.rounds, row.time) == (0, None, None)
+
+
+def test_reports_of_other_seeds_methods_and_data_are_joined(tmp_path):
+    other = {"name": "digits", "checksum": "00000002"}
+    folders = [
+        report(tmp_path / "a", ONE),
+        report(tmp_path / "b", {"Cheap": ONE["Cheap"]}, seeds=(3, 4)),
+        report(tmp_path / "c", {"Third": ONE["Dear"]}),
+        report(tmp_path / "d", ONE, data=other, model="mlp", target=0.9),
+    ]
+    joined = join(folders)
+    assert [(row.task, row.method, row.seeds) for row in joined.rows()] == [
+        ("digits (00000001)", "Cheap", 5),
+        ("digits (00000001)", "Dear", 3),
+        ("digits (00000001)", "Third", 3),
+        ("digits (00000002)", "Cheap", 3),
+        ("digits (00000002)", "Dear", 3),
+    ]
+    # Model and target go with the data.
+    assert list(joined.notes) == []
+    assert joined.targets == {"digits (00000001)": 0.5, "digits (00000002)": 0.9}
+
+
+def test_settings_that_differ_are_named_and_joined(tmp_path):
+    a = report(tmp_path / "a", ONE)
+    b = report(tmp_path / "b", {"Third": ONE["Dear"]}, clients=9, model="mlp", tuning={"seeds": [100]})
+    c = report(tmp_path / "c", {"Cheap": ONE["Cheap"]}, seeds=(7,))
+    tree = json.loads((c / "results.json").read_text())
+    tree["settings"]["methods"]["Cheap"]["rule"] = "Cheap(rate=2)"
+    (c / "results.json").write_text(json.dumps(tree))
+    assert list(join([a, b, c]).notes) == [
+        f"clients: 4 in {a}, 9 in {b}",
+        f"model: cnn in {a}, mlp in {b}",
+        f"tuning: none in {a}, searched in {b}",
+        f"Cheap: not the same in {a} and {c}: rule Cheap() and Cheap(rate=2)",
+    ]
+
+
+def test_one_run_twice_is_refused_naming_both(tmp_path):
+    a, b = report(tmp_path / "a", ONE), report(tmp_path / "b", {"Dear": ONE["Dear"]}, seeds=(2, 3))
+    with pytest.raises(ArgumentError, match=f"folders: {a} and {b} both have Dear on digits, seed 2"):
+        join([a, b])
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("results.json", None, r"folders: .*/a/results.json cannot be read"),
+        ("results.json", lambda text: text[:-1], r"results.json: expected JSON"),
+        ("results.json", lambda text: "[]", r"results.json: expected what `manifoldagg compare` writes"),
+        ("results.json", lambda text: text.replace('"checksum"', '"sum"'), r"compare` writes; KeyError\('checksum'\)"),
+        ("results.json", lambda text: text.replace("[0, 1, 2]", "[0, 1]"), r"compare` writes; ValueError"),
+        ("log.jsonl", None, r"folders: .*/a/log.jsonl cannot be read"),
+        (
+            "log.jsonl",
+            lambda text: "".join(text.splitlines(True)[:8]),
+            "expected rows of Cheap, seed 2; there are none",
+        ),
+        ("log.jsonl", lambda text: text[:-3] + "\n", r"log.jsonl, line 24: expected an evaluation"),
+        ("log.jsonl", lambda text: text.replace('"loss": null, ', "", 1), "line 1: .*loss: missing, or unknown"),
+        ("log.jsonl", lambda text: text.replace('"gini": 0.1', '"gini": NaN', 1), "line 1: .*gini: nan"),
+        ("log.jsonl", lambda text: text.replace('"gini": 0.1', '"gini": "0"', 1), "line 1: .*gini: '0'"),
+        ("log.jsonl", lambda text: text.replace('"round": 1', '"round": 1.5', 1), "line 2: .*round: 1.5"),
+        ("log.jsonl", lambda text: text.replace('"round": 1', '"round": 5', 1), "line 3: .*had spent less"),
+        ("log.jsonl", lambda text: "[1]\n" + text, "line 1: expected an evaluation"),
+    ],
+)
+def test_a_bad_folder_is_refused_by_file_and_line(tmp_path, file, change, words):
+    path = report(tmp_path / "a", ONE) / file
+    if change is None:
+        path.unlink()
+    else:
+        path.write_text(change(path.read_text()))
+    with pytest.raises(ArgumentError, match=words):
+        join([tmp_path / "a"])
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_what_cannot_be_written_is_refused_and_nothing_changes(tmp_path):
+    joined = join([report(tmp_path / "a", ONE)])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    with pytest.raises(ArgumentError, match="mine exists and is not a report"):
+        write_summary(joined, tmp_path / "mine")
+    with pytest.raises(ArgumentError, match="axis: expected one of round, time, gradients, bytes; got 'rounds'"):
+        write_summary(joined, tmp_path / "new", axis="rounds")
+    with pytest.raises(ArgumentError, match="folders: expected at least one report"):
+        join([])
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "mine"}
+
+
+def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
+    worth = {
+        "A|B": (2, lambda seed: [0.0, 0.5 + seed / 100]),
+        "C": (1, lambda seed: [0.0, 0.4 + seed / 90]),
+        "D": (1, [0.1, 0.2]),
+    }
+    joined = join([report(tmp_path / "a", worth, seeds=range(15), clients=4)])
+    folder = tmp_path / "joined"
+    files = write_summary(joined, folder, axis="gradients")
+    names = ["report.md", "table.csv", "pairs.csv", "accuracy.png", "clients.png"]
+    assert [file.name for file in files] == names == [*names[:3], *sorted(names[3:])]
+    assert sorted(folder.iterdir()) == sorted(files)
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[3:])
+    text = files[0].read_text()
+    assert r"| A\|B | 15 | 57.0 ± 2.5 | 57.0 ± 2.5 | 0.0 ± 0.0 |" in text
+    assert "at 1 gradients, %" in text
+    assert "over all 3 tests" in text
+    assert "Settings that differ" not in text
+    table = list(csv.DictReader(files[1].read_text().splitlines()))
+    row = joined.rows()[0]
+    assert [line["method"] for line in table] == ["A|B", "C", "D"]
+    assert float(table[0]["final"]) == row.final.value
+    assert float(table[0]["at_gradients_high"]) == row.equal["gradients"].high
+    assert table[2]["rounds_to_target"] == ""
+    pairs = list(csv.DictReader(files[2].read_text().splitlines()))
+    assert [float(line["p"]) for line in pairs] == [pair.p for pair in joined.pairs("gradients")]
+    (grid,) = joined_tables(joined)
+    console = Console(width=80, record=True)
+    console.print(grid)
+    assert "57.0 ± 2.5" in console.export_text()
+    before = files[0].read_bytes()
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_summary(joined, folder)
+    assert files[0].read_bytes() == before
+
+
+def test_several_tasks_have_a_picture_each_and_too_few_pairs_are_said(tmp_path):
+    folders = [report(tmp_path / "a", ONE)]
+    folders.append(report(tmp_path / "b", {"Cheap": ONE["Cheap"]}, data={"name": "a/b c", "checksum": "2"}))
+    folders.append(report(tmp_path / "c", {"Alone": ONE["Cheap"]}, data={"name": "a b/c", "checksum": "3"}, every=5))
+    files = write_summary(join(folders), tmp_path / "joined")
+    pictures_ = {file.name for file in files if file.suffix == ".png"}
+    ends = ("digits", "a-b-c", "a-b-c-")
+    assert pictures_ == {f"{kind}-{end}.png" for kind in ("accuracy", "clients") for end in ends}
+    text = files[0].read_text()
+    assert "No methods have the 15 pairs of task and seed that a test takes: at most 3." in text
+    assert "- every: 1 in" in text
+
+
+def test_a_report_of_a_comparison_is_read_as_it_was(tmp_path):
+    found = compare(clusters(), [method("fedasync"), method("fedgs")], clients=3, rounds=2, seeds=1)
+    write_report(found, tmp_path / "a")
+    joined = join([tmp_path / "a"])
+    for name, runs in found.runs.items():
+        for seed, one in enumerate(runs):
+            logged = joined.runs["clusters"][name][seed]
+            assert (logged.evaluations, logged.client_accuracy) == (one.evaluations, one.client_accuracy)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_the_command_joins_says_what_differs_and_refuses_what_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report(tmp_path / "a", ONE)
+    report(tmp_path / "b", {"Third": ONE["Cheap"]}, clients=9)
+    call = CliRunner().invoke
+    done = call(cli.app, ["report", "a", "b", "--axis", "bytes"])
+    assert done.exit_code == 0
+    for words in ("digits", "Third", "75.0 ± 0.0", "Settings differ: clients: 4 in a, 9 in b", "Written to joined: "):
+        assert words in done.output
+    wrong = [(["a", "a"], "a and a both"), (["c"], "c/results.json cannot be read"), (["a", "--axis", "x"], "axis: ")]
+    wrong.append((["a", "--out", "b"], "name: b exists and is not a report"))
+    for arguments, words in wrong:
+        assert words in str(call(cli.app, ["report", *arguments]).exception)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "joined"}
+
+
+def test_an_interval_is_students(tmp_path):
+    values = [0.81, 0.84, 0.9, 0.7]
+    found = mean_of(values)
+    low, high = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
+    assert (found.low, found.high) == (pytest.approx(low, rel=1e-12), pytest.approx(high, rel=1e-12))
+    one = mean_of([0.5])
+    assert (one.value, one.half, one.low, one.high) == (0.5, None, None, None)
+
+
+P = st.lists(st.floats(0, 1), max_size=8)
+
+
+@given(P)
+def test_holm_rejects_what_the_step_down_rejects(p):
+    """At any level: the smallest p-values, as long as the i-th of m is at most level / (m - i)."""
+    adjusted = holm(p)
+    for level in (0.01, 0.05, 0.3, 0.9):
+        rejected = set()
+        for place, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+            if p[i] * (len(p) - place) > level:
+                break
+            rejected.add(i)
+        assert {i for i, value in enumerate(adjusted) if value <= level} == rejected
+    assert all(a >= b for a, b in zip(adjusted, p, strict=True))
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_a_signed_rank_test_is_that_of_scipy_and_by_hand():
+    draw = np.random.default_rng(0)
+    scores = {name: {("digits", i): float(x) for i, x in enumerate(draw.normal(size=20))} for name in "ABC"}
+    found = compared(scores)
+    assert [(pair.first, pair.second, pair.count) for pair in found] == [("A", "B", 20), ("A", "C", 20), ("B", "C", 20)]
+    for pair in found:
+        x, y = (np.array(list(scores[name].values())) for name in (pair.first, pair.second))
+        assert pair.p == stats.wilcoxon(x, y).pvalue
+        assert (pair.better, pair.worse) == ((x > y).sum(), (x < y).sum())
+        assert pair.difference == pytest.approx(np.median(x - y))
+    assert [pair.adjusted for pair in found] == holm([pair.p for pair in found])
+    # All of fifteen in one direction: two of 2^15 orders of signs are as extreme.
+    signs = {("digits", i): 1.0 + i for i in range(15)}
+    (pair,) = compared({"A": signs, "B": dict.fromkeys(signs, 0.0)})
+    assert (pair.p, pair.adjusted) == (2 / 2**15, 2 / 2**15)
+
+
+def test_fewer_than_fifteen_pairs_are_no_test_and_equal_methods_no_difference():
+    scores = {("digits", i): float(i) for i in range(15)}
+    few = {key: value for key, value in scores.items() if key != ("digits", 3)}
+    found = compared({"A": scores, "B": dict(scores), "C": few, "D": {("mnist", 0): 1.0}})
+    assert [(pair.first, pair.second, pair.count, pair.p) for pair in found] == [
+        ("A", "B", 15, 1.0),
+        ("A", "C", 14, None),
+        ("B", "C", 14, None),
+    ]
+    assert (found[0].adjusted, found[1].adjusted) == (1.0, None)
+    assert not math.isnan(found[0].difference)
+
+
+def test_units_suit_the_largest_value():
+    assert pictures.in_units("bytes", 999) == (1, "B", "sent down and up")
+    assert pictures.in_units("bytes", 1e9)[:2] == (1e9, "GB")
+    assert pictures.in_units("gradients", 0)[:2] == (1, "")
+    assert pictures.in_units("time", 1e12)[:2] == (1, "s")
