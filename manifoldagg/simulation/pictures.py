@@ -97,8 +97,8 @@ def draw_accuracy(
     axes.set_xlabel(f"{name}, {unit}" if unit else name)
     axes.set_ylabel("accuracy on held-out samples, %")
     few, many = min(map(len, runs.values())), max(map(len, runs.values()))
-    said = f"mean of {many if few == many else f'{few} to {many}'} seeds" if several else "1 seed"
-    axes.set_title(f"{_plain(title)}; {said}{', band ± 1 sd' if banded else ''}", fontsize="medium")
+    over = f"mean of {many if few == many else f'{few} to {many}'} seeds" if several else "1 seed"
+    axes.set_title(f"{_plain(title)}; {over}{', band ± 1 sd' if banded else ''}", fontsize="medium")
     axes.set_xlim(0, most / size or 1)
     axes.set_ylim(0, 100)
     _legend(figure, runs)
