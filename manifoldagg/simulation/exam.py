@@ -88,6 +88,12 @@ class Marks:
         self.by_client: list[float] = []
         self.seconds = time.perf_counter() - started
 
+    def go_on(self, rows: Sequence[Evaluation], by_client: list[float], seconds: float) -> None:
+        """Go on from other marks: theirs come before what these will be."""
+        self.rows = [*rows]
+        self.by_client = by_client
+        self.seconds += seconds
+
     def take(self, server: Server, spent: Spent, late: Sequence[int] = ()) -> Evaluation:
         """Mark the current model; one that has not moved is not looked at again.
 

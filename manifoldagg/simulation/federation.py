@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,9 +146,11 @@ class Federation:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return recalled(self, self.origin, Federation._sum)
+        return recalled(self, self.origin, attrgetter("checksum"))
 
-    def _sum(self) -> int:
+    @property
+    def checksum(self) -> int:
+        """Of who holds which samples."""
         parts = (*self.train, *self.held_out)
         return checksum(np.array([len(part) for part in parts]), *parts)
 

@@ -3,28 +3,37 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from immutables import Map
 
 from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count
-from manifoldagg.federated import Message, Payload, Rule, Server, Ticket, Trainer
+from manifoldagg.federated import Every, Message, Payload, Rule, Server, Trainer
 from manifoldagg.federated.contract import check_rule
+from manifoldagg.federated.record.description import describe as described
+from manifoldagg.federated.record.persistent import Ordered
+from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.clocks.trace import Record
 from manifoldagg.simulation.course import Ask, Lost
+from manifoldagg.simulation.desk import Desk
 from manifoldagg.simulation.exam import Marks
 from manifoldagg.simulation.fairness import gini, theil
-from manifoldagg.simulation.federation import Federation, Key
+from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.foresight import Foresight
+from manifoldagg.simulation.keeper import Keeper
 from manifoldagg.simulation.log import Evaluation, Spent, reached
 from manifoldagg.simulation.scenario import Delays, Participations, Schedulers, course_of
+from manifoldagg.simulation.settings import of_run
+from manifoldagg.simulation.stand import Halt, Ledger, Stand
 from manifoldagg.simulation.workers.crew import Crew
 from manifoldagg.simulation.workers.pool import Executors
 
 __all__ = ["Event", "Method", "Run", "run"]
 
 WORKS = ("data", "dispatched")
+UNREAD: dict[str, Any] = {"history": 0, "retries": 0}
+"""What a server keeps for those who read it or ask again: here nobody does."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,8 @@ def run(
     executor: Executors = None,
     watch: Callable[[Event], None] | None = None,
     progress: Callable[[], None] | None = None,
+    checkpoint: Every | None = None,
+    resume: bool = False,
 ) -> Run:
     """Train in virtual time until the server has had `rounds` answers.
 
@@ -172,12 +183,20 @@ def run(
         every: evaluate the model after so many rounds; before the first and after the last in any case.
         executor: what trains ahead, for the same results: an executor of any kind, or a function that makes one such as
             [`processes(2)`][manifoldagg.simulation.processes]. `None`: every task is trained here, when it is answered.
-        watch: called with each answered task.
-        progress: called once a round.
+        watch: called with each answered task, but not again with those that were answered before a run goes on.
+        progress: called once a round; for all of those that are over, when a run goes on.
+        checkpoint: when to write down where the run stands, beside its work, and where to; answers are what `updates`
+            counts. It is written too when something ends the run, an interrupt or an error. Where `seconds` say when,
+            it takes no more than a twentieth of the time.
+        resume: go on from the checkpoint, if it is there, bit for bit: a run that was interrupted at any point finds
+            what it would have found. The course is gone through again, without training; trainers find their memory,
+            which is to be a tree of tensors and plain values. A run that was over ends as it did.
 
     Raises:
         ArgumentError: naming the argument that does not fit; if no client has samples; if nobody has a task any more
             before the rounds are over; and what trainers raise but for divergence.
+        CheckpointError: if the rule has something in it that has no name; if the checkpoint is none, or that of another
+            run, naming the first difference, or scheduler or participation go otherwise than they went.
 
     Example:
         >>> from manifoldagg.federated import rules, trainers
@@ -196,19 +215,31 @@ def run(
             raise ArgumentError(f"{name}: expected a function, got {told!r}")
     if not isinstance(method, Method):
         raise ArgumentError(f"method: expected a Method, got {method!r}")
+    if resume and checkpoint is None:
+        raise ArgumentError("resume: expected a `checkpoint` to go on from")
     clients = federation.scheduled
     if not clients:
         raise ArgumentError("federation: expected clients with samples, got none")
     if not any(map(len, federation.held_out)):
         raise ArgumentError("federation: expected clients with held-out samples, got none")
     started = time.perf_counter()
+    about = of_run(
+        federation,
+        method,
+        rounds=rounds,
+        scheduler=scheduler,
+        delays=delays,
+        participation=participation,
+        work=work,
+        tasks=tasks,
+        every=every,
+    )
     method = method.bound(clients)
     rule: Any = method.rule
+    if checkpoint is not None:
+        # What a file cannot hold is told now.
+        described("rule", rule)
     course = course_of(federation, rule, scheduler=scheduler, delays=delays, participation=participation, tasks=tasks)
-    sizes = {client: len(federation.train[client]) for client in clients}
-    server = Server.of(federation.model(), rule, weights=sizes)
-    marks = Marks(federation)
-    desk = _Desk(server)
     steps = getattr(method.trainer, "steps_of", None) if work == "dispatched" else None
 
     def asked(client: int) -> float:
@@ -216,28 +247,73 @@ def run(
         return float(length if steps is None else steps(desk.latest, length))
 
     foresight = Foresight(course, rounds, asked)
-    trace: list[Record[int]] = []
-    spent = Spent()
-    marks.take(server, spent)
-    with Crew(federation, method.trainer, executor, foresight) as crew:
+    halt = None
+    if checkpoint is not None and resume and Path(checkpoint.path).exists():
+        halt = Halt(Path(checkpoint.path), about)
+    marks = Marks(federation)
+    model = federation.model()
+    if halt is None:
+        sizes = {client: len(federation.train[client]) for client in clients}
+        server = Server.of(model, rule, weights=sizes, **UNREAD)
+        ledger = Ledger()
+        spent = Spent()
+        marks.take(server, spent)
+    else:
+        server = halt.server(ParameterSpace.of(model), rule)
+        ledger = halt.replay(course, foresight)
+        spent = halt.spent
+        marks.go_on(halt.rows, halt.by_client, halt.evaluation_seconds)
+        started -= halt.seconds + halt.evaluation_seconds
+    desk = Desk(server, Ordered() if halt is None else halt.out(server.space))
+    crew = Crew(federation, method.trainer, executor, foresight, Map() if halt is None else halt.memories())
+    # It holds all that it has read.
+    del halt
+    if progress is not None:
+        for _ in range(spent.round):
+            progress()
+
+    def stand() -> Stand:
+        return Stand(
+            about,
+            server.moment(),
+            desk.out,
+            crew.memories,
+            spent,
+            ledger,
+            ledger.events,
+            len(ledger.work),
+            marks,
+            len(marks.rows),
+            marks.by_client,
+            time.perf_counter() - started - marks.seconds,
+            marks.seconds,
+        )
+
+    trace = ledger.trace
+    with crew, Keeper(checkpoint, spent.round) as keeper:
+        for key, ticket in desk.out.items():
+            crew.give(key, ticket.message)
         while spent.round < rounds:
+            keeper.look(stand)
             event = course.next()
+            ledger.events += 1
             if isinstance(event, Ask):
                 ticket = desk.dispatch(event.client)
                 spent = replace(spent, bytes_down=spent.bytes_down + ticket.message.nbytes)
                 units = asked(event.client)
                 key = course.give(event.client, units)
+                ledger.work.append(units)
                 foresight.gave(key, units)
-                desk.out[key] = ticket
+                desk.give(key, ticket)
                 crew.give(key, ticket.message)
             elif isinstance(event, Lost):
                 for key in event.keys:
-                    server.drop(desk.out.pop(key))
+                    server.drop(desk.take(key))
                 foresight.lost(event.keys)
                 crew.lose(event.keys)
             else:
                 key = event.key
-                ticket = desk.out.pop(key)
+                ticket = desk.take(key)
                 trace.append(Record.of(event.done, server.version - ticket.version))
                 sent = 0
                 try:
@@ -251,6 +327,7 @@ def run(
                     accepted = server.receive(ticket, payload).accepted
                 if not accepted:
                     server.drop(ticket)
+                ledger.accepted.append(accepted)
                 spent = replace(
                     spent,
                     round=len(trace),
@@ -268,37 +345,3 @@ def run(
                     progress()
     seconds = time.perf_counter() - started - marks.seconds
     return Run(marks.rows, trace, marks.by_client, seconds, marks.seconds)
-
-
-class _Desk:
-    """Where tickets are issued: those of one version share the tensors of their messages that are equal.
-
-    Attributes:
-        out: the tickets of the tasks that are under way.
-        latest: the message of the last one.
-    """
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._version = -1
-        self._shared: dict[str, Tensor] = {}
-        self.out: dict[Key, Ticket] = {}
-        self.latest: Message
-
-    def dispatch(self, client: int) -> Ticket:
-        ticket = self._server.dispatch(client)
-        if ticket.version != self._version:
-            self._version = ticket.version
-            self._shared = {}
-        sent = ticket.message
-        self.latest = replace(
-            sent,
-            start=self._share("start", sent.start),
-            tensors={name: self._share(f"tensors: {name}", tensor) for name, tensor in sent.tensors.items()},
-            buffers={name: self._share(f"buffers: {name}", tensor) for name, tensor in sent.buffers.items()},
-        )
-        return replace(ticket, message=self.latest)
-
-    def _share(self, name: str, tensor: Tensor) -> Tensor:
-        first = self._shared.setdefault(name, tensor)
-        return first if torch.equal(first, tensor) else tensor

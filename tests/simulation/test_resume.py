@@ -1,0 +1,390 @@
+"""Runs that go on: stopped anywhere, by anything, they find what they would have found, bit for bit."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from manifoldagg.errors import ArgumentError, CheckpointError, DivergenceError
+from manifoldagg.federated import Every, Payload, Server, rules, trainers
+from manifoldagg.federated import server as server_module
+from manifoldagg.federated.record import archive
+from manifoldagg.federated.record import checkpoint as checkpoints
+from manifoldagg.manifolds import Flat
+from manifoldagg.simulation import (
+    Change,
+    Deterministic,
+    Exponential,
+    IndependentClients,
+    Method,
+    PriorityScheduler,
+    Record,
+    Replay,
+    run,
+)
+from manifoldagg.simulation.course import Course
+from manifoldagg.simulation.exam import Marks
+from manifoldagg.simulation.keeper import SHARE, Keeper
+from manifoldagg.simulation.methods import RULES, method
+from manifoldagg.simulation.workers.crew import Crew
+from tests.simulation import crews
+
+ROUNDS = 9
+FEDERATION = crews.federation()
+
+
+@dataclass(frozen=True)
+class Remembers:
+    """What it returns depends on all that its client did before; now and then it diverges, or sends what is refused."""
+
+    diverges: float = 0.2
+
+    def train(self, space, message, loss, batches, memory, *, generator):
+        count, trace = (0, torch.zeros(space.shape)) if memory is None else (memory["count"], memory["trace"])
+        if float(torch.rand((), generator=generator)) < self.diverges:
+            raise DivergenceError(f"the loss is nan in task {count}")
+        trace = 0.5 * trace + torch.randn(space.shape, generator=generator)
+        points = message.start + 0.01 * trace
+        memory = {"count": count + 1, "trace": trace}
+        buffers = {name: message.buffers[name] + 1 for name in message.asked}
+        return Payload(points[None] * (torch.nan if count % 5 == 2 else 1), 10, buffers=buffers, memory=memory)
+
+
+REMEMBERS = Method("remembers", rules.FedAsync(0.5), Remembers())
+STEADY = Method("steady", rules.FedAsync(0.5), Remembers(diverges=0.0))
+
+
+class Stop(BaseException):
+    """As an interrupt, it is no `Exception`."""
+
+
+def stopping(count):
+    """Raises when it is called so many times."""
+    calls = iter(range(1, count))
+
+    def call(*_):
+        if next(calls, None) is None:
+            raise Stop
+
+    return call
+
+
+def once(path, what=REMEMBERS, often=2, rounds=ROUNDS, **options):
+    return run(FEDERATION, what, rounds=rounds, checkpoint=Every(path, updates=often, keep=1), resume=True, **options)
+
+
+def in_parts(path, stops, what=REMEMBERS, **options):
+    """A run that is stopped after so many answers, each time; then it goes on to the end."""
+    for stop in stops:
+        with pytest.raises(Stop):
+            once(path, what, progress=stopping(stop), **options)
+    return once(path, what, **options)
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """Of what is stopped nothing more is written: what was written beside the work is all there is."""
+
+    def kill(writer, moment):
+        writer._next.clear()
+        writer.finish()
+
+    monkeypatch.setattr(checkpoints.Writer, "write", kill)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_goes_on_bit_for_bit(name, tmp_path):
+    what = method(name)
+    assert in_parts(tmp_path / "run", [4], what, rounds=6) == run(FEDERATION, what, rounds=6)
+
+
+FAILING = [Change(9.0, 0, "fail"), Change(14.0, 0, "return"), Change(20.0, 1, "fail"), Change(21.0, 2, "leave")]
+ENDS = np.cumsum(np.random.default_rng(0).exponential(size=50)).tolist()
+TRACE = [Record(i % 5, 1.0, 0.0, 0.0, end, 0) for i, end in enumerate(ENDS)]
+SCENARIOS = {
+    **crews.SCENARIOS,
+    "failing": {"delays": Exponential(3.0), "participation": FAILING},
+    "alone": {"scheduler": lambda c, g: IndependentClients({k: Deterministic(1.0 + k % 2) for k in c}, g)},
+    "replay": {"scheduler": lambda c, g: Replay(TRACE)},
+    "a few": {"tasks": 2, "every": 4},
+}
+WAYS = {
+    "remembers": REMEMBERS,
+    "drawn": Method("drawn", rules.DeFedAvg(cohort=2), Remembers()),
+    "cohorts": Method("cohorts", rules.FedAvg(cohort=3), Remembers()),
+    "routed": Method("routed", crews.uniform, Remembers()),
+    "buffers": Method("buffers", rules.FedBuff(2), Remembers()),
+}
+
+
+PAIRS = [
+    "remembers: plain",
+    "remembers: failing",
+    "remembers: alone",
+    "remembers: replay",
+    "drawn: churn",
+    "drawn: queues",
+    "cohorts: failing",
+    "cohorts: alone",
+    "routed: queues",
+    "routed: failing",
+    "buffers: a few",
+    "buffers: replay",
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.usefixtures("killed")
+def test_every_scenario_goes_on_from_what_was_written_beside_the_work(pair, tmp_path):
+    name, _, scenario = pair.partition(": ")
+    what, given = WAYS[name], SCENARIOS[scenario]
+    whole = run(FEDERATION, what, rounds=20, **given)
+    assert in_parts(tmp_path / "run", (6, 15), what, rounds=20, **given) == whole
+
+
+def test_these_scenarios_have_tasks_that_are_lost_refused_and_failing(monkeypatch):
+    lost = []
+    real = Crew.lose
+    monkeypatch.setattr(Crew, "lose", lambda crew, keys: (lost.extend(keys), real(crew, keys)))
+    run(FEDERATION, REMEMBERS, rounds=20, **SCENARIOS["failing"])
+    assert lost
+    found = run(FEDERATION, REMEMBERS, rounds=40)
+    assert 0 < found.refused < 20
+
+
+PLACES = {
+    "a step": (server_module, "step"),
+    "a receipt": (Server, "receive"),
+    "a dispatch": (Server, "dispatch"),
+    "what is dropped": (Server, "drop"),
+    "an event": (Course, "next"),
+    "a task that is given": (Course, "give"),
+    "an answer that is settled": (Course, "settle"),
+    "training": (Crew, "result"),
+    "an exam": (Marks, "take"),
+}
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_it_is_stopped_in_it_goes_on(place, after, tmp_path, monkeypatch):
+    owner, name = PLACES[place]
+    given = {"rounds": 14} | SCENARIOS["failing"]
+    whole = run(FEDERATION, REMEMBERS, **given)
+    real = getattr(owner, name)
+    stops = 0
+    for count in (1, 2, 6):
+        stop = stopping(count)
+
+        def stopped(*given, **named):
+            if not after:
+                stop()  # noqa: B023
+            done = real(*given, **named)
+            if after:
+                stop()  # noqa: B023
+            return done
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, stopped)
+            try:
+                once(tmp_path / "run", often=3, **given)
+            except Stop:
+                stops += 1
+    assert stops
+    assert once(tmp_path / "run", **given) == whole
+
+
+def test_an_error_stops_a_run_as_an_interrupt_does(tmp_path):
+    """Who mends what was wrong loses nothing."""
+
+    def fails():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        once(tmp_path / "run", progress=fails)
+    assert once(tmp_path / "run") == run(FEDERATION, REMEMBERS, rounds=ROUNDS)
+
+
+def test_what_an_executor_has_trained_ahead_is_trained_again(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        assert in_parts(tmp_path / "run", (3, 7), executor=pool) == run(FEDERATION, REMEMBERS, rounds=ROUNDS)
+
+
+def test_time_that_a_rule_asks_for_is_remembered(tmp_path):
+    rule = rules.AsyncFedED(0.1, gain=1.0, target=3.0, epochs=2, warm_up=0)
+    what = Method("AsyncFedED", rule, trainers.Epochs(crews.LOCAL))
+    like = {"delays": Deterministic(1.0), "work": "dispatched"}
+    whole = run(FEDERATION, what, rounds=ROUNDS, **like)
+    assert len({task.work for task in whole.trace}) > 1
+    assert in_parts(tmp_path / "run", (2, 6), what, **like) == whole
+
+
+def test_who_watches_hears_of_each_answer_once_and_of_all_rounds(tmp_path):
+    heard, rounds = [], []
+
+    def watch(event):
+        heard.append(event.round)
+        if event.round in (3, 7) and heard.count(event.round) == 1:
+            raise Stop
+
+    for _ in range(2):
+        with pytest.raises(Stop):
+            once(tmp_path / "run", STEADY, watch=watch)
+    found = once(tmp_path / "run", STEADY, watch=watch, progress=lambda: rounds.append(1))
+    assert heard == [1, 2, 3, 3, 4, 5, 6, 7, 7, 8, 9]
+    assert len(rounds) == ROUNDS
+    assert found.seconds > 0
+
+
+def test_a_run_that_is_over_ends_as_it_did(tmp_path):
+    whole = once(tmp_path / "run", STEADY, often=1)
+    heard = []
+    assert once(tmp_path / "run", STEADY, watch=lambda event: heard.append(event.round)) == whole
+    assert heard == [ROUNDS]
+
+
+def test_messages_are_written_once_and_not_where_the_server_keeps_them(tmp_path):
+    in_parts(tmp_path / "run", [4])
+    tree = archive.read(tmp_path / "run", "run")
+    starts = [message[0] for *_, message in tree["out"]]
+    assert len(starts) >= 4
+    assert set(starts) == {None}
+    buffers = {place for *_, message in tree["out"] for place in message[3].values()}
+    assert len(tree["tensors"]) == len(buffers)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rounds": 10}, "settings: rounds: was 9, got 10"),
+        ({"every": 3}, "settings: every: was 1, got 3"),
+        ({"tasks": 3}, "settings: tasks: was None, got 3"),
+        ({"work": "dispatched"}, "settings: work: was data, got dispatched"),
+        ({"delays": Deterministic(1.0)}, "settings: delays: was None, got Deterministic"),
+        ({"what": replace(REMEMBERS, rule=rules.FedAsync(0.25))}, "settings: rule: was FedAsync("),
+        (
+            {"what": replace(REMEMBERS, trainer=crews.LOCAL)},
+            "settings: trainer: was Remembers(diverges=0.2), got Local(",
+        ),
+        ({"federation": crews.federation(seed=1)}, "settings: split: was "),
+        ({"federation": replace(FEDERATION, batch=16)}, "settings: batch: was 32, got 16"),
+        ({"versions": {"torch": "1.0"}}, "settings: versions: torch: was "),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_other_settings_are_refused_by_name(change, words, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    with pytest.raises(Stop):
+        once(path, progress=stopping(4))
+    before = path.read_bytes()
+    federation, what = change.pop("federation", FEDERATION), change.pop("what", REMEMBERS)
+    if "versions" in change:
+        was = archive.read(path, "run")["about"]["versions"]
+        was |= change.pop("versions")
+        monkeypatch.setattr("manifoldagg.simulation.settings.versions", lambda: was)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(f'{path}: {words}')}"):
+        run(federation, what, **({"rounds": ROUNDS} | change), checkpoint=Every(path, updates=1), resume=True)
+    assert path.read_bytes() == before
+
+
+def test_a_course_that_goes_otherwise_is_refused(tmp_path):
+    """Two functions of one name."""
+
+    def made(seed):
+        return lambda clients, generator: PriorityScheduler(len(clients), np.random.default_rng(seed))
+
+    with pytest.raises(Stop):
+        once(tmp_path / "run", progress=stopping(7), scheduler=made(0))
+    with pytest.raises(CheckpointError, match=r"goes otherwise than before: answer \d was of client \d at .* and is"):
+        once(tmp_path / "run", scheduler=made(1))
+    assert once(tmp_path / "run", scheduler=made(0)) == run(FEDERATION, REMEMBERS, rounds=ROUNDS, scheduler=made(0))
+
+
+def test_torn_and_foreign_files_are_refused(tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(Stop):
+        once(path, progress=stopping(4))
+    data = path.read_bytes()
+    altered = bytearray(data)
+    altered[len(data) // 2] ^= 1
+    for content, words in (
+        (data[:-9], "is truncated"),
+        (bytes(altered), "is altered"),
+        (b"", "is truncated"),
+        (b"# Notes of a thesis, and no run", "was not written by this package"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"run: {words}"):
+            once(path)
+        assert path.read_bytes() == content
+    Server(Flat(2), rules.FedAsync(), torch.zeros(2)).save(path)
+    with pytest.raises(CheckpointError, match="run: holds a server, expected a run"):
+        once(path)
+
+
+def test_without_resume_a_run_begins_anew(tmp_path):
+    in_parts(tmp_path / "run", [6], STEADY)
+    rounds = []
+    checkpoint = Every(tmp_path / "run", updates=2)
+    run(FEDERATION, STEADY, rounds=ROUNDS, checkpoint=checkpoint, watch=lambda event: rounds.append(event.round))
+    assert rounds == list(range(1, ROUNDS + 1))
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_what_cannot_be_kept_is_told_at_the_door(tmp_path):
+    told = []
+    like = {"rounds": 3, "progress": lambda: told.append(1)}
+    odd = replace(REMEMBERS, rule=rules.FedAsync(lambda version: 0.5))
+    with pytest.raises(CheckpointError, match="rule: rate: expected a function of a module"):
+        run(FEDERATION, odd, checkpoint=Every(tmp_path / "run", updates=1), **like)
+    with pytest.raises(ArgumentError, match="resume: expected a `checkpoint` to go on from"):
+        run(FEDERATION, REMEMBERS, resume=True, **like)
+    with pytest.raises(ArgumentError, match="checkpoint: expected Every, got 'run'"):
+        run(FEDERATION, REMEMBERS, checkpoint="run", **like)
+    assert (told, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(archive.os, "fsync", full)
+    assert once(tmp_path / "run") == run(FEDERATION, REMEMBERS, rounds=ROUNDS)
+    assert "No space left on device" in caplog.text
+    with pytest.raises(Stop) as stopped:
+        once(tmp_path / "run", progress=stopping(4))
+    assert re.search("checkpoint: .*run: could not be written: No space left", stopped.value.__notes__[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_seconds_are_waited_for_and_a_slow_disk_is_waited_for_longer(tmp_path, monkeypatch):
+    now = [0.0]
+    written = []
+
+    class Told:
+        updates = property(lambda self: int(now[0]))
+
+        def write(self, path, keep, note):
+            written.append(now[0])
+            now[0] += 3
+            note(seconds=3.0)
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with Keeper(Every(tmp_path / "run", seconds=10.0), 0) as keeper:
+        for second in range(150):
+            now[0] = max(now[0], float(second))
+            keeper.look(Told)
+            keeper._writer.finish()
+    assert written == [10.0, 13.0 + 3 * SHARE, 16.0 + 6 * SHARE]
+
+
+def test_what_is_written_is_what_json_could_hold_of_the_log(tmp_path):
+    in_parts(tmp_path / "run", [4])
+    rows = archive.read(tmp_path / "run", "run")["rows"]
+    whole = run(FEDERATION, REMEMBERS, rounds=ROUNDS)
+    assert json.loads(json.dumps(rows)) == [vars(row) for row in whole.evaluations[: len(rows)]]
