@@ -10,9 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg.averaging.karcher import check_model, karcher
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_shape
+from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number, check_shape
 from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Manifold, Mean
+from manifoldagg.manifolds.ambient import Ambient
 from manifoldagg.manifolds.formulas import geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
 
@@ -21,7 +22,7 @@ __all__ = ["SWA", "averaged_in"]
 T = TypeVar("T")
 KINDS = ("streaming", "exact")
 NEEDS = {"streaming": {"exp", "log"}, "exact": {"exp", "log", "inner", "project"}}
-STATE = {"options", "last", "count", "like", "mean", "kept"}
+STATE = {"options", "last", "count", "like", "mean", "truncated", "kept"}
 HUGE = torch.finfo(torch.float64).max / 4
 CHUNK = 1 << 16
 """Entries that are averaged at a time: their quotients stay in cache."""
@@ -35,15 +36,18 @@ class _Heard:
         last: the latest version.
         count: how many models are averaged.
         like: their shape, dtype and device, in no memory.
-        mean: their mean in float64; of what is kept since, the point that was written before it.
+        mean: their mean in float64; of what is kept since, the point that was written before it. A row where leaves are
+            of low rank.
         kept: models with their versions.
+        truncated: what truncations of the mean left out.
     """
 
     last: int = -1
     count: int = 0
     like: Tensor | None = None
-    mean: Tensor | None = None
+    mean: Any = None
     kept: tuple[tuple[int, Tensor], ...] = ()
+    truncated: float = 0.0
 
 
 class SWA:
@@ -59,9 +63,10 @@ class SWA:
       from
     - `kind="exact"`: all chosen models are kept; their Karcher mean is computed when it is read, with its certificate.
 
-    A curved average of either kind lies on the space. Where nothing was chosen `average` is `None`; `averaged(model)`
-    is then the last model, which is what a run returns. Batch normalisation needs its statistics anew at an average:
-    [`refresh_buffers`][manifoldagg.curves.refresh_buffers].
+    Where leaves are flat or of low rank the mean is that of the matrices, of which a streaming one keeps `state_rank`;
+    `truncated` says what that left out. A curved average of either kind lies on the space. Where nothing was chosen
+    `average` is `None`; `averaged(model)` is then the last model, which is what a run returns. Batch normalisation
+    needs its statistics anew at an average: [`refresh_buffers`][manifoldagg.curves.refresh_buffers].
 
     A server refuses a periodic one as its `averaging`: what listens to a server cannot write its model. Call
     `overwrite` in a loop of your own, or let the rule average and write: `rules.AsyncCurve(periodic=...)`.
@@ -70,7 +75,7 @@ class SWA:
     again, which changes nothing where it has.
 
     Args:
-        space: flat, or with exp and log (and inner and project for `"exact"`).
+        space: with leaves that are flat or of low rank, or with exp and log (and inner and project for `"exact"`).
         start: the first $\tau$ that counts, a number of versions: for the share $\sigma$ of a run of $T$ versions
             whose first part is left out, `math.ceil(sigma * T)`.
         cycle: $c$.
@@ -107,7 +112,7 @@ class SWA:
         check_is_manifold(space)
         check_choice("kind", kind, KINDS)
         lacks = sorted(NEEDS[kind] - space.capabilities)
-        if lacks and not space.flat:
+        if lacks and not (space.flat or space.ambient):
             raise ArgumentError(f"space: expected a flat manifold or one with {lacks[0]}, got {space}")
         self.space = space
         self.kind = kind
@@ -175,11 +180,12 @@ class SWA:
         mean = self.mean
         if mean is not None:
             return mean.point
-        return self._read(
-            lambda heard: (
-                None if heard.mean is None or heard.like is None else heard.mean.to(heard.like.dtype, copy=True)
-            )
-        )
+        return self._read(self._average)
+
+    @property
+    def truncated(self) -> float:
+        """The Frobenius norms of what truncations of a streaming mean of low-rank leaves left out, added up."""
+        return self._heard.truncated
 
     @property
     def mean(self) -> Mean | None:
@@ -225,7 +231,7 @@ class SWA:
                 return None
             point = self.average
             written = None if point is None else self._precise(point)
-            self._heard = replace(before, count=0, mean=written, kept=())
+            self._heard = replace(before, count=0, mean=written, kept=(), truncated=0.0)
             return point
 
     def state(self) -> dict[str, Any]:
@@ -236,7 +242,8 @@ class SWA:
                 "last": heard.last,
                 "count": heard.count,
                 "like": None if heard.like is None else heard.like.new_zeros(()),
-                "mean": None if heard.mean is None else heard.mean.clone(),
+                "mean": _copied(heard.mean),
+                "truncated": heard.truncated,
                 "kept": {version: model.clone() for version, model in heard.kept},
             }
         )
@@ -259,7 +266,11 @@ class SWA:
         kept = dict[int, Tensor]()
         if like is not None:
             like = check_shape("like", like).detach().clone()
-        if mean is not None:
+        truncated = check_number("truncated", state["truncated"], at_least=0)
+        if isinstance(mean, tuple | list) and like is not None and self.space.ambient:
+            point = like.new_empty(self.space.shape, dtype=torch.float64)
+            mean = _copied(Ambient.of(self.space, point).check("mean", mean, point))
+        elif mean is not None:
             mean = check_model(self.space, mean, "mean").clone()
         for version in sorted(check_count("kept", version, at_least=0) for version in state["kept"]):
             kept[version] = check_model(self.space, state["kept"][version], f"kept[{version}]").clone()
@@ -268,15 +279,16 @@ class SWA:
         fits = count == len(kept) if exact else not kept and (count == 0 or mean is not None)
         if not fits or (like is None) == bool(held) or max(kept, default=count - 1) > last:
             raise ArgumentError(f"state: expected that of a SWA of kind {self.kind}")
-        for name, x, dtype in [("mean", mean, torch.float64), *((f"kept[{v}]", x, None) for v, x in kept.items())]:
-            if x is not None and (x.dtype, x.device, x.shape) != (dtype or like.dtype, like.device, held[0].shape):
-                raise ArgumentError(
-                    f"{name}: expected a tensor {dtype or like.dtype} on {like.device}, got {x.dtype} on {x.device}"
-                )
-        like = None if like is None else like.expand(held[0].shape)
+        shape = next((x.shape for x in held if isinstance(x, Tensor)), self.space.shape)
+        means = [("mean", x, torch.float64) for x in (mean if isinstance(mean, tuple) else (mean,)) if x is not None]
+        for name, x, dtype in [*means, *((f"kept[{v}]", x, like.dtype) for v, x in kept.items())]:
+            fitting = isinstance(mean, tuple) or x.shape == shape
+            if (x.dtype, x.device) != (dtype, like.device) or not fitting:
+                raise ArgumentError(f"{name}: expected a tensor {dtype} on {like.device}, got {x.dtype} on {x.device}")
+        like = None if like is None else like.expand(shape)
         with self._lock:
             self._spare = None
-            self._heard = _Heard(last, count, like, mean, tuple(kept.items()))
+            self._heard = _Heard(last, count, like, mean, tuple(kept.items()), truncated)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -311,7 +323,21 @@ class SWA:
             return replace(heard, count=count, like=like, kept=kept)
         if heard.count == 0 or heard.mean is None:
             return replace(heard, count=count, like=like, mean=self._precise(model))
+        if self.space.ambient:
+            ambient = Ambient.of(self.space, model)
+            mean = ambient.kept([heard.mean, model], [1.0, 1 / count], minus=[None, heard.mean], dtype=torch.float64)
+            truncated = heard.truncated + ambient.told["state_truncated"]
+            return replace(heard, count=count, like=like, mean=mean, truncated=truncated)
         return replace(heard, count=count, like=like, mean=self._mean_of(heard.mean, model, count))
+
+    def _average(self, heard: _Heard) -> Tensor | None:
+        """The mean in the dtype of the models, a copy."""
+        if heard.mean is None or heard.like is None:
+            return None
+        if isinstance(heard.mean, tuple):
+            return Ambient.of(self.space, heard.like).point(heard.mean, heard.like)
+        mean: Tensor = heard.mean.to(heard.like.dtype, copy=True)
+        return mean
 
     def _mean_of(self, mean: Tensor, model: Tensor, count: int) -> Tensor:
         """The mean of `count` models, the last of which is `model`."""
@@ -334,6 +360,13 @@ class SWA:
         """A copy in float64, brought onto the space, which a narrower dtype misses by its rounding."""
         point = model.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
         return point if self.space.flat or "project" not in self.space.capabilities else self.space._project(point)
+
+
+def _copied(mean: Any) -> Any:
+    """A mean in memory of its own."""
+    if isinstance(mean, tuple):
+        return tuple([piece.detach().clone() for piece in mean])
+    return None if mean is None else mean.clone()
 
 
 def averaged_in(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, check_finite, check_shape
 from manifoldagg.kernels import Row, Tensors, combine, gram
 from manifoldagg.manifolds.factors import Joint, Truncated, combined
 from manifoldagg.manifolds.lowrank import LowRank
@@ -152,6 +152,41 @@ class Ambient:
             pieces[i] = cut.point[..., : cut.values.shape[-1]].to(dtype)
         self._tell("state_truncated", cuts)
         return tuple([pieces[i] for i in range(len(self.leaves))])
+
+    def point(self, row: Row, like: Tensor) -> Tensor:
+        """The point of the space nearest to a row, of the shape and dtype of `like`."""
+        found: Tensor = self.combine(like.new_zeros(like.shape), [row], [1.0])
+        return found
+
+    def tangent(self, rows: Sequence[Row], coefficients: Sequence[float], point: Tensor) -> tuple[float, float]:
+        """On low-rank leaves, how long a sum of rows less a point is along tangents there, and how long the sum."""
+        lengths = [0.0]
+        sizes = [0.0]
+        for i in self._low:
+            space = _within(self.leaves[i].space)
+            here = self._piece(point, i)
+            whole = combined(coefficients, [self._piece(row, i) for row in rows], space.m)
+            along = space._inverse_retract(here, whole)
+            lengths += space._inner(here, along, along).clamp(min=0).sqrt().flatten().tolist()
+            sizes += Joint.of([whole], space.m).gram(torch.ones(1, 1)).clamp(min=0).sqrt().flatten().tolist()
+        return math.hypot(*lengths), math.hypot(*sizes)
+
+    def check(self, name: str, row: Any, like: Tensor) -> Row:
+        """A row beside points like `like`: finite, one tensor for each leaf, of any rank.
+
+        Raises:
+            ArgumentError: naming it.
+        """
+        if isinstance(row, Tensor):
+            return check_finite(name, check_shape(name, row, *like.shape))
+        if not isinstance(row, tuple | list) or len(row) != len(self.leaves):
+            raise ArgumentError(f"{name}: expected a tensor for each of {len(self.leaves)} leaves")
+        for i, piece in enumerate(row):
+            axes: list[int | None] = [*self._piece(like, i).shape]
+            if i in self._low:
+                axes[-1] = None
+            check_finite(f"{name}[{i}]", check_shape(f"{name}[{i}]", piece, *axes))
+        return tuple(row)
 
     def exact(self, rows: Sequence[Row], coefficients: Lines, *, minus: Sequence[Row | None]) -> tuple[Tensor, ...]:
         """A combination of rows as a row in float64, of any rank."""

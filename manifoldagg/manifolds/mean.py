@@ -9,6 +9,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number, check_shape
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import formulas
+from manifoldagg.manifolds.ambient import Ambient
 from manifoldagg.manifolds.manifold import Manifold, Point, check_is_manifold
 from manifoldagg.manifolds.span import Span
 
@@ -54,8 +55,11 @@ def karcher_mean(
     as a sphere has coordinates is therefore found by its k coefficients: the points are read twice and nothing else of
     their size is held. On flat leaves the coefficients are the weights, which leave no residual.
 
+    Where leaves are flat or of low rank, distances are those of the matrices: the mean is the matrix of the rank that
+    is nearest to the weighted sum, and the residual is the part of what is left out that is tangent at it.
+
     Args:
-        space: with exp, log, inner and project.
+        space: with exp, log, inner and project, or with leaves that are flat or of low rank.
         points: (*batch, k, *shape): k points for each mean.
         weights: (*batch, k) or (k,), not negative, not all zero; they are normalised. Equal where not given.
         tolerance: on the residual, relative to the largest coordinate of the points where that is over 1.
@@ -82,6 +86,8 @@ def karcher_mean(
     check_count("max_steps", max_steps)
     spread = points.ndim - len(space.shape)
     w = _normalised(weights, points.shape[:spread], points)
+    if space.ambient:
+        return _ambient_mean(space, points, w, tolerance)
     if spread == 1 and not is_transformed([points, w]):
         span = Span.of(space, [*points.detach().flatten(1)], start=int(w.argmax()))
         if span is not None:
@@ -130,6 +136,28 @@ def mean_in_span(
         found = karcher_mean(span.spheres, corners, w[span.order], tolerance=tolerance, max_steps=max_steps)
     point = span.point(w, found.point)
     return Mean(point.view(space.shape), found.residual.to(point.device), found.steps, found.converged)
+
+
+def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> Mean:
+    """The points nearest to weighted sums in the space around them, and what of the rest is tangent there."""
+    if is_transformed([points, weights]):
+        raise ArgumentError("points: expected no derivative to be followed, a mean of low-rank leaves has none here")
+    means = []
+    lengths = []
+    k = weights.shape[-1]
+    every = points.reshape(-1, k, *points.shape[weights.ndim :]).double()
+    for rows, w in zip(every, weights.reshape(-1, k).tolist(), strict=True):
+        start = rows[w.index(max(w))]
+        ambient = Ambient.of(space, start)
+        # Of differences to the heaviest: a point that has all the weight is the mean, bit for bit.
+        mean = ambient.combine(start, [*rows], w, minus=[start] * k)
+        means.append(mean)
+        lengths.append(ambient.tangent([*rows], w, mean))
+    residual = torch.tensor([length for length, _ in lengths], dtype=torch.float64, device=points.device)
+    done = all(length <= tolerance * max(1.0, size) for length, size in lengths)
+    shape = points.shape[: weights.ndim - 1]
+    point = torch.stack(means).to(points.dtype).view(*shape, *points.shape[weights.ndim :])
+    return Mean(point, residual.view(shape), 1, done)
 
 
 @dataclass(frozen=True)
