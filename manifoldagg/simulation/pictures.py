@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 """Lines of one colour differ by them."""
 MARKS = ("o", "s", "^", "D", "v", "P")
 THICK, THIN = 2.6, 1.2
-"""Of two lines in one place the later one is thinner: both are seen."""
+"""Where lines meet the later one is thinner: both are seen."""
+TURN = 8
+"""Of a line that is the same all the way as another, so many of its widths are seen at a time."""
 LONG = 32
 """Names are broken into lines of so many characters."""
 WIDTH = 6.4
@@ -92,8 +94,9 @@ def draw_accuracy(
     axes.text(1.01, 100 * target, f"target\n{target:.0%}", transform=beside, va="center", fontsize="small")
     if budget is not None:
         axes.axvline(budget / size, color="0.35", linestyle=(0, (1, 2)), linewidth=1, zorder=2)
-        said = {"transform": axes.get_xaxis_transform(), "rotation": 90, "fontsize": "small", "zorder": 2}
-        axes.text(budget / size, 0.97, "all come so far", ha="right", va="top", **said)
+        said = {"transform": axes.get_xaxis_transform(), "rotation": 90, "fontsize": "small"}
+        paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+        axes.text(budget / size, 0.03, "all come so far", ha="right", va="bottom", zorder=99, bbox=paper, **said)
     axes.set_xlabel(f"{name}, {unit}" if unit else name)
     axes.set_ylabel("accuracy on held-out samples, %")
     few, many = min(map(len, runs.values())), max(map(len, runs.values()))
@@ -102,6 +105,7 @@ def draw_accuracy(
     axes.set_xlim(0, most / size or 1)
     axes.set_ylim(0, 100)
     _legend(figure, runs)
+    _take_turns(axes.lines[: len(runs)])
     figure.savefig(path)
 
 
@@ -135,6 +139,7 @@ def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *
     several = max(map(len, clients.values())) > 1
     axes.set_title(f"{_plain(title)}; the best model{', mean over seeds' if several else ''}", fontsize="medium")
     _legend(figure, clients)
+    _take_turns(axes.lines)
     figure.savefig(path)
 
 
@@ -214,6 +219,16 @@ def _style(i: int, count: int = 1, points: int = 1) -> dict[str, Any]:
 
 def _legend(figure: Any, names: Mapping[str, object]) -> None:
     figure.legend(loc="outside lower center", ncols=_columns(names), fontsize="small", frameon=False)
+
+
+def _take_turns(lines: Iterable[Any]) -> None:
+    """Lines that are the same all the way: each is drawn where the others pause."""
+    groups: dict[tuple[bytes, ...], list[Any]] = {}
+    for line in lines:
+        groups.setdefault(tuple(np.asarray(x).tobytes() for x in line.get_data()), []).append(line)
+    for same in groups.values():
+        for i, line in enumerate(same if len(same) > 1 else ()):
+            line.set(linewidth=(THICK + THIN) / 2, linestyle=(-i * TURN, (TURN, TURN * (len(same) - 1))))
 
 
 def _columns(names: Mapping[str, object]) -> int:

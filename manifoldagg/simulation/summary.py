@@ -25,7 +25,8 @@ no more; it is the most that every run of the task reached, and nothing is inter
 the runs that reached it. The last two columns are what a run had spent at its end, on average."""
 TESTED = """\
 Each pair of methods by Wilcoxon's signed-rank test on the pairs of task and seed that both have, two-sided, at {axis};
-p-values after Holm's correction over all {count} tests. Differences are medians, in percentage points."""
+p-values after Holm's correction over all {count} tests. Differences are medians, in percentage points. Seeds of one
+task have its samples in common: what holds over them may not hold on other data."""
 
 
 def write_summary(joined: Joined, folder: Path | str, *, axis: str = "round") -> list[Path]:

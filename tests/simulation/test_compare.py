@@ -55,7 +55,10 @@ def rows(comparison):
 
 @pytest.mark.parametrize("count", [1, 6, 7, 22])
 def test_every_line_of_the_picture_can_be_told_from_the_others(count, comparison, drawn):
-    runs = dict.fromkeys((f"Method{i}(a=1)" for i in range(count)), rows(comparison))
+    seeds = rows(comparison)
+    runs = {
+        f"Method{i}(a=1)": [[*seed[:-1], replace(seed[-1], accuracy=i / 50)] for seed in seeds] for i in range(count)
+    }
     draw_accuracy(Path("accuracy.png"), runs, target=0.9, title="clusters")
     (figure,) = drawn
     (axes,) = figure.axes
@@ -66,6 +69,19 @@ def test_every_line_of_the_picture_can_be_told_from_the_others(count, comparison
     assert len({line.get_markevery() for line in lines}) == count
     legend = figure.legends[0]
     assert [text.get_text() for text in legend.get_texts()] == list(runs)
+
+
+def test_lines_that_are_the_same_all_the_way_take_turns(comparison, drawn):
+    runs = dict.fromkeys("ABC", rows(comparison))
+    draw_accuracy(Path("accuracy.png"), runs, target=0.9, title="clusters")
+    lines = drawn[0].axes[0].lines[:3]
+    assert len({line.get_linewidth() for line in lines}) == 1
+    offsets, dashes = zip(*(line._unscaled_dash_pattern for line in lines), strict=True)
+    (on, off) = dashes[0]
+    assert set(dashes) == {(on, 2 * on)} == {(on, off)}
+    assert {offset % (3 * on) for offset in offsets} == {0, on, 2 * on}
+    # The legend shows what they are elsewhere.
+    assert all(handle.get_linestyle() == "-" for handle in drawn[0].legends[0].get_lines())
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -16,6 +16,8 @@ LABELS = 30
 """The most rows with a name beside them: of more clients every second has one, or every third."""
 EDGES = 2000
 """The most tasks with an edge around their bar."""
+NARROW = 0.01
+"""Of the time shown: so long must half of the bars be for an edge around them."""
 
 
 def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str = "") -> Any:
@@ -55,7 +57,9 @@ def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str =
     low = y - 0.38
     high = y + 0.38
     corners = np.stack([start, low, start, high, end, high, end, low], axis=-1).reshape(-1, 4, 2)
-    few = len(records) <= EDGES
+    span = end.max() - dispatched.min() or 1.0
+    # Of narrow bars nothing would be left between their edges.
+    few = len(records) <= EDGES and np.median(end - start) > NARROW * span
     bars = PolyCollection(
         list(corners), cmap="viridis", edgecolors="white" if few else "none", linewidths=0.4, zorder=2
     )
@@ -64,7 +68,6 @@ def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str =
     axes.add_collection(bars)
     beside = axes.inset_axes((1.02, 0.0, 0.025, 1.0))
     axes.figure.colorbar(bars, cax=beside, label="staleness, versions", ticks=MaxNLocator(integer=True))
-    span = end.max() - dispatched.min() or 1.0
     axes.set_xlim(dispatched.min() - 0.005 * span, end.max() + 0.005 * span)
     axes.set_ylim(len(clients) - 0.4, -0.6)
     every = -(-len(clients) // LABELS)
