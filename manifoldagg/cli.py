@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-
 try:
     import typer
     from rich import progress
@@ -19,13 +17,13 @@ except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing.name} is not installed: pip install 'manifoldagg[cli]'")
 
 from manifoldagg import __version__
+from manifoldagg._configured import Misuse, run_each
 from manifoldagg._interrupt import unwinding
 from manifoldagg._output import check_plots
-from manifoldagg._tables import comparison_table, joined_tables, kernel_table, rates_found, refusals, routing_tables
+from manifoldagg._route_command import route_command
+from manifoldagg._tables import comparison_table, joined_tables, kernel_table, rates_found, refusals
 from manifoldagg.errors import ManifoldAggError, check_choice, check_count
 from manifoldagg.kernels.choice import explain
-from manifoldagg.routing import Bound, TimeBound, UpdateBound
-from manifoldagg.routing.plan import check_out, make_plan, read_rates, write_files
 from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.data.sets import task
 from manifoldagg.simulation.joined import join
@@ -38,9 +36,6 @@ from manifoldagg.simulation.words import describe
 from manifoldagg.simulation.workers.pool import processes
 
 __all__ = ["main"]
-
-Misuse: Any = next(kind for kind in typer.BadParameter.__mro__[::-1] if hasattr(kind, "format_message"))
-"""What typer raises for arguments that it does not take: of its own, or of click where it was built on that."""
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -82,6 +77,7 @@ def options(
 
 @app.command("compare")
 def compare_command(
+    context: typer.Context,
     data: Annotated[
         str,
         typer.Option(
@@ -185,6 +181,17 @@ def compare_command(
             help="Print one JSON object: what the files hold, and `files`. The rest is said on stderr.",
         ),
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A TOML file with a table for each comparison, and `[defaults]`: options by their long names. Those "
+            "of the command line go before. Reports are named after the tables.",
+            show_default=False,
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Which tables of --config, separated by commas; may be repeated.")
+    ] = None,
 ) -> None:
     """Compare methods in virtual time, on equal terms.
 
@@ -201,6 +208,10 @@ def compare_command(
 
     Example: `manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3`
     """
+    if config is not None:
+        return run_each(context, config, only or [])
+    if only:
+        raise typer.BadParameter("it chooses tables of --config, which is not given", param_hint="--only")
     chosen = methods_by_name(methods, rate or [])
     if name is not None and (os.sep in name or name in ("", ".", "..")):
         raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
@@ -315,45 +326,7 @@ def report_command(
     screen.print(f"Written to {out}: {names}", highlight=False, markup=False, soft_wrap=True)
 
 
-@app.command("route")
-def route_command(
-    rates: Annotated[
-        Path,
-        typer.Option(help="A CSV file with a column `rate`, tasks per unit of time; `client` and `group` may follow."),
-    ],
-    tasks: Annotated[int, typer.Option(help="Tasks at the clients at any time, queued or in service.")] = 100,
-    objective: Annotated[
-        str, typer.Option(help="`time`: the bound per unit of time. `update`: the bound after --rounds updates.")
-    ] = "time",
-    rate: Annotated[float, typer.Option(help="The server's learning rate η.")] = 0.01,
-    smoothness: Annotated[float, typer.Option(help="L, the Lipschitz constant of the gradients.")] = 1.0,
-    noise: Annotated[float, typer.Option(help="B = 2M² + σ²: clients that differ, and noisy gradients.")] = 209.0,
-    gap: Annotated[float, typer.Option(help="A: the first loss less the lowest.")] = 15.0,
-    rounds: Annotated[int, typer.Option(help="T, the updates that there will be; for `update`.")] = 3000,
-    out: Annotated[Path, typer.Option(help="Where the routing goes; the picture goes beside it as .png.")] = Path(
-        "routing.csv"
-    ),
-) -> None:
-    """Say where tasks should go, by queueing theory.
-
-    Clients are queues of a closed network. Prints what share of the tasks each group of clients should get, how long
-    its queues are and how stale its updates, and the throughput and the bound beside those of uniform routing and of
-    routing in proportion to speed. Writes routing.csv and routing.png.
-
-    Example: `manifoldagg route --rates rates.csv --tasks 100 --objective time --rate 0.01 --out routing.csv`
-    """
-    constants = {"rate": rate, "smoothness": smoothness, "noise": noise, "gap": gap}
-    with unwinding():
-        check_out(out)
-        clients = read_rates(rates)
-        bound = objective_bound(objective, clients.rates, tasks, rounds=rounds, **constants)
-        plan = make_plan(clients, bound)
-        files = write_files(plan, out)
-    for grid in routing_tables(plan):
-        screen.print(grid)
-    if not plan.found.converged:
-        screen.print(f"The optimiser stopped at a gradient of {plan.found.gradient_norm:.1e}.", highlight=False)
-    screen.print(f"Written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
+app.command("route")(route_command)
 
 
 @app.command("doctor")
@@ -365,10 +338,3 @@ def doctor_command() -> None:
     with unwinding():
         rows = explain()
     screen.print(kernel_table(rows))
-
-
-def objective_bound(objective: str, rates: np.ndarray, tasks: int, *, rounds: int, **constants: float) -> Bound:
-    """The bound that an objective's name means: "time" is H, "update" is G."""
-    if check_choice("objective", objective, ("time", "update")) == "time":
-        return TimeBound(rates, tasks, **constants)
-    return UpdateBound(rates, tasks, **constants, rounds=rounds)
