@@ -3,7 +3,7 @@
 A stale update is *corrected* into the tangent space of the current model, the model *steps* along the curve
 that the update describes, and the models of a run are *averaged*. The names below and the packages are attributes,
 loaded when they are first touched: `manifoldagg.averaging`, `.corrections`, `.curves`, `.errors`, `.federated`,
-`.integrations`, `.kernels`, `.manifolds`, `.routing`, `.simulation`, `.testing`, and `.rules` for
+`.integrations`, `.kernels`, `.manifolds`, `.optim`, `.routing`, `.simulation`, `.testing`, and `.rules` for
 `manifoldagg.federated.rules`.
 """
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from manifoldagg import integrations as integrations
     from manifoldagg import kernels as kernels
     from manifoldagg import manifolds as manifolds
+    from manifoldagg import optim as optim
     from manifoldagg import routing as routing
     from manifoldagg import simulation as simulation
     from manifoldagg import testing as testing
@@ -37,6 +38,7 @@ _PACKAGES = {
     "integrations": "manifoldagg.integrations",
     "kernels": "manifoldagg.kernels",
     "manifolds": "manifoldagg.manifolds",
+    "optim": "manifoldagg.optim",
     "routing": "manifoldagg.routing",
     "rules": "manifoldagg.federated.rules",
     "simulation": "manifoldagg.simulation",

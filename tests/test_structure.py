@@ -28,6 +28,7 @@ BELOW = {
     "federated": {"errors", "kernels", "manifolds", "curves", "averaging", "corrections"},
 }
 BELOW["wire"] = {"errors", "manifolds", "federated"}
+BELOW["optim"] = {"errors", "kernels", "manifolds", "corrections", "federated"}
 BELOW["simulation"] = {*BELOW["federated"], "_output", "federated", "routing", "wire"}
 BELOW["integrations"] = {*BELOW["federated"], "federated", "wire"}
 BELOW["_tables"] = {"routing", "simulation"}
@@ -199,7 +200,7 @@ CORRECTIONS = [
 RULES = [
     *("FedAvg", "FedAdam", "FedAsync", "ASGD", "DCASGD", "FedOrtho", "FedGS", "FedBuff", "AsyncBezier"),
     *("CA2FL", "FADAS", "AsyncFedED", "AsyncCurve", "OrthoFL", "MasFL", "AdaMasFL", "GeneralizedAsyncSGD", "FLOCO"),
-    "DeFedAvg",
+    *("DeFedAvg", "HeLoCo", "DelayedNesterov", "RadialDirectional"),
 ]
 PUBLIC = [
     *(f"manifoldagg.kernels.{name}" for name in ("gram", "combine", "set_backend", "available_backends")),
@@ -214,6 +215,7 @@ PUBLIC = [
     *(f"manifoldagg.corrections.{name}" for name in CORRECTIONS),
     *(f"manifoldagg.federated.{name}" for name in ("Server", "aggregate", "Update", "Payload")),
     *(f"manifoldagg.federated.rules.{name}" for name in RULES),
+    "manifoldagg.optim.Outer",
     *(f"manifoldagg.averaging.{name}" for name in ("SWA", "fit_subspace", "ensemble", "karcher")),
     *(f"manifoldagg.simulation.{name}" for name in ("gini", "theil", "dirichlet_partition")),
     *(

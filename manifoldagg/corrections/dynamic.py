@@ -117,8 +117,8 @@ class OrthoDyn(Correction):
 
     def _follow(self, gram: Gram, line: Matrix, length: Any, phase: str) -> tuple[Any, str]:
         """The mean length and the phase after this step."""
-        step = _square(line, gram)
-        mean = _square(self._next_mean(line), gram)
+        step = gram.square(line)
+        mean = gram.square(self._next_mean(line))
         length = self.decay * length + (1 - self.decay) * max(step, 0 * step) ** 0.5
         if length == 0:
             return length, phase
@@ -128,9 +128,3 @@ class OrthoDyn(Correction):
         if phase == "tangent" and straight < self.lower - self.hysteresis:
             phase = "position"
         return length, phase
-
-
-def _square(line: Matrix, gram: Gram) -> Any:
-    r"""$\sum_s c_s^\top G_s c_s$: the square of a combination of rows, (k,) or (S, k)."""
-    terms = line[..., :, None] * line[..., None, :] * gram.parts
-    return terms.reshape(len(gram.parts), -1).sum(1).sum()

@@ -20,7 +20,7 @@ from manifoldagg.kernels.tensors import reals
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import FLAT, Ambient
 
-__all__ = ["GRANULARITIES", "Frame", "require_flat"]
+__all__ = ["GRANULARITIES", "Frame", "require_flat", "room"]
 
 GRANULARITIES = ("model", "tensor")
 
@@ -52,6 +52,7 @@ class Frame:
         passage: from the base of a curved space; `None` on a flat one.
         original: the displacements (n, *shape) at the base, where they are at hand.
         ambient: takes inner products and sums of rows that are tangent to no curved leaf.
+        descent: whether every row is minus the tangent, as a pseudo-gradient is: inner products are the same.
 
     Example:
         >>> import torch
@@ -68,6 +69,7 @@ class Frame:
     passage: Passage | None = None
     original: Tensor | None = None
     ambient: Ambient = FLAT
+    descent: bool = False
 
     @staticmethod
     def of_points(
@@ -99,6 +101,20 @@ class Frame:
     ) -> "Frame":
         """The frame of displacements in a flat space that are at hand as such."""
         return Frame((*displacements, current), (*(None for _ in displacements), base), segments)
+
+    @staticmethod
+    def of_gradients(
+        gradients: Sequence[Row], base: Row, current: Row, *, segments: Mapping[str, int] | None = None
+    ) -> "Frame":
+        r"""The frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space: its rows are $-v_i$ and $-g$.
+
+        Example:
+            >>> import torch
+            >>> frame = Frame.of_gradients((torch.ones(2),), torch.zeros(2), torch.tensor([3.0, 4.0]))
+            >>> frame.move(frame.gram(), [0.5, 0.0])
+            tensor([2.5000, 3.5000])
+        """
+        return Frame((*gradients, base), (*(None for _ in gradients), current), segments, descent=True)
 
     @staticmethod
     def of(
@@ -179,14 +195,19 @@ class Frame:
         r"""$\Theta^t$ as a row; a vector (P,) on a curved space."""
         if self.passage is not None:
             return self.passage.base.flatten()
-        base = self.minus[self.displacements]
-        assert base is not None  # the drift of a flat space is a difference of points
-        return base
+        return self._ends[0]
 
     @property
     def current(self) -> Row:
         r"""$\Theta^\tau$, likewise."""
-        return self.rows[self.displacements] if self.passage is None else self.passage.current.flatten()
+        return self._ends[1] if self.passage is None else self.passage.current.flatten()
+
+    @property
+    def _ends(self) -> tuple[Row, Row]:
+        """The points whose difference is the drift of a flat space."""
+        row, less = self.rows[self.displacements], self.minus[self.displacements]
+        assert less is not None
+        return (row, less) if self.descent else (less, row)
 
     def row(self, i: int) -> Float64[Tensor, " P"]:
         """One row, formed in float64."""
@@ -229,7 +250,7 @@ class Frame:
         n = self.displacements
         minus = (*(None for _ in displacements), self.minus[n])
         rows = (*displacements, self.rows[n])
-        return Frame(rows, minus, self.segments, passage=self.passage, ambient=self.ambient)
+        return replace(self, rows=rows, minus=minus, extra=(), points=False, original=None)
 
     def require_flat(self, what: str, *, sums: bool = False) -> None:
         """Refuse a curved leaf, by name; one of low rank not, where inner products and `sums` are all that is needed.
@@ -254,16 +275,27 @@ class Frame:
             raise ArgumentError(f"granularity: expected one of {', '.join(GRANULARITIES)}; got {granularity!r}")
         if self.passage is None:
             lengths = [*self.segments.values()] if apart and self.segments is not None else None
-            inner = self.ambient.gram(self.rows, minus=self.minus, segments=lengths)
+            moving = range(len(self.rows)) if self.ambient.leaves else self._moving()
+            rows = [self.rows[i] for i in moving]
+            inner = self.ambient.gram(rows, minus=[self.minus[i] for i in moving], segments=lengths)
         else:
             inner = self.passage.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             inner = inner if apart else inner.sum(0, keepdim=True)
-        found = Gram(objects(inner), self.extra, tuple(self.segments or ()) if apart else ())
+            moving = range(len(self.rows))
+        parts = objects(inner)
+        for i in sorted(set(range(len(self.rows))).difference(moving)):
+            parts = np.insert(np.insert(parts, i, 0.0, axis=1), i, 0.0, axis=2)
+        found = Gram(parts, self.extra, tuple(self.segments or ()) if apart else ())
         for i, row in enumerate(found.matrix.tolist()):
             square = untracked(row[i])
             if not math.isfinite(square):
                 check_number(self._called()[i], square)
         return found
+
+    def _moving(self) -> Sequence[int]:
+        """The rows that are read: not one that is a row less itself, as the drift is of what is not late."""
+        still = [i for i, row in enumerate(self.rows) if row is self.minus[i]]
+        return [i for i in range(len(self.rows)) if i not in still] if len(still) < len(self.rows) else [0]
 
     def _called(self) -> tuple[str, ...]:
         """What to call the squares of the rows in a message."""
@@ -327,6 +359,16 @@ class Frame:
             return self.ambient.exact(self.rows, lines, minus=minus)
         return self.combine(None, coefficients, out=self.blank(torch.float64))
 
+    def kept(self, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
+        r"""$\sum_j c_j\, r_j$ for a state to keep: a new vector (P,); with `LATER` a `Sum`, which is formed later.
+
+        Args:
+            coefficients: one for each row, or (S, k), for each segment its own.
+            out: where the model goes, which is formed when this is.
+        """
+        line = np.asarray(coefficients, dtype=object)
+        return Sum(self, line) if isinstance(out, Later) else self.formed(line)
+
     def move(self, gram: Gram, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
         r"""$\Theta^\tau + \sum_j c_j\, r_j$ on a flat space, rounded once; formed if all its entries are finite.
 
@@ -352,7 +394,7 @@ class Frame:
             if not is_finite(*(formed if isinstance(formed, tuple) else (formed,))):
                 raise ArgumentError("points: the new model would not be finite")
             return formed if not isinstance(out, Tensor) else out.copy_(formed)
-        if not gram.reach(line) <= _room(self.current):
+        if not gram.reach(line) <= room(self.current):
             motion.check()
         return motion if isinstance(out, Later) else motion.formed(out)
 
@@ -366,7 +408,8 @@ class Motion:
 
     def formed(self, out: Row | None) -> Any:
         """The new point, a row: `out` where it is given."""
-        return self.frame.combine(self.frame.current, self.coefficients, out=out)
+        line = -self.coefficients if self.frame.descent else self.coefficients
+        return self.frame.combine(self.frame.current, line, out=out)
 
     def check(self) -> None:
         """Form it tensor by tensor and look at each entry.
@@ -397,6 +440,20 @@ class Motion:
             start = stop
 
 
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """A combination of the rows of a frame that a state keeps, and not formed yet."""
+
+    frame: Frame
+    coefficients: Matrix
+
+    def formed(self, out: Row | None = None) -> Any:
+        """The sum, in `out` or as a new vector (P,)."""
+        if out is None:
+            return self.frame.formed(self.coefficients)
+        return self.frame.combine(None, self.coefficients, out=out)
+
+
 def _piece(row: Row, j: int, here: slice) -> Tensor:
     """Tensor j of a row, as a vector; `here` are its entries among those of all."""
     return row[j].flatten() if isinstance(row, tuple) else row[here]
@@ -407,7 +464,7 @@ def detached(row: Row) -> Row:
     return Tensors([piece.detach() for piece in row]) if isinstance(row, tuple) else row.detach()
 
 
-def _room(point: Row) -> float:
+def room(point: Row) -> float:
     """By how much the largest number of the dtypes of a point may grow and still be rounded to itself."""
     if isinstance(point, tuple):
         return min([_room_in(dtype) for dtype in {piece.dtype for piece in point}])

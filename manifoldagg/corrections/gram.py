@@ -124,6 +124,17 @@ class Gram:
         r"""$\bar C G \bar C^\top$: of the corrected displacements and the drift."""
         return Gram(self.among(self.carried(lines)), (), self.segments)
 
+    def square(self, line: Matrix) -> Any:
+        r"""$\sum_s c_s^\top G_s\, c_s$, the square of a combination of the rows: (k,), or (S, k).
+
+        Example:
+            >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).square(np.array([1.0, -0.5], dtype=object))
+            9.0
+        """
+        parts = self.matrix[None] if line.ndim == 1 else self.parts
+        terms = line[..., :, None] * line[..., None, :] * parts
+        return terms.reshape(len(parts), -1).sum(1).sum()
+
     def reach(self, line: Matrix) -> float:
         r"""$\sum_j |c_j| \sqrt{G_{jj}}$: the length of this combination of the rows is no more than that.
 

@@ -135,6 +135,8 @@ class Update:
         memory: what the server keeps for this client.
         share: the client's data in the server's own measure, which $w_i$ divides by their sum at the time: means over
             several updates weigh by it, whatever the order in which they came. `None` where nobody knows it.
+        descent: whether the points are pseudo-gradients $\Theta^t - \varphi_i$, as an outer optimiser has them; for
+            rules with `rows` alone, whose frames are minus what they are else.
     """
 
     client: Hashable
@@ -148,6 +150,7 @@ class Update:
     numbers: Mapping[str, float] = field(default_factory=dict)
     memory: Memory = None
     share: float | None = None
+    descent: bool = False
 
 
 @dataclass(frozen=True)

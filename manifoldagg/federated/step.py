@@ -13,7 +13,7 @@ from manifoldagg.federated.buffers import collect, settle
 from manifoldagg.federated.contract import Outcome, Rule, Update, by_rows
 from manifoldagg.federated.intake import UNLIMITED, Checks
 from manifoldagg.federated.snapshot import Snapshot
-from manifoldagg.federated.trees import disjoint, spoils
+from manifoldagg.federated.trees import disjoint, settled, spoils
 from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Manifold
 
@@ -75,6 +75,7 @@ def step(
         apart = points is update.points and tensors is update.tensors
         brought = update if apart else replace(update, points=points, tensors=tensors)
     state, outcome = terms.rule.step(terms.space, before.state, brought, out=LATER if terms.rows else out)
+    state = settled(state)
     numbers = {name: float(value) for name, value in outcome.numbers.items()}
     model: Any = outcome.model
     if not (model is None or terms.rows):

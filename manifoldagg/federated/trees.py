@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg.corrections.frame import Sum
 from manifoldagg.errors import is_finite, is_medium
 
-__all__ = ["Tree", "copied", "covers", "disjoint", "replaced", "size_of", "spoils", "tensors", "widened"]
+__all__ = ["Tree", "copied", "covers", "disjoint", "replaced", "settled", "size_of", "spoils", "tensors", "widened"]
 
 Tree = Any
 
@@ -99,6 +100,18 @@ def disjoint(tree: Tree, others: Tree) -> Tree:
     if taken.isdisjoint(mine):
         return tree
     return replaced(tree, lambda x: x if taken.isdisjoint(_storages(x)) else copied(x))
+
+
+def settled(tree: Tree) -> Tree:
+    """The tree with the sums in its dicts formed, which a rule keeps of rows.
+
+    Example:
+        >>> settled({"count": 3, "rule": {"version": 1}})
+        {'count': 3, 'rule': {'version': 1}}
+    """
+    if isinstance(tree, Sum):
+        return tree.formed()
+    return {name: settled(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
 
 
 def size_of(tree: Tree) -> int:

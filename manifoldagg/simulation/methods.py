@@ -99,6 +99,7 @@ RULES: Mapping[str, Entry] = {
     "asynccurve": Entry("asynccurve", {"clients": HowMany(), "rate": 0.075}),
     "asyncfeded": Entry("epochs", {"rate": 0.25, "epochs": 4}),
     "defedavg": Entry("local", {"cohort": 5, "rate": 0.5}),
+    "delayednesterov": Entry("local", {"size": 4, "rate": 0.2}),
     "fedadam": Entry("local", {"cohort": 5, "rate": 0.015}),
     "fedasync": Entry("local", {"rate": 3.0, "weighted": True}),
     "fedavg": Entry("local", {"cohort": 5}),
@@ -106,15 +107,17 @@ RULES: Mapping[str, Entry] = {
     "fedgs": Entry("local", {"rate": 2.5}),
     "fedortho": Entry("local", {"rate": 5.0}),
     "generalizedasyncsgd": Entry("gradient", {"routing": Evenly(), "rate": 0.1}),
+    "heloco": Entry("local", {"rate": 0.03}),
     "masfl": Entry("controlvariate", {"size": 1, "rate": 0.1, "beta": 0.2, "clients": HowMany(), "initial": "zero"}),
     "momentum": Entry("local", {"rule": rules.FedAsync(0.5, weighted=True)}),
     "orthofl": Entry("local", {"rate": 0.6}),
+    "radialdirectional": Entry("local", {"cohort": 5, "rate": 0.5}),
 }
 """What each rule has on the digits, with thirty clients and two hundred updates.
 
 Rates are the best of a line search, `benchmarks/rates.py`, on seeds that no comparison uses. But those of `adamasfl`,
-`asyncfeded`, `fadas`, `generalizedasyncsgd` and `masfl` were looked at once, on one such seed; that of `orthofl` is a
-share of the way, .6 as in the paper, where the search went on to 1.2.
+`asyncfeded`, `delayednesterov`, `fadas`, `generalizedasyncsgd`, `heloco`, `masfl` and `radialdirectional` were looked
+at once, on one such seed; that of `orthofl` is a share of the way, .6 as in the paper, where the search went on to 1.2.
 """
 RATE: Mapping[str, str] = {"momentum": "rule.rate", "adamasfl": "gamma"}
 """What a global rate is called where it is not `rate`."""

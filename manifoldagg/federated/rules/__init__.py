@@ -14,6 +14,7 @@ from manifoldagg.federated.rules.asyncfeded import AsyncFedED
 from manifoldagg.federated.rules.ca2fl import CA2FL
 from manifoldagg.federated.rules.dcasgd import DCASGD
 from manifoldagg.federated.rules.defedavg import DeFedAvg
+from manifoldagg.federated.rules.delayednesterov import DelayedNesterov
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.rules.fadas import FADAS
 from manifoldagg.federated.rules.fedadam import FedAdam
@@ -24,9 +25,11 @@ from manifoldagg.federated.rules.fedgs import FedGS
 from manifoldagg.federated.rules.fedortho import FedOrtho
 from manifoldagg.federated.rules.floco import FLOCO
 from manifoldagg.federated.rules.generalizedasyncsgd import GeneralizedAsyncSGD
+from manifoldagg.federated.rules.heloco import HeLoCo
 from manifoldagg.federated.rules.masfl import MasFL
 from manifoldagg.federated.rules.momentum import Momentum
 from manifoldagg.federated.rules.orthofl import OrthoFL
+from manifoldagg.federated.rules.radialdirectional import RadialDirectional
 
 __all__ = [
     "ASGD",
@@ -40,6 +43,7 @@ __all__ = [
     "AsyncCurve",
     "AsyncFedED",
     "DeFedAvg",
+    "DelayedNesterov",
     "Dominance",
     "FedAdam",
     "FedAsync",
@@ -48,7 +52,9 @@ __all__ = [
     "FedGS",
     "FedOrtho",
     "GeneralizedAsyncSGD",
+    "HeLoCo",
     "MasFL",
     "Momentum",
     "OrthoFL",
+    "RadialDirectional",
 ]

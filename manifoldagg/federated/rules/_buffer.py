@@ -116,7 +116,7 @@ class BufferedRule(TangentRule):
         line = [share / (unit or 1.0), 0.0, before / (unit or 1.0)][: len(frame.rows)]
         numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(count)}
         if count < self.wanted:
-            buffer = frame.formed(line)
+            buffer = frame.kept(line, out)
             waiting = {**state, "count": count, "total": total, "unit": unit, "buffer": buffer}
             numbers |= frame.ambient.told
             # Sums of displacements no longer than the root of the largest number, in units of the largest share.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.corrections import Corrected, Frame, Gram
 from manifoldagg.corrections.frame import detached
-from manifoldagg.corrections.gram import cancelled
+from manifoldagg.corrections.gram import Matrix, cancelled
 from manifoldagg.corrections.transport import RUNGS, log_within_reach
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.contract import Update
@@ -18,7 +18,18 @@ from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, check_point
 from manifoldagg.manifolds.ambient import Ambient
 
-__all__ = ["along", "check_points", "cosine", "frame_of", "in_float64", "length", "moved", "root", "told_of"]
+__all__ = [
+    "along",
+    "check_points",
+    "cosine",
+    "frame_of",
+    "identity",
+    "in_float64",
+    "length",
+    "moved",
+    "root",
+    "told_of",
+]
 
 
 def check_points(rule: object, update: Update, count: int | None = 1, what: str = "one model") -> None:
@@ -66,13 +77,21 @@ def frame_of(
         if tensors:
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
         ambient = Ambient.of(space, point)
-        return Frame.of_points(points, base, current, segments=segments or ambient.segments, ambient=ambient)
+        segments = segments or ambient.segments
+        if update.descent:
+            return Frame.of_gradients(points, base, current, segments=segments)
+        return Frame.of_points(points, base, current, segments=segments, ambient=ambient)
     given = {"base": base, "current": current, "points": update.points.detach()}
     for name, x in given.items():
         check_point(space, x, name=name)
     base, current, points = (in_float64(space, x) for x in given.values())
     displacements = log_within_reach(space, base, points, "points: out of reach of the base")
     return Frame.of(space, base, current, displacements, transport=transport, rungs=rungs)
+
+
+def identity(k: int) -> Matrix:
+    """For each of k rows the coefficients that make it: sums of these are combinations of the rows."""
+    return np.eye(k, dtype=object)
 
 
 def in_float64(space: Manifold, x: Tensor) -> Tensor:

@@ -33,3 +33,7 @@ class ASGD(ScheduledRule):
     @property
     def correction(self) -> Correction:
         return Tangent()
+
+    @property
+    def drifts(self) -> bool:  # type: ignore[override]  # of an option
+        return self.decay > 0

@@ -51,6 +51,7 @@ class FedAvg(BufferedRule):
     """
 
     rows: ClassVar[bool] = True
+    drifts: ClassVar[bool] = False
     cohort: int
     rate: Rate = 1.0
     weighted: bool = field(default=True, kw_only=True)

@@ -53,6 +53,7 @@ class FedBuff(BufferedRule):
 
     cohort: ClassVar[int] = 1
     rows: ClassVar[bool] = True
+    drifts: ClassVar[bool] = False
     size: int = 10
     rate: Rate = 1.0
     staleness: Weight = field(default_factory=Polynomial)

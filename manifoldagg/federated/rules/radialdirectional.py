@@ -1,0 +1,80 @@
+"""Radial-directional averaging: the mean direction of a cohort, as far as its members went on average."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from manifoldagg.errors import check_number
+from manifoldagg.federated.contract import Outcome, State, Target, Update
+from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, identity, root
+from manifoldagg.federated.rules.fedavg import FedAvg
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["RadialDirectional"]
+
+
+@dataclass(frozen=True)
+class RadialDirectional(FedAvg):
+    r"""$\Theta \leftarrow \Theta + \eta_g\, \bar r\, d$, of each tensor the mean length and direction in a cohort:
+
+    $$\bar r = \frac{\sum_i w_i \|\Delta_i\|}{\sum_i w_i}, \qquad
+      d = \varphi\Bigl(\sum_i w_i\, \varphi(\Delta_i)\Bigr), \qquad \varphi(x) = \frac{x}{\|x\|}.$$
+
+    Displacements that are nearly orthogonal shrink in a mean, the more of them there are; this one is as long as they
+    are. $\varphi(0) = 0$: where directions cancel, a tensor rests.
+
+    Args:
+        cohort: k.
+        rate: $\eta_g$: a number, or a function of the version $\tau$.
+        weighted: by each worker's share of the data $w_i$, such as its tokens; equally otherwise.
+
+    Raises:
+        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves.
+
+    Source: Douillard et al. 2026, arXiv 2604.21428 (Decoupled DiLoCo). Its outer step is
+        `Momentum(RadialDirectional(k, 0.7), nesterov=True)`.
+
+    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0; one that waits reads 7, writes
+        1 and makes 2.
+
+    Example:
+        >>> import manifoldagg, torch
+        >>> model, state = [torch.zeros(2)], None
+        >>> for update in ([4.0, 0.0], [0.0, 2.0]):
+        ...     model, state, _ = manifoldagg.aggregate(
+        ...         RadialDirectional(2), state, model, [torch.zeros(2)], [torch.tensor(update)]
+        ...     )
+        >>> model
+        [tensor([2.1213, 2.1213])]
+    """
+
+    needs_flat: ClassVar[str] = "lengths of tensors, of RadialDirectional,"
+
+    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+        check_points(self, update)
+        share = check_number("weight", self.share(update), at_least=0)
+        frame = frame_of(space, update, tensors=True)
+        if "buffer" in state:
+            frame = frame.extended("buffer", state["buffer"])
+        gram = frame.gram("tensor")
+        v, _, *buffer = identity(len(frame.rows))
+        sizes = [root(part[0, 0]) for part in gram.parts]
+        line = np.array([sum(buffer) + v * (share / size if size > 0 else 0.0) for size in sizes])
+        lengths = [
+            share * size + before for size, before in zip(sizes, state.get("lengths", [0.0] * len(sizes)), strict=True)
+        ]
+        after = {"version": state["version"], "count": state["count"] + 1, "total": state["total"] + share}
+        numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(after["count"])}
+        if after["count"] < self.wanted:
+            waiting = after | {"lengths": lengths, "buffer": frame.kept(line, out)}
+            # Sums of vectors of length 1, in weights whose sum is finite.
+            return waiting, Outcome(None, update.memory, numbers, sound=True)
+        total = check_number("weight: sum over the buffer", after["total"], above=0)
+        rate = self.step_size(state)
+        for row, part, length in zip(line, gram.parts, lengths, strict=True):
+            size = root(row @ part @ row)
+            row *= rate * length / total / size if size > 0 else 0.0
+        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": root(gram.square(line))}
+        after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
+        return after, Outcome(frame.move(gram, line, out), update.memory, numbers)

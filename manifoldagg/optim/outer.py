@@ -1,0 +1,307 @@
+"""An outer optimiser: a rule that moves parameters by what workers in other data centres have done to them."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg.corrections.frame import LATER, Motion, Sum, room
+from manifoldagg.errors import ArgumentError, check_count, check_number, is_finite
+from manifoldagg.federated import Rule, Update
+from manifoldagg.federated.contract import check_rule, extras
+from manifoldagg.kernels import Tensors, across_ranks
+from manifoldagg.kernels.rows import meshed
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.optim._state import flattened, restored, shared
+from manifoldagg.optim._writing import write
+
+__all__ = ["Outer"]
+
+WORD = re.compile(r"[\w-]+")
+WORKER = "worker "
+"""How the names begin of what a rule keeps for a worker."""
+
+
+class Outer(torch.optim.Optimizer):
+    r"""A rule as a `torch.optim.Optimizer`: each parameter's `grad` is a pseudo-gradient $\Theta^t - \Theta_i$.
+
+    `step()` moves the parameters, where they lie, by the rule's step for the displacement $-\mathrm{grad}$, times
+    `group["lr"]`: `Outer(params, ASGD(0.7))` is SGD of rate 0.7, `Outer(params, Momentum(ASGD(0.7), nesterov=True))`
+    the outer optimiser of DiLoCo. Parameters whose `grad` is `None` rest. Where anything is refused, nothing has moved.
+
+    A group is one model: cosines and lengths are those of all its tensors together, or of each where the rule works
+    tensor by tensor. A group has its own `lr`, which schedulers may change.
+
+    What the rule keeps is `state[p]`, for each parameter: tensors like it, in float32 at least, and numbers. So it can
+    be sharded and loaded as that of other optimisers, bit for bit. The rule itself is no part of `state_dict()`.
+
+    Parameters may be `DTensor`s, as those that `fully_shard` has cut: one dimension of their mesh is sharded, and only
+    inner products travel along it. Every rank then calls `step`. `maximize`, `differentiable` and `capturable` are not
+    there: a rule has no derivative, and decides on the host.
+
+    Args:
+        params: parameters, named ones or groups, as of any optimiser; dense and of a floating dtype.
+        rule: that works on rows and asks workers for nothing but where they went, such as `ASGD`, `FedOrtho`,
+            `FedBuff`, `Momentum` of them, `HeLoCo`, `DelayedNesterov` or `RadialDirectional`.
+        lr: by which the rule's step is multiplied.
+
+    Raises:
+        ArgumentError: if the rule needs more than that, `lr` is negative, or a parameter is sparse or not of a floating
+            dtype.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        >>> from manifoldagg.federated.rules import ASGD
+        >>> outer = Outer([p], ASGD(0.5))
+        >>> p.grad = torch.tensor([2.0, -2.0])
+        >>> outer.step()
+        >>> p.tolist()
+        [0.0, 3.0]
+    """
+
+    def __init__(self, params: Iterable[Any], rule: Rule, *, lr: float = 1.0) -> None:
+        if not getattr(check_rule(rule), "rows", False) or any(extras(rule)):
+            raise ArgumentError(f"rule: expected one that works on rows and asks for models alone, got {rule!r}")
+        check_number("lr", float(lr), at_least=0)
+        self.rule = rule
+        super().__init__(params, {"lr": lr})
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept: dict[str, Any] = super().__getstate__()
+        return kept | {"rule": self.rule}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimiser; a group has its own `lr`."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for i, p in enumerate(group["params"]):
+            if not p.is_floating_point() or p.layout is not torch.strided:
+                self.param_groups.pop()
+                raise ArgumentError(
+                    f"params: {_name(group, i)}: expected a dense floating tensor, got {p.dtype}, {p.layout}"
+                )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As of any optimiser, but that tensors keep their dtypes, which need not be those of the parameters."""
+        super().load_state_dict(dict(state_dict))
+        params = [p for group in self.param_groups for p in group["params"]]
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for p, key in zip(params, saved, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, Tensor) and value.dtype != self.state[p][name].dtype:
+                    self.state[p][name] = value.detach().to(p.device, copy=True)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        staleness: int = 0,
+        worker: int | str | None = None,
+        weight: float = 1.0,
+        base: Sequence[Tensor] | None = None,
+    ) -> Any:
+        r"""Take the pseudo-gradients as one update.
+
+        A rule that measures the drift, such as `FedOrtho`, needs to know where a late worker started: the host, which
+        knows that it is late, has sent it there, and says so by `base`. `HeLoCo`, `Momentum(ASGD(...))` and buffers ask
+        for none.
+
+        Args:
+            closure: computes the gradients and returns a loss.
+            staleness: $\tau - t$, how many steps others have taken since the worker started.
+            worker: who it was, for rules that tell workers apart.
+            weight: $w_i$, the worker's share of the data.
+            base: $\Theta^t$, a tensor for each parameter of all groups in their order, those of the same `DTensor`s;
+                `None`: the parameters as they are.
+
+        Returns:
+            What the closure did.
+
+        Raises:
+            ArgumentError: naming what does not fit, such as a gradient that is sparse or not finite; or if the worker
+                is late and the rule needs the `base`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        check_count("staleness", staleness, at_least=0)
+        check_number("weight", weight, above=0)
+        if not (worker is None or type(worker) is int or WORD.fullmatch(str(worker))):
+            raise ArgumentError(f"worker: expected an int or a word of letters, digits and dashes, got {worker!r}")
+        if base is None and staleness and getattr(self.rule, "drifts", True):
+            raise ArgumentError(
+                f"base: expected where the worker started, for {type(self.rule).__name__} of what is late"
+            )
+        with torch.no_grad():
+            given = self._bases(base)
+            known = {"staleness": staleness, "client": worker, "weight": weight}
+            moves = [self._planned(model, given, known) for group in self.param_groups for model in self._models(group)]
+            for move in moves:
+                move.made(self.state)
+        return loss
+
+    def _bases(self, base: Sequence[Tensor] | None) -> dict[Tensor, Tensor]:
+        if base is None:
+            return {}
+        params = [p for group in self.param_groups for p in group["params"]]
+        if len(base) != len(params):
+            raise ArgumentError(f"base: expected {len(params)} tensors, one for each parameter, got {len(base)}")
+        for i, (p, b) in enumerate(zip(params, base, strict=True)):
+            if b.shape != p.shape or b.device != p.device or _held(b) != _held(p):
+                raise ArgumentError(f"base[{i}]: expected a tensor like the parameter, of shape {tuple(p.shape)}")
+        return dict(zip(params, base, strict=True))
+
+    def _models(self, group: dict[str, Any]) -> list["Model"]:
+        """The parameters of a group that have a gradient; apart are those that have not taken the same steps."""
+        found: list[Model] = []
+        for i, p in enumerate(group["params"]):
+            if p.grad is None:
+                continue
+            name = _name(group, i)
+            _check_gradient(name, p)
+            kept = shared(self.state.get(p, {}))
+            model = next((one for one in found if one.kept == kept), None)
+            if model is None:
+                model = Model([], [], kept, check_number("lr", float(group["lr"]), at_least=0))
+                found.append(model)
+            if model.params and (_held(p), p.device) != (_held(model.params[0]), model.params[0].device):
+                raise ArgumentError(f"params: {name}: expected on the device, mesh and placements of {model.names[0]}")
+            model.params.append(p)
+            model.names.append(name)
+        return found
+
+    def _planned(self, model: "Model", bases: Mapping[Tensor, Tensor], known: Mapping[str, Any]) -> "Move":
+        """What the rule makes of the gradients; nothing is written."""
+        params = model.params
+        here = _local(params)
+        gradients = _local([p.grad for p in params])
+        kept = [{name: _piece(x) for name, x in self.state.get(p, {}).items()} for p in params]
+        state = restored(kept)
+        own = None if known["client"] is None else f"{WORKER}{known['client']}"
+        others = {} if state is None else {name: state.pop(name) for name in [*state] if name.startswith(WORKER)}
+        memory = others.pop(own, None)
+        space = _space(tuple([(tuple(x.shape), x.dtype) for x in here]))
+        base = _local([bases[p] for p in params]) if bases else here
+        update = Update(base=base, current=here, points=(gradients,), memory=memory, descent=True, **known)
+        try:
+            with _across(params[0]):
+                state = self.rule.init(space, here) if state is None else state
+                state, outcome = self.rule.step(space, state, update, out=LATER)
+        except ArgumentError as error:
+            for name, gradient in zip(model.names, gradients, strict=True):
+                if not is_finite(gradient):
+                    raise ArgumentError(f"params: {name}: expected a gradient that is finite") from error
+            raise
+        motion: Any = outcome.model
+        if motion is not None:
+            motion = replace(motion, coefficients=model.rate * motion.coefficients)
+            if not model.rate * outcome.numbers.get("norm", math.inf) <= room(here):
+                motion.check()
+        if own is not None and outcome.memory is not None:
+            others[own] = outcome.memory
+        return Move(params, here, kept, motion, flattened({**state, **others}, here.lengths))
+
+
+@dataclass
+class Model:
+    """Parameters that are one model: what they are called, what is kept of all of them, and their rate."""
+
+    params: list[Tensor]
+    names: list[str]
+    kept: dict[str, Any]
+    rate: float
+
+
+@dataclass(frozen=True)
+class Move:
+    """A step that nothing is in the way of."""
+
+    params: list[Tensor]
+    here: Tensors
+    before: list[dict[str, Any]]
+    motion: Motion | None
+    leaves: dict[str, Any]
+
+    def made(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        """Make it, and keep what is kept of it."""
+        sums = {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, Sum)}
+        targets = {name: Tensors([self._target(i, name) for i in range(len(self.params))]) for name in sums}
+        write(self.motion, sums, targets, self.here)
+        leaves = {name: targets.get(name, leaf) for name, leaf in self.leaves.items()}
+        for i, p in enumerate(self.params):
+            mine = {name: leaf[i] if isinstance(leaf, list | tuple) else leaf for name, leaf in leaves.items()}
+            states[p] = {
+                name: _placed(x.view(self.here[i].shape), p) if isinstance(x, Tensor) else x for name, x in mine.items()
+            }
+
+    def _target(self, i: int, name: str) -> Tensor:
+        held: Tensor | None = self.before[i].get(name)
+        if held is not None:
+            return held
+        dtype = torch.promote_types(self.here[i].dtype, torch.float32)
+        return torch.empty_like(self.here[i], dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _name(group: Mapping[str, Any], i: int) -> str:
+    return str(group["param_names"][i]) if "param_names" in group else f"parameter {i}"
+
+
+def _check_gradient(name: str, p: Tensor) -> None:
+    gradient: Any = p.grad
+    if gradient.layout is not torch.strided or not gradient.is_floating_point():
+        kind = f"{gradient.layout} of {gradient.dtype}"
+        raise ArgumentError(f"params: {name}: expected a gradient that is a dense floating tensor, got {kind}")
+    if _held(gradient) != _held(p):
+        raise ArgumentError(f"params: {name}: expected a gradient with the placements of the parameter")
+
+
+def _held(tensor: Tensor) -> Any:
+    """On which mesh a tensor lies, and how; `None` for a plain one."""
+    spread: Any = tensor
+    return (spread.device_mesh, tuple(spread.placements)) if meshed((tensor,)) else None
+
+
+def _piece(x: Any) -> Any:
+    """What this rank holds of a tensor; anything else as it is."""
+    return x.to_local() if meshed((x,)) else x
+
+
+def _local(tensors: Sequence[Any]) -> Tensors:
+    return Tensors([_piece(tensor).detach() for tensor in tensors])
+
+
+def _placed(piece: Tensor, p: Any) -> Any:
+    """A tensor held as the parameter is, of which this is the piece on this rank."""
+    if not meshed((p,)):
+        return piece
+    whole: Any = type(p.data)
+    return whole.from_local(piece, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def _across(p: Any) -> AbstractContextManager[None]:
+    """Within it inner products are those of all ranks that hold a piece.
+
+    Raises:
+        ArgumentError: if more than one dimension of the mesh is sharded, or there are partial sums.
+    """
+    if not meshed((p,)):
+        return nullcontext()
+    cut = [d for d, place in enumerate(p.placements) if place.is_shard()]
+    if len(cut) > 1 or any(place.is_partial() for place in p.placements):
+        raise ArgumentError(f"params: expected DTensors that one dimension of the mesh shards, got {p.placements}")
+    return across_ranks(p.device_mesh.get_group(cut[0])) if cut else nullcontext()
+
+
+@lru_cache(maxsize=64)
+def _space(kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> ParameterSpace:
+    """The space of parameters of these shapes and dtypes."""
+    return ParameterSpace.of_state_dict(
+        {f"{i}": torch.empty(shape, dtype=dtype) for i, (shape, dtype) in enumerate(kinds)}
+    )

@@ -1,0 +1,266 @@
+"""The rules of training across data centres beside their papers' formulas, written out tensor by tensor."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Update, aggregate
+from manifoldagg.federated.rules import ASGD, DelayedNesterov, FedAvg, HeLoCo, Momentum, RadialDirectional
+from manifoldagg.federated.staleness import Polynomial
+from manifoldagg.manifolds import Flat, Sphere
+from tests.federated.mutants import Catalogue
+from tests.support import draw, relative, seeds
+
+GOLDEN = {
+    "HeLoCo": HeLoCo(0.5, staleness=Polynomial(0.5)),
+    "HeLoCo without look ahead": HeLoCo(0.5, weighted=True, look_ahead=False),
+    "DelayedNesterov": DelayedNesterov(3, 0.5, activation=0.2),
+    "RadialDirectional": RadialDirectional(2, 0.5),
+    "DiLoCo": Momentum(FedAvg(2, 0.7), nesterov=True),
+}
+CATALOGUE = Catalogue({rule.__name__: rule for rule in (HeLoCo, DelayedNesterov, RadialDirectional)})
+LAWS, MUTANTS, law, caught_by = CATALOGUE.laws, CATALOGUE.mutants, CATALOGUE.law, CATALOGUE.caught_by
+SHAPES = [(4, 3), (5,), (1,)]
+
+
+def near(ours, theirs):
+    """Both round a few times a step, on numbers of size 10."""
+    assert max(map(relative, ours, theirs)) <= 1e-12
+
+
+def moves(seed, steps):
+    """Of each step the displacement, tensor by tensor: some agree with those before, others do not."""
+    trend = [draw(seed, *shape) for shape in SHAPES]
+    for i in range(steps):
+        lean = 1.5 * torch.randn((), generator=torch.Generator().manual_seed(seed + i)).item()
+        yield [
+            lean * t + draw(seed + 97 * i + j, *shape) for j, (t, shape) in enumerate(zip(trend, SHAPES, strict=True))
+        ]
+
+
+def ours(rule, seed, steps, **known):
+    """The models after each step, from a model that lies where it lies."""
+    model, state = [draw(seed + 5, *shape) for shape in SHAPES], None
+    found = [model]
+    for v in moves(seed, steps):
+        # Each worker starts from the model of the step before, if there is one.
+        base = found[-2] if len(found) > 1 else model
+        point = [b + d for b, d in zip(base, v, strict=True)]
+        model, state, _ = aggregate(rule, state, model, base, point, **known)
+        found.append(model)
+    return found, state
+
+
+def heloco(rule, seed, steps, share=1.0):
+    """The points from which workers start, by the formulas of the paper, whose pseudo-gradient is minus v."""
+    start = theta = [draw(seed + 5, *shape) for shape in SHAPES]
+    momentum = [torch.zeros(shape).double() for shape in SHAPES]
+    found, cases = [start], set()
+    for v in moves(seed, steps):
+        new, ahead = [], []
+        for i, (x, d, m) in enumerate(zip(theta, v, momentum, strict=True)):
+            delta = -d
+            size, length = delta.norm(), m.norm()
+            corrected = delta
+            if size > 0 and length > 0:
+                u_hat, v_hat = delta / size, m / length
+                c = (u_hat * v_hat).sum()
+                confidence = size / (size + rule.trust * length)
+                if c >= rule.keep:
+                    cases.add("kept")
+                elif c < 0:
+                    cases.add("shrunk")
+                    corrected = delta - torch.clamp(rule.shrink * -c * confidence, max=rule.limit) * c * size * v_hat
+                else:
+                    cases.add("turned")
+                    part = torch.clamp(rule.turn * (1 - c) * confidence, max=1.0)
+                    mixed = (1 - part) * u_hat + part * v_hat
+                    corrected = size * mixed / mixed.norm()
+            g = share * corrected
+            momentum[i] = rule.beta * m + (1 - rule.beta) * g
+            new.append(x - rule.rate * (g + rule.beta * momentum[i]))
+            ahead.append(new[-1] - rule.rate * rule.beta * momentum[i] if rule.look_ahead else new[-1])
+        theta = new
+        found.append(ahead)
+    return found, cases
+
+
+@law
+def heloco_is_the_papers_loop(k):
+    seen = set()
+    for seed in range(4):
+        for rule in (k.HeLoCo(0.5), k.HeLoCo(0.3, 0.6, look_ahead=False, keep=0.7, trust=0.2, turn=2.0)):
+            theirs, cases = heloco(rule, seed, 8)
+            seen |= cases
+            for a, b in zip(ours(rule, seed, 8)[0], theirs, strict=True):
+                near(a, b)
+    assert seen == {"kept", "shrunk", "turned"}
+
+
+@law
+def delayed_nesterov_is_the_papers_loop(k):
+    for seed, (size, part) in enumerate([(1, 0.0), (1, 1.0), (3, 0.0), (3, 0.2), (4, 0.25)]):
+        rule = k.DelayedNesterov(size, 0.4, beta=0.8, activation=part)
+        model = [draw(seed + 5, *shape) for shape in SHAPES]
+        momentum, total = [[torch.zeros(shape).double() for shape in SHAPES] for _ in range(2)]
+        found = ours(rule, seed, 9)[0]
+        for t, v in enumerate(moves(seed, 9)):
+            for i, d in enumerate(v):
+                total[i] = total[i] + -d
+                if (t + 1) % size == 0:
+                    momentum[i] = 0.8 * momentum[i] + total[i] / size
+                    model[i] = model[i] - 0.4 * ((1 - part * size + part) * 0.8 * momentum[i] + -d / size)
+                    total[i] = torch.zeros_like(total[i])
+                else:
+                    model[i] = model[i] - 0.4 * (part * 0.8 * momentum[i] + -d / size)
+            near(found[t + 1], model)
+
+
+def unit(x):
+    return x / x.norm() if x.norm() > 0 else x
+
+
+@law
+def radial_directional_is_the_mean_length_of_the_mean_direction(k):
+    for seed, count in enumerate((1, 2, 5)):
+        rule = k.RadialDirectional(count, 0.6)
+        model, state = [draw(seed + 5, *shape) for shape in SHAPES], None
+        theirs = model
+        weights = [0.5 + 0.25 * i for i in range(count)]
+        for turn in range(2):
+            every = list(moves(seed + turn, count))
+            base = model
+            for v, weight in zip(every, weights, strict=True):
+                point = [b + d for b, d in zip(base, v, strict=True)]
+                model, state, numbers = aggregate(rule, state, model, base, point, weight=weight)
+            new = []
+            for i, x in enumerate(theirs):
+                size = sum(w * v[i].norm() for w, v in zip(weights, every, strict=True)) / sum(weights)
+                new.append(x + 0.6 * size * unit(sum(w * unit(v[i]) for w, v in zip(weights, every, strict=True))))
+            moved = torch.cat([(a - b).flatten() for a, b in zip(new, theirs, strict=True)])
+            assert numbers["norm"] == pytest.approx(moved.norm().item(), rel=1e-12)
+            theirs = new
+            near(model, theirs)
+
+
+@caught_by("HeLoCo", "heloco_is_the_papers_loop")
+class HeLoCoTrustsWhateverComes(HeLoCo):
+    def turned(self, square, along, momentum):
+        return (
+            replace(self, trust=0.0).turned(square, along, momentum)
+            if self.trust
+            else super().turned(square, along, momentum)
+        )
+
+
+@caught_by("HeLoCo", "heloco_is_the_papers_loop")
+class HeLoCoTurnsWhatOpposes(HeLoCo):
+    def turned(self, square, along, momentum):
+        return super().turned(square, abs(along), momentum)
+
+
+@caught_by("DelayedNesterov", "delayed_nesterov_is_the_papers_loop")
+class DelayedNesterovNeverWaits(DelayedNesterov):
+    def step(self, space, state, update, *, out=None):
+        return super().step(space, state | {"count": self.size - 1}, update, out=out)
+
+
+@caught_by("RadialDirectional", "radial_directional_is_the_mean_length_of_the_mean_direction")
+class RadialDirectionalIsTheMean(RadialDirectional):
+    step = FedAvg.step
+
+
+@caught_by("RadialDirectional", "radial_directional_is_the_mean_length_of_the_mean_direction")
+class RadialDirectionalForgetsWeights(RadialDirectional):
+    def share(self, update):
+        return 1.0
+
+
+test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()
+
+
+@given(seeds, st.floats(0.1, 0.9))
+def test_nesterov_is_torchs(seed, beta):
+    model, state = [draw(seed + 5, *shape) for shape in SHAPES], None
+    theirs = [x.clone() for x in model]
+    outer = torch.optim.SGD(theirs, lr=0.7, momentum=beta, nesterov=True)
+    for v in moves(seed, 5):
+        point = [x + d for x, d in zip(model, v, strict=True)]
+        model, state, numbers = aggregate(Momentum(ASGD(0.7), beta, nesterov=True), state, model, model, point)
+        before = torch.cat([x.flatten() for x in theirs])
+        for x, d in zip(theirs, v, strict=True):
+            x.grad = -d
+        outer.step()
+        near(model, theirs)
+        moved = torch.cat([x.flatten() for x in theirs]) - before
+        assert numbers["norm"] == pytest.approx(moved.norm().item(), rel=1e-9)
+
+
+def test_delayed_nesterov_of_one_is_nesterov():
+    one, _ = ours(DelayedNesterov(1, 0.7, beta=0.8), 3, 6)
+    other, _ = ours(Momentum(ASGD(1.0), 0.8, nesterov=True), 3, 1)
+    near(
+        [a - b for a, b in zip(one[1], one[0], strict=True)],
+        [0.7 * (a - b) for a, b in zip(other[1], other[0], strict=True)],
+    )
+
+
+def test_what_agrees_is_kept_and_what_is_weak_is_turned_without_a_change_of_length():
+    rule = HeLoCo()
+    assert rule.turned(4.0, 1.9, 9.0) == (1.0, 0.0)
+    for along in (0.0, 0.3, 1.1):
+        a, b = rule.turned(4.0, along, 9.0)
+        assert a * a * 4 + 2 * a * b * along + b * b * 9 == pytest.approx(4.0, rel=1e-14)
+        assert a * along + b * 9 > along
+    a, b = rule.turned(4.0, -3.0, 9.0)
+    # Opposed still, but less.
+    assert (a, -3.0 < a * -3.0 + b * 9 < 0) == (1.0, True)
+    assert rule.turned(0.0, 0.0, 9.0) == rule.turned(4.0, 0.0, 0.0) == (1.0, 0.0)
+
+
+def test_a_cohort_that_cancels_rests():
+    model, state, rule = [torch.zeros(2), torch.zeros(2)], None, RadialDirectional(2)
+    for v in ([[1.0, 0.0], [3.0, 0.0]], [[-2.0, 0.0], [0.0, 4.0]]):
+        model, state, _ = aggregate(rule, state, model, [torch.zeros(2)] * 2, list(map(torch.tensor, v)))
+    assert model[0].tolist() == [0, 0]
+    assert model[1].tolist() == pytest.approx([3.5 * 0.5**0.5] * 2, rel=1e-6)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: HeLoCo(keep=2.0), "keep: expected"),
+        (lambda: HeLoCo(trust=-1.0), "trust: expected"),
+        (lambda: HeLoCo(beta=1.0), "beta: expected"),
+        (lambda: DelayedNesterov(4, activation=0.5), "activation: expected"),
+        (lambda: Momentum(ASGD(), nesterov=2), "nesterov: expected one of True, False"),
+        (
+            lambda: Momentum(GOLDEN["DiLoCo"].rule, nesterov=True).init(Sphere(3), torch.eye(3)[0]),
+            "nesterov: expected a flat",
+        ),
+        (lambda: HeLoCo().init(Sphere(3), torch.eye(3)[0]), "space: momenta from other points, of HeLoCo,"),
+        (lambda: RadialDirectional(2).init(Sphere(3), torch.eye(3)[0]), "space: lengths of tensors"),
+    ],
+)
+def test_bad_options_are_refused(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
+
+
+def test_pseudo_gradients_are_displacements_the_other_way():
+    space = Flat(9)
+    base, current, v = draw(1, 3, 9)
+    for rule in (ASGD(0.5), Momentum(FedAvg(1)), HeLoCo(), DelayedNesterov(2), RadialDirectional(1)):
+        steps = []
+        for descent, row in ((False, base + v), (True, -v)):
+            model, state = current, rule.init(space, current)
+            for _ in range(3):
+                state, outcome = rule.step(space, state, Update(0, base, model, (row,), descent=descent))
+                model = outcome.model
+            steps.append(model)
+        assert relative(*steps) <= 1e-14

@@ -1,0 +1,401 @@
+"""Rules as a torch optimiser: the same steps as the front door's, and torch's conventions."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from manifoldagg.corrections import OrthoDC, OrthoDyn
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import aggregate
+from manifoldagg.federated.rules import (
+    ASGD,
+    DCASGD,
+    AsyncBezier,
+    AsyncCorrected,
+    AsyncFedED,
+    DelayedNesterov,
+    Dominance,
+    FedAdam,
+    FedAsync,
+    FedAvg,
+    FedBuff,
+    FedOrtho,
+    HeLoCo,
+    Momentum,
+    RadialDirectional,
+)
+from manifoldagg.optim import Outer, _writing
+from tests.support import draw, relative, seeds
+
+SHAPES = [(7, 5), (3,), (), (0,), (2, 2, 2)]
+RULES = {
+    "ASGD": ASGD(0.7),
+    "a dominant worker": ASGD(0.7, dominance=Dominance(2)),
+    "penalised": ASGD(0.7, decay=0.5),
+    "FedAsync": FedAsync(0.5),
+    "FedOrtho": FedOrtho(0.7),
+    "FedBuff": FedBuff(2),
+    "DCASGD": DCASGD(0.5),
+    "AsyncBezier": AsyncBezier(0.5, threshold="auto"),
+    "AsyncFedED": AsyncFedED(0.5),
+    "OrthoDyn": AsyncCorrected(0.5, correction=OrthoDyn()),
+    "by tensor": AsyncCorrected(0.5, correction=OrthoDC(0.0, "tensor")),
+    "one after another": AsyncCorrected(0.5, correction=OrthoDC(0.5) >> OrthoDyn(granularity="tensor")),
+    "Momentum": Momentum(FedOrtho(0.7), 0.5),
+    "DiLoCo": Momentum(FedAvg(2, 0.7), nesterov=True),
+    "HeLoCo": HeLoCo(0.5),
+    "DelayedNesterov": DelayedNesterov(2, activation=0.3),
+    "RadialDirectional": RadialDirectional(2),
+    "Decoupled DiLoCo": Momentum(RadialDirectional(2), nesterov=True),
+}
+
+
+def parameters(seed=0, shapes=SHAPES, dtype=torch.float64):
+    return [nn.Parameter(_full(seed + i, shape, dtype)) for i, shape in enumerate(shapes)]
+
+
+def _full(seed, shape, dtype=torch.float64):
+    """A normal tensor of any shape, also of none."""
+    return draw(seed, max(1, torch.Size(shape).numel()), dtype=dtype)[: torch.Size(shape).numel()].view(shape)
+
+
+def pseudo(seed, params):
+    """Give each parameter a pseudo-gradient."""
+    for i, p in enumerate(params):
+        p.grad = _full(seed + 31 * i, p.shape, p.dtype)
+
+
+def run(outer, params, seed, steps, **known):
+    for i in range(steps):
+        pseudo(seed + 977 * i, params)
+        outer.step(**known)
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("name", RULES)
+@settings(max_examples=2)
+@given(seeds)
+def test_a_step_is_that_of_the_front_door(name, seed):
+    """From the same bases, by workers in turn that are late."""
+    rule = RULES[name]
+    params = parameters(seed)
+    outer = Outer(params, rule)
+    model, state = {str(i): p.detach().clone() for i, p in enumerate(params)}, None
+    versions, mine = [model], [[p.detach().clone() for p in params]]
+    for i in range(6):
+        place = max(0, i - i % 3)
+        base = versions[place]
+        pseudo(seed + i, params)
+        update = {key: b - p.grad for (key, b), p in zip(base.items(), params, strict=True)}
+        known = {"staleness": i % 3, "weight": 0.5 + i % 2}
+        model, state, _ = aggregate(rule, state, model, base, update, client=f"w{i % 2}", **known)
+        outer.step(worker=f"w{i % 2}", base=mine[place], **known)
+        versions.append(model)
+        mine.append([p.detach().clone() for p in params])
+        # Base less (base less gradient) is the gradient but for a rounding, each time; each has its own bases.
+        ours, theirs = (torch.cat([x.detach().flatten() for x in xs]) for xs in (params, model.values()))
+        assert relative(ours, theirs) <= 1e-13
+
+
+@given(seeds, st.sampled_from([{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]))
+def test_steps_along_gradients_are_those_of_sgd(seed, options):
+    theirs = parameters(seed, dtype=torch.float32)
+    rule = ASGD(0.75)
+    if options:
+        rule = Momentum(rule, 0.9, nesterov="nesterov" in options)
+    mine = copy.deepcopy(theirs)
+    outer = Outer(mine, rule)
+    peer = torch.optim.SGD(theirs, lr=0.75, **options)
+    for i in range(4):
+        pseudo(seed + i, mine)
+        pseudo(seed + i, theirs)
+        outer.step()
+        peer.step()
+        for a, b in zip(mine, theirs, strict=True):
+            # Theirs rounds three times a step, ours once, at sizes of up to 8 and a few steps of momentum.
+            assert (a - b).abs().max().item() <= (i + 1) * 32 * 2**-24 if a.numel() else True
+
+
+def test_a_linear_step_is_exact():
+    """Numbers that float32 has: the step is SGD's of rate 0.75 to the last bit, also where a group scales it."""
+    p = nn.Parameter(torch.arange(8.0))
+    outer = Outer([{"params": [p], "lr": 0.5}], ASGD(0.75))
+    p.grad = torch.arange(8.0).flip(0)
+    outer.step()
+    assert torch.equal(p.detach(), torch.arange(8.0) - 0.375 * torch.arange(8.0).flip(0))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_run_is_the_same_in_windows_and_goes_on_from_its_state(name, monkeypatch):
+    params = parameters()
+    outer = Outer(params, RULES[name])
+    whole = run(outer, params, 3, 6)
+    monkeypatch.setattr(_writing, "WINDOW", 4)
+    others = parameters()
+    first = Outer(others, RULES[name])
+    run(first, others, 3, 3)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = Outer(others, RULES[name])
+    second.load_state_dict(torch.load(file, weights_only=True))
+    for i in range(3, 6):
+        pseudo(3 + 977 * i, others)
+        second.step()
+    assert all(map(torch.equal, whole, others))
+
+
+def test_what_is_kept_stays_in_float32_through_a_state_dict():
+    params = parameters(dtype=torch.bfloat16)
+    outer = Outer(params, HeLoCo())
+    run(outer, params, 1, 2)
+    assert {p.dtype for p in params} == {torch.bfloat16}
+    other = Outer(params, HeLoCo())
+    other.load_state_dict(outer.state_dict())
+    for p in params:
+        assert other.state[p]["momentum"].dtype == torch.float32
+        assert torch.equal(other.state[p]["momentum"], outer.state[p]["momentum"])
+        assert other.state[p]["momentum"].data_ptr() != outer.state[p]["momentum"].data_ptr() or p.numel() == 0
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", ["Momentum", "RadialDirectional", "OrthoDyn", "DCASGD"])
+def test_the_state_goes_through_distributed_checkpoints(name, flat):
+    def fresh():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        return model, Outer(model.parameters(), RULES[name])
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, outer = fresh()
+    run(outer, [*model.parameters()], 1, 3)
+    other, second = fresh()
+    other.load_state_dict(model.state_dict())
+    # A fresh one makes a step of length 0 first, so that there is something to load into.
+    saved = copy.deepcopy(get_optimizer_state_dict(model, outer, options=options))
+    set_optimizer_state_dict(other, second, saved, options=options)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert outer.state[a].keys() == second.state[b].keys()
+    run(outer, [*model.parameters()], 2, 2)
+    run(second, [*other.parameters()], 2, 2)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_copies_and_pickles_go_on_alike():
+    params = parameters()
+    outer = Outer(params, Momentum(ASGD(0.5)))
+    run(outer, params, 1, 2)
+    copied, moved = copy.deepcopy((params, outer))[1], pickle.loads(pickle.dumps(outer))
+    expected = run(outer, params, 2, 2)
+    for other in (copied, moved):
+        theirs = other.param_groups[0]["params"]
+        assert all(map(torch.equal, expected, run(other, theirs, 2, 2)))
+        assert other.rule == outer.rule
+
+
+def test_groups_have_their_own_rates_and_cosines_and_schedulers_change_them():
+    params = parameters()
+    outer = Outer([{"params": params[:2], "lr": 0.5}], FedOrtho(1.0))
+    outer.add_param_group({"params": params[2:]})
+    scheduler = torch.optim.lr_scheduler.StepLR(outer, 1, gamma=0.5)
+    starts = [p.detach().clone() for p in params]
+    base = [p.detach() - 1 for p in params]
+    for rate in (1.0, 0.5):
+        pseudo(5, params)
+        before = [p.detach().clone() for p in params]
+        outer.step(staleness=2, base=base)
+        for group, factor in ((slice(0, 2), 0.5), (slice(2, None), 1.0)):
+            kinds = [before[group], base[group], [p.grad for p in params[group]]]
+            now, then, grads = ({str(i): x for i, x in enumerate(xs)} for xs in kinds)
+            points = {key: then[key] - grads[key] for key in then}
+            new, _, _ = aggregate(FedOrtho(1.0), None, now, then, points)
+            for p, old, x in zip(params[group], before[group], new.values(), strict=True):
+                assert relative(p.detach() - old + 1, factor * rate * (x - old) + 1) <= 1e-13
+        scheduler.step()
+    assert not torch.equal(starts[0], params[0])
+
+
+def test_hooks_closures_and_gradients_are_as_in_any_optimiser():
+    params = parameters()
+    outer = Outer(params, ASGD(0.5))
+    seen = []
+    outer.register_step_pre_hook(lambda *_: seen.append("before"))
+    outer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure():
+        outer.zero_grad()
+        loss = sum(p.square().sum() for p in params)
+        loss.backward()
+        return loss
+
+    before = [p.detach().clone() for p in params]
+    assert outer.step(closure) == sum(p.square().sum() for p in before)
+    assert seen == ["before", "after"]
+    for p, old in zip(params, before, strict=True):
+        assert torch.equal(p.detach(), torch.zeros_like(old))
+    outer.zero_grad()
+    assert [p.grad for p in params] == [None] * len(params)
+    assert (outer.step(), len(outer.state)) == (None, len(params))
+
+
+def test_parameters_without_a_gradient_rest_and_keep_their_own_time():
+    """As the fragments of streaming DiLoCo, whose turns come one after the other."""
+    params = parameters(shapes=[(4,), (4,)])
+    others = copy.deepcopy(params)
+    together = Outer(params, DelayedNesterov(2))
+    apart = [Outer([p], DelayedNesterov(2)) for p in others]
+    for i in range(6):
+        for xs in (params, others):
+            pseudo(i, xs)
+        params[1 - i % 2].grad = None
+        together.step()
+        apart[i % 2].step()
+    assert all(map(torch.equal, params, others))
+
+
+def test_the_gradients_are_left_as_they_are_and_a_saved_tensor_notices():
+    params = parameters()
+    pseudo(1, params)
+    grads = [p.grad.clone() for p in params]
+    product = (params[0] * params[0]).sum()
+    Outer(params, Momentum(ASGD(0.5))).step()
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_strides_and_dtypes_may_differ():
+    even = [nn.Parameter(_full(i, (2, 3, 4, 5))) for i in range(2)]
+    odd = [nn.Parameter(even[0].detach().to(memory_format=torch.channels_last)), nn.Parameter(even[1].detach().clone())]
+    for xs in (even, odd):
+        pseudo(7, xs)
+    odd[1].grad = odd[1].grad.transpose(0, 1).contiguous().transpose(0, 1)
+    for xs in (even, odd):
+        outer = Outer(xs, HeLoCo())
+        outer.step()
+        outer.step()
+    assert all(map(torch.equal, even, odd))
+    mixed = [nn.Parameter(_full(1, (5,), torch.float32)), nn.Parameter(_full(2, (5,), torch.bfloat16))]
+    run(Outer(mixed, HeLoCo()), mixed, 1, 3)
+    assert [p.dtype for p in mixed] == [torch.float32, torch.bfloat16]
+
+
+def snapshot(outer, params):
+    return copy.deepcopy(([p.detach() for p in params], outer.state_dict()["state"]))
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return all(map(same, a, b)) if isinstance(a, list | tuple) else a == b
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("name", ["ASGD", "HeLoCo", "FedBuff", "DiLoCo"])
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda p: p.grad.view(-1)[1].fill_(float("nan")), "params: parameter 4: expected a gradient that is finite"),
+        (lambda p: p.grad.fill_(float("inf")), "params: parameter 4: expected a gradient that is finite"),
+        (lambda p: setattr(p, "grad", p.grad.to_sparse()), "params: parameter 4: expected a gradient that is a dense"),
+    ],
+    ids=["nan", "inf", "sparse"],
+)
+def test_what_cannot_be_used_changes_nothing(name, spoil, words):
+    params = parameters(dtype=torch.float32)
+    # The last group fails; the first has been looked at by then.
+    outer = Outer([{"params": params[:1]}, {"params": params}][1:], RULES[name])
+    run(outer, params, 1, 3)
+    before = snapshot(outer, params)
+    pseudo(9, params)
+    spoil(params[-1])
+    with pytest.raises(ArgumentError, match=words):
+        outer.step()
+    assert same(before, snapshot(outer, params))
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_nothing_moves_where_one_group_is_refused():
+    params = parameters()
+    outer = Outer([{"params": params[:2]}, {"params": params[2:]}], Momentum(ASGD(0.5)))
+    run(outer, params, 1, 2)
+    before = snapshot(outer, params)
+    pseudo(2, params)
+    params[-1].grad[0, 0, 0] = float("nan")
+    with pytest.raises(ArgumentError, match="params: parameter 2: expected a gradient that is finite"):
+        outer.step()
+    assert same(before, snapshot(outer, params))
+
+
+def test_a_step_that_overflows_is_refused():
+    p = nn.Parameter(torch.full((3,), 3e38))
+    outer = Outer([p], ASGD(1.0), lr=4.0)
+    p.grad = torch.full((3,), -1e38)
+    with pytest.raises(ArgumentError, match="the new model would not be finite"):
+        outer.step()
+    assert p.tolist() == [p.new_tensor(3e38).item()] * 3
+
+
+def named():
+    return [("head", nn.Parameter(torch.ones(2))), ("odd", nn.Parameter(torch.ones(2, dtype=torch.complex64)))]
+
+
+def late(rule, **known):
+    params = parameters()
+    pseudo(1, params)
+    Outer(params, rule).step(**known)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Outer(parameters(), ASGD), "rule: expected an instance"),
+        (lambda: Outer(parameters(), FedAdam(2)), "rule: expected one that works on rows"),
+        (lambda: Outer(parameters(), AsyncBezier(normalise=True)), "rule: expected one that works on rows"),
+        (lambda: Outer(parameters(), ASGD(), lr=-1.0), "lr: expected"),
+        (lambda: Outer(named(), ASGD()), "params: odd: expected a dense floating tensor, got torch.complex64"),
+        (lambda: Outer([], ASGD()), "empty parameter list"),
+        (lambda: late(ASGD(), staleness=-1), "staleness: expected"),
+        (lambda: late(ASGD(), weight=0.0), "weight: expected"),
+        (lambda: late(ASGD(), worker="a.b"), "worker: expected an int or a word"),
+        (lambda: late(FedOrtho(), staleness=1), "base: expected where the worker started, for FedOrtho"),
+        (lambda: late(Momentum(FedOrtho()), staleness=1), "base: expected where the worker started"),
+        (lambda: late(ASGD(decay=1.0), staleness=1), "base: expected where the worker started"),
+        (lambda: late(ASGD(), base=[torch.ones(2)]), "base: expected 5 tensors"),
+        (lambda: late(ASGD(), base=[torch.ones(2)] * 5), r"base\[0\]: expected a tensor like the parameter"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    "rule", [ASGD(), Momentum(ASGD()), FedBuff(2), HeLoCo(), RadialDirectional(2)], ids=lambda r: str(r)[:9]
+)
+def test_rules_without_a_drift_need_no_base(rule):
+    late(rule, staleness=3)
+
+
+def test_workers_are_told_apart():
+    params = parameters(shapes=[(3,)])
+    outer = Outer(params, AsyncFedED(0.5, warm_up=0, gain=0.5))
+    for worker in (0, "far-away", 0):
+        pseudo(1, params)
+        outer.step(worker=worker)
+    kept = {name: x for name, x in outer.state[params[0]].items() if name.startswith("worker")}
+    assert set(kept) == {"worker 0.epochs", "worker far-away.epochs"}
