@@ -183,8 +183,15 @@ def _split(partition: Partition, task: Task, clients: int, generator: np.random.
     labels = task.labels if task.labels.ndim == 1 else task.labels[:, -1]
     owners = None if task.owners is None else task.owners.numpy()
     bound = isinstance(partition, partial) and partition.keywords.get("owners") is not None
-    told = {"owners": owners} if not bound and "owners" in inspect.signature(partition).parameters else {}
-    return partition(labels.numpy(), clients, generator=generator, **told)
+    parameters = inspect.signature(partition).parameters
+    told = {"owners": owners} if not bound and "owners" in parameters else {}
+    try:
+        return partition(labels.numpy(), clients, generator=generator, **told)
+    except ArgumentError as error:
+        option = str(error).partition(":")[0]
+        if option not in parameters or option in ("labels", "clients", "generator"):
+            raise
+        raise ArgumentError(f"partition: {error}") from error
 
 
 def _cut(parts: list[np.ndarray], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -193,6 +193,8 @@ def arguments(
             plain = parameters[option].annotation in (str, Path, Path | str)
             read = text if plain else value(text)
             if readers and isinstance(read, str) and not plain:
+                if type(given.get(option)) in (int, float) and nearest(text, readers) is None:
+                    raise ArgumentError(f"{here}: expected a number, or one of {', '.join(readers)}; got {text!r}")
                 pick(where, option, text, readers)
             result[option] = read
     missing = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]

@@ -94,7 +94,7 @@ class JacksonNetwork(Scheduler[int]):
         client = job[0]
         service = self._service(client)
         if self._in_flight >= self._tasks:
-            raise ArgumentError(f"client: no task can be dispatched while all {self._tasks} are in flight")
+            raise ArgumentError(f"client: no task can be dispatched while all {self._tasks} of `tasks` are in flight")
         if self._hold(client) == 1:
             self._run(job, service.draw(self._generator, job[1]))
         else:
