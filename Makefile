@@ -1,9 +1,10 @@
 # make demo: the main job.  make test: the whole test suite.  Both make .venv first.
+# make test-peft: adapters of the real PEFT, in an environment of its own.
 # make test-flower: real processes of Flower on a loopback of their own; Linux, minutes.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-flower test-hosts check docs soak bench clean
+.PHONY: demo test test-flower test-hosts test-peft check docs soak bench clean
 
 demo: .venv/.installed
 	$(BIN)/manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3
@@ -16,6 +17,9 @@ test-flower: .venv/.installed
 
 test-hosts: .venv/.installed
 	$(BIN)/python benchmarks/peers/hosts.py
+
+test-peft: .venv/.installed
+	$(BIN)/python benchmarks/peers/peft_tests.py
 
 check: .venv/.installed
 	$(BIN)/ruff format --check .

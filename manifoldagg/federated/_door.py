@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.errors import ArgumentError, StateDictError, check_count, check_number
 from manifoldagg.federated.buffers import Packed, Patterns, Waiting, check_patterns, policies
 from manifoldagg.federated.contract import Memory, Rule, State, Update, by_rows, check_rule, extras
-from manifoldagg.federated.doubts import check_parameters, warn_of_difference, warn_of_integers
+from manifoldagg.federated.doubts import check_parameters, warn_of_difference, warn_of_factors, warn_of_integers
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.trees import widened
@@ -23,8 +23,20 @@ from manifoldagg.kernels.rows import check_apart
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import OPAQUE, Layout
+from manifoldagg.manifolds.scaling import Scaling
 
-__all__ = ["Array", "Known", "Model", "ServerState", "Stepped", "check_models", "like", "stepped", "tensors"]
+__all__ = [
+    "Array",
+    "Known",
+    "Model",
+    "ServerState",
+    "Stepped",
+    "check_models",
+    "like",
+    "space_of",
+    "stepped",
+    "tensors",
+]
 
 TENSORS = {Tensor, torch.nn.Parameter}
 """What most models consist of."""
@@ -103,6 +115,8 @@ def stepped(
     buffers: Patterns = (),
     manifolds: Assignment | None = None,
     difference: bool = False,
+    adapters: bool | None = None,
+    scaling: Scaling = 1.0,
     out: Model | None = None,
 ) -> Stepped:
     """One step, as `aggregate` takes it, and whether it has moved the model."""
@@ -115,19 +129,27 @@ def stepped(
         points = list(update) if _is_curve(current, update) else [update]
         if not points:
             raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
-        now = tensors("current", current)
-        models = {"current: ": now, "base: ": tensors("base", base)}
+        given = {"current: ": tensors("current", current), "base: ": tensors("base", base)}
         for i, model in enumerate(points):
             name = "update" if len(points) == 1 else f"update[{i}]"
-            models[f"{name}: "] = newest = tensors(name, model)
+            given[f"{name}: "] = tensors(name, model)
         buffers = check_patterns(buffers)
-        space = ParameterSpace.of_state_dict(now, manifolds, buffers=list(buffers))
+        ours, theirs = scaling if isinstance(scaling, tuple) and len(scaling) == 2 else (scaling, None)
+        space = space_of("current", given["current: "], manifolds, buffers, adapters, ours)
         layout = space.layout
+        models = {
+            label: space.stacked(model, label, theirs if label.startswith("update") else None)
+            for label, model in given.items()
+        }
+        now = models["current: "]
+        newest = models[f"{name}: "]
         if difference:
             _check_flat(space)
             for label in [label for label in models if label.startswith("update")]:
                 models[label] = newest = _moved(layout, models["base: "], models[label], label)
-        target = None if out is None else _target(layout, out, models)
+        # What is written is what came, not what is made of it.
+        written = Layout.of_state_dict(given["current: "], list(buffers)) if adapters else layout
+        target = None if out is None else _target(written, out, given)
         rows = by_rows(rule, space)
         chosen = policies(layout.carried, buffers)
         check_parameters("current", layout)
@@ -135,7 +157,7 @@ def stepped(
         read: list[Any] = [*(layout.rows(models) if rows else space.points(models))]
         here, then, *brought = read
         if not difference:
-            warn_of_difference(name, layout, newest, models["base: "])
+            warn_of_difference(name, layout, space.sizes(newest), space.sizes(models["base: "]))
         warn_of_integers(name, layout, newest, now, buffers)
         before = Snapshot(
             current=here,
@@ -167,17 +189,44 @@ def stepped(
             named = layout.named if rows else space._state_dict
             new = named(after.current, after.buffers)
         elif target is None:
-            new = layout.named([now[leaf.name].clone() for leaf in layout.leaves], before.buffers)
+            new = written.named([given["current: "][leaf.name].clone() for leaf in written.leaves], before.buffers)
         else:
-            new = now
+            new = given["current: "]
         if target is not None:
             _write(target, new)
-        returned = like(current, new, now) if out is None else out
+        returned = like(current, new, given["current: "]) if out is None else out
         memory = {name: tree for name, tree in kept.memory.items() if name != known.client}
         if outcome.memory is not None:
             memory[known.client] = outcome.memory
         held = ServerState(after.state, after.waiting, memory) if memory or after.waiting is not None else after.state
         return Stepped(returned, held, dict(outcome.numbers), outcome.model is not None)
+
+
+def space_of(
+    name: str,
+    model: Mapping[str, Tensor],
+    manifolds: Assignment | None,
+    buffers: Patterns,
+    adapters: bool | None,
+    scaling: Scaling,
+) -> ParameterSpace:
+    """The space of a model's tensors.
+
+    Raises:
+        ArgumentError: as `ParameterSpace.of_state_dict`; of tensors that are no adapters naming the model too.
+
+    Warns:
+        UserWarning: if `adapters` is `None` and there are some.
+    """
+    if adapters is None:
+        warn_of_factors(name, model)
+        adapters = False
+    try:
+        return ParameterSpace.of_state_dict(model, manifolds, buffers=list(buffers), adapters=adapters, scaling=scaling)
+    except StateDictError as error:
+        if adapters:
+            raise StateDictError(f"{name}: {error}") from None
+        raise
 
 
 def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:
@@ -288,7 +337,9 @@ def _target(layout: Layout, out: Model, models: Mapping[str, Mapping[str, Tensor
     names = [entry.name for entry in (*layout.leaves, *layout.carried)]
     names += [alias for alias, name in layout.aliases if target[alias].data_ptr() != target[name].data_ptr()]
     written = Tensors([target[name] for name in names])
-    check_apart(written, [Tensors([model[name] for name in names]) for model in models.values()], written.lengths)
+    read = [Tensors([model[name] for name in names]) for model in models.values()]
+    # Adapters of other ranks are copied before anything is written.
+    check_apart(written, [row for row in read if row.lengths == written.lengths], written.lengths)
     return target
 
 

@@ -7,6 +7,7 @@ from manifoldagg.federated._door import Known, Model, stepped
 from manifoldagg.federated.buffers import Patterns
 from manifoldagg.federated.contract import Rule, State
 from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.scaling import Scaling
 
 __all__ = ["aggregate"]
 
@@ -25,6 +26,8 @@ def aggregate(
     buffers: Patterns = (),
     manifolds: Assignment | None = None,
     difference: bool = False,
+    adapters: bool | None = None,
+    scaling: Scaling = 1.0,
     out: Model | None = None,
 ) -> tuple[Any, State, dict[str, float]]:
     r"""One step of `rule`: take a client's (stale) model into the server's.
@@ -56,7 +59,13 @@ def aggregate(
             sum is taken, rounded once to the dtype of the entry: the bits are those of an update that was formed so.
             They are those of $\varphi_i$ itself, but for the sign of a zero, where the client's subtraction was exact,
             as it is between numbers within a factor of 2 of each other. Buffers are differences too, but booleans are
-            the client's own. Flat spaces only.
+            the client's own. Flat spaces only: differences of the factors of adapters are no difference of adapters.
+        adapters: whether pairs of factors, found by PEFT's names, are one matrix each, as in
+            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]. Models may differ in
+            their ranks: the new one has those of `current`. `False`: factors are tensors like others. `None`: the same,
+            with a warning where there are some.
+        scaling: of the adapters: a number, patterns or a config, as there; or two of them, the first of `current`,
+            `base` and the new model, the second of `update`.
         out: a model like `current`, `current` itself or another one that is passed in, into which the new one is
             written, each entry in memory of its own. It is written when the step is known to fit: whatever is refused
             leaves it as it was.
@@ -70,8 +79,9 @@ def aggregate(
         RuleError: if the rule, or a schedule in it, gives what cannot be used.
 
     Warns:
-        UserWarning: naming an update that looks like a difference of models, and an entry of integers, no single one,
-            which becomes the client's though `buffers` does not name it. Nothing has changed then.
+        UserWarning: naming an update that looks like a difference of models; an entry of integers, no single one,
+            which becomes the client's though `buffers` does not name it; and factors of adapters of which `adapters`
+            does not say what they are. Nothing has changed then.
 
     Cost: with a rule that works on rows (its docstring says how often it reads and writes a model) the tensors are read
     and written where they lie, and no more memory is taken than the result. Copied, one by one, are arrays of foreign
@@ -92,6 +102,17 @@ def aggregate(
     """
     known = Known(client, staleness, weight, samples)
     model, state, numbers, _ = stepped(
-        rule, state, current, base, update, known, buffers=buffers, manifolds=manifolds, difference=difference, out=out
+        rule,
+        state,
+        current,
+        base,
+        update,
+        known,
+        buffers=buffers,
+        manifolds=manifolds,
+        difference=difference,
+        adapters=adapters,
+        scaling=scaling,
+        out=out,
     )
     return model, state, numbers

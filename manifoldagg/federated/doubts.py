@@ -2,16 +2,17 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import Patterns
+from manifoldagg.manifolds.adapters import first_factor
 from manifoldagg.manifolds.layout import STATISTICS, Layout, matches
 
-__all__ = ["check_parameters", "warn_of_difference", "warn_of_integers"]
+__all__ = ["check_parameters", "warn_of_difference", "warn_of_factors", "warn_of_integers"]
 
 SHRUNK = 0.1
 """Training hardly shrinks all tensors of a model to this part: weight decay of 1e-4 a step alone needs 23,000 steps.
@@ -61,6 +62,14 @@ def warn_of_difference(name: str, layout: Layout, update: Mapping[str, Tensor], 
     if where and longest < (SHRUNK if telling > 2 else ALONE):
         told = f"as {where} has {longest:.2g} x the norm of its base; expected the model itself"
         warnings.warn(f"{name}: looks like a difference of models, {told}", UserWarning, stacklevel=4)
+
+
+def warn_of_factors(name: str, model: Iterable[str]) -> None:
+    """Warn of factors of adapters in a model of which nobody has said what they are: they would be averaged apart."""
+    found = first_factor(model)
+    if found is not None:
+        told = "factors of adapters would be averaged apart; say adapters=True for their products, or adapters=False"
+        warnings.warn(f"{name}: {found}: {told}", UserWarning, stacklevel=5)
 
 
 def warn_of_integers(

@@ -13,8 +13,10 @@ from manifoldagg.federated.buffers import Patterns, check_patterns
 from manifoldagg.federated.contract import Payload, check_named
 from manifoldagg.federated.doubts import warn_of_difference
 from manifoldagg.federated.intake import Form, by_name, check_names, stored
-from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds import LowRank, ParameterSpace
+from manifoldagg.manifolds.factors import combined
 from manifoldagg.manifolds.layout import OPAQUE, matches
+from manifoldagg.manifolds.scaling import Scaling
 
 __all__ = ["payload_of", "resting"]
 
@@ -35,7 +37,15 @@ def resting(model: nn.Module, patterns: Patterns) -> Patterns:
     return named
 
 
-def payload_of(form: Form, model: Any, samples: Any, now: Tensor, base: Callable[[], Tensor | None]) -> Payload:
+def payload_of(
+    form: Form,
+    model: Any,
+    samples: Any,
+    now: Tensor,
+    base: Callable[[], Tensor | None],
+    *,
+    scaling: Scaling | None = None,
+) -> Payload:
     """The payload that a client's state dicts are.
 
     Args:
@@ -47,6 +57,7 @@ def payload_of(form: Form, model: Any, samples: Any, now: Tensor, base: Callable
         base: gives the model (P,) that the client started from. A state dict of narrower numbers is rounded: what that
             took away is given back to what comes of it, which would else carry it into every update. `None` where the
             client did not start there.
+        scaling: of the client's adapters, where it is not that of the server's.
 
     Raises:
         ArgumentError: naming the model, and the tensor in it, that does not fit.
@@ -60,33 +71,43 @@ def payload_of(form: Form, model: Any, samples: Any, now: Tensor, base: Callable
     most = form.checks.max_points
     if not 1 <= len(given) <= most:
         raise ArgumentError(f"model: expected a state dict, or from 1 to {most} of them, got {len(given)}")
-    leaves = space.layout.entries
+    leaves = space.entries
     models = {}
     for label, state in given.items():
         found = {name: x for name, x in by_name(label, state).items() if name.rpartition(".")[2] != OPAQUE}
-        check_names(label, found, leaves, whole.layout.entries)
-        models[f"{label}: "] = {name: _tensor(f"{label}: {name}", found[name]) for name in leaves}
+        check_names(label, found, leaves, whole.entries)
+        own = {name: _tensor(f"{label}: {name}", found[name]) for name in leaves}
+        models[f"{label}: "] = space.stacked(own, f"{label}: ", scaling)
     points = [point.to(form.device) for point in space.points(models)]
-    narrow = any(leaf.dtype.itemsize < form.dtype.itemsize for leaf in space.layout.leaves)
+    narrow = any(entry.dtype.itemsize < form.dtype.itemsize for entry in leaves.values())
     start = base() if narrow else None
     if start is not None:
-        lost = _lost(space, start.to(points[0]))
-        points = [point + lost for point in points]
-    warn_of_difference(label, space.layout, _pieces(space, points[-1]), _pieces(space, now))
+        points = _given_back(space, points, start.to(points[0]))
+    pieces = [space.sizes(_pieces(space, point)) for point in (points[-1], now)]
+    warn_of_difference(label, space.layout, *pieces)
     buffers = {entry.name: found[entry.name] for entry in form.buffers if entry.name in found}
     stacked = points[0][None] if len(points) == 1 else torch.stack(points)
     return Payload(stacked, samples, buffers=buffers)
 
 
-def _lost(space: ParameterSpace, start: Tensor) -> Tensor:
-    """What the flat leaves of a point lose in the dtypes of their state dict."""
-    curved = {name for name, _ in space.manifolds}
-    lost = torch.zeros_like(start)
-    sizes = space.layout.sizes
-    for leaf, piece, place in zip(space.layout.leaves, start.split(sizes), lost.split(sizes), strict=True):
-        if leaf.name not in curved:
-            place.copy_(piece - piece.to(leaf.dtype))
-    return lost
+def _given_back(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
+    """Points with what flat leaves and adapters of their start have lost in the dtypes of a state dict."""
+    (began,) = space.points({"": space.stacked(space.state_dict(start))})
+    curved = dict(space.manifolds)
+    found = []
+    for point in points:
+        back = point.clone()
+        pieces = (x.split(space.layout.sizes) for x in (back, point, start, began))
+        for leaf, place, mine, was, rounded in zip(space.layout.leaves, *pieces, strict=True):
+            where = curved.get(leaf.name)
+            if where is None:
+                place.copy_(mine + (was - rounded))
+            elif isinstance(where, LowRank):
+                terms = [x.view(where.shape) for x in (mine, was, rounded)]
+                whole = where.project(combined([1.0, 1.0, -1.0], terms, where.m))
+                place.copy_(whole.flatten())
+        found.append(back)
+    return found
 
 
 def _pieces(space: ParameterSpace, point: Tensor) -> dict[str, Tensor]:
@@ -110,4 +131,4 @@ def _tensor(name: str, given: Any) -> Tensor:
 @lru_cache(maxsize=64)
 def _bare(space: ParameterSpace) -> ParameterSpace:
     """The same geometry, with nothing carried beside it."""
-    return ParameterSpace(replace(space.layout, carried=()), space.manifolds)
+    return ParameterSpace(replace(space.layout, carried=()), space.manifolds, space.adapters)

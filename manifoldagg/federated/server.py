@@ -23,7 +23,8 @@ from manifoldagg.errors import (
     check_count,
     check_number,
 )
-from manifoldagg.federated.buffers import Patterns, of_model
+from manifoldagg.federated._door import space_of
+from manifoldagg.federated.buffers import Patterns, check_patterns, of_model
 from manifoldagg.federated.contract import (
     Averaging,
     Payload,
@@ -57,6 +58,7 @@ from manifoldagg.federated.turn import Answering, Turn
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
+from manifoldagg.manifolds.scaling import Scaling
 
 __all__ = ["Server"]
 
@@ -205,17 +207,32 @@ class Server:
             called("clock", clock)
 
     @classmethod
-    def of(cls, model: torch.nn.Module, rule: Rule, *, buffers: Patterns = (), **server_options: Any) -> "Server":
-        """A server of a module: it starts from its parameters and carries its buffers.
+    def of(
+        cls,
+        model: torch.nn.Module | Mapping[str, Tensor],
+        rule: Rule,
+        *,
+        buffers: Patterns = (),
+        adapters: bool | None = None,
+        scaling: Scaling = 1.0,
+        **server_options: Any,
+    ) -> "Server":
+        """A server of a module or of a state dict: it starts from its parameters and carries its buffers.
 
         Args:
-            model: any module. It is not written.
+            model: any module, or a state dict. It is not written.
             rule: how the model moves.
-            buffers: what becomes of them, as in the constructor. Frozen parameters stay as they are unless they match.
+            buffers: what becomes of them, as in the constructor. Frozen parameters of a module stay as they are unless
+                they match. Of a state dict as in [`aggregate`][manifoldagg.aggregate], like what follows.
+            adapters: of a state dict, whether pairs of factors are one matrix each.
+            scaling: what the model multiplies their products with.
             **server_options: what the constructor takes by keyword.
 
         Raises:
-            ArgumentError: if the module has no parameters that learn; and as the constructor.
+            ArgumentError: if the model has no parameters that learn; and as the constructor.
+
+        Warns:
+            UserWarning: naming factors of adapters of which `adapters` does not say what they are.
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
@@ -226,10 +243,18 @@ class Server:
             >>> server.receive_model(ticket, model, samples=10).accepted, server.state_dict()["running_mean"]
             (True, tensor([1.]))
         """
-        space = ParameterSpace.of(model)
+        if isinstance(model, torch.nn.Module):
+            if adapters or scaling != 1.0:
+                raise ArgumentError(
+                    "adapters: expected a state dict with them, as PEFT's get_peft_model_state_dict gives"
+                )
+            space = ParameterSpace.of(model)
+            buffers = resting(model, buffers)
+        else:
+            space = space_of("model", model, None, check_patterns(buffers), adapters, scaling)
         check_parameters("model", space.layout)
         carried = space.carried(model)
-        return cls(space, rule, space.point(model), carried=carried, buffers=resting(model, buffers), **server_options)
+        return cls(space, rule, space.point(model), carried=carried, buffers=buffers, **server_options)
 
     @classmethod
     @without_derivatives
@@ -364,6 +389,7 @@ class Server:
         *,
         samples: int,
         client: Hashable = ANYONE,
+        scaling: Scaling | None = None,
     ) -> Receipt:
         """Take what a client returns as a state dict, its module's whole one: parameters and buffers.
 
@@ -374,6 +400,9 @@ class Server:
                 function that makes either of what came, as in `receive`.
             samples: how many samples the client trained on.
             client: as in `receive`.
+            scaling: of the client's adapters, where they have other ranks, or it multiplies them with another number
+                than the server's, as in
+                [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
 
         Returns:
             A receipt, as `receive`. A `reason` names the tensor that does not fit, and begins with `model`, or where it
@@ -393,7 +422,8 @@ class Server:
         def brought(found: Open) -> Payload:
             base = None if found.apart else found.base
             came = model() if callable(model) else model
-            return payload_of(self._form, came, samples, books.now.current, partial(books.store.load, base))
+            began = partial(books.store.load, base)
+            return payload_of(self._form, came, samples, books.now.current, began, scaling=scaling)
 
         return self._receive(ticket, client, brought)
 

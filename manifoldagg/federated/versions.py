@@ -8,7 +8,7 @@ from immutables import Map
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count
-from manifoldagg.federated._door import Known, Model, ServerState, check_models, like, stepped, tensors
+from manifoldagg.federated._door import Known, Model, ServerState, check_models, like, space_of, stepped, tensors
 from manifoldagg.federated.buffers import Patterns, Waiting, check_patterns, packed, policies, unpacked
 from manifoldagg.federated.contract import Memory, Message, Rule, State
 from manifoldagg.federated.dispatch import message
@@ -21,8 +21,9 @@ from manifoldagg.federated.record.store import Kept, Store
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.trees import copied, covers, replaced
 from manifoldagg.federated.weights import Weights, check_client
-from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds import Layout
 from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.scaling import Scaling
 
 __all__ = ["Versions"]
 
@@ -47,6 +48,8 @@ class Versions:
             claim counts at most 100 times the median of what others have told, once five others have.
         buffers: as of `aggregate`.
         manifolds: likewise.
+        adapters: likewise.
+        scaling: likewise, of the models that are sent.
 
     Raises:
         ArgumentError: naming the argument, and the tensor in it, that does not fit.
@@ -74,17 +77,23 @@ class Versions:
         weights: str | Mapping[Any, int] = "observed",
         buffers: Patterns = (),
         manifolds: Assignment | None = None,
+        adapters: bool | None = None,
+        scaling: Scaling = 1.0,
     ) -> None:
         self._rule = check_models(rule)
         self._buffers = check_patterns(buffers)
         self._manifolds = manifolds
         self._like = model
         first = tensors("model", model)
-        self._space = ParameterSpace.of_state_dict(first, manifolds, buffers=list(self._buffers))
+        self._space = space_of("model", first, manifolds, self._buffers, adapters, scaling)
+        self._adapters = self._space.adapters is not None
+        self._scaling = scaling
         layout = self._space.layout
         check_parameters("model", layout)
         policies(layout.carried, self._buffers)
-        (point,) = self._space.points({"model: ": first})
+        # Models are kept as they come.
+        self._layout = Layout.of_state_dict(first, list(self._buffers)) if self._adapters else layout
+        point = self._point(first)
         self._like = self._made(first)
         state = rule.init(self._space, point)
         self._message(point, state, None)
@@ -130,6 +139,7 @@ class Versions:
         samples: int,
         task: Hashable = None,
         difference: bool = False,
+        scaling: Scaling | None = None,
     ) -> dict[str, float]:
         r"""Take what a client answers into the model. The update is only read.
 
@@ -140,6 +150,7 @@ class Versions:
             task: the name of its task, where it had one.
             difference: whether `update` is new minus old. Not of a client that the rule let begin with another model
                 than the version's.
+            scaling: of the client's adapters, where it is not that of the models that are sent.
 
         Returns:
             The rule's numbers (such as `cosine`, `step`, `norm`), with the `version` that the model now has, and the
@@ -182,6 +193,8 @@ class Versions:
                 buffers=self._buffers,
                 manifolds=self._manifolds,
                 difference=difference,
+                adapters=self._adapters,
+                scaling=(self._scaling, scaling),
             )
             version = self._record.update(lambda now: now.taken(place, known, made))
         return {**made.numbers, "version": version, "staleness": known.staleness, "weight": known.weight}
@@ -281,13 +294,13 @@ class Versions:
         """The record of a tree."""
         models = tree["models"]
         for version, model in models.items():
-            self._space.layout.check(model, f"state: models: {version}: ")
+            self._layout.check(model, f"state: models: {version}: ")
         memory = dict(tree["memory"])
         waiting = tree["waiting"]
         if waiting is not None:
             waiting = Waiting(**{**waiting, "latest": packed(waiting["latest"])})
         current = check_count("state: version", tree["version"], at_least=0)
-        (point,) = self._space.points({"model: ": models[current]})
+        point = self._point(models[current])
         if not covers(tree["state"], self._rule.init(self._space, point)):
             raise ArgumentError(f"state: state: expected one of {type(self._rule).__name__} for this model")
         state = ServerState(tree["state"], waiting, memory) if memory or waiting is not None else tree["state"]
@@ -306,7 +319,7 @@ class Versions:
     def _start(self, now: "_Record", client: Hashable) -> tuple[Any, bool]:
         """What a client begins with that the rule sends now, and whether it is another model than the current one."""
         model = tensors("model", now.model(now.version))
-        (point,) = self._space.points({"model: ": model})
+        point = self._point(model)
         held = _held(now.state)
         sent, apart = self._message(point, held.state, held.memory.get(client))
         return self._made(model | self._space.state_dict(sent.start) if apart else model), apart
@@ -325,12 +338,16 @@ class Versions:
             )
         return sent, apart
 
+    def _point(self, model: Mapping[str, Tensor]) -> Tensor:
+        (point,) = self._space.points({"model: ": self._space.stacked(model, "model: ")})
+        return point
+
     def _copy(self, model: Model) -> Any:
         return self._made(tensors("model", model))
 
     def _made(self, found: Mapping[str, Tensor]) -> Any:
         """A model of these tensors, in memory of its own and of the kind of the first."""
-        layout = self._space.layout
+        layout = self._layout
         leaves = [found[leaf.name].detach().clone() for leaf in layout.leaves]
         carried = {entry.name: found[entry.name] for entry in layout.carried}
         return like(self._like, layout.named(leaves, carried), tensors("model", self._like))

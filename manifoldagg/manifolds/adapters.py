@@ -11,7 +11,7 @@ from torch import Tensor
 from manifoldagg.errors import StateDictError
 from manifoldagg.manifolds.layout import Entry
 
-__all__ = ["Pair", "Parts", "parts_of"]
+__all__ = ["Pair", "Parts", "first_factor", "parts_of"]
 
 FIRST = re.compile(
     r"(?P<head>(?:.*\.)?)(?P<kind>lora_A|lora_embedding_A)(?P<tail>(?:\.[^.]+)??)(?P<weight>(?:\.weight)?)"
@@ -145,6 +145,20 @@ def parts_of(names: Iterable[str], *, where: str = "adapter: ") -> Parts:
         else:
             alone.append(name)
     return Parts(tuple(pairs), tuple(scaled), tuple(alone))
+
+
+def first_factor(names: Iterable[str]) -> str | None:
+    """The first factor of a pair that is among names, if any is.
+
+    Example:
+        >>> first_factor(["w", "q.lora_A.weight", "q.lora_B.weight"])
+        'q.lora_A.weight'
+    """
+    known = list(names)
+    if "lora_" not in "".join(known):
+        return None
+    present = set(known)
+    return next((name for name in known if _second(name) in present), None)
 
 
 def _second(name: str) -> str | None:

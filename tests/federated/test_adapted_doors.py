@@ -1,0 +1,278 @@
+"""Adapters through `aggregate`, `Versions` and servers: what dense arithmetic makes of the matrices they stand for."""
+
+import warnings
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifoldagg import ParameterSpace, Server, Versions, aggregate, wire
+from manifoldagg.errors import ArgumentError, CheckpointError
+from manifoldagg.federated import rules
+from tests.support import draw, rotation, seeds
+
+EPS = 2.0**-52
+A, B, BIAS, HEAD = "q.lora_A.weight", "q.lora_B.weight", "q.lora_B.bias", "head.weight"
+E = "e.lora_embedding_A", "e.lora_embedding_B"
+RULES = [
+    *(rules.FedAsync(0.4), rules.ASGD(0.7), rules.FedAvg(1), rules.FedAvg(3), rules.FedBuff(2), rules.FedOrtho(0.5)),
+    *(rules.AsyncBezier(threshold=1.0, rate=0.5), rules.Momentum(rules.ASGD(0.5), 0.5), rules.FedGS(0.5)),
+]
+
+
+def adapter(seed, rank, dtype=torch.float64, m=6, n=7):
+    state = {
+        A: draw(seed, rank, n),
+        B: draw(seed + 1, m, rank),
+        BIAS: draw(seed + 2, m),
+        HEAD: draw(seed + 3, 2, 3),
+        E[0]: draw(seed + 4, rank, 5),
+        E[1]: draw(seed + 5, 4, rank),
+    }
+    return {name: x.to(dtype) for name, x in state.items()}
+
+
+def dense(state, scaling=1.0):
+    """What a state dict does to weights."""
+    found = {"q": scaling * state[B] @ state[A], BIAS: scaling * state[BIAS], HEAD: state[HEAD]}
+    return found | {"e": scaling * state[E[1]] @ state[E[0]]}
+
+
+def best(state, rank):
+    """The nearest with matrices of the rank."""
+
+    def cut(x):
+        u, values, v = scipy.linalg.svd(x.numpy(), full_matrices=False)
+        return torch.from_numpy((u[:, :rank] * values[:rank]) @ v[:rank])
+
+    return state | {name: cut(state[name]) for name in ("q", "e")}
+
+
+def apart(one, other):
+    return max(float((one[name] - other[name]).norm() / (1 + other[name].norm())) for name in one)
+
+
+def turned(state, seed, condition=10.0):
+    """The same adapter in another gauge."""
+    found = dict(state)
+    for a, b in ((A, B), E):
+        rank = state[a].shape[0]
+        values = torch.logspace(0, -1, rank, base=condition, dtype=torch.float64)
+        left, right = rotation(seed, rank), rotation(seed + 1, rank)
+        found |= {a: right.mT / values @ left.mT @ state[a], b: state[b] @ (left * values @ right)}
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@settings(max_examples=5)
+@given(seeds, st.integers(1, 5), st.floats(0.2, 5), st.floats(0.2, 5))
+def test_where_ranks_allow_it_every_rule_does_what_it_does_to_dense_matrices(rule, seed, rank, ours, theirs):
+    """The server's factors hold any matrix; the clients have a rank and a scaling of their own."""
+    current, plain = adapter(seed, 6), None
+    full = dense(current, ours)
+    state = None
+    bases = [current, current]
+    plains = [full, full]
+    for i in range(4):
+        update = adapter(seed + 10 * i, rank)
+        options = {"staleness": i % 2, "weight": 0.5, "samples": 3 + i}
+        new, state, numbers = aggregate(
+            rule, state, current, bases[-1 - i % 2], update, adapters=True, scaling=(ours, theirs), **options
+        )
+        made, plain, told = aggregate(rule, plain, full, plains[-1 - i % 2], dense(update, theirs), **options)
+        assert apart(dense(new, ours), made) <= 1e3 * EPS * max(1, ours, theirs)
+        for name in told:
+            assert numbers[name] == pytest.approx(told[name], rel=1e-9, abs=1e-9, nan_ok=True)
+        current, full = new, made
+        bases.append(current)
+        plains.append(full)
+
+
+@given(seeds, st.integers(1, 3), st.integers(1, 4))
+def test_otherwise_it_is_the_nearest_of_the_rank(seed, rank, other):
+    other = min(other, rank)
+    current, base, update = (adapter(seed + 10 * i, r) for i, r in enumerate((rank, rank, other)))
+    new, _, _ = aggregate(rules.ASGD(0.5), None, current, base, update, adapters=True, scaling=2.0)
+    made, _, _ = aggregate(rules.ASGD(0.5), None, *(dense(x, 2.0) for x in (current, base, update)))
+    assert apart(dense(new, 2.0), best(made, rank)) <= 1e7 * EPS
+    assert new[A].shape == current[A].shape
+    assert (new[B].mT @ new[B] - new[A] @ new[A].mT).abs().max() <= 1e4 * EPS * (1 + made["q"].norm())
+
+
+@pytest.mark.parametrize("rule", [rules.FedAvg(10), rules.FedAsync(1.0)], ids=str)
+def test_one_adapter_in_ten_gauges_is_itself(rule):
+    one = adapter(0, 3)
+    current, state = adapter(7, 3), None
+    for i in range(10):
+        current, state, _ = aggregate(rule, state, current, current, turned(one, i), adapters=True)
+    assert apart(dense(current), dense(one)) <= 1e4 * EPS
+    # Whoever averages the factors is told.
+    with pytest.warns(UserWarning, match="current: q.lora_A.weight: factors of adapters would be averaged apart"):
+        aggregate(rules.FedAsync(0.5), None, one, one, turned(one, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apart_ = aggregate(rules.FedAsync(0.5), None, one, one, turned(one, 1), adapters=False)[0]
+    assert apart(dense(apart_), dense(one)) > 0.05
+
+
+def test_the_kind_comes_back_and_what_came_is_not_written():
+    arrays = [{name: x.float().numpy() for name, x in adapter(10 * i, 3).items()} for i in range(3)]
+    before = [{name: x.copy() for name, x in array.items()} for array in arrays]
+    new, _, _ = aggregate(rules.FedAsync(0.5), None, *arrays, adapters=True)
+    assert [(name, type(x), x.dtype, x.shape) for name, x in new.items()] == [
+        (name, np.ndarray, np.float32, x.shape) for name, x in arrays[0].items()
+    ]
+    assert all(
+        np.array_equal(x, old[name]) for array, old in zip(arrays, before, strict=True) for name, x in array.items()
+    )
+
+
+def test_out_is_written_where_the_step_fits_and_else_is_as_it_was():
+    current, base, update = (adapter(10 * i, 3) for i in range(3))
+    expected, _, _ = aggregate(rules.FedAsync(0.5), None, current, base, update, adapters=True)
+    out = {name: x.clone() for name, x in current.items()}
+    places = {name: x.data_ptr() for name, x in out.items()}
+    new, _, _ = aggregate(rules.FedAsync(0.5), None, out, base, update, adapters=True, out=out)
+    assert new is out
+    assert all(torch.equal(out[name], expected[name]) and out[name].data_ptr() == places[name] for name in out)
+    before = {name: x.clone() for name, x in out.items()}
+    for wrong in (update | {A: update[A] / 0}, {name: x for name, x in update.items() if name != B}):
+        with pytest.raises(ArgumentError, match="^update: "):
+            aggregate(rules.FedAsync(0.5), None, out, base, wrong, adapters=True, out=out)
+    with pytest.raises(ArgumentError, match="^out: "):
+        aggregate(rules.FedAsync(0.5), None, current, base, update, adapters=True, out=adapter(0, 2))
+    assert all(torch.equal(out[name], before[name]) for name in out)
+
+
+def test_a_rule_that_waits_returns_the_model_as_it_is():
+    current, base, update = (adapter(10 * i, 3) for i in range(3))
+    new, _, _ = aggregate(rules.FedBuff(2), None, current, base, update, adapters=True)
+    assert all(torch.equal(new[name], x) and new[name] is not x for name, x in current.items())
+
+
+def test_a_curve_of_adapters():
+    current, *points = (adapter(10 * i, 3) for i in range(4))
+    new, _, numbers = aggregate(rules.AsyncBezier(rate=0.5), None, current, current, points, adapters=True)
+    assert numbers["norm"] > 0
+    assert new[A].shape == current[A].shape
+
+
+def test_a_difference_of_adapters_is_refused_and_looks_like_one():
+    current, base = adapter(0, 3), adapter(10, 3)
+    near = {name: x + 1e-4 * draw(5, *x.shape) for name, x in base.items()}
+    less = {name: near[name] - x for name, x in base.items()}
+    with pytest.raises(ArgumentError, match="difference: expected models, as q.lora.weight lives on LowRank"):
+        aggregate(rules.FedAsync(0.5), None, current, base, less, adapters=True, difference=True)
+    with pytest.warns(UserWarning, match="looks like a difference of models"):
+        aggregate(rules.FedAsync(0.5), None, current, base, less, adapters=True)
+    # In a gauge of its own a model is none, however short its factors are.
+    far = base | {A: 1e3 * base[A], B: 1e-3 * base[B], E[0]: 1e-3 * base[E[0]], E[1]: 1e3 * base[E[1]]}
+    aggregate(rules.FedAsync(0.5), None, current, far, near | {BIAS: near[BIAS]}, adapters=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "options", "words"),
+    [
+        (0, {A: None}, {}, f"current: {B}: expected pairs"),
+        (0, {"x.hada_w1_a": draw(0, 2)}, {}, "current: x.hada_w1_a: .* another kind"),
+        (0, {A: draw(0, 4, 7)}, {}, rf"current: {B}: expected shape \(any, 4\)"),
+        (1, {B: None}, {}, f"base: missing: {B}"),
+        (1, {A: draw(0, 3, 8)}, {}, "base: .* but for the rank"),
+        (2, {HEAD: draw(0, 2, 2)}, {}, f"update: {HEAD}: expected shape"),
+        (2, {B: draw(0, 6, 3) / 0}, {}, f"update: {B}: expected finite"),
+        (2, {}, {"scaling": (1.0, {"lora_alpha": 4, "r": 2})}, "update: scaling: expected rank 2 at q"),
+        (2, {}, {"scaling": {"lora_alpha": 4, "r": 2}}, "scaling: expected rank 2 at q"),
+        (2, {}, {"scaling": 0.0}, "scaling: expected a finite number > 0"),
+        (2, {}, {"adapters": False, "scaling": 2.0}, "scaling: expected 1 without `adapters`"),
+        (2, {}, {"adapters": False, "scaling": (1.0, 2.0)}, "scaling: expected None, as the space has no adapters"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_the_door(place, change, options, words):
+    models = [adapter(10 * i, 3) for i in range(3)]
+    models[place] = {name: x for name, x in (models[place] | change).items() if x is not None}
+    with pytest.raises(ArgumentError, match=f"^{words}"):
+        aggregate(rules.FedAsync(0.5), None, *models, **{"adapters": True} | options)
+
+
+def test_a_list_of_arrays_has_no_names_of_factors():
+    with pytest.raises(ArgumentError, match="current: expected pairs such as"):
+        aggregate(rules.FedAsync(0.5), None, *[[torch.ones(2, 2)]] * 3, adapters=True)
+
+
+def test_versions_and_servers_do_what_aggregate_does():
+    rule = rules.FedOrtho(0.5)
+    start = adapter(0, 3)
+    server = Server.of(start, rule, adapters=True, scaling=2.0, weights="uniform")
+    versions = Versions(rule, start, adapters=True, scaling=2.0, weights="uniform")
+    assert apart(dense(versions.model), dense(start)) == 0
+    tickets = {}
+    for name in "ab":
+        tickets[name] = server.dispatch(name)
+        versions.send(name)
+    for i, name in enumerate("aba"):
+        update = adapter(20 + 10 * i, 2)
+        receipt = server.receive_model(tickets[name], update, samples=5, scaling=0.5)
+        assert receipt.accepted, receipt.reason
+        numbers = versions.take(name, update, samples=5, scaling=0.5)
+        assert (receipt.staleness, receipt.weight) == (numbers["staleness"], numbers["weight"])
+        assert receipt.norm == pytest.approx(numbers["norm"], rel=1e-9)
+        assert apart(dense(server.state_dict()), dense(versions.model)) <= 1e5 * EPS
+        tickets[name] = server.dispatch(name)
+        sent = versions.send(name)
+        assert apart(dense(tickets[name].state_dict()), dense(sent)) <= 1e5 * EPS
+    again = Versions(rule, start, adapters=True, scaling=2.0, weights="uniform")
+    again.load(versions.state())
+    assert apart(dense(again.model), dense(versions.model)) == 0
+    assert again.tasks == versions.tasks
+
+
+def test_a_server_goes_on_from_its_checkpoint_and_clients_read_its_spec(tmp_path):
+    rule = rules.FedBuff(2)
+    server = Server.of(adapter(0, 3), rule, adapters=True, scaling=2.0)
+    tickets = [server.dispatch(i) for i in range(2)]
+    assert server.receive_model(tickets[0], adapter(10, 2), samples=4).accepted
+    server.save(tmp_path / "server")
+    other = Server.resume(tmp_path / "server", ParameterSpace.of_spec(server.spec()), rule)
+    for each in (server, other):
+        # What came over the wire from a client that knows the spec and nothing else.
+        space = ParameterSpace.of_spec(each.spec())
+        ticket = wire.unpack(wire.pack(tickets[1], spec=each.spec()), spec=space)
+        assert each.receive_model(ticket.id, adapter(20, 1), samples=8).accepted
+    assert torch.equal(server.model, other.model)
+    with pytest.raises(CheckpointError, match="space: adapters: .* scaling: was 2.0, got 1.0"):
+        Server.resume(tmp_path / "server", Server.of(adapter(0, 3), rule, adapters=True).space, rule)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_narrow_dtypes_lose_on_the_way_out_is_given_back(dtype):
+    """Who returns what it got has changed nothing, though what it got was rounded."""
+    server = Server.of(adapter(0, 3, dtype), rules.FedAsync(0.5), adapters=True)
+    ticket = server.dispatch("a")
+    assert server.receive_model(ticket, adapter(10, 3, dtype), samples=4).accepted
+    before = server.model
+    ticket = server.dispatch("b")
+    sent = ticket.state_dict()
+    assert {x.dtype for x in sent.values()} == {dtype}
+    rounded = (server.space.point(sent) - before).norm()
+    assert server.receive_model(ticket, sent, samples=4).accepted
+    (one, two) = (ParameterSpace.of_spec(server.spec()).layout.views(x) for x in (before, server.model))
+
+    def product(x):
+        return x["q.lora.weight"][:6].double() @ x["q.lora.weight"][6:].double().mT
+
+    assert (product(one) - product(two)).norm() <= 64 * 2.0**-24 * product(one).norm()
+    assert (one[BIAS] - two[BIAS]).norm() <= 4 * 2.0**-24 * one[BIAS].norm()
+    assert rounded > 2.0**-14 * before.norm()
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_module_is_no_state_dict_of_adapters():
+    with pytest.raises(ArgumentError, match="adapters: expected a state dict"):
+        Server.of(torch.nn.Linear(2, 2), rules.FedAsync(0.5), adapters=True)
+    with pytest.warns(UserWarning, match="model: q.lora_A.weight: factors of adapters"):
+        Server.of(adapter(0, 3), rules.FedAsync(0.5))
+    with pytest.warns(UserWarning, match="model: q.lora_A.weight: factors of adapters"):
+        Versions(rules.FedAsync(0.5), adapter(0, 3))
