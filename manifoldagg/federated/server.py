@@ -251,6 +251,8 @@ class Server:
             space = ParameterSpace.of(model)
             buffers = resting(model, buffers)
         else:
+            if not isinstance(model, Mapping):
+                raise ArgumentError(f"model: expected a torch.nn.Module or a state dict, got {type(model).__name__}")
             space = space_of("model", model, None, check_patterns(buffers), adapters, scaling)
         check_parameters("model", space.layout)
         carried = space.carried(model)

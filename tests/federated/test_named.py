@@ -146,12 +146,21 @@ def test_modules_that_are_none_are_refused():
     for model, words in (
         (nn.ReLU(), "model: expected floating parameters, got none$"),
         (frozen, "model: expected floating parameters, got none; weight is torch.float32"),
-        (net().state_dict(), "model: expected a torch.nn.Module, got OrderedDict"),
+        ([net()], "model: expected a torch.nn.Module or a state dict, got list"),
+        ({"steps": torch.tensor(3)}, "model: expected floating parameters, got none; steps is torch.int64"),
     ):
         with pytest.raises(ArgumentError, match=words):
             Server.of(model, rules.FedAsync())
     with pytest.raises(ArgumentError, match="start: expected a model with parameters, got an empty one"):
         Server(ParameterSpace.of(nn.ReLU()), rules.FedAsync(), torch.zeros(0))
+
+
+def test_a_state_dict_is_a_model_too():
+    model = nn.BatchNorm1d(2)
+    one, other = (Server.of(each, rules.FedAsync(0.5)) for each in (model, model.state_dict()))
+    assert one.space == other.space
+    assert torch.equal(one.model, other.model)
+    assert [*one.state_dict()] == [*other.state_dict()] == [*model.state_dict()]
 
 
 def test_what_the_server_has_not_asked_for_may_be_missing_and_is_not_read():
