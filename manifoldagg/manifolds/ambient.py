@@ -16,7 +16,7 @@ from manifoldagg.manifolds.lowrank import LowRank
 from manifoldagg.manifolds.manifold import Leaf, Manifold
 from manifoldagg.manifolds.power import Power
 
-__all__ = ["FLAT", "Ambient"]
+__all__ = ["FLAT", "Ambient", "within"]
 
 STATE_RANK = 4
 """What is kept of a leaf has so many times its rank, where the leaf does not say."""
@@ -67,7 +67,7 @@ class Ambient:
             return FLAT
         leaves = space.leaves(point)
         for leaf in leaves:
-            if not (leaf.space.flat or isinstance(_within(leaf.space), LowRank)):
+            if not (leaf.space.flat or isinstance(within(leaf.space), LowRank)):
                 raise ArgumentError(f"space: expected leaves that are flat, or of low rank themselves, not so: {leaf}")
         return Ambient(leaves, {"truncated": 0.0, "state_truncated": 0.0, "tied": 0.0})
 
@@ -90,8 +90,7 @@ class Ambient:
             lengths = [self._size(i) for i in flat]
             found = dict(zip(flat, gram(vectors[0], minus=vectors[1], segments=lengths), strict=True))
         for i in self._low:
-            joint, lines = self._joint(i, rows, less)
-            found[i] = joint.gram(lines).reshape(-1, len(rows), len(rows)).sum(0).cpu()
+            found[i] = self._inner(i, rows, less)
         parts = torch.stack([found[i] for i in range(len(self.leaves))])
         return parts if segments is not None else parts.sum(0, keepdim=True)
 
@@ -116,16 +115,8 @@ class Ambient:
         pieces = self._sums(base, rows, coefficients, less, None)
         cuts = []
         for i in self._low:
-            space = _within(self.leaves[i].space)
-            start = self._piece(base, i)
-            stacks, weights = self._terms(i, (base, *rows), (None, *less), (1.0, *self._line(i, coefficients)))
-            alone = len(stacks) == 1 and weights == [1.0] and stacks[0].shape[-1] <= space.rank
-            if alone or self._rests(i, start, stacks, weights):
-                # What nobody moved, or a client's model that is taken whole, keeps its factors, bit for bit.
-                pieces[i] = space._project(stacks[0] if alone else start).to(start.dtype)
-                continue
-            cuts.append(self._cut(i, stacks, weights, space.rank))
-            pieces[i] = cuts[-1].point.to(start.dtype)
+            pieces[i], cut = self._reached(i, base, rows, less, self._line(i, coefficients))
+            cuts += [] if cut is None else [cut]
         self._tell("truncated", cuts)
         found = [pieces[i] for i in range(len(self.leaves))]
         if isinstance(base, tuple):
@@ -145,7 +136,7 @@ class Ambient:
         pieces = self._sums(None, rows, coefficients, minus, dtype)
         cuts = []
         for i in self._low:
-            space = _within(self.leaves[i].space)
+            space = within(self.leaves[i].space)
             stacks, weights = self._terms(i, rows, minus, self._line(i, coefficients))
             cut = self._cut(i, stacks, weights, space.state_rank or STATE_RANK * space.rank)
             cuts.append(cut)
@@ -163,7 +154,7 @@ class Ambient:
         lengths = [0.0]
         sizes = [0.0]
         for i in self._low:
-            space = _within(self.leaves[i].space)
+            space = within(self.leaves[i].space)
             here = self._piece(point, i)
             whole = combined(coefficients, [self._piece(row, i) for row in rows], space.m)
             along = space._inverse_retract(here, whole)
@@ -193,7 +184,7 @@ class Ambient:
         pieces = self._sums(None, rows, coefficients, minus, torch.float64)
         for i in self._low:
             stacks, weights = self._terms(i, rows, minus, self._line(i, coefficients))
-            pieces[i] = combined(weights, stacks, _within(self.leaves[i].space).m)
+            pieces[i] = combined(weights, stacks, within(self.leaves[i].space).m)
         return tuple([pieces[i] for i in range(len(self.leaves))])
 
     @property
@@ -247,7 +238,32 @@ class Ambient:
         made = combine(start, plus, lines, minus=less, segments=[self._size(i) for i in flat], out=out)
         return dict(zip(flat, made, strict=True))
 
+    def _inner(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
+        """Inner products (k, k) of rows at a low-rank leaf."""
+        joint, lines = self._joint(i, rows, minus)
+        return joint.gram(lines).reshape(-1, len(rows), len(rows)).sum(0).cpu()
+
+    def _reached(
+        self, i: int, base: Row, rows: Sequence[Row], minus: Sequence[Row | None], line: Sequence[float]
+    ) -> tuple[Tensor, Truncated | None]:
+        """A low-rank leaf of `base` plus a combination of rows, and what was cut for it, if anything was."""
+        space = within(self.leaves[i].space)
+        start = self._piece(base, i)
+        stacks, weights = self._sum(i, (base, *rows), (None, *minus), (1.0, *line))
+        alone = len(stacks) == 1 and weights == [1.0] and stacks[0].shape[-1] <= space.rank
+        if alone or self._rests(i, start, stacks, weights):
+            # What nobody moved, or a client's model that is taken whole, keeps its factors, bit for bit.
+            return space._project(stacks[0] if alone else start).to(start.dtype), None
+        cut = self._cut(i, stacks, weights, space.rank)
+        return cut.point.to(start.dtype), cut
+
     def _terms(
+        self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], line: Sequence[float]
+    ) -> tuple[list[Tensor], list[float]]:
+        """Stacks of a low-rank leaf and their coefficients: a combination of rows."""
+        return self._sum(i, rows, minus, line)
+
+    def _sum(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], line: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
         """Distinct stacks of a leaf with their coefficients, of which none is 0."""
@@ -289,7 +305,7 @@ class Ambient:
         known, joint = self._joints.get(i, ([], None))
         places = [_find(known, stack) for stack in stacks]
         if joint is None or None in places:
-            joint = Joint.of(stacks, _within(self.leaves[i].space).m)
+            joint = Joint.of(stacks, within(self.leaves[i].space).m)
             self._joints[i] = (stacks, joint)
             places = [*range(len(stacks))]
         return joint, [place for place in places if place is not None]
@@ -330,7 +346,7 @@ FLAT = Ambient()
 """Where there is no leaf of low rank."""
 
 
-def _within(space: Any) -> Any:
+def within(space: Any) -> Any:
     """The space of one of the copies that a leaf has."""
     while isinstance(space, Power):
         space = space.space

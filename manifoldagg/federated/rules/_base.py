@@ -85,9 +85,11 @@ class TangentRule(ServerRule):
             # A passage of no length is refused where some leaf lacks what the transport takes.
             point = in_float64(space, check_point(space, start, name="start"))
             Passage(space, point, point, self.transport, self.rungs)
-        elif self.transport is not None:
-            what = "a flat space" if space.flat else "leaves that are flat or of low rank"
-            raise ArgumentError(f"transport: expected None on {what}, got {self.transport!r}")
+        elif self.transport is not None and space.flat:
+            raise ArgumentError(f"transport: expected None on a flat space, got {self.transport!r}")
+        elif self.transport not in (None, "projection"):
+            given = repr(self.transport)
+            raise ArgumentError(f"transport: expected None or 'projection' where leaves are of low rank, got {given}")
 
 
 def follow(space: Manifold, current: Point, frame: Frame, gram: Gram, line: list[float], out: Target) -> Any:

@@ -17,6 +17,7 @@ from manifoldagg.federated.contract import Update
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, check_point
 from manifoldagg.manifolds.ambient import Ambient
+from manifoldagg.manifolds.tangents import Tangents
 
 __all__ = [
     "along",
@@ -56,7 +57,8 @@ def frame_of(
     Args:
         space: of the points.
         update: with base, current and points.
-        transport: on a curved space, as in [`Frame.of`][manifoldagg.corrections.Frame.of].
+        transport: on a curved space, as in [`Frame.of`][manifoldagg.corrections.Frame.of]; where leaves are of low rank
+            `"projection"` takes what of the differences is tangent at $\Theta^\tau$.
         rungs: of a ladder.
         tensors: whether the named tensors of such a space are segments.
 
@@ -76,7 +78,7 @@ def frame_of(
         point = base[0] if isinstance(base, tuple) else base
         if tensors:
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
-        ambient = Ambient.of(space, point)
+        ambient = Ambient.of(space, point) if transport is None else Tangents.at(space, current)
         segments = segments or ambient.segments
         if update.descent:
             return Frame.of_gradients(points, base, current, segments=segments)

@@ -28,7 +28,10 @@ class AsyncCorrected(ScheduledRule):
         correction: $\pi$, such as `OrthoDyn()` or `Position() >> OrthoDC(0.0)`.
         dominance: a penalty on clients that answer often.
         transport: how tangents travel on a curved space: `"parallel"`, `"ladder"`, `"projection"`; `None` is parallel
-            where a leaf has it in closed form, a ladder elsewhere.
+            where a leaf has it in closed form, a ladder elsewhere. Where leaves are of low rank `None` takes inner
+            products and sums of the matrices and truncates the new one; `"projection"` takes what of the differences is
+            tangent at the current model, and its retraction. At a leaf whose model has a lower rank than its factors
+            both are the same: the number `ambient` says at how many.
         rungs: of a ladder.
 
     Raises:

@@ -1,0 +1,128 @@
+"""Tangents at one point: differences and sums of points of low-rank leaves, projected there, and the way back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manifoldagg.kernels import Row
+from manifoldagg.manifolds.ambient import Ambient, within
+from manifoldagg.manifolds.factors import Joint, Truncated
+from manifoldagg.manifolds.lowrank import LowRank
+from manifoldagg.manifolds.manifold import Manifold
+
+__all__ = ["Tangents"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tangents(Ambient):
+    r"""As `Ambient`, of the parts of rows that are tangent at one point $X$ of the space.
+
+    Of a row $Z$ inner products and sums take $P_X Z$ at each leaf of low rank, which is what `inverse_retract` sees of
+    a difference of points, and a point is `retract` of the sum in place of its truncation. What is kept is the tangent
+    as a matrix: with it at another point is what is tangent of it there.
+
+    A leaf whose $X$ has a lower rank than its factors has no such tangents: there everything is as in `Ambient`, and
+    `told` says at how many leaves (`ambient`).
+
+    Attributes:
+        here: $X$.
+        smooth: the leaves with tangents.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [0.0], [2.0], [0.0]])  # diag(2, 0)
+        >>> y = torch.tensor([[0.0], [1.0], [0.0], [1.0]])  # diag(0, 1), of which nothing is tangent there
+        >>> tangents = Tangents.at(LowRank(2, 2, 1), x)
+        >>> tangents.gram([y, y], minus=[None, x])
+        tensor([[[0., 0.],
+                 [0., 4.]]], dtype=torch.float64)
+        >>> tangents.combine(x, [y], [0.5], minus=[x]).flatten()
+        tensor([1., 0., 1., 0.])
+    """
+
+    here: Row = ()
+    smooth: frozenset[int] = frozenset()
+
+    @staticmethod
+    def at(space: Manifold, here: Row) -> "Tangents":
+        """Those at a point of a space that is `ambient`.
+
+        Raises:
+            ArgumentError: as [`Ambient.of`][manifoldagg.manifolds.ambient.Ambient.of].
+        """
+        around = Ambient.of(space, here[0] if isinstance(here, tuple) else here)
+        smooth = frozenset(i for i in around._low if _is_smooth(within(around.leaves[i].space), around._piece(here, i)))
+        told = {**around.told, "ambient": float(len(around._low) - len(smooth))}
+        return Tangents(around.leaves, told, here=here, smooth=smooth)
+
+    def _inner(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
+        if i not in self.smooth:
+            return super()._inner(i, rows, minus)
+        x = self._at(i)
+        u = self._tangents(i, rows, minus)
+        a, b = torch.tril_indices(len(u), len(u))
+        values = within(self.leaves[i].space)._inner(x.expand(len(a), *x.shape), u[a], u[b]).reshape(len(a), -1).sum(1)
+        lower: Tensor = values.new_zeros(len(u), len(u)).index_put((a, b), values)
+        return (lower + lower.tril(-1).mT).cpu()
+
+    def _reached(
+        self, i: int, base: Row, rows: Sequence[Row], minus: Sequence[Row | None], line: Sequence[float]
+    ) -> tuple[Tensor, Truncated | None]:
+        start = self._piece(base, i)
+        if i not in self.smooth or not torch.equal(start, self._piece(self.here, i)):
+            return super()._reached(i, base, rows, minus, line)
+        u = self._along(i, rows, minus, line)
+        if not u.any():
+            return start, None
+        space: LowRank = within(self.leaves[i].space)
+        return space._retract(start.double(), u).to(start.dtype), None
+
+    def _terms(
+        self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], line: Sequence[float]
+    ) -> tuple[list[Tensor], list[float]]:
+        if i not in self.smooth:
+            return super()._terms(i, rows, minus, line)
+        m = within(self.leaves[i].space).m
+        x = self._at(i)
+        u = self._along(i, rows, minus, line)
+        # dB A + B dA, side by side.
+        down = torch.cat([u[..., :m, :], x[..., m:, :]], -2)
+        across = torch.cat([x[..., :m, :], u[..., m:, :]], -2)
+        return [torch.cat([down, across], -1)], [1.0]
+
+    def _at(self, i: int) -> Tensor:
+        return self._piece(self.here, i).double()
+
+    def _along(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], line: Sequence[float]) -> Tensor:
+        """What of a combination of rows is tangent."""
+        weights = torch.tensor([float(c) for c in line], dtype=torch.float64)
+        u = self._tangents(i, rows, minus)
+        # Of a row that has no part in it nothing is multiplied: 0 * inf is no number.
+        used = weights != 0
+        found: Tensor = torch.tensordot(weights[used].to(u), u[used.to(u.device)], dims=1)
+        return found
+
+    def _tangents(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
+        """What of rows is tangent: (k, *batch, m + n, rank)."""
+        space = within(self.leaves[i].space)
+        x = self._at(i)
+        seen: dict[int | None, Tensor] = {}
+
+        def tangent(row: Row | None) -> Tensor:
+            """The way from X to a point, or to 0: the projection of a difference is a difference of such."""
+            key = None if row is None else id(row)
+            if key not in seen:
+                seen[key] = space._inverse_retract(
+                    x, torch.zeros_like(x) if row is None else self._piece(row, i).double()
+                )
+            return seen[key]
+
+        return torch.stack([tangent(plus) - tangent(less) for plus, less in zip(rows, minus, strict=True)])
+
+
+def _is_smooth(space: LowRank, x: Tensor) -> bool:
+    """Whether the factors of a point, and of all copies, have the rank of the space in their dtype."""
+    values = torch.linalg.svdvals(Joint.of([x], space.m).cores[0])
+    least = max(space.m, space.n) * torch.finfo(x.dtype).eps * values[..., :1]
+    return bool((values[..., space.rank - 1 :] > least).all())
