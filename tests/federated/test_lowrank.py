@@ -23,6 +23,7 @@ from manifoldagg.federated.rules import (
     AsyncCurve,
     AsyncFedED,
     DeFedAvg,
+    DelayedNesterov,
     FedAdam,
     FedAsync,
     FedAvg,
@@ -30,9 +31,11 @@ from manifoldagg.federated.rules import (
     FedGS,
     FedOrtho,
     GeneralizedAsyncSGD,
+    HeLoCo,
     MasFL,
     Momentum,
     OrthoFL,
+    RadialDirectional,
 )
 from manifoldagg.manifolds import Flat, LowRank, ParameterSpace, Power, Product, Sphere
 from manifoldagg.manifolds.ambient import Ambient
@@ -66,6 +69,9 @@ RULES = [
     OrthoFL(moving_average=False),
     Momentum(ASGD(0.5)),
     Momentum(FedBuff(2)),
+    HeLoCo(0.5),
+    DelayedNesterov(2, 0.5, activation=0.25),
+    RadialDirectional(2, 0.5),
 ]
 
 

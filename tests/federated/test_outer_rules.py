@@ -243,7 +243,7 @@ def test_a_cohort_that_cancels_rests():
             lambda: Momentum(GOLDEN["DiLoCo"].rule, nesterov=True).init(Sphere(3), torch.eye(3)[0]),
             "nesterov: expected a flat",
         ),
-        (lambda: HeLoCo().init(Sphere(3), torch.eye(3)[0]), "space: momenta from other points, of HeLoCo,"),
+        (lambda: HeLoCo().init(Sphere(3), torch.eye(3)[0]), "space: momenta from other points, of HeLoCo, need"),
         (lambda: RadialDirectional(2).init(Sphere(3), torch.eye(3)[0]), "space: lengths of tensors"),
     ],
 )

@@ -81,6 +81,8 @@ def frame_of(
         ambient = Ambient.of(space, point) if transport is None else Tangents.at(space, current)
         segments = segments or ambient.segments
         if update.descent:
+            if ambient.leaves:
+                raise ArgumentError("points: expected models: of low-rank leaves there are no pseudo-gradients")
             return Frame.of_gradients(points, base, current, segments=segments)
         return Frame.of_points(points, base, current, segments=segments, ambient=ambient)
     given = {"base": base, "current": current, "points": update.points.detach()}

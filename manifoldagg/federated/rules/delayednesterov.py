@@ -51,7 +51,7 @@ class DelayedNesterov(ServerRule):
     cohort: ClassVar[int] = 1
     rows: ClassVar[bool] = True
     drifts: ClassVar[bool] = False
-    needs_flat: ClassVar[str] = "momenta from other points, of DelayedNesterov,"
+    needs_sums: ClassVar[str] = "momenta from other points"
     size: int = 4
     rate: Rate = 0.7
     beta: float = 0.9
@@ -90,4 +90,5 @@ class DelayedNesterov(ServerRule):
         rate = rate_at(self.rate, state["version"])
         line = rate * (v / self.size + c * self.beta * m)
         numbers = {"cosine": cosine(gram), "rate": rate, "step": rate / self.size, "norm": root(gram.square(line))}
-        return after, Outcome(frame.move(gram, line, out), update.memory, numbers)
+        model = frame.move(gram, line, out)
+        return after, Outcome(model, update.memory, numbers | frame.ambient.told)

@@ -64,7 +64,7 @@ class HeLoCo(ServerRule):
     cohort: ClassVar[int] = 1
     rows: ClassVar[bool] = True
     drifts: ClassVar[bool] = False
-    needs_flat: ClassVar[str] = "momenta from other points, of HeLoCo,"
+    needs_sums: ClassVar[str] = "momenta from other points"
     rate: Rate = 0.7
     beta: float = 0.9
     staleness: Weight = field(default_factory=Constant)
@@ -100,9 +100,8 @@ class HeLoCo(ServerRule):
         line = rate * (step + self.beta * (2 * kept - m if self.look_ahead else kept))
         numbers = {"cosine": cosine(gram), "rate": rate, "step": rate * share, "norm": root(gram.square(line))}
         model = frame.move(gram, line, out)
-        return {"version": state["version"] + 1, "momentum": frame.kept(kept, out)}, Outcome(
-            model, update.memory, numbers
-        )
+        after = {"version": state["version"] + 1, "momentum": frame.kept(kept, out)}
+        return after, Outcome(model, update.memory, numbers | frame.ambient.told)
 
     def turned(self, square: float, along: float, momentum: float) -> tuple[float, float]:
         r"""The coefficients of $\pi v$ on $v$ and $m$, from their inner products.

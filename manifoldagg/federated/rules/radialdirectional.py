@@ -49,7 +49,7 @@ class RadialDirectional(FedAvg):
         [tensor([2.1213, 2.1213])]
     """
 
-    needs_flat: ClassVar[str] = "lengths of tensors, of RadialDirectional,"
+    needs_sums: ClassVar[str] = "lengths of tensors"
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         check_points(self, update)
@@ -68,6 +68,7 @@ class RadialDirectional(FedAvg):
         numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(after["count"])}
         if after["count"] < self.wanted:
             waiting = after | {"lengths": lengths, "buffer": frame.kept(line, out)}
+            numbers |= frame.ambient.told
             # Sums of vectors of length 1, in weights whose sum is finite.
             return waiting, Outcome(None, update.memory, numbers, sound=True)
         total = check_number("weight: sum over the buffer", after["total"], above=0)
@@ -77,4 +78,5 @@ class RadialDirectional(FedAvg):
             row *= rate * length / total / size if size > 0 else 0.0
         numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": root(gram.square(line))}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
-        return after, Outcome(frame.move(gram, line, out), update.memory, numbers)
+        model = frame.move(gram, line, out)
+        return after, Outcome(model, update.memory, numbers | frame.ambient.told)
