@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -35,10 +35,11 @@ def interrupt(*_: object) -> NoReturn:
 
 
 @contextmanager
-def unwinding(said: str = "interrupted") -> Iterator[None]:
+def unwinding(said: str | Callable[[], str] = "interrupted") -> Iterator[None]:
     """In this block Ctrl-C is a `KeyboardInterrupt`, and a polite kill unwinds too: neither leaves half a file.
 
-    Once all is undone, `said` goes to stderr, and the process ends as one does that was interrupted.
+    Once all is undone, `said`, or what it says then, goes to stderr, and the process ends as one does that was
+    interrupted.
 
     Example:
         >>> with unwinding():
@@ -54,7 +55,7 @@ def unwinding(said: str = "interrupted") -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(said, file=sys.stderr, flush=True)
+        print(said if isinstance(said, str) else said(), file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
     finally:
         signal.signal(signal.SIGINT, outside)

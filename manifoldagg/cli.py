@@ -32,6 +32,7 @@ from manifoldagg.simulation.methods import methods as methods_by_name
 from manifoldagg.simulation.report import check_destination, machine, write_report
 from manifoldagg.simulation.summary import FILES, write_summary
 from manifoldagg.simulation.tuning import Tuning
+from manifoldagg.simulation.unfinished import discard
 from manifoldagg.simulation.words import describe
 from manifoldagg.simulation.workers.pool import processes
 
@@ -174,6 +175,12 @@ def compare_command(
             show_default=False,
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on where a comparison of the same settings was interrupted, with the same results."
+        ),
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -239,8 +246,17 @@ def compare_command(
     executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
     say = errors if as_json else screen
     kept = f" but what was tried, in {out / '.tuned'}" if tune else ""
-    with unwinding(f"interrupted: nothing was written{kept}"):
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+
+    def left() -> str:
+        if unfinished.exists():
+            return f"interrupted: what is done is kept in {unfinished}; --resume goes on"
+        return f"interrupted: nothing was written{kept}"
+
+    with unwinding(left):
         check_destination(folder)
+        for line in _begun(unfinished, resume):
+            say.print(line, highlight=False, markup=False, soft_wrap=True)
         with ExitStack() as shown:
             advance = _bars(say, rounds, shown)
             comparison = compare(
@@ -253,8 +269,11 @@ def compare_command(
                 executor=executor,
                 progress=advance,
                 tuning=None if apart is None else Tuning(apart, cache=out / ".tuned"),
+                folder=unfinished,
+                resume=resume,
             )
         files = write_report(comparison, folder)
+        discard(unfinished)
     say.print(comparison_table(comparison))
     for line in [*rates_found(comparison), *refusals(comparison)]:
         say.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -266,6 +285,15 @@ def compare_command(
         timing = comparison.timing() | machine()
         told = comparison.results() | {"log": comparison.log(), "timing": timing, "files": list(map(str, files))}
         print(json.dumps(told), flush=True)
+
+
+def _begun(unfinished: Path, resume: bool) -> list[str]:
+    """What becomes of what an interrupted comparison has left, where that may surprise."""
+    if resume:
+        return [
+            f"Going on with {unfinished}" if unfinished.exists() else f"{unfinished} is not there: from the beginning"
+        ]
+    return [f"{unfinished} is begun anew; --resume would go on"] if unfinished.exists() else []
 
 
 def _bars(say: Console, rounds: int, shown: ExitStack) -> Callable[[str, int], None]:

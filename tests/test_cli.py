@@ -1,6 +1,5 @@
 """The command line, as a user runs it."""
 
-import contextlib
 import json
 import os
 import signal
@@ -162,27 +161,42 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
     assert WRONG[place][1] in errors
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_an_interrupted_run_says_so_and_leaves_nothing(jobs, tmp_path):
-    changes = tmp_path / "changes.csv"
-    os.mkfifo(changes)
+LONG = ["--clients", "30", "--rounds", "40", "--seeds", "1", "--every", "8", "--methods", "asyncbezier,fedgs"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The files of a comparison that nobody interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert call("compare", *LONG, "--name", "one", folder=folder).returncode == 0
+    return {path.name: path.read_bytes() for path in (folder / "runs" / "one").iterdir()}
+
+
+@pytest.mark.parametrize(("number", "jobs", "lines"), [(signal.SIGINT, "2", 3), (signal.SIGKILL, "1", 8)])
+def test_what_is_interrupted_or_killed_goes_on_to_the_same_report(number, jobs, lines, whole, tmp_path):
+    command = [*COMMAND, "compare", *LONG, "--name", "one", "--jobs", jobs]
+    unfinished = tmp_path / "runs" / "one.unfinished"
     running = subprocess.Popen(
-        [*COMMAND, "compare", "--rounds", "100000", "--jobs", jobs, "--participation", "file:changes.csv"], cwd=tmp_path, env=WIDE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        command, cwd=tmp_path, env=WIDE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
     )  # fmt: skip
-    pipe = None
-    while pipe is None and running.poll() is None:
-        with contextlib.suppress(OSError):  # as long as nobody reads it
-            pipe = os.open(changes, os.O_WRONLY | os.O_NONBLOCK)
-        time.sleep(0.1)
-    os.write(pipe, b"time,client,kind\n")
-    os.close(pipe)
-    time.sleep(3)  # at work by now, however long a busy machine takes to import what it needs
-    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: workers hear it too
+    log = unfinished / "log.jsonl"
+    while running.poll() is None and (not log.exists() or log.read_text().count("\n") < lines):
+        time.sleep(0.02)
+    os.killpg(running.pid, number)  # as a terminal does: workers hear it too
     _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert errors == "interrupted: nothing was written\n"
-    assert list(tmp_path.iterdir()) == [changes]
+    if number is signal.SIGINT:
+        assert running.returncode == 130
+        assert errors == "interrupted: what is done is kept in runs/one.unfinished; --resume goes on\n"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one.unfinished"]
+    done = call("compare", *LONG, "--name", "one", "--resume", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Going on with runs/one.unfinished" in done.stdout
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one"]
+    found = {path.name: path.read_bytes() for path in (tmp_path / "runs" / "one").iterdir()}
+    assert found.keys() == whole.keys()
+    for name in ("results.json", "log.jsonl", "plane.png"):
+        assert found[name] == whole[name]
 
 
 INTERRUPTED = """

@@ -2,8 +2,10 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from manifoldagg.simulation.naming import blamed
 from manifoldagg.simulation.run import WORKS, Event, Method, Run, run
 from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations, course_of
 from manifoldagg.simulation.tuning import Tuning
+from manifoldagg.simulation.unfinished import Curve, Unfinished
 from manifoldagg.simulation.words import describe
 from manifoldagg.simulation.workers.pool import Executors, serving
 
@@ -114,6 +117,8 @@ def compare(
     executor: Executors = None,
     progress: Callable[[str, int], None] | None = None,
     tuning: Tuning | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
 ) -> Comparison:
     """Run every method on every seed's federation, with one torch thread so that results repeat bit for bit.
 
@@ -139,9 +144,16 @@ def compare(
         executor: what trains; one that a function makes serves all runs. Results do not depend on it.
         progress: called with the method's name and the seed after each round.
         tuning: searches the methods' rates first.
+        folder: where to keep what is done until all is over: the runs, every half minute where the one that is under
+            way stands, also when something ends it, and the log so far. It is made, and stays for who has the result
+            to remove; what another comparison left there is removed.
+        resume: go on with what is in `folder`, if there is something: a comparison that was interrupted at any point
+            finds what it would have found, bit for bit.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
+        CheckpointError: if what is in `folder` is of other settings or versions, naming the first difference, or is not
+            what was kept.
     """
     check_count("seeds", seeds)
     check_count("rounds", rounds)
@@ -150,6 +162,8 @@ def compare(
     target = check_number("target", task.target if target is None else target, at_least=0, at_most=1)
     if len({method.name for method in methods}) < len(methods) or not methods:
         raise ArgumentError("methods: expected at least one, with distinct names")
+    if resume and folder is None:
+        raise ArgumentError("resume: expected a `folder` to go on from")
     if isinstance(scheduler, Scheduler):
         raise ArgumentError(
             "scheduler: expected a function that makes one for each run, got one, which the first run would use up"
@@ -162,16 +176,56 @@ def compare(
         divided = partial(divided, holdout=holdout, validation=validation, batch=batch)
         federations = [divided(seed=seed) for seed in range(seeds)]
         scenario = by_name.scenario(scheduler, delays, participation)
-        pictured: list[tuple[str, Event]] = []
+        for federation in federations:
+            for method in methods:
+                _try(federation, method, scenario, tasks)
+        tried: dict[str, object] | None = None
+        if tuning is not None:
+            like = {"rounds": rounds, "work": work, "tasks": tasks, "executor": workers, "progress": progress}
+            like |= {"scheduler": scheduler, "delays": delays, "participation": participation}
+            methods, tried = tuning.apply(methods, divided, validation=validation, used=seeds, **like)
+        settings: dict[str, Any] = {
+            "data": {"name": task.name, "checksum": f"{task.checksum:08x}"},
+            "clients": clients,
+            "rounds": rounds,
+            "seeds": list(range(seeds)),
+            "model": describe(task.model),
+            "partition": describe(partition),
+            "holdout": holdout,
+            "validation": validation,
+            "batch": batch,
+            "target": target,
+            "scheduler": describe(scheduler),
+            "delays": describe(delays),
+            "participation": describe(participation),
+            "work": work,
+            "tasks": tasks,
+            "every": every,
+            "tuning": tried,
+            "methods": {
+                method.name: {"rule": describe(method.rule), "trainer": describe(method.trainer)} for method in methods
+            },
+            "not scheduled": [sorted(set(range(clients)) - set(f.scheduled)) for f in federations],
+        }
+        pictured: list[Curve] = []
 
         def watch(name: str, event: Event) -> None:
             is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
             if not pictured and event.round >= PICTURED * rounds and is_curve:
-                pictured.append((name, event))
+                phi = torch.cat([event.message.start[None], event.payload.points])
+                pictured.append(Curve(name, event.round, event.client, phi))
+                if kept is not None:
+                    kept.curve = pictured[0]
 
-        def found(method: Method, federation: Federation) -> Run:
+        def found(place: int, method: Method, federation: Federation) -> Run:
+            log = None if kept is None else partial(kept.log, method.name, federation.seed)
+            over = None if kept is None else kept.finished(place)
+            if over is not None and log is not None:
+                for row in over.evaluations:
+                    log(row)
+                return over
             with blamed(f"methods: {method.name}"):
-                return run(
+                over = run(
                     federation,
                     method,
                     rounds=rounds,
@@ -182,41 +236,22 @@ def compare(
                     executor=workers,
                     watch=partial(watch, method.name) if federation.seed == 0 else None,
                     progress=progress and partial(progress, method.name, federation.seed),
+                    log=log,
+                    checkpoint=None if kept is None else kept.checkpoint(place),
+                    resume=kept is not None,
                 )
+            if kept is not None:
+                kept.finish(place, over)
+            return over
 
-        for federation in federations:
-            for method in methods:
-                _try(federation, method, scenario, tasks)
-        tried: dict[str, object] | None = None
-        if tuning is not None:
-            like = {"rounds": rounds, "work": work, "tasks": tasks, "executor": workers, "progress": progress}
-            like |= {"scheduler": scheduler, "delays": delays, "participation": participation}
-            methods, tried = tuning.apply(methods, divided, validation=validation, used=seeds, **like)
-        runs = {method.name: [found(method, federation) for federation in federations] for method in methods}
-        landscape = _landscape(federations[0], *pictured[0]) if pictured else None
-    settings: dict[str, Any] = {
-        "data": {"name": task.name, "checksum": f"{task.checksum:08x}"},
-        "clients": clients,
-        "rounds": rounds,
-        "seeds": list(range(seeds)),
-        "model": describe(task.model),
-        "partition": describe(partition),
-        "holdout": holdout,
-        "validation": validation,
-        "batch": batch,
-        "target": target,
-        "scheduler": describe(scheduler),
-        "delays": describe(delays),
-        "participation": describe(participation),
-        "work": work,
-        "tasks": tasks,
-        "every": every,
-        "tuning": tried,
-        "methods": {
-            method.name: {"rule": describe(method.rule), "trainer": describe(method.trainer)} for method in methods
-        },
-        "not scheduled": [sorted(set(range(clients)) - set(f.scheduled)) for f in federations],
-    }
+        with ExitStack() as held:
+            kept = None if folder is None else held.enter_context(Unfinished(Path(folder), settings, resume=resume))
+            pictured += [] if kept is None or kept.curve is None else [kept.curve]
+            runs = {
+                method.name: [found(i * seeds + federation.seed, method, federation) for federation in federations]
+                for i, method in enumerate(methods)
+            }
+        landscape = _landscape(federations[0], pictured[0]) if pictured else None
     return Comparison(settings, runs, landscape)
 
 
@@ -241,12 +276,11 @@ def _try(federation: Federation, method: Method, scenario: Mapping[str, Any], ta
             course.give(event.client, float(federation.length(event.client)))
 
 
-def _landscape(federation: Federation, name: str, event: Event) -> Landscape:
+def _landscape(federation: Federation, curve: Curve) -> Landscape:
     """The planes of a curve that a client sent."""
     model = federation.model()
     space = ParameterSpace.of(model)
     loss = space.loss(model, nn.functional.cross_entropy)
-    phi = torch.cat([event.message.start[None], event.payload.points])
 
     def over(samples: np.ndarray) -> Plane:
         most = min(DRAWN_SAMPLES, DRAWN_LABELS * len(federation.task.labels) // federation.task.labels.numel())
@@ -258,10 +292,10 @@ def _landscape(federation: Federation, name: str, event: Event) -> Landscape:
             with torch.no_grad():
                 return loss(theta, batch).item()
 
-        return plane(Bezier(space, len(event.payload.points)), phi, value)
+        return plane(Bezier(space, len(curve.phi) - 1), curve.phi, value)
 
     everybody = np.concatenate(federation.held_out)
-    return Landscape(name, event.round, event.client, over(federation.train[event.client]), over(everybody))
+    return Landscape(curve.method, curve.round, curve.client, over(federation.train[curve.client]), over(everybody))
 
 
 def _told(run_: Run) -> dict[str, object]:

@@ -155,6 +155,7 @@ def run(
     executor: Executors = None,
     watch: Callable[[Event], None] | None = None,
     progress: Callable[[], None] | None = None,
+    log: Callable[[Evaluation], None] | None = None,
     checkpoint: Every | None = None,
     resume: bool = False,
 ) -> Run:
@@ -185,6 +186,7 @@ def run(
             [`processes(2)`][manifoldagg.simulation.processes]. `None`: every task is trained here, when it is answered.
         watch: called with each answered task, but not again with those that were answered before a run goes on.
         progress: called once a round; for all of those that are over, when a run goes on.
+        log: called with the row of each evaluation; likewise.
         checkpoint: when to write down where the run stands, beside its work, and where to; answers are what `updates`
             counts. It is written too when something ends the run, an interrupt or an error. Where `seconds` say when,
             it takes no more than a twentieth of the time.
@@ -210,7 +212,7 @@ def run(
     check_count("rounds", rounds)
     check_count("every", every)
     check_choice("work", work, WORKS)
-    for name, told in (("watch", watch), ("progress", progress)):
+    for name, told in (("watch", watch), ("progress", progress), ("log", log)):
         if told is not None and not callable(told):
             raise ArgumentError(f"{name}: expected a function, got {told!r}")
     if not isinstance(method, Method):
@@ -271,6 +273,9 @@ def run(
     if progress is not None:
         for _ in range(spent.round):
             progress()
+    if log is not None:
+        for row in marks.rows:
+            log(row)
 
     def stand() -> Stand:
         return Stand(
@@ -340,7 +345,9 @@ def run(
                 foresight.settled(key, accepted)
                 if spent.round % every == 0 or spent.round == rounds:
                     seen = marks.rows[-1].round
-                    marks.take(server, spent, [task.staleness for task in trace[seen:]])
+                    row = marks.take(server, spent, [task.staleness for task in trace[seen:]])
+                    if log is not None:
+                        log(row)
                 if progress is not None:
                     progress()
     seconds = time.perf_counter() - started - marks.seconds

@@ -26,12 +26,15 @@ from manifoldagg.simulation import (
     Replay,
     run,
 )
+from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.course import Course
 from manifoldagg.simulation.exam import Marks
 from manifoldagg.simulation.keeper import SHARE, Keeper
-from manifoldagg.simulation.methods import RULES, method
+from manifoldagg.simulation.methods import RULES, method, methods
+from manifoldagg.simulation.unfinished import Unfinished, discard
 from manifoldagg.simulation.workers.crew import Crew
 from tests.simulation import crews
+from tests.simulation.test_run import clusters
 
 ROUNDS = 9
 FEDERATION = crews.federation()
@@ -255,6 +258,88 @@ def test_messages_are_written_once_and_not_where_the_server_keeps_them(tmp_path)
     assert set(starts) == {None}
     buffers = {place for *_, message in tree["out"] for place in message[3].values()}
     assert len(tree["tensors"]) == len(buffers)
+
+
+NAMES = ["fedgs", "asyncbezier"]
+LIKE = {"clients": 4, "rounds": 8, "seeds": 2, "every": 3}
+
+
+def compared(*given, **options):
+    return compare(clusters(), methods(NAMES), **(LIKE | options))
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return compared()
+
+
+def log_of(comparison):
+    return [json.dumps(row) for row in comparison.log()]
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["stopped", "killed"])
+def test_a_comparison_goes_on_to_the_same_bits(kill, comparison, tmp_path, request, monkeypatch):
+    """Stopped in the first run, before the curve that is drawn and after it, in the last; no line of the log is twice."""
+    if kill:
+        request.getfixturevalue("killed")
+        monkeypatch.setattr("manifoldagg.simulation.unfinished.SECONDS", 1e-9)
+        monkeypatch.setattr("manifoldagg.simulation.keeper.SHARE", 0)
+    folder = tmp_path / "some.unfinished"
+    for name, seed, round_ in (("FedGS", 0, 3), ("AsyncBezier", 0, 3), ("AsyncBezier", 0, 7), ("AsyncBezier", 1, 5)):
+        stop = stopping(round_)
+        with pytest.raises(Stop):
+            compared(
+                folder=folder, resume=True,
+                progress=lambda *told: stop() if told == (name, seed) else None,  # noqa: B023
+            )  # fmt: skip
+        lines = (folder / "log.jsonl").read_text().splitlines()
+        assert lines == log_of(comparison)[: len(lines)]
+    found = compared(folder=folder, resume=True)
+    assert found == comparison
+    assert json.dumps(found.results()) == json.dumps(comparison.results())
+    assert (folder / "log.jsonl").read_text().splitlines() == log_of(comparison)
+    assert torch.equal(found.landscape.held_out.values, comparison.landscape.held_out.values)
+    assert (found.landscape.round, found.landscape.client) == (comparison.landscape.round, comparison.landscape.client)
+    assert not list(folder.glob("*.checkpoint"))
+    discard(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_are_over_are_not_trained_again(comparison, tmp_path):
+    told = []
+    assert compared(folder=tmp_path / "x") == comparison
+    found = compared(folder=tmp_path / "x", resume=True, progress=lambda *_: told.append(1))
+    assert (found, told) == (comparison, [])
+    assert found.timing() == compared(folder=tmp_path / "x", resume=True).timing()
+    compared(folder=tmp_path / "x", progress=lambda *_: told.append(1))
+    assert len(told) == 32
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_another_comparison_does_not_go_on_with_it(tmp_path):
+    folder = tmp_path / "x"
+    with pytest.raises(Stop):
+        compared(folder=folder, progress=stopping(12))
+    with pytest.raises(CheckpointError, match=r"x: settings: rounds: was 8, got 9$"):
+        compared(folder=folder, resume=True, rounds=9)
+    with pytest.raises(CheckpointError, match=r"x: settings: methods: FedGS: rule: was FedGS\("):
+        compare(clusters(), methods(NAMES, ["fedgs=0.5"]), **LIKE, folder=folder, resume=True)
+    (folder / "0.run").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"0.run: is truncated"):
+        compared(folder=folder, resume=True)
+    with Unfinished(folder, {}, resume=False), pytest.raises(ArgumentError, match="folder: another process is at the"):
+        compared(folder=folder)
+    (folder / "thesis.tex").write_text("mine")
+    for call in (
+        lambda: compared(folder=folder),
+        lambda: compared(folder=folder, resume=True),
+        lambda: discard(folder),
+    ):
+        with pytest.raises(ArgumentError, match="is not that of a comparison: it has 'thesis.tex'"):
+            call()
+    assert (folder / "thesis.tex").read_text() == "mine"
+    with pytest.raises(ArgumentError, match="resume: expected a `folder` to go on from"):
+        compared(resume=True)
 
 
 @pytest.mark.usefixtures("as_shipped")
