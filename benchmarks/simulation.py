@@ -1,11 +1,11 @@
 """How fast a federation is simulated: two processes beside one, and beside other engines; and how many clients fit.
 
 Four parts, each with its table. `run`: the demo's methods with one process and with two, beside the same training in a
-bare loop, with neither server nor course nor exam, and beside two such loops in two processes, each with half of the
-work: what the machine allows. `engines`: updates a second of equal work, FedAvg with the digits' CNN, beside Flower's
-own simulation engine and FLGo, each in an environment that is made here once, and in processes of its own; its cold
-start, to the end of the first round, is told apart. `clients`: what a run with that many clients holds, and what it
-costs when clients do nothing.
+bare loop, with neither server nor course nor exam, beside a run with a checkpoint every second, and beside two such
+loops in two processes, each with half of the work: what the machine allows. `engines`: updates a second of equal work,
+FedAvg with the digits' CNN, beside Flower's own simulation engine and FLGo, each in an environment that is made here
+once, and in processes of its own; its cold start, to the end of the first round, is told apart. `clients`: what a run
+with that many clients holds, and what it costs when clients do nothing.
 
 Peers run in a network namespace of their own (`unshare`, of util-linux): Ray, Flower's engine, listens wherever it can.
 FLGo runs in one process, in which it is fastest here: its pool of processes is made anew every round.
@@ -33,7 +33,7 @@ import torch
 from peers import apart
 from timing import by_parts, ratio
 
-from manifoldagg.federated import Message, Payload
+from manifoldagg.federated import Every, Message, Payload
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.simulation import (
     Errand,
@@ -123,6 +123,8 @@ def run_part(size: Size) -> list[Row]:
     """One process, two, and loops without a server."""
     rows: list[Row] = []
     pool = processes(2)()
+    folder = tempfile.TemporaryDirectory()
+    kept = Every(Path(folder.name) / "run", seconds=1.0, keep=1)
     try:
         for name in ("fedasync", "asyncbezier"):
             chosen = method(name)
@@ -131,6 +133,7 @@ def run_part(size: Size) -> list[Row]:
             calls = {
                 "bare": partial(bare, errands),
                 "one": ours,
+                "kept": partial(ours, checkpoint=kept),
                 "two": partial(ours, executor=pool),
                 "halves": partial(halves, pool, errands),
             }
@@ -141,12 +144,14 @@ def run_part(size: Size) -> list[Row]:
             row |= {f"{call} s": statistics.median(seconds) for call, seconds in wall.items()}
             row |= {
                 "overhead": ratio(own["one"], own["bare"]),
+                "kept": ratio(own["kept"], own["one"]),
                 "two": ratio(wall["one"], wall["two"]),
                 "halves": ratio(wall["bare"], wall["halves"]),
             }
             rows.append(row)
     finally:
         pool.shutdown()
+        folder.cleanup()
     return rows
 
 
@@ -154,13 +159,15 @@ def run_lines(rows: list[Row]) -> list[str]:
     """Their table."""
     lines = [
         "milliseconds an update; run / loop in seconds of the processor, the other ratios on the wall",
-        "method        loop  run, 1  run, 2  run / loop (aim 1.05)  1 / 2 processes (aim 1.8)  two loops apart",
+        "method        loop  run, 1  run, 2  run / loop (aim 1.05)  resumable / run (aim 1.05)"
+        "  1 / 2 processes (aim 1.8)  two loops apart",
     ]
     for row in rows:
         bare, one, two = (1e3 * row[f"{call} s"] / row["updates"] for call in ("bare", "one", "two"))
+        kept = spread(row["kept"], 3) if "kept" in row else "-"
         lines.append(
             f"{row['method']:<12} {bare:>5.1f} {one:>7.1f} {two:>7.1f}  {spread(row['overhead'], 3):>21}"
-            f"  {spread(row['two']):>25}  {spread(row['halves']):>16}"
+            f"  {kept:>26}  {spread(row['two']):>25}  {spread(row['halves']):>16}"
         )
     return lines
 
