@@ -1,5 +1,7 @@
 """The comparisons of a TOML file, one after the other: each is what the command would do with its command line."""
 
+import json
+import sys
 from collections.abc import Sequence
 from contextlib import chdir
 from pathlib import Path
@@ -11,13 +13,32 @@ from rich.console import Console
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation import by_name
 from manifoldagg.simulation.configuration import command_lines, options_by_name
+from manifoldagg.simulation.data.sets import task
 from manifoldagg.simulation.methods import methods
 from manifoldagg.simulation.naming import blamed
+from manifoldagg.simulation.tuning import with_rate
+from manifoldagg.simulation.words import describe
 
 Misuse: Any = next(kind for kind in typer.BadParameter.__mro__[::-1] if hasattr(kind, "format_message"))
 """What typer raises for arguments that it does not take: of its own, or of click where it was built on that."""
 APART = ("config", "only", "name")
 """Options that have no place in a file."""
+AS_GIVEN = (
+    *(
+        "clients",
+        "rounds",
+        "partition",
+        "holdout",
+        "validation",
+        "batch",
+        "scheduler",
+        "delays",
+        "participation",
+        "work",
+    ),
+    *("tasks", "every"),
+)
+"""Options that are settings of a comparison by the same name and value."""
 
 
 def run_each(context: typer.Context, path: Path, only: Sequence[str]) -> None:
@@ -50,9 +71,12 @@ def run_each(context: typer.Context, path: Path, only: Sequence[str]) -> None:
                 _look(made.params)
         for count, (name, made) in enumerate(runs.items(), start=1):
             say = Console(stderr=made.params["as_json"])
-            say.print(f"{name} ({count} of {len(runs)})", highlight=False, markup=False, style="bold")
             with blamed(f"{path}: {name}"):
-                command.invoke(made)
+                over = made.params["resume"] and _is_over(made.params)
+                told = f": is finished, in {made.params['out'] / name}" if over else ""
+                say.print(f"{name} ({count} of {len(runs)}){told}", highlight=False, markup=False, soft_wrap=True)
+                if not over:
+                    command.invoke(made)
 
 
 def _is_typed(context: Any, name: str) -> bool:
@@ -66,6 +90,35 @@ def _parsed(command: Any, words: list[str], context: Any) -> Any:
         return command.make_context(command.name, words, parent=context.parent)
     except Misuse as error:
         raise ArgumentError(error.format_message()) from None
+
+
+def _is_over(params: dict[str, Any]) -> bool:
+    """Whether the report of a comparison is there, is of these settings, and nothing of a later one is under way."""
+    report = params["out"] / params["name"]
+    if report.with_name(f"{report.name}.unfinished").exists():
+        return False
+    try:
+        settings = json.loads((report / "results.json").read_text())["settings"]
+        tuning = settings["tuning"]
+        if (tuning is not None and len(tuning["seeds"])) != (params["tune"] and params["tune_seeds"]):
+            return False
+        chosen = methods(params["methods"], list(params["rate"] or ()))
+        for place, method in enumerate(chosen if params["tune"] else ()):
+            tried = tuning["methods"][method.name]
+            if isinstance(tried, dict):
+                chosen[place] = with_rate(method, tried["chosen"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    sys.path.insert(0, "")
+    given = task(params["data"], params["model"])
+    expected = {name: params[name] for name in AS_GIVEN} | {
+        "data": {"name": given.name, "checksum": f"{given.checksum:08x}"},
+        "model": describe(given.model),
+        "target": given.target if params["target"] is None else params["target"],
+        "seeds": list(range(params["seeds"])),
+        "methods": {one.name: {"rule": describe(one.rule), "trainer": describe(one.trainer)} for one in chosen},
+    }
+    return all(settings.get(name) == value for name, value in expected.items())
 
 
 def _look(params: dict[str, Any]) -> None:

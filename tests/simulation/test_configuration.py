@@ -190,6 +190,37 @@ def test_a_configuration_does_what_its_command_line_does(call, tmp_path, monkeyp
     assert "first (1 of 1)" in errors
 
 
+def test_what_is_finished_is_not_done_again(call, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tables = {
+        "first": {"methods": "fedgs:trainer.epochs=1", "tune": True, "tune-seeds": 1},
+        "second": {"methods": "fedasync:trainer.epochs=1"},
+    }
+    written(tmp_path / "two.toml", defaults=SMALL, **tables)
+
+    def done(*words):
+        """Which comparisons were made, and which were said to be finished."""
+        call("--config", "two.toml", "--resume", *words)
+        out = capsys.readouterr().out
+        made = {name for name in tables if f"Written to runs/{name}:" in out}
+        over = {name for name in tables if f"): is finished, in runs/{name}" in out}
+        assert made | over == set(tables)
+        assert not made & over
+        return made
+
+    assert done() == {"first", "second"}
+    assert done() == set()
+    assert done("--jobs", 1) == set()
+    tables["second"]["rate"] = 2.0
+    written(tmp_path / "two.toml", defaults=SMALL, **tables)
+    assert done() == {"second"}
+    (tmp_path / "runs" / "second" / "results.json").write_text("{")
+    tables["first"]["tune-seeds"] = 2
+    written(tmp_path / "two.toml", defaults=SMALL, **tables)
+    assert done() == {"first", "second"}
+    assert done() == set()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
