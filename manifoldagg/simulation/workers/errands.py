@@ -44,6 +44,8 @@ class Errand:
 class Counted:
     """A criterion that counts the gradients it was asked for: its calls whose value can be differentiated.
 
+    A call counts once, also where a trainer of one's own maps it over several points (`vmap`).
+
     Args:
         criterion: (output, target) to a scalar.
 
