@@ -84,6 +84,7 @@ class Marks:
         self._exam = Exam(federation)
         self._version = -1
         self._worth: _Worth
+        self._best = -1.0
         self.rows: list[Evaluation] = []
         self.by_client: list[float] = []
         self.seconds = time.perf_counter() - started
@@ -91,6 +92,7 @@ class Marks:
     def go_on(self, rows: Sequence[Evaluation], by_client: list[float], seconds: float) -> None:
         """Go on from other marks: theirs come before what these will be."""
         self.rows = [*rows]
+        self._best = max((row.accuracy for row in rows), default=-1.0)
         self.by_client = by_client
         self.seconds += seconds
 
@@ -111,7 +113,8 @@ class Marks:
             self._worth = _Worth(
                 float(grades.right.mean()), loss if math.isfinite(loss) else None, gini(clients), theil(clients)
             )
-            if self._worth.accuracy > max((row.accuracy for row in self.rows), default=-1.0):
+            if self._worth.accuracy > self._best:
+                self._best = self._worth.accuracy
                 self.by_client = clients
         row = Evaluation(
             **vars(spent),
