@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-flower test-hosts test-peft check docs soak bench clean
+.PHONY: demo test test-flower test-hosts test-peft test-diloco check docs soak bench clean
 
 demo: .venv/.installed
 	$(BIN)/manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3
@@ -20,6 +20,14 @@ test-hosts: .venv/.installed
 
 test-peft: .venv/.installed
 	$(BIN)/python benchmarks/peers/peft_tests.py
+
+# torchft in an environment of its own, beside the packages of .venv.
+test-diloco: .venv/.installed
+	$(PYTHON) -m venv build/torchft
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > "$$(build/torchft/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/beside.pth"
+	build/torchft/bin/python -m pip install --quiet --disable-pip-version-check opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
+	build/torchft/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchft-nightly
+	PYTHONPATH=. build/torchft/bin/python tests/network/diloco.py
 
 check: .venv/.installed
 	$(BIN)/ruff format --check .

@@ -198,6 +198,7 @@ class Outer(torch.optim.Optimizer):
             for name, gradient in zip(model.names, gradients, strict=True):
                 if not is_finite(gradient):
                     raise ArgumentError(f"params: {name}: expected a gradient that is finite") from error
+            error.args = (str(error).replace("displacements[0]", "params: gradient"),)  # on another rank, or its square
             raise
         motion: Any = outcome.model
         if motion is not None:

@@ -1,0 +1,112 @@
+"""Unmodified torchft with two replicas, each a process of its own, whose outer optimiser is ours; on the loopback.
+
+`make test-diloco` makes an environment for it and runs this file. Both replicas have to end with the same model, the one
+that SGD with Nesterov momentum makes of the same pseudo-gradients, or with a lower loss for the rules that SGD is not.
+"""
+
+import argparse
+import multiprocessing
+import sys
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+from torchft import Manager, ProcessGroupGloo
+from torchft._torchft import LighthouseServer
+from torchft.local_sgd import DiLoCo
+
+from manifoldagg.federated.rules import ASGD, HeLoCo, Momentum
+from manifoldagg.optim import Outer
+
+PATIENCE = timedelta(seconds=30)
+ROUNDS = 6
+OUTER = {
+    "torch.optim.SGD": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
+    "Momentum": lambda params: Outer(params, Momentum(ASGD(0.7), 0.9, nesterov=True)),
+    "HeLoCo": lambda params: Outer(params, HeLoCo(0.7)),
+}
+
+
+def replica(number, lighthouse, name, fragments, results):
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    layers = [nn.Linear(4, 3), nn.Linear(3, 1)]
+    model = nn.Sequential(*layers)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=PATIENCE),
+        min_replica_size=2,
+        use_async_quorum=False,
+        load_state_dict=lambda state: model.load_state_dict(state["model"]),
+        state_dict=lambda: {"model": model.state_dict()},
+        replica_id=f"replica_{number}",
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse,
+        hostname="127.0.0.1",
+        timeout=PATIENCE,
+        quorum_timeout=PATIENCE,
+        connect_timeout=PATIENCE,
+    )
+    parts = layers if fragments == 2 else [model]
+    outers = [OUTER[name](part.parameters()) for part in parts]
+    generator = torch.Generator().manual_seed(number)
+    losses = []
+    with DiLoCo(manager, parts, inner, outers, sync_every=4):
+        while manager.current_step() < ROUNDS:
+            x = torch.randn(16, 4, generator=generator)
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            inner.zero_grad()
+            loss.backward()
+            inner.step()
+            losses.append(loss.item())
+    results.put((number, [p.detach().tolist() for p in model.parameters()], losses))
+    manager.shutdown(wait=False)
+
+
+def trained(name, fragments):
+    """The models of both replicas, and their losses."""
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=5000)
+    address = lighthouse.address().replace(lighthouse.address().split("//")[1].split(":")[0], "127.0.0.1")
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=replica, args=(i, address, name, fragments, results)) for i in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        found = sorted(results.get(timeout=4 * PATIENCE.total_seconds()) for _ in processes)
+        for process in processes:
+            process.join(10)
+    finally:
+        for process in processes:
+            process.kill()
+        lighthouse.shutdown()
+    return [model for _, model, _ in found], [losses for *_, losses in found]
+
+
+def apart(one, other):
+    return max((torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in zip(one, other, strict=True))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fragments", type=int, nargs="*", default=[1, 2])
+    for fragments in parser.parse_args().fragments:
+        theirs = trained("torch.optim.SGD", fragments)[0][0]
+        for name in ("Momentum", "HeLoCo"):
+            models, losses = trained(name, fragments)
+            between, beside = apart(*models), apart(models[0], theirs)
+            last, first = losses[0][-1], losses[0][0]
+            print(
+                f"{fragments} fragments, {name}: replicas differ by {between}, from SGD by {beside:.1e}; loss {first:.2f} to {last:.2f}"
+            )
+            if between != 0 or not last < first or (name == "Momentum" and beside > 1e-5):
+                sys.exit("not as it should be")
+
+
+if __name__ == "__main__":
+    main()

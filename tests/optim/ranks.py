@@ -1,0 +1,147 @@
+"""What each rank of two does: the cases of `test_sharded`, of a module that FSDP2 has cut.
+
+`python -m tests.optim.ranks FOLDER` imports once, forks two ranks, and leaves what each found as FOLDER/RANK.pt. They meet
+by a file, over the loopback, and end by themselves.
+"""
+
+import multiprocessing
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch._dynamo  # DTensors load it: once, before the forks
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.optim import Outer
+from tests.optim.test_outer import RULES, _full
+
+PATIENCE = 50
+WORLD = 2
+
+
+def model(cut=None):
+    torch.manual_seed(0)
+    # Of one row, the last tensors leave a rank with nothing.
+    made = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    if cut is not None:
+        fully_shard(made, mesh=cut)
+    return made
+
+
+def step(outer, params, seed, **known):
+    """One step by pseudo-gradients that are the same on every rank."""
+    for i, p in enumerate(params):
+        whole = _full(seed + 31 * i, p.shape)
+        spread = isinstance(p, DTensor)
+        p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None) if spread else whole
+    outer.step(**known)
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def states(outer, params):
+    return [{name: full(x) if isinstance(x, torch.Tensor) else x for name, x in outer.state[p].items()} for p in params]
+
+
+def cases(rank):
+    mesh = init_device_mesh("cpu", (WORLD,))
+    found = {}
+    for name in ("ASGD", "FedOrtho", "by tensor", "DCASGD", "DiLoCo", "HeLoCo", "DelayedNesterov", "Decoupled DiLoCo"):
+        runs = []
+        for cut in (None, mesh):
+            params = [*model(cut).parameters()]
+            outer = Outer(params, RULES[name])
+            bases = [[p.detach().clone() for p in params]]
+            for i in range(4):
+                step(outer, params, 977 * i, staleness=i % 2, base=bases[i - i % 2])
+                bases.append([p.detach().clone() for p in params])
+            placed = all(
+                type(x) is type(p.data) for p in params for x in outer.state[p].values() if isinstance(x, torch.Tensor)
+            )
+            runs.append({"model": [full(p).detach() for p in params], "state": states(outer, params), "placed": placed})
+        found[name] = runs
+    return found | {"checkpoint": checkpoint(mesh), "refused": refused(mesh, rank), "replicated": replicated(mesh)}
+
+
+def checkpoint(mesh):
+    """A run that goes on from a distributed checkpoint, beside the one that was never interrupted."""
+    ends = []
+    first = model(mesh)
+    outer = Outer(first.parameters(), RULES["HeLoCo"])
+    for i in range(2):
+        step(outer, [*first.parameters()], i)
+    other = model(mesh)
+    second = Outer(other.parameters(), RULES["HeLoCo"])
+    other.load_state_dict(first.state_dict())
+    kept = get_optimizer_state_dict(first, outer)
+    kept["state"] = {
+        name: {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in state.items()}
+        for name, state in kept["state"].items()
+    }
+    set_optimizer_state_dict(other, second, kept)
+    for made, optimiser in ((first, outer), (other, second)):
+        step(optimiser, [*made.parameters()], 7)
+        ends.append([full(p).detach() for p in made.parameters()])
+    return ends
+
+
+def refused(mesh, rank):
+    """What each rank is told where one of them has a number that is none, and whether anything has moved."""
+    made = model(mesh)
+    params = [*made.parameters()]
+    outer = Outer(made.named_parameters(), RULES["HeLoCo"])
+    step(outer, params, 1)
+    before = [full(p).detach() for p in params]
+    for p in params:
+        p.grad = distribute_tensor(torch.ones(p.shape, dtype=p.dtype), mesh, p.placements, src_data_rank=None)
+    if rank == 1:
+        params[0].grad.to_local()[0, 0] = torch.nan
+    try:
+        outer.step()
+        told = ""
+    except ArgumentError as error:
+        told = str(error)
+    return told, all(torch.equal(a, full(p).detach()) for a, p in zip(before, params, strict=True))
+
+
+def replicated(mesh):
+    """Whole copies on every rank need nobody else."""
+    p = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None))
+    outer = Outer([p], RULES["ASGD"])
+    p.grad = distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None)
+    outer.step()
+    return p.to_local().detach()
+
+
+def run(rank, folder):
+    signal.alarm(PATIENCE)
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=PATIENCE // 2))
+    torch.save(cases(rank), folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run, args=(rank, folder)) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        sys.exit(f"ranks failed: {[process.exitcode for process in ranks]}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
