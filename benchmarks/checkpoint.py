@@ -5,6 +5,9 @@ while checkpoints are written without a pause, in turns; seconds are those of a 
 many cores as threads the difference is memory traffic and the interpreter's lock, which the writer takes for the many
 small values of tickets and clients. `the call` is what `receive` spends on a checkpoint itself: taking the record, and
 copying the average where there is one.
+
+The second table has what a journal costs a `receive`: without one, with `"batch"` and with `"always"`, beside writing as
+many bytes as a change has to a file, and writing and syncing them. A dispatch is journaled as well, and not timed.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import torch
 
 from manifoldagg import Server
 from manifoldagg.averaging import SWA
-from manifoldagg.federated import Payload
+from manifoldagg.federated import Journal, Payload
 from manifoldagg.federated.rules import AsyncFedED
 from manifoldagg.manifolds import Flat
 
@@ -30,6 +33,9 @@ FEW = 10
 HEAD = (
     "       P  clients  average      MB  write s   MB/s  resume s  call ms  receive ms    p99  beside ms    p99    most"
 )
+
+
+KEPT = "       P   bytes    none ms    batch ms    write ms   always ms    write and fsync ms"
 
 
 def filled(size: int, clients: int, average: bool) -> Server:
@@ -107,12 +113,45 @@ def measured(size: int, clients: int, average: bool, limit: float) -> dict[str, 
     }
 
 
+def journaled(size: int, limit: float, folder: Path) -> dict[str, float]:
+    """A line of the second table: medians in seconds."""
+    row: dict[str, float] = {"P": size}
+    for fsync in (None, "batch", "always"):
+        for path in folder.glob("lines.*"):
+            path.unlink()
+        journal = None if fsync is None else Journal(folder / "lines", fsync)
+        server = Server(Flat(size), AsyncFedED(0.5), torch.zeros(size), weights="uniform", journal=journal)
+        if fsync is not None:
+            (path,) = folder.glob("lines.*")
+            ticket = server.dispatch("another")
+            before = path.stat().st_size
+            server.receive(ticket, Payload(torch.rand(1, size), 1))
+            row["bytes"] = path.stat().st_size - before
+        row[str(fsync)] = statistics.median(seconds_of(server, limit))
+        server.close()
+    data = os.urandom(int(row["bytes"]))
+    for name, sync in (("write", False), ("write and fsync", True)):
+        taken = []
+        with open(folder / "bytes", "wb", buffering=0) as file:
+            end = time.perf_counter() + limit
+            while time.perf_counter() < end:
+                start = time.perf_counter()
+                file.write(data)
+                if sync:
+                    os.fsync(file.fileno())
+                taken.append(time.perf_counter() - start)
+        (folder / "bytes").unlink()
+        row[name] = statistics.median(taken)
+    return row
+
+
 def main() -> None:
     """Print a table, and write it and its numbers into a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e5, 1e6, 1e7])
     parser.add_argument("--clients", type=float, nargs="+", default=[1e5], help="with models of P = 10^4")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each time of a line")
+    parser.add_argument("--folder", type=Path, help="for journals, on the disk that is meant; a temporary one")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -134,9 +173,21 @@ def main() -> None:
             f"{1e3 * row['beside p99']:>6.2f} {1e3 * row['longest']:>8.1f}"
         )
         print(lines[-1], flush=True)
+    lines += ["", KEPT]
+    print(*lines[-2:], sep="\n", flush=True)
+    kept = []
+    for size in options.sizes:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            row = journaled(int(size), options.seconds, Path(folder))
+        kept.append(row)
+        lines.append(
+            f"{int(size):>8} {row['bytes']:>7.2g} {1e3 * row['None']:>10.3f} {1e3 * row['batch']:>11.3f} "
+            f"{1e3 * row['write']:>11.3f} {1e3 * row['always']:>11.3f} {1e3 * row['write and fsync']:>21.3f}"
+        )
+        print(lines[-1], flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "checkpoint.txt").write_text("\n".join(lines) + "\n")
-    made = {"settings": {"seconds": options.seconds, "machine": platform.platform()}, "rows": rows}
+    made = {"settings": {"seconds": options.seconds, "machine": platform.platform()}, "rows": rows, "journal": kept}
     (options.out / "checkpoint.json").write_text(json.dumps(made, indent=1) + "\n")
 
 

@@ -4,6 +4,7 @@ from manifoldagg.federated.aggregate import aggregate
 from manifoldagg.federated.contract import Averaging, Message, Outcome, Payload, Receipt, Rule, Ticket, Trainer, Update
 from manifoldagg.federated.intake import Checks
 from manifoldagg.federated.record.checkpoint import Every
+from manifoldagg.federated.record.journal import Journal
 from manifoldagg.federated.server import Server
 from manifoldagg.federated.versions import Versions
 from manifoldagg.federated.work import work
@@ -12,6 +13,7 @@ __all__ = [
     "Averaging",
     "Checks",
     "Every",
+    "Journal",
     "Message",
     "Outcome",
     "Payload",

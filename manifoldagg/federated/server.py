@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,6 +46,7 @@ from manifoldagg.federated.named import payload_of, resting
 from manifoldagg.federated.record.books import ANYONE, Books, Limits, Open, Row, Taken, row
 from manifoldagg.federated.record.checkpoint import Every, Moment, Saved, Writer, check_name
 from manifoldagg.federated.record.description import called, describe, path_of
+from manifoldagg.federated.record.journal import UNSAID, Appender, Journal, Living, Story, packed, recovered
 from manifoldagg.federated.record.overflow import Overflow
 from manifoldagg.federated.record.persistent import Atomic
 from manifoldagg.federated.record.spill import Spill
@@ -107,9 +108,13 @@ class Server:
             payload is still being made of what came are not counted: how many do so at once is for the host to bound.
         retries: how many of the latest receipts are kept for clients that ask again.
         checkpoint: when to write checkpoints beside the work, and where to. Clients are then strings or integers.
+        journal: where everything that is taken is appended before its receipt is given, so that `resume` knows of it;
+            with a [`Journal`][manifoldagg.federated.Journal], when that is brought to the disk. Clients as above. One
+            that is there already is not touched.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
+        CheckpointError: if the journal cannot be begun.
 
     Example:
         >>> import torch
@@ -150,7 +155,11 @@ class Server:
         max_waiting: int | None = None,
         retries: int = 10_000,
         checkpoint: Every | None = None,
+        journal: str | Path | Journal | None = None,
     ) -> None:
+        kept_in = None if journal is None else Journal.of(journal)
+        if kept_in is not None and kept_in.files():
+            raise ArgumentError(f"journal: {kept_in.path}: there is one; go on from it with `Server.resume`")
         first = check_start(space, start)
         tensors, numbers = extras(check_rule(rule))
         checks = UNLIMITED if checks is None else checks
@@ -198,13 +207,16 @@ class Server:
             "policies": policies,
         }
         self._writer = None if checkpoint is None else Writer(checkpoint, self._watch.note)
-        if checkpoint is not None:
+        self._journal: Appender | None = None
+        if checkpoint is not None or journal is not None:
             # What a file cannot hold is told now.
             describe("space", space)
             describe("rule", rule)
             for client in weights if isinstance(weights, Mapping) else ():
                 check_name(client)
             called("clock", clock)
+        if kept_in is not None:
+            self._keep_in(kept_in, Story(os.urandom(16).hex(), 0, 0.0))
 
     @classmethod
     def of(
@@ -266,11 +278,16 @@ class Server:
         """A server that goes on from a checkpoint, bit for bit.
 
         What was saved are the defaults of `options`. Given again are what files do not hold: `averaging`, whose state
-        goes on, `clock`, `spill` and `checkpoint`; and `on_event` is called again. Tickets are as old as they were; the
-        time in which no server ran does not count.
+        goes on, `clock`, `spill`, `checkpoint` and `journal`; and `on_event` is called again. Tickets are as old as
+        they were; the time in which no server ran does not count.
+
+        What a `journal` tells beyond the checkpoint is taken once more, with the options that were saved; nobody hears
+        of it again but `averaging`. What was being written when the machine stopped is cut. Then the journal begins
+        anew with the whole record.
 
         Args:
-            path: what `save` or `checkpoint=` has written. No other file is ever read. Or what was read of it.
+            path: what `save` or `checkpoint=` has written. No other file is ever read. Or what was read of it. With a
+                journal that was begun and not yet cut by a checkpoint there need be none.
             space: equal to the one that was saved.
             rule: likewise; functions in it are compared by their names, as is `clock`.
             replace: take another rule, or another clock. A rule of the same class goes on with the state and what is
@@ -279,11 +296,14 @@ class Server:
 
         Raises:
             CheckpointError: if the file is truncated, altered or no checkpoint, naming an older one where there is one;
-                if space, rule or clock are others than those that were saved, naming the first difference.
+                if space, rule or clock are others than those that were saved, naming the first difference; if the
+                journal is another server's, does not reach back to the checkpoint, or was altered, naming the change;
+                if a journal was written beside the checkpoint, and nothing is said of it.
             ArgumentError: naming the option that does not fit.
 
         Warns:
-            RuntimeWarning: if the backend, the processor or torch are others, which may give other bits.
+            RuntimeWarning: if the backend, the processor or torch are others, which may give other bits; if an update
+                of the journal gives another receipt than it gave.
 
         Example:
             >>> import tempfile, torch
@@ -298,16 +318,54 @@ class Server:
             >>> server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).version, server.model
             (1, tensor([1., 2.]))
         """
-        saved = path if isinstance(path, Saved) else Saved(path)
+        journal = options.pop("journal", UNSAID)
+        saved, story = recovered(path, journal)
+        replace = replace and not (story is not None and story.told)
         saved.check(space, rule, options.get("clock", CLOCK), replace=replace)
+        if story is not None and story.told:
+            saved = cls._relived(saved, story, space, rule, options)
+        server = cls._of_saved(saved, space, rule, options)
+        if story is not None:
+            server._keep_in(Journal.of(journal), story)
+        if server._writer is not None:
+            server._writer.begin(server.updates)
+        return server
+
+    @classmethod
+    def _of_saved(cls, saved: Saved, space: Manifold, rule: Rule, options: Mapping[str, Any]) -> "Server":
+        """A server with the record that was saved."""
         server = cls(space, rule, saved.model, **saved.options(options))
         books = saved.books(server._books.value, server._clock(), options.get("weights"), server._freed)
         saved.load(server._averaging)
         server._books.update(lambda _: (books, None))
-        if server._writer is not None:
-            server._writer.begin(books.history.count)
         server._overflow.move()
         return server
+
+    @classmethod
+    def _relived(cls, saved: Saved, story: Story, space: Manifold, rule: Rule, options: Mapping[str, Any]) -> Saved:
+        """The record after all that a journal tells beyond it."""
+        given = {name: options[name] for name in ("averaging", "spill") if name in options}
+        story.time = saved.time
+        server = cls._of_saved(saved, space, rule, {**given, "clock": story.now})
+
+        def take(payload: Payload, was: Mapping[str, Any]) -> Receipt:
+            ticket = server._books.value.find(was["ticket"])
+            if isinstance(ticket, Receipt):
+                raise ArgumentError("ticket: used already")
+            receipt = server._take(was["ticket"], ticket, payload, math.nan, was=was)
+            try:
+                server._settle()
+            except Exception:  # as it was then, which has undone nothing
+                LOG.exception("averaging: raised for version %d", receipt.version)
+            return receipt
+
+        def narrow(model: Tensor) -> Tensor | None:
+            return rounded(model, server._base_dtype)
+
+        story.live(Living(server._books, take, narrow))
+        tree = {**server.moment().tree(), "clock": saved.clock}
+        server.close()
+        return Saved(saved.path, tree)
 
     @without_derivatives
     def dispatch(self, client: Hashable, *, keep: bool = True) -> Ticket:
@@ -320,6 +378,7 @@ class Server:
         Raises:
             ArgumentError: if `client` is no such name, or missing from the weights that were given up front.
             BusyError: if as many tickets are out as may be.
+            CheckpointError: if the journal cannot be written.
 
         Cost: one copy of the model, which is read once and written once: a client's model is its own.
         """
@@ -327,8 +386,10 @@ class Server:
         self._expire()
         books = self._books.value
         books.weights.check(client)
-        if self._writer is not None:
+        if self._writer is not None or self._journal is not None:
             check_name(client)
+        if self._journal is not None:
+            self._journal.check()
         books.check_free()
         place = books.current
         kept = books.store.find(place)
@@ -345,6 +406,7 @@ class Server:
         ticket_id = os.urandom(16).hex()
         ticket = Open(client, books.now.version, place if keep else None, self._clock(), apart)
         self._books.update(lambda now: (now.dispatched(ticket_id, ticket, kept), None))
+        self._log()
         self._tell_of_events()
         return Ticket(ticket_id, ticket.version, sent, self.space)
 
@@ -373,6 +435,8 @@ class Server:
         Raises:
             ArgumentError: if it is called from within an update.
             RuleError: if the rule, or a schedule in it, gives what cannot be used.
+            CheckpointError: if the journal cannot be written. What was taken stays so, and its receipt comes with a
+                retry, once it can; until then nothing else is taken.
 
         Cost: what the rule says of its step. With a rule that takes rows nothing else reads or writes a model: its
         Gram matrix tells whether what came is finite, and what is refused costs no more than what is taken.
@@ -432,6 +496,7 @@ class Server:
     def _receive(self, ticket: str | Ticket, client: Hashable, brought: Callable[[Open], Any]) -> Receipt:
         try:
             receipt = self._received(ticket, client, brought)
+            self._log()
         except Exception:  # and not who is interrupted
             self._tell_of_events()
             raise
@@ -442,7 +507,9 @@ class Server:
         self._check_process()
         self._expire()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
-        came = self._clock() if self._books.value.watching else math.nan
+        if self._journal is not None and self._journal.is_mine():
+            raise ArgumentError("server: its journal is being written; call this after that has returned")
+        came = self._clock() if self._books.value.watching or self._journal is not None else math.nan
         answer = Answering(ticket_id if type(ticket_id) is str else "")
         with answer.lasts:
             self._turn.come(answer)
@@ -450,6 +517,7 @@ class Server:
                 found = self._find(ticket_id, client, came)
                 if isinstance(found, Open):
                     payload = admit(self._form, brought(found), based=found.base is None)
+                    data = b"" if self._journal is None else packed(payload)
                     self._turn.admit(answer)
             except ManifoldAggError as error:
                 return self._refuse(ticket_id, error, came)
@@ -461,7 +529,9 @@ class Server:
                 with self._turn.lock:
                     # What an interrupt kept from the average comes first.
                     self._tell()
-                    receipt = self._answer(ticket_id, client, payload, came)
+                    if self._journal is not None:
+                        self._journal.check()
+                    receipt = self._answer(ticket_id, client, payload, came, data)
                     self._settle()
                 return receipt
             finally:
@@ -479,6 +549,7 @@ class Server:
         self._check_process()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
         self._books.update(lambda now: (now.dropped(ticket_id), None))
+        self._log()
         self._tell_of_events()
 
     def expire(self) -> list[str]:
@@ -488,7 +559,9 @@ class Server:
             Their ids, the oldest first; none without a `timeout`.
         """
         self._check_process()
-        return self._expire()
+        due = self._expire()
+        self._log()
+        return due
 
     def on_event(self, callback: Watcher) -> Callable[[], None]:
         """Tell somebody of everything that happens from now on.
@@ -659,6 +732,8 @@ class Server:
         with self._turn.lock:
             try:
                 self._tell()
+                if self._journal is not None:
+                    self._journal.close()
             finally:
                 self._books.update(lambda now: (now.close(), None))
                 self._overflow.close()
@@ -673,7 +748,21 @@ class Server:
         """What a checkpoint is made of; in a turn, in which the average has heard of everything."""
         averaging = self._averaging
         told = None if averaging is None else (path_of(type(averaging)), averaging.state())
-        return Moment(self._books.value, self.space, self.rule, self._options, self._clock, self._clock(), told)
+        cut = None if self._journal is None else self._journal.cut
+        return Moment(self._books.value, self.space, self.rule, self._options, self._clock, self._clock(), told, cut)
+
+    def _keep_in(self, journal: Journal, story: Story) -> None:
+        """Begin a journal anew, with the whole record: nobody else has the server yet."""
+        appender = Appender(journal, self._books, story.name)
+        appender.begin(story.number, self._moment().tree(), story.after)
+        appender.clear(story.number)
+        self._books.update(lambda now: (now._replace(log=appender.log(story.number)), None))
+        self._journal = appender
+
+    def _log(self) -> None:
+        """Write what was entered into the journal, if there is one."""
+        if self._journal is not None:
+            self._journal.write()
 
     def _find(self, ticket_id: Any, client: Any, came: float) -> Open | Receipt:
         """The ticket of an update that may be taken, or the receipt that there is for it."""
@@ -687,24 +776,34 @@ class Server:
             return self._end(ticket_id, error, came)
         return found
 
-    def _answer(self, ticket_id: str, client: Any, payload: Payload, came: float) -> Receipt:
+    def _answer(self, ticket_id: str, client: Any, payload: Payload, came: float, data: bytes | bytearray) -> Receipt:
         """What becomes of an update whose turn it is."""
         try:
             found = self._find(ticket_id, client, came)
             if isinstance(found, Receipt):
                 return found
-            return self._take(ticket_id, found, payload, came)
+            return self._take(ticket_id, found, payload, came, data)
         except RuleError:
             raise
         except ManifoldAggError as error:
             return self._refuse(ticket_id, error, came)
 
-    def _take(self, ticket_id: str, ticket: Open, payload: Payload, came: float) -> Receipt:
-        """Take an update."""
+    def _take(
+        self,
+        ticket_id: str,
+        ticket: Open,
+        payload: Payload,
+        came: float,
+        data: bytes | bytearray = b"",
+        was: Mapping[str, Any] | None = None,
+    ) -> Receipt:
+        """Take an update; with the weight that it had where it is told by a journal."""
         books = self._books.value
         begun = time.perf_counter() if books.watching else math.nan
-        samples = books.weights.believed(ticket.client, payload.samples)
+        samples = books.weights.believed(ticket.client, payload.samples) if was is None else was["samples"]
         update = books.update_of(ticket, payload, samples)
+        if was is not None:
+            update = replace(update, weight=was["weight"], share=was["share"])
         model = self._blank(books.now.current)
         try:
             after, outcome = step(self._terms, books.now, update, payload.buffers, model.tree)
@@ -726,7 +825,7 @@ class Server:
             clipped=samples < payload.samples,
         )
         line = row(ticket.client, payload.samples, receipt, outcome.numbers)
-        taken = Taken(model if moved else None, receipt, line, came, seconds)
+        taken = Taken(model if moved else None, receipt, line, came, seconds, data)
         self._books.update(lambda now: (now.entered(ticket_id, update, after, outcome, taken), None))
         return receipt
 

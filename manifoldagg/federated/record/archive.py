@@ -31,7 +31,7 @@ from manifoldagg.federated.trees import Tree
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["check_path", "read", "write"]
+__all__ = ["check_path", "packed", "read", "read_from", "settle", "write"]
 
 FORMAT = 1
 HEAD = b'{"__metadata__":{"checksum":"'
@@ -71,22 +71,26 @@ def write(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
     """
     place = check_path(path)
     check_count("keep", keep)
-    tensors: list[Tensor] = []
-
-    def listed(tensor: Tensor, way: tuple[str | int, ...]) -> list[Any]:
-        tensors.append(tensor)
-        return [len(tensors) - 1, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), str(tensor.device)]
-
-    text = encoded(tree, listed, CheckpointError).encode()
-    # Readers want each entry to begin at a multiple of the size of its numbers, and no gaps.
-    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)
-    head = _header(kind, [(str(i), tensors[i]) for i in order], len(text))
-    parts = (bytes_of(tensors[i]) for i in order)
+    parts = _parts(kind, tree)
     try:
         _sweep(place)
-        _install(place, chain([head], parts, [memoryview(text)]), keep)
+        _install(place, parts, keep)
     except OSError as error:
         raise CheckpointError(f"{place}: could not be written: {error.strerror or error}") from error
+
+
+def packed(kind: str, tree: Tree) -> bytearray:
+    """The bytes of the file that `write` would write, for `read_from`.
+
+    Raises:
+        CheckpointError: naming what of the tree is of another type.
+
+    Cost: one copy of the tensors, and a pass over it.
+    """
+    data = bytearray().join(_parts(kind, tree))
+    start = 8 + len(HEAD)
+    data[start : start + len(BLANK)] = b"%08x" % zlib.crc32(data)
+    return data
 
 
 def read(path: str | Path, kind: str) -> Tree:
@@ -104,7 +108,7 @@ def read(path: str | Path, kind: str) -> Tree:
         raise ArgumentError(f"path: expected a path, got {path!r}")
     try:
         with open(path, "rb") as file:
-            return _read(file, kind)
+            return read_from(file, kind, os.fstat(file.fileno()).st_size)
     except OSError as error:
         why = f"cannot be read: {error.strerror or error}"
     except CheckpointError as error:
@@ -124,6 +128,87 @@ def check_path(path: str | Path) -> Path:
     if not place.parent.is_dir() or place.is_dir():
         raise ArgumentError(f"path: expected that of a file in a folder that exists, got {str(path)!r}")
     return place
+
+
+def read_from(file: BufferedReader, kind: str, size: int, *, more: bool = False) -> Tree:
+    """The tree that begins where an open file is, which is then behind it.
+
+    Args:
+        file: to read.
+        kind: what it must hold.
+        size: bytes that there are from here on.
+        more: whether something else may follow.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    start = file.read(8 + len(HEAD))
+    if not HEAD.startswith(start[8:]):
+        raise CheckpointError("was not written by this package")
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 8 + len(HEAD) or size < 8 + length:
+        raise CheckpointError(f"is truncated: it has {size} bytes")
+    try:
+        header = start[8:] + bytes(_exactly(file, length - len(HEAD)).numpy())
+        told = header[len(HEAD) :][: len(BLANK)]
+        lines = json.loads(header)
+        metadata = lines.pop("__metadata__")
+        follow = spans(lines)
+        end = follow[-1][1] if follow else 0
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"is altered: {error}") from None
+    missing = 8 + length + end - size
+    if missing > 0 or (missing and not more):
+        what = "truncated" if missing > 0 else "altered"
+        raise CheckpointError(f"is {what}: it has {size} bytes, expected {size + missing}")
+    checksum = zlib.crc32(start[:8] + HEAD + BLANK + header[len(HEAD) + len(BLANK) :])
+    found = {}
+    for begin, end, name in follow:
+        found[name] = _exactly(file, end - begin)
+        checksum = zlib.crc32(found[name].numpy().data, checksum)
+    if b"%08x" % checksum != told:
+        raise CheckpointError("is altered: its checksum is another one")
+    if metadata["format"] != str(FORMAT):
+        raise CheckpointError(f"has format {metadata['format']}, and this version of the package reads {FORMAT}: newer")
+    if metadata["kind"] != kind:
+        raise CheckpointError(f"holds a {metadata['kind']}, expected a {kind}")
+    try:
+        text = bytes(found.pop("tree").numpy())
+        data = {int(name): values for name, values in found.items()}
+
+        def tensor(content: Any) -> Tensor:
+            index, name, shape, device = content
+            values = data.pop(index).view(dtype_of(name)).reshape(shape)
+            return values.to(_at_hand(torch.device(device)))
+
+        return decoded(json.loads(text), tensor)
+    except Exception as error:  # it was written so by somebody who can make a checksum
+        raise CheckpointError(f"was not written by this package: {error!r}") from None
+
+
+def settle(folder: Path) -> None:
+    """Bring the names in a folder to the disk, where the system has that."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _parts(kind: str, tree: Tree) -> Iterator[memoryview]:
+    """What a file consists of, one after another, with a blank checksum."""
+    tensors: list[Tensor] = []
+
+    def listed(tensor: Tensor, way: tuple[str | int, ...]) -> list[Any]:
+        tensors.append(tensor)
+        return [len(tensors) - 1, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), str(tensor.device)]
+
+    text = encoded(tree, listed, CheckpointError).encode()
+    # Readers want each entry to begin at a multiple of the size of its numbers, and no gaps.
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)
+    head = _header(kind, [(str(i), tensors[i]) for i in order], len(text))
+    return chain([head], (bytes_of(tensors[i]) for i in order), [memoryview(text)])
 
 
 def _at_hand(device: torch.device) -> torch.device:
@@ -153,7 +238,7 @@ def _install(place: Path, parts: Iterable[memoryview], keep: int) -> None:
         os.fsync(file)
         _rotate(place, keep)
         os.replace(name, place)
-        _settle(place.parent)
+        settle(place.parent)
 
 
 @contextlib.contextmanager
@@ -230,62 +315,6 @@ def _rotate(place: Path, keep: int) -> None:
 
 def _older(place: Path, i: int) -> Path:
     return place.with_name(f"{place.name}.{i}")
-
-
-def _settle(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the system has that."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _read(file: BufferedReader, kind: str) -> Tree:
-    size = os.fstat(file.fileno()).st_size
-    start = file.read(8 + len(HEAD))
-    if not HEAD.startswith(start[8:]):
-        raise CheckpointError("was not written by this package")
-    length = int.from_bytes(start[:8], "little")
-    if len(start) < 8 + len(HEAD) or size < 8 + length:
-        raise CheckpointError(f"is truncated: it has {size} bytes")
-    try:
-        header = start[8:] + bytes(_exactly(file, length - len(HEAD)).numpy())
-        told = header[len(HEAD) :][: len(BLANK)]
-        lines = json.loads(header)
-        metadata = lines.pop("__metadata__")
-        follow = spans(lines)
-        end = follow[-1][1] if follow else 0
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"is altered: {error}") from None
-    missing = 8 + length + end - size
-    if missing:
-        what = "truncated" if missing > 0 else "altered"
-        raise CheckpointError(f"is {what}: it has {size} bytes, expected {size + missing}")
-    checksum = zlib.crc32(start[:8] + HEAD + BLANK + header[len(HEAD) + len(BLANK) :])
-    found = {}
-    for begin, end, name in follow:
-        found[name] = _exactly(file, end - begin)
-        checksum = zlib.crc32(found[name].numpy().data, checksum)
-    if b"%08x" % checksum != told:
-        raise CheckpointError("is altered: its checksum is another one")
-    if metadata["format"] != str(FORMAT):
-        raise CheckpointError(f"has format {metadata['format']}, and this version of the package reads {FORMAT}: newer")
-    if metadata["kind"] != kind:
-        raise CheckpointError(f"holds a {metadata['kind']}, expected a {kind}")
-    try:
-        text = bytes(found.pop("tree").numpy())
-        data = {int(name): values for name, values in found.items()}
-
-        def tensor(content: Any) -> Tensor:
-            index, name, shape, device = content
-            values = data.pop(index).view(dtype_of(name)).reshape(shape)
-            return values.to(_at_hand(torch.device(device)))
-
-        return decoded(json.loads(text), tensor)
-    except Exception as error:  # it was written so by somebody who can make a checksum
-        raise CheckpointError(f"was not written by this package: {error!r}") from None
 
 
 def _exactly(file: BufferedReader, count: int) -> Tensor:

@@ -18,7 +18,20 @@ from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.trees import size_of
 from manifoldagg.federated.weights import Weights, check_client
 
-__all__ = ["ANYONE", "Answer", "Books", "Limits", "Open", "Row", "Taken", "Told", "Watching", "row"]
+__all__ = [
+    "ANYONE",
+    "Answer",
+    "Books",
+    "Change",
+    "Limits",
+    "Log",
+    "Open",
+    "Row",
+    "Taken",
+    "Told",
+    "Watching",
+    "row",
+]
 
 ANYONE = object()
 """Stands for whichever client a ticket was issued to."""
@@ -74,6 +87,7 @@ class Taken(NamedTuple):
         row: for the history.
         came: when, in seconds of the clock; NaN where nobody asked.
         seconds: that the step took; likewise.
+        payload: packed for the journal; empty where there is none.
     """
 
     model: Kept | None
@@ -81,6 +95,7 @@ class Taken(NamedTuple):
     row: Row
     came: float
     seconds: float
+    payload: bytes | bytearray = b""
 
 
 class Told(NamedTuple):
@@ -88,6 +103,28 @@ class Told(NamedTuple):
 
     version: int
     model: Kept
+
+
+class Change(NamedTuple):
+    """A change, for the journal: what it was, all that it depends on, and the packed payload of an update."""
+
+    kind: str
+    content: dict[str, Any]
+    payload: bytes | bytearray
+
+
+class Log(NamedTuple):
+    """What the journal has still to be told.
+
+    Attributes:
+        name: of the journal.
+        changes: that are not written, by number.
+        refused: how many updates were, by field, as it was told last.
+    """
+
+    name: str
+    changes: Ordered[int, Change]
+    refused: Map[str, int]
 
 
 class Watching(NamedTuple):
@@ -116,6 +153,7 @@ class Books(NamedTuple):
         closed: whether no more tickets are issued.
         watching: who is told of events, which are kept for them alone.
         events: of which they have still to hear, by number.
+        log: what the journal has still to be told; `None` without one.
     """
 
     limits: Limits
@@ -131,6 +169,7 @@ class Books(NamedTuple):
     closed: bool = False
     watching: tuple[Watching, ...] = ()
     events: Ordered[int, Event] = Ordered()
+    log: Log | None = None
 
     @property
     def current(self) -> Key:
@@ -162,7 +201,7 @@ class Books(NamedTuple):
             weights=self.weights.registered(ticket.client),
             store=self.store if ticket.base is None else self.store.held(ticket.base, base),
             tickets=self.tickets.put(ticket_id, ticket),
-        )
+        ).logging("dispatched", ticket=ticket_id, open=tuple(ticket))
         return after.noting(Dispatched, client=ticket.client, ticket=ticket_id, start=ticket.version)
 
     def find(self, ticket_id: Any, client: Any = ANYONE) -> Open | Receipt:
@@ -252,6 +291,15 @@ class Books(NamedTuple):
             answered=self.answered.put(ticket_id, Answer(ticket.client, taken.receipt)).latest(self.limits.retries),
             history=self.history.put(self.history.count, taken.row).latest(self.limits.history),
             untold=untold,
+        ).logging(
+            "accepted",
+            taken.payload,
+            ticket=ticket_id,
+            samples=update.samples,
+            weight=update.weight,
+            share=update.share,
+            receipt=dict(vars(taken.receipt)),
+            time=taken.came,
         )
         if not self.watching:
             return books
@@ -273,6 +321,25 @@ class Books(NamedTuple):
         event = kind(version=self.now.version, out=len(self.tickets), **fields)
         return self._replace(events=self.events.put(self.events.count, event))
 
+    def logging(self, kind: str, payload: bytes | bytearray = b"", **content: Any) -> "Books":
+        """With a change of which the journal, if there is one, has still to be told."""
+        log = self.log
+        if log is None:
+            return self
+        if log.refused is not self.refused:
+            content["refused"] = dict(self.refused)
+        changes = log.changes.put(log.changes.count, Change(kind, content, payload))
+        return self._replace(log=Log(log.name, changes, self.refused))
+
+    def logged(self, number: int) -> "Books":
+        """Without the changes before a number, which are written."""
+        if self.log is None:
+            return self
+        changes = self.log.changes
+        while changes and changes.oldest < number:
+            changes = changes.without(changes.oldest)
+        return self._replace(log=self.log._replace(changes=changes))
+
     def ended(self, ticket_id: str, receipt: Receipt | None = None) -> "Books":
         """Without a ticket that is out, its receipt to be had again; without any where it was dropped."""
         ticket = self.tickets[ticket_id]
@@ -289,7 +356,9 @@ class Books(NamedTuple):
             ArgumentError: if it is not out.
         """
         client = self._out(ticket_id).client
-        return self.ended(ticket_id).noting(Dropped, client=client, ticket=ticket_id)
+        return (
+            self.ended(ticket_id).logging("dropped", ticket=ticket_id).noting(Dropped, client=client, ticket=ticket_id)
+        )
 
     def refusing(self, ticket_id: Any, reason: str, came: float, *, for_good: bool = False) -> tuple["Books", Receipt]:
         """With a refusal counted, by the field that its reason names first; and its receipt.
@@ -304,7 +373,7 @@ class Books(NamedTuple):
         receipt = Receipt(False, reason, self.now.version)
         books = self._replace(refused=self.refused.set(field, self.refused.get(field, 0) + 1))
         if for_good:
-            books = books.ended(ticket_id, receipt)
+            books = books.ended(ticket_id, receipt).logging("ended", tickets=[ticket_id], reason=reason, time=came)
         if not self.watching:
             return books, receipt
         found = self._known(ticket_id)
@@ -340,6 +409,8 @@ class Books(NamedTuple):
             client, _, _, since, _ = self.tickets[ticket_id]
             books = books.ended(ticket_id, receipt)
             books = books.noting(Expired, client=client, ticket=ticket_id, latency=now - since)
+        if ended:
+            books = books.logging("ended", tickets=ended, reason=receipt.reason, time=now)
         return books, ended
 
     def _known(self, ticket_id: Any) -> Open | Answer | None:
@@ -362,7 +433,9 @@ class Books(NamedTuple):
     def close(self) -> "Books":
         """Without anything but the model and what is written of its past."""
         current = self.store.places[self.current][0]
-        books = self._replace(store=Store().held(self.current, current), tickets=Ordered(), untold=(), closed=True)
+        books = self._replace(
+            store=Store().held(self.current, current), tickets=Ordered(), untold=(), closed=True, log=None
+        )
         return books if self.closed else books.noting(Closed)
 
     def usage(self) -> dict[str, int]:

@@ -96,6 +96,7 @@ class Moment(NamedTuple):
         clock: of the server.
         time: in its seconds.
         averaging: the class of what averages, and its state; `None` without one.
+        written: called with the place in the journal up to which a checkpoint holds, once it is written.
     """
 
     books: Books
@@ -105,6 +106,7 @@ class Moment(NamedTuple):
     clock: Callable[[], float]
     time: float
     averaging: tuple[str, Tree] | None
+    written: Callable[[int], None] | None = None
 
     @property
     def updates(self) -> int:
@@ -143,6 +145,7 @@ class Moment(NamedTuple):
             "updates": books.history.count,
             "refused": dict(books.refused),
             "averaging": self.averaging,
+            "journal": None if books.log is None else (books.log.name, books.log.changes.count),
         }
 
     def write(self, path: str | Path, keep: int, note: Callable[..., None]) -> None:
@@ -159,6 +162,8 @@ class Moment(NamedTuple):
             note(CheckpointFailed, path=str(path), reason=str(error))
             raise
         seconds = time.perf_counter() - begun
+        if self.written is not None and self.books.log is not None:
+            self.written(self.books.log.changes.count)
         note(CheckpointWritten, path=str(path), written=self.books.now.version, seconds=seconds)
 
 
@@ -175,11 +180,34 @@ class Saved:
     """
 
     def __init__(self, path: str | Path, tree: Tree = None) -> None:
-        self._path = path
+        self.path = path
         self._tree: dict[str, Any] = archive.read(path, KIND) if tree is None else tree
         self.model: Tensor = self._tree["model"]
         self._same = True
         self._goes_on = True
+
+    @property
+    def journal(self) -> tuple[str, int] | None:
+        """The journal that was written beside it, and the place up to which it holds what is there."""
+        told: tuple[str, int] | None = self._tree.get("journal")
+        return told
+
+    @property
+    def identity(self) -> list[Any]:
+        """By which it is told from others of its server."""
+        return [self._tree["version"], self._tree["updates"], self._tree["time"]]
+
+    @property
+    def time(self) -> float:
+        """When it was taken, in seconds of the clock."""
+        time: float = self._tree["time"]
+        return time
+
+    @property
+    def clock(self) -> str | None:
+        """What the clock was called."""
+        clock: str | None = self._tree["clock"]
+        return clock
 
     def check(self, space: Manifold, rule: Rule, clock: Callable[[], float], *, replace: bool) -> None:
         """That it was of this space, rule and clock. Where bits may differ as the machine does, it warns.
@@ -191,20 +219,20 @@ class Saved:
         """
         told = difference("space", self._tree["space"], describe("space", space))
         if told is not None:
-            raise CheckpointError(f"{self._path}: {told}")
+            raise CheckpointError(f"{self.path}: {told}")
         was = self._tree["rule"]
         given = describe("rule", rule)
         told = difference("rule", was, given)
         if told is None and not replace:
             told = difference("clock", self._tree["clock"], called("clock", clock))
         if told is not None and not replace:
-            raise CheckpointError(f"{self._path}: {told}; with replace=True it takes over")
+            raise CheckpointError(f"{self.path}: {told}; with replace=True it takes over")
         self._same = was["class"] == given["class"]
         here = _machine(self.model)
         for name, before in self._tree["machine"].items():
             if before != here[name]:
                 warnings.warn(
-                    f"{self._path}: {name}: was {before}, is {here[name]} here: the same bits are not promised",
+                    f"{self.path}: {name}: was {before}, is {here[name]} here: the same bits are not promised",
                     RuntimeWarning,
                     stacklevel=3,
                 )
