@@ -6,8 +6,8 @@ many cores as threads the difference is memory traffic and the interpreter's loc
 small values of tickets and clients. `the call` is what `receive` spends on a checkpoint itself: taking the record, and
 copying the average where there is one.
 
-The second table has what a journal costs a `receive`: without one, with `"batch"` and with `"always"`, beside writing as
-many bytes as a change has to a file, and writing and syncing them. A dispatch is journaled as well, and not timed.
+The second table has what a journal costs a `receive`: without one, with `"batch"` and with `"always"`, beside writing
+as many bytes as a change has to a file, and writing and syncing them. A dispatch is journaled as well, and not timed.
 """
 
 import argparse
