@@ -109,8 +109,8 @@ class Server:
         retries: how many of the latest receipts are kept for clients that ask again.
         checkpoint: when to write checkpoints beside the work, and where to. Clients are then strings or integers.
         journal: where everything that is taken is appended before its receipt is given, so that `resume` knows of it;
-            with a [`Journal`][manifoldagg.federated.Journal], when that is brought to the disk. Clients as above. One
-            that is there already is not touched.
+            with a [`Journal`][manifoldagg.federated.record.journal.Journal], when that is brought to the disk. Clients
+            as above. One that is there already is not touched.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
