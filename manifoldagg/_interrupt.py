@@ -5,12 +5,15 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 __all__ = ["leave_at_once", "unwinding"]
 
 INTERRUPTED = 130
 """The exit code of what Ctrl-C ended: 128 and the number of the signal."""
+SOON = 0.01
+"""Seconds in which a finaliser is over."""
 
 
 class Interrupt(KeyboardInterrupt):
@@ -29,9 +32,27 @@ def leave_at_once() -> None:
         signal.signal(signal.SIGINT, leave)
 
 
-def interrupt(*_: object) -> NoReturn:
-    """Raise where the process is."""
-    raise Interrupt
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise where the process is; not within a finaliser, where it would get lost, but soon after."""
+    if not _postponed(number, frame):
+        raise Interrupt
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    """End the process where it is, likewise."""
+    if not _postponed(number, frame):
+        sys.exit(128 + number)
+
+
+def _postponed(number: int, frame: FrameType | None) -> bool:
+    """Whether the process is in a finaliser; the signal comes again then."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    if frame is not None:
+        import threading  # whose import at the start would be one more that Ctrl-C may meet
+
+        threading.Timer(SOON, os.kill, (os.getpid(), number)).start()
+    return frame is not None
 
 
 @contextmanager
@@ -49,7 +70,7 @@ def unwinding(said: str | Callable[[], str] = "interrupted") -> Iterator[None]:
         SystemExit: 143
     """
     outside = signal.getsignal(signal.SIGINT)
-    terminate = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, terminate)
     if outside is leave:
         signal.signal(signal.SIGINT, interrupt)
     try:
@@ -59,4 +80,4 @@ def unwinding(said: str | Callable[[], str] = "interrupted") -> Iterator[None]:
         sys.exit(INTERRUPTED)
     finally:
         signal.signal(signal.SIGINT, outside)
-        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGTERM, before)

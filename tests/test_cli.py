@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from manifoldagg._interrupt import leave, unwinding
+
 COMMAND = [sys.executable, "-W", "error", "-m", "manifoldagg"]
 SMALL = ["--clients", "5", "--rounds", "4", "--seeds", "2"]
 WIDE = os.environ | {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
@@ -197,6 +199,28 @@ def test_what_is_interrupted_or_killed_goes_on_to_the_same_report(number, jobs, 
     assert found.keys() == whole.keys()
     for name in ("results.json", "log.jsonl", "plane.png"):
         assert found[name] == whole[name]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_ends_a_process_in_a_finaliser_is_not_lost(number, code):
+    class Ends:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            time.sleep(0.001)
+
+    def waits():
+        with unwinding():
+            Ends()
+            for _ in range(1000):
+                time.sleep(0.01)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            waits()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == code
 
 
 INTERRUPTED = """
