@@ -1,0 +1,182 @@
+"""An outer optimiser, `optim.Outer`, beside torch's and beside formulas written out in torch.
+
+On tensors like those of a network: what a step takes on the wall, in turns, as ratios with their quartiles.
+
+- *floor*: streams in C++ over what a step must touch: the gradient before anything is written, as one that is not
+  finite must not leave half a step; then gradient, parameters and momentum read, parameters and momentum written.
+- *SGD*: `torch.optim.SGD(fused=True)`, with Nesterov momentum where ours has it; it looks at nothing first.
+- *torch*: HeLoCo's formulas, tensor by tensor.
+- *workers*: k calls of `step()` by rules that wait for k, beside the mean of k gradients and one step of SGD.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from floor import Floor
+from front_door import lengths
+from timing import in_turns, ratio
+from torch import Tensor, nn
+
+from manifoldagg.federated.rules import ASGD, DelayedNesterov, FedAvg, HeLoCo, Momentum, RadialDirectional
+from manifoldagg.optim import Outer
+
+HERE = Path(__file__).parent
+RULES = {
+    "ASGD": (ASGD(0.7), 2, 1),
+    "Momentum": (Momentum(ASGD(0.7)), 2, 2),
+    "Nesterov": (Momentum(ASGD(0.7), nesterov=True), 2, 2),
+    "HeLoCo": (HeLoCo(0.7), 3, 2),
+    "DelayedNesterov": (DelayedNesterov(4), 3, 2),
+}
+"""A rule, one more than the vectors that its inner products need, and how many vectors a step writes."""
+
+
+def parameters(size: int, count: int) -> list[nn.Parameter]:
+    """Parameters with gradients."""
+    made = [nn.Parameter(torch.randn(n)) for n in lengths(size, count)]
+    for p in made:
+        p.grad = 1e-3 * torch.randn(p.shape)
+    return made
+
+
+class Written:
+    """HeLoCo by its formulas, as one would write them: Al Asif et al. 2026, Algorithms 1 and 2."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.momentum = [torch.zeros_like(p) for p in params]
+
+    @torch.no_grad()
+    def step(self) -> list[Tensor]:
+        """A step, and where workers start from."""
+        for p, m in zip(self.params, self.momentum, strict=True):
+            delta: Any = p.grad
+            size, length = delta.norm(), m.norm()
+            if size > 0 and length > 0:
+                u, v = delta / size, m / length
+                c = (u * v).sum()
+                confidence = size / (size + 3.0 * length)
+                if c < 0:
+                    delta = delta - torch.clamp(0.5 * -c * confidence, max=0.5) * c * size * v
+                elif c < 0.2:
+                    part = torch.clamp((1 - c) * confidence, max=1.0)
+                    mixed = (1 - part) * u + part * v
+                    delta = size * mixed / mixed.norm()
+            m.mul_(0.9).add_(delta, alpha=0.1)
+            p.sub_(0.7 * (delta + 0.9 * m))
+        return [p - 0.63 * m for p, m in zip(self.params, self.momentum, strict=True)]
+
+
+def steps(size: int, count: int, rounds: int) -> dict[str, Any]:
+    """Each rule beside its floor and torch's optimisers."""
+    threads = torch.get_num_threads()
+    floor = Floor()
+    vectors = [torch.randn(size) for _ in range(4)]
+    found = {}
+    for name, (rule, rows, written) in RULES.items():
+        ours = Outer(parameters(size, count), rule)
+        momentum = 0.0 if name == "ASGD" else 0.9
+        peer = torch.optim.SGD(
+            parameters(size, count), 0.7, momentum=momentum, nesterov=name != "ASGD" and name != "Momentum", fused=True
+        )
+
+        def least(rows: int = rows, written: int = written) -> None:
+            # Once to look at the gradient (and the momentum where the rule asks for its products); once to step.
+            floor.read(vectors[: rows - 1], threads)
+            for i in range(written):
+                floor.read_write(vectors[: 2 if i == 0 else 1], vectors[2 + i], threads)
+
+        calls = {"ours": ours.step, "floor": least, "SGD": peer.step}
+        if name == "HeLoCo":
+            calls["torch"] = Written(parameters(size, count)).step
+        taken = in_turns(calls, rounds)
+        found[name] = {
+            "ms": {key: 1e3 * statistics.median(times) for key, times in taken.items()},
+            "over": {key: ratio(taken["ours"], times) for key, times in taken.items() if key != "ours"},
+        }
+    return found
+
+
+def workers(size: int, count: int, rounds: int, most: int) -> dict[str, Any]:
+    """k updates and one step, beside the mean of k gradients and a step of SGD."""
+    found = {}
+    for k in (2**i for i in range(1, 6) if 2**i <= most):
+        row = {}
+        for name, rule in (("FedAvg", FedAvg(k, 0.7)), ("RadialDirectional", RadialDirectional(k, 0.7))):
+            mine, theirs = parameters(size, count), parameters(size, count)
+            ours, peer = Outer(mine, rule), torch.optim.SGD(theirs, 0.7, fused=True)
+            grads = [[1e-3 * torch.randn(p.shape) for p in mine] for _ in range(min(k, 4))]
+
+            def each(ours: Outer = ours, mine: Any = mine, k: int = k, grads: Any = grads) -> None:
+                for i in range(k):
+                    for p, g in zip(mine, grads[i % len(grads)], strict=True):
+                        p.grad = g
+                    ours.step(worker=i)
+
+            def mean(peer: Any = peer, theirs: Any = theirs, k: int = k, grads: Any = grads) -> None:
+                total = [g.clone() for g in grads[0]]
+                for i in range(1, k):
+                    torch._foreach_add_(total, grads[i % len(grads)])
+                torch._foreach_div_(total, k)
+                for p, g in zip(theirs, total, strict=True):
+                    p.grad = g
+                peer.step()
+
+            taken = in_turns({"ours": each, "mean": mean}, rounds)
+            row[name] = {
+                "ms": {key: 1e3 * statistics.median(times) for key, times in taken.items()},
+                "over": ratio(taken["ours"], taken["mean"]),
+            }
+        found[str(k)] = row
+    return found
+
+
+def lines(rows: dict[str, Any]) -> list[str]:
+    """The tables."""
+    table = [f"{'':<18}{'ours':>10}{'floor':>10}{'SGD':>10}{'torch':>10}   ours over floor, SGD, torch (quartiles)"]
+    for name, row in rows["steps"].items():
+        times = "".join(
+            f"{row['ms'][key]:>7.2f} ms" if key in row["ms"] else " " * 10 for key in ("ours", "floor", "SGD", "torch")
+        )
+        over = "; ".join(
+            f"{key} {middle:.2f} ({low:.2f}-{high:.2f})" for key, (low, middle, high) in row["over"].items()
+        )
+        table.append(f"{name:<18}{times}   {over}")
+    table += ["", f"{'workers':<10}{'rule':<20}{'ours':>12}{'mean, SGD':>12}   ours over it (quartiles)"]
+    for k, row in rows["workers"].items():
+        for name, one in row.items():
+            low, middle, high = one["over"]
+            times = f"{one['ms']['ours']:>9.2f} ms{one['ms']['mean']:>9.2f} ms"
+            table.append(f"{k:<10}{name:<20}{times}   {middle:.2f} ({low:.2f}-{high:.2f})")
+    return table
+
+
+def main() -> None:
+    """Print the tables, and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=10**7)
+    parser.add_argument("--tensors", type=int, default=42)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--workers", type=int, default=32, help="the most")
+    parser.add_argument("--no-write", action="store_true")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    rows = {"settings": {"size": given.size, "tensors": given.tensors, "threads": torch.get_num_threads()}}
+    rows["steps"] = steps(given.size, given.tensors, given.rounds)
+    rows["workers"] = workers(given.size, given.tensors, given.rounds, given.workers)
+    head = f"{given.size} parameters in {given.tensors} tensors, {torch.get_num_threads()} threads"
+    text = "\n".join([head, "", *lines(rows)])
+    print(text)
+    if not given.no_write:
+        path = HERE / "results" / "outer.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+        path.with_suffix(".txt").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
