@@ -14,10 +14,14 @@ from manifoldagg.simulation.log import AXES, Evaluation, reached, within
 __all__ = ["Joined", "Logged", "Row", "join"]
 
 COUNTS = ("round", "gradients", "bytes_down", "bytes_up", "refused", "staleness_max")
-APART = ("data", "methods", "seeds", "not scheduled")
-"""Settings that reports are joined over."""
-WITH_DATA = ("model", "target")
-"""Settings that go with the data."""
+PROBLEM = (
+    *("model", "clients", "partition", "holdout", "validation", "batch"),
+    *("scheduler", "delays", "participation", "work"),
+)
+"""Settings that make a task, with the data."""
+APART = ("data", "methods", "seeds", "not scheduled", *PROBLEM)
+"""Settings in which reports of a task may differ, or cannot."""
+Identity = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Joined:
     Attributes:
         runs: by task, method and seed.
         targets: by task.
-        notes: in which settings the reports differ, but for data, methods and seeds.
+        notes: in which settings reports of one task differ, but for methods and seeds.
     """
 
     runs: Mapping[str, Mapping[str, Mapping[int, Logged]]]
@@ -129,8 +133,9 @@ class Joined:
 def join(folders: Iterable[Path | str]) -> Joined:
     """Read the reports of `manifoldagg compare` in these folders, and join their runs.
 
-    A task is a data set, known by its name and a checksum of its samples. Reports may differ in more than data, methods
-    and seeds: what it is, the notes say.
+    A task is a data set, known by its name and a checksum of its samples, with what learns it, who holds which part and
+    who comes when. Tasks of one data set are called by what differs. Reports of one task may differ in more than
+    methods and seeds, such as in their rounds: what it is, the notes say.
 
     Raises:
         ArgumentError: if a folder is no report, naming the file and what is wrong with it; or if two have a run of the
@@ -163,26 +168,32 @@ class _Report:
     runs: Mapping[tuple[str, int], Logged]
 
 
-def _identity(report: _Report) -> tuple[str, str]:
+def _identity(report: _Report) -> Identity:
     data = report.settings["data"]
-    return data["name"], data["checksum"]
+    return data["name"], data["checksum"], *(_words(key, report.settings.get(key)) for key in PROBLEM)
 
 
-def _names(reports: Sequence[_Report]) -> dict[tuple[str, str], str]:
-    """What tasks are called: data sets of one name have their checksum behind it."""
+def _names(reports: Sequence[_Report]) -> dict[Identity, str]:
+    """What tasks are called: those of data of one name have behind it in what they differ."""
     known = list(dict.fromkeys(map(_identity, reports)))
-    names = [name for name, _ in known]
-    return {(name, sum_): name if names.count(name) == 1 else f"{name} ({sum_})" for name, sum_ in known}
+    names = {}
+    for task in known:
+        like = [other for other in known if other[0] == task[0]]
+        told = [
+            f"{key} {mine}" if key else mine
+            for key, mine, *others in zip(("", *PROBLEM), task[1:], *(other[1:] for other in like), strict=True)
+            if len(set(others)) > 1
+        ]
+        names[task] = f"{task[0]} ({', '.join(told)})" if told else task[0]
+    return names
 
 
 def _notes(reports: Sequence[_Report]) -> list[str]:
-    """A sentence for each setting in which reports differ."""
+    """A sentence for each setting in which reports of a task differ."""
     notes = []
-    first = reports[0]
     for key in dict.fromkeys(key for report in reports for key in report.settings if key not in APART):
         for other in reports[1:]:
-            # Beside the first report of the same data, where the setting goes with them.
-            like = next(one for one in reports if _identity(one) == _identity(other)) if key in WITH_DATA else first
+            like = next(one for one in reports if _identity(one) == _identity(other))
             mine, its = (_words(key, report.settings.get(key)) for report in (like, other))
             if mine != its:
                 notes.append(f"{key}: {mine} in {like.folder}, {its} in {other.folder}")

@@ -105,30 +105,45 @@ def test_reports_of_other_seeds_methods_and_data_are_joined(tmp_path):
     ]
     joined = join(folders)
     assert [(row.task, row.method, row.seeds) for row in joined.rows()] == [
-        ("digits (00000001)", "Cheap", 5),
-        ("digits (00000001)", "Dear", 3),
-        ("digits (00000001)", "Third", 3),
-        ("digits (00000002)", "Cheap", 3),
-        ("digits (00000002)", "Dear", 3),
+        ("digits (00000001, model cnn)", "Cheap", 5),
+        ("digits (00000001, model cnn)", "Dear", 3),
+        ("digits (00000001, model cnn)", "Third", 3),
+        ("digits (00000002, model mlp)", "Cheap", 3),
+        ("digits (00000002, model mlp)", "Dear", 3),
     ]
-    # Model and target go with the data.
+    # A target goes with its task.
     assert list(joined.notes) == []
-    assert joined.targets == {"digits (00000001)": 0.5, "digits (00000002)": 0.9}
+    assert joined.targets == {"digits (00000001, model cnn)": 0.5, "digits (00000002, model mlp)": 0.9}
 
 
 def test_settings_that_differ_are_named_and_joined(tmp_path):
     a = report(tmp_path / "a", ONE)
-    b = report(tmp_path / "b", {"Third": ONE["Dear"]}, clients=9, model="mlp", tuning={"seeds": [100]})
+    b = report(tmp_path / "b", {"Third": ONE["Dear"]}, rounds=9, target=0.6, tuning={"seeds": [100]})
     c = report(tmp_path / "c", {"Cheap": ONE["Cheap"]}, seeds=(7,))
     tree = json.loads((c / "results.json").read_text())
     tree["settings"]["methods"]["Cheap"]["rule"] = "Cheap(rate=2)"
     (c / "results.json").write_text(json.dumps(tree))
     assert list(join([a, b, c]).notes) == [
-        f"clients: 4 in {a}, 9 in {b}",
-        f"model: cnn in {a}, mlp in {b}",
+        f"rounds: 3 in {a}, 9 in {b}",
+        f"target: 0.5 in {a}, 0.6 in {b}",
         f"tuning: none in {a}, searched in {b}",
         f"Cheap: not the same in {a} and {c}: rule Cheap() and Cheap(rate=2)",
     ]
+
+
+def test_another_split_or_other_delays_are_another_task(tmp_path):
+    folders = [
+        report(tmp_path / "a", ONE, partition="iid"),
+        report(tmp_path / "b", ONE, partition="dirichlet"),
+        report(tmp_path / "c", ONE, partition="dirichlet", delays="exponential"),
+    ]
+    joined = join(folders)
+    assert list(joined.runs) == [
+        "digits (partition iid, delays none)",
+        "digits (partition dirichlet, delays none)",
+        "digits (partition dirichlet, delays exponential)",
+    ]
+    assert list(joined.notes) == []
 
 
 def test_one_run_twice_is_refused_naming_both(tmp_path):
@@ -225,7 +240,8 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
 def test_several_tasks_have_a_picture_each_and_too_few_pairs_are_said(tmp_path):
     folders = [report(tmp_path / "a", ONE)]
     folders.append(report(tmp_path / "b", {"Cheap": ONE["Cheap"]}, data={"name": "a/b c", "checksum": "2"}))
-    folders.append(report(tmp_path / "c", {"Alone": ONE["Cheap"]}, data={"name": "a b/c", "checksum": "3"}, every=5))
+    folders.append(report(tmp_path / "c", {"Alone": ONE["Cheap"]}, data={"name": "a b/c", "checksum": "3"}))
+    folders.append(report(tmp_path / "d", {"Other": ONE["Dear"]}, every=5))
     files = write_summary(join(folders), tmp_path / "joined")
     pictures_ = {file.name for file in files if file.suffix == ".png"}
     ends = ("digits", "a-b-c", "a-b-c-")
@@ -249,11 +265,11 @@ def test_a_report_of_a_comparison_is_read_as_it_was(tmp_path):
 def test_the_command_joins_says_what_differs_and_refuses_what_is_wrong(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report(tmp_path / "a", ONE)
-    report(tmp_path / "b", {"Third": ONE["Cheap"]}, clients=9)
+    report(tmp_path / "b", {"Third": ONE["Cheap"]}, rounds=9)
     call = CliRunner().invoke
     done = call(cli.app, ["report", "a", "b", "--axis", "bytes"])
     assert done.exit_code == 0
-    for words in ("digits", "Third", "75.0 ± 0.0", "Settings differ: clients: 4 in a, 9 in b", "Written to joined: "):
+    for words in ("digits", "Third", "75.0 ± 0.0", "Settings differ: rounds: 3 in a, 9 in b", "Written to joined: "):
         assert words in done.output
     wrong = [(["a", "a"], "a and a both"), (["c"], "c/results.json cannot be read"), (["a", "--axis", "x"], "axis: ")]
     wrong.append((["a", "--out", "b"], "name: b exists and is not a report"))
