@@ -163,39 +163,42 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
     assert WRONG[place][1] in errors
 
 
-LONG = ["--clients", "30", "--rounds", "40", "--seeds", "1", "--every", "8", "--methods", "asyncbezier,fedgs"]
+LONG = [
+    *("compare", "--clients", "12", "--rounds", "20", "--seeds", "1", "--every", "4"),
+    *("--methods", "asyncbezier,fedgs", "--model", "mlp", "--name", "one"),
+]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The files of a comparison that nobody interrupts."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert call("compare", *LONG, "--name", "one", folder=folder).returncode == 0
-    return {path.name: path.read_bytes() for path in (folder / "runs" / "one").iterdir()}
-
-
-@pytest.mark.parametrize(("number", "jobs", "lines"), [(signal.SIGINT, "2", 3), (signal.SIGKILL, "1", 8)])
-def test_what_is_interrupted_or_killed_goes_on_to_the_same_report(number, jobs, lines, whole, tmp_path):
-    command = [*COMMAND, "compare", *LONG, "--name", "one", "--jobs", jobs]
-    unfinished = tmp_path / "runs" / "one.unfinished"
+def stopped(folder, command, number, lines):
+    """What is said by a command that gets a signal once its log has so many lines."""
     running = subprocess.Popen(
-        command, cwd=tmp_path, env=WIDE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*COMMAND, *command], cwd=folder, env=WIDE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
-    log = unfinished / "log.jsonl"
+    log = folder / "runs" / "one.unfinished" / "log.jsonl"
     while running.poll() is None and (not log.exists() or log.read_text().count("\n") < lines):
         time.sleep(0.02)
     os.killpg(running.pid, number)  # as a terminal does: workers hear it too
     _, errors = running.communicate(timeout=60)
-    if number is signal.SIGINT:
-        assert running.returncode == 130
-        assert errors == "interrupted: what is done is kept in runs/one.unfinished; --resume goes on\n"
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one.unfinished"]
-    done = call("compare", *LONG, "--name", "one", "--resume", folder=tmp_path)
+    assert [path.name for path in (folder / "runs").iterdir()] == ["one.unfinished"]
+    return running.returncode, errors
+
+
+def test_what_is_interrupted_and_killed_goes_on_to_the_same_report(tmp_path):
+    for name in ("whole", "again"):
+        (tmp_path / name).mkdir()
+    assert call(*LONG, folder=tmp_path / "whole").returncode == 0
+    told = "interrupted: what is done is kept in runs/one.unfinished; --resume goes on\n"
+    assert stopped(tmp_path / "again", [*LONG, "--jobs", "2"], signal.SIGINT, 3) == (130, told)
+    assert stopped(tmp_path / "again", [*LONG, "--resume"], signal.SIGKILL, 7) == (-signal.SIGKILL, "")
+    done = call(*LONG, "--resume", folder=tmp_path / "again")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Going on with runs/one.unfinished" in done.stdout
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one"]
-    found = {path.name: path.read_bytes() for path in (tmp_path / "runs" / "one").iterdir()}
+    assert [path.name for path in (tmp_path / "again" / "runs").iterdir()] == ["one"]
+    found, whole = (
+        {path.name: path.read_bytes() for path in (tmp_path / name / "runs" / "one").iterdir()}
+        for name in ("again", "whole")
+    )
     assert found.keys() == whole.keys()
     for name in ("results.json", "log.jsonl", "plane.png"):
         assert found[name] == whole[name]
