@@ -207,19 +207,19 @@ def compare(
             },
             "not scheduled": [sorted(set(range(clients)) - set(f.scheduled)) for f in federations],
         }
-        pictured: list[Curve] = []
+        pictured: dict[str, Curve] = {}
 
         def watch(name: str, event: Event) -> None:
             is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
-            if not pictured and event.round >= PICTURED * rounds and is_curve:
+            if name not in pictured and event.round >= PICTURED * rounds and is_curve:
                 phi = torch.cat([event.message.start[None], event.payload.points])
-                pictured.append(Curve(name, event.round, event.client, phi))
+                pictured[name] = Curve(name, event.round, event.client, phi)
                 if kept is not None:
-                    kept.curve = pictured[0]
+                    kept.draw(pictured[name])
 
-        def found(place: int, method: Method, federation: Federation) -> Run:
+        def found(method: Method, federation: Federation) -> Run:
             log = None if kept is None else partial(kept.log, method.name, federation.seed)
-            over = None if kept is None else kept.finished(place)
+            over = None if kept is None else kept.finished(method.name, federation.seed)
             if over is not None and log is not None:
                 for row in over.evaluations:
                     log(row)
@@ -237,21 +237,20 @@ def compare(
                     watch=partial(watch, method.name) if federation.seed == 0 else None,
                     progress=progress and partial(progress, method.name, federation.seed),
                     log=log,
-                    checkpoint=None if kept is None else kept.checkpoint(place),
+                    checkpoint=None if kept is None else kept.checkpoint(method.name, federation.seed),
                     resume=kept is not None,
                 )
             if kept is not None:
-                kept.finish(place, over)
+                kept.finish(method.name, federation.seed, over)
             return over
 
         with ExitStack() as held:
             kept = None if folder is None else held.enter_context(Unfinished(Path(folder), settings, resume=resume))
-            pictured += [] if kept is None or kept.curve is None else [kept.curve]
-            runs = {
-                method.name: [found(i * seeds + federation.seed, method, federation) for federation in federations]
-                for i, method in enumerate(methods)
-            }
-        landscape = _landscape(federations[0], pictured[0]) if pictured else None
+            if kept is not None:
+                pictured |= {name: curve for name in settings["methods"] if (curve := kept.curve(name)) is not None}
+            runs = {method.name: [found(method, federation) for federation in federations] for method in methods}
+        drawn = next((pictured[name] for name in runs if name in pictured), None)
+        landscape = None if drawn is None else _landscape(federations[0], drawn)
     return Comparison(settings, runs, landscape)
 
 

@@ -1,5 +1,6 @@
 """A comparison that is under way, in a folder: runs that are over, where the one that is not stands, the log so far."""
 
+import hashlib
 import json
 import os
 import re
@@ -30,7 +31,9 @@ __all__ = ["Curve", "Unfinished", "discard"]
 
 SECONDS = 30.0
 """So often it is written down where a run stands."""
-OURS = re.compile(r"(lock|settings|curve|log\.jsonl|\d+\.run(\.checkpoint)?)(\.[0-9a-f]{16}\.tmp)?")
+OURS = re.compile(
+    r"(lock|settings|log\.jsonl|[0-9a-f]{16}\.curve|[0-9a-f]{16}-\d+\.run(\.checkpoint)?)(\.[0-9a-f]{16}\.tmp)?"
+)
 
 
 class Curve(NamedTuple):
@@ -94,16 +97,21 @@ class Unfinished:
         """Another line of the log, which is made anew by a comparison that goes on."""
         self._log.write(json.dumps({"method": method, "seed": seed} | asdict(row), allow_nan=False) + "\n")
 
-    def checkpoint(self, number: int) -> Every:
+    def checkpoint(self, method: str, seed: int) -> Every:
         """Of a run that is under way."""
-        return Every(self._folder / f"{number}.run.checkpoint", seconds=SECONDS, keep=1)
+        return Every(f"{self._run(method, seed)}.checkpoint", seconds=SECONDS, keep=1)
 
-    def finished(self, number: int) -> Run | None:
-        """A run that is over; `None` if it is not."""
-        path = self._folder / f"{number}.run"
+    def finished(self, method: str, seed: int) -> Run | None:
+        """A run that is over; `None` if it is not.
+
+        Raises:
+            CheckpointError: if its file is not what was kept, or has another run.
+        """
+        path = self._run(method, seed)
         if not path.exists():
             return None
         tree: Any = archive.read(path, "finished run")
+        check_same(path, tree["of"], {"method": method, "seed": seed})
         columns = [tree["trace"][one.name].tolist() for one in fields(Record)]
         return Run(
             [Evaluation(**row) for row in tree["rows"]],
@@ -113,7 +121,7 @@ class Unfinished:
             tree["evaluation_seconds"],
         )
 
-    def finish(self, number: int, run: Run) -> None:
+    def finish(self, method: str, seed: int, run: Run) -> None:
         """Keep a run that is over."""
         kinds = {"client": torch.int64, "staleness": torch.int64}
         trace = {
@@ -123,24 +131,27 @@ class Unfinished:
             for one in fields(Record)
         }
         tree = {
+            "of": {"method": method, "seed": seed},
             "rows": [asdict(row) for row in run.evaluations],
             "trace": trace,
             "client_accuracy": run.client_accuracy,
             "seconds": run.seconds,
             "evaluation_seconds": run.evaluation_seconds,
         }
-        archive.write(self._folder / f"{number}.run", "finished run", tree)
-        Path(self.checkpoint(number).path).unlink(missing_ok=True)
+        archive.write(self._run(method, seed), "finished run", tree)
+        Path(self.checkpoint(method, seed).path).unlink(missing_ok=True)
 
-    @property
-    def curve(self) -> Curve | None:
-        """The one that is to be drawn, if there is one by now."""
-        path = self._folder / "curve"
+    def curve(self, method: str) -> Curve | None:
+        """The one of a method that may be drawn, if there is one by now."""
+        path = self._folder / f"{_known(method)}.curve"
         return Curve(*archive.read(path, "curve")) if path.exists() else None
 
-    @curve.setter
-    def curve(self, curve: Curve) -> None:
-        archive.write(self._folder / "curve", "curve", tuple(curve))
+    def draw(self, curve: Curve) -> None:
+        """Keep a curve that may be drawn."""
+        archive.write(self._folder / f"{_known(curve.method)}.curve", "curve", tuple(curve))
+
+    def _run(self, method: str, seed: int) -> Path:
+        return self._folder / f"{_known(method)}-{seed}.run"
 
 
 def discard(folder: Path) -> None:
@@ -151,6 +162,11 @@ def discard(folder: Path) -> None:
     """
     _check_ours(folder)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _known(method: str) -> str:
+    """A method in the names of files."""
+    return hashlib.sha256(method.encode()).hexdigest()[:16]
 
 
 def _check_ours(folder: Path) -> None:

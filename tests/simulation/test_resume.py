@@ -315,6 +315,21 @@ def test_runs_that_are_over_are_not_trained_again(comparison, tmp_path):
     assert len(told) == 32
 
 
+def test_methods_in_another_order_go_on_as_themselves(tmp_path):
+    """Results and the plane are those of that order, wherever it was stopped."""
+    names = ["asyncbezier:degree=2", "fedgs", "asyncbezier:degree=3"]
+    like = {"clients": 4, "rounds": 4, "seeds": 2, "every": 4}
+    other = compare(clusters(), methods(names[::-1]), **like)
+    for answers in (6, 19):
+        with pytest.raises(Stop):
+            compare(clusters(), methods(names), folder=tmp_path / "x", progress=stopping(answers), **like)
+        found = compare(clusters(), methods(names[::-1]), folder=tmp_path / "x", resume=True, **like)
+        assert json.dumps(found.results()) == json.dumps(other.results())
+        assert log_of(found) == log_of(other)
+        assert found.landscape.method == other.landscape.method
+        assert torch.equal(found.landscape.held_out.values, other.landscape.held_out.values)
+
+
 @pytest.mark.usefixtures("as_shipped")
 def test_another_comparison_does_not_go_on_with_it(tmp_path):
     folder = tmp_path / "x"
@@ -324,8 +339,12 @@ def test_another_comparison_does_not_go_on_with_it(tmp_path):
         compared(folder=folder, resume=True, rounds=9)
     with pytest.raises(CheckpointError, match=r"x: settings: methods: FedGS: rule: was FedGS\("):
         compare(clusters(), methods(NAMES, ["fedgs=0.5"]), **LIKE, folder=folder, resume=True)
-    (folder / "0.run").write_bytes(b"half")
-    with pytest.raises(CheckpointError, match=r"0.run: is truncated"):
+    (over,) = folder.glob("*.run")
+    (folder / over.name.replace("-0.run", "-1.run")).write_bytes(over.read_bytes())
+    with pytest.raises(CheckpointError, match=r"-1.run: settings: seed: was 0, got 1$"):
+        compared(folder=folder, resume=True)
+    over.write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"-0.run: is truncated"):
         compared(folder=folder, resume=True)
     with Unfinished(folder, {}, resume=False), pytest.raises(ArgumentError, match="folder: another process is at the"):
         compared(folder=folder)
