@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from manifoldagg import __version__
@@ -10,8 +10,8 @@ from manifoldagg._output import whole
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.record.raw import bytes_of
 from manifoldagg.simulation.federation import Federation
-from manifoldagg.simulation.naming import named
 from manifoldagg.simulation.run import Method
+from manifoldagg.simulation.settings import files
 from manifoldagg.simulation.words import describe
 
 
@@ -22,7 +22,6 @@ def known_by(
     for name, given in words.items():
         if given is not None and not isinstance(given, str):
             raise ArgumentError(f"cache: expected a name for {name}, as functions are not told apart; got {given!r}")
-    texts = [given for given in words.values() if isinstance(given, str)]
     task = federations[0].task
     return {
         "manifoldagg": __version__,
@@ -33,7 +32,7 @@ def known_by(
         "federations": {str(federation.seed): _digest(federation) for federation in federations},
         **options,
         **words,
-        "files": {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in _files(texts)},
+        "files": files(*words.values()),
     }
 
 
@@ -83,12 +82,6 @@ class Kept:
                 draft.write_text(json.dumps({"of": self._of, "late": self._late}, indent=1, allow_nan=False) + "\n")
         except OSError as error:
             raise ArgumentError(f"cache: {self._path} cannot be written: {error}") from error
-
-
-def _files(texts: Sequence[str]) -> Iterator[str]:
-    """The files that options name."""
-    for text in texts:
-        yield from (value for value in named("cache", text).options.values() if Path(value).is_file())
 
 
 def _digest(federation: Federation) -> str:

@@ -28,6 +28,7 @@ from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.naming import blamed
 from manifoldagg.simulation.run import WORKS, Event, Method, Run, run
 from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations, course_of
+from manifoldagg.simulation.settings import files
 from manifoldagg.simulation.tuning import Tuning
 from manifoldagg.simulation.unfinished import Curve, Unfinished
 from manifoldagg.simulation.words import describe
@@ -175,6 +176,7 @@ def compare(
         divided = partial(Federation.split, task, clients, partition=split)
         divided = partial(divided, holdout=holdout, validation=validation, batch=batch)
         federations = [divided(seed=seed) for seed in range(seeds)]
+        named = files(scheduler, delays, participation)
         scenario = by_name.scenario(scheduler, delays, participation)
         for federation in federations:
             for method in methods:
@@ -198,6 +200,7 @@ def compare(
             "scheduler": describe(scheduler),
             "delays": describe(delays),
             "participation": describe(participation),
+            "files": named,
             "work": work,
             "tasks": tasks,
             "every": every,

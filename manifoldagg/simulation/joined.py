@@ -16,7 +16,7 @@ __all__ = ["Joined", "Logged", "Row", "join"]
 COUNTS = ("round", "gradients", "bytes_down", "bytes_up", "refused", "staleness_max")
 PROBLEM = (
     *("model", "clients", "partition", "holdout", "validation", "batch"),
-    *("scheduler", "delays", "participation", "work"),
+    *("scheduler", "delays", "participation", "files", "work"),
 )
 """Settings that make a task, with the data."""
 APART = ("data", "methods", "seeds", "not scheduled", *PROBLEM)
@@ -212,6 +212,8 @@ def _words(key: str, value: object) -> str:
     if key == "tuning":
         # Of a search it counts that there was one: the rates that it found are those of the methods.
         return "none" if value is None else "searched"
+    if key == "files" and isinstance(value, Mapping):
+        return " and ".join(f"{path} {str(digest)[:8]}" for path, digest in value.items()) or "none"
     return "none" if value is None else str(value)
 
 

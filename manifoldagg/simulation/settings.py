@@ -1,5 +1,6 @@
 """Settings: what results follow from, in words and numbers that a later process compares."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.record.description import difference
 from manifoldagg.federated.trees import Tree
 from manifoldagg.simulation.federation import Federation
+from manifoldagg.simulation.naming import named
 from manifoldagg.simulation.words import describe
 
-__all__ = ["check_same", "of_run", "versions"]
+__all__ = ["check_same", "files", "of_run", "versions"]
 
 
 def of_run(federation: Federation, method: Any, **options: object) -> dict[str, object]:
@@ -48,6 +50,20 @@ def versions() -> dict[str, str]:
         ['manifoldagg', 'torch', 'numpy']
     """
     return {"manifoldagg": __version__, "torch": torch.__version__, "numpy": np.__version__}
+
+
+def files(*given: object) -> dict[str, str]:
+    """The files that words name, such as `csv:measured.csv`, each with the SHA-256 of what is in it.
+
+    Args:
+        *given: settings; those that are no words name no file.
+
+    Example:
+        >>> files("exponential:mean=10", "csv:not-there.csv", None)
+        {}
+    """
+    options = [value for text in given if isinstance(text, str) for value in named("settings", text).options.values()]
+    return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in options if Path(path).is_file()}
 
 
 def check_same(path: Path, was: Mapping[str, Any], given: Mapping[str, Any]) -> None:

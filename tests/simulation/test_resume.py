@@ -1,5 +1,6 @@
 """Runs that go on: stopped anywhere, by anything, they find what they would have found, bit for bit."""
 
+import hashlib
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -359,6 +360,31 @@ def test_another_comparison_does_not_go_on_with_it(tmp_path):
     assert (folder / "thesis.tex").read_text() == "mine"
     with pytest.raises(ArgumentError, match="resume: expected a `folder` to go on from"):
         compared(resume=True)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("option", "words", "before", "after"),
+    [
+        ("delays", "csv:{}", "device,compute\na,1.0\n", "device,compute\na,2.0\n"),
+        ("participation", "file:{}", "time,client,kind\n50,3,leave\n", "time,client,kind\n60,3,leave\n"),
+        ("scheduler", "jackson:rates={}", "rate\n1\n1\n1\n1\n", "rate\n2\n1\n1\n1\n"),
+    ],
+    ids=["delays", "participation", "scheduler"],
+)
+def test_a_file_that_is_another_by_now_is_refused_by_name(option, words, before, after, tmp_path):
+    path = tmp_path / "named.csv"
+    given = {"folder": tmp_path / "x", option: words.format(path), "rounds": 4, "every": 4}
+    path.write_text(before)
+    with pytest.raises(Stop):
+        compared(progress=stopping(5), **given)
+    path.write_text(after)
+    told = rf"x: settings: files: {re.escape(str(path))}: was [0-9a-f]+…, got [0-9a-f]+…$"
+    with pytest.raises(CheckpointError, match=told):
+        compared(resume=True, **given)
+    path.write_text(before)
+    found = compared(resume=True, **given)
+    assert found.settings["files"] == {str(path): hashlib.sha256(before.encode()).hexdigest()}
 
 
 @pytest.mark.usefixtures("as_shipped")
