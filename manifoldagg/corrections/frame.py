@@ -290,7 +290,36 @@ class Frame:
             square = untracked(row[i])
             if not math.isfinite(square):
                 check_number(self._called()[i], square)
+        self.__dict__["_lengths"] = [math.sqrt(max(0.0, untracked(square))) for square in np.diagonal(found.matrix)]
         return found
+
+    def reach(self, coefficients: Matrix) -> float:
+        r"""$\max_S \sum_j |c_{Sj}| \sqrt{G_{jj}}$: no entry of the combination is larger.
+
+        No row is read where `gram` has been asked.
+        """
+        if "_lengths" not in self.__dict__:
+            self.gram()
+        return max(
+            float(sum(abs(c) * length for c, length in zip(line, self.__dict__["_lengths"], strict=True) if c != 0))
+            for line in np.atleast_2d(coefficients).tolist()
+        )
+
+    def pieces(self, coefficients: Matrix) -> Iterator[tuple["Frame", Matrix]]:
+        """The frame of each tensor by itself, with the coefficients there; of vectors the frame as it is."""
+        if not isinstance(self.current, tuple):
+            yield self, coefficients
+            return
+        start = 0
+        for j, piece in enumerate(self.current):
+            stop = start + piece.numel()
+            here = slice(start, stop)
+            rows = tuple([_piece(row, j, here) for row in self.rows])
+            minus = tuple([None if row is None else _piece(row, j, here) for row in self.minus])
+            line = coefficients
+            line = line if line.ndim == 1 or len(line) == 1 else line[j : j + 1]
+            yield replace(self, rows=rows, minus=minus, segments=None), line.reshape(-1)
+            start = stop
 
     def _moving(self) -> Sequence[int]:
         """The rows that are read: not one that is a row less itself, as the drift is of what is not late."""
@@ -417,27 +446,10 @@ class Motion:
         Raises:
             ArgumentError: if one is not finite.
         """
-        for part in self._parts():
-            formed = part.formed(None)
+        for frame, line in self.frame.pieces(self.coefficients):
+            formed = Motion(frame, line).formed(None)
             if not is_finite(formed):
                 raise ArgumentError(f"points: the new model would not be finite in {formed.dtype}")
-
-    def _parts(self) -> Iterator["Motion"]:
-        """That of each tensor by itself."""
-        frame = self.frame
-        if not isinstance(frame.current, tuple):
-            yield self
-            return
-        lines = self.coefficients
-        start = 0
-        for j, piece in enumerate(frame.current):
-            stop = start + piece.numel()
-            here = slice(start, stop)
-            rows = tuple([_piece(row, j, here) for row in frame.rows])
-            minus = tuple([None if row is None else _piece(row, j, here) for row in frame.minus])
-            line = lines if lines.ndim == 1 or len(lines) == 1 else lines[j : j + 1]
-            yield Motion(replace(frame, rows=rows, minus=minus, segments=None), line.reshape(-1))
-            start = stop
 
 
 @dataclass(frozen=True, eq=False)
@@ -452,6 +464,21 @@ class Sum:
         if out is None:
             return self.frame.formed(self.coefficients)
         return self.frame.combine(None, self.coefficients, out=out)
+
+    def check(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Look at each entry, tensor by tensor, unless the lengths of the rows say that all are finite.
+
+        Args:
+            dtypes: in which the tensors are kept.
+
+        Raises:
+            ArgumentError: if one is not finite.
+        """
+        if self.frame.reach(self.coefficients) <= min([torch.finfo(dtype).max for dtype in set(dtypes)]) / 2:
+            return
+        for dtype, (frame, line) in zip(dtypes, self.frame.pieces(self.coefficients), strict=True):
+            if not is_finite(frame.combine(None, line, out=frame.blank(dtype))):
+                raise ArgumentError("points: the rule's state would not be finite")
 
 
 def _piece(row: Row, j: int, here: slice) -> Tensor:

@@ -15,6 +15,7 @@ from manifoldagg.corrections.frame import LATER, Motion, Sum, room
 from manifoldagg.errors import ArgumentError, check_count, check_number, is_finite
 from manifoldagg.federated import Rule, Update
 from manifoldagg.federated.contract import check_rule, extras
+from manifoldagg.federated.trees import spoils
 from manifoldagg.kernels import Tensors, across_ranks
 from manifoldagg.kernels.rows import meshed
 from manifoldagg.manifolds import ParameterSpace
@@ -192,8 +193,8 @@ class Outer(torch.optim.Optimizer):
         update = Update(base=base, current=here, points=(gradients,), memory=memory, descent=True, **known)
         try:
             with _across(params[0]):
-                state = self.rule.init(space, here) if state is None else state
-                state, outcome = self.rule.step(space, state, update, out=LATER)
+                before = self.rule.init(space, here) if state is None else state
+                state, outcome = self.rule.step(space, before, update, out=LATER)
         except ArgumentError as error:
             for name, gradient in zip(model.names, gradients, strict=True):
                 if not is_finite(gradient):
@@ -207,7 +208,12 @@ class Outer(torch.optim.Optimizer):
                 motion.check()
         if own is not None and outcome.memory is not None:
             others[own] = outcome.memory
-        return Move(params, here, kept, motion, flattened({**state, **others}, here.lengths))
+        move = Move(params, here, kept, motion, flattened({**state, **others}, here.lengths))
+        for name, one in move.sums.items():
+            one.check([move.dtype(i, name) for i in range(len(params))])
+        if not outcome.sound and (spoils(state, before) or spoils(outcome.memory, memory)):
+            raise ArgumentError("points: the rule's state would not be finite")
+        return move
 
 
 @dataclass
@@ -230,11 +236,15 @@ class Move:
     motion: Motion | None
     leaves: dict[str, Any]
 
+    @property
+    def sums(self) -> dict[str, Sum]:
+        """What is kept and not formed yet."""
+        return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, Sum)}
+
     def made(self, states: dict[Tensor, dict[str, Any]]) -> None:
         """Make it, and keep what is kept of it."""
-        sums = {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, Sum)}
-        targets = {name: Tensors([self._target(i, name) for i in range(len(self.params))]) for name in sums}
-        write(self.motion, sums, targets, self.here)
+        targets = {name: Tensors([self._target(i, name) for i in range(len(self.params))]) for name in self.sums}
+        write(self.motion, self.sums, targets, self.here)
         leaves = {name: targets.get(name, leaf) for name, leaf in self.leaves.items()}
         for i, p in enumerate(self.params):
             mine = {name: leaf[i] if isinstance(leaf, list | tuple) else leaf for name, leaf in leaves.items()}
@@ -242,12 +252,16 @@ class Move:
                 name: _placed(x.view(self.here[i].shape), p) if isinstance(x, Tensor) else x for name, x in mine.items()
             }
 
+    def dtype(self, i: int, name: str) -> torch.dtype:
+        """In which a sum is kept beside a parameter."""
+        held: Tensor | None = self.before[i].get(name)
+        return torch.promote_types(self.here[i].dtype, torch.float32) if held is None else held.dtype
+
     def _target(self, i: int, name: str) -> Tensor:
         held: Tensor | None = self.before[i].get(name)
         if held is not None:
             return held
-        dtype = torch.promote_types(self.here[i].dtype, torch.float32)
-        return torch.empty_like(self.here[i], dtype=dtype, memory_format=torch.contiguous_format)
+        return torch.empty_like(self.here[i], dtype=self.dtype(i, name), memory_format=torch.contiguous_format)
 
 
 def _name(group: Mapping[str, Any], i: int) -> str:

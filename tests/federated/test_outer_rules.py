@@ -264,3 +264,15 @@ def test_pseudo_gradients_are_displacements_the_other_way():
                 model = outcome.model
             steps.append(model)
         assert relative(*steps) <= 1e-14
+
+
+def test_more_updates_than_the_size_fill_the_sum_and_are_its_mean():
+    """As where a state of a larger size goes on under a smaller one."""
+    model, state = [torch.zeros(2).double()], None
+    rules = [DelayedNesterov(4, 1.0, beta=0.5)] * 3 + [DelayedNesterov(2, 1.0, beta=0.5)] * 3
+    momenta = []
+    for i, rule in enumerate(rules):
+        model, state, _ = aggregate(rule, state, model, model, [model[0] + i])
+        momenta.append((state["count"], state["momentum"][0].item() if "momentum" in state else None))
+    # (0 + 1 + 2 + 3) / 4, then half of it and (4 + 5) / 2.
+    assert momenta == [(1, None), (2, None), (3, None), (0, 1.5), (1, 1.5), (0, 5.25)]

@@ -399,3 +399,32 @@ def test_workers_are_told_apart():
         outer.step(worker=worker)
     kept = {name: x for name, x in outer.state[params[0]].items() if name.startswith("worker")}
     assert set(kept) == {"worker 0.epochs", "worker far-away.epochs"}
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.float64]], ids=["alike", "mixed"])
+def test_a_sum_that_overflows_is_refused_and_what_is_kept_goes_on(dtypes):
+    params = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes]
+    outer = Outer(params, DelayedNesterov(4, 0.5))
+    for size, fits in ((3e38, True), (3e38, False), (-1e38, True), (1.0, True)):
+        before = snapshot(outer, params)
+        for p in params:
+            p.grad = torch.full_like(p, size)
+        if fits:
+            outer.step()
+        else:
+            with pytest.raises(ArgumentError, match="points: the rule's state would not be finite"):
+                outer.step()
+            assert same(before, snapshot(outer, params))
+    assert all(torch.isfinite(outer.state[p]["buffer"]).all() for p in params)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_long_sum_of_small_entries_is_taken():
+    """Its length is beyond float32, but no entry is: it is formed and looked at."""
+    p = nn.Parameter(torch.zeros(9))
+    outer = Outer([p], DelayedNesterov(4, 0.1))
+    for _ in range(2):
+        p.grad = torch.full((9,), 1.5e38)
+        outer.step()
+    assert torch.equal(outer.state[p]["buffer"], torch.full((9,), 3e38))

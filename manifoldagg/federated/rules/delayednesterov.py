@@ -78,10 +78,11 @@ class DelayedNesterov(ServerRule):
         v = rows["v"] * (update.weight if self.weighted else 1.0)
         total = v + rows.get("buffer", 0.0)
         m = rows.get("momentum", 0.0 * v)
-        full = state["count"] + 1 == self.size
-        after = {"version": state["version"] + 1, "count": 0 if full else state["count"] + 1}
+        count = state["count"] + 1
+        full = count >= self.size  # more of them came under a larger size
+        after = {"version": state["version"] + 1, "count": 0 if full else count}
         if full:
-            m = self.beta * m + total / self.size
+            m = self.beta * m + total / count
         if full or "momentum" in state:
             after["momentum"] = frame.kept(m, out) if full else state["momentum"]
         if not full:
