@@ -366,7 +366,7 @@ def test_another_comparison_does_not_go_on_with_it(tmp_path):
 @pytest.mark.parametrize(
     ("option", "words", "before", "after"),
     [
-        ("delays", "csv:{}", "device,compute\na,1.0\n", "device,compute\na,2.0\n"),
+        ("delays", "csv:{}", "client,computation_s,round_s\na,1.0,1.5\n", "client,computation_s,round_s\na,2.0,2.5\n"),
         ("participation", "file:{}", "time,client,kind\n50,3,leave\n", "time,client,kind\n60,3,leave\n"),
         ("scheduler", "jackson:rates={}", "rate\n1\n1\n1\n1\n", "rate\n2\n1\n1\n1\n"),
     ],
