@@ -11,6 +11,7 @@ from rich.text import Text
 from manifoldagg.routing.plan import Plan
 from manifoldagg.simulation.compare import Comparison
 from manifoldagg.simulation.joined import Joined
+from manifoldagg.simulation.pictures import in_percent
 from manifoldagg.simulation.summary import cells, headings
 
 __all__ = ["comparison_table", "joined_tables", "kernel_table", "rates_found", "refusals", "routing_tables"]
@@ -46,11 +47,13 @@ def comparison_table(comparison: Comparison) -> Table:
     settings = comparison.settings
     timing = comparison.timing()
     seeds = len(settings["seeds"])
-    title = f"{settings['data']['name']}: {settings['clients']} clients, {settings['rounds']} rounds, {seeds} seeds"
+    counts = (settings["clients"], "client"), (settings["rounds"], "round"), (seeds, "seed")
+    told = ", ".join(f"{count} {word if count == 1 else word + 's'}" for count, word in counts)
+    title = f"{settings['data']['name']}: {told}"
     numbers = (
         "final\nacc.",
         "best\nacc.",
-        f"rounds\nto {settings['target']:.0%}",
+        f"rounds\nto {in_percent(settings['target'])}",
         "stale\nmean/max",
         "Gini",
         "train\ns",

@@ -343,7 +343,7 @@ def report_command(
     """
     check_choice("axis", axis, AXES)
     with unwinding("interrupted: nothing was written"):
-        check_destination(out, FILES)
+        check_destination(out, FILES, option="out")
         joined = join(folders)
         files = write_summary(joined, out, axis=axis)
     for grid in joined_tables(joined):

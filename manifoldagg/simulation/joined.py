@@ -222,7 +222,7 @@ def _read(folder: Path) -> _Report:
     settings = results.get("settings") if isinstance(results, dict) else None
     try:
         assert isinstance(settings, dict)
-        (settings["data"]["name"], settings["data"]["checksum"], settings["target"] + 0.0)
+        (settings["data"]["name"], settings["data"]["checksum"], settings["target"] + 0.0, settings["rounds"] + 0)
         wanted = [(method, seed) for method in settings["methods"] for seed in settings["seeds"]]
         clients = {
             (method, seed): [float(x) for x in run["client_accuracy"]]
@@ -237,6 +237,13 @@ def _read(folder: Path) -> _Report:
     if missing := [key for key in wanted if key not in rows or key not in clients]:
         method, seed = missing[0]
         raise ArgumentError(f"folders: {folder / 'log.jsonl'}: expected rows of {method}, seed {seed}; there are none")
+    for method, seed in wanted:
+        first, last = rows[method, seed][0].round, rows[method, seed][-1].round
+        if (first, last) != (0, settings["rounds"]):
+            raise ArgumentError(
+                f"folders: {folder / 'log.jsonl'}: expected rows of {method}, seed {seed}, from round 0 to "
+                f"{settings['rounds']}, got those from {first} to {last}"
+            )
     return _Report(folder, settings, {key: Logged(folder, rows[key], clients[key]) for key in wanted})
 
 

@@ -14,7 +14,7 @@ from manifoldagg.simulation.clocks.gantt import draw_trace
 from manifoldagg.simulation.clocks.trace import Record
 from manifoldagg.simulation.log import Evaluation
 
-__all__ = ["draw_accuracy", "draw_clients", "draw_planes", "draw_traces", "in_units"]
+__all__ = ["draw_accuracy", "draw_clients", "draw_planes", "draw_traces", "in_percent", "in_units"]
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 """Of Okabe and Ito: who sees fewer colours can tell them apart."""
@@ -49,6 +49,16 @@ def in_units(axis: str, most: float) -> tuple[float, str, str]:
     name, units = UNITS[axis]
     size, unit = next((pair for pair in reversed(units) if most >= pair[0]), units[0])
     return float(size), unit, name
+
+
+def in_percent(share: float) -> str:
+    """A share as it was given, with as many digits as it has.
+
+    Example:
+        >>> [in_percent(share) for share in (0.85, 0.925, 0.999)]
+        ['85%', '92.5%', '99.9%']
+    """
+    return f"{100 * share:.10g}%"
 
 
 def draw_accuracy(
@@ -91,7 +101,7 @@ def draw_accuracy(
             )
     axes.axhline(100 * target, color="0.35", linestyle=(0, (1, 2)), linewidth=1, zorder=2)
     beside = axes.get_yaxis_transform()
-    axes.text(1.01, 100 * target, f"target\n{target:.0%}", transform=beside, va="center", fontsize="small")
+    axes.text(1.01, 100 * target, f"target\n{in_percent(target)}", transform=beside, va="center", fontsize="small")
     if budget is not None:
         axes.axvline(budget / size, color="0.35", linestyle=(0, (1, 2)), linewidth=1, zorder=2)
         said = {"transform": axes.get_xaxis_transform(), "rotation": 90, "fontsize": "small"}

@@ -48,12 +48,13 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
     return [folder / file for file in FILES if (folder / file).exists()]
 
 
-def check_destination(folder: Path, files: Sequence[str] = FILES) -> None:
+def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str = "name") -> None:
     """A folder that a report can be written to: nothing is made, and what is there already is a report.
 
     Args:
         folder: where.
         files: what a report may hold, as patterns.
+        option: what says the folder, for the error.
 
     Raises:
         ArgumentError: if it holds something else, or cannot be made.
@@ -61,7 +62,7 @@ def check_destination(folder: Path, files: Sequence[str] = FILES) -> None:
     check_plots()
     try:
         if folder.is_symlink() or (folder.exists() and not _is_report(folder, files)):
-            raise ArgumentError(f"name: {folder} exists and is not a report; choose another name")
+            raise ArgumentError(f"{option}: {folder} exists and is not a report; choose another")
         there = next(parent for parent in folder.absolute().parents if parent.exists())
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=there):
             pass

@@ -10,7 +10,7 @@ from manifoldagg.errors import ArgumentError, check_choice
 from manifoldagg.simulation.evidence import ENOUGH, Mean, Pair
 from manifoldagg.simulation.joined import Joined, Row
 from manifoldagg.simulation.log import AXES
-from manifoldagg.simulation.pictures import draw_accuracy, draw_clients, in_units
+from manifoldagg.simulation.pictures import draw_accuracy, draw_clients, in_percent, in_units
 from manifoldagg.simulation.report import check_destination
 
 __all__ = ["FILES", "cells", "headings", "write_summary"]
@@ -45,7 +45,7 @@ def write_summary(joined: Joined, folder: Path | str, *, axis: str = "round") ->
     """
     folder = Path(folder)
     check_choice("axis", axis, AXES)
-    check_destination(folder, FILES)
+    check_destination(folder, FILES, option="out")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole(folder) as draft:
@@ -65,7 +65,7 @@ def write_summary(joined: Joined, folder: Path | str, *, axis: str = "round") ->
 
 def headings(joined: Joined, task: str) -> list[str]:
     """Of the columns of a task's table, after that of the method."""
-    target = f"{joined.targets[task]:.0%}"
+    target = in_percent(joined.targets[task])
     at = [f"at {_amount(axis, joined.budget(task, axis))}, %" for axis in EQUAL]
     return ["seeds", "final, %", *at, f"rounds to {target}", f"s to {target}", "loss", "Gini", "gradients", "sent"]
 

@@ -15,7 +15,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from manifoldagg import cli
-from manifoldagg._tables import joined_tables
+from manifoldagg._tables import comparison_table, joined_tables
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation import Evaluation, pictures
 from manifoldagg.simulation.compare import compare
@@ -24,7 +24,7 @@ from manifoldagg.simulation.joined import join
 from manifoldagg.simulation.log import AXES
 from manifoldagg.simulation.methods import method
 from manifoldagg.simulation.report import write_report
-from manifoldagg.simulation.summary import write_summary
+from manifoldagg.simulation.summary import headings, write_summary
 from tests.simulation.test_run import clusters
 
 SETTINGS = {
@@ -39,17 +39,25 @@ SETTINGS = {
 
 
 def report(folder, methods, seeds=(0, 1, 2), data=None, **settings):
-    """A report by hand: `methods` gives for each the cost of a round in gradients and the accuracies of its rounds."""
+    """A report by hand: `methods` gives for each the cost of a round in gradients and the accuracies of its rounds.
+
+    The last is that of round `rounds`, if this is given.
+    """
     folder.mkdir()
-    told = SETTINGS | settings | {"seeds": list(seeds)} | ({"data": data} if data else {})
+    given = {
+        name: {seed: worth(seed) if callable(worth) else worth for seed in seeds}
+        for name, (_, worth) in methods.items()
+    }
+    most = max(len(rounds) for runs in given.values() for rounds in runs.values()) - 1
+    told = SETTINGS | {"rounds": most} | settings | {"seeds": list(seeds)} | ({"data": data} if data else {})
     told["methods"] = {name: {"rule": f"{name}()", "trainer": "Local()"} for name in methods}
     lines, runs = [], {}
-    for name, (cost, worth) in methods.items():
+    for name, (cost, _) in methods.items():
         runs[name] = {"runs": [{"client_accuracy": [0.25, 0.5, 1.0]} for _ in seeds]}
         for seed in seeds:
-            for i, accuracy in enumerate(worth(seed) if callable(worth) else worth):
+            for i, accuracy in enumerate(given[name][seed]):
                 row = Evaluation(
-                    round=i,
+                    round=i if i < most else told["rounds"],
                     time=2.0 * i,
                     gradients=cost * i,
                     bytes_down=100 * i,
@@ -167,6 +175,17 @@ def test_one_run_twice_is_refused_naming_both(tmp_path):
             lambda text: "".join(text.splitlines(True)[:8]),
             "expected rows of Cheap, seed 2; there are none",
         ),
+        (
+            "log.jsonl",
+            lambda text: "".join(text.splitlines(True)[:-2]),
+            "a/log.jsonl: expected rows of Dear, seed 2, from round 0 to 3, got those from 0 to 1$",
+        ),
+        (
+            "log.jsonl",
+            lambda text: "".join(text.splitlines(True)[1:]),
+            "a/log.jsonl: expected rows of Cheap, seed 0, from round 0 to 3, got those from 1 to 3$",
+        ),
+        ("results.json", lambda text: text.replace('"rounds": 3', '"rounds": "3"'), r"compare` writes; TypeError"),
         ("log.jsonl", lambda text: text[:-3] + "\n", r"log.jsonl, line 24: expected an evaluation"),
         ("log.jsonl", lambda text: text.replace('"loss": null, ', "", 1), "line 1: .*loss: missing, or unknown"),
         ("log.jsonl", lambda text: text.replace('"gini": 0.1', '"gini": NaN', 1), "line 1: .*gini: nan"),
@@ -191,7 +210,7 @@ def test_what_cannot_be_written_is_refused_and_nothing_changes(tmp_path):
     joined = join([report(tmp_path / "a", ONE)])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
-    with pytest.raises(ArgumentError, match="mine exists and is not a report"):
+    with pytest.raises(ArgumentError, match="^out: .*mine exists and is not a report"):
         write_summary(joined, tmp_path / "mine")
     with pytest.raises(ArgumentError, match="axis: expected one of round, time, gradients, bytes; got 'rounds'"):
         write_summary(joined, tmp_path / "new", axis="rounds")
@@ -253,6 +272,7 @@ def test_several_tasks_have_a_picture_each_and_too_few_pairs_are_said(tmp_path):
 
 def test_a_report_of_a_comparison_is_read_as_it_was(tmp_path):
     found = compare(clusters(), [method("fedasync"), method("fedgs")], clients=3, rounds=2, seeds=1)
+    assert comparison_table(found).title == "clusters: 3 clients, 2 rounds, 1 seed"
     write_report(found, tmp_path / "a")
     joined = join([tmp_path / "a"])
     for name, runs in found.runs.items():
@@ -272,7 +292,7 @@ def test_the_command_joins_says_what_differs_and_refuses_what_is_wrong(tmp_path,
     for words in ("digits", "Third", "75.0 ± 0.0", "Settings differ: rounds: 3 in a, 9 in b", "Written to joined: "):
         assert words in done.output
     wrong = [(["a", "a"], "a and a both"), (["c"], "c/results.json cannot be read"), (["a", "--axis", "x"], "axis: ")]
-    wrong.append((["a", "--out", "b"], "name: b exists and is not a report"))
+    wrong.append((["a", "--out", "b"], "out: b exists and is not a report"))
     for arguments, words in wrong:
         assert words in str(call(cli.app, ["report", *arguments]).exception)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "joined"}
@@ -327,6 +347,32 @@ def test_a_signed_rank_test_is_that_of_scipy_and_by_hand():
     assert (pair.p, pair.adjusted) == (2 / 2**15, 2 / 2**15)
 
 
+COUNTS = st.lists(st.tuples(st.integers(0, 360), st.integers(0, 360)), min_size=15, max_size=60)
+
+
+@given(COUNTS)
+def test_a_signed_rank_test_of_shares_is_that_of_counts(counts):
+    """Whatever the last bits of shares say: equal differences are ties, and equal shares do not count."""
+    scores = {name: {("digits", i): pair[j] / 360 for i, pair in enumerate(counts)} for j, name in enumerate("AB")}
+    (pair,) = compared(scores)
+    differences = np.array([a - b for a, b in counts])
+    counted = differences[differences != 0]
+    assert pair.p == (stats.wilcoxon(counted).pvalue if counted.size else 1.0)
+    assert (pair.better, pair.worse) == ((differences > 0).sum(), (differences < 0).sum())
+    assert pair.difference == pytest.approx(np.median(differences) / 360, abs=1e-12)
+
+
+def test_a_signed_rank_test_is_exact_beside_equal_pairs_and_not_with_ties():
+    def p(counts):
+        scores = {("digits", i): (100 + count) / 360 for i, count in enumerate(counts)}
+        return compared({"A": scores, "B": dict.fromkeys(scores, 100 / 360)})[0].p
+
+    # Fourteen sizes, all in one direction, and an equal pair.
+    assert p([*range(15)]) == 2 / 2**14
+    # Fifteen of one size have one rank: the sum of their signs is 15, its deviation the root of that.
+    assert p([7] * 15) == pytest.approx(2 * stats.norm.sf(15**0.5), rel=1e-12)
+
+
 def test_fewer_than_fifteen_pairs_are_no_test_and_equal_methods_no_difference():
     scores = {("digits", i): float(i) for i in range(15)}
     few = {key: value for key, value in scores.items() if key != ("digits", 3)}
@@ -338,6 +384,20 @@ def test_fewer_than_fifteen_pairs_are_no_test_and_equal_methods_no_difference():
     ]
     assert (found[0].adjusted, found[1].adjusted) == (1.0, None)
     assert not math.isnan(found[0].difference)
+
+
+def test_a_target_is_told_as_it_was_given(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, _: said.extend(text.get_text() for text in figure.axes[0].texts)
+    )
+    joined = join([report(tmp_path / "a", ONE, target=0.925)])
+    assert "rounds to 92.5%" in headings(joined, "digits")
+    pictures.draw_accuracy(
+        tmp_path / "x.png", {"A": [joined.runs["digits"]["Cheap"][0].evaluations]}, target=0.999, title=""
+    )
+    assert said == ["target\n99.9%"]
+    assert [pictures.in_percent(i / 1000) for i in (70, 290, 850, 999, 1000)] == ["7%", "29%", "85%", "99.9%", "100%"]
 
 
 def test_units_suit_the_largest_value():
