@@ -16,6 +16,8 @@ from manifoldagg.simulation.configuration import command_lines, options_by_name
 from manifoldagg.simulation.data.sets import task
 from manifoldagg.simulation.methods import methods
 from manifoldagg.simulation.naming import blamed
+from manifoldagg.simulation.report import read_report
+from manifoldagg.simulation.settings import files, versions
 from manifoldagg.simulation.tuning import with_rate
 from manifoldagg.simulation.words import describe
 
@@ -72,11 +74,13 @@ def run_each(context: typer.Context, path: Path, only: Sequence[str]) -> None:
         for count, (name, made) in enumerate(runs.items(), start=1):
             say = Console(stderr=made.params["as_json"])
             with blamed(f"{path}: {name}"):
-                over = made.params["resume"] and _is_over(made.params)
+                over = _finished(made.params) if made.params["resume"] else None
                 told = f": is finished, in {made.params['out'] / name}" if over else ""
                 say.print(f"{name} ({count} of {len(runs)}){told}", highlight=False, markup=False, soft_wrap=True)
-                if not over:
+                if over is None:
                     command.invoke(made)
+                elif made.params["as_json"]:
+                    print(json.dumps(over), flush=True)
 
 
 def _is_typed(context: Any, name: str) -> bool:
@@ -92,23 +96,24 @@ def _parsed(command: Any, words: list[str], context: Any) -> Any:
         raise ArgumentError(error.format_message()) from None
 
 
-def _is_over(params: dict[str, Any]) -> bool:
-    """Whether the report of a comparison is there, is of these settings, and nothing of a later one is under way."""
+def _finished(params: dict[str, Any]) -> dict[str, Any] | None:
+    """The report of a comparison if it is there, of these settings, files and versions, and none is under way."""
     report = params["out"] / params["name"]
     if report.with_name(f"{report.name}.unfinished").exists():
-        return False
+        return None
     try:
-        settings = json.loads((report / "results.json").read_text())["settings"]
+        found: dict[str, Any] = read_report(report)
+        settings, then = found["settings"], dict(found["timing"]["versions"])
         tuning = settings["tuning"]
         if (tuning is not None and len(tuning["seeds"])) != (params["tune"] and params["tune_seeds"]):
-            return False
+            return None
         chosen = methods(params["methods"], list(params["rate"] or ()))
         for place, method in enumerate(chosen if params["tune"] else ()):
             tried = tuning["methods"][method.name]
             if isinstance(tried, dict):
                 chosen[place] = with_rate(method, tried["chosen"])
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None
     sys.path.insert(0, "")
     given = task(params["data"], params["model"])
     expected = {name: params[name] for name in AS_GIVEN} | {
@@ -116,9 +121,11 @@ def _is_over(params: dict[str, Any]) -> bool:
         "model": describe(given.model),
         "target": given.target if params["target"] is None else params["target"],
         "seeds": list(range(params["seeds"])),
+        "files": files(params["scheduler"], params["delays"], params["participation"]),
         "methods": {one.name: {"rule": describe(one.rule), "trainer": describe(one.trainer)} for one in chosen},
     }
-    return all(settings.get(name) == value for name, value in expected.items())
+    same = all(settings.get(name) == value for name, value in expected.items())
+    return found if same and versions().items() <= then.items() else None
 
 
 def _look(params: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from manifoldagg.simulation.data.sets import task
 from manifoldagg.simulation.joined import join
 from manifoldagg.simulation.log import AXES
 from manifoldagg.simulation.methods import methods as methods_by_name
-from manifoldagg.simulation.report import check_destination, machine, write_report
+from manifoldagg.simulation.report import check_destination, read_report, write_report
 from manifoldagg.simulation.summary import FILES, write_summary
 from manifoldagg.simulation.tuning import Tuning
 from manifoldagg.simulation.unfinished import discard
@@ -282,9 +282,7 @@ def compare_command(
     names = ", ".join(file.name for file in files)
     say.print(f"Written to {folder}: {names}", highlight=False, markup=False, soft_wrap=True)
     if as_json:
-        timing = comparison.timing() | machine()
-        told = comparison.results() | {"log": comparison.log(), "timing": timing, "files": list(map(str, files))}
-        print(json.dumps(told), flush=True)
+        print(json.dumps(read_report(folder)), flush=True)
 
 
 def _begun(unfinished: Path, resume: bool) -> list[str]:

@@ -16,7 +16,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation import pictures
 from manifoldagg.simulation.compare import Comparison
 
-__all__ = ["check_destination", "machine", "write_report"]
+__all__ = ["check_destination", "machine", "read_report", "write_report"]
 
 FILES = ("results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png")
 
@@ -46,6 +46,19 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
     except OSError as error:
         raise ArgumentError(f"out: {folder} cannot be written: {error}") from error
     return [folder / file for file in FILES if (folder / file).exists()]
+
+
+def read_report(folder: Path) -> dict[str, object]:
+    """What the files of a report hold, with the log as `log`, times as `timing`, and `files`: as `--json` prints it.
+
+    Raises:
+        OSError: if one cannot be read.
+        ValueError: if one is no JSON.
+    """
+    results, log, timing = ((folder / file).read_text(encoding="utf-8") for file in FILES[:3])
+    rows = [json.loads(line) for line in log.splitlines()]
+    files = [str(folder / file) for file in FILES if (folder / file).exists()]
+    return {**json.loads(results), "log": rows, "timing": json.loads(timing), "files": files}
 
 
 def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str = "name") -> None:

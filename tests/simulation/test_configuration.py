@@ -221,6 +221,37 @@ def test_what_is_finished_is_not_done_again(call, tmp_path, monkeypatch, capsys)
     assert done() == set()
 
 
+def test_what_is_finished_is_of_the_same_files_and_versions(call, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
+    path = written(
+        tmp_path / "one.toml", one=SMALL | {"methods": "fedgs:trainer.epochs=1", "participation": "file:gone.csv"}
+    )
+
+    def printed():
+        """The object, and whether the comparison was made for it."""
+        call("--config", path, "--resume", "--json")
+        out, errors = capsys.readouterr()
+        return json.loads(out), "Written to" in errors
+
+    first, made = printed()
+    assert made
+    assert printed() == (first, False)
+    (tmp_path / "gone.csv").write_text("time,client,kind\n0.2,3,leave\n")
+    second, made = printed()
+    assert made
+    assert first["settings"].pop("files") != second["settings"].pop("files")
+    assert first["settings"] == second["settings"]
+    timing = tmp_path / "runs" / "one" / "timing.json"
+    tree = json.loads(timing.read_text())
+    tree["versions"]["torch"] = "1.0"
+    timing.write_text(json.dumps(tree))
+    third, made = printed()
+    assert made
+    assert third["methods"] == second["methods"]
+    assert printed() == (third, False)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
