@@ -10,6 +10,7 @@ from torch import Tensor
 from manifoldagg.corrections.frame import Frame, Motion, Sum
 from manifoldagg.kernels import Row, Tensors
 from manifoldagg.kernels.windows import WINDOW
+from manifoldagg.optim._memory import meets
 
 __all__ = ["write"]
 
@@ -51,13 +52,13 @@ def write(motion: Motion | None, sums: Mapping[str, Sum], targets: Mapping[str, 
     for frame in frames:
         for row in (*frame.rows, *frame.minus):
             rows += row if isinstance(row, tuple) else []
+    # What still reads the model, or what another sum will be written over, is formed apart.
+    apart = len(sums) > 1 or any(_reads(one, out) for one in sums.values())
     lengths = out.lengths
     whole = out[0].is_cpu and all(tensor.is_contiguous() for tensor in rows)
     for window in _windows(lengths) if whole else [None]:
         places = {name: row if window is None else window.of(row) for name, row in targets.items()}
         parts = {name: _part(one, window, lengths) for name, one in sums.items()}
-        # What still reads the model, or what another sum will be written over, is formed apart.
-        apart = len(parts) > 1 or any(one.coefficients[..., one.frame.displacements].any() for one in parts.values())
         formed = {name: one.formed(places[name].fresh()) for name, one in parts.items()} if apart else {}
         if motion is not None:
             _part(motion, window, lengths).formed(out if window is None else window.of(out))
@@ -67,6 +68,13 @@ def write(motion: Motion | None, sums: Mapping[str, Sum], targets: Mapping[str, 
                 continue
             for tensor, value in zip(places[name], formed[name], strict=True):
                 tensor.copy_(value)
+
+
+def _reads(one: Sum, out: Tensors) -> bool:
+    """Whether a sum is made of entries of the model, or of a gradient that lies there."""
+    frame = one.frame
+    used = [i for i in range(len(frame.rows)) if one.coefficients[..., i].any()]
+    return any(i == frame.displacements or meets(row, out) for i in used for row in (frame.rows[i], frame.minus[i]))
 
 
 def _windows(lengths: Sequence[int]) -> Iterator[Window]:

@@ -19,6 +19,7 @@ from manifoldagg.federated.trees import spoils
 from manifoldagg.kernels import Tensors, across_ranks
 from manifoldagg.kernels.rows import meshed
 from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.optim._memory import Memory, check_apart
 from manifoldagg.optim._state import flattened, restored, shared
 from manifoldagg.optim._writing import write
 
@@ -144,6 +145,7 @@ class Outer(torch.optim.Optimizer):
             given = self._bases(base)
             known = {"staleness": staleness, "client": worker, "weight": weight}
             moves = [self._planned(model, given, known) for group in self.param_groups for model in self._models(group)]
+            check_apart([move.memory for move in moves])
             for move in moves:
                 move.made(self.state)
         return loss
@@ -152,9 +154,14 @@ class Outer(torch.optim.Optimizer):
         if base is None:
             return {}
         params = [p for group in self.param_groups for p in group["params"]]
+        if not isinstance(base, Sequence):
+            raise ArgumentError(f"base: expected a sequence of tensors, got {type(base).__name__}")
         if len(base) != len(params):
             raise ArgumentError(f"base: expected {len(params)} tensors, one for each parameter, got {len(base)}")
         for i, (p, b) in enumerate(zip(params, base, strict=True)):
+            if not isinstance(b, Tensor) or not b.is_floating_point() or b.layout is not torch.strided:
+                kind = f"{b.layout} of {b.dtype}" if isinstance(b, Tensor) else repr(b)
+                raise ArgumentError(f"base[{i}]: expected a dense floating tensor, got {kind}")
             if b.shape != p.shape or b.device != p.device or _held(b) != _held(p):
                 raise ArgumentError(f"base[{i}]: expected a tensor like the parameter, of shape {tuple(p.shape)}")
         return dict(zip(params, base, strict=True))
@@ -199,6 +206,9 @@ class Outer(torch.optim.Optimizer):
             for name, gradient in zip(model.names, gradients, strict=True):
                 if not is_finite(gradient):
                     raise ArgumentError(f"params: {name}: expected a gradient that is finite") from error
+            for i, (p, tensor) in enumerate(bases.items()):
+                if any(p is one for one in params) and not is_finite(_piece(tensor)):
+                    raise ArgumentError(f"base[{i}]: expected values that are finite") from error
             error.args = (str(error).replace("displacements[0]", "params: gradient"),)  # on another rank, or its square
             raise
         motion: Any = outcome.model
@@ -208,7 +218,7 @@ class Outer(torch.optim.Optimizer):
                 motion.check()
         if own is not None and outcome.memory is not None:
             others[own] = outcome.memory
-        move = Move(params, here, kept, motion, flattened({**state, **others}, here.lengths))
+        move = Move(params, model.names, here, kept, motion, flattened({**state, **others}, here.lengths))
         for name, one in move.sums.items():
             one.check([move.dtype(i, name) for i in range(len(params))])
         if not outcome.sound and (spoils(state, before) or spoils(outcome.memory, memory)):
@@ -231,6 +241,7 @@ class Move:
     """A step that nothing is in the way of."""
 
     params: list[Tensor]
+    names: list[str]
     here: Tensors
     before: list[dict[str, Any]]
     motion: Motion | None
@@ -240,6 +251,15 @@ class Move:
     def sums(self) -> dict[str, Sum]:
         """What is kept and not formed yet."""
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, Sum)}
+
+    @property
+    def memory(self) -> Memory:
+        """Where that lies which it writes and reads."""
+        held: list[list[Any]] = [[one.get(name) for one in self.before] for name in self.sums]
+        frames = [one.frame for one in (self.motion, *self.sums.values()) if one is not None]
+        kept = [Tensors(row) for row in held if all(isinstance(x, Tensor) for x in row)]
+        read = [row for frame in frames for row in (*frame.rows, *frame.minus) if row is not self.here]
+        return Memory(self.names, [self.here, *kept], read)
 
     def made(self, states: dict[Tensor, dict[str, Any]]) -> None:
         """Make it, and keep what is kept of it."""

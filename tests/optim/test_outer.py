@@ -353,6 +353,10 @@ def named():
     return [("head", nn.Parameter(torch.ones(2))), ("odd", nn.Parameter(torch.ones(2, dtype=torch.complex64)))]
 
 
+def like(value=0, dtype=torch.float64):
+    return [torch.full(shape, value, dtype=dtype) for shape in SHAPES]
+
+
 def late(rule, **known):
     params = parameters()
     pseudo(1, params)
@@ -376,6 +380,11 @@ def late(rule, **known):
         (lambda: late(Momentum(FedOrtho()), staleness=1), "base: expected where the worker started"),
         (lambda: late(ASGD(decay=1.0), staleness=1), "base: expected where the worker started"),
         (lambda: late(ASGD(), base=[torch.ones(2)]), "base: expected 5 tensors"),
+        (lambda: late(ASGD(), base=3), "base: expected a sequence of tensors, got int"),
+        (lambda: late(ASGD(), base=["x"] * 5), r"base\[0\]: expected a dense floating tensor, got 'x'"),
+        (lambda: late(ASGD(), base=[None] * 5), r"base\[0\]: expected a dense floating tensor, got None"),
+        (lambda: late(ASGD(), base=like(dtype=torch.int64)), r"base\[0\]: expected a dense .* of torch.int64"),
+        (lambda: late(FedOrtho(), staleness=1, base=like(torch.nan)), r"base\[0\]: expected values that are finite"),
         (lambda: late(ASGD(), base=[torch.ones(2)] * 5), r"base\[0\]: expected a tensor like the parameter"),
     ],
 )
@@ -428,3 +437,75 @@ def test_a_long_sum_of_small_entries_is_taken():
         p.grad = torch.full((9,), 1.5e38)
         outer.step()
     assert torch.equal(outer.state[p]["buffer"], torch.full((9,), 3e38))
+
+
+def views():
+    whole = torch.ones(4)
+    return nn.Parameter(whole[:3]), nn.Parameter(whole[1:])
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (views, "params: b1: expected memory of its own"),
+        (lambda: [nn.Parameter(torch.ones(1).expand(3))], "params: b0: expected entries with memory of their own"),
+    ],
+    ids=["views", "expanded"],
+)
+def test_parameters_of_a_later_group_that_share_memory_move_nothing(second, words):
+    params = [nn.Parameter(torch.ones(3)), *second()]
+    groups = [[("a", params[0])], [(f"b{i}", p) for i, p in enumerate(params[1:])]]
+    outer = Outer([{"params": group} for group in groups], Momentum(ASGD(0.5)))
+    before = snapshot(outer, params)
+    pseudo(1, params)
+    with pytest.raises(ArgumentError, match=words):
+        outer.step()
+    assert same(before, snapshot(outer, params))
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (lambda params, outer: params[1].data, "params: parameter 0: expected gradients and bases"),
+        (lambda params, outer: outer.state[params[1]]["velocity"], "params: parameter 0: expected gradients and bases"),
+    ],
+    ids=["model", "state"],
+)
+def test_a_gradient_where_another_parameter_is_written_moves_nothing(share, words):
+    params = parameters(shapes=[(3,), (3,)], dtype=torch.float32)
+    outer = Outer([{"params": [p]} for p in reversed(params)], Momentum(ASGD(0.5)))
+    run(outer, params, 1, 2)
+    params[0].grad = share(params, outer)
+    before = snapshot(outer, params)
+    with pytest.raises(ArgumentError, match=words):
+        outer.step()
+    assert same(before, snapshot(outer, params))
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_state_that_two_parameters_share_moves_nothing():
+    params = parameters(shapes=[(3,), (3,)])
+    outer = Outer(params, Momentum(ASGD(0.5)))
+    run(outer, params, 1, 2)
+    outer.state[params[1]]["velocity"] = outer.state[params[0]]["velocity"]
+    before = snapshot(outer, params)
+    with pytest.raises(ArgumentError, match="params: parameter 1: expected memory of its own"):
+        outer.step()
+    assert same(before, snapshot(outer, params))
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 3)])
+@pytest.mark.parametrize("name", RULES)
+def test_a_gradient_may_lie_where_its_parameter_does(name, shape):
+    """As the gradient of half a square; also turned around, where entries are not beside one another."""
+    params, others = (parameters(shapes=[shape, (2,)], dtype=torch.float32) for _ in range(2))
+    shared, apart = Outer(params, RULES[name]), Outer(others, RULES[name])
+    for _ in range(3):
+        for p, q in zip(params, others, strict=True):
+            p.grad, q.grad = p.data.mT if p.ndim > 1 else p.data, (q.data.mT if q.ndim > 1 else q.data).clone()
+        shared.step()
+        apart.step()
+    assert all(map(torch.equal, params, others))
+    assert same(snapshot(shared, params), snapshot(apart, others))

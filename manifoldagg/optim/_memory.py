@@ -1,0 +1,84 @@
+"""Where the tensors of a step lie: what is written is apart from the rest that is written or read."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels import Tensors
+
+__all__ = ["Memory", "check_apart", "meets"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The rows of one model: each has a tensor for each parameter.
+
+    Attributes:
+        names: of the parameters.
+        written: the parameters, and what is kept beside them.
+        read: what the step is made of.
+    """
+
+    names: Sequence[str]
+    written: Sequence[Tensors]
+    read: Iterable[Any]
+
+
+def check_apart(models: Sequence[Memory]) -> None:
+    """What models write is apart, and what they read is apart from it, or the same entries of the same parameter.
+
+    Raises:
+        ArgumentError: naming a parameter of which that is not so.
+    """
+    names = [name for model in models for name in model.names]
+    borders = np.cumsum([0, *(len(model.names) for model in models)])
+    spans, places = [], []
+    tensors: list[Tensor] = []
+    for model, start in zip(models, borders, strict=False):
+        for row in model.written:
+            odd = [] if row.whole else [name for name, x in zip(model.names, row, strict=True) if _is_expanded(x)]
+            if odd:
+                raise ArgumentError(
+                    f"params: {odd[0]}: expected entries with memory of their own, got an expanded tensor"
+                )
+            spans.append(row.spans)
+            places.append(np.arange(start, start + len(row)))
+            tensors += row
+    low, high = np.concatenate(spans, axis=1) if spans else np.empty((2, 0), np.int64)
+    order = np.argsort(low, kind="stable")
+    order = order[high[order] > low[order]]  # tensors without entries are nowhere
+    if not len(order):
+        return
+    low, high, place = low[order], high[order], np.concatenate(places)[order]
+    shared = np.flatnonzero(high[:-1] > low[1:])
+    if len(shared):
+        name = names[max(place[shared[0]], place[shared[0] + 1])]
+        raise ArgumentError(f"params: {name}: expected memory of its own, got some that is written elsewhere too")
+    for model, start in zip(models, borders, strict=False):
+        for row in {id(row): row for row in model.read if isinstance(row, Tensors)}.values():
+            begin, end = row.spans
+            # By address, the first that ends behind where each begins: it is met, if any is.
+            first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
+            for i in np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin)).tolist():
+                j = first[i]
+                same = (place[j], low[j], high[j]) == (start + i, begin[i], end[i])
+                if not same or row[i].dtype != tensors[order[j]].dtype:
+                    name = model.names[i]
+                    raise ArgumentError(
+                        f"params: {name}: expected gradients and bases apart from what is written, or just there"
+                    )
+
+
+def meets(row: Any, out: Tensors) -> bool:
+    """Whether a row that may be read beside `out` has memory in common with it."""
+    if not isinstance(row, Tensors):
+        return False
+    return any(a == b and n > 0 for a, b, n in zip(row.addresses, out.addresses, out.lengths, strict=True))
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
