@@ -122,7 +122,7 @@ def journaled(size: int, limit: float, folder: Path) -> dict[str, float]:
         journal = None if fsync is None else Journal(folder / "lines", fsync)
         server = Server(Flat(size), AsyncFedED(0.5), torch.zeros(size), weights="uniform", journal=journal)
         if fsync is not None:
-            (path,) = folder.glob("lines.*")
+            (path,) = folder.glob("lines.*.journal")
             ticket = server.dispatch("another")
             before = path.stat().st_size
             server.receive(ticket, Payload(torch.rand(1, size), 1))

@@ -5,7 +5,8 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ from manifoldagg.federated.named import payload_of, resting
 from manifoldagg.federated.record.books import ANYONE, Books, Limits, Open, Row, Taken, row
 from manifoldagg.federated.record.checkpoint import Every, Moment, Saved, Writer, check_name
 from manifoldagg.federated.record.description import called, describe, path_of
-from manifoldagg.federated.record.journal import UNSAID, Appender, Journal, Living, Story, packed, recovered
+from manifoldagg.federated.record.journal import UNSAID, Appender, Hold, Journal, Living, Story, packed, recovered
 from manifoldagg.federated.record.overflow import Overflow
 from manifoldagg.federated.record.persistent import Atomic
 from manifoldagg.federated.record.spill import Spill
@@ -110,7 +111,7 @@ class Server:
         checkpoint: when to write checkpoints beside the work, and where to. Clients are then strings or integers.
         journal: where everything that is taken is appended before its receipt is given, so that `resume` knows of it;
             with a [`Journal`][manifoldagg.federated.record.journal.Journal], when that is brought to the disk. Clients
-            as above. One that is there already is not touched.
+            as above. One that is there already is not touched, and no other process can have it until `close`.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
@@ -158,8 +159,6 @@ class Server:
         journal: str | Path | Journal | None = None,
     ) -> None:
         kept_in = None if journal is None else Journal.of(journal)
-        if kept_in is not None and kept_in.files():
-            raise ArgumentError(f"journal: {kept_in.path}: there is one; go on from it with `Server.resume`")
         first = check_start(space, start)
         tensors, numbers = extras(check_rule(rule))
         checks = UNLIMITED if checks is None else checks
@@ -216,7 +215,10 @@ class Server:
                 check_name(client)
             called("clock", clock)
         if kept_in is not None:
-            self._keep_in(kept_in, Story(os.urandom(16).hex(), 0, 0.0))
+            with _held(kept_in) as hold:
+                if kept_in.files():
+                    raise ArgumentError(f"journal: {kept_in.path}: there is one; go on from it with `Server.resume`")
+                self._keep_in(kept_in, Story(os.urandom(16).hex(), 0, 0.0), hold)
 
     @classmethod
     def of(
@@ -296,9 +298,9 @@ class Server:
 
         Raises:
             CheckpointError: if the file is truncated, altered or no checkpoint, naming an older one where there is one;
-                if space, rule or clock are others than those that were saved, naming the first difference; if the
-                journal is another server's, does not reach back to the checkpoint, or was altered, naming the change;
-                if a journal was written beside the checkpoint, and nothing is said of it.
+                if space, rule or clock are others than those that were saved, naming the first difference; if another
+                process has the journal; if that is another server's, does not reach back to the checkpoint, or was
+                altered, naming the change; if a journal was written beside the checkpoint, and nothing is said of it.
             ArgumentError: naming the option that does not fit.
 
         Warns:
@@ -318,15 +320,17 @@ class Server:
             >>> server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).version, server.model
             (1, tensor([1., 2.]))
         """
-        journal = options.pop("journal", UNSAID)
-        saved, story = recovered(path, journal)
-        replace = replace and not (story is not None and story.told)
-        saved.check(space, rule, options.get("clock", CLOCK), replace=replace)
-        if story is not None and story.told:
-            saved = cls._relived(saved, story, space, rule, options)
-        server = cls._of_saved(saved, space, rule, options)
-        if story is not None:
-            server._keep_in(Journal.of(journal), story)
+        given = options.pop("journal", UNSAID)
+        journal = None if given is None or given is UNSAID else Journal.of(given)
+        with nullcontext() if journal is None else _held(journal) as hold:
+            saved, story = recovered(path, journal, unsaid=given is UNSAID)
+            replace = replace and not (story is not None and story.told)
+            saved.check(space, rule, options.get("clock", CLOCK), replace=replace)
+            if story is not None and story.told:
+                saved = cls._relived(saved, story, space, rule, options)
+            server = cls._of_saved(saved, space, rule, options)
+            if journal is not None and story is not None and hold is not None:
+                server._keep_in(journal, story, hold)
         if server._writer is not None:
             server._writer.begin(server.updates)
         return server
@@ -680,7 +684,8 @@ class Server:
 
         It holds the model, its buffers, the rule's state, what is kept for clients, the tickets that are out with what
         they started from, the receipts, weights, history, and the state of `averaging`. It waits for a running update;
-        while the file is written others go on.
+        while the file is written others go on. The journal keeps what the file of `checkpoint=` needs, and is cut where
+        that is written; without `checkpoint=`, with any that is saved.
 
         Args:
             path: where to. `None`: where `checkpoint=` says, with as many older files as it says, once what is being
@@ -699,6 +704,8 @@ class Server:
             raise ArgumentError("path: expected one, as the server has no `checkpoint`")
         moment = self.moment()
         if path is not None:
+            if self._writer is not None and not self._writer.is_of(path):
+                moment = moment._replace(written=None)
             moment.write(path, 1, self._watch.note)
         elif self._writer is not None:
             self._writer.write(moment)
@@ -751,9 +758,9 @@ class Server:
         cut = None if self._journal is None else self._journal.cut
         return Moment(self._books.value, self.space, self.rule, self._options, self._clock, self._clock(), told, cut)
 
-    def _keep_in(self, journal: Journal, story: Story) -> None:
+    def _keep_in(self, journal: Journal, story: Story, hold: Hold) -> None:
         """Begin a journal anew, with the whole record: nobody else has the server yet."""
-        appender = Appender(journal, self._books, story.name)
+        appender = Appender(journal, self._books, story.name, hold)
         appender.begin(story.number, self._moment().tree(), story.after)
         appender.clear(story.number)
         self._books.update(lambda now: (now._replace(log=appender.log(story.number)), None))
@@ -903,3 +910,14 @@ class Server:
             raise ArgumentError(
                 f"server: belongs to process {self._process}, of which this is a fork; it can only be read here"
             )
+
+
+@contextmanager
+def _held(journal: Journal) -> Iterator[Hold]:
+    """A journal that nobody else has; whatever goes wrong, it is let go."""
+    hold = Hold(journal)
+    try:
+        yield hold
+    except BaseException:
+        hold.close()
+        raise

@@ -53,6 +53,9 @@ def crash(server):
     if close.detach():
         with suppress(OSError):
             os.close(server._journal._at.file)
+    hold = server._journal._hold
+    if hold.close.detach():
+        os.close(hold.file)
 
 
 def back(folder, server, **options):
@@ -245,7 +248,7 @@ def test_a_fault_at_any_call_loses_nothing_that_was_answered(tmp_path, monkeypat
 def ended(folder, steps=6):
     """The files of a server after some steps, what it was after each, and where their frames end."""
     server = fresh(journal=folder / LINES)
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.journal")
     states, ends = [state(server)], [path.stat().st_size]
     for i in range(steps):
         if i % 2:
@@ -298,7 +301,7 @@ def test_a_bit_that_is_another_is_cut_at_the_end_and_told_before_it(tmp_path, ma
         told = rf"lines\.0\.journal: (change {number} is altered|change {number} was not written)"
         with pytest.raises(CheckpointError, match=told if i >= ends[0] else r"lines\.0\.journal"):
             back(other, fresh())
-        assert [name.name for name in other.iterdir()] == [path.name]
+        assert sorted(name.name for name in other.iterdir()) == [path.name, f"{LINES}.lock"]
         assert (other / path.name).read_bytes() == altered
 
 
@@ -306,7 +309,7 @@ def test_a_bit_that_is_another_is_cut_at_the_end_and_told_before_it(tmp_path, ma
 def test_a_batch_loses_at_most_what_it_says_when_the_machine_stops(tmp_path, monkeypatch, junk):
     every = 4
     server = fresh(journal=Journal(tmp_path / LINES, "batch", every=every))
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.journal")
     synced, states = [path.stat().st_size], [state(server)]
     sizes = [path.stat().st_size]
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.stat().st_size))
@@ -552,7 +555,7 @@ def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
     server.save(tmp_path / FILE)
     shutil.copy(tmp_path / FILE, tmp_path / "older")
     server.receive(server.tickets[0], answer(1)).check()
-    with pytest.raises(CheckpointError, match=r"lines\.1\.journal: another server is writing it"):
+    with pytest.raises(CheckpointError, match=r"lines: another process has this journal"):
         back(tmp_path, server)
     crash(server)
     with pytest.raises(ArgumentError, match=r"^journal: .*lines: there is one; go on from it with `Server\.resume`"):
@@ -593,7 +596,7 @@ def gone(folder, server):
     (folder / "other").mkdir()
     for path in folder.glob(f"{LINES}.*"):
         shutil.copy(path, folder / "other" / path.name.replace(".3.", ".2."))
-    tree, _ = journal._opened(next((folder / "other").iterdir()))
+    tree, _ = journal._opened(next((folder / "other").glob("*.journal")))
     archive.write(folder / "other" / f"{LINES}.2.journal", journal.KIND, {**tree, "first": 2})
     return folder / "other" / LINES
 
@@ -621,6 +624,94 @@ def test_a_closed_server_leaves_its_journal(tmp_path):
     assert state(back(tmp_path, server)) == before
 
 
+@pytest.mark.parametrize("new", [False, True])
+def test_of_two_that_want_a_journal_at_once_one_has_it_and_loses_nothing(tmp_path, new):
+    server = fresh(FedAsync(0.5), **({} if new else {"journal": tmp_path / LINES}))
+    server.receive(server.dispatch("a"), answer(1)).check()
+    server.save(tmp_path / FILE)
+    server.close()
+    start = threading.Barrier(2)
+    found, refused = [], []
+
+    def work():
+        start.wait()
+        try:
+            found.append(back(tmp_path, server))
+        except CheckpointError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = found
+    (told,) = refused
+    assert told == f"{tmp_path / LINES}: another process has this journal, or another server of this one"
+    # Also after the files were begun anew, and of a new server.
+    winner.receive(winner.dispatch("b"), answer(2)).check()
+    winner.save(tmp_path / FILE)
+    for make in (lambda: back(tmp_path, server), lambda: fresh(journal=tmp_path / LINES)):
+        with pytest.raises(CheckpointError, match="another process has this journal"):
+            make()
+    winner.receive(winner.dispatch("c"), answer(3)).check()
+    before = state(winner)
+    winner.close()
+    assert state(back(tmp_path, server)) == before
+
+
+def test_a_new_journal_is_held_before_anybody_looks_for_its_files(tmp_path, monkeypatch):
+    begin = journal.Appender.begin
+
+    def late(appender, *given):
+        with pytest.raises(CheckpointError, match="another process has this journal"):
+            fresh(journal=tmp_path / LINES)
+        begin(appender, *given)
+
+    monkeypatch.setattr(journal.Appender, "begin", late)
+    server = fresh(journal=tmp_path / LINES)
+    assert server.dispatch("a").version == 0
+
+
+def test_a_checkpoint_elsewhere_leaves_the_journal_to_that_of_the_server(tmp_path):
+    server = fresh(journal=tmp_path / LINES, checkpoint=Every(tmp_path / FILE, updates=100))
+    server.receive(server.dispatch("a"), answer(1)).check()
+    server.save()
+    for seed in (2, 3):
+        server.receive(server.dispatch("a"), answer(seed)).check()
+        server.save(tmp_path / "elsewhere")
+    files = server._journal.journal.files()
+    before = state(server)
+    crash(server)
+    assert files == [2]
+    other = back(tmp_path, server, checkpoint=Every(tmp_path / FILE, updates=100))
+    assert state(other) == before
+    (tmp_path / "link").symlink_to(tmp_path)
+    other.save(tmp_path / "link" / FILE)
+    assert other._journal.journal.files() == [6]
+
+
+@pytest.mark.parametrize("call", ["listdir", "open", "payload"])
+def test_what_the_system_does_not_read_is_told_and_nothing_is_cut(tmp_path, monkeypatch, call):
+    path, states, _ = ended(tmp_path)
+    whole = path.read_bytes()
+
+    def broken(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        if call == "listdir":
+            patch.setattr(journal.os, "listdir", broken)
+        elif call == "open":
+            patch.setattr(journal.mmap, "mmap", broken)
+        else:
+            patch.setattr(journal, "_payload", broken)
+        with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+            back(tmp_path, fresh())
+    assert path.read_bytes() == whole
+    assert state(back(tmp_path, fresh())) == states[-1]
+
+
 COUNT = itertools.count()
 
 
@@ -641,7 +732,7 @@ def test_a_rule_that_does_not_repeat_itself_is_told(tmp_path):
 def test_a_flood_of_refusals_writes_nothing(tmp_path):
     server = fresh(journal=tmp_path / LINES)
     ticket = server.dispatch("a")
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.journal")
     size = path.stat().st_size
     for _ in range(50):
         assert not server.receive(ticket, Payload(torch.ones(1, SIZE + 1), 1)).accepted

@@ -368,6 +368,10 @@ class Writer:
         self._updates = updates
         self._begun = time.monotonic()
 
+    def is_of(self, path: str | Path) -> bool:
+        """Whether this is where it writes to."""
+        return archive.check_path(path) == archive.check_path(self._every.path)
+
     def look(self, updates: int, moment: Callable[[], Writable]) -> None:
         """Begin a checkpoint where one is due, after so many accepted updates."""
         if not self._due(updates - self._updates):

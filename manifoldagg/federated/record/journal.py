@@ -8,9 +8,11 @@ update as an archive with a checksum of its own. Nothing in a file is ever execu
 
 What is bad at the end, and of which no later frame says that it was on the disk, was being written when the machine
 stopped, and is cut. Anything else that is bad was altered.
+
+Who has a journal holds a lock on `path.lock`, which is never replaced, from before it looks for files until it is
+closed.
 """
 
-import glob
 import json
 import logging
 import math
@@ -46,7 +48,7 @@ from manifoldagg.federated.trees import Tree
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["UNSAID", "Appender", "Journal", "Living", "Story", "packed", "recovered"]
+__all__ = ["UNSAID", "Appender", "Hold", "Journal", "Living", "Story", "packed", "recovered"]
 
 KIND = "journal"
 PAYLOAD = "payload"
@@ -108,14 +110,45 @@ class Journal:
         return place.with_name(f"{place.name}.{first}{SUFFIX}")
 
     def files(self) -> list[int]:
-        """The first numbers of the files that there are, in order."""
+        """The first numbers of the files that there are, in order.
+
+        Raises:
+            CheckpointError: if the folder cannot be read.
+        """
         place = Path(self.path)
-        found = (path.name[len(place.name) + 1 : -len(SUFFIX)] for path in self._beside(place))
+        begin = f"{place.name}."
+        try:
+            names = os.listdir(place.parent)
+        except OSError as error:
+            raise _unreadable(place.parent, error) from error
+        found = (name[len(begin) : -len(SUFFIX)] for name in names if name.startswith(begin) and name.endswith(SUFFIX))
         return sorted(int(number) for number in found if number.isdecimal())
 
-    @staticmethod
-    def _beside(place: Path) -> Iterator[Path]:
-        return place.parent.glob(f"{glob.escape(place.name)}.*{SUFFIX}")
+
+class Hold:
+    """A journal that nobody else has, until it is closed.
+
+    Args:
+        journal: which.
+
+    Raises:
+        CheckpointError: if another server has it, or with what the system says.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        place = Path(journal.path)
+        lock = place.with_name(f"{place.name}.lock")
+        try:
+            file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"{lock}: cannot be opened: {error.strerror or error}") from error
+        self.close = weakref.finalize(self, _closed, file)
+        self.file = file
+        try:
+            _claim(file, place)
+        except BaseException:
+            self.close()
+            raise
 
 
 class _At(NamedTuple):
@@ -139,13 +172,15 @@ class Appender:
         journal: where to, and how.
         books: of the server.
         name: of the journal.
+        hold: of the journal, closed with this.
 
     Cost: of a change, its bytes written once; with `"always"` a sync, which those share that come meanwhile.
     """
 
-    def __init__(self, journal: Journal, books: Atomic[Books], name: str) -> None:
+    def __init__(self, journal: Journal, books: Atomic[Books], name: str, hold: Hold) -> None:
         self.journal = journal
         self.name = name
+        self._hold = hold
         self._books = books
         self._lock = threading.RLock()
         self._failed = False
@@ -173,7 +208,6 @@ class Appender:
             raise CheckpointError(f"{place}: cannot be opened: {error.strerror or error}") from error
         close = weakref.finalize(self, _closed, file)
         try:
-            _claim(file, place)
             at = _At(file, mark, first, os.lseek(file, 0, os.SEEK_END), first, first)
         except BaseException as error:
             close()
@@ -250,6 +284,7 @@ class Appender:
             finally:
                 self._at = None
                 self._close()
+                self._hold.close()
 
     def _renew(self, at: _At) -> None:
         """Go on in a new file, or in the older one: then one that says otherwise must not be there."""
@@ -386,6 +421,8 @@ class Story:
             if told.kind == "accepted":
                 try:
                     payload = _payload(told)
+                except OSError as error:  # what is there may be sound
+                    raise _unreadable(told.path, error) from error
                 except CheckpointError as error:
                     if told.number < self._vouched:
                         raise _altered(told.path, told.number) from error
@@ -433,17 +470,17 @@ class Living(NamedTuple):
     narrow: Callable[[Tensor], Tensor | None]
 
 
-def recovered(path: str | Path | Saved, given: Any) -> tuple[Saved, Story | None]:
+def recovered(path: str | Path | Saved, journal: Journal | None, *, unsaid: bool = False) -> tuple[Saved, Story | None]:
     """The latest whole record that there is, and what the journal tells beyond it; `None` without a journal.
 
     Args:
         path: of a checkpoint, which need not be there yet where the journal begins with the record; or what was read.
-        given: the journal, `None` to go on without one, or `UNSAID`.
+        journal: which its caller holds, or `None` to go on without one.
+        unsaid: whether nothing was said of one.
 
     Raises:
         CheckpointError: if either cannot be read, or they do not belong together.
     """
-    journal = None if given is None or given is UNSAID else Journal.of(given)
     files = [] if journal is None else journal.files()
     if isinstance(path, Saved):
         saved: Saved | None = path
@@ -452,7 +489,7 @@ def recovered(path: str | Path | Saved, given: Any) -> tuple[Saved, Story | None
     else:
         saved = Saved(path)
     if journal is None:
-        if given is UNSAID and saved is not None and saved.journal is not None:
+        if unsaid and saved is not None and saved.journal is not None:
             raise CheckpointError(
                 f"{saved.path}: a journal was written beside it: give it as `journal`, or journal=None to go on "
                 "without what was taken since"
@@ -464,8 +501,6 @@ def recovered(path: str | Path | Saved, given: Any) -> tuple[Saved, Story | None
         if saved.journal is not None:
             raise CheckpointError(f"{journal.path}: there is no journal, and one was written beside {saved.path}")
         return saved, Story(os.urandom(16).hex(), 0, saved.time, saved.identity)
-    with open(journal.file(files[-1]), "rb") as file:
-        _claim(file.fileno(), journal.file(files[-1]))
     heads = {first: _opened(journal.file(first))[0] for first in files}
     name = heads[files[-1]]["name"]
     after = heads[files[-1]]["after"]
@@ -537,6 +572,7 @@ def _payload(told: Told) -> Payload:
 
     Raises:
         CheckpointError: if it was altered.
+        OSError: if it cannot be read.
     """
     with open(told.path, "rb") as file:
         file.seek(told.place)
@@ -550,13 +586,24 @@ def _opened(path: Path) -> tuple[dict[str, Any], int]:
             head: dict[str, Any] = archive.read_from(file, KIND, os.fstat(file.fileno()).st_size, more=True)
             return head, file.tell()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
 def _indexed(path: Path, first: int) -> tuple[list[Told], int]:
-    """The changes in a file up to one that is bad, and how many were on the disk as far as any frame says."""
+    """The changes in a file up to one that is bad, and how many were on the disk as far as any frame says.
+
+    Raises:
+        CheckpointError: if it cannot be read, or was not written by this package.
+    """
+    try:
+        return _searched(path, first)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _searched(path: Path, first: int) -> tuple[list[Told], int]:
     head, place = _opened(path)
     mark = head["mark"]
     if head["first"] != first:
@@ -625,7 +672,7 @@ def _closed(file: int) -> None:
 
 
 def _claim(file: int, path: Path) -> None:
-    """That nobody else writes a file, until it is closed.
+    """That nobody else has the lock of a journal, until it is closed.
 
     Raises:
         CheckpointError: if somebody does.
@@ -635,9 +682,13 @@ def _claim(file: int, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise CheckpointError(f"{path}: another server is writing it") from None
+        raise CheckpointError(f"{path}: another process has this journal, or another server of this one") from None
     except OSError:  # this file system does not know
         return
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
 
 
 def _altered(path: Path, number: int) -> CheckpointError:
