@@ -3,24 +3,29 @@
 A state is a tree of dicts and tuples. Its leaves are named by their way through the tree, `correction.0.length`. Rows
 are kept piece by piece, each beside its parameter; vectors likewise, under a name that ends in `VECTOR`. A list has one
 number for each parameter, under a name that ends in `EACH`. A word is the number that its letters make, `None` is 0,
-under a name that ends in `WORD`: checkpoints of torch take tensors and numbers.
+under a name that ends in `WORD`: checkpoints of torch take tensors and numbers. Which rule it is of is such a word too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifoldagg.corrections.frame import Sum
-from manifoldagg.errors import RuleError
+from manifoldagg.errors import ArgumentError, RuleError
+from manifoldagg.federated import Rule
+from manifoldagg.federated.record.description import path_of
 from manifoldagg.kernels import Tensors
 
-__all__ = ["flattened", "restored", "shared"]
+__all__ = ["RULE", "check_kept", "flattened", "kind_of", "restored", "shared"]
 
 EACH = "[]"
 VECTOR = "()"
 WORD = "@"
+RULE = "of" + WORD
+"""The name of the word for the rule that keeps the rest."""
 
 Kept = Mapping[str, Any]
 """What is kept beside one parameter."""
@@ -29,6 +34,48 @@ Kept = Mapping[str, Any]
 def shared(kept: Kept) -> dict[str, Any]:
     """What all parameters of a model have in common: the numbers, and the names of the rest."""
     return {name: None if isinstance(x, Tensor) or name.endswith(EACH) else x for name, x in kept.items()}
+
+
+def kind_of(rule: Rule) -> int:
+    """The word for a rule: its class, and those of the rules within."""
+    return _number(_called(rule))
+
+
+def check_kept(name: str, kept: Kept, rule: Rule, begins: Any, shape: torch.Size) -> None:
+    """What is kept beside a parameter of this shape is of this rule, and has all that it begins with.
+
+    Raises:
+        ArgumentError: if not.
+    """
+    given = kept.get(RULE)
+    if given != kind_of(rule):
+        told = _word(given) if type(given) is int else "what no Outer kept"
+        raise ArgumentError(f"{name}: expected the state of {_called(rule)}, got {told}")
+    for key, value in kept.items():
+        if isinstance(value, Tensor) and value.shape != shape:
+            raise ArgumentError(f"{name}: {key}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
+    for leaf in flattened(begins, [shape.numel()]):
+        stem = _stem(leaf)
+        if not any(_stem(key) == stem or key.startswith(f"{stem}.") for key in kept):
+            raise ArgumentError(f"{name}: expected {stem}, which {type(rule).__name__} begins with")
+
+
+def _called(rule: Any) -> str:
+    parts = [getattr(rule, part.name) for part in fields(rule)] if is_dataclass(rule) else []
+    within = ", ".join(_called(part) for part in parts if hasattr(part, "init") and hasattr(part, "step"))
+    return path_of(type(rule)) + (f"({within})" if within else "")
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(VECTOR).removesuffix(EACH).removesuffix(WORD)
+
+
+def _number(word: str) -> int:
+    return int.from_bytes(word.encode())
+
+
+def _word(number: int) -> str:
+    return number.to_bytes((number.bit_length() + 7) // 8).decode(errors="replace")
 
 
 def flattened(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
@@ -60,7 +107,7 @@ def _leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple[str,
         for i, branch in enumerate(tree):
             yield from _leaves(f"{name}.{i}", branch, lengths)
     elif tree is None or isinstance(tree, str):
-        yield name + WORD, int.from_bytes((tree or "").encode())
+        yield name + WORD, _number(tree or "")
     else:
         raise RuleError(f"rule: state: {name}: expected numbers, words and what is as long as a model, got {tree!r}")
 
@@ -71,6 +118,8 @@ def restored(kept: Sequence[Kept]) -> Any:
         return None
     tree: dict[str, Any] = {}
     for name, value in kept[0].items():
+        if name == RULE:
+            continue
         leaf: Any = value
         if name.endswith(VECTOR):
             name = name.removesuffix(VECTOR)
@@ -82,7 +131,7 @@ def restored(kept: Sequence[Kept]) -> Any:
             leaf = Tensors([one[name] for one in kept])
         elif name.endswith(WORD):
             name = name.removesuffix(WORD)
-            leaf = value.to_bytes((value.bit_length() + 7) // 8).decode() or None
+            leaf = _word(value) or None
         *way, last = name.split(".")
         branch = tree
         for step in way:

@@ -20,7 +20,7 @@ from manifoldagg.kernels import Tensors, across_ranks
 from manifoldagg.kernels.rows import meshed
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.optim._memory import Memory, check_apart
-from manifoldagg.optim._state import flattened, restored, shared
+from manifoldagg.optim._state import RULE, check_kept, flattened, kind_of, restored, shared
 from manifoldagg.optim._writing import write
 
 __all__ = ["Outer"]
@@ -41,7 +41,8 @@ class Outer(torch.optim.Optimizer):
     tensor by tensor. A group has its own `lr`, which schedulers may change.
 
     What the rule keeps is `state[p]`, for each parameter: tensors like it, in float32 at least, and numbers. So it can
-    be sharded and loaded as that of other optimisers, bit for bit. The rule itself is no part of `state_dict()`.
+    be sharded and loaded as that of other optimisers, bit for bit. Of the rule `state_dict()` has the class alone, and
+    another rule refuses it.
 
     Parameters may be `DTensor`s, as those that `fully_shard` has cut: one dimension of their mesh is sharded, and only
     inner products travel along it. Every rank then calls `step`. `maximize`, `differentiable` and `capturable` are not
@@ -90,10 +91,20 @@ class Outer(torch.optim.Optimizer):
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of any optimiser, but that tensors keep their dtypes, which need not be those of the parameters."""
-        super().load_state_dict(dict(state_dict))
+        """As of any optimiser, but that tensors keep their dtypes, which need not be those of the parameters.
+
+        Raises:
+            ArgumentError: if it is the state of another rule. Nothing has changed then.
+        """
         params = [p for group in self.param_groups for p in group["params"]]
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for p, key in zip(params, saved, strict=False):
+            kept = state_dict["state"].get(key)
+            if kept:
+                here = _local([p])
+                begins = self.rule.init(_space(((tuple(here[0].shape), here[0].dtype),)), here)
+                check_kept(f"state_dict: state: {key}", kept, self.rule, begins, p.shape)
+        super().load_state_dict(dict(state_dict))
         for p, key in zip(params, saved, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor) and value.dtype != self.state[p][name].dtype:
@@ -218,7 +229,14 @@ class Outer(torch.optim.Optimizer):
                 motion.check()
         if own is not None and outcome.memory is not None:
             others[own] = outcome.memory
-        move = Move(params, model.names, here, kept, motion, flattened({**state, **others}, here.lengths))
+        move = Move(
+            params,
+            model.names,
+            here,
+            kept,
+            motion,
+            {RULE: kind_of(self.rule)} | flattened({**state, **others}, here.lengths),
+        )
         for name, one in move.sums.items():
             one.check([move.dtype(i, name) for i in range(len(params))])
         if not outcome.sound and (spoils(state, before) or spoils(outcome.memory, memory)):

@@ -509,3 +509,43 @@ def test_a_gradient_may_lie_where_its_parameter_does(name, shape):
         apart.step()
     assert all(map(torch.equal, params, others))
     assert same(snapshot(shared, params), snapshot(apart, others))
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (
+            lambda saved: Outer(parameters(), RULES["RadialDirectional"]),
+            "expected the state of .*RadialDirectional, got",
+        ),
+        (lambda saved: Outer(parameters(), RULES["DiLoCo"]), r"Momentum\(.*FedAvg\), got .*DelayedNesterov"),
+        (lambda saved: [kept.pop("of@") for kept in saved["state"].values()], "got what no Outer kept"),
+        (lambda saved: saved["state"][2].pop("count"), "state: 2: expected count, which DelayedNesterov begins with"),
+        (lambda saved: saved["state"][0].update(buffer=torch.ones(2)), r"state: 0: buffer: expected shape \(7, 5\)"),
+    ],
+    ids=["rule", "rule of a rule", "optimiser", "part", "shape"],
+)
+def test_a_state_that_is_not_of_the_rule_is_refused(spoil, words):
+    first, params = parameters(), parameters()
+    outer = Outer(first, RULES["DelayedNesterov"])
+    run(outer, first, 1, 3)
+    saved = outer.state_dict()
+    saved["state"] = {key: dict(kept) for key, kept in saved["state"].items()}
+    other = spoil(saved)
+    if not isinstance(other, Outer):
+        other = Outer(params, RULES["DelayedNesterov"])
+    params = other.param_groups[0]["params"]
+    run(other, params, 2, 1)
+    before = snapshot(other, params)
+    with pytest.raises(ArgumentError, match=words):
+        other.load_state_dict(saved)
+    assert same(before, snapshot(other, params))
+
+
+def test_the_state_before_any_step_is_that_of_every_rule():
+    params = parameters()
+    for name, rule in RULES.items():
+        other = Outer(params, rule)
+        other.load_state_dict(Outer(params, ASGD()).state_dict())
+        assert len(other.state) == 0, name
