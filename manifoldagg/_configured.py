@@ -1,6 +1,7 @@
 """The comparisons of a TOML file, one after the other: each is what the command would do with its command line."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import chdir
@@ -13,9 +14,9 @@ from rich.console import Console
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation import by_name
 from manifoldagg.simulation.configuration import command_lines, options_by_name
-from manifoldagg.simulation.data.sets import task
+from manifoldagg.simulation.data.sets import SETS, task
 from manifoldagg.simulation.methods import methods
-from manifoldagg.simulation.naming import blamed
+from manifoldagg.simulation.naming import Named, blamed, named, value
 from manifoldagg.simulation.report import read_report
 from manifoldagg.simulation.settings import files, versions
 from manifoldagg.simulation.tuning import with_rate
@@ -41,12 +42,14 @@ AS_GIVEN = (
     *("tasks", "every"),
 )
 """Options that are settings of a comparison by the same name and value."""
+WITH_FILES = ("data", "scheduler", "delays", "participation")
+"""Options whose words may name a file."""
 
 
 def run_each(context: typer.Context, path: Path, only: Sequence[str]) -> None:
     """Run the command once for each table of a file, with the options that were typed in place of the table's.
 
-    Everything is read before the first one runs. Paths in the file are relative to it.
+    Everything is read before the first one runs. Paths in the file are relative to it, those typed to where one is.
 
     Raises:
         ArgumentError: naming the table that does not fit, and what is wrong in it.
@@ -61,6 +64,11 @@ def run_each(context: typer.Context, path: Path, only: Sequence[str]) -> None:
         raise ArgumentError("name: expected none with --config: reports are named after its tables")
     lines = command_lines(path, options_by_name(command.params, APART), only)
     here, there = Path.cwd(), path.parent.absolute()
+    for name in WITH_FILES if here != there else ():
+        if typed.get(name) is not None:
+            typed[name] = _seen_from(there, name, typed[name])
+    if "data" in typed:
+        sys.path.insert(0, str(here))
     runs = {}
     with chdir(there):
         for name, words in lines.items():
@@ -86,6 +94,22 @@ def run_each(context: typer.Context, path: Path, only: Sequence[str]) -> None:
 def _is_typed(context: Any, name: str) -> bool:
     """Whether an option stands on the command line."""
     return bool(context.get_parameter_source(name).name == "COMMANDLINE")
+
+
+def _seen_from(there: Path, option: str, words: str) -> str:
+    """Words in which files that are meant from here are named from another folder.
+
+    What is no file here but would be one there is taken for one that is missing.
+    """
+    chosen = named(option, words)
+    is_there = Path.exists if chosen.name in SETS else Path.is_file
+    moved = {
+        name: os.path.relpath(text, there.resolve())
+        for name, text in chosen.options.items()
+        if text and isinstance(value(text), str) and not Path(text).is_absolute()
+        if is_there(Path(text)) or is_there(there / text)
+    }
+    return str(Named(chosen.name, {**chosen.options, **moved})) if moved else words
 
 
 def _parsed(command: Any, words: list[str], context: Any) -> Any:

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from hypothesis import given
@@ -188,6 +189,32 @@ def test_a_configuration_does_what_its_command_line_does(call, tmp_path, monkeyp
     out, errors = capsys.readouterr()
     assert json.loads(out)["settings"] == settings(tmp_path / "here" / "first") == settings(papers / "there" / "first")
     assert "first (1 of 1)" in errors
+
+
+def test_paths_that_are_typed_are_those_of_the_current_folder(call, tmp_path, monkeypatch):
+    """Also where the file's folder has one of that name."""
+    papers = tmp_path / "papers"
+    papers.mkdir()
+    for folder, time in ((tmp_path, 0.2), (papers, 0.1)):
+        (folder / "gone.csv").write_text(f"time,client,kind\n{time},3,leave\n")
+        labels = np.arange(60) % 3
+        np.savez(folder / "mine.npz", inputs=np.eye(3, dtype=np.float32)[labels] * np.float32(time), labels=labels)
+    (papers / "trace.csv").write_text("client,time\n")
+    written(papers / "papers.toml", one=SMALL | {"methods": "fedgs", "participation": "file:gone.csv"})
+    monkeypatch.chdir(tmp_path)
+    line = [*typed(SMALL), "--methods", "fedgs", "--data", "npz:mine.npz", "--participation", "file:gone.csv"]
+    call(*line, "--name", "typed")
+    call("--config", "papers/papers.toml", *line)
+    found, given = (settings(tmp_path / "runs" / name) for name in ("one", "typed"))
+    assert (found["participation"], list(found["files"])) == ("file:../gone.csv", ["../gone.csv"])
+    assert list(found["files"].values()) == list(given["files"].values())
+    assert found["data"] == given["data"]
+    call("--config", "papers/papers.toml", "--data", "npz:mine.npz")
+    mixed = settings(tmp_path / "runs" / "one")
+    assert mixed["data"] == given["data"]
+    assert mixed["files"] != given["files"]
+    with pytest.raises(ManifoldAggError, match="scheduler: replay: .*trace.csv"):
+        call("--config", "papers/papers.toml", "--scheduler", "replay:trace.csv")
 
 
 def test_what_is_finished_is_not_done_again(call, tmp_path, monkeypatch, capsys):
