@@ -136,6 +136,8 @@ def stepped(
         buffers = check_patterns(buffers)
         ours, theirs = scaling if isinstance(scaling, tuple) and len(scaling) == 2 else (scaling, None)
         space = space_of("current", given["current: "], manifolds, buffers, adapters, ours)
+        if theirs is not None and not adapters:
+            raise ArgumentError("scaling: expected 1 without `adapters`, whose products are scaled, got two")
         layout = space.layout
         models = {
             label: space.stacked(model, label, theirs if label.startswith("update") else None)

@@ -95,12 +95,14 @@ class Factors:
         """
         stack = self.pair.stack(state, where=where).double()
         stack[: self.space.m] *= scaling
-        if not is_finite(stack):
-            first, second = (is_finite(state[entry.name]) for entry in (self.first, self.second))
-            name = self.second.name if first else self.first.name
-            told = f", got one that {scaling} makes infinite" if first and second else ", got NaN or infinity"
-            raise StateDictError(f"{where}{name}: expected finite values{told}")
-        return self.space.project(stack).to(self.leaf.dtype)
+        for entry in (self.first, self.second):
+            if not is_finite(state[entry.name]):
+                raise StateDictError(f"{where}{entry.name}: expected finite values, got NaN or infinity")
+        point = self.space.project(stack).to(self.leaf.dtype) if is_finite(stack) else stack
+        if not is_finite(point):
+            told = f"expected finite values, got one that {scaling} makes infinite in {self.leaf.dtype}"
+            raise StateDictError(f"{where}{self.second.name}: {told}")
+        return point
 
     def split(self, point: Tensor) -> dict[str, Tensor]:
         """The two tensors of a point of the leaf, in their own dtypes: balanced, without the scaling.
@@ -112,7 +114,7 @@ class Factors:
         x = point.detach().to(torch.float64, copy=True)
         x[:m] /= self.scaling
         # Nothing is learned yet: what it begins with is told as it is.
-        begins = x.shape[-1] == self.rank and not (x[:m].any() and x[m:].any())
+        begins = x.shape[-1] == self.rank and bool(x[:m].any()) != bool(x[m:].any())
         x = x if begins else learning(truncated(x, m, self.rank), m, point.dtype)
         found = self.pair.unstack(x, {entry.name: entry for entry in (self.first, self.second)})
         return {entry.name: _narrowed(found[entry.name], entry) for entry in (self.first, self.second)}
@@ -194,7 +196,7 @@ class Adapters:
         for pair in self.factors:
             name = pair.leaf.name
             space = curved.get(name)
-            own = isinstance(space, LowRank) and replace(space, **vars(pair.space)) == space
+            own = isinstance(space, LowRank) and replace(space, state_rank=None) == pair.space
             if leaves.get(name) != pair.leaf or not own:
                 raise ArgumentError(f"adapters: {name} stands for two factors: expected a leaf of it, on {pair.space}")
         for entry in self._biases:

@@ -254,7 +254,8 @@ class Ambient:
         if alone or self._rests(i, start, stacks, weights):
             # What nobody moved, or a client's model that is taken whole, keeps its factors, bit for bit.
             return space._project(stacks[0] if alone else start).to(start.dtype), None
-        cut = self._cut(i, stacks, weights, space.rank)
+        # Of what cancels nothing is left: no factors of the size of a root of its rounding.
+        cut = self._cut(i, stacks, weights, space.rank, rounded=True)
         return cut.point.to(start.dtype), cut
 
     def _terms(
@@ -323,16 +324,17 @@ class Ambient:
         step, whole = joint.gram(lines).reshape(-1, 2, 2).sum(0).diagonal().tolist()
         return bool(step <= (STILL * torch.finfo(torch.float64).eps) ** 2 * whole)
 
-    def _cut(self, i: int, stacks: list[Tensor], weights: list[float], rank: int) -> Truncated:
-        """The truncated sum of stacks."""
+    def _cut(self, i: int, stacks: list[Tensor], weights: list[float], rank: int, rounded: bool = False) -> Truncated:
+        """The truncated sum of stacks; where `rounded` without what may be the rounding of their factors."""
         joint, cores = self._basis(i, stacks)
         line = torch.zeros(len(joint.cores), dtype=torch.float64)
         for core, weight in zip(cores, weights, strict=True):
             line[core] = weight
         try:
-            return joint.combine(line, rank)
+            cut = joint.combine(line, rank)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, and not in torch's stubs
             raise ArgumentError(f"points: a sum would not be finite at {self.leaves[i]}") from None
+        return cut.above(joint.rounding(line, cut)) if rounded else cut
 
     def _tell(self, what: str, cuts: Iterable[Truncated]) -> None:
         errors = []

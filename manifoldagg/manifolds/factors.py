@@ -6,7 +6,7 @@ condition of a gauge; those of $\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ wi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,6 +21,10 @@ Lift = Callable[[Tensor], Tensor]
 
 TIED = 64
 """Roundings of the largest singular value within which two are equal."""
+FEW = 4
+"""Roundings of factors, added up as if by chance: a singular value of a sum that is no larger is rounding."""
+LOST = 16
+"""Roundings of float64, of what a sum is made of, that the arithmetic itself may add to a singular value."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,12 @@ class Truncated:
         last, first = self.values[..., self.rank - 1], self.values[..., self.rank]
         return (first > rounding) & (last - first <= rounding)
 
+    def above(self, rounding: Tensor) -> "Truncated":
+        """The same without the singular values that do not exceed `rounding` (*batch, any): these become 0."""
+        values, order = torch.where(self.values > rounding, self.values, 0.0).sort(dim=-1, descending=True, stable=True)
+        left, right = (turn.gather(-1, order.unsqueeze(-2).expand_as(turn)) for turn in self.turns)
+        return replace(self, values=values, turns=(left, right))
+
     def _stack(self, part: slice) -> Tensor:
         roots = self.values[..., part].sqrt().unsqueeze(-2)
         down, across = (turn[..., part] * roots for turn in self.turns)
@@ -155,11 +165,17 @@ class Joint:
         left: $Q$, which makes (*batch, m, any) of (*batch, p, any).
         right: $P$, which makes (*batch, n, any) of (*batch, q, any).
         cores: $C_i$ (k, *batch, p, q).
+        columns: the factors in these bases, (*batch, p, any) and (*batch, q, any), those of all $X_i$ side by side.
+        ranks: how many columns are those of each $X_i$.
+        dtypes: in which each came.
     """
 
     left: Lift
     right: Lift
     cores: Tensor
+    columns: tuple[Tensor, Tensor]
+    ranks: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
 
     @classmethod
     def of(cls, points: Sequence[Tensor], m: int) -> "Joint":
@@ -173,9 +189,9 @@ class Joint:
         stack = torch.cat([x.double() for x in points], -1)
         left, r = _orthogonalised(stack[..., :m, :])
         right, s = _orthogonalised(stack[..., m:, :])
-        ranks = [x.shape[-1] for x in points]
+        ranks = tuple([x.shape[-1] for x in points])
         cores = [b @ a.mT for b, a in zip(r.split(ranks, -1), s.split(ranks, -1), strict=True)]
-        return cls(left, right, torch.stack(cores))
+        return cls(left, right, torch.stack(cores), (r, s), ranks, tuple([x.dtype for x in points]))
 
     def gram(self, rows: Tensor) -> Tensor:
         r"""Inner products (*batch, j, j) of $\sum_i c_{ji} X_i$, one combination a row of `rows` (j, k).
@@ -195,6 +211,29 @@ class Joint:
     def combine(self, coefficients: Tensor, rank: int) -> Truncated:
         r"""$\sum_i c_i X_i$, `coefficients` (k,), and the matrix of a rank nearest to it."""
         return _cut(self.left, self._combinations(coefficients[None])[0], self.right, rank)
+
+    def rounding(self, coefficients: Tensor, cut: Truncated) -> Tensor:
+        r"""How large each singular value of $\sum_i c_i X_i$ (*batch, any) may be for no other reason than rounding.
+
+        Of a column $b$ of B and its row $a$ of A, rounded in the dtype that they came in, a singular value with vectors
+        $u$, $v$ sees $arepsilon |b| (a \cdot v)$ and $arepsilon (u \cdot b) |a|$. So what cancels leaves rounding
+        where it was, and a small direction that none of the large columns has is not lost beside them.
+
+        Args:
+            coefficients: (k,).
+            cut: what `combine` made of them.
+        """
+        counts = torch.tensor(self.ranks)
+        sizes = coefficients.abs().double().repeat_interleave(counts)
+        eps = torch.tensor([torch.finfo(dtype).eps for dtype in self.dtypes], dtype=torch.float64)
+        sizes, roundings = sizes.to(self.cores), (sizes * eps.repeat_interleave(counts)).to(self.cores)
+        r, s = self.columns
+        down, across = r.square().sum(-2, keepdim=True).sqrt(), s.square().sum(-2, keepdim=True).sqrt()
+        u, v = (turn.mT @ side for turn, side in zip(cut.turns, self.columns, strict=True))
+        seen = ((roundings * across * u).square() + (roundings * down * v).square()).sum(-1).sqrt()
+        lost = torch.finfo(torch.float64).eps * (sizes * down * across).square().sum(-1).sqrt()
+        # Where squares overflow nothing is known of rounding.
+        return (FEW * seen + LOST * lost).nan_to_num(0.0, posinf=0.0)
 
     def _combinations(self, rows: Tensor) -> Tensor:
         combinations: Tensor = torch.tensordot(rows.to(self.cores), self.cores, dims=1)

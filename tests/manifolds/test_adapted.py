@@ -120,6 +120,13 @@ def test_what_is_not_learned_yet_is_told_as_it_is():
         assert torch.equal(back[name], begun[name])
 
 
+def test_where_nothing_is_left_of_either_factor_there_is_something_to_learn():
+    space = ParameterSpace.of_state_dict(adapter(0, 4), adapters=True)
+    back = space.state_dict(torch.zeros_like(space.point(adapter(0, 4))))
+    assert not back[Q.format("B")].any()
+    assert torch.linalg.matrix_rank(back[Q.format("A")]) == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_matrix_of_a_lower_rank_goes_on_learning_in_all_directions(dtype):
     space = ParameterSpace.of_state_dict(adapter(0, 6, dtype), adapters=True)
@@ -276,6 +283,26 @@ def test_a_dtype_that_overflows_is_refused_by_name():
     space = ParameterSpace.of_state_dict(state | {BIAS: state[BIAS].half()}, adapters=True)
     with pytest.raises(StateDictError, match=f"{BIAS}: a value of the point overflows torch.float16"):
         space.state_dict(1e10 * space.point(state | {BIAS: state[BIAS].half()}))
+
+
+def test_a_scaling_that_overflows_is_refused_by_the_name_of_a_factor():
+    """Where the leaf's dtype does not hold what float64 does, whether something is cut or not."""
+    space = ParameterSpace.of_state_dict(adapter(0, 2, torch.float32), adapters=True)
+    for rank in (2, 4):
+        with pytest.raises(StateDictError, match="^base_model.model.q.lora_B.weight: .* got one that 1e[+]200 makes"):
+            space.point(adapter(3, rank, torch.float32), scaling=1e200)
+
+
+def test_what_is_kept_of_sums_may_have_a_rank_of_its_own():
+    name = "base_model.model.q.lora.weight"
+    own = LowRank(8, 10, 2, state_rank=7)
+    space = ParameterSpace.of_state_dict(adapter(0, 2), {name: own}, adapters=True)
+    assert dict(space.manifolds)[name] == own
+    same = ParameterSpace.of_spec(json.loads(json.dumps(space.spec())))
+    assert same == space
+    assert dict(same.manifolds)[name].state_rank == 7
+    with pytest.raises(ArgumentError, match=f"{name} stands for two factors"):
+        ParameterSpace.of_state_dict(adapter(0, 2), {name: LowRank(9, 9, 2)}, adapters=True)
 
 
 def test_a_spec_tells_all_of_it_and_the_wire_knows_another_scaling():
