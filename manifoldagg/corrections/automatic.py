@@ -84,7 +84,8 @@ class AutoThreshold(Correction):
             return frame.extended("mean v", frame.base, frame.base).extended("base - mean", frame.base, frame.base)
         for name in ("displacement", "base"):
             check_shape(f"state[{name!r}]", state[name], frame.size)
-        return frame.extended("mean v", state["displacement"]).extended("base - mean", frame.base, state["base"])
+        ends = (state["base"], frame.base) if frame.descent else (frame.base, state["base"])
+        return frame.extended("mean v", state["displacement"]).extended("base - mean", *ends)
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         lines = gram.identity()

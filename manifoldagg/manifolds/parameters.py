@@ -135,7 +135,7 @@ class ParameterSpace(Delegate):
             >>> state = {"q.lora_A.weight": torch.ones(1, 3), "q.lora_B.weight": torch.ones(2, 1)}
             >>> space = ParameterSpace.of_state_dict(state, adapters=True, scaling={"lora_alpha": 2, "r": 1})
             >>> space.manifolds, space.point(state)
-            ((('q.lora.weight', LowRank(m=2, n=3, rank=1)),), tensor([2., 2., 1., 1., 1.]))
+            ((('q.lora.weight', LowRank(m=2, n=3, rank=1, state_rank=None)),), tensor([2., 2., 1., 1., 1.]))
         """
         if not isinstance(adapters, bool):
             raise ArgumentError(f"adapters: expected True or False, got {adapters!r}")
