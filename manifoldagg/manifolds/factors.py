@@ -216,7 +216,7 @@ class Joint:
         r"""How large each singular value of $\sum_i c_i X_i$ (*batch, any) may be for no other reason than rounding.
 
         Of a column $b$ of B and its row $a$ of A, rounded in the dtype that they came in, a singular value with vectors
-        $u$, $v$ sees $arepsilon |b| (a \cdot v)$ and $arepsilon (u \cdot b) |a|$. So what cancels leaves rounding
+        $u$, $v$ sees $\varepsilon |b| (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$. So what cancels leaves rounding
         where it was, and a small direction that none of the large columns has is not lost beside them.
 
         Args:
