@@ -12,7 +12,7 @@ import pytest
 from manifoldagg._interrupt import leave, unwinding
 
 COMMAND = [sys.executable, "-W", "error", "-m", "manifoldagg"]
-SMALL = ["--clients", "5", "--rounds", "4", "--seeds", "2"]
+SMALL = ["--clients", "5", "--rounds", "4", "--seeds", "2", "--model", "mlp"]
 WIDE = os.environ | {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
 
 
