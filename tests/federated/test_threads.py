@@ -58,6 +58,7 @@ def whole(model, version):
     return True
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("eager")
 def test_ten_thousand_updates_of_sixteen_threads():
     """Each displacement is 1: a lost or doubled update is a wrong count, a torn one unequal entries."""

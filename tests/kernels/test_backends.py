@@ -381,6 +381,7 @@ def test_a_compiler_that_fails_says_what_it_said(tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.soak
 @pytest.mark.skipif("compiled" not in HERE, reason="no C++ compiler")
 def test_a_library_is_built_once_and_found_by_other_processes(tmp_path):
     code = "from manifoldagg.kernels import compiled; print(compiled.unavailable())"
@@ -467,6 +468,7 @@ def test_a_target_between_the_entries_of_what_is_read_is_apart():
     assert pool.tolist() == [2, 1, 6, 3, 10, 5, 14, 7, 18, 9, 22, 11]
 
 
+@pytest.mark.soak
 def test_a_file_that_is_no_library_is_built_again(tmp_path):
     code = "from manifoldagg.kernels import compiled; print(compiled.unavailable())"
     assert run(code, MANIFOLDAGG_CACHE=str(tmp_path)).stdout == "None\n"
@@ -476,6 +478,7 @@ def test_a_file_that_is_no_library_is_built_again(tmp_path):
     assert library.stat().st_size > 1000
 
 
+@pytest.mark.soak
 def test_who_has_no_home_builds_for_the_moment(tmp_path):
     code = "from pathlib import Path; import sys; from manifoldagg.kernels import compiled\n"
     code += "def homeless(path): raise RuntimeError('no home')\n"
