@@ -32,6 +32,16 @@ def payload(rule, ticket, seed):
     return Payload(start + 0.1 * noise(0, count), 1 + seed % 9, brought, numbers)
 
 
+class Wall:
+    """A clock that shows what it is set to."""
+
+    def __init__(self, now=0.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
 class Life:
     """Dispatches and answers in turns, the answers late; one ticket in seven is dropped, one answer in five is bad."""
 

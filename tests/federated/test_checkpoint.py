@@ -25,7 +25,7 @@ from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.federated import lives
 from tests.federated.faults import each
 from tests.federated.fingerprint import Adds, Gathers, Listens
-from tests.federated.lives import LAG, SIZE, Life, content, large, payload, script
+from tests.federated.lives import LAG, SIZE, Life, Wall, content, large, payload, script
 from tests.federated.registered import golden
 from tests.support import draw
 
@@ -160,16 +160,6 @@ def test_who_asks_again_after_a_crash_gets_the_same_receipt(tmp_path):
         "another" in other.receive(tickets[0], Payload(torch.ones(1, SIZE), 1), client="b").reason
         or not other.receive(tickets[0], Payload(torch.ones(1, SIZE), 1), client="b").accepted
     )
-
-
-class Wall:
-    """A clock that shows what it is set to."""
-
-    def __init__(self, now=0.0):
-        self.now = now
-
-    def __call__(self):
-        return self.now
 
 
 def test_tickets_are_as_old_as_they_were(tmp_path):

@@ -23,7 +23,7 @@ from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, Momentum
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.faults import Disk, Killed, each
 from tests.federated.fingerprint import Adds, Gathers
-from tests.federated.lives import SIZE, Life, content, payload
+from tests.federated.lives import SIZE, Life, Wall, content, payload
 from tests.federated.registered import golden
 from tests.support import draw
 
@@ -245,16 +245,22 @@ def test_a_fault_at_any_call_loses_nothing_that_was_answered(tmp_path, monkeypat
     assert ("unlink", "killed") in met
 
 
-def ended(folder, steps=6):
-    """The files of a server after some steps, what it was after each, and where their frames end."""
-    server = fresh(journal=folder / LINES)
-    (path,) = folder.glob("*.journal")
-    states, ends = [state(server)], [path.stat().st_size]
+def worked(server, steps):
+    """Steps of all kinds, one after another."""
     for i in range(steps):
         if i % 2:
             server.receive(server.tickets[0], answer(i)).check()
         else:
             server.dispatch(i)
+        yield
+
+
+def ended(folder, steps=6):
+    """The files of a server after some steps, what it was after each, and where their frames end."""
+    server = fresh(journal=folder / LINES)
+    (path,) = folder.glob("*.journal")
+    states, ends = [state(server)], [path.stat().st_size]
+    for _ in worked(server, steps):
         states.append(state(server))
         ends.append(path.stat().st_size)
     crash(server)
@@ -313,11 +319,7 @@ def test_a_batch_loses_at_most_what_it_says_when_the_machine_stops(tmp_path, mon
     synced, states = [path.stat().st_size], [state(server)]
     sizes = [path.stat().st_size]
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.stat().st_size))
-    for i in range(10):
-        if i % 2:
-            server.receive(server.tickets[0], answer(i)).check()
-        else:
-            server.dispatch(i)
+    for _ in worked(server, 10):
         states.append(state(server))
         sizes.append(path.stat().st_size)
     assert len(synced) == 1 + 10 // every
@@ -395,14 +397,6 @@ def fresh_twin(server, ticket):
     """What the server itself would have said."""
     server._journal = None
     return server.receive(ticket, answer(2))
-
-
-class Wall:
-    def __init__(self, now=0.0):
-        self.now = now
-
-    def __call__(self):
-        return self.now
 
 
 def test_tickets_are_as_old_as_they_were_and_what_expired_stays_so(tmp_path):
