@@ -211,7 +211,8 @@ class Receipt:
         step: where on the curve the server went, $s$.
         norm: how far the model moved.
         buffered: whether the update waits: it was accepted, and the model has not moved by it yet.
-        clipped: whether more samples were claimed than were believed: the weight is that of the believed.
+        clipped: whether more samples were claimed than were believed, so that the weight is that of the believed; or
+            the update was longer than a `clip` of the server's checks, and was scaled back.
 
     Example:
         >>> receipt = Receipt(False, "points: expected one model", version=3)

@@ -90,7 +90,7 @@ class Server:
             $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`, $|D_i| / (N \cdot$ mean of the
             $|D|$ seen$)$, with N the clients that were ever dispatched to. Means over a cohort weigh by the samples.
         max_staleness: refuse what is staler than so many versions.
-        checks: limits on norms, sample counts and control points.
+        checks: limits on norms, cosines, sample counts and control points.
         averaging: what listens to every new version, in order; it may keep the models and must not write them.
         carried: the model's buffers at the start, as from `space.carried`; clients then send theirs, but those that are
             left. Without it the server keeps none and takes none.
@@ -164,6 +164,7 @@ class Server:
         checks = UNLIMITED if checks is None else checks
         if not isinstance(checks, Checks):
             raise ArgumentError(f"checks: expected Checks, got {checks!r}")
+        checks.check_space(space)
         kept, policies = of_model(space, carried, buffers)
         sent = tuple(Entry(name, tuple(x.shape), x.dtype) for name, x in kept.items() if policies[name] != "leave")
         self.space = space
@@ -829,7 +830,7 @@ class Server:
             step=outcome.numbers.get("step", math.nan),
             norm=outcome.numbers.get("norm", math.nan),
             buffered=not moved,
-            clipped=samples < payload.samples,
+            clipped=samples < payload.samples or (self._form.checks.clips and outcome.numbers["clip"] < 1),
         )
         line = row(ticket.client, payload.samples, receipt, outcome.numbers)
         taken = Taken(model if moved else None, receipt, line, came, seconds, data)

@@ -28,7 +28,7 @@ class Terms:
         space: of the models.
         rule: that steps.
         policies: of the buffers, by name.
-        checks: limits on norms.
+        checks: limits on norms and cosines.
         buffers: what messages call those of an update.
     """
 
@@ -65,8 +65,10 @@ def step(
         ManifoldAggError: naming what does not fit. Nothing but `out` has changed then.
     """
     norms = before.norms
+    told = {}
     if terms.checks.measured:
-        norms = terms.checks.passed(terms.space, update, norms)
+        update, kept, norms = terms.checks.passed(terms.space, update, norms)
+        told = {"clip": kept} if terms.checks.clips else {}
     brought = update
     if not terms.rows:
         # A rule may write `out` while it reads the points. As a combination is written, each entry is read before.
@@ -76,7 +78,7 @@ def step(
         brought = update if apart else replace(update, points=points, tensors=tensors)
     state, outcome = terms.rule.step(terms.space, before.state, brought, out=LATER if terms.rows else out)
     state = settled(state)
-    numbers = {name: float(value) for name, value in outcome.numbers.items()}
+    numbers = {name: float(value) for name, value in outcome.numbers.items()} | told
     model: Any = outcome.model
     if not (model is None or terms.rows):
         model = _checked(terms, model, out)

@@ -84,7 +84,7 @@ def test_exact_averages_go_on_too(tmp_path):
     [
         {"weights": "uniform"},
         {"weights": {"heavy": 5, 7: 3, "light": 1}},
-        {"checks": Checks(norm_factor=50.0, max_norm=90.0, samples_factor=3.0)},
+        {"checks": Checks(norm_factor=50.0, max_norm=90.0, samples_factor=3.0, clip_factor=1.2, min_cosine=-0.9)},
         {"base_dtype": torch.bfloat16, "memory_limit": 60},
         {"base_dtype": torch.float16},
         {"max_staleness": 2, "history": 3, "retries": 4},

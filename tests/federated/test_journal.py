@@ -85,7 +85,7 @@ STEPS = st.lists(st.sampled_from(["go", "go", "go", "save", "crash", "elsewhere"
 SOME = {
     "FedBuff": (FedBuff(3), {}),
     "narrow": (AsyncBezier(0.5), {"base_dtype": torch.bfloat16, "memory_limit": 60}),
-    "Momentum": (Momentum(FedAsync(0.5)), {"checks": Checks(norm_factor=50.0, samples_factor=3.0), "max_staleness": 2}),
+    "Momentum": (Momentum(FedAsync(0.5)), {"checks": Checks(clip_factor=1.2, samples_factor=3.0), "max_staleness": 2}),
     "bounded": (Gathers(2, patient=False), {"history": 3, "retries": 2, "weights": "uniform"}),
 }
 
