@@ -12,7 +12,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Checks, Payload, Server, Update
 from manifoldagg.federated.intake import norm_of, scaled_back
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, FedOrtho
-from manifoldagg.manifolds import Flat, LowRank, Lorentz, Product, Sphere, SymmetricPositiveDefinite
+from manifoldagg.manifolds import Flat, Lorentz, LowRank, Product, Sphere, SymmetricPositiveDefinite
 from tests.support import draw, relative, seeds
 
 RULES = {"FedAsync": FedAsync(0.7), "FedOrtho": FedOrtho(0.7), "AsyncBezier": AsyncBezier(0.5), "FedBuff": FedBuff(2)}
