@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-flower test-hosts test-peft test-diloco check docs soak bench clean
+.PHONY: demo test test-flower test-hosts test-peft test-diloco check docs screens soak bench clean
 
 demo: .venv/.installed
 	$(BIN)/manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3
@@ -37,6 +37,10 @@ check: .venv/.installed
 
 docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
+
+# Five pages as a browser shows them, in build/screens/.
+screens: .venv/.installed
+	$(BIN)/pytest tests/test_site.py --basetemp=build/screens
 
 soak: .venv/.installed
 	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "soak or not soak"

@@ -1,6 +1,10 @@
 """Shapes and types of every call are checked in the tests; hypothesis is derandomised in CI."""
 
+import fcntl
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import hypothesis
 import jaxtyping
@@ -26,6 +30,27 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def as_shipped(monkeypatch):
     """Without the shape checks: what a user sees who hands in what does not fit."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The folder of the site, built as `make docs` builds it: a warning is an error.
+
+    It is built once, whichever processes share the tests.
+    """
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    built = shared / "site"
+    with (shared / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(shared / "draft")]
+            environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+            root = Path(__file__).parents[1]
+            done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr
+            (shared / "draft").rename(built)
+    return built
 
 
 def pytest_collection_modifyitems(config, items):

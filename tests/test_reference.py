@@ -1,10 +1,6 @@
 """The built reference: an entry for every public name, examples as code, and nothing that Markdown has eaten."""
 
-import fcntl
-import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
@@ -50,22 +46,8 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    """Every page of the site by its path, built as `make docs` builds it: a warning is an error.
-
-    It is built once, whichever processes share the tests.
-    """
-    own = tmp_path_factory.getbasetemp()
-    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    site = shared / "site"
-    with (shared / "site.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not site.exists():
-            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(shared / "draft")]
-            environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, done.stderr
-            (shared / "draft").rename(site)
+def pages(site):
+    """Every page of the site by its path."""
     return {str(path.relative_to(site).parent): path.read_text() for path in site.rglob("index.html")}
 
 
