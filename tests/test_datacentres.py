@@ -1,0 +1,89 @@
+"""The comparison of outer optimisers across data centres, at a size that says nothing: what is run, and what is told."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+METHODS = ("synchronous DiLoCo", "agreement")
+
+
+@pytest.fixture(scope="module")
+def datacentres():
+    sys.path.append(str(ROOT / "benchmarks"))
+    try:
+        import datacentres
+    finally:
+        sys.path.pop()
+    return datacentres
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Of twelve speakers, who say more and more."""
+    draw = np.random.default_rng(0)
+    words = ["".join(draw.choice(list("abcde"), 4)) for _ in range(30)]
+    speeches = [f"P{i}:\n{' '.join(draw.choice(words, 40 + 20 * i))}" for i in range(12)]
+    (tmp_path / "input.txt").write_text("\n\n".join(speeches))
+    return tmp_path
+
+
+def test_speakers_are_whole_and_workers_have_about_as_much(datacentres):
+    owners = np.repeat(np.arange(30), np.arange(30) % 7 + 1)
+    parts = datacentres.by_speaker(owners, 4, np.random.default_rng(0), owners=owners)
+    assert sorted(np.concatenate(parts)) == list(range(len(owners)))
+    assert sum(len(set(owners[part])) for part in parts) == 30
+    # Who gets the last speaker had least.
+    assert max(map(len, parts)) - min(map(len, parts)) <= 7
+
+
+def test_every_method_has_as_many_trials(datacentres):
+    counts = {len(set(candidate.trials)) for candidate in datacentres.CANDIDATES.values()}
+    assert len(counts) == 1
+    for candidate in datacentres.CANDIDATES.values():
+        for rate, beta in candidate.trials:
+            candidate.make(rate, beta)
+
+
+def test_equal_tokens_and_what_is_done_is_not_done_again(datacentres, play, tmp_path, monkeypatch):
+    size = replace(datacentres.QUICK, arrivals=8, every=4)
+    few = {name: replace(one, trials=one.trials[:2]) for name, one in datacentres.CANDIDATES.items()}
+    monkeypatch.setattr(datacentres, "CANDIDATES", few)
+    path = tmp_path / "rows.jsonl"
+    datacentres.work(play, size, datacentres.Rows(path, size), METHODS, [0])
+    lines = path.read_text().splitlines()
+    assert len(lines) == 6
+    tests = [row for row in map(json.loads, lines) if row["seed"] == 0]
+    ends = {row["method"]: row["log"][-1] for row in tests}
+    assert {end["tokens"] for end in ends.values()} == {8 * size.steps * size.batch * size.length}
+    # The slowest takes eight times as long as the fastest, whom the others wait for twice.
+    assert ends["synchronous DiLoCo"]["time"] == 2 * 8 * size.steps
+    assert ends["agreement"]["time"] == 4 * size.steps + size.steps
+    for row in tests:
+        trials = [one for one in map(json.loads, lines) if one["seed"] != 0 and one["method"] == row["method"]]
+        best = min(trials, key=lambda one: one["log"][-1]["loss"])
+        assert (row["rate"], row["momentum"]) == (best["rate"], best["momentum"])
+    monkeypatch.setattr(datacentres, "trained", lambda *args: pytest.fail("done again"))
+    again = datacentres.Rows(path, size)
+    datacentres.work(play, size, again, METHODS, [0])
+    told = "\n".join(datacentres.table(again, size))
+    for row in tests:
+        assert f"{row['log'][-1]['loss']:.4f}" in told
+    assert not datacentres.Rows(path, datacentres.FULL).tests("agreement")
+
+
+def test_pairs_on_the_same_seeds_by_hand(datacentres):
+    scores = {
+        "HeLoCo": {0: 2.0, 1: 4.0},
+        "asynchronous DiLoCo": {0: 3.5, 1: 3.5},
+        "OrthoDC": {0: 1.0, 1: 2.0, 2: 0.0},
+    }
+    best, apart = datacentres.compared(scores)
+    assert best == "HeLoCo"
+    assert apart["OrthoDC"].value == -1.5
+    assert apart["OrthoDC"].half == pytest.approx(12.7062 * 0.5, rel=1e-4)  # t of one degree of freedom
+    assert apart["asynchronous DiLoCo"].value == 0.5
