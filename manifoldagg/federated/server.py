@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -181,6 +182,7 @@ class Server:
             raise ArgumentError(f"clock: expected a function that returns seconds, got {clock!r}")
         self._clock = clock
         self._turn = Turn(None if max_waiting is None else check_count("max_waiting", max_waiting, at_least=0))
+        self._saving = threading.RLock()
         self._spare: deque[Tensor] = deque(maxlen=1)
         # What listens may keep models: their memory is not used again.
         self._freed = self._spare.append if averaging is None else None
@@ -512,8 +514,7 @@ class Server:
         self._check_process()
         self._expire()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
-        if self._journal is not None and self._journal.is_mine():
-            raise ArgumentError("server: its journal is being written; call this after that has returned")
+        self._check_written()
         came = self._clock() if self._books.value.watching or self._journal is not None else math.nan
         answer = Answering(ticket_id if type(ticket_id) is str else "")
         with answer.lasts:
@@ -637,10 +638,9 @@ class Server:
         """A copy of the average (P,); of the current model where nothing was averaged. Waits for a running update.
 
         Raises:
-            ArgumentError: if it is called from within an update.
+            ArgumentError: if it is called from within an update, or the writing of the journal.
         """
-        self._check_process()
-        self._turn.check()
+        self._check_waits()
         with self._turn.lock:
             self._tell()
             average = None if self._averaging is None else self._averaging.average
@@ -689,41 +689,55 @@ class Server:
         that is written; without `checkpoint=`, with any that is saved.
 
         Args:
-            path: where to. `None`: where `checkpoint=` says, with as many older files as it says, once what is being
-                written there is.
+            path: where to. `None`, or the same: where `checkpoint=` says, with as many older files as it says, once
+                what is being written there is.
 
         Raises:
             ArgumentError: if there is no such folder, or none is said, the server was closed, or it is called from
-                within an update.
+                within an update or the writing of the journal.
             CheckpointError: naming what cannot be saved (a lambda in the rule, a client that is neither a string nor an
                 integer), or with what the system says: then the older file is as it was.
             SpillError: if what is kept for a client is in a file that is not what was written.
 
         Cost: one pass over all that is kept.
         """
-        if path is None and self._writer is None:
+        self._check_waits()
+        writer = self._writer
+        if path is None and writer is None:
             raise ArgumentError("path: expected one, as the server has no `checkpoint`")
-        moment = self.moment()
-        if path is not None:
-            if self._writer is not None and not self._writer.is_of(path):
-                moment = moment._replace(written=None)
-            moment.write(path, 1, self._watch.note)
-        elif self._writer is not None:
-            self._writer.write(moment)
+        ours = writer if writer is not None and (path is None or writer.is_of(path)) else None
+        # From a handler or a finaliser within a save, which then goes on: nobody waits for it.
+        within = self._saving._is_owned() or (writer is not None and writer.is_mine())  # type: ignore[attr-defined]
+        # One at a time, so that no older record takes the place of a newer one, for which the journal was cut.
+        with nullcontext() if within else self._saving:
+            if ours is not None:
+                self._now(ours.put)
+                ours.finish()
+            elif path is not None:
+                moment = self._now()
+                if writer is not None or within:
+                    moment = moment._replace(written=None)
+                moment.write(path, 1, self._watch.note)
 
     def moment(self) -> Moment:
         """What `save` writes, taken in no time and never written: for who keeps more beside it, in one file.
 
         Raises:
-            ArgumentError: if the server was closed, or it is called from within an update.
+            ArgumentError: if the server was closed, or it is called from within an update, or from within the writing
+                of its journal.
         """
-        self._check_process()
-        self._turn.check()
+        self._check_waits()
+        return self._now()
+
+    def _now(self, put: Callable[[Moment], None] | None = None) -> Moment:
+        """What a checkpoint is made of, once a running update is over; handed on before the next one begins."""
         with self._turn.lock:
             self._tell()
             moment = self._moment()
-        if moment.books.closed:
-            raise ArgumentError("server: was closed")
+            if moment.books.closed:
+                raise ArgumentError("server: was closed")
+            if put is not None:
+                put(moment)
         return moment
 
     def close(self) -> None:
@@ -732,11 +746,11 @@ class Server:
         It waits for a checkpoint that is being written.
 
         Raises:
+            ArgumentError: if it is called from within an update, or the writing of the journal.
             CheckpointError: if the last checkpoint could not be written, or whatever else was in its way. The server is
                 closed then too.
         """
-        self._check_process()
-        self._turn.check()
+        self._check_waits()
         with self._turn.lock:
             try:
                 self._tell()
@@ -911,6 +925,17 @@ class Server:
             raise ArgumentError(
                 f"server: belongs to process {self._process}, of which this is a fork; it can only be read here"
             )
+
+    def _check_written(self) -> None:
+        """Not from a handler within the writing of the journal: who has the turn may wait for that."""
+        if self._journal is not None and self._journal.is_mine():
+            raise ArgumentError("server: its journal is being written; call this after that has returned")
+
+    def _check_waits(self) -> None:
+        """Where an update that is running may be waited for."""
+        self._check_process()
+        self._turn.check()
+        self._check_written()
 
 
 @contextmanager

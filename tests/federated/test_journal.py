@@ -504,6 +504,23 @@ def test_a_handler_within_the_writing_is_told_so_or_leaves_its_change_to_it(tmp_
     assert state(back(tmp_path, server)) == before
 
 
+def test_a_handler_within_the_writing_does_not_wait_for_who_waits_for_that(tmp_path, monkeypatch):
+    server = fresh(journal=tmp_path / LINES)
+    told = []
+
+    def handler(file):
+        for waits in (lambda: server.save(tmp_path / FILE), server.moment, server.averaged, server.close):
+            with pytest.raises(ArgumentError, match="its journal is being written") as error:
+                waits()
+            told.append(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "fsync", handler)
+        server.dispatch("a")
+    assert len(told) == 4
+    server.receive(server.tickets[0], answer(1)).check()
+
+
 def test_an_interrupt_of_the_writing_costs_no_receipt(tmp_path, monkeypatch):
     for at, name in enumerate(("lseek", "write", "write", "fsync")):
         folder = tmp_path / str(at)
@@ -683,6 +700,85 @@ def test_a_checkpoint_elsewhere_leaves_the_journal_to_that_of_the_server(tmp_pat
     (tmp_path / "link").symlink_to(tmp_path)
     other.save(tmp_path / "link" / FILE)
     assert other._journal.journal.files() == [6]
+
+
+class Slow:
+    """Writes files as it did, but that the first waits until it is told to go on, or for a moment."""
+
+    def __init__(self, monkeypatch, moment=60.0):
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.moment = moment
+        self._install = archive._install
+        monkeypatch.setattr(archive, "_install", self)
+
+    def __call__(self, place, parts, keep):
+        if place.name == FILE and not self.begun.is_set():
+            self.begun.set()
+            self.go_on.wait(self.moment)
+        self._install(place, parts, keep)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("named", [True, False])
+def test_no_checkpoint_that_was_begun_earlier_takes_the_place_of_one_for_which_the_journal_was_cut(
+    tmp_path, monkeypatch, keep, named
+):
+    slow = Slow(monkeypatch)
+    every = Every(tmp_path / FILE, updates=1, keep=keep)
+    server = fresh(journal=tmp_path / LINES, checkpoint=every)
+    server.receive(server.dispatch("a"), answer(1)).check()
+    assert slow.begun.wait(60)
+    server.dispatch("b")
+    saving = threading.Thread(target=server.save, args=(tmp_path / FILE if named else None,))
+    saving.start()
+    # The one that is held up would be over by then, were it not waited for.
+    saving.join(0.2)
+    server.dispatch("c")
+    slow.go_on.set()
+    saving.join(60)
+    server._writer.finish()
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server, checkpoint=every)) == before
+
+
+def test_of_two_that_save_at_once_the_later_record_stays(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch, moment=0.2)
+    server = fresh(journal=tmp_path / LINES)
+    server.receive(server.dispatch("a"), answer(1)).check()
+    early = threading.Thread(target=server.save, args=(tmp_path / FILE,))
+    early.start()
+    assert slow.begun.wait(60)
+    server.dispatch("b")
+    server.save(tmp_path / FILE)
+    early.join(60)
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server)) == before
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("every", [None, Every])
+def test_a_handler_that_saves_within_a_save_loses_nothing(tmp_path, monkeypatch, every, elsewhere):
+    options = {} if every is None else {"checkpoint": Every(tmp_path / FILE, updates=100)}
+    server = fresh(journal=tmp_path / LINES, **options)
+    server.receive(server.dispatch("a"), answer(1)).check()
+    install = archive._install
+    said = []
+
+    def handled(place, parts, keep):
+        if place.name == FILE and not said:
+            said.append(server.dispatch("b").id)
+            server.save(tmp_path / ("other" if elsewhere else FILE))
+        install(place, parts, keep)
+
+    monkeypatch.setattr(archive, "_install", handled)
+    server.save(tmp_path / FILE)
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server, **options)) == before
+    assert server.tickets == said
 
 
 @pytest.mark.parametrize("call", ["listdir", "open", "payload"])

@@ -391,9 +391,17 @@ class Writer:
         Raises:
             CheckpointError: as `finish`.
         """
+        self.put(moment)
+        self.finish()
+
+    def put(self, moment: Writable) -> None:
+        """Have a checkpoint written next, in place of an earlier one that waits; by `finish`, or by who is writing."""
         self._next.append(moment)
         self.begin(moment.updates)
-        self.finish()
+
+    def is_mine(self) -> bool:
+        """Whether this thread is writing."""
+        return bool(self._working._is_owned())  # type: ignore[attr-defined]
 
     def finish(self) -> None:
         """Wait until what was begun is written.
@@ -401,7 +409,7 @@ class Writer:
         Raises:
             CheckpointError: if the last one could not be written, or whatever else was in its way.
         """
-        if self._working._is_owned():  # type: ignore[attr-defined]
+        if self.is_mine():
             return  # from a handler or a finaliser within the writing, which then goes on
         self._work()
         error = self._error
