@@ -416,7 +416,7 @@ def _zstandard(error: Callable[[str], Exception]) -> Any:
 def _fields(value: Message | Payload | Receipt | Ticket) -> dict[str, Any]:
     """The fields by name, as plain values; those of a ticket's message are its own."""
     if isinstance(value, Ticket):
-        own = {name: _plain(getattr(value, name)) for name in TICKET}
+        own = {"id": value.id, "of": _plain(value.version)}
         return _of_type(own, TICKET) | _fields(value.message)
     found = {field.name: getattr(value, field.name) for field in fields(value)}
     for name in found.keys() - {"memory"}:
@@ -444,7 +444,7 @@ def _value(kind: str, content: Any, space: ParameterSpace | None) -> Any:
     """The value with these fields, each of which must be of its type."""
     if kind == "ticket":
         own = _checked({name: content.pop(name) for name in TICKET}, TICKET)
-        return Ticket(**own, message=_value("message", content, space), space=space)
+        return Ticket(own["id"], own["of"], _value("message", content, space), space)
     made = _checked(content, EXPECTED[KINDS[kind]])
     for name in SPLIT:
         given = made.get(name)
@@ -490,10 +490,11 @@ RECEIPT |= dict.fromkeys(("weight", "cosine", "step", "norm"), _number)
 RECEIPT |= dict.fromkeys(("buffered", "clipped"), _is(bool))
 EXTRA = {"tensors": _tensors, "numbers": _named(_number), "buffers": _tensors}
 MESSAGE = {"start": _floating, "asked": lambda x: type(x) is tuple and all(type(name) is str for name in x), **EXTRA}
+MESSAGE |= {"version": lambda x: x is None or (type(x) is int and x >= 0)}
 PAYLOAD = {"points": _floating, "samples": _is(int), "memory": lambda x: True, **EXTRA}
 PAYLOAD |= {"base": lambda x: x is None or _floating(x)}
 EXPECTED: dict[type, Mapping[str, Callable[[Any], bool]]] = {Message: MESSAGE, Payload: PAYLOAD, Receipt: RECEIPT}
-TICKET = {"id": _is(str), "version": _is(int)}
+TICKET = {"id": _is(str), "of": _is(int)}
 
 
 def _check_layout(told: str | None, leaves: list[str], space: ParameterSpace) -> None:

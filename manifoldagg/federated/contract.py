@@ -70,6 +70,7 @@ class Message:
         numbers: likewise.
         buffers: the model's by name, where the server keeps them.
         asked: which of them a client sends back: those that the server does not leave as they are.
+        version: of the model, which schedules of trainers go by; `None` where nobody told.
 
     Example:
         >>> Message(torch.zeros(10), {"m": torch.zeros(10, dtype=torch.float64)}, {"epochs": 3.0}).nbytes
@@ -81,6 +82,7 @@ class Message:
     numbers: Mapping[str, float] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     asked: tuple[str, ...] = ()
+    version: int | None = None
 
     @property
     def nbytes(self) -> int:

@@ -73,6 +73,7 @@ def message(
         numbers=dict(sent.numbers),
         buffers=dict(snapshot.buffers.clone()),
         asked=snapshot.buffers.asked,
+        version=snapshot.version,
     )
     return own, sent.start is not start
 

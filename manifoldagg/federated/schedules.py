@@ -91,15 +91,15 @@ class Cosine:
         return self.end + 0.5 * (self.start - self.end) * (1 + math.cos(math.pi * (place / self.period)))
 
 
-def check_rate(rate: Rate) -> Rate:
+def check_rate(rate: Rate, name: str = "rate") -> Rate:
     """`rate`, which must be a positive number or a function of the version.
 
     Raises:
         ArgumentError: if it is neither, or a class in place of an instance.
     """
     if not callable(rate):
-        return check_number("rate", rate, above=0)
-    check_function("rate", rate)
+        return check_number(name, rate, above=0)
+    check_function(name, rate)
     return rate
 
 
@@ -167,7 +167,7 @@ def check_options(options: Any) -> None:
         if option.type is bool:
             check_choice(option.name, value, (True, False))
         elif option.type == Rate:
-            check_rate(value)
+            check_rate(value, option.name)
         elif option.type == Weight:
             check_function(option.name, value)
 

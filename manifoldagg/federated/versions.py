@@ -96,7 +96,7 @@ class Versions:
         point = self._point(first)
         self._like = self._made(first)
         state = rule.init(self._space, point)
-        self._message(point, state, None)
+        self._message(Snapshot(point, state), None)
         store = Store().held(_at(0), Kept(self._like))
         self._record = Atomic(_Record(0, state, Weights.of(weights, UNLIMITED.samples_factor), store))
         self._turn = threading.RLock()
@@ -321,16 +321,16 @@ class Versions:
         model = tensors("model", now.model(now.version))
         point = self._point(model)
         held = _held(now.state)
-        sent, apart = self._message(point, held.state, held.memory.get(client))
+        sent, apart = self._message(Snapshot(point, held.state, version=now.version), held.memory.get(client))
         return self._made(model | self._space.state_dict(sent.start) if apart else model), apart
 
-    def _message(self, point: Tensor, state: State, memory: Memory) -> tuple[Message, bool]:
+    def _message(self, now: Snapshot, memory: Memory) -> tuple[Message, bool]:
         """What the rule sends to a client with this memory.
 
         Raises:
             ArgumentError: if that is more than a model.
         """
-        sent, apart = message(self._space, self._rule, Snapshot(point, state), memory, None)
+        sent, apart = message(self._space, self._rule, now, memory, None)
         if sent.tensors or sent.numbers:
             more = ", ".join([*sent.tensors, *sent.numbers])
             raise ArgumentError(

@@ -84,6 +84,7 @@ TRAINERS: Mapping[str, Mapping[str, Any]] = {
     "normalised": {},
     "asynccurve": {"epochs": 4, "rate": 0.01},
     "floco": {"epochs": 4, "optimizer": torch.optim.Adam, "rate": 0.01},
+    "scheduled": {"trainer": trainers.Local(**LOCAL)},
 }
 """What clients do on the digits."""
 
@@ -313,7 +314,7 @@ def _corrections() -> dict[str, Any]:
 
 
 KINDS: Kinds = {
-    "rate": _readers({"Cyclic": schedules.Cyclic, "Cosine": schedules.Cosine}),
+    **dict.fromkeys(("rate", "steps"), _readers({"Cyclic": schedules.Cyclic, "Cosine": schedules.Cosine})),
     "staleness": _readers({name: getattr(staleness, name) for name in staleness.__all__}),
     "correction": _readers(_corrections()),
     "dominance": {"true": _dominance},

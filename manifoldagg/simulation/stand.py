@@ -186,6 +186,7 @@ class Halt:
                 numbers,
                 {name: self._tree["tensors"][place] for name, place in buffers.items()},
                 asked,
+                version,
             )
             out = out.put(Key(client, nth), Ticket(name, version, message, space))
         return out

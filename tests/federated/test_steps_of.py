@@ -35,6 +35,14 @@ PAIRS = {
         {},
     ),
     "Proximal": (lambda: rules.FedAvg(1), {}, LOCAL),
+    "Scheduled": (
+        rules.FedAsync,
+        {},
+        {
+            "trainer": st.fixed_dictionaries(LOCAL).map(lambda o: trainers.Local(**o)),
+            "steps": st.floats(0.01, 2.0) | st.just(lambda version: 0.4),
+        },
+    ),
     "Trajectory": (rules.AsyncBezier, {}, LOCAL),
 }
 

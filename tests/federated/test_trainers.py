@@ -258,6 +258,7 @@ PAIRED = {
     "ControlVariate": (rules.MasFL(1, initial="zero"), trainers.ControlVariate(steps=3)),
     "Normalised": (rules.AdaMasFL(1, steps=3, rounds=9, initial="zero"), trainers.Normalised()),
     "Calibrated": (rules.OrthoFL(), trainers.Calibrated(trainers.Local(epochs=1, rate=0.01))),
+    "Scheduled": (rules.FedAsync(0.5), trainers.Scheduled(trainers.Local(epochs=1, rate=0.01), steps=0.5)),
 }
 REFRESHED = {
     **dict.fromkeys(

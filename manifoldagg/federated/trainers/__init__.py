@@ -7,6 +7,7 @@ from manifoldagg.federated.trainers.local import Epochs, Gradient, Local, Proxim
 from manifoldagg.federated.trainers.lorentzproximal import LorentzProximal
 from manifoldagg.federated.trainers.masfl import ControlVariate, Normalised
 from manifoldagg.federated.trainers.orthofl import Calibrated
+from manifoldagg.federated.trainers.scheduled import Scheduled
 from manifoldagg.federated.trainers.trajectory import Trajectory
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "LorentzProximal",
     "Normalised",
     "Proximal",
+    "Scheduled",
     "Trajectory",
 ]
