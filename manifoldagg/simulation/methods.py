@@ -229,7 +229,13 @@ def _method(chosen: Named, options: Mapping[str, str]) -> Method:
     given = ", ".join(f"{option}={text}" for option, text in chosen.options.items())
     label = f"{made.__name__}({given})" if given else made.__name__
     rate = RATE.get(name, "rate")
-    by_hand = any(f"{option}.".startswith(f"{rate}.") for option in parts["rule"])
+    if parts["rule"].get(rate) == "cosine" and f"{rate}.start" not in parts["rule"]:
+        # A shape without a height: that is what a search is for, from where the rule's own rate is.
+        parts["rule"][f"{rate}.start"] = repr(_entry(name).options.get(rate, 1.0))
+        rate = f"{rate}.start"
+        by_hand = False
+    else:
+        by_hand = any(f"{option}.".startswith(f"{rate}.") for option in parts["rule"])
     made_trainer = _made_trainer(trainer, where, parts["trainer"])
     return Method(label, _rule(name, where, parts["rule"]), made_trainer, None if by_hand else rate)
 
