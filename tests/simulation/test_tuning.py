@@ -12,6 +12,7 @@ from torch import nn
 
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import rules, trainers
+from manifoldagg.federated.schedules import Cosine
 from manifoldagg.simulation import Exponential, Federation, Method, iid_partition, run, tuning
 from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.methods import RULES, method, methods
@@ -135,6 +136,15 @@ def test_every_rate_that_there_is_can_be_changed(name):
 )
 def test_a_rate_that_is_given_by_hand_stays(text, rate):
     assert method(text).rate == rate
+
+
+def test_of_a_shape_alone_the_height_is_searched():
+    chosen = method("fedasync:rate=cosine,rate.end=0,rate.period=200")
+    assert chosen.rate == "rate.start"
+    assert chosen.rule.rate == Cosine(method("fedasync").rule.rate, 0, 200)
+    assert with_rate(chosen, 0.7).rule.rate == Cosine(0.7, 0, 200)
+    inner = method("momentum:rule=fedbuff,rule.rate=cosine,rule.rate.end=0,rule.rate.period=40")
+    assert with_rate(inner, 0.7).rule.rule.rate == Cosine(0.7, 0, 40)
 
 
 def test_one_search_for_all_methods_whatever_their_order_and_what_trains():
