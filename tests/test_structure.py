@@ -242,10 +242,14 @@ def test_public_names_import_as_written_and_are_documented(name):
 
 
 def snippets():
+    """Each of the README runs alone; those of a page of the site one after another."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
-        if blocks:
-            yield pytest.param("\n".join(blocks), id=str(page.relative_to(ROOT)))
+        name = str(page.relative_to(ROOT))
+        if name == "README.md":
+            yield from (pytest.param(block, id=f"{name}-{number}") for number, block in enumerate(blocks))
+        elif blocks:
+            yield pytest.param("\n".join(blocks), id=name)
 
 
 @pytest.mark.parametrize("code", list(snippets()))
