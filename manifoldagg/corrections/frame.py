@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from operator import add
 from typing import Any
@@ -16,6 +16,7 @@ from manifoldagg.corrections.gram import Gram, Matrix, objects, untracked
 from manifoldagg.corrections.transport import RUNGS, Passage, Transport
 from manifoldagg.errors import ArgumentError, check_finite, check_number, check_shape, is_finite
 from manifoldagg.kernels import Row, Tensors
+from manifoldagg.kernels.goals import Goal
 from manifoldagg.kernels.tensors import reals
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import FLAT, Ambient
@@ -53,6 +54,7 @@ class Frame:
         original: the displacements (n, *shape) at the base, where they are at hand.
         ambient: takes inner products and sums of rows that are tangent to no curved leaf.
         descent: whether every row is minus the tangent, as a pseudo-gradient is: inner products are the same.
+        unread: the rows that `gram` does not read, by their places, and how long they are at most.
 
     Example:
         >>> import torch
@@ -70,6 +72,7 @@ class Frame:
     original: Tensor | None = None
     ambient: Ambient = FLAT
     descent: bool = False
+    unread: Mapping[int, float] = field(default_factory=dict)
 
     @staticmethod
     def of_points(
@@ -236,9 +239,28 @@ class Frame:
         device = current[0].device if isinstance(current, tuple) else current.device
         return torch.empty(self.size, dtype=dtype or self.dtype, device=device)
 
-    def extended(self, name: str, plus: Row, minus: Row | None = None) -> "Frame":
-        """This frame with one row more."""
-        return replace(self, rows=(*self.rows, plus), minus=(*self.minus, minus), extra=(*self.extra, name))
+    def extended(self, name: str, plus: Row, minus: Row | None = None, *, aside: bool = False) -> "Frame":
+        """This frame with one row more.
+
+        Args:
+            name: what to call it.
+            plus: the row.
+            minus: what it is less.
+            aside: whether nothing but lengths are asked of it: tensors that know how long they are at most, by their
+                `bound`, are not read then. Their inner products are NaN.
+        """
+        bound = plus.bound if aside and minus is None and isinstance(plus, Tensors) else None
+        unread = self.unread if bound is None else {**self.unread, len(self.rows): bound}
+        rows = (*self.rows, plus)
+        made = replace(self, rows=rows, minus=(*self.minus, minus), extra=(*self.extra, name), unread=unread)
+        if bound is not None and self.measured:
+            made.__dict__["_lengths"] = [*self.__dict__["_lengths"], bound]
+        return made
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is known how long the rows are, or are at most."""
+        return "_lengths" in self.__dict__
 
     def detached(self) -> "Frame":
         """The same rows, which no derivative follows."""
@@ -275,35 +297,49 @@ class Frame:
             raise ArgumentError(f"granularity: expected one of {', '.join(GRANULARITIES)}; got {granularity!r}")
         if self.passage is None:
             lengths = [*self.segments.values()] if apart and self.segments is not None else None
-            moving = range(len(self.rows)) if self.ambient.leaves else self._moving()
+            moving = [*range(len(self.rows))] if self.ambient.leaves else self._moving()
             rows = [self.rows[i] for i in moving]
             inner = self.ambient.gram(rows, minus=[self.minus[i] for i in moving], segments=lengths)
         else:
             inner = self.passage.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             inner = inner if apart else inner.sum(0, keepdim=True)
-            moving = range(len(self.rows))
+            moving = [*range(len(self.rows))]
         parts = objects(inner)
-        for i in sorted(set(range(len(self.rows))).difference(moving)):
-            parts = np.insert(np.insert(parts, i, 0.0, axis=1), i, 0.0, axis=2)
+        if len(moving) < len(self.rows):
+            read = parts
+            parts = np.full((len(read), len(self.rows), len(self.rows)), 0.0, dtype=object)
+            for i in self.unread:
+                parts[:, i] = parts[:, :, i] = math.nan
+            parts[:, np.array(moving)[:, None], moving] = read
         found = Gram(parts, self.extra, tuple(self.segments or ()) if apart else ())
-        for i, row in enumerate(found.matrix.tolist()):
-            square = untracked(row[i])
-            if not math.isfinite(square):
+        squares = [untracked(square) for square in np.diagonal(found.matrix)]
+        for i, square in enumerate(squares):
+            if not math.isfinite(square) and i not in self.unread:
                 check_number(self._called()[i], square)
-        self.__dict__["_lengths"] = [math.sqrt(max(0.0, untracked(square))) for square in np.diagonal(found.matrix)]
+        lengths = [math.sqrt(max(0.0, square)) for square in squares]
+        self.__dict__["_lengths"] = [self.unread.get(i, length) for i, length in enumerate(lengths)]
         return found
 
     def reach(self, coefficients: Matrix) -> float:
-        r"""$\max_S \sum_j |c_{Sj}| \sqrt{G_{jj}}$: no entry of the combination is larger.
+        r"""$\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$: the combination is no longer, and no entry of it larger.
 
         No row is read where `gram` has been asked.
         """
-        if "_lengths" not in self.__dict__:
+        if not self.measured:
             self.gram()
-        return max(
-            float(sum(abs(c) * length for c, length in zip(line, self.__dict__["_lengths"], strict=True) if c != 0))
-            for line in np.atleast_2d(coefficients).tolist()
-        )
+        most = np.abs(np.atleast_2d(coefficients)).max(axis=0).tolist()
+        return float(sum([c * length for c, length in zip(most, self.__dict__["_lengths"], strict=True) if c != 0]))
+
+    def length(self, gram: Gram | None, coefficients: Matrix) -> float:
+        """How long a combination of the rows is; where one of them was not read, how long at most.
+
+        Args:
+            gram: of the rows; `None` where it is known how long they are at most.
+            coefficients: one for each row, or (S, k).
+        """
+        if gram is None or self.unread:
+            return self.reach(coefficients)
+        return math.sqrt(max(float(gram.square(coefficients)), 0.0))
 
     def pieces(self, coefficients: Matrix) -> Iterator[tuple["Frame", Matrix]]:
         """The frame of each tensor by itself, with the coefficients there; of vectors the frame as it is."""
@@ -321,10 +357,10 @@ class Frame:
             yield replace(self, rows=rows, minus=minus, segments=None), line.reshape(-1)
             start = stop
 
-    def _moving(self) -> Sequence[int]:
+    def _moving(self) -> list[int]:
         """The rows that are read: not one that is a row less itself, as the drift is of what is not late."""
         still = [i for i, row in enumerate(self.rows) if row is self.minus[i]]
-        return [i for i in range(len(self.rows)) if i not in still] if len(still) < len(self.rows) else [0]
+        return [i for i in range(len(self.rows)) if i not in still and i not in self.unread] or [0]
 
     def _called(self) -> tuple[str, ...]:
         """What to call the squares of the rows in a message."""
@@ -388,6 +424,11 @@ class Frame:
             return self.ambient.exact(self.rows, lines, minus=minus)
         return self.combine(None, coefficients, out=self.blank(torch.float64))
 
+    def goal(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Tensors) -> Goal:
+        """What `combine` makes, to be formed in `out` together with others."""
+        lines, _, minus = self._read(coefficients)
+        return Goal.of(base, self.rows, lines if isinstance(lines[0], list) else [lines], minus, out)
+
     def kept(self, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
         r"""$\sum_j c_j\, r_j$ for a state to keep: a new vector (P,); with `LATER` a `Sum`, which is formed later.
 
@@ -398,7 +439,7 @@ class Frame:
         line = np.asarray(coefficients, dtype=object)
         return Sum(self, line) if isinstance(out, Later) else self.formed(line)
 
-    def move(self, gram: Gram, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
+    def move(self, gram: Gram | None, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
         r"""$\Theta^\tau + \sum_j c_j\, r_j$ on a flat space, rounded once; formed if all its entries are finite.
 
         No entry moves by more than $\sum_j |c_j| \sqrt{G_{jj}}$. Where that is less than a quarter of the distance
@@ -406,7 +447,7 @@ class Frame:
         formed tensor by tensor and looked at, before anything is written.
 
         Args:
-            gram: of the rows.
+            gram: of the rows; `None` where it is known how long they are at most.
             coefficients: one for each row, or (S, k), for each segment its own.
             out: where to write; `LATER`: nowhere yet.
 
@@ -423,7 +464,7 @@ class Frame:
             if not is_finite(*(formed if isinstance(formed, tuple) else (formed,))):
                 raise ArgumentError("points: the new model would not be finite")
             return formed if not isinstance(out, Tensor) else out.copy_(formed)
-        if not gram.reach(line) <= room(self.current):
+        if not (self.reach(line) if gram is None or self.unread else gram.reach(line)) <= room(self.current):
             motion.check()
         return motion if isinstance(out, Later) else motion.formed(out)
 
@@ -437,8 +478,15 @@ class Motion:
 
     def formed(self, out: Row | None) -> Any:
         """The new point, a row: `out` where it is given."""
-        line = -self.coefficients if self.frame.descent else self.coefficients
-        return self.frame.combine(self.frame.current, line, out=out)
+        return self.frame.combine(self.frame.current, self._line, out=out)
+
+    def goal(self, out: Tensors) -> Goal:
+        """The new point, to be formed in `out` together with what else there is."""
+        return self.frame.goal(self.frame.current, self._line, out)
+
+    @property
+    def _line(self) -> Matrix:
+        return -self.coefficients if self.frame.descent else self.coefficients
 
     def check(self) -> None:
         """Form it tensor by tensor and look at each entry.
@@ -464,6 +512,10 @@ class Sum:
         if out is None:
             return self.frame.formed(self.coefficients)
         return self.frame.combine(None, self.coefficients, out=out)
+
+    def goal(self, out: Tensors) -> Goal:
+        """The sum, to be formed in `out` together with what else there is."""
+        return self.frame.goal(None, self.coefficients, out)
 
     def check(self, dtypes: Sequence[torch.dtype]) -> None:
         """Look at each entry, tensor by tensor, unless the lengths of the rows say that all are finite.

@@ -14,14 +14,16 @@ from types import ModuleType
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_choice
 from manifoldagg.kernels import reference
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.rows import Line, Rows
+from manifoldagg.kernels.goals import Goal, apart
+from manifoldagg.kernels.rows import Line, Rows, blocks_of, written
 from manifoldagg.kernels.tensors import Tensors
 
-__all__ = ["available_backends", "backend", "combine", "explain", "module", "partials", "set_backend"]
+__all__ = ["available_backends", "backend", "combine", "combine_each", "explain", "module", "partials", "set_backend"]
 
 BACKENDS = ("reference", "compiled", "triton")
 AUTOMATIC = "auto"
@@ -99,6 +101,44 @@ def combine(base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float
     if target is not out:
         for tensor, piece in zip(out, target, strict=True):
             tensor.copy_(piece)
+
+
+def combine_each(goals: Sequence[Goal]) -> None:
+    """Form each goal where it goes, in one pass over all rows where the backend knows how.
+
+    Args:
+        goals: of rows in tensors of the same lengths. Where one goes is apart from where others go, and from what is
+            read, or the same entries of the same dtype.
+
+    Cost: with the compiled backend every row is read once from memory for all goals; no scratch of size P. With others
+        each goal reads its rows, and what a later one reads is formed in memory of its own first.
+
+    Example:
+        >>> model, velocity, step = (Tensors([torch.full((2,), x)]) for x in (0.0, 4.0, 1.0))
+        >>> terms = [velocity, step], [[0.5, 1.0]], [None, None]
+        >>> combine_each([Goal.of(None, *terms, velocity), Goal.of(model, *terms, model)])
+        >>> velocity, model
+        ((tensor([3., 3.]),), (tensor([3., 3.]),))
+    """
+    aside = apart(goals)
+    rows = [row for goal in goals for row in (goal.out, *goal.read)]
+    together = getattr(backend(goals[0].rows.device), "combine_each", None)
+    whole = all([isinstance(row, Tensor) or row.whole for row in rows])
+    if together is None or not whole or together(goals, aside) is None:
+        _one_by_one(goals, aside)
+    for goal in goals:
+        written(goal.out)
+
+
+def _one_by_one(goals: Sequence[Goal], aside: Sequence[bool]) -> None:
+    held = []
+    for goal, late in sorted(zip(goals, aside, strict=True), key=lambda pair: not pair[1]):
+        target = goal.out.fresh() if late else goal.out
+        blocks = blocks_of(None if len(goal.coefficients) == 1 else goal.out.lengths, goal.rows.size)
+        combine(goal.base, goal.rows, goal.coefficients, blocks, target)
+        held += [pair for pair in zip(goal.out, target, strict=True) if late]
+    for tensor, piece in held:
+        tensor.copy_(piece)
 
 
 def explain() -> list[tuple[str, str]]:

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from manifoldagg._output import whole
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.rows import Line, Rows
+from manifoldagg.kernels.goals import Goal
+from manifoldagg.kernels.rows import Line, Rows, blocks_of
 from manifoldagg.kernels.tensors import CPU, DTYPES, Tensors, edges
 
-__all__ = ["combine", "partials", "unavailable"]
+__all__ = ["combine", "combine_each", "partials", "unavailable"]
 
 SOURCE = Path(__file__).with_name("native.cpp")
 # No contraction but the fused operations that are written: every processor rounds alike.
@@ -89,17 +90,57 @@ def combine(
     return out
 
 
+def combine_each(goals: Sequence[Goal], apart: Sequence[bool]) -> bool | None:
+    """Each goal, from what was there before any of them was written; `apart`: a later one reads where it goes.
+
+    `None`, and nothing is written, as in `partials`.
+    """
+    like = goals[0].out
+    count = len(like)
+    parts: list[bytes] = []
+    words: list[list[int]] = []
+    numbers = array("d")
+    for goal, aside in zip(goals, apart, strict=True):
+        tables = _tables(goal.rows, (*goal.read, goal.out), like.lengths)
+        if tables is None:
+            return None
+        k = len(goal.rows.plus)
+        stream = not aside and _streams(goal.read, like.size, goal.out)
+        words.append([k, len(goal.coefficients) > 1, aside, stream, len(parts), len(numbers)])
+        parts += [tables[id(row)] for row in (*goal.rows.plus, *goal.rows.minus, goal.base, goal.out)]
+        for line in goal.coefficients:
+            numbers.extend(line)
+    described = b"".join(parts)
+    place = ctypes.cast(described, ctypes.c_void_p).value or 0
+    first = numbers.buffer_info()[0]
+    table = array("q")
+    for k, wide, aside, stream, start, number in words:
+        places = [place + _triple_size * count * (start + row) for row in (0, k, 2 * k, 2 * k + 1)]
+        table.extend([k, wide, aside, stream, *places, first + 8 * number])
+    blocks = blocks_of(like.lengths, like.size)
+    read = {id(row) for goal in goals for row in goal.read}
+    busy = like.size * len(read) > SERIAL
+    done = _loaded().manifoldagg_combine_each(
+        *(len(goals), table.buffer_info()[0], count, edges(like.lengths).tobytes()),
+        *(len(blocks.table), blocks.address, min(torch.get_num_threads(), len(blocks.table)) if busy else 1),
+    )
+    if not done:
+        raise MemoryError("combine: no memory for the scratch of a block")
+    return True
+
+
 _pair = Struct("2q").pack
 _triple = Struct("3q").pack
+_triple_size = 24
 NOTHING = _triple(0, 1, 0)
 """What describes that nothing is subtracted, or added to."""
 
 
-def _tables(rows: Rows, lines: Sequence[Line]) -> dict[int, bytes] | None:
+def _tables(rows: Rows, lines: Sequence[Line], lengths: tuple[int, ...] | None = None) -> dict[int, bytes] | None:
     """By `id`, what describes each row, or `None`, piece by piece; `None` where the library could not read one."""
     if rows.device != CPU:
         return None
-    lengths = rows.lengths
+    lengths = lengths or rows.lengths
     tables = {id(None): NOTHING if lengths is None else NOTHING * len(lengths)}
     for line in lines:
         table = line.table if isinstance(line, Tensors) else _vector(line, lengths)
@@ -192,7 +233,9 @@ def _load(path: Path) -> ctypes.CDLL:
     flag = ctypes.c_bool
     library.manifoldagg_gram.argtypes = (word, word, *[address] * 3, word, address, address, word)
     library.manifoldagg_combine.argtypes = (word, word, *[address] * 6, word, address, flag, word)
-    library.manifoldagg_gram.restype = library.manifoldagg_combine.restype = flag
+    library.manifoldagg_combine_each.argtypes = (word, address, word, address, word, address, word)
+    for call in (library.manifoldagg_gram, library.manifoldagg_combine, library.manifoldagg_combine_each):
+        call.restype = flag
     return library
 
 

@@ -554,6 +554,51 @@ void combine_run(const Vec& base, const std::vector<Term>& terms, int64_t p, int
   }
 }
 
+// The terms of a piece. A row whose coefficient is 0 is not read: a NaN in it must not show.
+void collect(int64_t k, int64_t count, int64_t piece, const Vec* plus, const Vec* minus, const double* coefficients,
+             std::vector<Term>& terms) {
+  terms.clear();
+  for (int64_t j = 0; j < k; j++)
+    if (coefficients[j] != 0) terms.push_back({plus[j * count + piece], minus[j * count + piece], coefficients[j]});
+}
+
+// One of several sums that are formed together. `wide`: each segment has coefficients of its own; `apart`: a later sum
+// reads what is where this one goes; `stream`: past the cache.
+struct Goal {
+  int64_t k, wide, apart, stream;
+  const Vec *plus, *minus, *base, *out;
+  const double* coefficients;
+};
+constexpr int TURN = 1 << 12;  // entries of all rows that are in cache while each goal takes them
+
+// The goals of entries p..stop of one piece.
+void combine_each(const Goal* goal, std::vector<std::vector<Term>>& terms, int64_t piece, int64_t p, int64_t stop) {
+  static thread_local std::vector<double> scratch;  // of the widest entries that there are
+  const int64_t goals = terms.size();
+  scratch.resize(goals * TURN);
+  for (int64_t n; p < stop; p += n) {
+    n = std::min<int64_t>(TURN, stop - p);
+    for (int64_t g = 0; g < goals; g++) {
+      Vec out = goal[g].out[piece];
+      const bool apart = goal[g].apart;
+      if (apart) out.data = (char*)((uintptr_t)(scratch.data() + g * TURN) - p * BYTES[out.dtype]);
+      combine_run(goal[g].base[piece], terms[g], p, p + n, out, goal[g].stream && !apart);
+    }
+    for (int64_t g = 0; g < goals; g++) {
+      const Vec& out = goal[g].out[piece];
+      const int64_t size = BYTES[out.dtype];
+      if (goal[g].apart) std::memcpy(out.data + p * size, scratch.data() + g * TURN, n * size);
+    }
+  }
+}
+
+// Streaming stores are weakly ordered: they have to be there before another thread is told that the work is done.
+void fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // ---- threads
 
 // Work on every block, by as many threads as can be had; false where memory ran out.
@@ -615,17 +660,28 @@ bool manifoldagg_combine(int64_t k, int64_t count, const int64_t* edges, const V
   return each(blocks, threads, [&](int64_t b) {
     static thread_local std::vector<Term> terms;
     Pieces{count, edges}.runs(table[b].start, table[b].stop, [&](int64_t piece, int64_t start, int64_t stop) {
-      terms.clear();
-      // A row whose coefficient is 0 is not read: a NaN in it must not show.
-      for (int64_t j = 0; j < k; j++)
-        if (const double c = coefficients[table[b].segment * k + j]; c != 0)
-          terms.push_back({plus[j * count + piece], minus[j * count + piece], c});
+      collect(k, count, piece, plus, minus, coefficients + table[b].segment * k, terms);
       combine_run(base[piece], terms, start - edges[piece], stop - edges[piece], out[piece], stream);
     });
-#if defined(__x86_64__)
-    // Streaming stores are weakly ordered: they have to be there before another thread is told that the work is done.
-    _mm_sfence();
-#endif
+    fence();
+  });
+}
+
+// Several sums of rows that lie in the same pieces, each from what was there before any of them was written.
+bool manifoldagg_combine_each(int64_t goals, const Goal* goal, int64_t count, const int64_t* edges, int64_t blocks,
+                              const Block* table, int64_t threads) {
+  return each(blocks, threads, [&](int64_t b) {
+    static thread_local std::vector<std::vector<Term>> terms;
+    terms.resize(goals);
+    Pieces{count, edges}.runs(table[b].start, table[b].stop, [&](int64_t piece, int64_t start, int64_t stop) {
+      for (int64_t g = 0; g < goals; g++) {
+        const Goal& one = goal[g];
+        const double* line = one.coefficients + (one.wide ? table[b].segment * one.k : 0);
+        collect(one.k, count, piece, one.plus, one.minus, line, terms[g]);
+      }
+      combine_each(goal, terms, piece, start - edges[piece], stop - edges[piece]);
+    });
+    fence();
   });
 }
 

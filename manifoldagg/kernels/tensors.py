@@ -58,6 +58,9 @@ class Tensors(tuple[Tensor, ...]):
                 [2., 2.]]), tensor(6.))
     """
 
+    bound: float | None = None
+    """How long the row is at most, where whoever made it has said so."""
+
     @_Once
     def lengths(self) -> tuple[int, ...]:
         """How many entries each tensor has."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Tensors
 
-__all__ = ["Memory", "check_apart", "meets"]
+__all__ = ["Memory", "check_apart"]
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,6 @@ def check_apart(models: Sequence[Memory]) -> None:
                     raise ArgumentError(
                         f"params: {name}: expected gradients and bases apart from what is written, or just there"
                     )
-
-
-def meets(row: Any, out: Tensors) -> bool:
-    """Whether a row that may be read beside `out` has memory in common with it."""
-    if not isinstance(row, Tensors):
-        return False
-    return any(a == b and n > 0 for a, b, n in zip(row.addresses, out.addresses, out.lengths, strict=True))
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -7,7 +7,8 @@ under a name that ends in `WORD`: checkpoints of torch take tensors and numbers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from manifoldagg.federated import Rule
 from manifoldagg.federated.record.description import path_of
 from manifoldagg.kernels import Tensors
 
-__all__ = ["RULE", "check_kept", "flattened", "kind_of", "restored", "shared"]
+__all__ = ["RULE", "Bound", "check_kept", "flattened", "kind_of", "restored", "shared"]
+
+_version = attrgetter("_version")
 
 EACH = "[]"
 VECTOR = "()"
@@ -112,8 +115,35 @@ def _leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple[str,
         raise RuleError(f"rule: state: {name}: expected numbers, words and what is as long as a model, got {tree!r}")
 
 
-def restored(kept: Sequence[Kept]) -> Any:
-    """The tree of which these are the leaves, each beside its parameter; `None` where nothing is kept."""
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """How long a row is at most, as long as its tensors are these and nobody else has written into them."""
+
+    row: Tensors
+    length: float
+    versions: tuple[int, ...]
+
+    @staticmethod
+    def of(row: Tensors, length: float) -> "Bound | None":
+        """That of a row that was just written, with sums of this length; `None` where writing leaves no trace."""
+        if any(map(Tensor.is_inference, row)):
+            return None
+        rounded = 1 + max([torch.finfo(dtype).eps for dtype in row.dtypes])
+        return Bound(row, rounded * length, tuple(map(_version, row)))
+
+    def holds(self, row: Tensors) -> bool:
+        """Whether it is one of this row."""
+        same = len(row) == len(self.row) and all(map(is_, row, self.row))
+        return same and tuple(map(_version, row)) == self.versions
+
+
+def restored(kept: Sequence[Kept], bounds: Mapping[str, Bound]) -> Any:
+    """The tree of which these are the leaves, each beside its parameter; `None` where nothing is kept.
+
+    Args:
+        kept: beside each parameter.
+        bounds: of rows by name, as far as they are known.
+    """
     if not kept[0]:
         return None
     tree: dict[str, Any] = {}
@@ -129,6 +159,9 @@ def restored(kept: Sequence[Kept]) -> Any:
             leaf = [one[name + EACH] for one in kept]
         elif isinstance(value, Tensor):
             leaf = Tensors([one[name] for one in kept])
+            bound = bounds.get(name)
+            if bound is not None and bound.holds(leaf):
+                leaf.bound = bound.length
         elif name.endswith(WORD):
             name = name.removesuffix(WORD)
             leaf = _word(value) or None

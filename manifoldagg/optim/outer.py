@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,12 +17,11 @@ from manifoldagg.errors import ArgumentError, check_count, check_number, is_fini
 from manifoldagg.federated import Rule, Update
 from manifoldagg.federated.contract import check_rule, extras
 from manifoldagg.federated.trees import spoils
-from manifoldagg.kernels import Tensors, across_ranks
+from manifoldagg.kernels import Tensors, across_ranks, choice
 from manifoldagg.kernels.rows import meshed
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.optim._memory import Memory, check_apart
-from manifoldagg.optim._state import RULE, check_kept, flattened, kind_of, restored, shared
-from manifoldagg.optim._writing import write
+from manifoldagg.optim._state import RULE, Bound, check_kept, flattened, kind_of, restored, shared
 
 __all__ = ["Outer"]
 
@@ -73,7 +73,12 @@ class Outer(torch.optim.Optimizer):
             raise ArgumentError(f"rule: expected one that works on rows and asks for models alone, got {rule!r}")
         check_number("lr", float(lr), at_least=0)
         self.rule = rule
+        self._bounds: dict[Tensor, dict[str, Bound]] = {}
         super().__init__(params, {"lr": lr})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bounds = {}
 
     def __getstate__(self) -> dict[str, Any]:
         kept: dict[str, Any] = super().__getstate__()
@@ -102,7 +107,7 @@ class Outer(torch.optim.Optimizer):
             kept = state_dict["state"].get(key)
             if kept:
                 here = _local([p])
-                begins = self.rule.init(_space(((tuple(here[0].shape), here[0].dtype),)), here)
+                begins = self.rule.init(_space(((here[0].shape, here[0].dtype),)), here)
                 check_kept(f"state_dict: state: {key}", kept, self.rule, begins, p.shape)
         super().load_state_dict(dict(state_dict))
         for p, key in zip(params, saved, strict=True):
@@ -158,7 +163,7 @@ class Outer(torch.optim.Optimizer):
             moves = [self._planned(model, given, known) for group in self.param_groups for model in self._models(group)]
             check_apart([move.memory for move in moves])
             for move in moves:
-                move.made(self.state)
+                self._bounds[move.params[0]] = move.made(self.state)
         return loss
 
     def _bases(self, base: Sequence[Tensor] | None) -> dict[Tensor, Tensor]:
@@ -179,38 +184,46 @@ class Outer(torch.optim.Optimizer):
 
     def _models(self, group: dict[str, Any]) -> list["Model"]:
         """The parameters of a group that have a gradient; apart are those that have not taken the same steps."""
+        places = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+        params = [group["params"][i] for i in places]
+        names = [_name(group, i) for i in places]
+        gradients: list[Any] = [p.grad for p in params]
+        _check_gradients(names, params, gradients)
+        rate = check_number("lr", float(group["lr"]), at_least=0)
         found: list[Model] = []
-        for i, p in enumerate(group["params"]):
-            if p.grad is None:
-                continue
-            name = _name(group, i)
-            _check_gradient(name, p)
-            kept = shared(self.state.get(p, {}))
-            model = next((one for one in found if one.kept == kept), None)
+        for name, p, gradient in zip(names, params, gradients, strict=True):
+            kept = self.state.get(p, {})
+            numbers = shared(kept)
+            model = next((one for one in found if one.kept == numbers), None)
             if model is None:
-                model = Model([], [], kept, check_number("lr", float(group["lr"]), at_least=0))
+                model = Model([], [], [], [], numbers, rate)
                 found.append(model)
-            if model.params and (_held(p), p.device) != (_held(model.params[0]), model.params[0].device):
-                raise ArgumentError(f"params: {name}: expected on the device, mesh and placements of {model.names[0]}")
             model.params.append(p)
             model.names.append(name)
+            model.gradients.append(gradient)
+            model.states.append(kept)
+        for model in found:
+            _check_places(model.names, model.params)
         return found
 
     def _planned(self, model: "Model", bases: Mapping[Tensor, Tensor], known: Mapping[str, Any]) -> "Move":
         """What the rule makes of the gradients; nothing is written."""
         params = model.params
         here = _local(params)
-        gradients = _local([p.grad for p in params])
-        kept = [{name: _piece(x) for name, x in self.state.get(p, {}).items()} for p in params]
-        state = restored(kept)
+        gradients = _local(model.gradients)
+        kept = model.states
+        spread = bool(meshed(params))
+        if spread:
+            kept = [{name: _piece(x) for name, x in one.items()} for one in kept]
+        state = restored(kept, self._bounds.get(params[0], {}))
         own = None if known["client"] is None else f"{WORKER}{known['client']}"
         others = {} if state is None else {name: state.pop(name) for name in [*state] if name.startswith(WORKER)}
         memory = others.pop(own, None)
-        space = _space(tuple([(tuple(x.shape), x.dtype) for x in here]))
+        space = _space(tuple([(x.shape, x.dtype) for x in here]))
         base = _local([bases[p] for p in params]) if bases else here
         update = Update(base=base, current=here, points=(gradients,), memory=memory, descent=True, **known)
         try:
-            with _across(params[0]):
+            with _across(params[0]) if spread else nullcontext():
                 before = self.rule.init(space, here) if state is None else state
                 state, outcome = self.rule.step(space, before, update, out=LATER)
         except ArgumentError as error:
@@ -229,16 +242,11 @@ class Outer(torch.optim.Optimizer):
                 motion.check()
         if own is not None and outcome.memory is not None:
             others[own] = outcome.memory
-        move = Move(
-            params,
-            model.names,
-            here,
-            kept,
-            motion,
-            {RULE: kind_of(self.rule)} | flattened({**state, **others}, here.lengths),
-        )
+        leaves = {RULE: kind_of(self.rule)} | flattened({**state, **others}, here.lengths)
+        bounds = None if spread else self._bounds.get(params[0], {})
+        move = Move(params, model.names, here, kept, motion, leaves, bounds)
         for name, one in move.sums.items():
-            one.check([move.dtype(i, name) for i in range(len(params))])
+            one.check(move.dtypes(name))
         if not outcome.sound and (spoils(state, before) or spoils(outcome.memory, memory)):
             raise ArgumentError("points: the rule's state would not be finite")
         return move
@@ -246,10 +254,12 @@ class Outer(torch.optim.Optimizer):
 
 @dataclass
 class Model:
-    """Parameters that are one model: what they are called, what is kept of all of them, and their rate."""
+    """Parameters that are one model: their gradients and what is kept beside them, what is so of all, and their rate."""
 
     params: list[Tensor]
     names: list[str]
+    gradients: list[Tensor]
+    states: list[dict[str, Any]]
     kept: dict[str, Any]
     rate: float
 
@@ -264,55 +274,93 @@ class Move:
     before: list[dict[str, Any]]
     motion: Motion | None
     leaves: dict[str, Any]
+    bounds: Mapping[str, Bound] | None
 
-    @property
+    @cached_property
     def sums(self) -> dict[str, Sum]:
         """What is kept and not formed yet."""
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, Sum)}
 
+    @cached_property
+    def held(self) -> dict[str, Tensors]:
+        """Where sums go that have been kept before."""
+        return {name: Tensors([one[name] for one in self.before]) for name in self.sums if name in self.before[0]}
+
     @property
     def memory(self) -> Memory:
         """Where that lies which it writes and reads."""
-        held: list[list[Any]] = [[one.get(name) for one in self.before] for name in self.sums]
-        frames = [one.frame for one in (self.motion, *self.sums.values()) if one is not None]
-        kept = [Tensors(row) for row in held if all(isinstance(x, Tensor) for x in row)]
-        read = [row for frame in frames for row in (*frame.rows, *frame.minus) if row is not self.here]
-        return Memory(self.names, [self.here, *kept], read)
+        frames = {id(one.frame): one.frame for one in (self.motion, *self.sums.values()) if one is not None}
+        read = [row for frame in frames.values() for row in (*frame.rows, *frame.minus) if row is not self.here]
+        return Memory(self.names, [self.here, *self.held.values()], read)
 
-    def made(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        """Make it, and keep what is kept of it."""
-        targets = {name: Tensors([self._target(i, name) for i in range(len(self.params))]) for name in self.sums}
-        write(self.motion, self.sums, targets, self.here)
-        leaves = {name: targets.get(name, leaf) for name, leaf in self.leaves.items()}
-        for i, p in enumerate(self.params):
-            mine = {name: leaf[i] if isinstance(leaf, list | tuple) else leaf for name, leaf in leaves.items()}
-            states[p] = {
-                name: _placed(x.view(self.here[i].shape), p) if isinstance(x, Tensor) else x for name, x in mine.items()
-            }
+    def made(self, states: dict[Tensor, dict[str, Any]]) -> dict[str, Bound]:
+        """Make it, and keep what is kept of it; returns how long the rows of that are at most, as far as it is known."""
+        targets = {name: self._target(name) for name in self.sums}
+        goals = [] if self.motion is None else [self.motion.goal(self.here)]
+        goals += [one.goal(targets[name]) for name, one in self.sums.items()]
+        if goals:
+            choice.combine_each(goals)
+        columns = [self._column(states, name, targets.get(name, leaf)) for name, leaf in self.leaves.items()]
+        for p, values in zip(self.params, zip(*columns, strict=True), strict=True):
+            states[p] = dict(zip(self.leaves, values, strict=True))
+        if self.bounds is None:
+            return {}
+        bounds = {name: bound for name, bound in self.bounds.items() if name in self.leaves}
+        for name, one in self.sums.items():
+            bound = Bound.of(targets[name], one.frame.reach(one.coefficients))
+            bounds |= {} if bound is None else {name: bound}
+        return bounds
 
-    def dtype(self, i: int, name: str) -> torch.dtype:
-        """In which a sum is kept beside a parameter."""
-        held: Tensor | None = self.before[i].get(name)
-        return torch.promote_types(self.here[i].dtype, torch.float32) if held is None else held.dtype
+    def dtypes(self, name: str) -> list[torch.dtype]:
+        """In which a sum is kept beside each parameter."""
+        if name in self.held:
+            return [tensor.dtype for tensor in self.held[name]]
+        return [torch.promote_types(tensor.dtype, torch.float32) for tensor in self.here]
 
-    def _target(self, i: int, name: str) -> Tensor:
-        held: Tensor | None = self.before[i].get(name)
-        if held is not None:
-            return held
-        return torch.empty_like(self.here[i], dtype=self.dtype(i, name), memory_format=torch.contiguous_format)
+    def _target(self, name: str) -> Tensors:
+        if name in self.held:
+            return self.held[name]
+        kinds = zip(self.here, self.dtypes(name), strict=True)
+        form = torch.contiguous_format
+        return Tensors([torch.empty_like(tensor, dtype=dtype, memory_format=form) for tensor, dtype in kinds])
+
+    def _column(self, states: dict[Tensor, dict[str, Any]], name: str, leaf: Any) -> list[Any]:
+        """What is kept under a name, beside each parameter."""
+        if not isinstance(leaf, list | tuple):
+            return [leaf] * len(self.params)
+        if leaf and not isinstance(leaf[0], Tensor):
+            return [*leaf]
+        before = [one.get(name) for one in self.before]
+        if all(map(is_, before, leaf)):
+            return [states[p][name] for p in self.params]
+        return [_placed(x.view(here.shape), p) for x, here, p in zip(leaf, self.here, self.params, strict=True)]
 
 
 def _name(group: Mapping[str, Any], i: int) -> str:
     return str(group["param_names"][i]) if "param_names" in group else f"parameter {i}"
 
 
-def _check_gradient(name: str, p: Tensor) -> None:
-    gradient: Any = p.grad
-    if gradient.layout is not torch.strided or not gradient.is_floating_point():
-        kind = f"{gradient.layout} of {gradient.dtype}"
-        raise ArgumentError(f"params: {name}: expected a gradient that is a dense floating tensor, got {kind}")
-    if _held(gradient) != _held(p):
-        raise ArgumentError(f"params: {name}: expected a gradient with the placements of the parameter")
+def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: Sequence[Any]) -> None:
+    """Gradients are dense, floating and held as their parameters are."""
+    spread = meshed((params, gradients))
+    if not spread and all([dtype.is_floating_point for dtype in {g.dtype for g in gradients}]):
+        if {g.layout for g in gradients} <= {torch.strided}:
+            return
+    for name, p, gradient in zip(names, params, gradients, strict=True):
+        if gradient.layout is not torch.strided or not gradient.is_floating_point():
+            kind = f"{gradient.layout} of {gradient.dtype}"
+            raise ArgumentError(f"params: {name}: expected a gradient that is a dense floating tensor, got {kind}")
+        if _held(gradient) != _held(p):
+            raise ArgumentError(f"params: {name}: expected a gradient with the placements of the parameter")
+
+
+def _check_places(names: Sequence[str], params: Sequence[Tensor]) -> None:
+    """Parameters of one model lie on one device, or are spread alike over one mesh."""
+    if not meshed(params) and len({p.device for p in params}) == 1:
+        return
+    for name, p in zip(names, params, strict=True):
+        if (_held(p), p.device) != (_held(params[0]), params[0].device):
+            raise ArgumentError(f"params: {name}: expected on the device, mesh and placements of {names[0]}")
 
 
 def _held(tensor: Tensor) -> Any:
@@ -327,7 +375,7 @@ def _piece(x: Any) -> Any:
 
 
 def _local(tensors: Sequence[Any]) -> Tensors:
-    return Tensors([_piece(tensor).detach() for tensor in tensors])
+    return Tensors([_piece(tensor) for tensor in tensors] if meshed(tensors) else tensors)
 
 
 def _placed(piece: Tensor, p: Any) -> Any:
@@ -353,7 +401,7 @@ def _across(p: Any) -> AbstractContextManager[None]:
 
 
 @lru_cache(maxsize=64)
-def _space(kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> ParameterSpace:
+def _space(kinds: tuple[tuple[torch.Size, torch.dtype], ...]) -> ParameterSpace:
     """The space of parameters of these shapes and dtypes."""
     return ParameterSpace.of_state_dict(
         {f"{i}": torch.empty(shape, dtype=dtype) for i, (shape, dtype) in enumerate(kinds)}

@@ -35,7 +35,8 @@ from manifoldagg.federated.rules import (
     Momentum,
     RadialDirectional,
 )
-from manifoldagg.optim import Outer, _writing
+from manifoldagg.kernels import compiled
+from manifoldagg.optim import Outer
 from tests.support import draw, relative, seeds
 
 SHAPES = [(7, 5), (3,), (), (0,), (2, 2, 2)]
@@ -137,11 +138,11 @@ def test_a_linear_step_is_exact():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_run_is_the_same_in_windows_and_goes_on_from_its_state(name, monkeypatch):
+def test_a_run_is_the_same_one_by_one_and_goes_on_from_its_state(name, monkeypatch):
     params = parameters()
     outer = Outer(params, RULES[name])
     whole = run(outer, params, 3, 6)
-    monkeypatch.setattr(_writing, "WINDOW", 4)
+    monkeypatch.setattr(compiled, "combine_each", lambda *_: None)
     others = parameters()
     first = Outer(others, RULES[name])
     run(first, others, 3, 3)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,10 @@ class Mean:
     def step(self, rate: float, out: Target) -> tuple[Any, float]:
         r"""$\exp_\Theta(\eta \bar\Delta)$, and how far it is."""
         line = [rate * c for c in self.line]
-        norm = root(moved(along(self.frame, self.gram, line))[0][0])
+        if self.frame.unread:
+            norm = self.frame.reach(np.array(line, dtype=object))
+        else:
+            norm = root(moved(along(self.frame, self.gram, line))[0][0])
         return follow(self.space, self.current, self.frame, self.gram, line, out), norm
 
 
@@ -105,7 +109,7 @@ class BufferedRule(TangentRule):
         share = check_number("weight", self.share(update), at_least=0)
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
         if "buffer" in state:
-            frame = frame.extended("buffer", state["buffer"])
+            frame = frame.extended("buffer", state["buffer"], aside=True)
         gram = frame.gram()
         largest = root(torch.finfo(frame.dtype).max) / self.wanted
         check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=largest)

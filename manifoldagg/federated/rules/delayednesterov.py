@@ -6,7 +6,7 @@ from typing import ClassVar
 from manifoldagg.errors import check_count, check_decay, check_number
 from manifoldagg.federated.contract import Outcome, Point, State, Target, Update
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, identity, root
+from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, identity
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.manifolds import Manifold
 
@@ -72,7 +72,7 @@ class DelayedNesterov(ServerRule):
         frame = frame_of(space, update)
         names = [name for name in ("momentum", "buffer") if name in state]
         for name in names:
-            frame = frame.extended(name, state[name])
+            frame = frame.extended(name, state[name], aside=True)
         gram = frame.gram()
         rows = dict(zip(("v", "g", *names), identity(len(frame.rows)), strict=True))
         v = rows["v"] * (update.weight if self.weighted else 1.0)
@@ -90,6 +90,6 @@ class DelayedNesterov(ServerRule):
         c = 1 - self.activation * (self.size - 1) if full else self.activation
         rate = rate_at(self.rate, state["version"])
         line = rate * (v / self.size + c * self.beta * m)
-        numbers = {"cosine": cosine(gram), "rate": rate, "step": rate / self.size, "norm": root(gram.square(line))}
+        numbers = {"cosine": cosine(gram), "rate": rate, "step": rate / self.size, "norm": frame.length(gram, line)}
         model = frame.move(gram, line, out)
         return after, Outcome(model, update.memory, numbers | frame.ambient.told)

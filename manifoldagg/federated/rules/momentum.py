@@ -158,16 +158,19 @@ class Momentum:
         frame = motion.frame
         step = velocity = motion.coefficients
         if "velocity" in state:
-            frame = frame.extended("velocity", state["velocity"])
+            frame = frame.extended("velocity", state["velocity"], aside=True)
             step = np.concatenate([step, np.zeros_like(step[..., :1])], axis=-1)
             velocity = step.copy()
             velocity[..., -1] = self.beta
-        gram = frame.gram("tensor" if velocity.ndim == 2 else "model")
-        size = root(gram.square(velocity))
-        check_number("points: size of the velocity", size, at_most=root(torch.finfo(frame.dtype).max))
+        largest = root(torch.finfo(frame.dtype).max)
+        gram = None
+        if not (frame.unread and frame.measured and frame.reach(velocity) <= largest):
+            frame = replace(frame, unread={})
+            gram = frame.gram("tensor" if velocity.ndim == 2 else "model")
+            check_number("points: size of the velocity", root(gram.square(velocity)), at_most=largest)
         line = step + self.beta * velocity if self.nesterov else velocity
         after["velocity"] = frame.kept(velocity, out)
-        moved = {**outcome.numbers, "norm": root(gram.square(line))}
+        moved = {**outcome.numbers, "norm": frame.length(gram, line)}
         return after, replace(outcome, model=frame.move(gram, line, out), numbers=moved)
 
 

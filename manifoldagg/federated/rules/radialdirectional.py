@@ -55,8 +55,10 @@ class RadialDirectional(FedAvg):
         check_points(self, update)
         share = check_number("weight", self.share(update), at_least=0)
         frame = frame_of(space, update, tensors=True)
+        count = state["count"] + 1
+        waits = count < self.wanted
         if "buffer" in state:
-            frame = frame.extended("buffer", state["buffer"])
+            frame = frame.extended("buffer", state["buffer"], aside=waits)
         gram = frame.gram("tensor")
         v, _, *buffer = identity(len(frame.rows))
         sizes = [root(part[0, 0]) for part in gram.parts]
@@ -64,9 +66,9 @@ class RadialDirectional(FedAvg):
         lengths = [
             share * size + before for size, before in zip(sizes, state.get("lengths", [0.0] * len(sizes)), strict=True)
         ]
-        after = {"version": state["version"], "count": state["count"] + 1, "total": state["total"] + share}
-        numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(after["count"])}
-        if after["count"] < self.wanted:
+        after = {"version": state["version"], "count": count, "total": state["total"] + share}
+        numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(count)}
+        if waits:
             waiting = after | {"lengths": lengths, "buffer": frame.kept(line, out)}
             numbers |= frame.ambient.told
             # Sums of vectors of length 1, in weights whose sum is finite.
