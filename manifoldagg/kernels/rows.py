@@ -45,6 +45,8 @@ ACROSS: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = 
 _followed = attrgetter("requires_grad")
 
 
+PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+"""Of these types no `DTensor` is: tuples of hundreds of tensors are looked through at once."""
 NOWHERE = torch.device("meta")
 """Where no row can be: rows have values."""
 
@@ -406,7 +408,15 @@ def is_spread(*groups: Subtrahend) -> bool:
 def meshed(groups: Iterable[Any]) -> list[Any]:
     """The `DTensor`s among tensors and sequences of them."""
     module = sys.modules.get("torch.distributed.tensor")
-    return [] if module is None else [tensor for tensor in flat(groups) if isinstance(tensor, module.DTensor)]
+    if module is None:
+        return []
+    found = []
+    for group in groups:
+        if isinstance(group, module.DTensor):
+            found.append(group)
+        elif isinstance(group, tuple | list) and not PLAIN.issuperset(map(type, group)):
+            found += meshed(group)
+    return found
 
 
 def flat(groups: Iterable[Any]) -> Iterator[Any]:

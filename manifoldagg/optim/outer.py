@@ -184,10 +184,11 @@ class Outer(torch.optim.Optimizer):
 
     def _models(self, group: dict[str, Any]) -> list["Model"]:
         """The parameters of a group that have a gradient; apart are those that have not taken the same steps."""
-        places = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+        gradients: list[Any] = [p.grad for p in group["params"]]
+        places = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        gradients = [gradients[i] for i in places]
         params = [group["params"][i] for i in places]
         names = [_name(group, i) for i in places]
-        gradients: list[Any] = [p.grad for p in params]
         _check_gradients(names, params, gradients)
         rate = check_number("lr", float(group["lr"]), at_least=0)
         found: list[Model] = []
@@ -333,7 +334,8 @@ class Move:
         before = [one.get(name) for one in self.before]
         if all(map(is_, before, leaf)):
             return [states[p][name] for p in self.params]
-        return [_placed(x.view(here.shape), p) for x, here, p in zip(leaf, self.here, self.params, strict=True)]
+        pieces = [x if x.shape == here.shape else x.view(here.shape) for x, here in zip(leaf, self.here, strict=True)]
+        return [_placed(x, p) for x, p in zip(pieces, self.params, strict=True)] if meshed(self.params) else pieces
 
 
 def _name(group: Mapping[str, Any], i: int) -> str:
@@ -379,21 +381,17 @@ def _local(tensors: Sequence[Any]) -> Tensors:
 
 
 def _placed(piece: Tensor, p: Any) -> Any:
-    """A tensor held as the parameter is, of which this is the piece on this rank."""
-    if not meshed((p,)):
-        return piece
+    """A tensor held as the `DTensor` is, of which this is the piece on this rank."""
     whole: Any = type(p.data)
     return whole.from_local(piece, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _across(p: Any) -> AbstractContextManager[None]:
-    """Within it inner products are those of all ranks that hold a piece.
+    """Within it inner products are those of all ranks that hold a piece of a `DTensor`.
 
     Raises:
         ArgumentError: if more than one dimension of the mesh is sharded, or there are partial sums.
     """
-    if not meshed((p,)):
-        return nullcontext()
     cut = [d for d, place in enumerate(p.placements) if place.is_shard()]
     if len(cut) > 1 or any(place.is_partial() for place in p.placements):
         raise ArgumentError(f"params: expected DTensors that one dimension of the mesh shards, got {p.placements}")

@@ -108,7 +108,7 @@ def _distinct(lines):
 def counted():
     """Count what happens within, on models of `SIZE` parameters."""
     words = Words()
-    plain = {name: getattr(choice, name) for name in ("partials", "combine")}
+    plain = {name: getattr(choice, name) for name in ("partials", "combine", "combine_each")}
 
     def partials(rows, *rest):
         words.grams += 1
@@ -129,8 +129,20 @@ def counted():
         with torch.utils._python_dispatch._disable_current_modes():
             return plain["combine"](base, rows, coefficients, blocks, out)
 
+    def combine_each(goals):
+        # Without the compiled backend each goal is a combination by itself, and counted so.
+        if choice.backend(goals[0].rows.device).__name__.endswith("compiled"):
+            words.combines += 1
+            for tensor in _distinct([row for goal in goals for row in goal.read]):
+                words.touch(tensor, write=False)
+            for tensor in _distinct([goal.out for goal in goals]):
+                words.touch(tensor, write=True)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return plain["combine_each"](goals)
+
     with (
         patch.object(choice, "partials", partials),
+        patch.object(choice, "combine_each", combine_each),
         patch.object(choice, "combine", combine),
         patch.object(windows, "WINDOW", WINDOW),
         _Watch(words),
