@@ -295,15 +295,16 @@ class Frame:
         apart = granularity == "tensor"
         if granularity not in GRANULARITIES:
             raise ArgumentError(f"granularity: expected one of {', '.join(GRANULARITIES)}; got {granularity!r}")
+        every = [*range(len(self.rows))]
         if self.passage is None:
             lengths = [*self.segments.values()] if apart and self.segments is not None else None
-            moving = [*range(len(self.rows))] if self.ambient.leaves else self._moving()
+            moving = every if self.ambient.leaves else self._moving()
             rows = [self.rows[i] for i in moving]
             inner = self.ambient.gram(rows, minus=[self.minus[i] for i in moving], segments=lengths)
         else:
             inner = self.passage.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             inner = inner if apart else inner.sum(0, keepdim=True)
-            moving = [*range(len(self.rows))]
+            moving = every
         parts = objects(inner)
         if len(moving) < len(self.rows):
             read = parts
@@ -316,8 +317,8 @@ class Frame:
         for i, square in enumerate(squares):
             if not math.isfinite(square) and i not in self.unread:
                 check_number(self._called()[i], square)
-        lengths = [math.sqrt(max(0.0, square)) for square in squares]
-        self.__dict__["_lengths"] = [self.unread.get(i, length) for i, length in enumerate(lengths)]
+        measured = [math.sqrt(max(0.0, square)) for square in squares]
+        self.__dict__["_lengths"] = [self.unread.get(i, length) for i, length in enumerate(measured)]
         return found
 
     def reach(self, coefficients: Matrix) -> float:

@@ -123,7 +123,7 @@ def combine_each(goals: Sequence[Goal]) -> None:
     aside = apart(goals)
     rows = [row for goal in goals for row in (goal.out, *goal.read)]
     together = getattr(backend(goals[0].rows.device), "combine_each", None)
-    whole = all([isinstance(row, Tensor) or row.whole for row in rows])
+    whole = all(isinstance(row, Tensor) or row.whole for row in rows)
     if together is None or not whole or together(goals, aside) is None:
         _one_by_one(goals, aside)
     for goal in goals:

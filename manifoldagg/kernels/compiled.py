@@ -111,12 +111,12 @@ def combine_each(goals: Sequence[Goal], apart: Sequence[bool]) -> bool | None:
         for line in goal.coefficients:
             numbers.extend(line)
     described = b"".join(parts)
-    place = ctypes.cast(described, ctypes.c_void_p).value or 0
+    place = ctypes.cast(ctypes.c_char_p(described), ctypes.c_void_p).value or 0
     first = numbers.buffer_info()[0]
     table = array("q")
-    for k, wide, aside, stream, start, number in words:
-        places = [place + _triple_size * count * (start + row) for row in (0, k, 2 * k, 2 * k + 1)]
-        table.extend([k, wide, aside, stream, *places, first + 8 * number])
+    for k, *flags, start, number in words:
+        places = [place + len(NOTHING) * count * (start + row) for row in (0, k, 2 * k, 2 * k + 1)]
+        table.extend([k, *flags, *places, first + 8 * number])
     blocks = blocks_of(like.lengths, like.size)
     read = {id(row) for goal in goals for row in goal.read}
     busy = like.size * len(read) > SERIAL
@@ -131,7 +131,6 @@ def combine_each(goals: Sequence[Goal], apart: Sequence[bool]) -> bool | None:
 
 _pair = Struct("2q").pack
 _triple = Struct("3q").pack
-_triple_size = 24
 NOTHING = _triple(0, 1, 0)
 """What describes that nothing is subtracted, or added to."""
 

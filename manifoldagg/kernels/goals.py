@@ -40,7 +40,7 @@ class Goal:
         Raises:
             ArgumentError: if a row is no row, or lengths or devices differ.
         """
-        used = [j for j in range(len(rows)) if any([line[j] != 0 for line in coefficients])] or [0]
+        used = [j for j in range(len(rows)) if any(line[j] != 0 for line in coefficients)] or [0]
         lines = Rows.of([rows[j] for j in used], [minus[j] for j in used])
         numbers = [[float(line[j]) for j in used] for line in coefficients]
         return Goal(None if base is None else lines.line("base", base), lines, numbers, out)

@@ -255,7 +255,7 @@ class Outer(torch.optim.Optimizer):
 
 @dataclass
 class Model:
-    """Parameters that are one model: their gradients and what is kept beside them, what is so of all, and their rate."""
+    """Parameters that are one model: their gradients, what is kept beside them and what of it is common, their rate."""
 
     params: list[Tensor]
     names: list[str]
@@ -295,7 +295,7 @@ class Move:
         return Memory(self.names, [self.here, *self.held.values()], read)
 
     def made(self, states: dict[Tensor, dict[str, Any]]) -> dict[str, Bound]:
-        """Make it, and keep what is kept of it; returns how long the rows of that are at most, as far as it is known."""
+        """Make it, and keep what is kept of it; returns how long the rows of that are at most, where it is known."""
         targets = {name: self._target(name) for name in self.sums}
         goals = [] if self.motion is None else [self.motion.goal(self.here)]
         goals += [one.goal(targets[name]) for name, one in self.sums.items()]
@@ -344,10 +344,10 @@ def _name(group: Mapping[str, Any], i: int) -> str:
 
 def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: Sequence[Any]) -> None:
     """Gradients are dense, floating and held as their parameters are."""
-    spread = meshed((params, gradients))
-    if not spread and all([dtype.is_floating_point for dtype in {g.dtype for g in gradients}]):
-        if {g.layout for g in gradients} <= {torch.strided}:
-            return
+    kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
+    usual = all(layout is torch.strided and dtype.is_floating_point for layout, dtype in kinds)
+    if usual and not meshed((params, gradients)):
+        return
     for name, p, gradient in zip(names, params, gradients, strict=True):
         if gradient.layout is not torch.strided or not gradient.is_floating_point():
             kind = f"{gradient.layout} of {gradient.dtype}"
