@@ -101,6 +101,7 @@ DELAYED = [(0.5, 0.5), (0.7, 0.5), (1.0, 0.5), (0.1, 0.9), (0.2, 0.9), (0.4, 0.9
 ALONE = [(0.2, 0.2), (0.1, 0.5), (0.15, 0.5), (0.3, 0.5), (0.03, 0.9), (0.06, 0.9), (0.12, 0.9)]
 AHEAD = [(0.2, 0.5), (0.35, 0.5), (0.5, 0.5), (0.1, 0.9), (0.15, 0.9), (0.25, 0.9), (0.6, 0.9)]
 STILL = [(rate, 0.0) for rate in (0.15, 0.25, 0.3, 0.4, 0.5, 0.65, 1.0)]
+ALONG = [(rate, 0.0) for rate in (0.05, 0.1, 0.15, 0.25, 0.4, 0.65, 1.0)]
 
 CANDIDATES: Mapping[str, Candidate] = {
     "synchronous DiLoCo": Candidate(
@@ -115,7 +116,7 @@ CANDIDATES: Mapping[str, Candidate] = {
     ),
     "agreement": Candidate(
         lambda rate, beta: rules.AsyncBezier(**plain(rate, threshold=-1.0, pull_back="agreement")),
-        STILL,
+        ALONG,
         baseline=False,
         trainer=partial(trainers.Trajectory, degree=3),
     ),

@@ -6,7 +6,9 @@ that SGD with Nesterov momentum makes of the same pseudo-gradients, or with a lo
 
 import argparse
 import multiprocessing
+import queue
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -19,7 +21,10 @@ from torchft.local_sgd import DiLoCo
 from manifoldagg.federated.rules import ASGD, HeLoCo, Momentum
 from manifoldagg.optim import Outer
 
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=60)
+"""Of one call of torchft's."""
+START, LONGEST = 300, 600
+"""Seconds until both replicas are there, and for a whole run."""
 ROUNDS = 6
 OUTER = {
     "torch.optim.SGD": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
@@ -28,7 +33,9 @@ OUTER = {
 }
 
 
-def replica(number, lighthouse, name, fragments, results):
+def replica(number, lighthouse, name, fragments, together, results):
+    # On a busy machine one may come up long after the other, whom the lighthouse then refuses for want of a quorum.
+    together.wait(START)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     layers = [nn.Linear(4, 3), nn.Linear(3, 1)]
@@ -73,12 +80,14 @@ def trained(name, fragments):
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=5000)
     address = lighthouse.address().replace(lighthouse.address().split("//")[1].split(":")[0], "127.0.0.1")
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=replica, args=(i, address, name, fragments, results)) for i in range(2)]
+    results, together = context.Queue(), context.Barrier(2)
+    processes = [
+        context.Process(target=replica, args=(i, address, name, fragments, together, results)) for i in range(2)
+    ]
     try:
         for process in processes:
             process.start()
-        found = sorted(results.get(timeout=4 * PATIENCE.total_seconds()) for _ in processes)
+        found = sorted(collected(results, processes))
         for process in processes:
             process.join(10)
     finally:
@@ -86,6 +95,21 @@ def trained(name, fragments):
             process.kill()
         lighthouse.shutdown()
     return [model for _, model, _ in found], [losses for *_, losses in found]
+
+
+def collected(results, processes):
+    """What each replica found; nobody is waited for when one has died."""
+    found = []
+    until = time.monotonic() + LONGEST
+    while len(found) < len(processes):
+        try:
+            found.append(results.get(timeout=1))
+        except queue.Empty:
+            if any(process.exitcode for process in processes):
+                sys.exit("a replica failed")
+            if time.monotonic() > until:
+                sys.exit(f"not done after {LONGEST} s")
+    return found
 
 
 def apart(one, other):
