@@ -23,23 +23,22 @@ namespace {
 
 constexpr int LANES = 8;    // sums of a block
 constexpr int MOST = 32;    // rows that are multiplied by one another while they lie in the cache
-constexpr int SPAN = 512;   // entries of a tile at most: 4 KiB in float64
-constexpr int ROOM = 32 << 10;  // bytes of a tile of many rows: measured, the first level and some of the second
+constexpr int SPAN = 512;   // entries of a tile: 4 KiB in float64
 constexpr int ENOUGH = 64;  // entries of one piece that are worth a tile of their own
-constexpr int ALONE = 5;    // rows whose products need no tile: as many sums as registers, and some beside them
 constexpr int THROUGH = 8;  // rows whose combination needs none
 constexpr int TOGETHER = 4;  // rows that are added to a tile in one turn
 constexpr int FEW = 3;      // panels that stay in the nearest cache while others are multiplied by them
 constexpr int AHEAD = 1024;  // bytes by which reading is announced where few rows are read in turn
 
-// Entries of a register, and the side of a square of products whose sums fit the registers together with what is
-// multiplied: 16 of AVX, 32 of AVX-512 and of NEON.
+// Entries of a register; the side of a square of products whose sums fit the registers together with what is
+// multiplied; and how many rows are multiplied by one another at once, with some sums beside the registers. There are 16
+// of AVX, 32 of AVX-512 and of NEON.
 #if defined(__AVX512F__)
-constexpr int WIDTH = 8, PANEL = 4;
+constexpr int WIDTH = 8, PANEL = 4, ALONE = 7;
 #elif defined(__ARM_NEON)
-constexpr int WIDTH = 2, PANEL = 3;
+constexpr int WIDTH = 2, PANEL = 3, ALONE = 5;
 #else
-constexpr int WIDTH = 4, PANEL = 3;
+constexpr int WIDTH = 4, PANEL = 3, ALONE = 5;
 #endif
 constexpr int PARTS = LANES / WIDTH;
 typedef double V __attribute__((vector_size(8 * WIDTH)));
@@ -73,7 +72,7 @@ struct Block { int64_t start, stop, segment; };
 constexpr int64_t BYTES[] = {4, 8, 2, 2};
 bool same(const Vec& x, const Vec& y) { return x.data == y.data && x.stride == y.stride && x.dtype == y.dtype; }
 
-// Calls call.operator()<T>() with the type that a number means, or <N>() with a number up to PANEL.
+// Calls call.operator()<T>() with the type that a number means, or <N>() with a number up to N.
 template <class Call> __attribute__((always_inline)) inline void typed(int64_t dtype, const Call& call) {
   switch (dtype) {
     case 0: return call.template operator()<float>();
@@ -82,9 +81,14 @@ template <class Call> __attribute__((always_inline)) inline void typed(int64_t d
     default: return call.template operator()<f16>();
   }
 }
-template <int N = PANEL, class Call> void counted(int64_t n, const Call& call) {
+template <int N, class Call> void counted(int64_t n, const Call& call) {
   if (n == N) return call.template operator()<N>();
   if constexpr (N > 1) counted<N - 1>(n, call);
+}
+// A panel's rows: more than ALONE of them are cut into parts of at most PANEL, all of these two sizes.
+template <class Call> void sized(int64_t n, const Call& call) {
+  if (n == PANEL) return call.template operator()<PANEL>();
+  return call.template operator()<PANEL - 1>();
 }
 
 // Written out where the processor has it in one instruction: compilers make several of a converted vector.
@@ -150,12 +154,13 @@ template <class X> void put(X x, void* p, bool past) {
 template <class T> void store(T* p, V v, bool) { for (int l = 0; l < WIDTH; l++) p[l] = T(v[l]); }
 template <> void store(double* p, V v, bool past) { put(v, p, past); }
 template <> void store(float* p, V v, bool past) { put(narrow(v), p, past); }
-template <> void store(bf16* p, V v, bool past) {
+// The rounding of struct bf16, a register at a time: in the upper halves.
+I rounded(V v) {
   const F f = narrow(v);
-  // The rounding of struct bf16, a register at a time.
-  const I u = (I)f, nearest = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  put(__builtin_convertvector(f == f ? nearest : I{} + 0x7fc0, H), p, past);
+  const I u = (I)f, nearest = u + 0x7fff + ((u >> 16) & 1);
+  return f == f ? nearest : I{} + 0x7fc00000;
 }
+template <> void store(bf16* p, V v, bool past) { put(__builtin_convertvector(rounded(v) >> 16, H), p, past); }
 #if defined(__AVX512F__) && defined(__F16C__)
 template <> void store(f16* p, V v, bool past) {
   put((H)_mm256_cvtps_ph((__m256)narrow(v), _MM_FROUND_TO_NEAREST_INT), p, past);
@@ -164,6 +169,20 @@ template <> void store(f16* p, V v, bool past) {
 template <> void store(f16* p, V v, bool past) {
   put((H)_mm_cvtsi128_si64(_mm_cvtps_ph((__m128)narrow(v), _MM_FROUND_TO_NEAREST_INT)), p, past);
 }
+#endif
+
+// Two registers of entries that lie together, where each goes its own way: of bf16 those at even places and those at odd
+// ones, which saves their conversion.
+struct Two { V a, b; };
+template <class T> Two load_two(const T* p) { return {load(p), load(p + WIDTH)}; }
+template <class T> void store_two(T* p, Two v, bool past) { store(p, v.a, past), store(p + WIDTH, v.b, past); }
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+template <> Two load_two(const bf16* p) {
+  I u;
+  std::memcpy(&u, p, sizeof u);
+  return {wide((F)(u << 16)), wide((F)(u & 0xffff0000))};
+}
+template <> void store_two(bf16* p, Two v, bool past) { put(rounded(v.a) >> 16 | (rounded(v.b) & 0xffff0000), p, past); }
 #endif
 
 // a * b + c, rounded once, on every processor: fma of the C library is slow without the instruction, and gives its bits.
@@ -225,126 +244,111 @@ struct Rows {
   const Vec& less(int64_t i, int64_t piece) const { return minus[i * pieces.count + piece]; }
 };
 
-// Rows in float64 that stay in the cache while they are multiplied, and the sums of their products, lane by lane.
-struct Tile {
-  double* data;
-  V* sums;
-  int64_t pitch, columns, n, next;  // next: bytes by which reading is announced
-  double* row(int64_t i) const { return data + i * pitch; }
-  V* sum(int64_t i, int64_t j) const { return sums + (i * columns + j) * PARTS; }
+// Rows that are announced, `by` bytes further on, while others are multiplied: so memory and products take their time
+// together and not one after the other.
+struct Ahead {
+  const char* const* rows;
+  int64_t count, by;
+  __attribute__((always_inline)) void announce(int64_t bytes) const {
+    for (int64_t r = 0; r < count; r++) __builtin_prefetch(rows[r] + bytes + by);
+  }
 };
 
-// Rows i to i + M of a tile by rows j to j + N.
-template <int M, int N> __attribute__((noinline)) void multiply(const Tile& tile, int64_t i, int64_t j, int64_t to) {
+// M rows by N others, n entries of each: whole vectors. To the sums, a line of N for each of the M.
+template <class T, int M, int N, bool LESS>
+__attribute__((noinline)) void across(const T* const* a, const T* const* b, const T* less, int64_t n, V* sums,
+                                      Ahead ahead) {
   // So many sums at once that their latency is hidden, and no more than fit the registers.
   constexpr int ONCE = M * N * PARTS <= 12 ? PARTS : 1;
+  constexpr int LINE = 64 / sizeof(T);
+  const T *left[M], *right[N];
+  for (int i = 0; i < M; i++) left[i] = a[i];
+  for (int j = 0; j < N; j++) right[j] = b[j];
   for (int part = 0; part < PARTS; part += ONCE) {
     V total[M][N][ONCE];
-    for (int m = 0; m < M; m++)
-      for (int n = 0; n < N; n++)
-        for (int h = 0; h < ONCE; h++) total[m][n][h] = tile.sum(i + m, to + n)[part + h];
-    for (int64_t p = part * WIDTH; p < tile.n; p += LANES)
+    for (int i = 0; i < M; i++)
+      for (int j = 0; j < N; j++)
+        for (int h = 0; h < ONCE; h++) total[i][j][h] = sums[(i * N + j) * PARTS + part + h];
+    auto step = [&](int64_t p) __attribute__((always_inline)) {
       for (int h = 0; h < ONCE; h++) {
+        const int64_t q = p + (part + h) * WIDTH;
+        const V c = LESS ? load(less + q) : V{};
         // Loaded once: compilers read memory again with each multiplication, and loads would set the pace.
-        V a[M];
-        for (int m = 0; m < M; m++) held(a[m] = load(tile.row(i + m) + p + h * WIDTH));
-        for (int n = 0; n < N; n++) {
-          V b = load(tile.row(j + n) + p + h * WIDTH);
-          held(b);
-          for (int m = 0; m < M; m++) total[m][n][h] = fma(a[m], b, total[m][n][h]);
+        V x[M];
+        for (int i = 0; i < M; i++) held(x[i] = LESS ? load(left[i] + q) - c : load(left[i] + q));
+        for (int j = 0; j < N; j++) {
+          V y = LESS ? load(right[j] + q) - c : load(right[j] + q);
+          held(y);
+          for (int i = 0; i < M; i++) total[i][j][h] = fma(x[i], y, total[i][j][h]);
         }
       }
-    for (int m = 0; m < M; m++)
-      for (int n = 0; n < N; n++)
-        for (int h = 0; h < ONCE; h++) tile.sum(i + m, to + n)[part + h] = total[m][n][h];
+    };
+    int64_t p = 0;
+    for (; p + LINE <= n; p += LINE) {
+      if (part == 0) ahead.announce(p * sizeof(T));
+      for (int l = 0; l < LINE; l += LANES) step(p + l);
+    }
+    for (; p < n; p += LANES) step(p);
+    for (int i = 0; i < M; i++)
+      for (int j = 0; j < N; j++)
+        for (int h = 0; h < ONCE; h++) sums[(i * N + j) * PARTS + part + h] = total[i][j][h];
   }
 }
 
-// Rows i to i + M of a tile, read from where they lie, and their products with one another.
-template <class T, int M, bool LESS, bool KEEP>
-__attribute__((noinline)) void enter(const Tile& tile, int64_t i, const T* const* plus, const T* minus) {
+// M rows by one another. To the sums, row by row up to the diagonal.
+template <class T, int M, bool LESS>
+__attribute__((noinline)) void within(const T* const* a, const T* less, int64_t n, V* sums, Ahead ahead) {
+  constexpr int LINE = 64 / sizeof(T);
   const T* from[M];
-  double* to[M];
-  for (int m = 0; m < M; m++) {
-    from[m] = plus[m];
-    to[m] = tile.row(i + m);
-  }
-  const int64_t size = tile.n, next = tile.next;
-  V total[M * (M + 1) / 2][PARTS];
-  for (int m = 0, t = 0; m < M; m++)
-    for (int n = 0; n <= m; n++, t++)
-      for (int h = 0; h < PARTS; h++) total[t][h] = tile.sum(i + m, i + n)[h];
+  for (int i = 0; i < M; i++) from[i] = a[i];
+  constexpr int COUNT = M * (M + 1) / 2;
+  V total[COUNT][PARTS];
+  for (int t = 0; t < COUNT; t++)
+    for (int h = 0; h < PARTS; h++) total[t][h] = sums[t * PARTS + h];
   auto step = [&](int64_t p) __attribute__((always_inline)) {
     for (int h = 0; h < PARTS; h++) {
       const int64_t q = p + h * WIDTH;
-      V r[M];
-      const V b = LESS ? load(minus + q) : V{};
-      for (int m = 0; m < M; m++) {
-        r[m] = LESS ? load(from[m] + q) - b : load(from[m] + q);
-        if (KEEP) put(r[m], to[m] + q, false);
+      const V c = LESS ? load(less + q) : V{};
+      V x[M];
+      for (int i = 0, t = 0; i < M; i++) {
+        x[i] = LESS ? load(from[i] + q) - c : load(from[i] + q);
+        for (int j = 0; j <= i; j++, t++) total[t][h] = fma(x[i], x[j], total[t][h]);
       }
-      for (int m = 0, t = 0; m < M; m++)
-        for (int n = 0; n <= m; n++, t++) total[t][h] = fma(r[m], r[n], total[t][h]);
     }
   };
-  constexpr int LINE = 64 / sizeof(T);
   int64_t p = 0;
-  for (; p + LINE <= size; p += LINE) {
-    for (int m = 0; m < M; m++) __builtin_prefetch((const char*)(from[m] + p) + next, 0, KEEP ? 2 : 3);
-    if (LESS) __builtin_prefetch((const char*)(minus + p) + next, 0, KEEP ? 2 : 3);
+  for (; p + LINE <= n; p += LINE) {
+    ahead.announce(p * sizeof(T));
     for (int l = 0; l < LINE; l += LANES) step(p + l);
   }
-  for (; p < size; p += LANES) step(p);
-  for (int m = 0, t = 0; m < M; m++)
-    for (int n = 0; n <= m; n++, t++)
-      for (int h = 0; h < PARTS; h++) tile.sum(i + m, i + n)[h] = total[t][h];
+  for (; p < n; p += LANES) step(p);
+  for (int t = 0; t < COUNT; t++)
+    for (int h = 0; h < PARTS; h++) sums[t * PARTS + h] = total[t][h];
 }
 
-// Reads rows from..to into lines at.. of a tile, n entries from place p on: whatever their dtypes, strides and pieces.
-void gather(const Rows& rows, int64_t from, int64_t to, int64_t p, int64_t n, const Tile& tile, int64_t at) {
+// Reads rows from..to into lines of float64 at a distance of `pitch`, n entries from place p on: whatever their dtypes,
+// strides and pieces. Zeros behind the last entry of a block, so that whole vectors can be summed.
+void gather(const Rows& rows, int64_t from, int64_t to, int64_t p, int64_t n, double* lines, int64_t pitch) {
   rows.pieces.runs(p, p + n, [&](int64_t piece, int64_t start, int64_t stop) {
     const int64_t low = start - rows.pieces.edges[piece];
     for (int64_t i = from; i < to; i++) {
-      double* line = tile.row(at + i - from) + (start - p);
+      double* line = lines + (i - from) * pitch + (start - p);
       widen<false>(rows.row(i, piece), low, stop - start, line);
       if (rows.less(i, piece).data) widen<true>(rows.less(i, piece), low, stop - start, line);
     }
   });
-  // Zeros behind the last entry of a block, so that whole vectors can be summed.
-  for (int64_t i = at; i < at + to - from; i++) std::fill(tile.row(i) + n, tile.row(i) + tile.n, 0.0);
+  for (int64_t i = 0; i < to - from; i++)
+    std::fill(lines + i * pitch + n, lines + i * pitch + (n + LANES - 1) / LANES * LANES, 0.0);
 }
 
-// Whether m rows of one piece are of one dtype, without gaps, and less one vector or none.
-bool even(const Rows& rows, int64_t first, int64_t m, int64_t piece) {
+// Whether rows from..to of one piece are like row `first` of it: of one dtype, without gaps, and less one vector or none.
+bool even(const Rows& rows, int64_t first, int64_t from, int64_t to, int64_t piece) {
   const Vec &like = rows.row(first, piece), &less = rows.less(first, piece);
   if (less.data && (less.dtype != like.dtype || less.stride != 1)) return false;
-  for (int64_t j = first; j < first + m; j++) {
+  for (int64_t j = from; j < to; j++) {
     const Vec& row = rows.row(j, piece);
     if (row.dtype != like.dtype || row.stride != 1 || !same(rows.less(j, piece), less)) return false;
   }
-  return true;
-}
-
-// Rows i to i + m of a tile from one piece, if they are even.
-bool entered(const Rows& rows, int64_t first, int64_t i, int64_t m, int64_t piece, int64_t p, Tile tile) {
-  if (!even(rows, first + i, m, piece)) return false;
-  const Vec &like = rows.row(first + i, piece), &less = rows.less(first + i, piece);
-  const int64_t low = p - rows.pieces.edges[piece];
-  const bool alone = m == tile.columns;
-  tile.next = alone ? AHEAD : tile.n * BYTES[like.dtype];
-  typed(like.dtype, [&]<class T>() {
-    const T* plus[ALONE];
-    for (int64_t j = 0; j < m; j++) plus[j] = (const T*)rows.row(first + i + j, piece).data + low;
-    const T* minus = (const T*)less.data + low;
-    if (alone)
-      counted<ALONE>(m, [&]<int M>() {
-        less.data ? enter<T, M, true, false>(tile, i, plus, minus) : enter<T, M, false, false>(tile, i, plus, minus);
-      });
-    else
-      counted(m, [&]<int M>() {
-        less.data ? enter<T, M, true, true>(tile, i, plus, minus) : enter<T, M, false, true>(tile, i, plus, minus);
-      });
-  });
   return true;
 }
 
@@ -356,14 +360,14 @@ struct Parts {
 };
 
 // How many entries from p on are taken. Of one piece up to `most`, whole vectors, if it has enough of them there (`piece`
-// says which); else pieces are gathered into a tile of this width, to the end of a vector, until one has.
-int64_t reach(const Pieces& pieces, int64_t p, int64_t stop, int64_t width, int64_t most, int64_t& piece) {
+// says which); else pieces are gathered into lines of a tile, to the end of a vector, until one has.
+int64_t reach(const Pieces& pieces, int64_t p, int64_t stop, int64_t most, int64_t& piece) {
   int64_t limit = std::min(stop, p + most);
   int64_t i = pieces.at(p);
   const int64_t whole = (std::min(limit, pieces.edges[i + 1]) - p) / LANES * LANES;
   piece = whole >= ENOUGH || whole == limit - p ? i : -1;
   if (piece >= 0) return whole;
-  limit = std::min(stop, p + width);
+  limit = std::min<int64_t>(stop, p + SPAN);
   int64_t end = p;
   while (end < limit) {
     while (pieces.edges[i + 1] <= end) i++;
@@ -381,48 +385,87 @@ double lanes(const V* parts) {
   return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
+// m rows are multiplied by one another, or by others: panel by panel, as many sums as the registers hold at a time.
+struct Panels {
+  int64_t m, others;
+  bool once() const { return !others && m <= ALONE; }
+  Parts down() const { return {m, once() ? ALONE : PANEL}; }
+  Parts along() const { return {others ? others : m, once() ? ALONE : PANEL}; }
+  int64_t turns() const { return others ? down().count * along().count : down().count * (down().count + 1) / 2; }
+  // Calls work(i, M, j, N) for rows i to i + M and j to j + N. i == j means one another, where there are no others.
+  template <class Work> void each(const Work& work) const {
+    const Parts down = this->down(), along = this->along();
+    // A few panels at a time, so that they stay in the nearest cache while all others pass by.
+    for (int64_t few = 0; few < along.count; few += FEW)
+      for (int64_t q = others ? 0 : few; q < down.count; q++)
+        for (int64_t r = few; r < std::min(few + FEW, others ? along.count : q + 1); r++)
+          work(down.edge(q), down.edge(q + 1) - down.edge(q), along.edge(r), along.edge(r + 1) - along.edge(r));
+  }
+};
+
+// n entries of the rows, the others behind the first m, and what is subtracted last. Sums follow one another.
+template <class T, bool LESS> void multiply(Panels panels, const char* const* rows, int64_t n, V* sums) {
+  const T* const* row = (const T* const*)rows;
+  const int64_t m = panels.m, others = panels.others, all = m + others + LESS, turns = panels.turns();
+  const T* less = LESS ? row[m + others] : nullptr;
+  if (panels.once())
+    return counted<ALONE>(m, [&]<int M>() { within<T, M, LESS>(row, less, n, sums, {rows, all, AHEAD}); });
+  int64_t turn = 0;
+  panels.each([&](int64_t i, int64_t high, int64_t j, int64_t wide) {
+    // The same place of the next entries, a few rows in each turn.
+    const int64_t low = turn * all / turns, next = ++turn * all / turns;
+    const Ahead ahead{rows + low, next - low, n * int64_t(sizeof(T))};
+    const bool square = !others && i == j;
+    sized(high, [&]<int M>() {
+      if (square) return within<T, M, LESS>(row + i, less, n, sums, ahead);
+      sized(wide, [&]<int N>() {
+        across<T, M, N, LESS>(row + i, row + (others ? m : 0) + j, less, n, sums, ahead);
+      });
+    });
+    sums += (square ? high * (high + 1) / 2 : high * wide) * PARTS;
+  });
+}
+
 // The sums over a block of the products of some rows with some others, or with one another.
 void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other, int64_t n, double* to) {
   // Kept from block to block, so that a thread asks for memory once.
-  static thread_local std::vector<V> lines, sums;
-  const bool same = first == other;
-  const int64_t count = same ? m : m + n;
-  const int64_t width = std::clamp<int64_t>(ROOM / (8 * count), 64, SPAN) / LANES * LANES;
-  // Not a power of two from line to line: they would share the places of a cache.
-  const int64_t pitch = width + LANES;
-  lines.resize(count * pitch / WIDTH);
+  static thread_local std::vector<V> sums, lines;
+  const int64_t others = first == other ? 0 : n, count = m + others;
+  const Panels panels{m, others};
   sums.assign(m * n * PARTS, V{});
-  Tile tile{(double*)lines.data(), sums.data(), pitch, n, 0, 0};
-  // Few rows are multiplied as they are read, and need no tile: they go to the end of the block at once.
-  const bool once = same && m <= ALONE;
-  const Parts panels(m, same && m <= ALONE ? ALONE : PANEL), across(n, PANEL);
+  const char* from[2 * MOST + 1];
   for (int64_t p = b.start, taken, piece; p < b.stop; p += taken) {
-    taken = reach(rows.pieces, p, b.stop, width, once ? b.stop - b.start : width, piece);
-    if (taken > width && !even(rows, first, m, piece)) taken = width;
-    tile.n = (taken + LANES - 1) / LANES * LANES;
-    if (!same) gather(rows, other, other + n, p, taken, tile, m);
-    for (int64_t q = 0; q < panels.count; q++) {
-      const int64_t i = panels.edge(q), high = panels.edge(q + 1) - i;
-      if (!same || piece < 0 || !entered(rows, first, i, high, piece, p, tile)) {
-        gather(rows, first + i, first + i + high, p, taken, tile, i);
-        const double* line[ALONE];
-        for (int64_t j = 0; j < high; j++) line[j] = tile.row(i + j);
-        if (same) counted<ALONE>(high, [&]<int M>() { enter<double, M, false, false>(tile, i, line, line[0]); });
-      }
+    const int64_t at = rows.pieces.at(p);
+    const Vec &like = rows.row(first, at), &less = rows.less(first, at);
+    // Few rows need no second turn: they go to the end of the block at once.
+    taken = reach(rows.pieces, p, b.stop, panels.once() ? b.stop - b.start : SPAN, piece);
+    if (piece >= 0 && even(rows, first, first, first + m, piece) && even(rows, first, other, other + others, piece)) {
+      const int64_t low = (p - rows.pieces.edges[piece]) * BYTES[like.dtype];
+      for (int64_t i = 0; i < count; i++) from[i] = rows.row(i < m ? first + i : other + i - m, piece).data + low;
+      from[count] = less.data + low;
+      typed(like.dtype, [&]<class T>() {
+        less.data ? multiply<T, true>(panels, from, taken, sums.data())
+                  : multiply<T, false>(panels, from, taken, sums.data());
+      });
+    } else {
+      taken = std::min<int64_t>(taken, SPAN);
+      // Not a power of two from line to line: they would share the places of a cache.
+      const int64_t whole = (taken + LANES - 1) / LANES * LANES, pitch = whole + LANES;
+      lines.resize(count * pitch / WIDTH);
+      double* data = (double*)lines.data();
+      gather(rows, first, first + m, p, taken, data, pitch);
+      gather(rows, other, other + others, p, taken, data + m * pitch, pitch);
+      for (int64_t i = 0; i < count; i++) from[i] = (const char*)(data + i * pitch);
+      multiply<double, false>(panels, from, whole, sums.data());
     }
-    // A few panels at a time, so that they stay in the nearest cache while all others pass by.
-    for (int64_t few = 0; few < across.count; few += FEW)
-      for (int64_t q = same ? few + 1 : 0; q < panels.count; q++)
-        for (int64_t r = few; r < std::min(few + FEW, same ? q : across.count); r++) {
-          const int64_t i = panels.edge(q), j = across.edge(r);
-          counted(panels.edge(q + 1) - i, [&]<int M>() {
-            counted(across.edge(r + 1) - j, [&]<int N>() { multiply<M, N>(tile, i, same ? j : m + j, j); });
-          });
-        }
   }
-  for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j <= (same ? i : n - 1); j++)
-      to[(first + i) * (first + i + 1) / 2 + other + j] = lanes(tile.sum(i, j));
+  const V* sum = sums.data();
+  panels.each([&](int64_t i, int64_t high, int64_t j, int64_t wide) {
+    const bool square = !others && i == j;
+    for (int64_t x = first + i; x < first + i + high; x++)
+      for (int64_t y = other + j; y < other + (square ? x - first + 1 : j + wide); y++, sum += PARTS)
+        to[x * (x + 1) / 2 + y] = lanes(sum);
+  });
 }
 
 // ---- combine
@@ -452,20 +495,26 @@ __attribute__((noinline)) void add(const Term* terms, int64_t p, int64_t n, doub
 // The same for all rows at once, from base (or nothing) to the result, where a tile between them would set the pace.
 template <class T, int K, bool LESS>
 __attribute__((noinline)) void through(const Term* terms, int64_t n, const T* base, T* to, bool past, int64_t p) {
-  constexpr int LINE = 64 / sizeof(T);
+  constexpr int LINE = 64 / sizeof(T), STEP = std::max(LINE, 2 * WIDTH);
   const T *plus[K], *const minus = (const T*)terms[0].minus.data + p;
   V c[K];
   for (int j = 0; j < K; j++) plus[j] = (const T*)terms[j].plus.data + p, c[j] = V{} + terms[j].c;
   auto loop = [&](auto streams, auto starts) __attribute__((always_inline)) {
-    for (int64_t i = 0; i < n; i += LINE) {
-      for (int j = 0; j < K; j++) __builtin_prefetch((const char*)(plus[j] + i) + AHEAD);
-      if (LESS) __builtin_prefetch((const char*)(minus + i) + AHEAD);
-      if (starts) __builtin_prefetch((const char*)(base + i) + AHEAD);
-      for (int64_t q = i; q < i + LINE; q += WIDTH) {
-        V sum = starts ? load(base + q) : V{};
-        const V b = LESS ? load(minus + q) : V{};
-        for (int j = 0; j < K; j++) sum = fma(c[j], LESS ? load(plus[j] + q) - b : load(plus[j] + q), sum);
-        store(to + q, sum, streams);
+    for (int64_t i = 0; i < n; i += STEP) {
+      for (int64_t l = i; l < i + STEP; l += LINE) {
+        for (int j = 0; j < K; j++) __builtin_prefetch((const char*)(plus[j] + l) + AHEAD);
+        if (LESS) __builtin_prefetch((const char*)(minus + l) + AHEAD);
+        if (starts) __builtin_prefetch((const char*)(base + l) + AHEAD);
+      }
+      for (int64_t q = i; q < i + STEP; q += 2 * WIDTH) {
+        Two sum = starts ? load_two(base + q) : Two{};
+        const Two b = LESS ? load_two(minus + q) : Two{};
+        for (int j = 0; j < K; j++) {
+          const Two x = load_two(plus[j] + q);
+          sum.a = fma(c[j], LESS ? x.a - b.a : x.a, sum.a);
+          sum.b = fma(c[j], LESS ? x.b - b.b : x.b, sum.b);
+        }
+        store_two(to + q, sum, streams);
       }
     }
   };
