@@ -192,3 +192,22 @@ def test_screenshots_are_not_blank(server, tmp_path):
             part = opened.crop((200, 1000 * number + 100, 1200, 1000 * number + 1000)).convert("L")
             dark = sum(part.histogram()[:128])
             assert dark > 5000, SHOWN[number]
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("aggregate", "guide/front_door/"),
+        ("flower", "guide/flower/"),
+        ("checkpoint", "guide/reliability/"),
+        ("rate", "guide/rates/"),
+        ("geoopt", "guide/geoopt/"),
+        ("install", "guide/install/"),
+    ],
+)
+def test_the_search_knows_a_page_by_its_word(site, word, page):
+    index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    found = [entry for entry in index if word in f"{entry['title']} {entry['text']}".lower()]
+    assert any(entry["location"].startswith(page) for entry in found), [entry["location"] for entry in found]
+    # By its title too, where words weigh most: a section or an entry of the reference.
+    assert any(word in entry["title"].lower() for entry in found)
