@@ -39,6 +39,7 @@ BELOW["cli"] |= {"_configured", "_route_command"}
 BELOW["__main__"] = {"_interrupt", "cli"}
 BELOW["testing"] = set(BELOW)
 FOREIGN = {"flwr": "integrations/flower", "geoopt": "manifolds/geoopt.py", "triton": "kernels/triton.py"}
+FOREIGN["dp_accounting"] = "integrations/accounting.py"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -38,6 +38,15 @@ class Terms:
     checks: Checks = UNLIMITED
     buffers: str = "buffers"
 
+    def __post_init__(self) -> None:
+        if getattr(self.rule, "private", False):
+            for name, policy in self.policies.items():
+                if policy != "leave":
+                    raise ArgumentError(f"buffers: {name}: expected 'leave' with Private, which adds no noise to them")
+            if self.checks.norm_factor is not None:
+                what = "what some clients send would decide on others"
+                raise ArgumentError(f"checks: norm_factor: expected None with Private: {what}")
+
     @cached_property
     def rows(self) -> bool:
         """Whether the rule takes models as they lie in memory."""

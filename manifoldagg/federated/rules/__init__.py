@@ -29,6 +29,7 @@ from manifoldagg.federated.rules.heloco import HeLoCo
 from manifoldagg.federated.rules.masfl import MasFL
 from manifoldagg.federated.rules.momentum import Momentum
 from manifoldagg.federated.rules.orthofl import OrthoFL
+from manifoldagg.federated.rules.private import Private
 from manifoldagg.federated.rules.radialdirectional import RadialDirectional
 
 __all__ = [
@@ -56,5 +57,6 @@ __all__ = [
     "MasFL",
     "Momentum",
     "OrthoFL",
+    "Private",
     "RadialDirectional",
 ]

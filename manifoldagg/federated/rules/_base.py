@@ -30,11 +30,13 @@ class ServerRule(abc.ABC):
     `needs_flat` says what of it has no meaning on curved leaves, in the plural; such a space is refused. So does
     `needs_sums`, of what has a meaning on leaves of low rank too: inner products and sums of points. `drifts` says
     whether a step depends on where the model has gone since the client left; of others who is late needs no base.
+    `no_sum` says why [`Private`][manifoldagg.federated.rules.Private] refuses it.
     """
 
     needs_flat: ClassVar[str] = ""
     needs_sums: ClassVar[str] = ""
     drifts: ClassVar[bool] = True
+    no_sum: ClassVar[str] = "its step is no sum of updates"
 
     def __post_init__(self) -> None:
         check_options(self)

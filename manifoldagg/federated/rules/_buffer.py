@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from manifoldagg.corrections import Frame, Gram
 from manifoldagg.errors import check_number
 from manifoldagg.federated.contract import Outcome, Point, State, Target, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
+from manifoldagg.federated.rules._noise import Mechanism
 from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root, told_of
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine
@@ -75,9 +76,12 @@ class BufferedRule(TangentRule):
 
     A displacement is refused that is so long that the square of a sum of such would overflow in the dtype of the model:
     what one client sends cannot make the updates of others overflow.
+
+    Updates change nothing but that sum, which a `mechanism` can therefore bound and add noise to.
     """
 
     rate: Rate
+    no_sum: ClassVar[str] = ""
 
     @property
     @abc.abstractmethod
@@ -105,6 +109,12 @@ class BufferedRule(TangentRule):
         return super().init(space, start) | {"count": 0, "total": 0.0}
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+        return self.take(space, state, update, out, None)
+
+    def take(
+        self, space: Manifold, state: State, update: Update, out: Target, mechanism: Mechanism | None
+    ) -> tuple[State, Outcome]:
+        """A step, where a `mechanism` may stand between displacements and their sum."""
         check_points(self, update)
         share = check_number("weight", self.share(update), at_least=0)
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
@@ -112,13 +122,17 @@ class BufferedRule(TangentRule):
             frame = frame.extended("buffer", state["buffer"], aside=True)
         gram = frame.gram()
         largest = root(torch.finfo(frame.dtype).max) / self.wanted
-        check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=largest)
+        length = check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=largest)
+        numbers = {"cosine": cosine(gram), "weight": share}
+        taken = share
+        if mechanism is not None:
+            taken, numbers["clip"] = mechanism.share(share, length)
         count = state["count"] + 1
         total = check_number("weight: sum over the buffer", state["total"] + share)
         before = state.get("unit", share)
         unit = max(before, share)
-        line = [share / (unit or 1.0), 0.0, before / (unit or 1.0)][: len(frame.rows)]
-        numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(count)}
+        line = [taken / (unit or 1.0), 0.0, before / (unit or 1.0)][: len(frame.rows)]
+        numbers["buffered"] = float(count)
         if count < self.wanted:
             buffer = frame.kept(line, out)
             waiting = {**state, "count": count, "total": total, "unit": unit, "buffer": buffer}
@@ -127,6 +141,9 @@ class BufferedRule(TangentRule):
             return waiting, Outcome(None, update.memory, numbers, sound=frame.passage is None)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
         rate = self.step_size(state)
+        if mechanism is not None:
+            frame, line = mechanism.noised(frame, line, unit, state["version"])
+            gram = frame.gram()
         mean = Mean(space, update.current, frame, [unit / divisor * c for c in line], gram)
         model, norm, changes = self.move(state, mean, rate, out)
         numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | told_of(frame)

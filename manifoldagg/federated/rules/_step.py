@@ -33,6 +33,7 @@ class CurveRule(TangentRule):
     cohort: ClassVar[int] = 1
     rows: ClassVar[bool] = True
     plain: ClassVar[bool] = True
+    no_sum: ClassVar[str] = "every single update moves the model; FedBuff(1) is such a rule that can be"
     overshoot: str = "clamp"
 
     @property

@@ -76,6 +76,7 @@ class CA2FL(ServerRule):
 
     cohort: ClassVar[int] = 1
     measured: ClassVar[tuple[str, ...]] = ("points",)
+    no_sum: ClassVar[str] = "it keeps what each client sent and adds it again"
     needs_sums: ClassVar[str] = "cached displacements"
     size: int = 10
     rate: Rate = 1.0

@@ -51,6 +51,7 @@ class DelayedNesterov(ServerRule):
     cohort: ClassVar[int] = 1
     rows: ClassVar[bool] = True
     drifts: ClassVar[bool] = False
+    no_sum: ClassVar[str] = "every single update moves the model"
     needs_sums: ClassVar[str] = "momenta from other points"
     size: int = 4
     rate: Rate = 0.7

@@ -9,6 +9,7 @@ from torch import Tensor
 from manifoldagg.errors import check_choice, check_count, check_decay, check_number
 from manifoldagg.federated.contract import Outcome, State, Update
 from manifoldagg.federated.rules._buffer import BufferedRule, Mean
+from manifoldagg.federated.rules._noise import Mechanism
 from manifoldagg.federated.rules.fedadam import distance, moments, quotient_step
 from manifoldagg.federated.schedules import Rate
 from manifoldagg.manifolds import Manifold
@@ -101,10 +102,11 @@ class FADAS(BufferedRule):
         zeros = {"m": torch.zeros_like(start), "v": torch.zeros_like(start), "largest": largest}
         return super().init(space, start) | zeros | {"late": 0}
 
-    def step(
-        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
+    def take(
+        self, space: Manifold, state: State, update: Update, out: Tensor | None, mechanism: Mechanism | None
     ) -> tuple[State, Outcome]:
-        return super().step(space, {**state, "late": max(state["late"], update.staleness)}, update, out=out)
+        late = max(state["late"], update.staleness)
+        return super().take(space, {**state, "late": late}, update, out, mechanism)
 
     def step_size(self, state: State) -> float:
         return self.tempered(super().step_size(state), state["late"])

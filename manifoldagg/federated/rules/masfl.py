@@ -40,6 +40,7 @@ class ControlVariates(ServerRule):
     tensors: ClassVar[Mapping[str, int | None]] = {"gradient": None}
     numbers: ClassVar[Sequence[str]] = ("opening",)
     measured: ClassVar[Sequence[str]] = ("gradient",)
+    no_sum: ClassVar[str] = "it keeps a control variate of each client"
     needs_flat: ClassVar[str] = "control variates"
     size: int = 10
     clients: int | None = field(default=None, kw_only=True)

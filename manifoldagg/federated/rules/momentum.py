@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -67,6 +67,7 @@ class Momentum:
         [tensor([4.2500])]
     """
 
+    no_sum: ClassVar[str] = "what it moves by is what the rule in it does; write Momentum(Private(rule))"
     rule: Rule
     beta: float = 0.9
     nesterov: bool = field(default=False, kw_only=True)
@@ -87,6 +88,11 @@ class Momentum:
     def drifts(self) -> bool:
         """As the rule."""
         return bool(getattr(self.rule, "drifts", True))
+
+    @property
+    def private(self) -> bool:
+        """As the rule."""
+        return bool(getattr(self.rule, "private", False))
 
     @property
     def cohort(self) -> int:

@@ -80,6 +80,7 @@ class OrthoFL(ServerRule):
     """
 
     cohort: ClassVar[int] = 1
+    no_sum: ClassVar[str] = "clients start from what they sent themselves"
     needs_sums: ClassVar[str] = "shifts between models"
     rate: Rate = 0.6
     staleness: Weight = field(default_factory=Polynomial)

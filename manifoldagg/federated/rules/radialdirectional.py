@@ -50,6 +50,7 @@ class RadialDirectional(FedAvg):
     """
 
     needs_sums: ClassVar[str] = "lengths of tensors"
+    no_sum: ClassVar[str] = "it divides each tensor of an update by its length"
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         check_points(self, update)

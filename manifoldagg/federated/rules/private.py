@@ -1,0 +1,139 @@
+"""Privacy of single clients: bounded updates, and Gaussian noise on their sum."""
+
+import math
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.federated.contract import Memory, Message, Outcome, Point, Rule, State, Target, Update
+from manifoldagg.federated.rules._base import ServerRule
+from manifoldagg.federated.rules._buffer import BufferedRule
+from manifoldagg.federated.rules._noise import Mechanism, key_of
+from manifoldagg.federated.schedules import check_options
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["Private"]
+
+
+@dataclass(frozen=True)
+class Private:
+    r"""A rule that moves by sums of updates, for which it gets
+
+    $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I), \; a_i \le 1,$$
+
+    in place of $\sum_i a_i \Delta_i$: whatever one update is, the sum without it is at most C away. All else that the
+    rule does follows from this sum. With $\sigma = 0$ and $C = \infty$ it is the rule itself, bit for bit.
+
+    One model is a Gaussian mechanism of noise multiplier $\sigma$ for a client with one update in the buffer, and of
+    $\sigma / m$ for one with m. What a client has taken part in is therefore no more than a single such mechanism of
+    $\sigma / \sqrt n$ with $n = \sum_j m_j^2$ over all buffers j: `numbers["participations"]` is the largest n of all
+    clients so far, and [`epsilon`][manifoldagg.integrations.accounting.epsilon] says what that amounts to. What is
+    protected, from whom, and what is not: [Privacy](../guide/privacy.md).
+
+    Args:
+        rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. Others are refused with the
+            reason. `Momentum(Private(rule))` is as private as the rule.
+        clip: C, in the units of an update's norm.
+        noise: $\sigma$.
+        participations: no client's n gets larger: an update that would make it so is refused.
+        seed: for experiments alone: who knows it can take the noise away. `None` draws a secret from the system.
+
+    Raises:
+        ArgumentError: naming the option that is out of range, or why the rule cannot be had so; where the space is not
+            flat; for an outer optimiser.
+        RuleError: if a staleness weight is above 1.
+
+    Source: McMahan et al. 2018 (Learning Differentially Private Recurrent Language Models), Algorithm 1; Dong, Roth, Su
+        2022, Corollary 3.3, for the composition.
+
+    Cost: an update as that of the rule; one that moves the model forms the sum, digests it, draws P numbers and takes
+        inner products once more.
+
+    Example:
+        >>> import manifoldagg, torch
+        >>> from manifoldagg.federated.rules import FedBuff
+        >>> rule, model = Private(FedBuff(1), clip=5.0, noise=0.0), [torch.zeros(2)]
+        >>> manifoldagg.aggregate(rule, None, model, model, [torch.tensor([30.0, 40.0])])[0]
+        [tensor([3., 4.])]
+        >>> Private(FedBuff(10), clip=5.0, noise=1.1, participations=20).cohort
+        1
+    """
+
+    no_sum: ClassVar[str] = "it is private already"
+    private: ClassVar[bool] = True
+    """Whether a server refuses what else would tell of one client."""
+    rule: Rule
+    clip: float
+    noise: float
+    participations: int | None = field(default=None, kw_only=True)
+    seed: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        name = type(self.rule).__name__
+        if not isinstance(self.rule, BufferedRule) or self.rule.no_sum:
+            why = getattr(self.rule, "no_sum", ServerRule.no_sum)
+            raise ArgumentError(f"rule: {name} cannot be private: {why}")
+        if getattr(self.rule, "weighted", False):
+            raise ArgumentError(f"rule: expected {name}(weighted=False): sample counts are the clients' own data")
+        check_number("noise", self.noise, at_least=0)
+        if self.noise or self.clip != math.inf:
+            check_number("clip", self.clip, above=0)
+        if self.participations is not None:
+            check_count("participations", self.participations)
+        if self.seed is not None:
+            check_count("seed", self.seed, at_least=0)
+
+    @property
+    def rows(self) -> bool:
+        """As the rule."""
+        return bool(getattr(self.rule, "rows", False))
+
+    @property
+    def drifts(self) -> bool:
+        """As the rule."""
+        return bool(getattr(self.rule, "drifts", True))
+
+    @property
+    def cohort(self) -> int:
+        """That of the rule."""
+        return self.rule.cohort
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """What the rule measures itself."""
+        return tuple(getattr(self.rule, "measured", ()))
+
+    def init(self, space: Manifold, start: Point) -> State:
+        inner = self.rule.init(space, start)
+        if not space.flat:
+            curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
+            raise ArgumentError(f"space: clipping and noise, of Private, need flat leaves; these are curved: {curved}")
+        secret = secrets.token_bytes(64) if self.seed is None else str(self.seed).encode()
+        return {"rule": inner, "participations": 0, "key": key_of(secret)}
+
+    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
+        return self.rule.message(space, state["rule"], current, None)
+
+    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+        if update.descent:
+            raise ArgumentError("rule: Private needs clients that can be told apart, which an outer optimiser has not")
+        memory: dict[str, Any] = update.memory or {"n": 0, "version": None, "here": 0}
+        version = state["rule"]["version"]
+        # With m updates in a buffer already, one more makes its square 2 m + 1 larger.
+        here = memory["here"] if memory["version"] == version else 0
+        mine = memory["n"] + 2 * here + 1
+        if self.participations is not None and mine > self.participations:
+            most = f"{self.participations} participations"
+            raise ArgumentError(f"client: expected at most {most}, got {mine} with this update")
+        mechanism = Mechanism(self.clip, self.noise, state["key"])
+        rule: Any = self.rule  # a BufferedRule
+        inner, outcome = rule.take(space, state["rule"], update, out, mechanism)
+        largest = max(state["participations"], mine)
+        kept = {"n": mine, "version": version, "here": here + 1}
+        told = {**outcome.numbers, "participations": float(largest)}
+        after = {**state, "rule": inner, "participations": largest}
+        return after, Outcome(outcome.model, kept, told, outcome.sound)
