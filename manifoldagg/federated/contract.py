@@ -214,7 +214,7 @@ class Receipt:
         norm: how far the model moved.
         buffered: whether the update waits: it was accepted, and the model has not moved by it yet.
         clipped: whether more samples were claimed than were believed, so that the weight is that of the believed; or
-            the update was longer than a `clip` of the server's checks, and was scaled back.
+            the update was longer than a `clip`, of the checks or of the rule, and was scaled back.
 
     Example:
         >>> receipt = Receipt(False, "points: expected one model", version=3)

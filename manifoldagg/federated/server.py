@@ -844,7 +844,7 @@ class Server:
             step=outcome.numbers.get("step", math.nan),
             norm=outcome.numbers.get("norm", math.nan),
             buffered=not moved,
-            clipped=samples < payload.samples or (self._form.checks.clips and outcome.numbers["clip"] < 1),
+            clipped=samples < payload.samples or outcome.numbers.get("clip", 1.0) < 1,
         )
         line = row(ticket.client, payload.samples, receipt, outcome.numbers)
         taken = Taken(model if moved else None, receipt, line, came, seconds, data)

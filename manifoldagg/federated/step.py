@@ -43,9 +43,10 @@ class Terms:
             for name, policy in self.policies.items():
                 if policy != "leave":
                     raise ArgumentError(f"buffers: {name}: expected 'leave' with Private, which adds no noise to them")
-            if self.checks.norm_factor is not None:
-                what = "what some clients send would decide on others"
-                raise ArgumentError(f"checks: norm_factor: expected None with Private: {what}")
+            for name in ("norm_factor", "clip_factor"):
+                if getattr(self.checks, name) is not None:
+                    what = "what some clients send would decide on others"
+                    raise ArgumentError(f"checks: {name}: expected None with Private: {what}")
 
     @cached_property
     def rows(self) -> bool:
@@ -74,10 +75,9 @@ def step(
         ManifoldAggError: naming what does not fit. Nothing but `out` has changed then.
     """
     norms = before.norms
-    told = {}
+    kept = 1.0
     if terms.checks.measured:
         update, kept, norms = terms.checks.passed(terms.space, update, norms)
-        told = {"clip": kept} if terms.checks.clips else {}
     brought = update
     if not terms.rows:
         # A rule may write `out` while it reads the points. As a combination is written, each entry is read before.
@@ -87,7 +87,9 @@ def step(
         brought = update if apart else replace(update, points=points, tensors=tensors)
     state, outcome = terms.rule.step(terms.space, before.state, brought, out=LATER if terms.rows else out)
     state = settled(state)
-    numbers = {name: float(value) for name, value in outcome.numbers.items()} | told
+    numbers = {name: float(value) for name, value in outcome.numbers.items()}
+    if terms.checks.clips:  # a rule may have scaled it once more
+        numbers["clip"] = kept * numbers.get("clip", 1.0)
     model: Any = outcome.model
     if not (model is None or terms.rows):
         model = _checked(terms, model, out)

@@ -112,6 +112,7 @@ RULES: Mapping[str, Entry] = {
     "masfl": Entry("controlvariate", {"size": 1, "rate": 0.1, "beta": 0.2, "clients": HowMany(), "initial": "zero"}),
     "momentum": Entry("local", {"rule": rules.FedAsync(0.5, weighted=True)}),
     "orthofl": Entry("local", {"rate": 0.6}),
+    "private": Entry("local", {"rule": rules.FedBuff(5), "clip": 3.0, "noise": 0.02, "seed": 0}),
     "radialdirectional": Entry("local", {"cohort": 5, "rate": 0.5}),
 }
 """What each rule has on the digits, with thirty clients and two hundred updates.
@@ -120,7 +121,7 @@ Rates are the best of a line search, `benchmarks/rates.py`, on seeds that no com
 `asyncfeded`, `delayednesterov`, `fadas`, `generalizedasyncsgd`, `heloco`, `masfl` and `radialdirectional` were looked
 at once, on one such seed; that of `orthofl` is a share of the way, .6 as in the paper, where the search went on to 1.2.
 """
-RATE: Mapping[str, str] = {"momentum": "rule.rate", "adamasfl": "gamma"}
+RATE: Mapping[str, str] = {"momentum": "rule.rate", "private": "rule.rate", "adamasfl": "gamma"}
 """What a global rate is called where it is not `rate`."""
 
 

@@ -69,8 +69,10 @@ def agree(name, seed, script, manifolds=None):
         net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     state_dict = net.state_dict()
     space = ParameterSpace.of_state_dict(state_dict, manifolds, buffers=list(POLICIES))
+    left = getattr(RULES[name], "private", False)
+    chosen = dict.fromkeys(POLICIES, "leave") if left else POLICIES
     server = Server(
-        space, RULES[name], space.point(state_dict), weights=SHARE, carried=space.carried(state_dict), buffers=POLICIES
+        space, RULES[name], space.point(state_dict), weights=SHARE, carried=space.carried(state_dict), buffers=chosen
     )
     state, current, open_, receipts = None, state_dict, [], 0
     for i, (client, place) in enumerate(script):
@@ -82,7 +84,8 @@ def agree(name, seed, script, manifolds=None):
         count = getattr(RULES[name], "vertices", 1 if getattr(RULES[name], "plain", True) else 2)
         pairs = [trained(space, seed + 31 * i + j, ticket.message.start, server.state_dict()) for j in range(count)]
         carried = {key: pairs[-1][1][key] for key in (entry.name for entry in space.layout.carried)}
-        receipt = server.receive(ticket.id, Payload(torch.stack([point for point, _ in pairs]), 5, buffers=carried))
+        brought = {} if left else carried
+        receipt = server.receive(ticket.id, Payload(torch.stack([point for point, _ in pairs]), 5, buffers=brought))
         assert receipt.reason == ""
         models = [space.state_dict(point, carried) for point, _ in pairs]
         current, state, numbers = aggregate(
@@ -95,7 +98,7 @@ def agree(name, seed, script, manifolds=None):
             weight=receipt.weight,
             samples=5,
             client=client,
-            buffers=POLICIES,
+            buffers=chosen,
             manifolds=manifolds,
         )
         receipts += 1

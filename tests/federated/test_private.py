@@ -277,6 +277,10 @@ def descended(rule):
             "checks: norm_factor: expected None with Private: what some clients send would decide on others",
         ),
         (
+            lambda: Server(SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), checks=Checks(clip_factor=2.0)),
+            "checks: clip_factor: expected None with Private",
+        ),
+        (
             lambda: Server.of(torch.nn.BatchNorm1d(2), Momentum(Private(FedBuff(2), 1.0, 1.0))),
             "buffers: running_mean: expected 'leave' with Private, which adds no noise to them",
         ),
@@ -286,6 +290,17 @@ def descended(rule):
 def test_what_would_break_the_promise_is_refused(make, words):
     with pytest.raises(ArgumentError, match=words):
         make()
+
+
+def test_receipts_say_how_much_was_left_of_an_update():
+    server = Server(SPACE, Private(FedBuff(2), 0.5, 1.0), torch.zeros(P), checks=Checks(clip=1.0))
+    for length, clip in ((0.25, 1.0), (0.75, 2 / 3), (4.0, 1 / 8)):
+        point = torch.zeros(1, P)
+        point[0, 0] = length
+        ticket = server.dispatch("a")
+        receipt = server.receive(ticket, Payload(ticket.message.start + point, 1))
+        assert receipt.clipped is (clip < 1)
+        assert server.history[-1]["clip"] == pytest.approx(clip, rel=1e-6)
 
 
 def test_buffers_may_be_left():

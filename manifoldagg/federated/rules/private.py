@@ -49,8 +49,8 @@ class Private:
     Source: McMahan et al. 2018 (Learning Differentially Private Recurrent Language Models), Algorithm 1; Dong, Roth, Su
         2022, Corollary 3.3, for the composition.
 
-    Cost: an update as that of the rule; one that moves the model forms the sum, digests it, draws P numbers and takes
-        inner products once more.
+    Cost: an update that moves the model reads 19 words a parameter, writes 3 and makes 2; one that waits reads 7,
+        writes 1 and makes 2. So with `FedBuff` and noise; to draw it, and a digest of the sum, take most of the time.
 
     Example:
         >>> import manifoldagg, torch
