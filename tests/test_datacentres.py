@@ -82,8 +82,8 @@ def test_pairs_on_the_same_seeds_by_hand(datacentres):
         "asynchronous DiLoCo": {0: 3.5, 1: 3.5},
         "OrthoDC": {0: 1.0, 1: 2.0, 2: 0.0},
     }
-    best, apart = datacentres.compared(scores)
-    assert best == "HeLoCo"
+    assert datacentres.best_baseline(scores) == "HeLoCo"
+    apart = datacentres.less(scores, "HeLoCo")
     assert apart["OrthoDC"].value == -1.5
     assert apart["OrthoDC"].half == pytest.approx(12.7062 * 0.5, rel=1e-4)  # t of one degree of freedom
     assert apart["asynchronous DiLoCo"].value == 0.5
