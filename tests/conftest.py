@@ -10,14 +10,15 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from tests import checking
+
 collect_ignore = ["network"]
 """`make test-flower` runs it."""
-CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 pytest.register_assert_rewrite("tests.federated.mutants")
 # Flower reports home otherwise, and asks whether there is a newer one.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
-jaxtyping.install_import_hook("manifoldagg", CHECKER)
+checking.install("manifoldagg")
 
 COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, **COMMON)

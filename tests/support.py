@@ -50,11 +50,14 @@ def exported(package: ModuleType) -> dict[str, Any]:
     return {name: getattr(module, name) for module in modules for name in getattr(module, "__all__", ())}
 
 
-def beside(name: str) -> Iterator[ModuleType]:
-    """The other test files in the folder of one, by its `__name__`: what they register is found by their being there."""
-    folder = name.rpartition(".")[0]
+def beside(name: str, *others: str) -> Iterator[ModuleType]:
+    """The other test files in the folder of one, by its `__name__`: what they register is found by their being there.
+
+    Nor those that are called `others`, as they use what is registered.
+    """
+    folder, _, own = name.rpartition(".")
     for found in iter_modules(import_module(folder).__path__):
-        if found.name.startswith("test_") and name != f"{folder}.{found.name}":
+        if found.name.startswith("test_") and found.name not in (own, *others):
             yield import_module(f"{folder}.{found.name}")
 
 

@@ -7,20 +7,21 @@ RULES = tuple(name for name, kind in exported(rules).items() if hasattr(kind, "s
 """Every rule that a module exports."""
 
 
+def _registering():
+    """All but the suites that play what is registered."""
+    return beside("tests.federated.test_golden", "test_versions")
+
+
 def golden():
     """The rules that test files have in a dict `GOLDEN`, by what they are called there."""
-    cases = [item for module in beside("tests.federated.test_golden") for item in getattr(module, "GOLDEN", {}).items()]
+    cases = [item for module in _registering() for item in getattr(module, "GOLDEN", {}).items()]
     assert len(dict(cases)) == len(cases), "two cases of GOLDEN have the same name"
     return dict(cases)
 
 
 def mutated():
     """The names of what the mutants of all test files are mutants of."""
-    changes = [
-        mutant[0]
-        for module in beside("tests.federated.test_golden")
-        for mutant in getattr(module, "MUTANTS", {}).values()
-    ]
+    changes = [mutant[0] for module in _registering() for mutant in getattr(module, "MUTANTS", {}).values()]
     return {name for change in changes for name in (change if isinstance(change, dict) else [change.__name__])}
 
 

@@ -1,18 +1,8 @@
-"""What each rank of a small world does: the cases of `test_sharded`, in one process a rank.
+"""What each rank of a small world does: the cases of `test_sharded`, in one process a rank."""
 
-`python -m tests.kernels.ranks FOLDER 2 3` imports once, forks the ranks of a world of two, then of three, and leaves what
-each found as FOLDER/WORLD-RANK.pt. They meet by a file, over the loopback, and end by themselves.
-"""
-
-import multiprocessing
-import signal
-import sys
 from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
 
 import torch
-import torch._dynamo  # DTensors load it: once, before the forks
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -24,9 +14,8 @@ from manifoldagg.kernels.blocks import BLOCK, Blocks
 from manifoldagg.kernels.pieces import across_ranks, guard
 from manifoldagg.kernels.rows import Rows, bounds, is_spread
 from manifoldagg.kernels.sums import fold, symmetric
+from tests.ranks import main
 from tests.support import draw
-
-PATIENCE = 50
 
 
 class Broken:
@@ -266,34 +255,15 @@ def refusals(rank, world):
     return {"refusals": told, "aligned, after refusals": held(rank, [8], even([8], world, BLOCK))}
 
 
-def run(rank, world, folder):
-    signal.alarm(PATIENCE)
-    store = dist.FileStore(str(folder / f"{world}"), world)
-    timeout = timedelta(seconds=PATIENCE // 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    cases = {1: [plain_pieces, meshed, module, extreme, some], 4: [meshed]}.get(
+def cases(rank, world):
+    chosen = {1: [plain_pieces, meshed, module, extreme, some], 4: [meshed]}.get(
         world, [plain_pieces, meshed, module, extreme, some, refusals]
     )
     found = {}
-    for case in cases:
+    for case in chosen:
         found |= case(rank, world)
-    torch.save(found, folder / f"{world}-{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main(folder, worlds):
-    torch.set_num_threads(1)
-    fork = multiprocessing.get_context("fork")
-    for world in worlds:
-        ranks = [fork.Process(target=run, args=(rank, world, folder)) for rank in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            sys.exit(f"a world of {world} failed: {[process.exitcode for process in ranks]}")
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), map(int, sys.argv[2:]))
+    main(cases)

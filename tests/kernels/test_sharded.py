@@ -1,15 +1,12 @@
 """Laws of sharded rows: all ranks have the same bits, those of one rank; what one refuses, all refuse."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import pieces, sharded
 from manifoldagg.kernels.rows import Rows, is_spread
+from tests.ranks import found
 
 WORLDS = (1, 2, 3, 4)
 
@@ -17,15 +14,7 @@ WORLDS = (1, 2, 3, 4)
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
     """What each rank found, by the size of its world."""
-    folder = tmp_path_factory.mktemp("ranks")
-    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.kernels.ranks", str(folder), *map(str, WORLDS)]
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return {
-        world: [torch.load(folder / f"{world}-{rank}.pt", weights_only=False) for rank in range(world)]
-        for world in WORLDS
-    }
+    return found("tests.kernels.ranks", tmp_path_factory.mktemp("ranks"), *WORLDS)
 
 
 @pytest.fixture(params=WORLDS)

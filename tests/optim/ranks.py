@@ -1,18 +1,6 @@
-"""What each rank of two does: the cases of `test_sharded`, of a module that FSDP2 has cut.
-
-`python -m tests.optim.ranks FOLDER` imports once, forks two ranks, and leaves what each found as FOLDER/RANK.pt. They meet
-by a file, over the loopback, and end by themselves.
-"""
-
-import multiprocessing
-import signal
-import sys
-from datetime import timedelta
-from pathlib import Path
+"""What each rank of two does: the cases of `test_sharded`, of a module that FSDP2 has cut."""
 
 import torch
-import torch._dynamo  # DTensors load it: once, before the forks
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -21,9 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init
 from manifoldagg.errors import ArgumentError
 from manifoldagg.optim import Outer
 from tests.optim.test_outer import RULES, _full
-
-PATIENCE = 50
-WORLD = 2
+from tests.ranks import main
 
 
 def model(cut=None):
@@ -52,8 +38,8 @@ def states(outer, params):
     return [{name: full(x) if isinstance(x, torch.Tensor) else x for name, x in outer.state[p].items()} for p in params]
 
 
-def cases(rank):
-    mesh = init_device_mesh("cpu", (WORLD,))
+def cases(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
     found = {}
     for name in ("ASGD", "FedOrtho", "by tensor", "DCASGD", "DiLoCo", "HeLoCo", "DelayedNesterov", "Decoupled DiLoCo"):
         runs = []
@@ -122,26 +108,5 @@ def replicated(mesh):
     return p.to_local().detach()
 
 
-def run(rank, folder):
-    signal.alarm(PATIENCE)
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=PATIENCE // 2))
-    torch.save(cases(rank), folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main(folder):
-    torch.set_num_threads(1)
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run, args=(rank, folder)) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        sys.exit(f"ranks failed: {[process.exitcode for process in ranks]}")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(cases)

@@ -1,24 +1,16 @@
 """An outer optimiser of a module that FSDP2 has cut makes the steps of one process; what one rank refuses, all refuse."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.ranks import found
 from tests.support import relative
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each of two ranks found; they are started once."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.optim.ranks", str(folder)]
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return found("tests.optim.ranks", tmp_path_factory.mktemp("ranks"), 2)[2]
 
 
 def same(a, b):
@@ -33,8 +25,8 @@ def same(a, b):
 
 
 def test_ranks_together_make_the_steps_of_one(ranks):
-    for found in ranks:
-        for name, runs in found.items():
+    for rank in ranks:
+        for name, runs in rank.items():
             if isinstance(runs[0], dict):
                 one, cut = runs
                 assert same(one["model"], cut["model"]), name
@@ -43,17 +35,17 @@ def test_ranks_together_make_the_steps_of_one(ranks):
 
 
 def test_a_checkpoint_goes_on_with_the_same_bits(ranks):
-    for found in ranks:
-        assert all(map(torch.equal, *found["checkpoint"]))
+    for rank in ranks:
+        assert all(map(torch.equal, *rank["checkpoint"]))
 
 
 def test_what_one_rank_cannot_use_all_refuse(ranks):
-    (elsewhere, rested), (here, here_rested) = (found["refused"] for found in ranks)
+    (elsewhere, rested), (here, here_rested) = (rank["refused"] for rank in ranks)
     assert (rested, here_rested) == (True, True)
     assert "0.weight: expected a gradient that is finite" in here
     assert "squared length" in elsewhere
 
 
 def test_whole_copies_need_nobody_else(ranks):
-    for found in ranks:
-        assert torch.equal(found["replicated"], torch.full((4,), 0.3))
+    for rank in ranks:
+        assert torch.equal(rank["replicated"], torch.full((4,), 0.3))
