@@ -267,7 +267,8 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
     if not isinstance(payload, Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
     given, samples, tensors, numbers, buffers, base = _answered("payload", lambda: FIELDS(payload))
-    points = _points(form, "points", given, None)
+    points = _vectors(form, "points", given, None)
+    # Before anybody reads them: they may be so many that nobody could.
     count = points.shape[0]
     most = form.checks.max_points
     if count == 0:
@@ -279,12 +280,12 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
         expected = "the point that the client started from, which the server has not kept"
         raise ArgumentError(f"base: expected {expected if based else 'none, the server has kept it'}")
     return Payload(
-        points=points,
+        points=_sound(form, "points", points),
         samples=check_samples(samples, form.checks.max_samples),
         tensors=_tensors(form, tensors),
         numbers=_numbers(form, numbers),
         buffers=_buffers(form, buffers),
-        base=_points(form, "base", base) if based else None,
+        base=_sound(form, "base", _vectors(form, "base", base)) if based else None,
     )
 
 
@@ -382,9 +383,8 @@ def _reach(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None
     return math.inf if math.isnan(largest) else largest, cosine
 
 
-def _points(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
+def _sound(form: Form, name: str, points: Tensor) -> Tensor:
     """Vectors that lie on the manifold."""
-    points = _vectors(form, name, given, *batch)
     if form.unread:
         return points
     check_finite(name, points)

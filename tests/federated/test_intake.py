@@ -245,6 +245,7 @@ BAD = {
     "a number is missing": (lambda: good(numbers={}), "numbers: missing: epochs"),
     "a hundred thousand numbers": (lambda: good(numbers={f"x{i}": 1.0 for i in range(10**5)} | {"epochs": 2.0}), "numbers: unknown: x0, x1, x10, x100, x1000 and 99995 more"),
     "too many control points": (lambda: good(points=torch.ones(17, P)), "points: expected at most 16 control points, got 17"),
+    "too many to be read": (lambda: good(points=torch.ones(1, P).expand(10**15, P)), "points: expected at most 16 control points"),
     "a name of two lines": (lambda: good(numbers={"x\nWARNING: y": 1.0, "epochs": 2.0}), r"numbers: unknown: x\nWARNING: y"),
     "a name that has no bytes": (lambda: good(numbers={"\ud800": 1.0, "epochs": 2.0}), r"numbers: unknown: \ud800"),
     "a name that a terminal obeys": (lambda: tensors(**{"\x1b[2J" * 30: torch.ones(P)}), r"tensors: unknown: \x1b[2J\x1b"),
