@@ -80,7 +80,7 @@ class Site(SimpleHTTPRequestHandler):
     def do_GET(self):
         path = Path(self.directory, self.path.partition("?")[0].strip("/"), "index.html")
         if self.path == "/driver":
-            self._page(DRIVER.replace("PAGES", json.dumps([*SHOWN, "wrong"])))
+            self._page(DRIVER.replace("PAGES", json.dumps(self.server.pages)))
         elif self.path == "/frames":
             frames = [f'<iframe src="/{page}" width="1400" height="1000" style="border:0"></iframe>' for page in SHOWN]
             self._page("<!doctype html><body style='margin:0'>" + "".join(frames))
@@ -128,18 +128,24 @@ def chromium(server, path, profile, *flags):
     )
 
 
-@pytest.fixture(scope="module")
-def seen(server, tmp_path_factory):
+def visit(server, pages, profile):
     """What the browser saw of each page."""
+    server.pages = pages
+    server.done.clear()
     # Without a port for its tools, a headless browser ends as soon as a page is loaded.
-    browser = chromium(server, "/driver", tmp_path_factory.mktemp("profile"), "--remote-debugging-port=0")
+    browser = chromium(server, "/driver", profile, "--remote-debugging-port=0")
     try:
-        assert server.done.wait(120), "the browser sent nothing"
+        assert server.done.wait(300), "the browser sent nothing"
     finally:
         browser.terminate()
         browser.wait(30)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     return {page["page"]: {**page, "address": address} for page in server.seen}
+
+
+@pytest.fixture(scope="module")
+def seen(server, tmp_path_factory):
+    return visit(server, [*SHOWN, "wrong"], tmp_path_factory.mktemp("profile"))
 
 
 def faults(page):
@@ -166,6 +172,14 @@ def faults(page):
 def test_a_page_is_shown_without_fault(seen, page):
     assert seen[page]["text"] > 500
     assert faults(seen[page]) == set(), seen[page]
+
+
+@pytest.mark.soak
+def test_every_page_is_shown_without_fault(server, site, tmp_path):
+    pages = [str(path.relative_to(site).parent / " ").strip() for path in sorted(site.rglob("index.html"))]
+    found = visit(server, pages, tmp_path)
+    assert len(found) == len(pages) > 50
+    assert {name: faults(page) for name, page in found.items() if faults(page)} == {}
 
 
 def test_formulas_have_the_font_of_the_site(seen):
