@@ -6,7 +6,9 @@ On tensors like those of a network: what a step takes on the wall, in turns, as 
   finite must not leave half a step; then gradient, parameters and momentum read, parameters and momentum written.
 - *SGD*: `torch.optim.SGD(fused=True)`, with Nesterov momentum where ours has it; it looks at nothing first.
 - *torch*: HeLoCo's formulas, tensor by tensor.
-- *workers*: k calls of `step()` by rules that wait for k, beside the mean of k gradients and one step of SGD.
+- *workers*: k calls of `step()` by rules that wait for k, beside such a floor for each call, and beside the mean of k
+  gradients and one step of SGD, which look at nothing first.
+- The same on fewer parameters, down to a few entries a tensor, where a step is what Python costs.
 """
 
 import argparse
@@ -30,9 +32,13 @@ RULES = {
     "Momentum": (Momentum(ASGD(0.7)), 2, 2),
     "Nesterov": (Momentum(ASGD(0.7), nesterov=True), 2, 2),
     "HeLoCo": (HeLoCo(0.7), 3, 2),
-    "DelayedNesterov": (DelayedNesterov(4), 3, 2),
+    "DelayedNesterov": (DelayedNesterov(4), 2, 2),
 }
-"""A rule, one more than the vectors that its inner products need, and how many vectors a step writes."""
+"""A rule, one more than the vectors that its inner products need, and how many vectors a step writes.
+
+Of what is kept `DelayedNesterov` reads a vector in half of its steps, two in one of four and none in the first."""
+SMALL = 42 * 8
+"""Entries of which a step is what Python costs."""
 
 
 def parameters(size: int, count: int) -> list[nn.Parameter]:
@@ -102,8 +108,11 @@ def steps(size: int, count: int, rounds: int) -> dict[str, Any]:
 
 
 def workers(size: int, count: int, rounds: int, most: int) -> dict[str, Any]:
-    """k updates and one step, beside the mean of k gradients and a step of SGD."""
+    """k updates and one step, beside its floor, and the mean of k gradients and a step of SGD."""
     found = {}
+    threads = torch.get_num_threads()
+    floor = Floor()
+    vectors = [torch.randn(size) for _ in range(4)]
     for k in (2**i for i in range(1, 6) if 2**i <= most):
         row = {}
         for name, rule in (("FedAvg", FedAvg(k, 0.7)), ("RadialDirectional", RadialDirectional(k, 0.7))):
@@ -126,10 +135,16 @@ def workers(size: int, count: int, rounds: int, most: int) -> dict[str, Any]:
                     p.grad = g
                 peer.step()
 
-            taken = in_turns({"ours": each, "mean": mean}, rounds)
+            def least(k: int = k, measured: int = 1 + (name == "RadialDirectional")) -> None:
+                # Each gradient is looked at, and goes into the sum; the last one, with the sum, into the model.
+                for i in range(k):
+                    floor.read(vectors[: measured if i == k - 1 else 1], threads)
+                    floor.read_write(vectors[: 1 if i == 0 else 3 if i == k - 1 else 2], vectors[3], threads)
+
+            taken = in_turns({"ours": each, "floor": least, "mean": mean}, rounds)
             row[name] = {
                 "ms": {key: 1e3 * statistics.median(times) for key, times in taken.items()},
-                "over": ratio(taken["ours"], taken["mean"]),
+                "over": {key: ratio(taken["ours"], times) for key, times in taken.items() if key != "ours"},
             }
         found[str(k)] = row
     return found
@@ -137,22 +152,29 @@ def workers(size: int, count: int, rounds: int, most: int) -> dict[str, Any]:
 
 def lines(rows: dict[str, Any]) -> list[str]:
     """The tables."""
-    table = [f"{'':<18}{'ours':>10}{'floor':>10}{'SGD':>10}{'torch':>10}   ours over floor, SGD, torch (quartiles)"]
-    for name, row in rows["steps"].items():
-        times = "".join(
-            f"{row['ms'][key]:>7.2f} ms" if key in row["ms"] else " " * 10 for key in ("ours", "floor", "SGD", "torch")
-        )
-        over = "; ".join(
-            f"{key} {middle:.2f} ({low:.2f}-{high:.2f})" for key, (low, middle, high) in row["over"].items()
-        )
-        table.append(f"{name:<18}{times}   {over}")
-    table += ["", f"{'workers':<10}{'rule':<20}{'ours':>12}{'mean, SGD':>12}   ours over it (quartiles)"]
+    table = []
+    for size, each in rows["steps"].items():
+        head = f"{size} parameters"
+        table += [
+            f"{head:<18}{'ours':>10}{'floor':>10}{'SGD':>10}{'torch':>10}   ours over floor, SGD, torch (quartiles)"
+        ]
+        for name, row in each.items():
+            times = "".join(
+                f"{row['ms'][key]:>7.2f} ms" if key in row["ms"] else " " * 10
+                for key in ("ours", "floor", "SGD", "torch")
+            )
+            table.append(f"{name:<18}{times}   {_over(row)}")
+        table.append("")
+    table.append(f"{'workers':<10}{'rule':<20}{'ours':>12}{'floor':>12}{'mean, SGD':>12}   ours over both (quartiles)")
     for k, row in rows["workers"].items():
         for name, one in row.items():
-            low, middle, high = one["over"]
-            times = f"{one['ms']['ours']:>9.2f} ms{one['ms']['mean']:>9.2f} ms"
-            table.append(f"{k:<10}{name:<20}{times}   {middle:.2f} ({low:.2f}-{high:.2f})")
+            times = "".join(f"{one['ms'][key]:>9.2f} ms" for key in ("ours", "floor", "mean"))
+            table.append(f"{k:<10}{name:<20}{times}   {_over(one)}")
     return table
+
+
+def _over(row: dict[str, Any]) -> str:
+    return "; ".join(f"{key} {middle:.2f} ({low:.2f}-{high:.2f})" for key, (low, middle, high) in row["over"].items())
 
 
 def main() -> None:
@@ -166,9 +188,10 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(0)
     rows = {"settings": {"size": given.size, "tensors": given.tensors, "threads": torch.get_num_threads()}}
-    rows["steps"] = steps(given.size, given.tensors, given.rounds)
+    sizes = (given.size, given.size // 10, SMALL)
+    rows["steps"] = {str(size): steps(size, given.tensors, given.rounds) for size in sizes}
     rows["workers"] = workers(given.size, given.tensors, given.rounds, given.workers)
-    head = f"{given.size} parameters in {given.tensors} tensors, {torch.get_num_threads()} threads"
+    head = f"{given.tensors} tensors, {torch.get_num_threads()} threads"
     text = "\n".join([head, "", *lines(rows)])
     print(text)
     if not given.no_write:

@@ -20,7 +20,7 @@ from manifoldagg.federated import Rule
 from manifoldagg.federated.record.description import path_of
 from manifoldagg.kernels import Tensors
 
-__all__ = ["RULE", "Bound", "check_kept", "flattened", "kind_of", "restored", "shared"]
+__all__ = ["RULE", "Bound", "alike", "check_kept", "flattened", "kind_of", "restored", "shared"]
 
 _version = attrgetter("_version")
 
@@ -37,6 +37,21 @@ Kept = Mapping[str, Any]
 def shared(kept: Kept) -> dict[str, Any]:
     """What all parameters of a model have in common: the numbers, and the names of the rest."""
     return {name: None if isinstance(x, Tensor) or name.endswith(EACH) else x for name, x in kept.items()}
+
+
+def alike(states: Sequence[Kept]) -> bool:
+    """Whether all parameters have this in common; told by columns, as a model has hundreds of parameters."""
+    first = states[0]
+    if any(one.keys() != first.keys() for one in states):
+        return False
+    for name, value in shared(first).items():
+        column = [one[name] for one in states]
+        if value is None and not name.endswith(EACH):
+            if not all(isinstance(x, Tensor) for x in column):
+                return False
+        elif value is not None and column.count(value) < len(column):
+            return False
+    return True
 
 
 def kind_of(rule: Rule) -> int:

@@ -21,7 +21,7 @@ from manifoldagg.kernels import Tensors, across_ranks, choice
 from manifoldagg.kernels.rows import meshed
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.optim._memory import Memory, check_apart
-from manifoldagg.optim._state import RULE, Bound, check_kept, flattened, kind_of, restored, shared
+from manifoldagg.optim._state import RULE, Bound, alike, check_kept, flattened, kind_of, restored, shared
 
 __all__ = ["Outer"]
 
@@ -191,18 +191,21 @@ class Outer(torch.optim.Optimizer):
         names = [_name(group, i) for i in places]
         _check_gradients(names, params, gradients)
         rate = check_number("lr", float(group["lr"]), at_least=0)
+        states = [self.state.get(p, {}) for p in params]
         found: list[Model] = []
-        for name, p, gradient in zip(names, params, gradients, strict=True):
-            kept = self.state.get(p, {})
-            numbers = shared(kept)
-            model = next((one for one in found if one.kept == numbers), None)
-            if model is None:
-                model = Model([], [], [], [], numbers, rate)
-                found.append(model)
-            model.params.append(p)
-            model.names.append(name)
-            model.gradients.append(gradient)
-            model.states.append(kept)
+        if params and alike(states):
+            found.append(Model(params, names, gradients, states, shared(states[0]), rate))
+        else:
+            for name, p, gradient, kept in zip(names, params, gradients, states, strict=True):
+                numbers = shared(kept)
+                model = next((one for one in found if one.kept == numbers), None)
+                if model is None:
+                    model = Model([], [], [], [], numbers, rate)
+                    found.append(model)
+                model.params.append(p)
+                model.names.append(name)
+                model.gradients.append(gradient)
+                model.states.append(kept)
         for model in found:
             _check_places(model.names, model.params)
         return found
