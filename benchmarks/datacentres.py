@@ -83,7 +83,7 @@ class Candidate:
     make: Callable[[float, float], Any]
     trials: Sequence[tuple[float, float]]
     baseline: bool = True
-    trainer: type[trainers.Local] = trainers.Local
+    trainer: Callable[..., trainers.Local] = trainers.Local
 
 
 def plain(rate: float, **options: Any) -> dict[str, Any]:
@@ -192,8 +192,11 @@ class Rows:
     def __init__(self, path: Path, size: Size) -> None:
         self._path = path
         self._size = asdict(size)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self._rows = [row for row in map(json.loads, lines) if row["size"] == self._size]
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # interrupted within a line
+            path.write_text(whole)
+        self._rows = [row for row in map(json.loads, whole.splitlines()) if row["size"] == self._size]
 
     def found(self, **key: Any) -> Row | None:
         """That run, if it is done."""
@@ -202,7 +205,6 @@ class Rows:
     def add(self, row: Row) -> None:
         """Append it."""
         row = {**row, "size": self._size}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._rows.append(row)
@@ -328,16 +330,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES), metavar="METHOD")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(TEST_SEEDS))
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument(
+        "--out", type=Path, help="a folder: results beside this file, or with --quick build/datacentres"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     size = QUICK if options.quick else FULL
-    rows = Rows(options.out / "datacentres.jsonl", size)
+    out = options.out or (HERE.parent / "build" / "datacentres" if options.quick else HERE / "results")
+    out.mkdir(parents=True, exist_ok=True)
+    rows = Rows(out / "datacentres.jsonl", size)
     if options.data is not None:
         work(options.data, size, rows, options.only, options.seeds)
     lines = table(rows, size)
     print("", *lines, sep="\n")
-    (options.out / "datacentres.txt").write_text("\n".join(lines) + "\n")
+    (out / "datacentres.txt").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,10 @@ def test_equal_tokens_and_what_is_done_is_not_done_again(datacentres, play, tmp_
         best = min(trials, key=lambda one: one["log"][-1]["loss"])
         assert (row["rate"], row["momentum"]) == (best["rate"], best["momentum"])
     monkeypatch.setattr(datacentres, "trained", lambda *args: pytest.fail("done again"))
+    with path.open("a") as file:
+        file.write(lines[0][:50])
     again = datacentres.Rows(path, size)
+    assert path.read_text().splitlines() == lines
     datacentres.work(play, size, again, METHODS, [0])
     told = "\n".join(datacentres.table(again, size))
     for row in tests:
