@@ -55,6 +55,8 @@ BOUND = 32e6
 """Bytes by which the process may be larger at any time than at the end of the first tenth."""
 FEW = 8
 """So many more files may be open at any time than then."""
+LEAST = 100
+"""Turns, however long they take."""
 EXPECTED = 0.8
 """Accuracy after five minutes."""
 Lie = Callable[[Payload], Any]
@@ -269,8 +271,10 @@ def lasting(
         took = hour.restart(kindly=len(made["restarts"]) % 2 == 0)
         made["restarts"].append([now - begun, took])
 
-    while (now := time.perf_counter()) - begun < seconds:
+    turns = 0
+    while (now := time.perf_counter()) - begun < seconds or turns < LEAST:
         hour.turn()
+        turns += 1
         if now - last >= restart:
             again(now)
             last = time.perf_counter()

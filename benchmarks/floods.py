@@ -26,6 +26,7 @@ import statistics
 import tempfile
 import threading
 import time
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -535,7 +536,7 @@ class Intake:
         self.server = server
         self.twin = twin
         self.faults: list[str] = []
-        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.seconds: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self.taken: dict[str, int] = defaultdict(int)
 
     def hand(self, source: Source, kind: str, sent: Sent) -> None:
@@ -602,7 +603,7 @@ class Look:
 def flooded(
     part: str, messages: int, look: Look, threads: int = 1, seconds: float = math.inf, **options: Any
 ) -> Intake:
-    """A server with so many messages, or for so many seconds, held against its twin."""
+    """A server with so many messages, or for so many seconds, held against its twin; it is closed afterwards."""
     space = ParameterSpace.of(model())
     clock = Seconds()
     server = made(
@@ -653,6 +654,8 @@ def flooded(
         if known(back) != known(twin.own):
             intake.faults.append(f"{part}: the server that goes on from its files knows something else")
         back.close()
+    # Nobody needs them any more, and they would count for what the next one holds.
+    del intake.server, intake.twin
     return intake
 
 
