@@ -109,11 +109,14 @@ RULES: Mapping[str, Entry] = {
     "fedortho": Entry("local", {"rate": 5.0}),
     "generalizedasyncsgd": Entry("gradient", {"routing": Evenly(), "rate": 0.1}),
     "heloco": Entry("local", {"rate": 0.03}),
+    "krum": Entry("local", {"select": 5}),
     "masfl": Entry("controlvariate", {"size": 1, "rate": 0.1, "beta": 0.2, "clients": HowMany(), "initial": "zero"}),
+    "median": Entry("local"),
     "momentum": Entry("local", {"rule": rules.FedAsync(0.5, weighted=True)}),
     "orthofl": Entry("local", {"rate": 0.6}),
     "private": Entry("local", {"rule": rules.FedBuff(5), "clip": 3.0, "noise": 0.02, "seed": 0}),
     "radialdirectional": Entry("local", {"cohort": 5, "rate": 0.5}),
+    "trimmedmean": Entry("local"),
 }
 """What each rule has on the digits, with thirty clients and two hundred updates.
 

@@ -26,11 +26,14 @@ from manifoldagg.federated.rules.fedortho import FedOrtho
 from manifoldagg.federated.rules.floco import FLOCO
 from manifoldagg.federated.rules.generalizedasyncsgd import GeneralizedAsyncSGD
 from manifoldagg.federated.rules.heloco import HeLoCo
+from manifoldagg.federated.rules.krum import Krum
 from manifoldagg.federated.rules.masfl import MasFL
+from manifoldagg.federated.rules.median import Median
 from manifoldagg.federated.rules.momentum import Momentum
 from manifoldagg.federated.rules.orthofl import OrthoFL
 from manifoldagg.federated.rules.private import Private
 from manifoldagg.federated.rules.radialdirectional import RadialDirectional
+from manifoldagg.federated.rules.trimmedmean import TrimmedMean
 
 __all__ = [
     "ASGD",
@@ -54,9 +57,12 @@ __all__ = [
     "FedOrtho",
     "GeneralizedAsyncSGD",
     "HeLoCo",
+    "Krum",
     "MasFL",
+    "Median",
     "Momentum",
     "OrthoFL",
     "Private",
     "RadialDirectional",
+    "TrimmedMean",
 ]

@@ -1,0 +1,63 @@
+"""The trimmed mean of a buffer, entry by entry: the smallest and the largest of each entry count for nothing."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from manifoldagg.errors import check_count, check_number
+from manifoldagg.federated.rules._held import OrderedRule
+from manifoldagg.federated.schedules import Rate, Weight
+from manifoldagg.federated.staleness import Polynomial
+
+__all__ = ["TrimmedMean"]
+
+
+@dataclass(frozen=True)
+class TrimmedMean(OrderedRule):
+    r"""$\Theta \leftarrow \Theta + \dfrac{\eta_g}{K - 2b} \sum_{i=b+1}^{K-b} x_{(i)}$ after every K updates.
+
+    $x_{(1)} \le \dots \le x_{(K)}$ are the numbers $s(\tau - t_i)\, \Delta_i$ of an entry, in order. With b = 0 it is
+    [`FedBuff`][manifoldagg.federated.rules.FedBuff], with $b = \lceil K/2 \rceil - 1$
+    [`Median`][manifoldagg.federated.rules.Median].
+
+    Breakdown point: with at most b displacements that are whatever they are, each entry of the step lies between the
+    smallest and the largest of the others'. With b + 1 it is anything.
+
+    Args:
+        size: K.
+        trim: b, how many are left out at either end, less than K / 2.
+        rate: $\eta_g$: a number, or a function of the version $\tau$.
+        staleness: $s$: any function of an int.
+
+    Raises:
+        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves:
+            what is the smallest depends on the coordinates.
+
+    Source: Yin et al. 2018, Algorithm 1 (option II) with $\beta = b / K$, of displacements.
+
+    Cost: an update that moves the model reads 0 words a parameter, writes 0 and makes 0; one that waits reads 0,
+        writes 0 and makes 0. It holds K - 1 displacements.
+
+    Example:
+        >>> import manifoldagg, torch
+        >>> rule, model, state = TrimmedMean(4, trim=1), [torch.zeros(1)], None
+        >>> for update in (1.0, -1e6, 2.0, 4.0):
+        ...     update = [torch.tensor([update])]
+        ...     model, state, _ = manifoldagg.aggregate(rule, state, model, [torch.zeros(1)], update)
+        >>> model
+        [tensor([1.5000])]
+    """
+
+    needs_flat: ClassVar[str] = "trimmed means of entries"
+    size: int = 10
+    trim: int = 2
+    rate: Rate = 1.0
+    staleness: Weight = field(default_factory=Polynomial)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("trim", self.trim, at_least=0)
+        check_number("trim", self.trim, at_most=(self.size - 1) // 2)
+
+    @property
+    def ends(self) -> int:
+        return self.trim
