@@ -48,8 +48,8 @@ class Krum(HeldRule):
 
     Source: Blanchard et al. 2017, sections 4 and 5 (Multi-Krum), of displacements.
 
-    Cost: an update that moves the model reads 0 words a parameter, writes 0 and makes 0; one that waits reads 0,
-        writes 0 and makes 0. It holds K - 1 displacements.
+    Cost: an update that moves the model reads 7 words a parameter, writes 1 and makes 0; one that waits reads 5,
+        writes 1 and makes 2. It holds K - 1 displacements.
 
     Example:
         >>> import manifoldagg, torch

@@ -14,8 +14,8 @@ __all__ = ["Median"]
 class Median(OrderedRule):
     r"""$\Theta \leftarrow \Theta + \eta_g \operatorname{med}_i s(\tau - t_i)\, \Delta_i$ after every K updates.
 
-    The median is that of each entry; $\Delta_i = \Theta_i - \Theta^{t_i}$ against the model that the client started from. Of an even number the mean of
-    the two in the middle. The model is what `FedBuff` would make of other displacements; sample counts do not weigh.
+    The median is that of each entry; of an even number the mean of the two in the middle.
+    $\Delta_i = \Theta_i - \Theta^{t_i}$ against the model that the client started from; sample counts do not weigh.
 
     Breakdown point: with at most $\lceil K/2 \rceil - 1$ displacements that are whatever they are, each entry of the
     step lies between the smallest and the largest of the others'. With one more it is anything. Within that range it
@@ -33,8 +33,8 @@ class Median(OrderedRule):
 
     Source: Yin et al. 2018, Algorithm 1 (option I), of displacements.
 
-    Cost: an update that moves the model reads 0 words a parameter, writes 0 and makes 0; one that waits reads 0,
-        writes 0 and makes 0. It holds K - 1 displacements.
+    Cost: an update that moves the model reads 11 words a parameter, writes 1 and makes 0; one that waits reads 5,
+        writes 1 and makes 2. It holds K - 1 displacements.
 
     Example:
         >>> import manifoldagg, torch

@@ -34,8 +34,8 @@ class TrimmedMean(OrderedRule):
 
     Source: Yin et al. 2018, Algorithm 1 (option II) with $\beta = b / K$, of displacements.
 
-    Cost: an update that moves the model reads 0 words a parameter, writes 0 and makes 0; one that waits reads 0,
-        writes 0 and makes 0. It holds K - 1 displacements.
+    Cost: an update that moves the model reads 11 words a parameter, writes 1 and makes 0; one that waits reads 5,
+        writes 1 and makes 2. It holds K - 1 displacements.
 
     Example:
         >>> import manifoldagg, torch

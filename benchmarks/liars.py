@@ -1,0 +1,242 @@
+"""Accuracy on the digits where some clients lie, for rules and checks that stand up to them, or do not.
+
+Twenty clients with Dirichlet(0.5) shares of the labels and exponential durations train a small network by a few steps
+of gradient descent, in virtual time. Liars are drawn by the seed, and train as the others do; then they send
+
+    flip    what they learned, the other way
+    x10     ten times of it
+    x-10    ten times of it, the other way
+    noise   a normal displacement ten times as long
+
+`clip` is `Checks(clip_factor=1.5)`, `gate` is `Checks(min_cosine=-0.2)`. The rate of each rule is the best of a few
+without liars, on seeds that are not used afterwards, and the same for all defences.
+
+Runs that are done are kept in `build/liars.jsonl`, and are not done again.
+"""
+
+import argparse
+import heapq
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg.federated import Checks, Payload, Server, rules
+from manifoldagg.federated.staleness import Polynomial
+from manifoldagg.manifolds import Flat
+from manifoldagg.simulation import Federation, dirichlet_partition, task
+
+HERE = Path(__file__).parent
+CLIENTS, STEPS, BATCH, LEARNING = 20, 6, 32, 0.3
+HIDDEN = 24
+SIZES = (64 * HIDDEN, HIDDEN, HIDDEN * 10, 10)
+SIZE = 10
+RULES: dict[str, tuple[Callable[[float], Any], tuple[float, ...]]] = {
+    "FedAsync": (lambda rate: rules.FedAsync(rate, staleness=Polynomial(0.5)), (0.25, 0.5, 1.0)),
+    "FedOrtho": (rules.FedOrtho, (2.0, 4.0, 8.0)),
+    "AsyncBezier": (lambda rate: rules.AsyncBezier(threshold=1.0, rate=rate), (2.0, 4.0, 8.0)),
+    "FedBuff": (partial(rules.FedBuff, SIZE), (1.0, 2.0, 4.0)),
+    "Median": (partial(rules.Median, SIZE), (1.0, 2.0, 4.0)),
+    "TrimmedMean": (partial(rules.TrimmedMean, SIZE, 3), (1.0, 2.0, 4.0)),
+    "Krum": (partial(rules.Krum, SIZE, 3, 1), (1.0, 2.0, 4.0)),
+    "Krum, 5 of 10": (partial(rules.Krum, SIZE, 3, 5), (1.0, 2.0, 4.0)),
+}
+CHECKED = ("FedAsync", "FedOrtho", "AsyncBezier", "FedBuff")
+DEFENCES = {
+    "": None,
+    "clip": Checks(clip_factor=1.5),
+    "gate": Checks(min_cosine=-0.2),
+    "clip, gate": Checks(clip_factor=1.5, min_cosine=-0.2),
+}
+LIES = ("flip", "x10", "x-10", "noise")
+FACTORS = {"flip": -1.0, "x10": 10.0, "x-10": -10.0}
+SHARES = (0.1, 0.2, 0.3)
+
+
+class Clients:
+    """The digits, split by a seed, and what clients do with their part."""
+
+    def __init__(self, seed: int) -> None:
+        digits = task("digits")
+        split = Federation.split(
+            digits, CLIENTS, partition=partial(dirichlet_partition, concentration=0.5), seed=seed, holdout=0.25
+        )
+        self.parts = [(digits.inputs[part].flatten(1), digits.labels[part]) for part in split.train]
+        out = np.concatenate(split.held_out)
+        self.test = digits.inputs[out].flatten(1), digits.labels[out]
+        drawn = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(seed))
+        self.start = 0.1 * drawn
+
+    def train(self, theta: Tensor, client: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The models half-way and at the end of some steps of gradient descent from `theta`."""
+        inputs, labels = self.parts[client]
+        theta = theta.clone()
+        half = theta
+        for step in range(STEPS):
+            chosen = torch.randint(len(labels), (BATCH,), generator=generator)
+            theta.sub_(gradient(theta, inputs[chosen], labels[chosen]), alpha=LEARNING)
+            if step + 1 == STEPS // 2:
+                half = theta.clone()
+        return half, theta
+
+    def accuracy(self, theta: Tensor) -> float:
+        """On what is held out of all."""
+        inputs, labels = self.test
+        return (outputs(theta, inputs)[1].argmax(1) == labels).double().mean().item()
+
+
+def pieces(theta: Tensor) -> tuple[Tensor, ...]:
+    """Weights and biases of the two layers."""
+    first, one, second, two = theta.split(SIZES)
+    return first.view(64, HIDDEN), one, second.view(HIDDEN, 10), two
+
+
+def outputs(theta: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """What the hidden layer says, and the logits."""
+    first, one, second, two = pieces(theta)
+    hidden = torch.addmm(one, inputs, first).relu_()
+    return hidden, torch.addmm(two, hidden, second)
+
+
+def gradient(theta: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Of the mean cross-entropy, by hand: the network is so small that everything else would take longer."""
+    hidden, logits = outputs(theta, inputs)
+    error = logits.softmax(1)
+    error[torch.arange(len(labels)), labels] -= 1
+    error /= len(labels)
+    back = error @ pieces(theta)[2].T * (hidden > 0)
+    return torch.cat([(inputs.T @ back).flatten(), back.sum(0), (hidden.T @ error).flatten(), error.sum(0)])
+
+
+def lied(kind: str, base: Tensor, points: Tensor, generator: torch.Generator) -> Tensor:
+    """What a liar sends in place of its points."""
+    if kind in FACTORS:
+        return base + FACTORS[kind] * (points - base)
+    noise = torch.randn(points.shape, generator=generator)
+    return base + noise * (10 * (points[-1] - base).norm() / noise[-1].norm())
+
+
+def run(clients: Clients, rule: Any, checks: Checks | None, kind: str, liars: int, seed: int, rounds: int) -> dict:
+    """The accuracy after so many answers, and which part of the honest ones, and of the others, was refused."""
+    draws = np.random.default_rng([seed, 7])
+    means = draws.lognormal(0.0, 0.5, CLIENTS)
+    lying = set(draws.permutation(CLIENTS)[:liars].tolist())
+    generator = torch.Generator().manual_seed(seed)
+    server = Server(Flat(sum(SIZES)), rule, clients.start, weights="uniform", checks=checks, history=0, retries=0)
+    out = [(draws.exponential(means[client]), client, server.dispatch(client)) for client in range(CLIENTS)]
+    heapq.heapify(out)
+    sent, refused = [0, 0], [0, 0]
+    curve = isinstance(rule, rules.AsyncBezier)
+    for _ in range(rounds):
+        now, client, ticket = heapq.heappop(out)
+        base = ticket.message.start
+        half, end = clients.train(base, client, generator)
+        # The quadratic curve that is half-way where the client was.
+        points = torch.stack([2 * half - (base + end) / 2, end]) if curve else end[None]
+        lies = client in lying
+        points = lied(kind, base, points, generator) if lies else points
+        accepted = server.receive(ticket, Payload(points, 1)).accepted
+        sent[lies] += 1
+        refused[lies] += not accepted
+        if not accepted:
+            server.drop(ticket)
+        heapq.heappush(out, (now + draws.exponential(means[client]), client, server.dispatch(client)))
+    shares = [100 * r / s if s else 0.0 for r, s in zip(refused, sent, strict=True)]
+    return {"accuracy": 100 * clients.accuracy(server.model), "honest": shares[0], "liars": shares[1]}
+
+
+class Kept:
+    """Results of runs by what they follow from, in a file that grows."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.known = dict(map(json.loads, lines))
+
+    def __call__(self, key: str, make: Callable[[], dict]) -> dict:
+        if key not in self.known:
+            self.known[key] = make()
+            with self.path.open("a") as file:
+                file.write(json.dumps([key, self.known[key]]) + "\n")
+        return self.known[key]
+
+
+def main() -> None:
+    """Print a table for each lie, and the worst of all lies for each share."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rate-seeds", type=int, nargs="+", default=[100, 101])
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "liars.txt")
+    options = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    kept = Kept(HERE.parent / "build" / "liars.jsonl")
+    federations: dict[int, Clients] = {}
+    lines: list[str] = []
+    begun = time.process_time()
+
+    def tell(line: str = "") -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    def told(name: str, rate: float, defence: str, kind: str, liars: int, seed: int) -> dict:
+        def make() -> dict:
+            if seed not in federations:
+                federations[seed] = Clients(seed)
+            rule = RULES[name][0](rate)
+            return run(federations[seed], rule, DEFENCES[defence], kind, liars, seed, options.rounds)
+
+        return kept(repr((options.rounds, name, rate, defence, kind, liars, seed)), make)
+
+    rates = {}
+    for name, (_, candidates) in RULES.items():
+        scores = {
+            rate: statistics.fmean(told(name, rate, "", "", 0, seed)["accuracy"] for seed in options.rate_seeds)
+            for rate in candidates
+        }
+        rates[name] = max(scores, key=scores.__getitem__)
+    tell(f"{CLIENTS} clients, {options.rounds} updates, buffers of {SIZE}; accuracy in %, mean and sd over seeds")
+    tell(f"{options.seeds}. Rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
+    rows = [(name, defence) for name in RULES for defence in (DEFENCES if name in CHECKED else [""])]
+    for seed in options.seeds:
+        for kind, share in [("", 0.0), *product(LIES, SHARES)]:
+            for name, defence in rows:
+                told(name, rates[name], defence, kind, round(share * CLIENTS), seed)
+    means: dict[tuple[str, str, str, float], float] = {}
+    for kind in LIES:
+        tell()
+        heads = "".join(f"{f'{100 * share:.0f} %':>14}" for share in (0.0, *SHARES))
+        tell(f"{kind:<28}{heads}     refused at 20 %: honest, liars")
+        for name, defence in rows:
+            cells = []
+            for share in (0.0, *SHARES):
+                liars = round(share * CLIENTS)
+                found = [told(name, rates[name], defence, kind if liars else "", liars, seed) for seed in options.seeds]
+                scores = [one["accuracy"] for one in found]
+                means[name, defence, kind, share] = statistics.fmean(scores)
+                cells.append(f"{statistics.fmean(scores):>8.1f} ±{statistics.stdev(scores):>4.1f}")
+                if share == 0.2:
+                    turned = [statistics.fmean(one[who] for one in found) for who in ("honest", "liars")]
+            said = f"     {turned[0]:.0f} %, {turned[1]:.0f} %" if "gate" in defence else ""
+            tell(f"{name + (f' + {defence}' if defence else ''):<28}" + "".join(cells) + said)
+    tell()
+    tell(f"{'the worst of these lies':<28}" + "".join(f"{f'{100 * share:.0f} %':>14}" for share in (0.0, *SHARES)))
+    for name, defence in rows:
+        least = [min(means[name, defence, kind, share] for kind in LIES) for share in (0.0, *SHARES)]
+        tell(f"{name + (f' + {defence}' if defence else ''):<28}" + "".join(f"{score:>14.1f}" for score in least))
+    print(f"{time.process_time() - begun:.0f} s of the processor in this call")
+    options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""How far one liar moves the model, for each kind of rule: the bounds of the guide, and that they are attained."""
+
+import math
+
+import pytest
+import torch
+
+from manifoldagg.federated import Checks, Update
+from manifoldagg.federated.rules import (
+    ASGD,
+    CA2FL,
+    DCASGD,
+    AsyncBezier,
+    AsyncFedED,
+    FedAdam,
+    FedAsync,
+    FedAvg,
+    FedBuff,
+    FedGS,
+    FedOrtho,
+    Krum,
+    Median,
+    TrimmedMean,
+)
+from manifoldagg.manifolds import Flat
+
+SPACE = Flat(4)
+DRIFT = torch.tensor([0.0, 3.0, 0.0, 4.0], dtype=torch.float64)
+ACROSS = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+ALONG = DRIFT / 5
+WEIGHT = 0.1
+BASE = torch.ones(4, dtype=torch.float64)
+
+
+def moved(rule, direction, length, checks=None, others=0):
+    """How far the model goes by a liar's update, that of the first client, and by those of others who did not move."""
+    current = BASE + DRIFT
+    state = rule.init(SPACE, current)
+    for i in range(others + 1):
+        points = (BASE + (length * direction if i == 0 else 0.0))[None]
+        update = Update(i, BASE, current, points, weight=WEIGHT, staleness=1)
+        if checks is not None:
+            update, _, _ = checks.passed(SPACE, update, ())
+        state, outcome = rule.step(SPACE, state, update)
+    return (outcome.model - current).norm().item()
+
+
+def dcasgd(r):
+    """Both terms have the same sign where v is against the drift, entry by entry: r + r^2 |g| in the two of them."""
+    entry = r / math.sqrt(2)
+    return 2 * WEIGHT * math.hypot(*(entry + 0.1 * entry**2 * size for size in (3.0, 4.0)))
+
+
+BOUNDS = {
+    "FedAsync": (FedAsync(0.5), -ALONG, 0, lambda r: 0.5 * (r + 5)),
+    "ASGD": (ASGD(2.0), -ALONG, 0, lambda r: 2 * WEIGHT * r),
+    "FedOrtho": (FedOrtho(2.0), ACROSS, 0, lambda r: 2 * WEIGHT * r),
+    "FedOrtho, along the drift": (FedOrtho(2.0), -ALONG, 0, lambda r: 0.0),
+    "AsyncBezier": (AsyncBezier(threshold=1.0, rate=2.0), ACROSS, 0, lambda r: 2 * WEIGHT * r),
+    "FedGS": (FedGS(2.0), ALONG, 0, lambda r: 2 * WEIGHT * r),
+    "DCASGD": (DCASGD(2.0, variant="constant", strength=0.1), -ALONG.sign() / math.sqrt(2), 0, dcasgd),
+    "AsyncFedED": (AsyncFedED(warm_up=0), ACROSS, 0, lambda r: r**2 / (5 + r)),
+    "FedBuff": (FedBuff(4, 0.5, staleness=lambda late: 0.5), -ALONG, 3, lambda r: 0.5 * 0.5 * r / 4),
+    "FedAvg": (FedAvg(4, 0.5), -ALONG, 3, lambda r: 0.5 * r / 4),
+    "CA2FL": (CA2FL(4, 0.5, clients=10), -ALONG, 3, lambda r: 0.5 * r / 4),
+    "Median": (Median(5), -ALONG, 4, lambda r: 0.0),
+    "TrimmedMean": (TrimmedMean(5, trim=1), -ALONG, 4, lambda r: 0.0),
+    "Krum": (Krum(5, liars=1), -ALONG, 4, lambda r: 0.0),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_one_liar_moves_the_model_so_far_and_with_a_clip_no_farther(name):
+    rule, direction, others, bound = BOUNDS[name]
+    for length in (1e-2, 1.0, 4.0):
+        assert moved(rule, direction, length, None, others) == pytest.approx(bound(length), rel=1e-9, abs=1e-12)
+        clipped = moved(rule, direction, length, Checks(clip=0.5), others)
+        assert clipped == pytest.approx(bound(min(length, 0.5)), rel=1e-9, abs=1e-12)
+    # A clip holds whatever was sent.
+    assert moved(rule, direction, 1e9, Checks(clip=0.5), others) == pytest.approx(bound(0.5), rel=1e-6, abs=1e-12)
+
+
+def test_of_fedadam_no_entry_goes_farther_than_its_rate_allows_and_the_square_stays():
+    rule = FedAdam(1, 0.01)
+    limit = 0.01 * (1 - rule.beta1) / math.sqrt(1 - rule.beta2)
+    assert moved(rule, ACROSS, 1e6) == pytest.approx(limit, rel=1e-6)
+    # Nobody else moves this entry for long.
+    state = rule.init(SPACE, BASE)
+    state, _ = rule.step(SPACE, state, Update(0, BASE, BASE, (BASE + 1e6 * ACROSS)[None]))
+    state = {**state, "m": torch.zeros(4, dtype=torch.float64)}
+    _, outcome = rule.step(SPACE, state, Update(1, BASE, BASE, (BASE + ACROSS)[None]))
+    assert (outcome.model - BASE).norm() < 1e-7
+
+
+def test_ca2fl_goes_on_moving_by_what_a_liar_said_until_it_answers_again():
+    rule = CA2FL(1, 0.5, clients=10)
+    state = rule.init(SPACE, BASE)
+    state, _ = rule.step(SPACE, state, Update("liar", BASE, BASE, (BASE + 1e3 * ACROSS)[None]))
+    for i in range(3):
+        state, outcome = rule.step(SPACE, state, Update(i, BASE, BASE, BASE[None]))
+        assert (outcome.model - BASE).norm().item() == pytest.approx(0.5 * 1e3 / 10)
+
+
+def test_a_base_of_the_clients_own_takes_a_clip_in():
+    """Who brings the base says what the length is of: FedAsync then goes wherever its model is."""
+    current = BASE + DRIFT
+    far = BASE + 1e6 * ACROSS
+    update, kept, _ = Checks(clip=0.5).passed(SPACE, Update("liar", far, current, far[None]), ())
+    assert kept == 1.0
+    rule = FedAsync(0.5)
+    _, outcome = rule.step(SPACE, rule.init(SPACE, current), update)
+    assert (outcome.model - current).norm() > 4e5
+
+
+def test_small_lies_add_up_below_a_clip():
+    rule, model = FedAsync(0.5), BASE
+    for _ in range(100):
+        update, kept, _ = Checks(clip=0.5).passed(SPACE, Update("liar", model, model, (model + 0.5 * ACROSS)[None]), ())
+        assert kept == 1.0
+        _, outcome = rule.step(SPACE, rule.init(SPACE, model), update)
+        model = outcome.model
+    assert (model - BASE).norm().item() == pytest.approx(100 * 0.25)
