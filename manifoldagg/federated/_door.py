@@ -245,7 +245,8 @@ def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
         return model.items()
     if isinstance(model, Sequence) and not isinstance(model, str):
         return enumerate(model)
-    raise ArgumentError(f"{name}: expected a state dict or a list of arrays, got {type(model).__name__}")
+    hint = ": pass its state_dict()" if isinstance(model, torch.nn.Module) else ""
+    raise ArgumentError(f"{name}: expected a state dict or a list of arrays, got {type(model).__name__}{hint}")
 
 
 def tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg.corrections.frame import Later, Motion
-from manifoldagg.errors import ArgumentError, BusyError, check_count
+from manifoldagg.errors import ArgumentError, BusyError, check_count, nearest
 from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Loss, Manifold, ParameterSpace
 
@@ -337,8 +337,14 @@ def check_rule(rule: Rule) -> Rule:
     """A rule: an instance that has `cohort`, `init`, `message` and `step`.
 
     Raises:
-        ArgumentError: if something is missing, or a class was given for an instance.
+        ArgumentError: if something is missing, or a class or a name was given for an instance.
     """
+    if isinstance(rule, str):
+        from manifoldagg.federated import rules  # which are made of what is here
+
+        near = nearest(rule, rules.__all__)
+        hint = "" if near is None else f": did you mean rules.{near}(...)?"
+        raise ArgumentError(f"rule: expected an instance of one of manifoldagg.federated.rules, got {rule!r}{hint}")
     if isinstance(rule, type):
         raise ArgumentError(f"rule: expected an instance, got the class {rule.__name__}; write {rule.__name__}()")
     # By name: a look at the protocol takes longer than a step of a small model.

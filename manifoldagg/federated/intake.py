@@ -310,7 +310,13 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
         ArgumentError: naming what does not fit.
     """
     if not isinstance(space, Manifold):
-        raise ArgumentError(f"space: expected a manifold, got {type(space).__name__}")
+        hint = ": write Server.of(model, rule)" if isinstance(space, torch.nn.Module | Mapping) else ""
+        raise ArgumentError(f"space: expected a manifold, got {type(space).__name__}{hint}")
+    if isinstance(start, torch.nn.Module | Mapping):
+        given = type(start).__name__
+        raise ArgumentError(
+            f"start: expected a point, got {given}: write Server.of(model, rule), or space.point(model)"
+        )
     check_finite("start", check_shape("start", start, *space.axes))
     if not start.numel():
         raise ArgumentError("start: expected a model with parameters, got an empty one")

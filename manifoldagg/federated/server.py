@@ -494,6 +494,8 @@ class Server:
 
         def brought(found: Open) -> Payload:
             base = None if found.apart else found.base
+            if isinstance(model, torch.nn.Module):  # which can be called too
+                raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
             came = model() if callable(model) else model
             began = partial(books.store.load, base)
             return payload_of(self._form, came, samples, books.now.current, began, scaling=scaling)
