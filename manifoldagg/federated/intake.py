@@ -309,14 +309,13 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
     Raises:
         ArgumentError: naming what does not fit.
     """
+    for name, given, kind in (("space", space, "a manifold"), ("start", start, "a point")):
+        if isinstance(given, torch.nn.Module | Mapping):
+            what = type(given).__name__
+            hint = "write Server.of(model, rule)" + (", or space.point(model)" if name == "start" else "")
+            raise ArgumentError(f"{name}: expected {kind}, got {what}: {hint}")
     if not isinstance(space, Manifold):
-        hint = ": write Server.of(model, rule)" if isinstance(space, torch.nn.Module | Mapping) else ""
-        raise ArgumentError(f"space: expected a manifold, got {type(space).__name__}{hint}")
-    if isinstance(start, torch.nn.Module | Mapping):
-        given = type(start).__name__
-        raise ArgumentError(
-            f"start: expected a point, got {given}: write Server.of(model, rule), or space.point(model)"
-        )
+        raise ArgumentError(f"space: expected a manifold, got {type(space).__name__}")
     check_finite("start", check_shape("start", start, *space.axes))
     if not start.numel():
         raise ArgumentError("start: expected a model with parameters, got an empty one")
