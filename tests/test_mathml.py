@@ -65,6 +65,19 @@ def test_numbers_stay_numbers_and_words_are_one_word(hook):
     assert [element.text for element in tree.iter(f"{NAMESPACE}mi")] == ["x", "id"]
 
 
+@pytest.mark.parametrize("latex", [r"\sum_j x_j", r"\min_x f(x)", r"\operatorname{argmin}_x f(x)"])
+def test_limits_stand_below_on_a_line_of_their_own(hook, latex):
+    tags = [
+        {
+            element.tag.removeprefix(NAMESPACE)
+            for element in ElementTree.fromstring(hook.mathml(latex, block=block)).iter()
+        }
+        for block in (False, True)
+    ]
+    assert "munder" not in tags[0]
+    assert "munder" in tags[1]
+
+
 def test_a_page_keeps_what_is_no_formula(hook):
     page = 'a &lt; b <span class="arithmatex">\\(x &lt; 1\\)</span> <div class="arithmatex">\\[y\\]</div>'
     made = hook.on_page_content(page)

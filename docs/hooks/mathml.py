@@ -20,6 +20,8 @@ SCRIPTS = {"msub", "msup", "msubsup", "munder", "mover", "munderover"}
 ROWS = {"math", "mrow", "mstyle", "msqrt", "mtd"}
 OPEN, CLOSE, BARS = set("([{⟨⌊⌈"), set(")]}⟩⌋⌉"), set("|‖\u2223∥")
 SIGNS = set("\u2212+±∓-")  # the first is what `-` becomes
+# Where a formula has a line of its own, what stands at their foot stands below them.
+LIMITS = {"argmax", "argmin", "arg\u00a0max", "arg\u00a0min", "det", "inf", "max", "min", "sup"}
 THIN = "0.167em"
 
 
@@ -29,7 +31,8 @@ def on_page_content(content, **_):
 
 def mathml(latex, *, block=False):
     """A formula as a `<math>` element."""
-    text = convert(NAME.sub(lambda name: rf"\mathrm{{{name[1] or name[2]}}}", latex))
+    display = "block" if block else "inline"
+    text = convert(NAME.sub(lambda name: rf"\mathrm{{{name[1] or name[2]}}}", latex), display=display)
     tree = ElementTree.fromstring(text.replace(f' xmlns="{NAMESPACE}"', ""))
     for element in list(tree.iter()):
         _leaf(element)
@@ -40,7 +43,11 @@ def mathml(latex, *, block=False):
         if element.tag in ROWS:
             _sign(element)
             _space(element)
-    tree.attrib = {"xmlns": NAMESPACE, "display": "block" if block else "inline"}
+    if block:
+        for element in tree.iter("msub"):
+            if element[0].text in LIMITS:
+                element.tag = "munder"
+    tree.attrib = {"xmlns": NAMESPACE, "display": display}
     return ElementTree.tostring(tree, encoding="unicode")
 
 
