@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ TENSORS = {Tensor, torch.nn.Parameter}
 """What most models consist of."""
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Integers that torch does not add, and those whose sums have the same bits."""
+_is_cpu = attrgetter("is_cpu")
 POINTS = re.compile(r"^points(\[\d+\])?")
 """What messages call the points of an update, which came as `update` here."""
 
@@ -156,7 +158,8 @@ def stepped(
         chosen = policies(layout.carried, buffers)
         check_parameters("current", layout)
         kept = state if isinstance(state, ServerState) else ServerState(state)
-        read: list[Any] = [*(layout.rows(models) if rows else space.points(models))]
+        own = "" if adapters else "current: "
+        read: list[Any] = [*(layout.rows(models, own=own) if rows else space.points(models))]
         here, then, *brought = read
         if not difference:
             warn_of_difference(name, layout, space.sizes(newest), space.sizes(models["base: "]))
@@ -252,7 +255,7 @@ def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
 def tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor]:
     """The entries of a model as tensors over the same memory, which are `written` or only read."""
     entries = model if isinstance(model, Mapping) else dict(_entries(name, model))
-    keys = [key if type(key) is str else str(key) for key in entries]
+    keys = [*entries] if set(map(type, entries)) <= {str} else [*map(str, entries)]
     found = dict(zip(keys, entries.values(), strict=True))
     if OPAQUE in "".join(keys):
         found = {key: x for key, x in found.items() if key.rpartition(".")[2] != OPAQUE}
@@ -363,6 +366,9 @@ def _write(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
 
 def like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:
     """`new` as the kind of `current`: its container, order, devices, arrays where arrays were."""
+    plain = type(current) is dict and [*current] == [*now] and set(map(type, current.values())) <= TENSORS
+    if plain and all(map(_is_cpu, now.values())):
+        return {key: new[key] for key in current}  # on the devices of `now`, as all that is made of it
     entries: dict[Any, Any] = {}
     for key, array in _entries("current", current):
         if str(key) not in new:  # what a module keeps beside its tensors

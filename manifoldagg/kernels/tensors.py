@@ -130,9 +130,12 @@ class Tensors(tuple[Tensor, ...]):
         """
         if not self.dtypes <= DTYPES.keys() or any(map(Tensor.is_neg, self)):
             return None
-        table = np.ones((len(self), 3), np.int64)
+        if len(self.dtypes) == 1:
+            table = _blank(len(self), DTYPES[self[0].dtype]).copy()
+        else:
+            table = _blank(len(self), 0).copy()
+            table[:, 2] = [DTYPES[d] for d in map(_dtype, self)]
         table[:, 0] = self.addresses
-        table[:, 2] = DTYPES[self[0].dtype] if len(self.dtypes) == 1 else [DTYPES[d] for d in map(_dtype, self)]
         if 0 in self.addresses:
             empty = table[:, 0] == 0
             if np.array(self.lengths)[empty].any():  # zeros that torch never wrote down
@@ -147,7 +150,9 @@ class Tensors(tuple[Tensor, ...]):
     def fresh(self) -> "Tensors":
         """Tensors like these, each in one piece, not yet written."""
         if self.whole:
-            return Tensors(map(torch.empty_like, self))
+            found = Tensors(map(torch.empty_like, self))
+            found.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, whole=True)
+            return found
         return Tensors(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
 
 
@@ -161,6 +166,12 @@ def _extent(tensor: Tensor) -> int:
 
 Row = Tensor | tuple[Tensor, ...]
 """A vector (P,), or tensors whose entries, one tensor after another, are P numbers."""
+
+
+@lru_cache(maxsize=64)
+def _blank(count: int, dtype: int) -> np.ndarray:
+    """A table without addresses, to be copied."""
+    return np.tile(np.array([0, 1, dtype], np.int64), (count, 1))
 
 
 @lru_cache(maxsize=64)
