@@ -153,7 +153,7 @@ def stepped(
                 models[label] = newest = _moved(layout, models["base: "], models[label], label)
         # What is written is what came, not what is made of it.
         written = Layout.of_state_dict(given["current: "], list(buffers)) if adapters else layout
-        target = None if out is None else _target(written, out, given)
+        target = None if out is None else _target(written, out, given["current: "])
         rows = by_rows(rule, space)
         chosen = policies(layout.carried, buffers)
         check_parameters("current", layout)
@@ -182,7 +182,13 @@ def stepped(
             share=known.share,
         )
         terms = Terms(space, rule, chosen, buffers="update")
-        blank = torch.empty_like(here) if not rows else None if target is None else _row(layout, target)
+        blank: Any = torch.empty_like(here) if not rows else None if target is None else _row(layout, target)
+        if target is not None:
+            leaves = rows and not adapters and not layout.carried and not layout.aliases
+            if leaves and blank[0] is target[layout.leaves[0].name]:
+                check_apart(blank, read, layout.sizes)  # here, as the step need not ask again
+            else:
+                _check_apart(written, target, given)
         try:
             after, outcome = step(terms, before, taken, newest, blank)
         except ArgumentError as error:
@@ -325,28 +331,34 @@ class _Open:
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
-def _target(layout: Layout, out: Model, models: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of a model to write into, into which nothing can fail to be written.
+def _target(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model to write into, into which nothing can fail to be written but by an overlap.
 
     Raises:
-        ArgumentError: if they are not those of the layout, on the devices of the first of `models`, or share memory
-            with one another or with another entry of these.
+        ArgumentError: if they are not those of the layout, on the devices of `current`.
     """
     target = tensors("out", out, written=True)
     layout.match(target, "out: ")
-    first, *_ = models.values()
     for name, tensor in target.items():
-        if tensor.device != first[name].device:
-            raise ArgumentError(f"out: {name}: expected device {first[name].device}, got {tensor.device}")
+        if tensor.device != current[name].device:
+            raise ArgumentError(f"out: {name}: expected device {current[name].device}, got {tensor.device}")
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ArgumentError(f"out: {name}: expected a tensor that was not made in inference mode")
+    return target
+
+
+def _check_apart(layout: Layout, target: Mapping[str, Tensor], models: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """The tensors of a model to write into share memory neither with one another nor with another entry of `models`.
+
+    Raises:
+        ArgumentError: if they do.
+    """
     names = [entry.name for entry in (*layout.leaves, *layout.carried)]
     names += [alias for alias, name in layout.aliases if target[alias].data_ptr() != target[name].data_ptr()]
     written = Tensors([target[name] for name in names])
     read = [Tensors([model[name] for name in names]) for model in models.values()]
     # Adapters of other ranks are copied before anything is written.
     check_apart(written, [row for row in read if row.lengths == written.lengths], written.lengths)
-    return target
 
 
 def _row(layout: Layout, target: Mapping[str, Tensor]) -> Tensors:
@@ -368,7 +380,7 @@ def like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -
     """`new` as the kind of `current`: its container, order, devices, arrays where arrays were."""
     plain = type(current) is dict and [*current] == [*now] and set(map(type, current.values())) <= TENSORS
     if plain and all(map(_is_cpu, now.values())):
-        return {key: new[key] for key in current}  # on the devices of `now`, as all that is made of it
+        return {key: new[str(key)] for key in current}  # on the devices of `now`, as all that is made of it
     entries: dict[Any, Any] = {}
     for key, array in _entries("current", current):
         if str(key) not in new:  # what a module keeps beside its tensors

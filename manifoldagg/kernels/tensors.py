@@ -61,6 +61,9 @@ class Tensors(tuple[Tensor, ...]):
     bound: float | None = None
     """How long the row is at most, where whoever made it has said so."""
 
+    apart: tuple[Any, ...] = ()
+    """Rows of which `rows.check_apart` has seen that these tensors may be written while they are read."""
+
     @_Once
     def lengths(self) -> tuple[int, ...]:
         """How many entries each tensor has."""
