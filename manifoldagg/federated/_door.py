@@ -186,7 +186,8 @@ def stepped(
         if target is not None:
             leaves = rows and not adapters and not layout.carried and not layout.aliases
             if leaves and blank[0] is target[layout.leaves[0].name]:
-                check_apart(blank, read, layout.sizes)  # here, as the step need not ask again
+                check_apart(blank, read, layout.sizes)
+                blank.apart = tuple(read)  # the step need not ask again
             else:
                 _check_apart(written, target, given)
         try:

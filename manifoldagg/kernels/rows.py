@@ -274,11 +274,8 @@ def check_apart(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> No
     Raises:
         ArgumentError: if one shares a part of its memory with itself, another one, or what is read.
     """
-    if isinstance(out, Tensors):
-        # Asked before, of the same rows: they have not moved since.
-        read = [row for row in read if not any(row is other for other in out.apart)]
-        if out.apart and not read:
-            return
+    if isinstance(out, Tensors) and out.apart and all(any(row is seen for seen in out.apart) for row in read):
+        return
     starts, stops = _places(out, lengths)
     order = np.argsort(starts, kind="stable")
     order = order[stops[order] > starts[order]]  # tensors without entries are nowhere
@@ -297,8 +294,6 @@ def check_apart(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> No
         same = (order[first[met]] == met) & (starts[met] == begin[met]) & (stops[met] == end[met])
         if not same.all() or not _are_alike(out, row, met):
             raise ArgumentError(OVERLAP)
-    if isinstance(out, Tensors):
-        out.apart = (*out.apart, *(row for row in read if row is not out))
 
 
 def _are_apart(out: Line, row: Line) -> bool:

@@ -62,7 +62,7 @@ class Tensors(tuple[Tensor, ...]):
     """How long the row is at most, where whoever made it has said so."""
 
     apart: tuple[Any, ...] = ()
-    """Rows of which `rows.check_apart` has seen that these tensors may be written while they are read."""
+    """Rows of which a caller has seen, by `rows.check_apart`, that these tensors may be written while they are read."""
 
     @_Once
     def lengths(self) -> tuple[int, ...]:
