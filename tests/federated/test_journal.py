@@ -245,6 +245,36 @@ def test_a_fault_at_any_call_loses_nothing_that_was_answered(tmp_path, monkeypat
     assert ("unlink", "killed") in met
 
 
+def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, as_shipped):
+    left, folder = tmp_path / "left", tmp_path / "resumed"
+    left.mkdir()
+    script = Script(fresh(FedBuff(2), journal=left / LINES), left)
+    script.run()
+    crash(script.server)
+    before = content(script.server)
+
+    def run(disk):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(left, folder)
+        # What is open stays so until the process is buried.
+        with disked(monkeypatch, disk), monkeypatch.context() as patch:
+            patch.setattr(journal, "_closed", lambda file: None)
+            try:
+                back(folder, script.server)
+            finally:
+                disk.bury()
+                disk._open.clear()
+
+    met = set()
+    for disk, call, error in each(run, faults=(errno.ENOSPC, "short", "killed", "torn")):
+        met.add((call, disk.fault))
+        assert error is None or isinstance(error, CheckpointError), (disk.at, call)
+        server = back(folder, script.server)
+        assert known([content(server)]) == known([before]), (disk.at, call)
+        crash(server)
+    assert {("write", "torn"), ("fsync", "killed"), ("replace", "killed"), ("unlink", "killed")} <= met
+
+
 def worked(server, steps):
     """Steps of all kinds, one after another."""
     for i in range(steps):
