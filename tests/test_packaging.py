@@ -1,0 +1,65 @@
+"""What is released: the same bytes from the same source, and enough for the first snippet of the README."""
+
+import re
+import subprocess
+import sys
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from manifoldagg import __version__
+
+ROOT = Path(__file__).parent.parent
+
+
+def done(*command, folder):
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def build(source, folder):
+    """The bytes of the source distribution and of the wheel, by their names."""
+    pytest.importorskip("hatchling")
+    done(sys.executable, "-m", "hatchling", "build", "-d", str(folder), folder=source)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """Where the two lie."""
+    folder = tmp_path_factory.mktemp("released")
+    build(ROOT, folder)
+    return folder
+
+
+def test_the_same_source_gives_the_same_bytes_wherever_it_lies(released, tmp_path):
+    names = {f"manifoldagg-{__version__}.tar.gz", f"manifoldagg-{__version__}-py3-none-any.whl"}
+    first = {path.name: path.read_bytes() for path in released.iterdir()}
+    assert first.keys() == names
+    with tarfile.open(released / f"manifoldagg-{__version__}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    (source / "PKG-INFO").unlink()  # made anew
+    for path in source.rglob("*"):
+        path.touch()
+    assert build(source, tmp_path / "again") == first
+
+
+def test_the_first_snippet_runs_where_only_the_wheel_is_installed(released, tmp_path):
+    """In an environment without the checkout, beside the packages that are here."""
+    snippet = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S).group(1)
+    (wheel,) = released.glob("*.whl")
+    done(sys.executable, "-m", "venv", "--without-pip", "clean", folder=tmp_path)
+    python = str(tmp_path / "clean" / "bin" / "python")
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = Path(done(python, "-c", ask, folder=tmp_path).strip())
+    # Its own .pth files, such as that of the checkout, are not read from there.
+    beside = {str(Path(find_spec(name).origin).parents[1]) for name in ("torch", "pip")}
+    (own / "beside.pth").write_text("\n".join(beside))
+    done(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", str(wheel), folder=tmp_path)
+    say = "print(manifoldagg.__file__, manifoldagg.__version__)"
+    told = done(python, "-I", "-W", "error", "-c", f"{snippet}\n{say}", folder=tmp_path)
+    assert told.endswith(f"{own / 'manifoldagg' / '__init__.py'} {__version__}\n")
