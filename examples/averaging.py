@@ -186,6 +186,7 @@ def main() -> None:
     federation = Federation.split(digits, CLIENTS, partition=partition, seed=0, batch=32)
     judge = Judge(federation)
     found: dict[str, tuple[Late, Subspace]] = {}
+    seen = []
     print(f"{'':<8} {'model':<18} {'accuracy, %':>11} {'NLL':>7} {'ECE':>7}")
     for name, manifolds in SPACES.items():
         late = run(federation, manifolds, versions)
@@ -211,6 +212,8 @@ def main() -> None:
         }
         for label, (accuracy, nll, error) in rows.items():
             print(f"{name:<8} {label:<18} {100 * accuracy:>11.1f} {nll:>7.3f} {error:>7.3f}")
+        last, averaged = (100 * rows[label][0] for label in ("last", "SWA"))
+        seen.append(f"{last:.1f} % and {averaged:.1f} % ({name})")
         best = max(member.accuracy for member in drawn.members)
         print(f"{name:<8} The best of the {draws} alone has {100 * best:.1f} %.")
         apart = distance(late.space, late.swa.averaged(late.last), mean.point).item()
@@ -222,6 +225,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     picture(found, options.out / "averaging.png")
     print(f"{options.out / 'averaging.png'} ({time.perf_counter() - began:.0f} s)")
+    print(f"Seen: accuracies of the last model and of the average of late ones: {', '.join(seen)}.")
 
 
 if __name__ == "__main__":

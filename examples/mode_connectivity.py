@@ -239,6 +239,8 @@ def main() -> None:
     }
     picture(planes, ways, options.out / "mode_connectivity.png")
     print(f"{options.out / 'mode_connectivity.png'} ({time.perf_counter() - began:.0f} s)")
+    straight, curved = (found.loss.height for found in ways[:2])
+    print(f"Seen: between the networks the loss rises by {straight:.2g} on the chord, by {curved:.2g} on a curve.")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def test_mode_connectivity(tmp_path):
     done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
+    assert lines[-1].startswith("Seen: between the networks the loss rises by ")
     assert "digits" in lines[0]
     rows = {line.split()[0]: line.split()[1:] for line in lines[3:8]}
     assert list(rows) == ["chord", "quadratic", "cubic", "tunnel", "simplices"]
@@ -75,6 +76,7 @@ def test_averaging(tmp_path):
     done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
+    assert lines[-1].startswith("Seen: accuracies of the last model and of the average of late ones: ")
     for name in ("last", "SWA", "Karcher SWA", "simplex"):
         assert sum(name in line for line in lines) >= 2, (name, lines)  # flat and curved
     height, width, _ = matplotlib.image.imread(tmp_path / "averaging.png").shape
@@ -86,6 +88,7 @@ def test_drift(tmp_path):
     done = subprocess.run([*command, "--out", tmp_path / "drift.png"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
+    assert lines[-1].startswith("Seen: a server that goes along chords rests ")
     assert sum(line.startswith("fewer steps, full weight") for line in lines) == 2
     found = {line[:30].strip(): float(line[30:].split()[0]) for line in lines[1:7]}
     assert found["path"] < found["fit of degree 2"] < found["chord"]

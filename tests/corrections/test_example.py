@@ -67,4 +67,5 @@ def test_it_prints_and_draws(example, tmp_path, monkeypatch, capsys):
     example.main()
     printed = capsys.readouterr().out
     assert all(name in printed for name in [*example.METHODS, "OrthoFL", "delay 3", "median regret"])
+    assert printed.splitlines()[-1].startswith("Seen: 3 versions late, plain updates end ")
     assert path.read_bytes().startswith(b"\x89PNG")
