@@ -16,7 +16,7 @@ from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["Krum", "nearest"]
+__all__ = ["Krum"]
 
 
 @dataclass(frozen=True)
