@@ -93,8 +93,10 @@ def steps(size: int, count: int, rounds: int) -> dict[str, Any]:
         def least(rows: int = rows, written: int = written) -> None:
             # Once to look at the gradient (and the momentum where the rule asks for its products); once to step.
             floor.read(vectors[: rows - 1], threads)
-            for i in range(written):
-                floor.read_write(vectors[: 2 if i == 0 else 1], vectors[2 + i], threads)
+            # In place: what is written elsewhere is fetched into the cache first.
+            floor.read_write([vectors[0], vectors[2]], vectors[2], threads)
+            if written > 1:
+                floor.read_write([vectors[3]], vectors[3], threads)
 
         calls = {"ours": ours.step, "floor": least, "SGD": peer.step}
         if name == "HeLoCo":
@@ -139,7 +141,9 @@ def workers(size: int, count: int, rounds: int, most: int) -> dict[str, Any]:
                 # Each gradient is looked at, and goes into the sum; the last one, with the sum, into the model.
                 for i in range(k):
                     floor.read(vectors[: measured if i == k - 1 else 1], threads)
-                    floor.read_write(vectors[: 1 if i == 0 else 3 if i == k - 1 else 2], vectors[3], threads)
+                    row = vectors[2 if i == k - 1 else 3]
+                    read = [vectors[0], vectors[3], row] if i == k - 1 else [vectors[0], row] if i else [vectors[0]]
+                    floor.read_write(read, row, threads)
 
             taken = in_turns({"ours": each, "floor": least, "mean": mean}, rounds)
             row[name] = {
