@@ -618,7 +618,7 @@ struct Goal {
   const Vec *plus, *minus, *base, *out;
   const double* coefficients;
 };
-constexpr int TURN = 1 << 12;  // entries of all rows that are in cache while each goal takes them
+constexpr int TURN = 1 << 10;  // entries of all rows that are in cache while each goal takes them
 
 // The goals of entries p..stop of one piece.
 void combine_each(const Goal* goal, std::vector<std::vector<Term>>& terms, int64_t piece, int64_t p, int64_t stop) {
