@@ -63,14 +63,18 @@ def trained(space, seed, start, carried):
     return point, noise
 
 
+def policies(rule):
+    """What becomes of the buffers: they are left alone by a rule that adds no noise to them."""
+    return dict.fromkeys(POLICIES, "leave") if getattr(rule, "private", False) else POLICIES
+
+
 def agree(name, seed, script, manifolds=None):
     net = network()
     if manifolds:
         net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     state_dict = net.state_dict()
     space = ParameterSpace.of_state_dict(state_dict, manifolds, buffers=list(POLICIES))
-    left = getattr(RULES[name], "private", False)
-    chosen = dict.fromkeys(POLICIES, "leave") if left else POLICIES
+    chosen = policies(RULES[name])
     server = Server(
         space, RULES[name], space.point(state_dict), weights=SHARE, carried=space.carried(state_dict), buffers=chosen
     )
@@ -84,7 +88,7 @@ def agree(name, seed, script, manifolds=None):
         count = getattr(RULES[name], "vertices", 1 if getattr(RULES[name], "plain", True) else 2)
         pairs = [trained(space, seed + 31 * i + j, ticket.message.start, server.state_dict()) for j in range(count)]
         carried = {key: pairs[-1][1][key] for key in (entry.name for entry in space.layout.carried)}
-        brought = {} if left else carried
+        brought = carried if chosen is POLICIES else {}
         receipt = server.receive(ticket.id, Payload(torch.stack([point for point, _ in pairs]), 5, buffers=brought))
         assert receipt.reason == ""
         models = [space.state_dict(point, carried) for point, _ in pairs]

@@ -30,7 +30,7 @@ from manifoldagg.manifolds import ParameterSpace, Sphere
 from tests.federated import test_golden
 from tests.federated.fingerprint import Gathers
 from tests.federated.test_archive import alike
-from tests.federated.test_golden import BEYOND, POLICIES, network, trained
+from tests.federated.test_golden import BEYOND, POLICIES, network, policies, trained
 from tests.support import seeds
 
 
@@ -70,7 +70,7 @@ def agree(name, seed, weights, script, manifolds=None):
         net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     first = net.state_dict()
     space = ParameterSpace.of_state_dict(first, manifolds, buffers=list(POLICIES))
-    options = {"weights": WEIGHTS[weights], "buffers": POLICIES}
+    options = {"weights": WEIGHTS[weights], "buffers": policies(rule)}
     server = Server(space, rule, space.point(first), carried=space.carried(first), **options)
     versions = Versions(rule, first, manifolds=manifolds, **options)
     count = getattr(rule, "vertices", 1 if getattr(rule, "plain", True) else 2)
@@ -111,7 +111,8 @@ def agree(name, seed, weights, script, manifolds=None):
             del out[place % len(out)]
             samples = 1 + (seed + i) % 9
             points = torch.stack([point for point, _ in pairs])
-            receipt = server.receive(ticket, Payload(points, samples, buffers=carried)).check()
+            brought = carried if options["buffers"] is POLICIES else {}
+            receipt = server.receive(ticket, Payload(points, samples, buffers=brought)).check()
             numbers = versions.take(client, models if count > 1 else models[0], samples=samples, task=task)
             told = [(numbers[key], getattr(receipt, key)) for key in ("version", "staleness", "weight")]
             told += [(numbers[key], getattr(receipt, key)) for key in ("cosine", "step", "norm") if key in numbers]

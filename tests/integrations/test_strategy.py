@@ -108,9 +108,14 @@ def test_an_unmodified_app_runs_for_so_many_rounds():
     assert all(torch.equal(x, strategy.server.state_dict()[name]) for name, x in state.items())
 
 
+def kept(rule):
+    """What becomes of the buffers: they are left alone by a rule that adds no noise to them."""
+    return {"buffers": {"*": "leave"}} if getattr(rule, "private", False) else {}
+
+
 def tells_more(rule):
     """Whether it tells clients more than a model: such messages go whole, to nodes that run `client_app`."""
-    message = Server.of(Net(), rule).dispatch(0).message
+    message = Server.of(Net(), rule, **kept(rule)).dispatch(0).message
     return bool(message.tensors or message.numbers)
 
 
@@ -123,7 +128,7 @@ def test_every_rule_that_needs_no_more_than_models_takes_them():
                 continue
             if isinstance(rule, rules.GeneralizedAsyncSGD):
                 rule = rules.GeneralizedAsyncSGD(dict.fromkeys(nodes, 1 / 3))
-            strategy = asynchronous(rule, fraction_evaluate=0.0)
+            strategy = asynchronous(rule, fraction_evaluate=0.0, **kept(rule))
             strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
             taken[name] = (strategy.server.updates, strategy.server.refused)
     assert taken == {name: (6, {}) for name in taken}
