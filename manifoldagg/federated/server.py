@@ -391,12 +391,23 @@ class Server:
         """
         self._check_process()
         self._expire()
-        books = self._books.value
-        books.weights.check(client)
+        self._books.value.weights.check(client)
         if self._writer is not None or self._journal is not None:
             check_name(client)
         if self._journal is not None:
             self._journal.check()
+        # Each turn of the loop but the last is one in which somebody else moved the model on.
+        while (ticket := self._left(client, keep)) is None:
+            pass
+        self._log()
+        self._tell_of_events()
+        return ticket
+
+    def _left(self, client: Hashable, keep: bool) -> Ticket | None:
+        """A ticket for the current model; none, and nothing has changed, where a checkpoint may have been made in the
+        meantime that knows its version no more: a journal would not find it.
+        """
+        books = self._books.value
         books.check_free()
         place = books.current
         kept = books.store.find(place)
@@ -412,9 +423,15 @@ class Server:
         sent, apart = message(self.space, self.rule, books.now, books.store.load(("client", client)), base)
         ticket_id = os.urandom(16).hex()
         ticket = Open(client, books.now.version, place if keep else None, self._clock(), apart)
-        self._books.update(lambda now: (now.dispatched(ticket_id, ticket, kept), None))
-        self._log()
-        self._tell_of_events()
+
+        def entered(now: Books) -> tuple[Books, bool]:
+            passed = now.now.version != ticket.version and now.store.find(place) is None
+            if keep and passed and self._journal is not None:
+                return now, False
+            return now.dispatched(ticket_id, ticket, kept), True
+
+        if not self._books.update(entered):
+            return None
         return Ticket(ticket_id, ticket.version, sent, self.space)
 
     @without_derivatives
