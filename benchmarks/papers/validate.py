@@ -1,0 +1,103 @@
+"""Search the rates of every table of `evidence.toml` on validation seeds, and say what they are worth; no test run.
+
+    python benchmarks/papers/validate.py [--only digits,mnist] [--jobs 1] [--out benchmarks/results/papers]
+
+It is the search that `manifoldagg compare --tune` makes, kept in the same `.tuned`, so that nothing is done twice: what
+is decided by validation can be decided, and written down, before any test seed runs. Scores are mean accuracies over
+the last quarter of the rounds, on validation samples.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import chdir
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from manifoldagg import cli
+from manifoldagg.simulation import Federation, by_name, processes, task
+from manifoldagg.simulation.configuration import command_lines, options_by_name
+from manifoldagg.simulation.methods import methods
+from manifoldagg.simulation.report import machine
+from manifoldagg.simulation.tuning import Tuning
+from manifoldagg.simulation.workers.pool import serving
+
+HERE = Path(__file__).parent
+SCENARIO = ("scheduler", "delays", "participation")
+
+
+def main() -> None:
+    """Print a table for each comparison and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=HERE / "evidence.toml")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=HERE.parent / "results" / "papers")
+    given = parser.parse_args()
+    command: Any = typer.main.get_command(cli.app)
+    command, out = command.commands["compare"], given.out.resolve()
+    only = [given.only] if given.only else []
+    lines = command_lines(given.config, options_by_name(command.params, ("config", "only", "name")), only)
+    folder = out / "validation"
+    folder.mkdir(parents=True, exist_ok=True)
+    with chdir(given.config.parent), serving(processes(given.jobs) if given.jobs > 1 else None) as workers:
+        for name, words in lines.items():
+            found: dict[str, Any] = {"command": ["manifoldagg", "compare", *words], **machine(), "methods": {}}
+            for told in searched(command.make_context("compare", words).params, out / ".tuned", workers):
+                found |= told | {"methods": found["methods"] | told["methods"]}
+                (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+                print(name, *table({**found, **told})[-1:], flush=True)
+            (folder / f"{name}.md").write_text("\n".join([f"# {name}", "", *table(found), ""]))
+
+
+def searched(options: Mapping[str, Any], cache: Path, workers: Any) -> Iterator[dict[str, Any]]:
+    """What `compare` would try with these options, one method after the other."""
+    problem = task(options["data"], options["model"])
+    partition = by_name.partition(options["partition"])
+    split = partial(Federation.split, problem, options["clients"], partition=partition)
+    first = max(Tuning.seeds[0], options["seeds"])
+    tuning = Tuning(range(first, first + options["tune_seeds"]), cache=cache)
+    for method in methods(options["methods"], options["rate"] or []):
+        _, told = tuning.apply(
+            [method],
+            partial(split, holdout=options["holdout"], batch=options["batch"]),
+            validation=options["validation"],
+            used=options["seeds"],
+            rounds=options["rounds"],
+            work=options["work"],
+            tasks=options["tasks"],
+            executor=workers,
+            progress=None,
+            **{name: options[name] for name in SCENARIO},
+        )
+        yield told
+
+
+def table(told: Mapping[str, Any]) -> list[str]:
+    """The methods, the best first: with the rate that was found, and with the one it began from."""
+    rows = []
+    for method, search in told["methods"].items():
+        if isinstance(search, dict):
+            late = {one["rate"]: 100 * statistics.fmean(one["late"]) for one in search["tried"]}
+            best = search["chosen"]
+            edge = "at the end of the search" if best in (min(late), max(late)) else ""
+            rows.append((late[best], method, best, late[search["start"]], search["start"], edge))
+    heads = ["method", "rate", "late, %", "its own rate", "late, %", "%-points lost", ""]
+    return [
+        f"Seeds {told['seeds']}, {100 * told['validation']:.0f} % of the training samples.",
+        "",
+        f"| {' | '.join(heads)} |",
+        "| --- |" + " ---: |" * 5 + " --- |",
+        *(
+            f"| {method} | {best:g} | {score:.2f} | {start:g} | {own:.2f} | {score - own:.2f} | {edge} |"
+            for score, method, best, own, start, edge in sorted(rows, reverse=True)
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main()
