@@ -38,6 +38,22 @@ check: .venv/.installed
 docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
+# What each method is worth (benchmarks/papers/README.md), where DATA are: hours, and it goes on where it was stopped.
+# A part for each table: make -j2 evidence; make evidence-digits.
+DATA ?= build/data
+TABLES := $(shell sed -n 's/^\[\([a-z].*\)\]$$/\1/p' benchmarks/papers/evidence.toml | grep -v defaults)
+EVIDENCE := benchmarks/results/papers
+
+.PHONY: evidence $(TABLES:%=evidence-%)
+evidence: $(TABLES:%=evidence-%)
+	for task in digits mnist shakespeare; do \
+	  $(BIN)/manifoldagg report $(EVIDENCE)/$$task $(EVIDENCE)/$$task-* --axis gradients --against FedOrtho --out $(EVIDENCE)/joined/$$task || exit; \
+	done
+
+$(TABLES:%=evidence-%): evidence-%: .venv/.installed
+	mkdir -p build && { [ -e build/data ] || ln -s "$$(realpath $(DATA))" build/data; }
+	OMP_NUM_THREADS=1 $(BIN)/manifoldagg compare --config benchmarks/papers/evidence.toml --only $* --out $(EVIDENCE) --resume
+
 # Five pages as a browser shows them, in build/screens/.
 screens: .venv/.installed
 	$(BIN)/pytest tests/test_site.py --basetemp=build/screens

@@ -326,6 +326,13 @@ def report_command(
             "`gradients`, `bytes`."
         ),
     ] = "round",
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="A method by its name in the reports: all others are put beside it, seed by seed and on all axes.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The folder to write; a joined report there is replaced.")] = Path("joined"),
 ) -> None:
     """Join comparisons into one table, and say how sure the differences are.
@@ -334,8 +341,8 @@ def report_command(
     virtual time, in gradients computed and in bytes sent. With 15 pairs of task and seed or more, methods are compared
     by Wilcoxon's signed-rank test with Holm's correction.
 
-    Prints a table for each task and writes `report.md`, `table.csv`, `pairs.csv`, and pictures of accuracy and of
-    clients.
+    Prints a table for each task and writes `report.md`, `table.csv`, `pairs.csv`, with --against `against.csv`, and
+    pictures of accuracy and of clients.
 
     Example: `manifoldagg report runs/digits runs/mnist --axis gradients --out joined`
     """
@@ -343,7 +350,7 @@ def report_command(
     with unwinding("interrupted: nothing was written"):
         check_destination(out, FILES, option="out")
         joined = join(folders)
-        files = write_summary(joined, out, axis=axis)
+        files = write_summary(joined, out, axis=axis, against=against)
     for grid in joined_tables(joined):
         screen.print(grid)
     for note in joined.notes:

@@ -10,8 +10,9 @@ from typing import Any
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.evidence import Mean, Pair, compared, mean_of
 from manifoldagg.simulation.log import AXES, Evaluation, reached, within
+from manifoldagg.simulation.naming import pick
 
-__all__ = ["Joined", "Logged", "Row", "join"]
+__all__ = ["Against", "Joined", "Logged", "Row", "join"]
 
 COUNTS = ("round", "gradients", "bytes_down", "bytes_up", "refused", "staleness_max")
 PROBLEM = (
@@ -55,6 +56,7 @@ class Row:
         last: what a run had spent at its end, the mean of each axis.
         loss: at the end, of the runs where it is finite; `None` if there are none.
         gini: of the clients' accuracies at the end.
+        theil: likewise.
     """
 
     task: str
@@ -68,6 +70,25 @@ class Row:
     last: Mapping[str, float]
     loss: Mean | None
     gini: Mean
+    theil: Mean
+
+
+@dataclass(frozen=True)
+class Against:
+    """How much more accurate a method was on a task than another one, seed by seed.
+
+    Attributes:
+        task: the task.
+        method: the method.
+        other: the other one.
+        equal: the difference by axis, over the seeds that both have, where each run had spent no more than all runs of
+            these two did.
+    """
+
+    task: str
+    method: str
+    other: str
+    equal: Mapping[str, Mean]
 
 
 @dataclass(frozen=True)
@@ -107,6 +128,27 @@ class Joined:
                     scores.setdefault(method, {})[task, seed] = found.accuracy
         return compared(scores)
 
+    def against(self, other: str) -> list[Against]:
+        """Every method but `other` beside it, on each task that has both, with intervals of the paired differences.
+
+        Terms are equal for the two: how little a third one spent does not count.
+
+        Raises:
+            ArgumentError: if no task has it, or no method and seed beside it.
+        """
+        names = dict.fromkeys(method for methods in self.runs.values() for method in methods)
+        pick("against", "method", other, names)
+        found = []
+        for task, methods in self.runs.items():
+            for method, seeds in methods.items():
+                both = [seed for seed in seeds if seed in methods.get(other, {})]
+                if method != other and both:
+                    pairs = [(seeds[seed].evaluations, methods[other][seed].evaluations) for seed in both]
+                    found.append(Against(task, method, other, {axis: _difference(pairs, axis) for axis in AXES}))
+        if not found:
+            raise ArgumentError(f"against: expected a method that has a task and a seed with another; got {other}")
+        return found
+
     def _row(self, task: str, method: str, runs: Sequence[Logged]) -> Row:
         logs = [run.evaluations for run in runs]
         last = [rows[-1] for rows in logs]
@@ -127,7 +169,14 @@ class Joined:
             last={axis: mean_of([row.along(axis) for row in last]).value for axis in AXES},
             loss=mean_of(losses) if losses else None,
             gini=mean_of([row.gini for row in last]),
+            theil=mean_of([row.theil for row in last]),
         )
+
+
+def _difference(pairs: Sequence[tuple[list[Evaluation], list[Evaluation]]], axis: str) -> Mean:
+    """Of the accuracies of pairs of runs, where all had spent equally much."""
+    budget = min(rows[-1].along(axis) for pair in pairs for rows in pair)
+    return mean_of([within(a, axis, budget).accuracy - within(b, axis, budget).accuracy for a, b in pairs])
 
 
 def join(folders: Iterable[Path | str]) -> Joined:

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -90,7 +91,10 @@ def _is_report(folder: Path, files: Sequence[str]) -> bool:
 
 
 def _write_json(path: Path, tree: object) -> None:
-    path.write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
+    """A tree by lines, with a list of plain values on one: within strings no line ends."""
+    lines = json.dumps(tree, indent=1, allow_nan=False)
+    lists = re.compile(r"\[\n *([^\[\]{}]*?)\n *\]")
+    path.write_text(lists.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", lines) + "\n")
 
 
 def machine() -> dict[str, object]:

@@ -8,14 +8,14 @@ from pathlib import Path
 from manifoldagg._output import whole
 from manifoldagg.errors import ArgumentError, check_choice
 from manifoldagg.simulation.evidence import ENOUGH, Mean, Pair
-from manifoldagg.simulation.joined import Joined, Row
+from manifoldagg.simulation.joined import Against, Joined, Row
 from manifoldagg.simulation.log import AXES
 from manifoldagg.simulation.pictures import draw_accuracy, draw_clients, in_percent, in_units
 from manifoldagg.simulation.report import check_destination
 
 __all__ = ["FILES", "cells", "headings", "write_summary"]
 
-FILES = ("report.md", "table.csv", "pairs.csv", "accuracy*.png", "clients*.png")
+FILES = ("report.md", "table.csv", "pairs.csv", "against.csv", "accuracy*.png", "clients*.png")
 EQUAL = ("time", "gradients", "bytes")
 """Axes on which the table says what methods were worth where they had spent equally much."""
 HOW = """\
@@ -27,24 +27,32 @@ TESTED = """\
 Each pair of methods by Wilcoxon's signed-rank test on the pairs of task and seed that both have, two-sided, at {axis};
 p-values after Holm's correction over all {count} tests. Differences are medians, in percentage points. Seeds of one
 task have its samples in common: what holds over them may not hold on other data."""
+BESIDE = """\
+Accuracy less that of {other}, in percentage points: means of the differences seed by seed, with their intervals of 95 %
+(Student's t), where the runs of the two had spent equally much."""
 
 
-def write_summary(joined: Joined, folder: Path | str, *, axis: str = "round") -> list[Path]:
+def write_summary(joined: Joined, folder: Path | str, *, axis: str = "round", against: str | None = None) -> list[Path]:
     """Write `report.md`, `table.csv`, `pairs.csv` and, for each task, pictures of accuracy and of clients.
+
+    With `against` also `against.csv`.
 
     Args:
         joined: what was read.
         folder: made whole or not at all; a joined report that is there is replaced.
         axis: along which accuracy is drawn, and on which methods are compared.
+        against: the method that all others are put beside, on every axis.
 
     Returns:
         The files.
 
     Raises:
-        ArgumentError: if `folder` holds something else or cannot be written, or `axis` is none.
+        ArgumentError: if `folder` holds something else or cannot be written, `axis` is none, or no task has
+            the method `against`.
     """
     folder = Path(folder)
     check_choice("axis", axis, AXES)
+    beside = [] if against is None else joined.against(against)
     check_destination(folder, FILES, option="out")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +60,10 @@ def write_summary(joined: Joined, folder: Path | str, *, axis: str = "round") ->
             draft.mkdir()
             rows = joined.rows()
             pairs = joined.pairs(axis)
-            (draft / FILES[0]).write_text(_markdown(joined, rows, pairs, axis), encoding="utf-8")
+            (draft / FILES[0]).write_text(_markdown(joined, rows, pairs, beside, axis), encoding="utf-8")
             _write_csv(draft / FILES[1], [_flat(joined, row) for row in rows])
             _write_csv(draft / FILES[2], [vars(pair) for pair in pairs])
+            _write_csv(draft / FILES[3], [_beside(one) for one in beside])
             _draw(joined, draft, axis)
             names = sorted(file.name for file in draft.iterdir())
     except OSError as error:
@@ -67,7 +76,18 @@ def headings(joined: Joined, task: str) -> list[str]:
     """Of the columns of a task's table, after that of the method."""
     target = in_percent(joined.targets[task])
     at = [f"at {_amount(axis, joined.budget(task, axis))}, %" for axis in EQUAL]
-    return ["seeds", "final, %", *at, f"rounds to {target}", f"s to {target}", "loss", "Gini", "gradients", "sent"]
+    return [
+        "seeds",
+        "final, %",
+        *at,
+        f"rounds to {target}",
+        f"s to {target}",
+        "loss",
+        "Gini",
+        "Theil",
+        "gradients",
+        "sent",
+    ]
 
 
 def cells(row: Row) -> list[str]:
@@ -82,6 +102,7 @@ def cells(row: Row) -> list[str]:
         seconds,
         "" if row.loss is None else f"{row.loss.value:.3f}",
         f"{row.gini.value:.3f}",
+        f"{row.theil.value:.3f}",
         _amount("gradients", row.last["gradients"]).removesuffix(" gradients"),
         _amount("bytes", row.last["bytes"]),
     ]
@@ -99,16 +120,25 @@ def _percent(mean: Mean) -> str:
     return f"{100 * mean.value:.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
 
 
+def _points(mean: Mean) -> str:
+    return f"{100 * mean.value:+.2f}" + ("" if mean.half is None else f" ± {100 * mean.half:.2f}")
+
+
 def _number(mean: Mean) -> str:
     return f"{mean.value:.4g}" + ("" if mean.half is None else f" ± {mean.half:.2g}")
 
 
-def _markdown(joined: Joined, rows: Sequence[Row], pairs: Sequence[Pair], axis: str) -> str:
+def _markdown(joined: Joined, rows: Sequence[Row], pairs: Sequence[Pair], beside: Sequence[Against], axis: str) -> str:
     parts = ["# Comparison", HOW]
     for task in joined.runs:
         table = [["method", *headings(joined, task)]]
         table += [[row.method, *cells(row)] for row in rows if row.task == task]
         parts += [f"## {_escaped(task)}", _table(table)]
+        found = sorted((one for one in beside if one.task == task), key=lambda one: -one.equal[axis].value)
+        if found:
+            heads = ["method", *(f"equal {'rounds' if name == 'round' else name}" for name in AXES)]
+            lines = [[one.method, *(_points(one.equal[name]) for name in AXES)] for one in found]
+            parts += [BESIDE.format(other=_escaped(found[0].other)), _table([heads, *lines])]
     parts += ["## Differences", *_differences(joined, pairs, axis)]
     if joined.notes:
         parts += ["## Settings that differ", "\n".join(f"- {_escaped(note)}" for note in joined.notes)]
@@ -150,7 +180,8 @@ def _escaped(text: str) -> str:
 def _flat(joined: Joined, row: Row) -> dict[str, object]:
     """A row with a number in each column, intervals as their ends."""
     means: dict[str, Mean | None] = {"final": row.final, **{f"at_{axis}": row.equal[axis] for axis in AXES}}
-    means |= {"rounds_to_target": row.rounds, "time_to_target": row.time, "loss": row.loss, "gini": row.gini}
+    means |= {"rounds_to_target": row.rounds, "time_to_target": row.time, "loss": row.loss}
+    means |= {"gini": row.gini, "theil": row.theil}
     flat: dict[str, object] = {"task": row.task, "method": row.method, "seeds": row.seeds}
     flat |= {"target": joined.targets[row.task], "reached": row.reached}
     flat |= {f"budget_{axis}": joined.budget(row.task, axis) for axis in AXES}
@@ -158,6 +189,15 @@ def _flat(joined: Joined, row: Row) -> dict[str, object]:
     for name, mean in means.items():
         ends = ("", "", "") if mean is None else (mean.value, mean.low, mean.high)
         flat |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+    return flat
+
+
+def _beside(one: Against) -> dict[str, object]:
+    """A comparison with a number in each column, intervals as their ends."""
+    flat: dict[str, object] = {"task": one.task, "method": one.method, "other": one.other}
+    flat["seeds"] = one.equal[AXES[0]].count
+    for axis, mean in one.equal.items():
+        flat |= {f"at_{axis}": mean.value, f"at_{axis}_low": mean.low, f"at_{axis}_high": mean.high}
     return flat
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from manifoldagg.cli import app
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.simulation.configuration import command_lines, options_by_name
+from manifoldagg.simulation.methods import RULES, methods
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = typer.main.get_command(app).commands["compare"]
@@ -297,6 +298,16 @@ def test_all_tables_are_read_before_one_runs(words, message, call, tmp_path, mon
     told = caught.value
     assert message in (told.format_message() if isinstance(told, typer.BadParameter) else str(told))
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_evidence_is_read_whole_and_has_every_rule_on_the_digits():
+    path = ROOT / "benchmarks" / "papers" / "evidence.toml"
+    tried = {name: parsed(words) for name, words in command_lines(path, OPTIONS).items()}
+    assert all(options["tune"] for options in tried.values())
+    chosen = {name: methods(options["methods"]) for name, options in tried.items()}
+    digits = [one for name, listed in chosen.items() if tried[name]["data"] == "digits" for one in listed]
+    rules = {type(one.bound(range(5)).rule).__name__.lower() for one in digits}
+    assert rules == set(RULES) | {"asynccorrected"}
 
 
 def test_the_example_is_read_whole_and_runs(call, tmp_path, monkeypatch, capsys):

@@ -95,6 +95,38 @@ def test_equal_terms_are_what_all_methods_reach_and_nothing_is_interpolated(tmp_
     assert (cheap.loss.value, cheap.gini.value) == (1.0, pytest.approx(0.1))
 
 
+def test_a_method_is_beside_another_seed_by_seed_where_these_two_had_spent_as_much(tmp_path):
+    worth = {
+        "Ours": (1, lambda seed: [0.0, 0.5, 0.5 + seed / 10]),
+        "Other": (2, lambda seed: [0.0, 0.4, 0.6]),
+        "Frugal": (0, [0.0, 0.1, 0.2]),
+    }
+    joined = join([report(tmp_path / "a", worth), report(tmp_path / "b", {"Other": worth["Other"]}, seeds=(3,))])
+    other, frugal = joined.against("Ours")
+    assert [(one.task, one.method, one.other) for one in (other, frugal)] == [
+        ("digits", "Other", "Ours"),
+        ("digits", "Frugal", "Ours"),
+    ]
+    # At the end, 0.6 less 0.5, 0.6 and 0.7; for two gradients one round of the dear one and two of the cheap one.
+    assert other.equal["round"] == mean_of([0.6 - 0.5, 0.6 - 0.6, 0.6 - 0.7])
+    assert other.equal["gradients"] == mean_of([0.4 - 0.5, 0.4 - 0.6, 0.4 - 0.7])
+    assert (frugal.equal["gradients"].value, frugal.equal["gradients"].count) == (pytest.approx(0.2 - 0.0), 3)
+    there = {one.method: one.equal["bytes"].value for one in joined.against("Frugal")}
+    assert there["Ours"] == -frugal.equal["bytes"].value
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_method_beside_which_there_is_none_is_refused(tmp_path):
+    joined = join([report(tmp_path / "a", ONE), report(tmp_path / "b", {"Alone": ONE["Dear"]}, clients=5)])
+    with pytest.raises(ArgumentError, match="against: no method 'Chep'; did you mean Cheap?"):
+        joined.against("Chep")
+    with pytest.raises(
+        ArgumentError, match="against: expected a method that has a task and a seed with another; got A"
+    ):
+        write_summary(joined, tmp_path / "joined", against="Alone")
+    assert not (tmp_path / "joined").exists()
+
+
 def test_what_was_never_reached_is_none_and_counted(tmp_path):
     worth = {"A": (1, lambda seed: [0.0, 0.6 if seed == 1 else 0.1])}
     (row,) = join([report(tmp_path / "a", worth)]).rows()
@@ -227,11 +259,11 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
     }
     joined = join([report(tmp_path / "a", worth, seeds=range(15), clients=4)])
     folder = tmp_path / "joined"
-    files = write_summary(joined, folder, axis="gradients")
-    names = ["report.md", "table.csv", "pairs.csv", "accuracy.png", "clients.png"]
-    assert [file.name for file in files] == names == [*names[:3], *sorted(names[3:])]
+    files = write_summary(joined, folder, axis="gradients", against="A|B")
+    names = ["report.md", "table.csv", "pairs.csv", "against.csv", "accuracy.png", "clients.png"]
+    assert [file.name for file in files] == names == [*names[:4], *sorted(names[4:])]
     assert sorted(folder.iterdir()) == sorted(files)
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[3:])
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[4:])
     text = files[0].read_text()
     assert r"| A\|B | 15 | 57.0 ± 2.5 | 57.0 ± 2.5 | 0.0 ± 0.0 |" in text
     assert "at 1 gradients, %" in text
@@ -243,6 +275,14 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
     assert float(table[0]["final"]) == row.final.value
     assert float(table[0]["at_gradients_high"]) == row.equal["gradients"].high
     assert table[2]["rounds_to_target"] == ""
+    assert r"Accuracy less that of A\|B, in percentage points" in text
+    assert "| D | -37.00 ± 2.48 | -37.00 ± 2.48 | " in text
+    beside = list(csv.DictReader(files[3].read_text().splitlines()))
+    assert [(line["method"], line["other"], line["seeds"]) for line in beside] == [
+        ("C", "A|B", "15"),
+        ("D", "A|B", "15"),
+    ]
+    assert float(beside[1]["at_bytes_high"]) == joined.against("A|B")[1].equal["bytes"].high
     pairs = list(csv.DictReader(files[2].read_text().splitlines()))
     assert [float(line["p"]) for line in pairs] == [pair.p for pair in joined.pairs("gradients")]
     (grid,) = joined_tables(joined)
@@ -274,6 +314,9 @@ def test_a_report_of_a_comparison_is_read_as_it_was(tmp_path):
     found = compare(clusters(), [method("fedasync"), method("fedgs")], clients=3, rounds=2, seeds=1)
     assert comparison_table(found).title == "clusters: 3 clients, 2 rounds, 1 seed"
     write_report(found, tmp_path / "a")
+    text = (tmp_path / "a" / "results.json").read_text()
+    assert json.loads(text) == json.loads(json.dumps(found.results()))
+    assert f'"seeds": {found.settings["seeds"]}' in text
     joined = join([tmp_path / "a"])
     for name, runs in found.runs.items():
         for seed, one in enumerate(runs):
@@ -287,11 +330,12 @@ def test_the_command_joins_says_what_differs_and_refuses_what_is_wrong(tmp_path,
     report(tmp_path / "a", ONE)
     report(tmp_path / "b", {"Third": ONE["Cheap"]}, rounds=9)
     call = CliRunner().invoke
-    done = call(cli.app, ["report", "a", "b", "--axis", "bytes"])
+    done = call(cli.app, ["report", "a", "b", "--axis", "bytes", "--against", "Dear"])
     assert done.exit_code == 0
     for words in ("digits", "Third", "75.0 ± 0.0", "Settings differ: rounds: 3 in a, 9 in b", "Written to joined: "):
         assert words in done.output
     wrong = [(["a", "a"], "a and a both"), (["c"], "c/results.json cannot be read"), (["a", "--axis", "x"], "axis: ")]
+    wrong.append((["a", "--against", "x"], "against: no method 'x'"))
     wrong.append((["a", "--out", "b"], "out: b exists and is not a report"))
     for arguments, words in wrong:
         assert words in str(call(cli.app, ["report", *arguments]).exception)
