@@ -1,0 +1,459 @@
+r"""What corrections do to one step: Manifold, Figure 1; Report, Figures 1 and 3.
+
+    python benchmarks/papers/corrections.py [--task digits|mnist] [--seeds 5] [--rounds 800] [--looks 40]
+
+An asynchronous run goes its way. At some rounds the stale update that arrives is read as every correction would read
+it, none of which is taken but the run's own: the loss on the test samples, and on the training samples of the client,
+of the model that each would give, less that of the tangent reading. Steps are as long as four ways say:
+
+* *rate*: $\rho\,\pi v$, the step of the run, with its $\rho$;
+* *length*: $\rho\,\|v\|\,\pi v / \|\pi v\|$, all of one length;
+* *tenth*: $0.1\,\pi v$, whatever the rate has fallen to;
+* *whole*: $\pi v$, the candidate.
+
+Corrections with a memory see all updates of the run. *fresh* is no correction: the client trains once more, from the
+current model, with the same batches, which is what a correction stands in for.
+
+Curves have a control point fitted to the path of training (least squares), or learned in five more epochs at a tenth
+of the rate, as in the Report. At parts .1, .25, .5 of the length of the chord the loss on the curve is read less that
+on the chord: where the client started (*no delay*), and at the current model, for each way to bring end and control
+point there.
+
+Runs: FedAsync and ASGD move the model, with a rate that falls to 0 or stays. Phases are thirds of a run. A number is
+the mean over seeds of the means of a phase, with Student's interval of 95 % over the seeds.
+"""
+
+import argparse
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from records import RESULTS, Parts, cell, markdown, table, write
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from manifoldagg._output import new_figure, whole
+from manifoldagg.corrections import (
+    AutoThreshold,
+    Correction,
+    DelayCompensated,
+    Frame,
+    OrthoDC,
+    OrthoDyn,
+    OrthoPos,
+    Pairwise,
+    Position,
+    Tangent,
+    rotate_control,
+)
+from manifoldagg.curves.distance import parameter_at_distance
+from manifoldagg.federated import Message, Outcome, Update, rules, trainers
+from manifoldagg.federated.schedules import Cosine, rate_at
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.simulation import Errand, Federation, Key, Method, dirichlet_partition, perform, run, task
+
+CLIENTS = 30
+PHASES = ("early", "middle", "late")
+STEPS = ("rate", "length", "tenth", "whole")
+LOSSES = ("test", "client")
+PARTS = (0.1, 0.25, 0.5)
+TESTED = 600
+"""Held-out samples that a loss is read on, at most."""
+RATE = 3.0
+STATELESS: Mapping[str, Correction] = {
+    "tangent": Tangent(),
+    "position": Position(),
+    "OrthoDC(-1)": OrthoDC(-1.0),
+    "OrthoDC(0)": OrthoDC(0.0),
+    "OrthoDC(1)": OrthoDC(1.0),
+    "OrthoDC(1), by tensor": OrthoDC(1.0, "tensor"),
+    "OrthoPos": OrthoPos(),
+    "OrthoPos, clipped": OrthoPos(clip=True),
+    "DC-ASGD-c, λ = 2": DelayCompensated(2.0),
+}
+REMEMBERING: Mapping[str, Correction] = {
+    "OrthoDC(auto)": AutoThreshold(),
+    "OrthoDyn": OrthoDyn(),
+    "DC-ASGD-a, λ₀ = 2": DelayCompensated(2.0, adaptive=True),
+    "DC-ASGD-a, λ₀ = 5": DelayCompensated(5.0, adaptive=True),
+}
+CARRIERS: Mapping[str, Correction] = {"FedAsync": Position(), "ASGD": Tangent()}
+REPORTED = ("tangent", "position", "OrthoDC(0)", "OrthoPos", "DC-ASGD-a, λ₀ = 5")
+"""Those of the Report's Figure 1; OrthoGrad is OrthoDC(0)."""
+BINS = 10
+FIGURE = ("position", "OrthoDC(0)", "OrthoPos", "OrthoDC(1)", "OrthoDC(auto)", "DC-ASGD-a, λ₀ = 5", "fresh")
+WAYS = (
+    "no delay",
+    "tangent",
+    "position",
+    "position, shifted",
+    "position, rotated",
+    "OrthoDC(1)",
+    "OrthoDC(1), rotated",
+)
+
+
+@dataclass(frozen=True)
+class Watched(rules.AsyncCorrected):
+    """`AsyncCorrected` that shows each update to `look` before it takes it."""
+
+    rows: ClassVar[bool] = False
+    look: Callable[[Update, float, int], None] | None = field(default=None, compare=False, kw_only=True)
+
+    def step(self, space: Any, state: Any, update: Update, *, out: Any = None) -> tuple[Any, Outcome]:
+        """The step, after a look."""
+        if self.look is not None:
+            version = state["version"]
+            self.look(update, min(1.0, update.weight * rate_at(self.rate, version)), version)
+        return super().step(space, state, update, out=out)
+
+
+class Looks:
+    """What is seen in a run.
+
+    Args:
+        federation: of the run.
+        every: how many rounds from one look to the next.
+        local: what clients do.
+        curves: what they would do to send a curve.
+    """
+
+    def __init__(self, federation: Federation, every: int, local: trainers.Local, curves: Mapping[str, Any]) -> None:
+        self._federation = federation
+        self._every = every
+        self._local = local
+        self._curves = curves
+        model = federation.model()
+        self._space = ParameterSpace.of(model)
+        self._loss = self._space.loss(model, cross_entropy)
+        self._segments = dict(
+            zip([leaf.name for leaf in self._space.layout.leaves], self._space.layout.sizes, strict=True)
+        )
+        held = torch.cat([torch.from_numpy(part) for part in federation.held_out])
+        order = torch.randperm(len(held), generator=torch.Generator().manual_seed(federation.seed))
+        self._held = self._samples(held[order[:TESTED]])
+        self._states: dict[str, Any] = dict.fromkeys(REMEMBERING)
+        self._moved: dict[int, Tensor] = {}
+        self._answers: Counter[int] = Counter()
+        self.seen: list[dict[str, Any]] = []
+
+    def look(self, update: Update, rho: float, version: int) -> None:
+        """At an update that arrives, before it is taken."""
+        client = update.client
+        nth = self._answers[client]
+        self._answers[client] += 1
+        (end,) = update.points
+        frame = Frame.of_points([end], update.base, update.current, segments=self._segments)
+        corrected = {}
+        for name, correction in REMEMBERING.items():
+            done = correction.apply(frame, self._states[name])
+            self._states[name] = done.state
+            corrected[name] = done.displacements()[0]
+        if (version + 1) % self._every == 0 and update.staleness > 0:
+            others = [moved for other, moved in self._moved.items() if other != client]
+            for name, correction in {**STATELESS, "OrthoFL pairwise": Pairwise(others)}.items():
+                corrected[name] = correction.apply(frame).displacements()[0]
+            self._note(update, end, rho, version, Key(client, nth), corrected)
+        self._moved[client] = end - update.base
+
+    def _note(
+        self, update: Update, end: Tensor, rho: float, version: int, key: Key, corrected: dict[str, Tensor]
+    ) -> None:
+        base, now = update.base, update.current
+        learned = {name: self._train(trainer, key, base) for name, trainer in self._curves.items()}
+        for name, points in learned.items():
+            if not torch.equal(points[-1], end):
+                raise RuntimeError(f"{name}: the client's model is another one when it trains again")
+        corrected["fresh"] = self._train(self._local, key, now)[-1] - now
+        v, g = end - base, now - base
+        part = self._samples(torch.from_numpy(self._federation.train[key.client]))
+
+        def losses(point: Tensor) -> list[float]:
+            with torch.no_grad():
+                return [float(self._loss(point, samples)) for samples in (self._held, part)]
+
+        length = float(v.norm())
+        steps: dict[str, dict[str, list[float]]] = {}
+        for name, u in corrected.items():
+            scales = {"rate": rho, "length": rho * length / max(float(u.norm()), 1e-12), "tenth": 0.1, "whole": 1.0}
+            steps[name] = {step: losses(now + scale * u) for step, scale in scales.items()}
+        strict = OrthoDC(1.0).apply(Frame.of_points([end], base, now)).displacements()[0]
+        chords: dict[str, tuple[Tensor, Tensor]] = {"no delay": (base, v), "tangent": (now, v)}
+        chords |= {"position": (now, end - now), "OrthoDC(1)": (now, strict)}
+        along = {name: {str(r): losses(start + r * u) for r in PARTS} for name, (start, u) in chords.items()}
+        curves: dict[str, Any] = {}
+        for name, points in learned.items():
+            ways = self._ways(points[0], base, end, now, strict)
+            curves[name] = {}
+            for way, control in ways.items():
+                start, u = chords[way.partition(",")[0]]
+                rows = torch.stack([control - start, u])
+                found = {}
+                for r in PARTS:
+                    s = parameter_at_distance(rows, r)
+                    found[str(r)] = losses(start + 2 * s * (1 - s) * rows[0] + s * s * rows[1])
+                curves[name][way] = found
+            bent = points[0] - (base + end) / 2
+            curves[name]["bend"] = float(bent.norm()) / length
+        self.seen.append(
+            {
+                "round": version + 1,
+                "client": key.client,
+                "staleness": update.staleness,
+                "rho": rho,
+                "cosine": float(v @ g / (v.norm() * g.norm()).clamp(min=1e-30)),
+                "along": float(v @ g / (g @ g).clamp(min=1e-30)),
+                "drift": float(g.norm()) / length,
+                "threshold": self._states["OrthoDC(auto)"]["threshold"],
+                "phase": self._states["OrthoDyn"]["phase"],
+                "now": losses(now),
+                "was": losses(base),
+                "steps": steps,
+                "chords": along,
+                "curves": curves,
+            }
+        )
+
+    @staticmethod
+    def _ways(control: Tensor, base: Tensor, end: Tensor, now: Tensor, strict: Tensor) -> dict[str, Tensor]:
+        """The control point at the current model, for each way to bring it there."""
+        middle = (base + end) / 2
+        aligned = OrthoDC(1.0).apply(Frame.of_points([control, end], base, now)).displacements()[0]
+        return {
+            "no delay": control,
+            "tangent": now + (control - base),
+            "position": control,
+            "position, shifted": (now + end) / 2 + (control - middle),
+            "position, rotated": rotate_control(control, base, end, now, end),
+            "OrthoDC(1)": now + aligned,
+            "OrthoDC(1), rotated": rotate_control(control, base, end, now, now + strict),
+        }
+
+    def _train(self, trainer: Any, key: Key, start: Tensor) -> Tensor:
+        return perform(Errand(self._federation, trainer, key, Message(start))).points
+
+    def _samples(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        return self._federation.task.inputs[places], self._federation.task.labels[places]
+
+
+def once(given: argparse.Namespace, carrier: str, falling: bool, seed: int) -> list[dict[str, Any]]:
+    """What is seen in one run."""
+    source = "digits" if given.task == "digits" else f"idx:{given.data / 'mnist'}"
+    split = partial(dirichlet_partition, concentration=0.5)
+    federation = Federation.split(task(source), CLIENTS, partition=split, seed=seed)
+    plain: dict[str, Any] = {"rate": 0.01, "proximal": 1e-3}
+    local = trainers.Local(epochs=given.epochs, **plain)
+    curves = {
+        "fitted": trainers.Trajectory(epochs=given.epochs, **plain),
+        "learned": trainers.Curve(epochs=(given.epochs, 5), control_rate=1e-3, **plain),
+    }
+    seen = Looks(federation, max(1, given.rounds // given.looks), local, curves)
+    rate = Cosine(RATE, 0.0, given.rounds) if falling else RATE
+    rule = Watched(rate=rate, correction=CARRIERS[carrier], look=seen.look)
+    run(federation, Method(carrier, rule, local), rounds=given.rounds, every=given.rounds)
+    return seen.seen
+
+
+Looked = list[dict[str, Any]]
+
+
+def by_phase(looks: Looked, rounds: int, value: Callable[[dict[str, Any]], float], parts: int = 3) -> list[float]:
+    """The mean in each part of a run."""
+    found: list[list[float]] = [[] for _ in range(parts)]
+    for look in looks:
+        found[min(parts * (look["round"] - 1) // rounds, parts - 1)].append(value(look))
+    return [statistics.fmean(each) for each in found]
+
+
+def over_seeds(
+    runs: list[Looked], rounds: int, value: Callable[[dict[str, Any]], float], parts: int = 3
+) -> list[list[float]]:
+    """For each part of a run, the mean in it for each seed."""
+    return [[*each] for each in zip(*(by_phase(looks, rounds, value, parts) for looks in runs), strict=True)]
+
+
+def stepped(name: str, step: str, loss: str) -> Callable[[dict[str, Any]], float]:
+    """What a correction gains or loses on the tangent reading."""
+    at = LOSSES.index(loss)
+    return lambda look: look["steps"][name][step][at] - look["steps"]["tangent"][step][at]
+
+
+def bent(kind: str, way: str, parts: tuple[float, ...], loss: str) -> Callable[[dict[str, Any]], float]:
+    """What a curve gains or loses on its chord."""
+    at = LOSSES.index(loss)
+    chord = way.partition(",")[0]
+    return lambda look: statistics.fmean(
+        look["curves"][kind][way][str(r)][at] - look["chords"][chord][str(r)][at] for r in parts
+    )
+
+
+def relative(name: str, step: str) -> Callable[[dict[str, Any]], float]:
+    """The place of a method between the best, 0, and the worst, 1, of those in the Report's figure."""
+
+    def value(look: dict[str, Any]) -> float:
+        seen = {one: look["steps"][one][step][0] for one in REPORTED}
+        low, high = min(seen.values()), max(seen.values())
+        return (seen[name] - low) / (high - low) if high > low else 0.5
+
+    return value
+
+
+def summary(runs: list[Looked], rounds: int) -> dict[str, Any]:
+    """The numbers of a carrier, for each phase one of each seed."""
+    names = [name for name in runs[0][0]["steps"] if name != "tangent"]
+    kinds = [*runs[0][0]["curves"]]
+    told: dict[str, Callable[[dict[str, Any]], float]] = {
+        "loss on the test samples": lambda look: look["now"][0],
+        "loss on the client's": lambda look: look["now"][1],
+        "staleness": lambda look: look["staleness"],
+        "rate of the step": lambda look: look["rho"],
+        "cos(v, g)": lambda look: look["cosine"],
+        "share of cos(v, g) ≤ 0": lambda look: look["cosine"] <= 0,
+        "length of g / length of v": lambda look: look["drift"],
+        "⟨v, g⟩ / ⟨g, g⟩": lambda look: look["along"],
+        "share of ϑ = 1 by auto": lambda look: look["threshold"] == 1,
+        "share of OrthoDyn on position": lambda look: look["phase"] == "position",
+        "bend of a fitted curve": lambda look: look["curves"]["fitted"]["bend"],
+        "bend of a learned curve": lambda look: look["curves"]["learned"]["bend"],
+    }
+    return {
+        "state": {name: over_seeds(runs, rounds, value) for name, value in told.items()},
+        "steps": {
+            name: {
+                step: {loss: over_seeds(runs, rounds, stepped(name, step, loss)) for loss in LOSSES} for step in STEPS
+            }
+            for name in names
+        },
+        "relative": {
+            step: {name: over_seeds(runs, rounds, relative(name, step)) for name in REPORTED} for step in STEPS
+        },
+        "curves": {
+            kind: {
+                way: {
+                    loss: {
+                        "tenth": over_seeds(runs, rounds, bent(kind, way, PARTS[:1], loss)),
+                        "all": over_seeds(runs, rounds, bent(kind, way, PARTS, loss)),
+                    }
+                    for loss in LOSSES
+                }
+                for way in WAYS
+            }
+            for kind in kinds
+        },
+        "falls": {kind or "chord": {loss: falls(runs, rounds, kind, loss) for loss in LOSSES} for kind in ("", *kinds)},
+        "figure": {
+            name: {step: over_seeds(runs, rounds, stepped(name, step, "test"), BINS) for step in ("rate", "tenth")}
+            for name in FIGURE
+        },
+    }
+
+
+def falls(runs: list[Looked], rounds: int, kind: str, loss: str) -> list[list[float]]:
+    """By how much the loss falls from where the client started, along a curve or (`kind` is empty) along the chord."""
+    at = LOSSES.index(loss)
+
+    def fall(look: dict[str, Any]) -> float:
+        seen = look["curves"][kind]["no delay"] if kind else look["chords"]["no delay"]
+        return statistics.fmean(look["was"][at] - seen[str(r)][at] for r in PARTS)
+
+    return over_seeds(runs, rounds, fall)
+
+
+def cells(values: list[list[float]], digits: int = 2, scale: float = 1e3) -> list[str]:
+    """A cell for each phase."""
+    return [cell(each, digits, scale) for each in values]
+
+
+def page(found: Mapping[str, dict[str, Any]]) -> list[str]:
+    """The tables of all carriers."""
+    parts = [
+        "Losses are in thousandths, less those of the tangent reading of the same update; an asterisk where the "
+        "interval of 95 % leaves out 0. Less is better."
+    ]
+    for name, told in found.items():
+        parts += [f"## {name}", table(["", *PHASES], [[row, *cells(v, 3, 1)] for row, v in told["state"].items()])]
+        for loss, of in zip(LOSSES, ("test samples", "client's own samples"), strict=True):
+            steps = STEPS if loss == "test" else STEPS[:1]
+            for step in steps:
+                rows = [[row, *cells(v[step][loss])] for row, v in told["steps"].items()]
+                parts += [f"Step *{step}*, on the {of}:", table(["correction", *PHASES], rows)]
+        rows = [
+            [row, *cells(told["relative"]["rate"][row], 2, 1), *cells(told["relative"]["whole"][row], 2, 1)]
+            for row in REPORTED
+        ]
+        headings = ["between best, 0, and worst, 1", *PHASES, *(f"*whole*, {phase}" for phase in PHASES)]
+        parts += ["As the Report's Figure 1, steps *rate* and *whole*, on the test samples:", table(headings, rows)]
+        for loss, of in zip(LOSSES, ("test samples", "client's own samples"), strict=True):
+            rows = [
+                [f"{kind}: {way}", *cells(v[loss]["tenth"]), *cells(v[loss]["all"])]
+                for kind, ways in told["curves"].items()
+                for way, v in ways.items()
+            ]
+            headings = ["curve less chord", *(f"{p}, at .1" for p in PHASES), *(f"{p}, at all" for p in PHASES)]
+            parts += [f"Curves against chords at equal distance, on the {of}:", table(headings, rows)]
+        rows = [[kind, *cells(v["test"]), *cells(v["client"])] for kind, v in told["falls"].items()]
+        headings = ["fall of the loss", *(f"test, {p}" for p in PHASES), *(f"client's, {p}" for p in PHASES)]
+        parts += ["By how much the loss falls from where the client started, mean over the parts:"]
+        parts += [table(headings, rows)]
+    return parts
+
+
+def draw(found: Mapping[str, dict[str, Any]], path: Path) -> None:
+    """Each correction less the tangent reading, along the run."""
+    figure = new_figure(4.2 * len(found), 6.4)
+    axes = figure.subplots(2, len(found), squeeze=False, sharex=True)
+    for column, (name, told) in enumerate(found.items()):
+        for panel, step in zip(axes[:, column], ("rate", "tenth"), strict=True):
+            for correction, seen in told["figure"].items():
+                means = [1e3 * statistics.fmean(each) for each in seen[step]]
+                panel.plot([(i + 0.5) / BINS for i in range(BINS)], means, label=correction, linewidth=1.2)
+            panel.axhline(0, color="black", linewidth=0.6)
+            panel.set_title(f"{name}\nstep {step}", fontsize="small")
+            panel.set_yscale("symlog", linthresh=1.0)
+            panel.grid(alpha=0.25)
+        axes[1, column].set_xlabel("part of the run")
+    axes[0, 0].set_ylabel("test loss less tangent, 1e-3")
+    axes[1, 0].set_ylabel("test loss less tangent, 1e-3")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    with whole(path) as draft:
+        figure.savefig(draft, dpi=110)
+
+
+def main() -> None:
+    """Run what has not been, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=("digits", "mnist"), default="digits")
+    parser.add_argument("--data", type=Path, default=Path("build/data"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=800)
+    parser.add_argument("--looks", type=int, default=40)
+    parser.add_argument("--schedules", default="falling,constant")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--parts", type=Path, default=Path("build/papers/corrections"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = Parts(given.parts)
+    told = {"task": given.task, "seeds": given.seeds, "rounds": given.rounds, "looks": given.looks}
+    told["epochs"] = given.epochs
+    found = {}
+    for falling in [schedule == "falling" for schedule in given.schedules.split(",")]:
+        for carrier in CARRIERS:
+            runs = []
+            for seed in range(given.seeds):
+                settings = {**told, "seeds": 1, "seed": seed, "carrier": carrier, "falling": falling}
+                runs.append(parts.of(settings, partial(once, given, carrier, falling, seed)))
+            name = f"{carrier} moves the model, rate {'falling to 0' if falling else 'constant'}"
+            found[name] = summary(runs, given.rounds)
+    out = given.out or RESULTS / f"corrections-{given.task}"
+    write(out, {"found": found}, told, markdown(f"What corrections do to one step: {given.task}", page(found), told))
+    draw(found, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

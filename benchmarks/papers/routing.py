@@ -1,0 +1,269 @@
+r"""Where tasks are sent, and what it is worth: Queue, §5.1 by update and §5.2 by time, on the digits.
+
+    python benchmarks/papers/routing.py [--scenarios update:dirichlet,time:dirichlet,update:iid,time:iid] [--seeds 5]
+
+Clients are queues of a closed Jackson network, and each completed task is one stochastic gradient (Generalized
+AsyncSGD). *update* has 20 clients of rates $e^{i/100}$ with 100 tasks, and is read after `--updates` updates; *time*
+has 10 clients of each of the rates .01, .1 and 1 with 30 tasks, and is read after `--horizon` units of time. Routings
+are uniform, balanced (in proportion to the rates), and those at which descent from the uniform one ends, as in the
+paper, on G (A = 15, B = 209, L = 1, η = .01) and on H.
+
+Each routing has its own best rate of the server, by the same line search for all, on validation samples of seeds that
+no test uses; *at one rate* all have the paper's .01. A score is the mean accuracy over the last quarter of the updates,
+or of the time; where `--model` does not say otherwise the network is a perceptron, which learns in as few updates as
+there are here. Data are split alike over clients (*iid*) or by label with Dirichlet(.5) (*dirichlet*). A gradient is
+that of a minibatch of 64.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from records import RESULTS, Parts, cell, markdown, table, write
+
+from manifoldagg._output import new_figure, whole
+from manifoldagg.errors import DivergenceError, RuleError
+from manifoldagg.federated import rules, trainers
+from manifoldagg.routing import Bound, ClosedNetwork, TimeBound, UpdateBound, balanced, optimise_routing, uniform
+from manifoldagg.simulation import (
+    Evaluation,
+    Federation,
+    JacksonNetwork,
+    Method,
+    dirichlet_partition,
+    iid_partition,
+    run,
+    task,
+)
+from manifoldagg.simulation.tuning import line_search
+
+VALIDATION = (100, 101)
+START = 0.04
+PAPERS_RATE = 0.01
+POINTS = 40
+"""Evaluations of a run, and places of a picture."""
+CONSTANTS = {"rate": PAPERS_RATE, "smoothness": 1.0, "noise": 209.0, "gap": 15.0}
+SPLITS = {"iid": iid_partition, "dirichlet": partial(dirichlet_partition, concentration=0.5)}
+COLOURS = {"uniform": "#e69f00", "balanced": "#009e73", "G": "#cc79a7", "H": "#0072b2"}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Who serves at which rate, and what runs are read along.
+
+    Attributes:
+        axis: `"update"` or `"time"`.
+        speeds: of the clients.
+        tasks: under way at any time.
+        end: so many updates, or units of time.
+    """
+
+    axis: str
+    speeds: np.ndarray
+    tasks: int
+    end: float
+
+    @staticmethod
+    def of(axis: str, updates: int, horizon: float) -> "Scenario":
+        """That of §5.1 or of §5.2."""
+        if axis == "update":
+            return Scenario(axis, np.exp(np.arange(1, 21) / 100), 100, updates)
+        return Scenario(axis, np.repeat([0.01, 0.1, 1.0], 10), 30, horizon)
+
+    def routings(self) -> dict[str, np.ndarray]:
+        """By name."""
+        bounds: dict[str, Bound] = {"G": UpdateBound(self.speeds, self.tasks, **CONSTANTS, rounds=3000)}
+        if self.axis == "time":
+            bounds["H"] = TimeBound(self.speeds, self.tasks, **CONSTANTS)
+        found = {name: optimise_routing(bound, starts=("uniform",)).p for name, bound in bounds.items()}
+        return {"uniform": uniform(self.speeds), "balanced": balanced(self.speeds), **found}
+
+    def rounds(self, routing: np.ndarray) -> int:
+        """Updates until the end; of a time one in eight more than the mean, which some runs exceed."""
+        if self.axis == "update":
+            return int(self.end)
+        mean = ClosedNetwork(routing, self.speeds, self.tasks).throughput * self.end
+        return math.ceil(mean + max(mean / 8, 4 * math.sqrt(mean)))
+
+    def curve(self, rows: list[Evaluation]) -> list[float]:
+        """Accuracy at equal parts of the way to the end: at each that of the last evaluation by then."""
+        along = "round" if self.axis == "update" else "time"
+        places = [(i + 1) / POINTS * self.end for i in range(POINTS)]
+        return [[row.accuracy for row in rows if row.along(along) <= place][-1] for place in places]
+
+
+def once(given: Scenario, model: str, split: str, routing: np.ndarray, rate: float, seed: int) -> dict[str, Any]:
+    """A run: accuracy along it; where it fails, none."""
+    clients = len(given.speeds)
+    validating = 0.2 if seed in VALIDATION else 0.0
+    federation = Federation.split(
+        task("digits", model), clients, partition=SPLITS[split], seed=seed, validation=validating, batch=64
+    )
+    if len(federation.scheduled) < clients:
+        raise SystemExit(f"seed {seed}: a client has no samples")
+
+    def network(_: Any, generator: np.random.Generator) -> JacksonNetwork:
+        return JacksonNetwork(routing, given.speeds, generator, tasks=given.tasks)
+
+    rule = rules.GeneralizedAsyncSGD(dict(enumerate(routing.tolist())), rate)
+    rounds = given.rounds(routing)
+    try:
+        found = run(
+            federation,
+            Method("routed", rule, trainers.Gradient()),
+            rounds=rounds,
+            scheduler=network,
+            tasks=given.tasks,
+            work="dispatched",
+            every=max(1, rounds // POINTS),
+        )
+    except (DivergenceError, RuleError) as error:
+        return {"curve": [0.0] * POINTS, "failed": str(error)}
+    return {
+        "curve": given.curve(found.evaluations),
+        "loss": found.evaluations[-1].loss,
+        "refused": found.refused,
+        "updates": sum(time <= given.end for time in found.times) if given.axis == "time" else rounds,
+        "time": found.times[-1],
+        "staleness": statistics.fmean(found.staleness),
+        "most stale": max(found.staleness),
+    }
+
+
+def late(found: Mapping[str, Any]) -> float:
+    """Over the last quarter of the way."""
+    return statistics.fmean(found["curve"][-(POINTS // 4) :])
+
+
+def compared(scenario: Scenario, split: str, seeds: int, kept: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """What each routing is worth."""
+    found = {}
+    for name, routing in scenario.routings().items():
+        network = ClosedNetwork(routing, scenario.speeds, scenario.tasks)
+
+        def score(rate: float, name: str = name, routing: np.ndarray = routing) -> list[float]:
+            return [late(kept(scenario, split, name, routing, rate, seed)) for seed in VALIDATION]
+
+        search = line_search(score, START, farthest=4)
+        found[name] = {
+            "shares": sorted(set(np.round(routing, 4).tolist())),
+            "slowest": float(routing[0]),
+            "throughput": network.throughput,
+            "search": search.told(),
+            "best": [kept(scenario, split, name, routing, search.rate, seed) for seed in range(seeds)],
+            "one rate": [kept(scenario, split, name, routing, PAPERS_RATE, seed) for seed in range(seeds)],
+        }
+    return found
+
+
+def page(found: Mapping[str, Any]) -> list[str]:
+    """The tables."""
+    parts = [
+        "Late accuracy in percent; differences are paired over the seeds, in percentage points, with an asterisk where "
+        "the interval of 95 % leaves out 0. *Spread* is the standard deviation over the seeds, in points."
+    ]
+    for name, told in found.items():
+        rows = []
+        for routing, one in told.items():
+            best = [late(each) for each in one["best"]]
+            fixed = [late(each) for each in one["one rate"]]
+            spread = [f"{100 * statistics.stdev(each):.1f}" if len(each) > 1 else "" for each in (best, fixed)]
+            rows.append(
+                [
+                    routing,
+                    f"{one['slowest']:.4f}",
+                    f"{one['throughput']:.4g}",
+                    f"{statistics.fmean(each.get('updates', 0) for each in one['best']):.0f}",
+                    f"{statistics.fmean(each.get('staleness', math.nan) for each in one['best']):.1f}",
+                    f"{one['search']['chosen']:g}",
+                    cell(best, 1, 100).rstrip("*"),
+                    spread[0],
+                    cell(fixed, 1, 100).rstrip("*"),
+                    spread[1],
+                ]
+            )
+        headings = ["routing", "slowest client's share", "throughput", "updates", "staleness", "best rate", "at it, %"]
+        headings += ["spread", f"at one rate, {PAPERS_RATE}, %", "spread"]
+        pairs = []
+        for first, second in combinations(reversed(told), 2):
+            row = [f"{first} less {second}"]
+            for which in ("best", "one rate"):
+                both = zip(told[first][which], told[second][which], strict=True)
+                row.append(cell([late(a) - late(b) for a, b in both], 1, 100))
+            pairs.append(row)
+        parts += [f"## {name}", table(headings, rows), table(["difference", "at best rates", "at one rate"], pairs)]
+    return parts
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Accuracy along the way, with one standard deviation about it."""
+    figure = new_figure(4.6 * len(found), 6.4)
+    axes = figure.subplots(2, len(found), squeeze=False)
+    for column, (name, told) in enumerate(found.items()):
+        for panel, which in zip(axes[:, column], ("best", "one rate"), strict=True):
+            for routing, one in told.items():
+                curves = 100 * np.array([each["curve"] for each in one[which]])
+                along = (np.arange(POINTS) + 1) / POINTS
+                mean, spread = curves.mean(0), curves.std(0)
+                panel.plot(along, mean, color=COLOURS[routing], label=routing)
+                panel.fill_between(along, mean - spread, mean + spread, color=COLOURS[routing], alpha=0.15, linewidth=0)
+            panel.set_title(f"{name}, {'each at its best rate' if which == 'best' else 'all at .01'}", fontsize="small")
+            panel.grid(alpha=0.25)
+        axes[1, column].set_xlabel(f"part of the {'updates' if name.startswith('update') else 'time'}")
+    for panel in axes[:, 0]:
+        panel.set_ylabel("accuracy, %")
+    handles = {h.get_label(): h for panel in axes.flat for h in panel.get_lines()}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+    with whole(path) as draft:
+        figure.savefig(draft, dpi=110)
+
+
+def main() -> None:
+    """Search, run what has not been, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenarios", default="update:dirichlet,time:dirichlet,update:iid,time:iid")
+    parser.add_argument("--model", default="mlp")
+    parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--horizon", type=float, default=400.0)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS / "routing")
+    parser.add_argument("--parts", type=Path, default=Path("build/papers/routing"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = Parts(given.parts)
+
+    def kept(scenario: Scenario, split: str, name: str, routing: np.ndarray, rate: float, seed: int) -> dict[str, Any]:
+        settings = {
+            "axis": scenario.axis,
+            "end": scenario.end,
+            "split": split,
+            "routing": name,
+            "rate": rate,
+            "model": given.model,
+        }
+        found: dict[str, Any] = parts.of(
+            {**settings, "seed": seed}, partial(once, scenario, given.model, split, routing, rate, seed)
+        )
+        return found
+
+    found = {}
+    for words in given.scenarios.split(","):
+        axis, split = words.split(":")
+        scenario = Scenario.of(axis, given.updates, given.horizon)
+        found[f"{axis}, {split}"] = compared(scenario, split, given.seeds, kept)
+    told = {"model": given.model, "seeds": given.seeds, "updates": given.updates, "horizon": given.horizon}
+    told["validation seeds"] = list(VALIDATION)
+    write(given.out, {"found": found}, told, markdown("Routings", page(found), told))
+    draw(found, given.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
