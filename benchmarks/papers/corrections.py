@@ -433,6 +433,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=800)
     parser.add_argument("--looks", type=int, default=40)
     parser.add_argument("--schedules", default="falling,constant")
+    parser.add_argument("--carriers", default=",".join(CARRIERS))
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--parts", type=Path, default=Path("build/papers/corrections"))
@@ -443,7 +444,7 @@ def main() -> None:
     told["epochs"] = given.epochs
     found = {}
     for falling in [schedule == "falling" for schedule in given.schedules.split(",")]:
-        for carrier in CARRIERS:
+        for carrier in given.carriers.split(","):
             runs = []
             for seed in range(given.seeds):
                 settings = {**told, "seeds": 1, "seed": seed, "carrier": carrier, "falling": falling}

@@ -76,11 +76,20 @@ def markdown(title: str, parts: Sequence[str], settings: Mapping[str, Any]) -> s
 
 
 def write(out: Path, result: Mapping[str, Any], settings: Mapping[str, Any], page: str) -> None:
-    """Write `out.json`, with command, settings and versions, and `out.md`."""
+    """Write `out.json`, with command, settings and versions, numbers to six digits, and `out.md`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     about = {"command": command(), "settings": dict(settings)}
     about |= {"versions": {"python": platform.python_version(), **versions()}, "threads": torch.get_num_threads()}
     with whole(out.with_suffix(".json")) as draft:
-        draft.write_text(json.dumps({**about, **result}, indent=1) + "\n")
+        draft.write_text(json.dumps(_short({**about, **result})) + "\n")
     with whole(out.with_suffix(".md")) as draft:
         draft.write_text(page)
+
+
+def _short(tree: Any) -> Any:
+    """The same with its numbers rounded to six digits."""
+    if isinstance(tree, Mapping):
+        return {name: _short(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_short(value) for value in tree]
+    return float(f"{tree:.6g}") if isinstance(tree, float) else tree

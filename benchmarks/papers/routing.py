@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--scenarios", default="update:dirichlet,time:dirichlet,update:iid,time:iid")
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--updates", type=int, default=1000)
-    parser.add_argument("--horizon", type=float, default=400.0)
+    parser.add_argument("--horizon", type=float, default=300.0)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS / "routing")
     parser.add_argument("--parts", type=Path, default=Path("build/papers/routing"))
