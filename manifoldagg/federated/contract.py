@@ -40,6 +40,7 @@ __all__ = [
     "check_averaging",
     "check_named",
     "check_rule",
+    "check_trainer",
     "extras",
 ]
 
@@ -352,6 +353,17 @@ def check_rule(rule: Rule) -> Rule:
         raise ArgumentError(f"rule: expected cohort, init, message and step; {rule!r} lacks some")
     check_count("rule: cohort", rule.cohort)
     return rule
+
+
+def check_trainer(trainer: Trainer) -> Trainer:
+    """A trainer: an instance that has `train`.
+
+    Raises:
+        ArgumentError: if it has not, or a class was given for an instance.
+    """
+    if isinstance(trainer, type) or not isinstance(trainer, Trainer):
+        raise ArgumentError(f"trainer: expected an instance with `train`, got {trainer!r}")
+    return trainer
 
 
 def check_named(space: Manifold | None) -> ParameterSpace:

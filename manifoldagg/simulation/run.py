@@ -10,7 +10,7 @@ from immutables import Map
 
 from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count
 from manifoldagg.federated import Every, Message, Payload, Rule, Server, Trainer
-from manifoldagg.federated.contract import check_rule
+from manifoldagg.federated.contract import check_rule, check_trainer
 from manifoldagg.federated.record.description import describe as described
 from manifoldagg.federated.record.persistent import Ordered
 from manifoldagg.manifolds import ParameterSpace
@@ -62,8 +62,7 @@ class Method:
         made: Any = self.rule
         if callable(made) and not hasattr(made, "step"):
             made = made(clients)
-        if isinstance(self.trainer, type) or not isinstance(self.trainer, Trainer):
-            raise ArgumentError(f"trainer: expected an instance with `train`, got {self.trainer!r}")
+        check_trainer(self.trainer)
         return replace(self, rule=check_rule(made))
 
 

@@ -1,6 +1,7 @@
 """Trainers whose rates and steps change with the version are the same trainers with those rates and steps."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +79,28 @@ def test_batches_that_do_not_say_how_many_they_are_are_counted():
     assert torch.equal(trained(trainer, message, Endless()), trained(trainer, message))
 
 
+@pytest.mark.parametrize(
+    ("options", "scheduled"),
+    [({"epochs": 2}, {"rate": 0.5}), ({"steps": 4}, {"steps": 0.5}), ({"steps": 4}, {"rate": 0.5, "steps": 0.5})],
+)
+def test_batches_are_not_counted_where_nothing_is_a_share_of_a_pass(options, scheduled):
+    class Counted:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(BATCHES)
+
+    local = trainers.Local(**options, **SGD)
+    plain = replace(local, steps=2) if "steps" in scheduled else local
+    passes = []
+    for trainer in (plain, trainers.Scheduled(local, **scheduled)):
+        batches = Counted()
+        trained(trainer, Message(START, version=0), batches)
+        passes.append(batches.passes)
+    assert passes[0] == passes[1]
+
+
 def test_clients_of_one_server_start_with_its_version():
     server = Server(SPACE, rules.FedAsync(0.5), START)
     trainer = trainers.Scheduled(trainers.Local(steps=8, **SGD), steps=schedules.Cosine(1.0, 0.0, 4))
@@ -94,7 +117,8 @@ def test_clients_of_one_server_start_with_its_version():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"trainer": trainers.Local}, "trainer: expected an instance with `train`, a dataclass"),
+        ({"trainer": trainers.Local}, "trainer: expected an instance with `train`, got <class"),
+        ({"trainer": SimpleNamespace(train=trainers.Local().train)}, "trainer: expected a dataclass"),
         ({"trainer": 3}, "trainer: expected an instance"),
         ({"trainer": trainers.Gradient(), "rate": 0.5}, "rate: expected 1: Gradient has no rate"),
         ({"trainer": trainers.Normalised(), "steps": 0.5}, "steps: expected 1: Normalised has no steps"),

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from manifoldagg.corrections import calibrate
-from manifoldagg.errors import ArgumentError, is_finite
-from manifoldagg.federated.contract import Message, Payload, Trainer
+from manifoldagg.errors import is_finite
+from manifoldagg.federated.contract import Message, Payload, Trainer, check_trainer
 from manifoldagg.federated.rules.orthofl import mixed, shift
 from manifoldagg.federated.trainers.base import Assignment, Client
 from manifoldagg.federated.trainers.local import Local
@@ -42,8 +42,7 @@ class Calibrated(Client):
     trainer: Trainer = field(default_factory=Local)
 
     def __post_init__(self) -> None:
-        if isinstance(self.trainer, type) or not isinstance(self.trainer, Trainer):
-            raise ArgumentError(f"trainer: expected an instance with `train`, got {self.trainer!r}")
+        check_trainer(self.trainer)
 
     def steps_of(self, message: Message, length: int) -> int:
         steps = getattr(self.trainer, "steps_of", None)

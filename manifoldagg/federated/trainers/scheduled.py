@@ -1,18 +1,20 @@
 """Any trainer, with rates and steps that change as the server's model does."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.contract import Message, Payload, Trainer
+from manifoldagg.federated.contract import Message, Payload, Trainer, check_trainer
 from manifoldagg.federated.schedules import Rate, check_options, rate_at
 from manifoldagg.federated.trainers.base import Assignment, Client
 
 __all__ = ["Scheduled"]
 
-HELD = ("trainer", "local")
-"""What trainers call a trainer that they hold."""
+HELD = {"rate": ("trainer", "local"), "steps": ("trainer",)}
+"""What trainers call a trainer that they hold, by the option that it has for them: what a message says of steps goes
+before what is held as `local`."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +52,26 @@ class Scheduled(Client):
 
     def __post_init__(self) -> None:
         check_options(self)
-        given: Any = self.trainer
-        if not is_dataclass(given) or isinstance(given, type) or not isinstance(given, Trainer):
-            raise ArgumentError(f"trainer: expected an instance with `train`, a dataclass, got {given!r}")
-        for option in ("rate", "steps"):
+        if not is_dataclass(check_trainer(self.trainer)):
+            raise ArgumentError(f"trainer: expected a dataclass, got {self.trainer!r}")
+        for option in HELD:
             if getattr(self, option) != 1:
                 _holder(self.trainer, option)
 
     def steps_of(self, message: Message, length: int) -> int:
-        return int(self._at(message, length).steps_of(message, length))
+        return int(self._at(message, lambda: length).steps_of(message, length))
 
     def _train(self, given: Assignment) -> Payload:
-        length = given.length
-        if length is None:
-            length = sum(1 for _ in given.batches)
+        def length() -> int:
+            return sum(1 for _ in given.batches) if given.length is None else given.length
+
         trainer = self._at(given.message, length)
         asked = given.space, given.message, given.loss, given.batches, given.memory
         payload: Payload = trainer.train(*asked, generator=given.generator)
         return payload
 
-    def _at(self, message: Message, length: int) -> Any:
-        """The trainer that this message is for."""
+    def _at(self, message: Message, length: Callable[[], int]) -> Any:
+        """The trainer that this message is for; how many batches a pass has is asked where that counts."""
         trainer: Any = self.trainer
         if (rate := self._share("rate", message)) != 1:
             names = ("rate", "control_rate")
@@ -91,29 +92,26 @@ class Scheduled(Client):
 
 def _holder(trainer: Any, option: str) -> Any:
     """The trainer that has the option: itself, or one that it holds."""
-    held: Any = trainer
-    while held is not None:
-        if hasattr(held, option):
-            return held
-        # What a message says goes before what is held.
-        held = next(
-            (getattr(held, name) for name in HELD[: 1 if option == "steps" else 2] if hasattr(held, name)), None
-        )
-    raise ArgumentError(f"{option}: expected 1: {type(trainer).__name__} has no {option} to multiply")
+    held = trainer
+    while not hasattr(held, option):
+        within = [getattr(held, name) for name in HELD[option] if hasattr(held, name)]
+        if not within:
+            raise ArgumentError(f"{option}: expected 1: {type(trainer).__name__} has no {option} to multiply")
+        held = within[0]
+    return held
 
 
 def _with(trainer: Any, own: Any, other: Any) -> Any:
     """`trainer` with `other` in place of `own`."""
     if trainer is own:
         return other
-    name = next(name for name in HELD if hasattr(trainer, name))
+    name = next(name for name in HELD["rate"] if hasattr(trainer, name))
     return replace(trainer, **{name: _with(getattr(trainer, name), own, other)})
 
 
-def _fewer(share: float, trainer: Any, length: int) -> int | tuple[int, ...]:
+def _fewer(share: float, trainer: Any, length: Callable[[], int]) -> int | tuple[int, ...]:
     """Its steps, or those of each of its phases, times a share."""
-    whole = trainer.epochs if trainer.steps is None else trainer.steps
-    each = length if trainer.steps is None else 1
+    whole, each = (trainer.epochs, length()) if trainer.steps is None else (trainer.steps, 1)
     if isinstance(whole, tuple):
         return tuple(_part(share, each * amount) for amount in whole)
     return _part(share, each * whole)
