@@ -23,6 +23,7 @@ from manifoldagg.federated.contract import (
     by_rows,
     check_rule,
 )
+from manifoldagg.federated.rules._around import RuleAround
 from manifoldagg.federated.rules._curved import arrive, tangents_at
 from manifoldagg.federated.rules._reading import frame_of, in_float64, root
 from manifoldagg.federated.schedules import check_options
@@ -35,7 +36,7 @@ __all__ = ["Momentum"]
 
 
 @dataclass(frozen=True)
-class Momentum:
+class Momentum(RuleAround):
     r"""$u \leftarrow \beta u + (\Theta' - \Theta)$, $\Theta \leftarrow \Theta + u$, where a rule goes to $\Theta'$.
 
     On a curved space $u \leftarrow \beta u + \log_\Theta \Theta'$ and $\Theta \leftarrow \exp_\Theta u$, with $u$
@@ -80,24 +81,9 @@ class Momentum:
             raise ArgumentError(f"nesterov: expected a rule that works on rows, got {type(self.rule).__name__}")
 
     @property
-    def rows(self) -> bool:
-        """As the rule."""
-        return bool(getattr(self.rule, "rows", False))
-
-    @property
-    def drifts(self) -> bool:
-        """As the rule."""
-        return bool(getattr(self.rule, "drifts", True))
-
-    @property
     def private(self) -> bool:
         """As the rule."""
         return bool(getattr(self.rule, "private", False))
-
-    @property
-    def cohort(self) -> int:
-        """That of the rule."""
-        return self.rule.cohort
 
     @property
     def tensors(self) -> Mapping[str, int | None]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count, check_number
 from manifoldagg.federated.contract import Memory, Message, Outcome, Point, Rule, State, Target, Update
+from manifoldagg.federated.rules._around import RuleAround
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.rules._noise import Mechanism, key_of
@@ -19,7 +20,7 @@ __all__ = ["Private"]
 
 
 @dataclass(frozen=True)
-class Private:
+class Private(RuleAround):
     r"""A rule that moves by sums of updates, for which it gets
 
     $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I), \; a_i \le 1,$$
@@ -86,21 +87,6 @@ class Private:
             check_count("participations", self.participations)
         if self.seed is not None:
             check_count("seed", self.seed, at_least=0)
-
-    @property
-    def rows(self) -> bool:
-        """As the rule."""
-        return bool(getattr(self.rule, "rows", False))
-
-    @property
-    def drifts(self) -> bool:
-        """As the rule."""
-        return bool(getattr(self.rule, "drifts", True))
-
-    @property
-    def cohort(self) -> int:
-        """That of the rule."""
-        return self.rule.cohort
 
     @property
     def measured(self) -> tuple[str, ...]:
