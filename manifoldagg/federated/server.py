@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ from manifoldagg.federated.dispatch import check_base_dtype, message, rounded
 from manifoldagg.federated.doubts import check_parameters
 from manifoldagg.federated.events import Watcher
 from manifoldagg.federated.intake import UNLIMITED, Checks, Form, admit, blame, check_start
+from manifoldagg.federated.lock import Lock
 from manifoldagg.federated.named import payload_of, resting
 from manifoldagg.federated.record.books import ANYONE, Books, Limits, Open, Row, Taken, row
 from manifoldagg.federated.record.checkpoint import Every, Moment, Saved, Writer, check_name
@@ -182,7 +182,7 @@ class Server:
             raise ArgumentError(f"clock: expected a function that returns seconds, got {clock!r}")
         self._clock = clock
         self._turn = Turn(None if max_waiting is None else check_count("max_waiting", max_waiting, at_least=0))
-        self._saving = threading.RLock()
+        self._saving = Lock()
         self._spare: deque[Tensor] = deque(maxlen=1)
         # What listens may keep models: their memory is not used again.
         self._freed = self._spare.append if averaging is None else None
@@ -726,9 +726,9 @@ class Server:
             raise ArgumentError("path: expected one, as the server has no `checkpoint`")
         ours = writer if writer is not None and (path is None or writer.is_of(path)) else None
         # From a handler or a finaliser within a save, which then goes on: nobody waits for it.
-        within = self._saving._is_owned() or (writer is not None and writer.is_mine())  # type: ignore[attr-defined]
+        within = self._saving.is_mine() or (writer is not None and writer.is_mine())
         # One at a time, so that no older record takes the place of a newer one, for which the journal was cut.
-        with nullcontext() if within else self._saving:
+        with nullcontext() if within else self._saving.lock:
             if ours is not None:
                 self._now(ours.put)
                 ours.finish()

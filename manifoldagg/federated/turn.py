@@ -4,6 +4,7 @@ import threading
 from itertools import count
 
 from manifoldagg.errors import ArgumentError, BusyError
+from manifoldagg.federated.lock import Lock
 
 __all__ = ["Answering", "Turn"]
 
@@ -27,14 +28,11 @@ class Answering:
         self.lasts = threading.Lock()
 
 
-class Turn:
-    """Whose turn it is, and who waits for it.
+class Turn(Lock):
+    """Whose turn it is, who has its `lock`, and who waits for it.
 
     Args:
         most: how many may wait beside the one whose turn it is; `None` for any number.
-
-    Attributes:
-        lock: held by whose turn it is.
 
     Example:
         >>> turn = Turn(0)
@@ -49,7 +47,7 @@ class Turn:
     """
 
     def __init__(self, most: int | None) -> None:
-        self.lock = threading.RLock()
+        super().__init__()
         self.most = most
         # What an interrupt leaves here does not last, and counts for nothing.
         self._answers: dict[Answering, None] = {}
@@ -86,10 +84,6 @@ class Turn:
     def go(self, answer: Answering) -> None:
         """Forget an answer."""
         self._answers.pop(answer, None)
-
-    def is_mine(self) -> bool:
-        """Whether this thread is taking an update."""
-        return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
     def check(self) -> None:
         """Not from within an update: its thread would wait for itself.

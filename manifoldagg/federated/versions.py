@@ -1,6 +1,5 @@
 """Versions: for a loop of one's own, what every client started from, and the rule's state, step by step."""
 
-import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from manifoldagg.federated.contract import Memory, Message, Rule, State
 from manifoldagg.federated.dispatch import message
 from manifoldagg.federated.doubts import check_parameters
 from manifoldagg.federated.intake import UNLIMITED, check_samples
+from manifoldagg.federated.lock import Lock
 from manifoldagg.federated.record.description import path_of
 from manifoldagg.federated.record.persistent import Atomic
 from manifoldagg.federated.record.spill import Filed
@@ -99,7 +99,7 @@ class Versions:
         self._message(Snapshot(point, state), None)
         store = Store().held(_at(0), Kept(self._like))
         self._record = Atomic(_Record(0, state, Weights.of(weights, UNLIMITED.samples_factor), store))
-        self._turn = threading.RLock()
+        self._turn = Lock()
 
     def send(self, client: Hashable, task: Hashable = None, *, version: int | None = None, again: bool = False) -> Any:
         """Note that a client begins with the current model.
@@ -167,9 +167,9 @@ class Versions:
         """
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, UNLIMITED.max_samples)
-        if self._turn._is_owned():  # type: ignore[attr-defined]
+        if self._turn.is_mine():
             raise ArgumentError("versions: an update cannot wait for itself; take this one after the other was taken")
-        with self._turn:
+        with self._turn.lock:
             now = self._record.value
             began, apart = now.began(place)
             if difference and apart:
@@ -280,7 +280,7 @@ class Versions:
         if state["rule"] != mine:
             raise ArgumentError(f"state: rule: expected {mine}, got {state['rule']}")
         tree = replaced(dict(state), copied)
-        with self._turn:
+        with self._turn.lock:
             weights = self._record.value.weights
             try:
                 fresh = self._read(tree, Weights.of_state(tree["weights"], _given(weights), weights.factor))

@@ -21,6 +21,7 @@ from manifoldagg.federated.buffers import Packed, Waiting, packed, unpacked
 from manifoldagg.federated.contract import Averaging, Receipt, Rule
 from manifoldagg.federated.events import CheckpointFailed, CheckpointWritten
 from manifoldagg.federated.intake import Checks
+from manifoldagg.federated.lock import Lock
 from manifoldagg.federated.record import archive
 from manifoldagg.federated.record.books import Answer, Books, Open, Row
 from manifoldagg.federated.record.description import called, describe, difference, path_of
@@ -360,7 +361,7 @@ class Writer:
         # What was not begun when the next one came is not written.
         self._next: deque[Writable] = deque(maxlen=1)
         self._idle = True
-        self._working = threading.RLock()
+        self._working = Lock()
         self._error: Exception | None = None
 
     def begin(self, updates: int) -> None:
@@ -401,7 +402,7 @@ class Writer:
 
     def is_mine(self) -> bool:
         """Whether this thread is writing."""
-        return bool(self._working._is_owned())  # type: ignore[attr-defined]
+        return self._working.is_mine()
 
     def finish(self) -> None:
         """Wait until what was begun is written.
@@ -425,7 +426,7 @@ class Writer:
 
     def _work(self) -> None:
         """Write what there is, as the only one."""
-        with self._working:
+        with self._working.lock:
             while True:
                 try:
                     moment = self._next.pop()

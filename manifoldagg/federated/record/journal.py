@@ -20,7 +20,6 @@ import mmap
 import os
 import struct
 import sys
-import threading
 import warnings
 import weakref
 import zlib
@@ -37,6 +36,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, CheckpointError, ManifoldAggError, check_choice, check_count
 from manifoldagg.federated.contract import Payload, Receipt
+from manifoldagg.federated.lock import Lock
 from manifoldagg.federated.record import archive
 from manifoldagg.federated.record.books import Books, Change, Log, Open
 from manifoldagg.federated.record.checkpoint import Saved
@@ -182,7 +182,7 @@ class Appender:
         self.name = name
         self._hold = hold
         self._books = books
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._failed = False
         self._lost = False
         self._at: _At | None = None
@@ -226,7 +226,7 @@ class Appender:
 
     def is_mine(self) -> bool:
         """Whether this thread is writing."""
-        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
+        return self._lock.is_mine()
 
     def check(self) -> None:
         """That what was entered before could be written; where it could not it is tried again.
@@ -246,12 +246,12 @@ class Appender:
         log = self._books.value.log
         if log is None or not (log.changes or self._failed) or self.is_mine():
             return
-        with self._lock:
+        with self._lock.lock:
             self._trying(self._write)
 
     def cut(self, place: int) -> None:
         """Go on in a new file, as a checkpoint holds all changes before a place, and remove older files."""
-        with self._lock:
+        with self._lock.lock:
             at = self._at
             try:
                 if at is not None and at.number > at.first and (not self._lost or place >= at.number):
@@ -276,7 +276,7 @@ class Appender:
         Raises:
             CheckpointError: with what the system says. It is closed then too.
         """
-        with self._lock:
+        with self._lock.lock:
             try:
                 if self._at is not None:
                     self._trying(self._write)
