@@ -48,11 +48,13 @@ from manifoldagg.federated.named import payload_of, resting
 from manifoldagg.federated.record.books import ANYONE, Books, Limits, Open, Row, Taken, row
 from manifoldagg.federated.record.checkpoint import Every, Moment, Saved, Writer, check_name
 from manifoldagg.federated.record.description import called, describe, path_of
-from manifoldagg.federated.record.journal import UNSAID, Appender, Hold, Journal, Living, Story, packed, recovered
+from manifoldagg.federated.record.frames import packed
+from manifoldagg.federated.record.journal import Appender, Hold, Journal
 from manifoldagg.federated.record.overflow import Overflow
 from manifoldagg.federated.record.persistent import Atomic
 from manifoldagg.federated.record.spill import Spill
 from manifoldagg.federated.record.store import Kept, Store
+from manifoldagg.federated.record.story import UNSAID, Living, Story, recovered
 from manifoldagg.federated.record.watch import Watch
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step

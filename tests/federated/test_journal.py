@@ -18,7 +18,7 @@ from torch import nn
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Checks, Every, Journal, Payload, Server
-from manifoldagg.federated.record import archive, journal
+from manifoldagg.federated.record import archive, frames, journal, story
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, Momentum
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.faults import Disk, Killed, each
@@ -193,8 +193,8 @@ def seen():
 @contextmanager
 def disked(monkeypatch, disk):
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "os", disk)
-        patch.setattr(archive, "os", disk)
+        for module in (journal, frames, story, archive):
+            patch.setattr(module, "os", disk)
         yield
 
 
@@ -641,8 +641,8 @@ def gone(folder, server):
     (folder / "other").mkdir()
     for path in folder.glob(f"{LINES}.*"):
         shutil.copy(path, folder / "other" / path.name.replace(".3.", ".2."))
-    tree, _ = journal._opened(next((folder / "other").glob("*.journal")))
-    archive.write(folder / "other" / f"{LINES}.2.journal", journal.KIND, {**tree, "first": 2})
+    tree, _ = frames.opened(next((folder / "other").glob("*.journal")))
+    archive.write(folder / "other" / f"{LINES}.2.journal", frames.KIND, {**tree, "first": 2})
     return folder / "other" / LINES
 
 
@@ -827,9 +827,9 @@ def test_what_the_system_does_not_read_is_told_and_nothing_is_cut(tmp_path, monk
         if call == "listdir":
             patch.setattr(journal.os, "listdir", broken)
         elif call == "open":
-            patch.setattr(journal.mmap, "mmap", broken)
+            patch.setattr(frames.mmap, "mmap", broken)
         else:
-            patch.setattr(journal, "_payload", broken)
+            patch.setattr(story, "payload_of", broken)
         with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
             back(tmp_path, fresh())
     assert path.read_bytes() == whole
