@@ -26,6 +26,7 @@ from manifoldagg.errors import (
 )
 from manifoldagg.federated._door import space_of
 from manifoldagg.federated.buffers import Patterns, check_patterns, of_model
+from manifoldagg.federated.checks import UNLIMITED, Checks
 from manifoldagg.federated.contract import (
     Averaging,
     Payload,
@@ -42,7 +43,7 @@ from manifoldagg.federated.derivatives import without_derivatives
 from manifoldagg.federated.dispatch import check_base_dtype, message, rounded
 from manifoldagg.federated.doubts import check_parameters
 from manifoldagg.federated.events import Watcher
-from manifoldagg.federated.intake import UNLIMITED, Checks, Form, admit, blame, check_start
+from manifoldagg.federated.intake import Form, admit, blame, check_start
 from manifoldagg.federated.lock import Lock
 from manifoldagg.federated.named import payload_of, resting
 from manifoldagg.federated.record.books import ANYONE, Books, Limits, Open, Row, Taken, row

@@ -10,8 +10,8 @@ from torch import Tensor
 from manifoldagg.corrections.frame import LATER, Motion
 from manifoldagg.errors import ArgumentError, RuleError, check_choice, check_shape, is_finite
 from manifoldagg.federated.buffers import collect, settle
+from manifoldagg.federated.checks import UNLIMITED, Checks
 from manifoldagg.federated.contract import Outcome, Rule, Update, by_rows
-from manifoldagg.federated.intake import UNLIMITED, Checks
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.trees import disjoint, settled, spoils
 from manifoldagg.kernels import Row

@@ -9,10 +9,11 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.federated._door import Known, Model, ServerState, check_models, like, space_of, stepped, tensors
 from manifoldagg.federated.buffers import Patterns, Waiting, check_patterns, packed, policies, unpacked
+from manifoldagg.federated.checks import UNLIMITED
 from manifoldagg.federated.contract import Memory, Message, Rule, State
 from manifoldagg.federated.dispatch import message
 from manifoldagg.federated.doubts import check_parameters
-from manifoldagg.federated.intake import UNLIMITED, check_samples
+from manifoldagg.federated.intake import check_samples
 from manifoldagg.federated.lock import Lock
 from manifoldagg.federated.record.description import path_of
 from manifoldagg.federated.record.persistent import Atomic

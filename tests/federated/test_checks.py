@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from manifoldagg.corrections.transport import Passage
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Checks, Payload, Server, Update
-from manifoldagg.federated.intake import norm_of, scaled_back
+from manifoldagg.federated.checks import norm_of, scaled_back
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, FedOrtho
 from manifoldagg.manifolds import Flat, Lorentz, LowRank, Product, Sphere, SymmetricPositiveDefinite
 from tests.support import draw, relative, seeds

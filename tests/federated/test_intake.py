@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldagg.errors import ArgumentError, check_finite
 from manifoldagg.federated import Outcome, Payload, Server
+from manifoldagg.federated.checks import Checks, norm_of
 from manifoldagg.federated.contract import by_rows, extras
-from manifoldagg.federated.intake import Checks, norm_of
 from manifoldagg.federated.rules import AsyncBezier
 from manifoldagg.federated.trees import tensors as tensors_of
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, SymmetricPositiveDefinite, distance

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from manifoldagg.corrections import DelayCompensated, OrthoDC, OrthoDyn, Pairwise, Position
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server, Update, aggregate
-from manifoldagg.federated.intake import Checks
+from manifoldagg.federated.checks import Checks
 from manifoldagg.federated.rules import (
     ASGD,
     CA2FL,

@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from manifoldagg.errors import ArgumentError, BusyError, ManifoldAggError
 from manifoldagg.federated import Payload, Server
-from manifoldagg.federated.intake import Checks
+from manifoldagg.federated.checks import Checks
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, Gathers, fingerprint, versions
 from tests.federated.hostile import forked, signalled

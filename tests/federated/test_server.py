@@ -16,7 +16,8 @@ from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server
 from manifoldagg.federated import server as server_module
-from manifoldagg.federated.intake import Checks, admit
+from manifoldagg.federated.checks import Checks
+from manifoldagg.federated.intake import admit
 from manifoldagg.federated.record.books import Books
 from manifoldagg.federated.rules import FedAsync, FedOrtho
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError, check_count, check_number
 from manifoldagg.federated.buffers import Packed, Waiting, packed, unpacked
+from manifoldagg.federated.checks import Checks
 from manifoldagg.federated.contract import Averaging, Receipt, Rule
 from manifoldagg.federated.events import CheckpointFailed, CheckpointWritten
-from manifoldagg.federated.intake import Checks
 from manifoldagg.federated.lock import Lock
 from manifoldagg.federated.record import archive
 from manifoldagg.federated.record.books import Answer, Books, Open, Row
