@@ -228,8 +228,10 @@ def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = Fal
     Raises:
         ArgumentError: if `tensor` is no floating tensor or its shape differs.
     """
-    if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
-        given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+    # By its type: what an object says of its class may be untrue.
+    real = issubclass(type(tensor), Tensor)
+    if not real or not tensor.dtype.is_floating_point:
+        given = tensor.dtype if real else type(tensor).__name__
         raise ArgumentError(f"{name}: expected a floating tensor of {_expected(shape, batch)}, got {given}")
     if tensor.layout is not torch.strided or tensor.is_meta:
         what = "on the meta device" if tensor.is_meta else tensor.layout

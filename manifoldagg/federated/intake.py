@@ -107,7 +107,7 @@ def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
     Raises:
         ArgumentError: naming the field that does not fit, first of all.
     """
-    if not isinstance(payload, Payload):
+    if not _is_a(payload, Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
     given, samples, tensors, numbers, buffers, base = _answered("payload", lambda: FIELDS(payload))
     points = _vectors(form, "points", given, None)
@@ -177,6 +177,11 @@ def _sound(form: Form, name: str, points: Tensor) -> Tensor:
     return points if form.space.flat else check_point(form.space, points, name=name)
 
 
+def _is_a(given: object, kind: type) -> bool:
+    """By its type: what an object says of its class may be untrue, or raise."""
+    return issubclass(type(given), kind)
+
+
 def _answered(name: str, ask: Callable[[], T]) -> T:
     """What an object with code of its own says; what it raises is its own fault."""
     try:
@@ -187,7 +192,7 @@ def _answered(name: str, ask: Callable[[], T]) -> T:
 
 def _vectors(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
     """Plain dense vectors (*batch, *shape), of the server's dtype and on its device."""
-    tensor = stored(name, given) if isinstance(given, Tensor) else given
+    tensor = stored(name, given) if _is_a(given, Tensor) else given
     check_shape(name, tensor, *batch, *form.axes)
     if tensor.dtype != form.dtype:
         raise ArgumentError(f"{name}: expected {form.dtype}, got {tensor.dtype}")
@@ -273,10 +278,11 @@ def _buffers(form: Form, given: Any) -> dict[str, Tensor]:
     for entry in form.buffers:
         name = f"buffers: {entry.name}"
         tensor = brought[entry.name]
-        if isinstance(tensor, Tensor):
+        real = _is_a(tensor, Tensor)
+        if real:
             tensor = _plain(name, tensor)
-        if not isinstance(tensor, Tensor) or tensor.dtype != entry.dtype:
-            what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        if not real or tensor.dtype != entry.dtype:
+            what = tensor.dtype if real else type(tensor).__name__
             raise ArgumentError(f"{name}: expected a tensor of {entry.dtype}, got {what}")
         tensor = stored(name, tensor)
         if tuple(tensor.shape) != entry.shape:
@@ -329,7 +335,7 @@ def by_name(name: str, given: Any) -> dict[str, Any]:
     Raises:
         ArgumentError: if it is no mapping from names, or cannot be read.
     """
-    if not isinstance(given, Mapping):
+    if not _is_a(given, Mapping):
         raise ArgumentError(f"{name}: expected a mapping from names, got {type(given).__name__}")
     found: dict[Any, Any] = given if type(given) is dict else _answered(name, lambda: dict(given))
     if set(map(type, found)) <= {str}:

@@ -470,7 +470,8 @@ class Server:
         """
 
         def brought(_: Open) -> Any:
-            return payload if isinstance(payload, Payload | type) or not callable(payload) else payload()
+            # By its type: what an object says of its class may be untrue, or raise.
+            return payload if issubclass(type(payload), Payload | type) or not callable(payload) else payload()
 
         return self._receive(ticket, client, brought)
 

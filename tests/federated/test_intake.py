@@ -150,6 +150,23 @@ class Listed(dict):
     __iter__ = keys = items = __len__ = broken
 
 
+class Pretends:
+    """Says that it is of another class."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    @property
+    def __class__(self):
+        return self.kind
+
+
+class Shy:
+    """Does not say of which class it is."""
+
+    __class__ = property(broken)
+
+
 class Halved(Payload):
     """Has no points."""
 
@@ -161,6 +178,17 @@ class Halved(Payload):
 BAD = {
     "nothing": (lambda: None, "payload: expected a Payload, got NoneType"),
     "a state dict": (lambda: NET.state_dict(), "payload: expected a Payload, got OrderedDict"),
+    "a pretended payload": (lambda: Pretends(Payload), "payload: expected a Payload, got Pretends"),
+    "pretended points": (lambda: good(points=Pretends(torch.Tensor)), "points: expected a floating tensor of shape (any, 10), got Pretends"),
+    "a pretended tensor": (lambda: tensors(control=Pretends(torch.Tensor)), "tensors: control: expected a floating tensor"),
+    "a pretended buffer": (lambda: buffers(running_mean=Pretends(torch.Tensor)), "buffers: 1.running_mean: expected a tensor of torch.float32, got Pretends"),
+    "pretended tensors": (lambda: good(tensors=Pretends(dict)), "tensors: expected a mapping from names, got Pretends"),
+    "no class": (lambda: Shy(), "payload: expected a Payload, got Shy"),
+    "points without a class": (lambda: good(points=Shy()), "points: expected a floating tensor of shape (any, 10), got Shy"),
+    "samples without a class": (lambda: good(samples=Shy()), "samples: expected one that can be read"),
+    "tensors without a class": (lambda: good(tensors=Shy()), "tensors: expected a mapping from names, got Shy"),
+    "a buffer without a class": (lambda: buffers(running_mean=Shy()), "buffers: 1.running_mean: expected a tensor of torch.float32, got Shy"),
+    "a base without a class": (lambda: good(base=Shy()), "base: expected none, the server has kept it"),
     "a tensor": (lambda: torch.ones(1, P), "payload: expected a Payload, got Tensor"),
     "the class": (lambda: Payload, "payload: expected a Payload, got type"),
     "no points": (lambda: good(points=None), "points: expected a floating tensor"),
