@@ -189,8 +189,10 @@ def restored(kept: Sequence[Kept], bounds: Mapping[str, Bound]) -> Any:
 
 
 def _joined(tree: Any) -> Any:
-    """The tree with tuples where the names are places."""
+    """The tree with tuples where the names are places: whoever kept it may have brought these into another order."""
     if not isinstance(tree, dict):
         return tree
     branches = {name: _joined(branch) for name, branch in tree.items()}
-    return tuple(branches.values()) if branches and all(name.isdigit() for name in branches) else branches
+    if branches and all(name.isdigit() for name in branches):
+        return tuple([branches[place] for place in sorted(branches, key=int)])
+    return branches

@@ -157,6 +157,24 @@ def test_a_run_is_the_same_one_by_one_and_goes_on_from_its_state(name, monkeypat
     assert all(map(torch.equal, whole, others))
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_what_is_kept_may_come_back_in_another_order(name):
+    params = parameters()
+    outer = Outer(params, RULES[name])
+    late = {"staleness": 1, "base": parameters(9)}
+    run(outer, params, 3, 3, **late)
+    saved = copy.deepcopy(outer.state_dict())
+    saved["state"] = {key: dict(reversed(kept.items())) for key, kept in saved["state"].items()}
+    others = [p.detach().clone().requires_grad_() for p in params]
+    second = Outer(others, RULES[name])
+    second.load_state_dict(saved)
+    run(outer, params, 5, 3, **late)
+    run(second, others, 5, 3, **late)
+    assert all(map(torch.equal, params, others))
+    for p, other in zip(params, others, strict=True):
+        assert same(outer.state[p], second.state[other])
+
+
 def test_what_is_kept_stays_in_float32_through_a_state_dict():
     params = parameters(dtype=torch.bfloat16)
     outer = Outer(params, HeLoCo())
