@@ -230,15 +230,16 @@ def space_of(
     Warns:
         UserWarning: if `adapters` is `None` and there are some.
     """
-    if adapters is None:
-        warn_of_factors(name, model)
-        adapters = False
+    kept = {"buffers": list(buffers), "adapters": bool(adapters), "scaling": scaling}
     try:
-        return ParameterSpace.of_state_dict(model, manifolds, buffers=list(buffers), adapters=adapters, scaling=scaling)
+        space = ParameterSpace.of_state_dict(model, manifolds, **kept)
     except StateDictError as error:
         if adapters:
             raise StateDictError(f"{name}: {error}") from None
         raise
+    if adapters is None:
+        warn_of_factors(name, model)
+    return space
 
 
 def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:

@@ -253,7 +253,7 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a module (its own, not copies) or of a state dict, by name.
 
     Raises:
-        StateDictError: if an entry is no tensor, or a tensor without storage.
+        StateDictError: if an entry has no name, is no tensor, or a tensor without storage.
         ArgumentError: if `source` is neither a module nor a mapping.
     """
     if isinstance(source, nn.Module):
@@ -262,12 +262,14 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         entries = dict(source)
     else:
         raise ArgumentError(f"source: expected a torch.nn.Module or a state dict, got {type(source).__name__}")
-    usual = set(map(type, entries.values())) <= {Tensor, nn.Parameter}
-    if usual and OPAQUE not in "".join(map(str, entries)) and _dense(entries.values()):
+    usual = set(map(type, entries.values())) <= {Tensor, nn.Parameter} and set(map(type, entries)) <= {str}
+    if usual and OPAQUE not in "".join(entries) and _dense(entries.values()):
         return entries  # each of hundreds asked one by one takes longer than a step of them
     tensors = {}
     for name, tensor in entries.items():
-        if str(name).rpartition(".")[2] == OPAQUE:
+        if not isinstance(name, str):
+            raise StateDictError(f"source: expected names, got {name!r}")
+        if name.rpartition(".")[2] == OPAQUE:
             continue
         if not isinstance(tensor, Tensor):
             raise StateDictError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")

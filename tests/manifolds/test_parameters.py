@@ -206,6 +206,8 @@ def test_models_that_have_no_point_are_refused():
         ParameterSpace.of_state_dict({}, buffers="*running_*")
     with pytest.raises(ArgumentError, match="source: expected a torch.nn.Module or a state dict, got list"):
         ParameterSpace.of_state_dict([torch.ones(2)])
+    with pytest.raises(StateDictError, match="source: expected names, got 0"):
+        ParameterSpace.of_state_dict({0: torch.ones(2)})
     with pytest.raises(ArgumentError, match="dtype: expected one of"):
         ParameterSpace.of(nn.Linear(2, 2), dtype=torch.float16)
 
