@@ -7,6 +7,8 @@ step along a curve, the average of late models.
 """
 
 import argparse
+import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def learned_curve(axes: Any) -> str:
         control=Control(rate=0.05),
         generator=torch.Generator().manual_seed(1),
     )
-    times = torch.linspace(0, 1, 101)
+    times = torch.linspace(0, 1, 51)
     path = curve(learned.phi, times)
     chord = torch.lerp(learned.phi[0], learned.phi[-1], times[:, None])
     highest = [valley(line).max() for line in (chord, path)]
@@ -111,9 +113,9 @@ def step(axes: Any) -> str:
     points = torch.cat([CURRENT[None], CURRENT + ahead])
     new, candidate = curve(points, s), points[-1]
     radius = share * float((candidate - CURRENT).norm())
-    turn = torch.linspace(0, 2 * torch.pi, 201)
+    turn = torch.linspace(0, 2 * torch.pi, 91)
     axes.plot(*(CURRENT[:, None] + radius * torch.stack([turn.cos(), turn.sin()])), ":", color=GREY)
-    axes.plot(*curve(points, torch.linspace(0, 1, 101)).T, color=BLUE, lw=2.5)
+    axes.plot(*curve(points, torch.linspace(0, 1, 51)).T, color=BLUE, lw=2.5)
     axes.plot(*points.T, "--", color=BLUE, lw=0.8)
     dot(axes, CURRENT, r"current $\Theta^\tau$", "black")
     dot(axes, candidate, r"candidate $\hat\Theta$", BLUE, (-86, -4))
@@ -170,6 +172,18 @@ def dot(axes: Any, point: Tensor, label: str, color: str, offset: tuple[int, int
     axes.annotate(label, point.tolist(), xytext=offset, textcoords="offset points", color=color, fontsize=11)
 
 
+def write(figure: Any, path: Path) -> None:
+    """A picture as SVG, each of its paths in one line, to a tenth of a point."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    path.write_text(re.sub(r'(?<= d=")[^"]+', lambda found: tenths(" ".join(found[0].split())), drawn.getvalue()))
+
+
+def tenths(places: str) -> str:
+    """The numbers of a path with one digit after the point, where that is none."""
+    return re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), places)
+
+
 def main() -> None:
     """Draw the five, and three of them side by side; say what each shows."""
     import matplotlib
@@ -187,13 +201,13 @@ def main() -> None:
         figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
         axes.set(**labels)
         print(draw(axes))
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        write(figure, folder / f"{name}.svg")
     figure, panels = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     verbs = {"correct": correction, "step": step, "average": average}
     for axes, (verb, draw) in zip(panels, verbs.items(), strict=True):
         draw(axes)
         axes.set(**labels, title=verb)
-    figure.savefig(folder / "verbs.svg", metadata={"Date": None})
+    write(figure, folder / "verbs.svg")
     print(f"six pictures in {folder}")
 
 
