@@ -29,6 +29,7 @@ import time
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -215,7 +216,6 @@ class Source:
         self.tickets: list[Ticket] = []
         self.old: deque[Ticket] = deque(maxlen=100)
         self.answered: deque[tuple[str, str]] = deque(maxlen=100)
-        self.gone: deque[str] = deque(maxlen=100)
         self.kinds: dict[str, tuple[int, Callable[[], Sent]]] = {
             "valid": (25, lambda: self.value(self.payload, TAKEN)),
             "valid, as bytes": (15, lambda: self.bytes_of(self.payload, TAKEN)),
@@ -268,10 +268,9 @@ class Source:
         return self.random.choice(self.tickets)
 
     def used(self, ticket: str, receipt: Receipt) -> None:
-        """A ticket has its answer."""
-        self.tickets = [one for one in self.tickets if one.id != ticket]
-        if receipt.accepted:
-            self.answered.append((ticket, repr(receipt)))
+        """An update was taken on a ticket."""
+        self.lost(ticket)
+        self.answered.append((ticket, repr(receipt)))
 
     def lost(self, ticket: str) -> None:
         """A ticket has ended."""
@@ -536,6 +535,7 @@ class Intake:
         self.server = server
         self.twin = twin
         self.faults: list[str] = []
+        self._noting = threading.Lock()
         self.seconds: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self.taken: dict[str, int] = defaultdict(int)
 
@@ -563,8 +563,10 @@ class Intake:
         self._judge(source, kind, sent, ticket, receipt)
 
     def _note(self, kind: str, begun: float, *, taken: bool) -> None:
-        self.seconds[kind].append(time.thread_time() - begun)
-        self.taken[kind] += taken
+        seconds = time.thread_time() - begun
+        with self._noting:
+            self.seconds[kind].append(seconds)
+            self.taken[kind] += taken
 
     def _judge(self, source: Source, kind: str, sent: Sent, ticket: Any, receipt: Receipt) -> None:
         busy = receipt.reason.startswith("server: busy")
@@ -632,11 +634,12 @@ def flooded(
         if threads == 1:
             work(sources[0], count)
         else:
-            pool = [threading.Thread(target=work, args=(one, count // threads)) for one in sources]
-            for thread in pool:
-                thread.start()
-            for thread in pool:
-                thread.join()
+            # What goes wrong in a thread comes out here, and all that count are handed on.
+            with ThreadPoolExecutor(threads) as pool:
+                shares = [(count + i) // threads for i in range(threads)]
+                done = [pool.submit(work, one, share) for one, share in zip(sources, shares, strict=True)]
+            for each in done:
+                each.result()
         left -= count
         clock.now += 5.0
         server.expire()

@@ -1,5 +1,6 @@
 """Floods of bad messages, and clients that fail, return and lie: what the benchmarks do, and fail at, for some seconds."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -41,6 +42,23 @@ def lasted(folder, seconds, restart):
 
 def test_a_flood_leaves_what_its_valid_messages_make(tmp_path):
     flooded(tmp_path, 4000)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_in_threads_every_message_is_handed_on_and_a_source_that_fails_is_told(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    floods = importlib.import_module("floods")
+    look = floods.Look()
+    intake = floods.flooded("four threads", 10, look, threads=4)
+    assert intake.faults == []
+    assert sum(map(len, intake.seconds.values())) == look.count == 10
+
+    def fails(source):
+        raise LookupError("no message")
+
+    monkeypatch.setattr(floods.Source, "next", fails)
+    with pytest.raises(LookupError, match="no message"):
+        floods.flooded("four threads", 10, look, threads=4)
 
 
 @pytest.mark.soak
