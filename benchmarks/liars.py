@@ -17,6 +17,7 @@ Runs that are done are kept in `build/liars.jsonl`, and are not done again.
 import argparse
 import heapq
 import json
+import math
 import os
 import statistics
 import time
@@ -224,7 +225,8 @@ def main() -> None:
                 found = [told(name, rates[name], defence, kind if liars else "", liars, seed) for seed in options.seeds]
                 scores = [one["accuracy"] for one in found]
                 means[name, defence, kind, share] = statistics.fmean(scores)
-                cells.append(f"{statistics.fmean(scores):>8.1f} ±{statistics.stdev(scores):>4.1f}")
+                spread = statistics.stdev(scores) if len(scores) > 1 else math.nan
+                cells.append(f"{statistics.fmean(scores):>8.1f} ±{spread:>4.1f}")
                 if share == 0.2:
                     turned = [statistics.fmean(one[who] for one in found) for who in ("honest", "liars")]
             said = f"     {turned[0]:.0f} %, {turned[1]:.0f} %" if "gate" in defence else ""
