@@ -55,26 +55,24 @@ def heap(clients: int) -> Events:
         yield
 
 
-def independent(delay: Delay, clients: int) -> Events:
-    """Clients that share a distribution; their work is 1 to 20 units."""
-    scheduler: IndependentClients[int] = IndependentClients(dict.fromkeys(range(clients), delay), generator())
+def again_and_again(scheduler: IndependentClients[int] | PriorityScheduler[int], clients: int) -> Events:
+    """Clients that get the same work again whenever they have done it; it is 1 to 20 units."""
     for client in range(clients):
         scheduler.dispatch(client, 1.0 + client % 20)
     while True:
         done = scheduler.next()
         scheduler.dispatch(done.client, done.work)
         yield
+
+
+def independent(delay: Delay, clients: int) -> Events:
+    """Clients that share a distribution."""
+    return again_and_again(IndependentClients(dict.fromkeys(range(clients), delay), generator()), clients)
 
 
 def priority(clients: int) -> Events:
     """Two workers and a queue of all clients but two."""
-    scheduler: PriorityScheduler[int] = PriorityScheduler(clients, generator())
-    for client in range(clients):
-        scheduler.dispatch(client, 1.0 + client % 20)
-    while True:
-        done = scheduler.next()
-        scheduler.dispatch(done.client, done.work)
-        yield
+    return again_and_again(PriorityScheduler(clients, generator()), clients)
 
 
 def network(clients: int) -> Events:

@@ -1,6 +1,7 @@
 """The life of a server as a script: what happens next is told by how much has happened, in whichever process."""
 
 import signal
+from dataclasses import replace
 
 import torch
 
@@ -30,6 +31,16 @@ def payload(rule, ticket, seed):
     brought = {name: noise(i, k) for i, (name, k) in enumerate(tensors.items(), 100)}
     numbers = {name: ticket.message.numbers.get(name, 1.0) for name in names}
     return Payload(start + 0.1 * noise(0, count), 1 + seed % 9, brought, numbers)
+
+
+def carrying(rule, ticket, seed):
+    """The same with buffers, but counters of batches, which the server leaves."""
+    buffers = {
+        name: x + draw(seed, *x.shape, dtype=x.dtype).abs()
+        for name, x in ticket.message.buffers.items()
+        if "tracked" not in name
+    }
+    return replace(payload(rule, ticket, seed), buffers=buffers)
 
 
 class Wall:

@@ -25,7 +25,7 @@ from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.federated import lives
 from tests.federated.faults import each
 from tests.federated.fingerprint import Adds, Gathers, Listens
-from tests.federated.lives import LAG, SIZE, Life, Wall, content, large, payload, script
+from tests.federated.lives import LAG, SIZE, Life, Wall, carrying, content, large, payload, script
 from tests.federated.registered import golden
 from tests.support import draw
 
@@ -113,14 +113,8 @@ def test_buffers_and_curved_leaves_go_on_too(tmp_path, rule, manifolds):
     server = Server(space, rule, space.point(net), carried=space.carried(net), buffers=policies)
 
     def answer(rule, ticket, seed):
-        given = payload(rule, ticket, seed)
-        buffers = {
-            name: x + draw(seed, *x.shape, dtype=x.dtype).abs()
-            for name, x in ticket.message.buffers.items()
-            if "tracked" not in name
-        }
-        points = given.points if space.flat else space.project(given.points)
-        return replace(given, points=points, buffers=buffers)
+        given = carrying(rule, ticket, seed)
+        return given if space.flat else replace(given, points=space.project(given.points))
 
     life = Life(server)
     life.go(LAG, answer)

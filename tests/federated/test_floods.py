@@ -61,6 +61,17 @@ def test_in_threads_every_message_is_handed_on_and_a_source_that_fails_is_told(m
         floods.flooded("four threads", 10, look, threads=4)
 
 
+def test_liars_may_be_told_of_one_seed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    liars = importlib.import_module("liars")
+    monkeypatch.setattr(liars, "HERE", tmp_path / "benchmarks")
+    out = tmp_path / "liars.txt"
+    options = ["--rounds", "1", "--seeds", "0", "--rate-seeds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["liars.py", *options])
+    liars.main()
+    assert " nan" in out.read_text()
+
+
 @pytest.mark.soak
 def test_a_million_messages_leave_what_the_valid_ones_make(tmp_path):
     flooded(tmp_path, 10**6)

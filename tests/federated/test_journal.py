@@ -23,7 +23,7 @@ from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, Momentum
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.faults import Disk, Killed, each
 from tests.federated.fingerprint import Adds, Gathers
-from tests.federated.lives import SIZE, Life, Wall, content, payload
+from tests.federated.lives import SIZE, Life, Wall, carrying, content, payload
 from tests.federated.registered import golden
 from tests.support import draw
 
@@ -125,17 +125,8 @@ def test_buffers_come_back(tmp_path):
     space = ParameterSpace.of(net)
     policies = {"*running_mean": "average", "*running_var": "latest", "*tracked": "leave"}
 
-    def answer(rule, ticket, seed):
-        given = payload(rule, ticket, seed)
-        buffers = {
-            name: x + draw(seed, *x.shape, dtype=x.dtype).abs()
-            for name, x in ticket.message.buffers.items()
-            if "tracked" not in name
-        }
-        return replace(given, buffers=buffers)
-
     life = Life(Server.of(net, FedBuff(3), buffers=policies, journal=tmp_path / LINES))
-    life.go(9, answer)
+    life.go(9, carrying)
     before = state(life.server)
     crash(life.server)
     other = back(tmp_path, life.server)
