@@ -60,6 +60,11 @@ from manifoldagg.simulation import Errand, Federation, Key, Method, dirichlet_pa
 CLIENTS = 30
 PHASES = ("early", "middle", "late")
 STEPS = ("rate", "length", "tenth", "whole")
+PLACES = (
+    ("position, rotated", "position"),
+    ("position, rotated", "position, shifted"),
+    ("OrthoDC(1), rotated", "OrthoDC(1)"),
+)
 LOSSES = ("test", "client")
 PARTS = (0.1, 0.25, 0.5)
 TESTED = 600
@@ -292,6 +297,14 @@ def bent(kind: str, way: str, parts: tuple[float, ...], loss: str) -> Callable[[
     )
 
 
+def placed(way: str, other: str, loss: str) -> Callable[[dict[str, Any]], float]:
+    """What one way to place the control point of a learned curve gains or loses on another; their chords are one."""
+    at = LOSSES.index(loss)
+    return lambda look: statistics.fmean(
+        look["curves"]["learned"][way][str(r)][at] - look["curves"]["learned"][other][str(r)][at] for r in PARTS
+    )
+
+
 def relative(name: str, step: str) -> Callable[[dict[str, Any]], float]:
     """The place of a method between the best, 0, and the worst, 1, of those in the Report's figure."""
 
@@ -345,6 +358,10 @@ def summary(runs: list[Looked], rounds: int) -> dict[str, Any]:
             }
             for kind in kinds
         },
+        "places": {
+            f"{way} less {other}": {loss: over_seeds(runs, rounds, placed(way, other, loss)) for loss in LOSSES}
+            for way, other in PLACES
+        },
         "falls": {kind or "chord": {loss: falls(runs, rounds, kind, loss) for loss in LOSSES} for kind in ("", *kinds)},
         "figure": {
             name: {step: over_seeds(runs, rounds, stepped(name, step, "test"), BINS) for step in ("rate", "tenth")}
@@ -396,6 +413,9 @@ def page(found: Mapping[str, dict[str, Any]]) -> list[str]:
             ]
             headings = ["curve less chord", *(f"{p}, at .1" for p in PHASES), *(f"{p}, at all" for p in PHASES)]
             parts += [f"Curves against chords at equal distance, on the {of}:", table(headings, rows)]
+        rows = [[one, *cells(v["test"]), *cells(v["client"])] for one, v in told["places"].items()]
+        headings = ["control point of a learned curve", *(f"test, {p}" for p in PHASES)]
+        parts += [table([*headings, *(f"client's, {p}" for p in PHASES)], rows)]
         rows = [[kind, *cells(v["test"]), *cells(v["client"])] for kind, v in told["falls"].items()]
         headings = ["fall of the loss", *(f"test, {p}" for p in PHASES), *(f"client's, {p}" for p in PHASES)]
         parts += ["By how much the loss falls from where the client started, mean over the parts:"]
