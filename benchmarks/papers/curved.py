@@ -41,7 +41,7 @@ from manifoldagg.simulation.tuning import late, line_search
 
 CLIENTS = 30
 START = 3.0
-LOCAL_RATES = (0.1, 0.3, 1.0)
+LOCAL_RATES = (0.3, 1.0)
 VALIDATION = (100, 101)
 TREATMENTS = ("geometry", "projected", "flat")
 CORRECTIONS: Mapping[str, Correction] = {"tangent": Tangent(), "position": Position(), "OrthoDC(1)": OrthoDC(1.0)}
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rules", default="tangent")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--out", type=Path, default=RESULTS / "curved")
     parser.add_argument("--parts", type=Path, default=Path("build/papers/curved"))
     given = parser.parse_args()
