@@ -1,0 +1,734 @@
+r"""Low-rank adapters that speakers train on a frozen transformer, each at its own pace: ways to put them together.
+
+    python benchmarks/papers/adapters.py --data build/data/tinyshakespeare
+
+A transformer learns what the lesser speakers of a text of plays say, and is frozen. Clients are speakers out of the
+forty who say most; their text it has not seen. Each trains an adapter $B A$ of every weight of attention and MLP, for
+a few steps of Adam from what the server sends, and answers when it is done: clients are up to eight times as fast as
+others. The server takes every answer as it comes, a share $\rho = \min(1, \alpha N n_i / \sum_j n_j) $ of it. Ways:
+
+* *factors*: $A$ and $B$ are vectors like others (FedAsync);
+* *residuals*: the same, and what that changes in the products goes into the frozen weight, which clients are sent too:
+  $W' = W + [(1 - \rho) B A + \rho B_i A_i] - B' A'$, so that no mean of products is lost (after FedEx-LoRA);
+* *matrices*: each pair is one point of `LowRank` (FedAsync, `adapters=True`);
+* *OrthoDC*: FedOrtho in place of FedAsync, on factors and on matrices;
+* *tangent*: the same with `transport="projection"`;
+* *as sent*: a client of a lower rank than the server's is sent the nearest adapter of its rank, and answers with what
+  became of that. All other ways keep, at the server, what such a client was not sent.
+
+Settings: *common*, all clients have rank 4, and send the factors that they trained; *ranks*, clients have ranks 2, 4
+and 8, the server has 8; *gauges*, the same, and each client multiplies its factors by a matrix of condition 4, drawn
+anew for each answer, $B G$ and $G^{-1} A$.
+
+So that there is something to learn, clients type as people do: a third of them without capitals, a third with nothing
+else, a third without punctuation. The local rate and $\alpha$ are chosen for each way and setting from one grid, on
+another seed and on a part of the clients' text that no test run is tested on. The loss is in nats a character, of the
+server's model on the last fifth of what clients say. A seed draws the clients, their speeds, batches and gauges, the
+same for all ways; the base is one for all.
+Bytes are those of adapters in float32, both directions; of *residuals* also those of the change of the frozen weights
+since the client's last visit, as factors or as matrices, whichever are fewer. Every run that is done is a row of
+`adapters.jsonl`, and is not done again; the tables are made of the rows that there are.
+"""
+
+import argparse
+import json
+import math
+import platform
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+import manifoldagg
+from manifoldagg import Server, average_adapters
+from manifoldagg._output import new_figure
+from manifoldagg.errors import DivergenceError
+from manifoldagg.federated import Rule, rules
+from manifoldagg.simulation import IndependentClients, LogNormal
+from manifoldagg.simulation.data.models import Signature, transformer
+from manifoldagg.simulation.evidence import Mean, mean_of
+
+HERE = Path(__file__).parent
+POOL = 40
+"""Speakers who say most, of whom clients are drawn."""
+TUNED_ON = (100,)
+TEST_SEEDS = tuple(range(5))
+CONDITION = 4.0
+SPREAD = 3.0
+"""Of the clients' paces, in powers of two."""
+State = dict[str, Tensor]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a run is.
+
+    Attributes:
+        clients: how many.
+        answers: of all clients.
+        steps: of Adam, before a client answers.
+        batch: sequences a step.
+        length: characters of a sequence.
+        width: of the transformer.
+        layers: likewise.
+        base: steps in which it learns, of 16 sequences.
+        held: sequences at most that the loss is read on.
+        every: answers between two looks at the loss.
+        rates: local ones to choose from.
+        shares: values of $\\alpha$, likewise.
+    """
+
+    clients: int = 16
+    answers: int = 128
+    steps: int = 6
+    batch: int = 4
+    length: int = 64
+    width: int = 64
+    layers: int = 2
+    base: int = 1000
+    held: int = 256
+    every: int = 16
+    rates: tuple[float, ...] = (3e-3, 1e-2)
+    shares: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8)
+
+    def looks(self, done: int) -> bool:
+        """Whether to look after so many answers: more often at first, where *residuals* have spent what others do."""
+        return (
+            done % self.every == 0 or done == self.answers or (done < 3 * self.every and done % (self.every // 4) == 0)
+        )
+
+
+FULL = Size()
+QUICK = Size(clients=4, answers=8, steps=2, batch=2, length=32, width=16, layers=1, base=4, held=50, every=4)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What clients are like.
+
+    Attributes:
+        ranks: client i has the i-th of them, in turns; the server has the highest.
+        gauges: whether what they send is in a basis of its own.
+    """
+
+    ranks: tuple[int, ...]
+    gauges: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Of the server."""
+        return max(self.ranks)
+
+
+SETTINGS = {"common": Setting((4,)), "gauges": Setting((2, 4, 8), gauges=True), "ranks": Setting((2, 4, 8))}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How adapters are put together.
+
+    Attributes:
+        rule: of $\\alpha$ times the number of clients; `None` where it is `Residuals`.
+        matrices: whether pairs of factors are one matrix each.
+        keeps: whether the server keeps what a client of a lower rank was not sent.
+    """
+
+    rule: Callable[[float], Rule] | None
+    matrices: bool = True
+    keeps: bool = True
+
+
+def mixing(rate: float) -> Rule:
+    """The part of the way to a client's model that its share of the data says."""
+    return rules.FedAsync(rate, weighted=True)
+
+
+WAYS = {
+    "factors": Way(mixing, matrices=False),
+    "factors, OrthoDC": Way(rules.FedOrtho, matrices=False),
+    "residuals": Way(None, matrices=False),
+    "matrices": Way(mixing),
+    "matrices, OrthoDC": Way(rules.FedOrtho),
+    "matrices, OrthoDC, tangent": Way(partial(rules.FedOrtho, transport="projection")),
+    "matrices, as sent": Way(mixing, keeps=False),
+}
+
+
+def ways_of(setting: str) -> list[str]:
+    """Those that are something of their own there."""
+    return [name for name, way in WAYS.items() if way.keeps or len(set(SETTINGS[setting].ranks)) > 1]
+
+
+class World:
+    """The text, who says what, and the frozen transformer.
+
+    Args:
+        data: the folder of the text of plays.
+        size: of a run.
+        cache: a folder where the frozen transformer is kept.
+    """
+
+    def __init__(self, data: Path, size: Size, cache: Path) -> None:
+        self.size = size
+        text = (data / "input.txt").read_text()
+        self._number = {character: i for i, character in enumerate(sorted(set(text)))}
+        said: dict[str, list[str]] = {}
+        for speech in text.split("\n\n"):
+            name, colon, words = speech.strip("\n").partition(":\n")
+            if colon and "\n" not in name:
+                said.setdefault(name, []).append(words)
+        whole = sorted(("\n".join(speeches) for speeches in said.values()), key=len, reverse=True)
+        self.pool = whole[:POOL]
+        tokens = len(self._number)
+        torch.manual_seed(0)
+        self.model = transformer(
+            Signature((size.length,), tokens, tokens, every=True), width=size.width, layers=size.layers
+        )
+        path = (
+            cache / f"adapters-{zlib.crc32(text.encode()):08x}-{size.width}-{size.layers}-{size.length}-{size.base}.pt"
+        )
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._learn(self.cut("\n".join(whole[POOL:])))
+            torch.save(self.model.state_dict(), path)
+        self.model.load_state_dict(torch.load(path, weights_only=True))
+        self.model.requires_grad_(False)
+        self.base = dict(self.model.named_parameters())
+        self.weights = {
+            name.removesuffix("weight").rstrip("._"): name
+            for name, weight in self.base.items()
+            if name.startswith("layers.layers.") and weight.ndim == 2
+        }
+
+    def cut(self, text: str) -> Tensor:
+        """Sequences (any, length + 1) of tokens."""
+        tokens = torch.tensor([self._number[character] for character in text])
+        return tokens.unfold(0, self.size.length + 1, self.size.length)
+
+    def _learn(self, sequences: Tensor) -> None:
+        """The base."""
+        draw = np.random.default_rng(0)
+        optimizer = torch.optim.AdamW(self.model.parameters(), 3e-3)
+        falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.size.base)
+        for _ in range(self.size.base):
+            chosen = sequences[draw.integers(len(sequences), size=16)]
+            optimizer.zero_grad()
+            cross_entropy(self.model(chosen[:, :-1]), chosen[:, 1:]).backward()
+            optimizer.step()
+            falling.step()
+
+    def start(self, rank: int, seed: int) -> State:
+        """The adapter that has learned nothing: A as PEFT draws it, B is 0."""
+        draw = torch.Generator().manual_seed(seed)
+        found = {}
+        for stem, name in self.weights.items():
+            m, n = self.base[name].shape
+            found[f"{stem}.lora_A.weight"] = (2 * torch.rand(rank, n, generator=draw) - 1) / math.sqrt(n)
+            found[f"{stem}.lora_B.weight"] = torch.zeros(m, rank)
+        return found
+
+    def loss(self, adapter: Mapping[str, Tensor], beside: Mapping[str, Tensor], samples: Tensor) -> Tensor:
+        """Of the base with an adapter, and with what is beside it in the frozen weights, by stem."""
+        own = {}
+        for stem, name in self.weights.items():
+            own[name] = self.base[name] + adapter[f"{stem}.lora_B.weight"] @ adapter[f"{stem}.lora_A.weight"]
+            if stem in beside:
+                own[name] = own[name] + beside[stem]
+        return cross_entropy(functional_call(self.model, own, (samples[:, :-1],)), samples[:, 1:])
+
+
+STYLES: tuple[Callable[[str], str], ...] = (
+    str.lower,
+    str.upper,
+    lambda text: "".join(c for c in text if c.isalpha() or c.isspace()),
+)
+"""How people type: without capitals, with nothing else, without punctuation."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who takes part, drawn by a seed.
+
+    Attributes:
+        train: (sequences, length + 1) of tokens, for each client.
+        held: likewise, of all.
+        paces: the mean seconds of a task, for each client.
+    """
+
+    train: list[Tensor]
+    held: Tensor
+    paces: list[float]
+
+    @staticmethod
+    def of(world: World, seed: int, *, tuning: bool) -> "Cast":
+        """The last fifth of what a client says is held out; for a choice of rates as much as that, before it."""
+        draw = np.random.default_rng([seed, 0])
+        train, held = [], []
+        styles = draw.permutation(np.arange(world.size.clients) % len(STYLES))
+        for speaker, style in zip(draw.choice(POOL, world.size.clients, replace=False), styles, strict=True):
+            own = world.cut(STYLES[style](world.pool[speaker]))
+            end = len(own) - len(own) // 5
+            cut = end - len(own) // 5 if tuning else end
+            train.append(own[:cut])
+            held.append(own[cut:end] if tuning else own[end:])
+        every = torch.cat(held)
+        some = torch.linspace(0, len(every) - 1, min(len(every), world.size.held)).long()
+        return Cast(train, every[some], (2.0 ** draw.uniform(0, SPREAD, world.size.clients)).tolist())
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a client was sent.
+
+    Attributes:
+        adapter: of its rank.
+        beside: what its frozen weights have besides, by stem.
+        rest: of the server's adapter, what it was not sent.
+        bytes: of all that was sent.
+        told: what the server knows the task by.
+    """
+
+    adapter: State
+    bytes: int
+    rest: State
+    told: Any
+    beside: State = field(default_factory=dict)
+
+
+class Hub:
+    """A server of the library, and what it takes to have clients of lower ranks."""
+
+    def __init__(self, way: Way, setting: Setting, start: State, share: float, samples: Sequence[int]) -> None:
+        assert way.rule is not None
+        self._way, self._setting, self._samples = way, setting, samples
+        sizes = dict(enumerate(samples))
+        self._server = Server.of(start, way.rule(share * len(samples)), adapters=way.matrices, weights=sizes)
+
+    def send(self, client: int) -> Given:
+        """What a client is given."""
+        ticket = self._server.dispatch(client)
+        rank = self._setting.ranks[client % len(self._setting.ranks)]
+        cut = nearest if self._way.matrices else first
+        adapter, rest = cut(ticket.state_dict(), rank) if rank < self._setting.rank else (ticket.state_dict(), {})
+        return Given(adapter, size_of(adapter), rest if self._way.keeps else {}, ticket)
+
+    def take(self, client: int, given: Given, answer: State) -> None:
+        """Take what it made of that."""
+        whole = beside(answer, given.rest)
+        self._server.receive_model(given.told, whole, samples=self._samples[client]).check()
+
+    def adapter(self) -> State:
+        """The server's."""
+        return self._server.state_dict()
+
+    def frozen(self) -> State:
+        """What is beside it in the weights."""
+        return {}
+
+
+class Residuals:
+    """Averages of factors, with what they do to the mean of the products in the frozen weights."""
+
+    def __init__(self, way: Way, setting: Setting, start: State, share: float, samples: Sequence[int]) -> None:
+        self._setting, self._share, self._samples = setting, share, samples
+        self._adapter, self._version = start, 0
+        self._residual = {stem: torch.zeros_like(change) for stem, change in products(start).items()}
+        self._seen = dict.fromkeys(range(len(samples)), 0)
+
+    def send(self, client: int) -> Given:
+        """What a client is given: factors, and the change of the residual since it was here."""
+        rank = self._setting.ranks[client % len(self._setting.ranks)]
+        adapter, rest = first(self._adapter, rank)
+        since = self._version - self._seen[client]
+        self._seen[client] = self._version
+        changed = 0
+        for change in self._residual.values():
+            m, n = change.shape
+            changed += min(since * self._setting.rank * (m + n), m * n) * change.itemsize
+        return Given(adapter, size_of(adapter) + changed, rest, None, beside=dict(self._residual))
+
+    def take(self, client: int, given: Given, answer: State) -> None:
+        """Take what it made of that."""
+        whole = beside(answer, given.rest)
+        rho = min(1.0, self._share * len(self._samples) * self._samples[client] / sum(self._samples))
+        before, theirs = products(self._adapter), products(whole)
+        self._adapter = {name: x + rho * (whole[name] - x) for name, x in self._adapter.items()}
+        after = products(self._adapter)
+        self._residual = {
+            stem: x + before[stem] + rho * (theirs[stem] - before[stem]) - after[stem]
+            for stem, x in self._residual.items()
+        }
+        self._version += 1
+
+    def adapter(self) -> State:
+        """The server's."""
+        return self._adapter
+
+    def frozen(self) -> State:
+        """What is beside it in the weights."""
+        return self._residual
+
+
+def pairs(adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """The names of A and B of each."""
+    for name in adapter:
+        if "lora_A" in name:
+            yield name, name.replace("lora_A", "lora_B")
+
+
+def products(adapter: Mapping[str, Tensor]) -> State:
+    """By stem, what each pair does to its weight."""
+    return {a.removesuffix(".lora_A.weight"): adapter[b] @ adapter[a] for a, b in pairs(adapter)}
+
+
+def size_of(adapter: Mapping[str, Tensor]) -> int:
+    """In bytes."""
+    return sum(x.nbytes for x in adapter.values())
+
+
+def nearest(adapter: State, rank: int) -> tuple[State, State]:
+    """The nearest adapter of a rank, and the rest."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "adapters: at .* two singular values are equal")
+        found, _, rest = average_adapters([adapter], None, rank, residual="factors")
+    return found, rest
+
+
+def first(adapter: State, rank: int) -> tuple[State, State]:
+    """The first rows of A and columns of B, and the others."""
+    found, rest = {}, {}
+    for a, b in pairs(adapter):
+        found |= {a: adapter[a][:rank].clone(), b: adapter[b][:, :rank].clone()}
+        rest |= {a: adapter[a][rank:], b: adapter[b][:, rank:]}
+    return found, rest
+
+
+def beside(adapter: State, rest: Mapping[str, Tensor]) -> State:
+    """An adapter and the rest of it, as one."""
+    found = dict(adapter)
+    for a, b in pairs(rest):
+        found |= {a: torch.cat([adapter[a], rest[a]]), b: torch.cat([adapter[b], rest[b]], 1)}
+    return found
+
+
+def turned(adapter: State, draw: torch.Generator) -> State:
+    """The same products of other factors."""
+    found = {}
+    for a, b in pairs(adapter):
+        rank = len(adapter[a])
+        left, right = (torch.linalg.qr(torch.randn(rank, rank, generator=draw, dtype=torch.float64)).Q for _ in "lr")
+        values = torch.logspace(-0.5, 0.5, rank, base=CONDITION, dtype=torch.float64)
+        found[a] = (right.mT / values @ left.mT @ adapter[a].double()).float()
+        found[b] = (adapter[b].double() @ (left * values @ right)).float()
+    return found
+
+
+def fitted(world: World, given: Given, samples: Tensor, rate: float, draw: np.random.Generator) -> State:
+    """What a client makes of it."""
+    leaves = {name: x.clone().requires_grad_() for name, x in given.adapter.items()}
+    optimizer = torch.optim.Adam(leaves.values(), rate)
+    for _ in range(world.size.steps):
+        chosen = samples[draw.integers(len(samples), size=world.size.batch)]
+        optimizer.zero_grad()
+        loss = world.loss(leaves, given.beside, chosen)
+        if not loss.isfinite():
+            raise DivergenceError(f"loss: {loss.item()}")
+        loss.backward()
+        optimizer.step()
+    return {name: x.detach() for name, x in leaves.items()}
+
+
+@torch.no_grad()
+def held_out(world: World, hub: Hub | Residuals, samples: Tensor) -> float:
+    """The loss of the server's model."""
+    adapter, residual = hub.adapter(), hub.frozen()
+    total = sum(world.loss(adapter, residual, part).item() * len(part) for part in samples.split(256))
+    return total / len(samples)
+
+
+def trained(world: World, setting: str, name: str, rate: float, share: float, seed: int, *, tuning: bool) -> Row:
+    """One run."""
+    started = time.process_time()
+    cast, kind = Cast.of(world, seed, tuning=tuning), SETTINGS[setting]
+    sizes = [len(part) for part in cast.train]
+    make = Residuals if WAYS[name].rule is None else Hub
+    hub = make(WAYS[name], kind, world.start(kind.rank, seed), share, sizes)
+    clock = IndependentClients(
+        {i: LogNormal(pace, pace / 4) for i, pace in enumerate(cast.paces)}, np.random.default_rng([seed, 1])
+    )
+    count = [0] * len(sizes)
+    out: dict[int, Given] = {}
+    down = up = late = 0
+
+    def ask(client: int) -> None:
+        nonlocal down
+        out[client] = hub.send(client)
+        down += out[client].bytes
+        clock.dispatch(client, 1)
+
+    for client in range(len(sizes)):
+        ask(client)
+    log: list[Row] = []
+
+    def look(round: int, now: float) -> None:
+        loss = held_out(world, hub, cast.held)
+        log.append({"round": round, "time": now, "down": down, "up": up, "loss": loss})
+
+    look(0, 0.0)
+    try:
+        for done in range(1, world.size.answers + 1):
+            event = clock.next()
+            client = event.client
+            late += event.relative_delay
+            key = [seed, 2, client, count[client]]
+            count[client] += 1
+            answer = fitted(world, out[client], cast.train[client], rate, np.random.default_rng(key))
+            if kind.gauges:
+                answer = turned(answer, torch.Generator().manual_seed(int(np.random.default_rng(key).integers(2**60))))
+            up += size_of(answer)
+            hub.take(client, out[client], answer)
+            if done == world.size.answers or (world.size.looks(done) and not tuning):
+                look(done, event.time)
+            ask(client)
+    except DivergenceError as error:
+        print(f"{setting}, {name}, rate {rate:g}, share {share:g}: {error}")
+        log.append({"round": done, "time": event.time, "down": down, "up": up, "loss": None})
+    return {"log": log, "staleness": late / world.size.answers, "seconds": time.process_time() - started}
+
+
+class Rows:
+    """The runs that are done, a line of a file each."""
+
+    def __init__(self, path: Path, size: Size) -> None:
+        self._path, self._size = path, json.loads(json.dumps(asdict(size)))
+        text = path.read_text() if path.exists() else ""
+        kept = text[: text.rfind("\n") + 1]
+        if kept != text:  # interrupted within a line
+            path.write_text(kept)
+        self._rows = [row for row in map(json.loads, kept.splitlines()) if self._fits(row["size"])]
+
+    def _fits(self, size: Row) -> bool:
+        """Whatever the grid was."""
+        return {**size, "rates": 0, "shares": 0} == {**self._size, "rates": 0, "shares": 0}
+
+    def found(self, **key: Any) -> Row | None:
+        """That run, if it is done."""
+        return next((row for row in self._rows if key.items() <= row.items()), None)
+
+    def add(self, row: Row) -> None:
+        """Append it."""
+        row = {**row, "size": self._size}
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self._rows.append(row)
+
+    def trials(self, setting: str, way: str) -> dict[tuple[float, float], float]:
+        """The mean loss at the end of each pair of rates that all tuning seeds have."""
+        grid = product(self._size["rates"], self._size["shares"])
+        found = {}
+        for rate, share in grid:
+            done = [
+                self.found(setting=setting, way=way, rate=rate, share=share, seed=seed, tuning=True)
+                for seed in TUNED_ON
+            ]
+            if all(row is not None for row in done):
+                found[rate, share] = sum(loss_of(row) for row in done if row is not None) / len(done)
+        return found
+
+    def chosen(self, setting: str, way: str) -> tuple[float, float] | None:
+        """The pair of rates with the least, once all are done."""
+        trials = self.trials(tuned_in(setting, way), way)
+        whole = len(trials) == len(self._size["rates"]) * len(self._size["shares"])
+        return min(trials, key=lambda pair: trials[pair]) if whole else None
+
+    def tests(self, setting: str) -> dict[str, dict[int, Row]]:
+        """By way and seed, at the rates that were chosen."""
+        found: dict[str, dict[int, Row]] = {}
+        for way in ways_of(setting):
+            pair = self.chosen(setting, way)
+            if pair is None:
+                continue
+            key = {"setting": setting, "way": way, "rate": pair[0], "share": pair[1], "tuning": False}
+            done = {row["seed"]: row for row in self._rows if key.items() <= row.items()}
+            if done:
+                found[way] = dict(sorted(done.items()))
+        return found
+
+
+def loss_of(row: Row, budget: float = math.inf) -> float:
+    """The last loss until so many bytes have been sent."""
+    losses = [entry["loss"] for entry in row["log"] if entry["down"] + entry["up"] <= budget]
+    return math.inf if not losses or losses[-1] is None else float(losses[-1])
+
+
+def tuned_in(setting: str, way: str) -> str:
+    """Where the rates of a way are searched: matrices have no gauge, and bits do not matter here."""
+    return "gauges" if setting == "ranks" and WAYS[way].matrices else setting
+
+
+def spent(row: Row) -> int:
+    """Bytes, at the end."""
+    return int(row["log"][-1]["down"] + row["log"][-1]["up"])
+
+
+def work(
+    world: World, rows: Rows, settings: Sequence[str], names: Sequence[str], seeds: Sequence[int], until: float
+) -> None:
+    """What is not done yet: all trials of a setting, then its ways, one test seed after another."""
+
+    def once(setting: str, way: str, pair: tuple[float, float], seed: int, *, tuning: bool) -> None:
+        rate, share = pair
+        key = {"setting": setting, "way": way, "rate": rate, "share": share, "seed": seed, "tuning": tuning}
+        if rows.found(**key) is None and time.monotonic() < until:
+            row = key | trained(world, setting, way, rate, share, seed, tuning=tuning)
+            rows.add(row)
+            told = f"rate {rate:<6g} share {share:<4g} seed {seed:<4}"
+            print(f"{setting:<7} {way:<27} {told} {loss_of(row):.4f}  {row['seconds']:.0f} s", flush=True)
+
+    for setting in settings:
+        ways = [way for way in ways_of(setting) if way in names]
+        for way in ways:
+            for seed in TUNED_ON:
+                for pair in product(world.size.rates, world.size.shares):
+                    once(tuned_in(setting, way), way, pair, seed, tuning=True)
+        for seed in seeds:
+            for way in ways:
+                pair = rows.chosen(setting, way)
+                if pair is not None:
+                    once(setting, way, pair, seed, tuning=False)
+
+
+def less(scores: Mapping[int, float], others: Mapping[int, float]) -> Mean | None:
+    """How much more is lost than by another way, over the seeds that both have."""
+    both = [scores[seed] - others[seed] for seed in scores if seed in others]
+    return mean_of(both) if both and all(map(math.isfinite, both)) else None
+
+
+def said(mean: Mean | None, sign: str = "") -> str:
+    """A mean with the half of its interval."""
+    if mean is None:
+        return "-"
+    return f"{mean.value:{sign}.4f}" if mean.half is None else f"{mean.value:{sign}.4f} +- {mean.half:.4f}"
+
+
+def tables(rows: Rows, size: Size, command: str) -> list[str]:
+    """What is known by now, as Markdown."""
+    lines = [
+        "# Adapters put together: nats a character",
+        "",
+        f"`{command}`; test seeds {', '.join(map(str, TEST_SEEDS))}, rates chosen on {', '.join(map(str, TUNED_ON))}. "
+        f"manifoldagg {manifoldagg.__version__}, torch {torch.__version__}, numpy {np.__version__}, Python "
+        f"{platform.python_version()}, one thread.",
+        "",
+        f"{size.clients} clients, {size.answers} answers of {size.steps} steps of Adam with {size.batch} sequences of "
+        f"{size.length} characters; a transformer of {size.layers} layers of width {size.width}. Means over seeds with "
+        "Student's intervals of 95 %; differences are paired by seed, above 0 where the way loses more.",
+    ]
+    for setting in SETTINGS:
+        tests = rows.tests(setting)
+        if not tests:
+            continue
+        # Who answers when is the same for all ways, and so are the bytes of all but one.
+        budget = {seed: spent(row) for way, done in tests.items() if way != "residuals" for seed, row in done.items()}
+        untrained = mean_of([row["log"][0]["loss"] for row in next(iter(tests.values())).values()]).value
+        lines += [
+            "",
+            f"## {setting}",
+            "",
+            f"Before any answer {untrained:.4f}. Equal bytes are those of *factors* at the end of the same seed.",
+            "",
+            "| way | seeds | local rate, share | equal answers | less factors | less matrices | equal bytes "
+            "| less factors | MB at the end |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        end = {way: {seed: loss_of(row) for seed, row in done.items()} for way, done in tests.items()}
+        equal = {
+            way: {seed: loss_of(row, budget.get(seed, math.inf)) for seed, row in done.items()}
+            for way, done in tests.items()
+        }
+        for way, done in tests.items():
+            pair = rows.chosen(setting, way)
+            assert pair is not None
+            sent = mean_of([spent(row) for row in done.values()]).value
+            cells = [way, str(len(done)), f"{pair[0]:g}, {pair[1]:g}", said(mean_of(list(end[way].values())))]
+            cells += [said(less(end[way], end.get(other, {})), "+") for other in ("factors", "matrices")]
+            cells += [said(mean_of(list(equal[way].values()))), said(less(equal[way], equal.get("factors", {})), "+")]
+            lines.append(f"| {' | '.join([*cells, f'{sent / 1e6:.1f}'])} |")
+    lines += ["", "## Trials", "", "Loss at the end of each pair (local rate, share $\\alpha$), on the tuning seeds."]
+    for setting in SETTINGS:
+        for way in ways_of(setting):
+            trials = rows.trials(tuned_in(setting, way), way)
+            if trials and tuned_in(setting, way) == setting:
+                told = "; ".join(f"({rate:g}, {share:g}) {loss:.4f}" for (rate, share), loss in trials.items())
+                lines += ["", f"*{setting}*, {way}: {told}."]
+    return lines
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Losses by answers and by bytes, a row of pictures for each setting; thin lines are single seeds."""
+    found = {setting: tests for setting in SETTINGS if (tests := rows.tests(setting))}
+    figure = new_figure(10, 3.6 * max(1, len(found)))
+    for i, (setting, tests) in enumerate(found.items()):
+        for j, (label, of) in enumerate(AXES.items()):
+            axes = figure.add_subplot(len(found), len(AXES), len(AXES) * i + j + 1)
+            for k, (way, done) in enumerate(tests.items()):
+                logs = [[(of(entry), entry["loss"]) for entry in row["log"] if entry["loss"]] for row in done.values()]
+                for log in logs:
+                    axes.plot(*zip(*log, strict=True), color=f"C{k}", alpha=0.2, linewidth=0.8)
+                common = min(map(len, logs))
+                middle = np.array([log[:common] for log in logs]).mean(0)
+                axes.plot(*middle.T, color=f"C{k}", label=way)
+            axes.set(title=setting, xlabel=label, ylabel="nats a character")
+            axes.set_ylim(top=axes.get_ylim()[0] + 1.0)
+            if j:
+                axes.set_xscale("log")
+            axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+AXES: Mapping[str, Callable[[Row], float]] = {
+    "answers": lambda entry: entry["round"],
+    "bytes, both directions": lambda entry: entry["down"] + entry["up"],
+}
+
+
+def main() -> None:
+    """Do what is not done yet, then the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("build/data"), help="the folder that has tinyshakespeare/")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS), metavar="SETTING")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
+    parser.add_argument("--seeds", type=int, nargs="*", default=list(TEST_SEEDS))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many; the next goes on")
+    parser.add_argument("--tables", action="store_true", help="run nothing, make the tables of what there is")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works, in build/papers")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    size = QUICK if options.quick else FULL
+    out = Path("build/papers") if options.quick else HERE.parent / "results" / "papers"
+    out.mkdir(parents=True, exist_ok=True)
+    rows = Rows(out / "adapters.jsonl", size)
+    if not options.tables:
+        world = World(options.data / "tinyshakespeare", size, Path("build/papers"))
+        work(world, rows, options.settings, options.ways, options.seeds, time.monotonic() + 60 * options.minutes)
+    lines = tables(rows, size, "python benchmarks/papers/adapters.py")
+    print("", *lines, sep="\n")
+    (out / "adapters.md").write_text("\n".join(lines) + "\n")
+    draw(rows, out / "adapters.png")
+
+
+if __name__ == "__main__":
+    main()
