@@ -101,7 +101,7 @@ class Size:
     held: int = 256
     every: int = 16
     rates: tuple[float, ...] = (3e-3, 1e-2)
-    shares: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8)
+    shares: tuple[float, ...] = (0.1, 0.25, 0.6)
 
     def looks(self, done: int) -> bool:
         """Whether to look after so many answers: more often at first, where *residuals* have spent what others do."""
