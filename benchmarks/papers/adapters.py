@@ -91,7 +91,7 @@ class Size:
     """
 
     clients: int = 16
-    answers: int = 128
+    answers: int = 96
     steps: int = 6
     batch: int = 4
     length: int = 64
@@ -100,7 +100,7 @@ class Size:
     base: int = 1000
     held: int = 256
     every: int = 16
-    rates: tuple[float, ...] = (3e-3, 1e-2)
+    rates: tuple[float, ...] = (1e-2,)
     shares: tuple[float, ...] = (0.1, 0.25, 0.6)
 
     def looks(self, done: int) -> bool:
@@ -695,7 +695,7 @@ def draw(rows: Rows, path: Path) -> None:
             if j:
                 axes.set_xscale("log")
             axes.legend(fontsize=7)
-    figure.tight_layout()
+    figure.set_layout_engine("tight")
     figure.savefig(path, dpi=110)
 
 
