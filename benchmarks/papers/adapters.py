@@ -641,8 +641,8 @@ def tables(rows: Rows, size: Size, command: str) -> list[str]:
         "",
         f"{size.clients} clients, {size.answers} answers of {size.steps} steps of Adam with {size.batch} sequences of "
         f"{size.length} characters; a transformer of {size.layers} layers of width {size.width}. Means over seeds with "
-        "Student's intervals of 95 %; differences are paired by seed, above 0 where the way loses more. *Last third*: mean "
-        "of the looks in the last third of the answers, as single looks jump.",
+        "Student's intervals of 95 %; differences are paired by seed, above 0 where the way loses more. *Last third*: "
+        "mean of the looks in the last third of the answers, as single looks jump.",
     ]
     for setting in SETTINGS:
         tests = rows.tests(setting)
