@@ -1,6 +1,6 @@
 r"""Low-rank adapters that speakers train on a frozen transformer, each at its own pace: ways to put them together.
 
-    python benchmarks/papers/adapters.py --data build/data/tinyshakespeare
+    python benchmarks/papers/adapters.py --data build/data
 
 A transformer learns what the lesser speakers of a text of plays say, and is frozen. Clients are speakers out of the
 forty who say most; their text it has not seen. Each trains an adapter $B A$ of every weight of attention and MLP, for
@@ -695,20 +695,21 @@ def draw(rows: Rows, path: Path) -> None:
     for i, (setting, tests) in enumerate(found.items()):
         for j, (label, of) in enumerate(AXES.items()):
             axes = figure.add_subplot(len(found), len(AXES), len(AXES) * i + j + 1)
-            for k, (way, done) in enumerate(tests.items()):
+            for way, done in tests.items():
+                colour = f"C{list(WAYS).index(way)}"
                 logs = [[(of(entry), entry["loss"]) for entry in row["log"] if entry["loss"]] for row in done.values()]
                 for log in logs:
-                    axes.plot(*zip(*log, strict=True), color=f"C{k}", alpha=0.2, linewidth=0.8)
+                    axes.plot(*zip(*log, strict=True), color=colour, alpha=0.2, linewidth=0.8)
                 common = min(map(len, logs))
                 middle = np.array([log[:common] for log in logs]).mean(0)
-                axes.plot(*middle.T, color=f"C{k}", label=way)
+                axes.plot(*middle.T, color=colour, label=way)
             axes.set(title=setting, xlabel=label, ylabel="nats a character")
-            axes.set_ylim(top=axes.get_ylim()[0] + 1.0)
+            axes.set_ylim(top=axes.get_ylim()[0] + 1.8)
             if j:
                 axes.set_xscale("log")
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=7, loc="upper right")
     figure.set_layout_engine("tight")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
 
 
 AXES: Mapping[str, Callable[[Row], float]] = {
