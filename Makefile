@@ -1,10 +1,11 @@
 # make demo: the main job.  make test: the whole test suite.  Both make .venv first.
+# make test-packages: what is released, in empty environments; minutes.
 # make test-peft: adapters of the real PEFT, in an environment of its own.
 # make test-flower: real processes of Flower on a loopback of their own; Linux, minutes.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-flower test-hosts test-peft test-diloco check docs screens soak bench clean
+.PHONY: demo test test-flower test-hosts test-packages test-peft test-diloco check docs release screens soak bench clean
 
 demo: .venv/.installed
 	$(BIN)/manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3
@@ -17,6 +18,9 @@ test-flower: .venv/.installed
 
 test-hosts: .venv/.installed
 	$(BIN)/python benchmarks/peers/hosts.py
+
+test-packages: .venv/.installed
+	$(BIN)/python tests/packages.py
 
 test-peft: .venv/.installed
 	$(BIN)/python benchmarks/peers/peft_tests.py
@@ -53,6 +57,12 @@ evidence: $(TABLES:%=evidence-%)
 $(TABLES:%=evidence-%): evidence-%: .venv/.installed
 	mkdir -p build && { [ -e build/data ] || ln -s "$$(realpath $(DATA))" build/data; }
 	OMP_NUM_THREADS=1 $(BIN)/manifoldagg compare --config benchmarks/papers/evidence.toml --only $* --out $(EVIDENCE) --resume
+
+# What is uploaded, in dist/: the source, a wheel for anywhere, and one for Linux on x86-64 with the compiled kernels in it.
+release: .venv/.installed
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	HATCH_BUILD_HOOKS_ENABLE=true $(BIN)/uv build --wheel --build-constraints constraints.txt --out-dir dist .
 
 # Five pages as a browser shows them, in build/screens/.
 screens: .venv/.installed

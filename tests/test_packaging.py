@@ -4,12 +4,13 @@ import re
 import subprocess
 import sys
 import tarfile
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 
 from manifoldagg import __version__
+from manifoldagg.kernels import compiled
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,6 +47,14 @@ def test_the_same_source_gives_the_same_bytes_wherever_it_lies(released, tmp_pat
     for path in source.rglob("*"):
         path.touch()
     assert build(source, tmp_path / "again") == first
+
+
+def test_the_libraries_that_are_shipped_are_built_and_chosen_by_one_table():
+    pytest.importorskip("hatchling")
+    spec = spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    spec.loader.exec_module(hook := module_from_spec(spec))
+    assert set(hook.LEVELS) == set(compiled.LEVELS)
+    assert {*hook.FLAGS} - {"-s"} == {*compiled.FLAGS} - {"-march=native"}
 
 
 def test_the_first_snippet_runs_where_only_the_wheel_is_installed(released, tmp_path):

@@ -144,7 +144,7 @@ def _one_by_one(goals: Sequence[Goal], aside: Sequence[bool]) -> None:
 def explain() -> list[tuple[str, str]]:
     """A line for each backend: its name, and whether it works or why not; then which is chosen, and what it takes."""
     why = {name: module(name).unavailable() for name in BACKENDS}
-    lines = [(name, "works" if reason is None else reason) for name, reason in why.items()]
+    lines = [(name, _works(name) if reason is None else reason) for name, reason in why.items()]
     if (name := _asked or _wished()) != AUTOMATIC:
         source = "set_backend" if _asked is not None else VARIABLE
         known = f"{name}, by {source}" if name in BACKENDS else f"{source} names none of them: {name!r}"
@@ -158,6 +158,11 @@ def explain() -> list[tuple[str, str]]:
 def module(name: str) -> ModuleType:
     """The module of a backend."""
     return reference if name == "reference" else importlib.import_module(f"manifoldagg.kernels.{name}")
+
+
+def _works(name: str) -> str:
+    origin = getattr(module(name), "origin", None)
+    return "works" if origin is None else f"works, {origin()}"
 
 
 def _wished() -> str:

@@ -1,7 +1,8 @@
-"""The compiled backend: `native.cpp`, built once for this machine and called without a copy.
+"""The compiled backend: `native.cpp`, called without a copy.
 
-The library is kept in the user's cache folder under a name that its source, compiler, flags and processor
-determine: other processes find it there.
+Wheels for Linux on x86-64 carry libraries for two levels of the processor. Where there is none for this one it is built
+once, and kept in the user's cache folder under a name that its source, compiler, flags and processor determine: other
+processes find it there.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ import subprocess
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from struct import Struct
@@ -28,11 +29,14 @@ from manifoldagg.kernels.goals import Goal
 from manifoldagg.kernels.rows import Line, Rows, blocks_of
 from manifoldagg.kernels.tensors import CPU, DTYPES, Tensors, edges
 
-__all__ = ["combine", "combine_each", "partials", "unavailable"]
+__all__ = ["combine", "combine_each", "origin", "partials", "unavailable"]
 
 SOURCE = Path(__file__).with_name("native.cpp")
 # No contraction but the fused operations that are written: every processor rounds alike.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+LEVELS = {"x86_64_v4": V3 | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}, "x86_64_v3": V3}
+"""What Linux says of a processor for which a library may lie beside the source, the best first."""
 SERIAL = 1 << 22
 """Up to so many entries read the caller works alone. Two threads would save it a millisecond; on a machine whose cores
 are busy they cost 20, until the other one has got a core (measured: 10^6 entries of three rows)."""
@@ -44,6 +48,14 @@ def unavailable() -> str | None:
     """Why the backend cannot be used here, in one sentence; `None` if it can. Builds the library at first."""
     found = _library()
     return found if isinstance(found, str) else None
+
+
+def origin() -> str:
+    """Where the library came from, in a few words."""
+    path = Path(_loaded()._name)
+    if path.parent == SOURCE.parent:
+        return f"as shipped for {path.stem.removeprefix('native-')}"
+    return "built on this machine"
 
 
 def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
@@ -206,10 +218,14 @@ def _loaded() -> ctypes.CDLL:
 
 @cache
 def _library() -> ctypes.CDLL | str:
-    """The library, built if this machine has not got it yet; or why there is none."""
+    """The library, built if there is none yet for this machine; or why there is none."""
+    shipped = _shipped(SOURCE.parent, _features().split())
+    if shipped is not None:
+        return shipped
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        return "no C++ compiler was found (g++ or clang++, or the one that CXX names)"
+        asked = "g++ or clang++, or the one that CXX names"
+        return f"no C++ compiler was found ({asked}), and no library for this processor came with the package"
     try:
         with _folder() as folder:
             path = folder / f"native-{_key(compiler)}.so"
@@ -223,6 +239,16 @@ def _library() -> ctypes.CDLL | str:
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         words = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         return f"{compiler} could not build native.cpp: {words[-1] if words else error!r}"
+
+
+def _shipped(folder: Path, features: Iterable[str]) -> ctypes.CDLL | None:
+    """The library in a folder that does the most with these features, if one there loads."""
+    for level, needed in LEVELS.items():
+        path = folder / f"native-{level}.so"
+        if needed.issubset(features) and path.exists():
+            with suppress(OSError, AttributeError):
+                return _load(path)
+    return None
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -259,12 +285,16 @@ def _folder() -> Iterator[Path]:
 def _key(compiler: str) -> str:
     """What a library depends on: source, flags, compiler and processor."""
     binary = Path(compiler).resolve()
-    processor = Path("/proc/cpuinfo")
-    lines = processor.read_text().splitlines() if processor.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    system = (platform.machine(), platform.libc_ver(), features)
+    system = (platform.machine(), platform.libc_ver(), _features())
     parts = (SOURCE.read_text(), FLAGS, str(binary), binary.stat().st_mtime_ns, system)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _features() -> str:
+    """What the processor can do, as Linux tells it."""
+    processor = Path("/proc/cpuinfo")
+    lines = processor.read_text().splitlines() if processor.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def _build(compiler: str, path: Path) -> None:

@@ -257,7 +257,7 @@ def blocks_of(segments: Sequence[int] | None, size: int) -> Blocks:
     """
     if segments is None:
         return Blocks.of(((0, size),))
-    if isinstance(segments, list | tuple) and set(map(type, segments)) <= {int}:
+    if isinstance(segments, (list, tuple)) and set(map(type, segments)) <= {int}:
         return _blocks_of(tuple(segments), size)
     return Blocks.of(bounds(segments, size))
 
@@ -367,7 +367,8 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
         if isinstance(coefficients, Tensor):
             factors = _real(coefficients)
         else:
-            if isinstance(coefficients, str | bytes | Mapping | Set):
+            # Tuples, where unions would do: the compiler of torch 2.6 does not take these.
+            if isinstance(coefficients, (str, bytes, Mapping, Set)):
                 raise TypeError(f"got {coefficients!r}")
             listed: list[Any] = list(coefficients)
             if _plain(listed, k):
@@ -416,7 +417,7 @@ def meshed(groups: Iterable[Any]) -> list[Any]:
     for group in groups:
         if isinstance(group, module.DTensor):
             found.append(group)
-        elif isinstance(group, tuple | list) and not PLAIN.issuperset(map(type, group)):
+        elif isinstance(group, (tuple, list)) and not PLAIN.issuperset(map(type, group)):
             found += meshed(group)
     return found
 
@@ -447,14 +448,14 @@ def _span(row: Tensor) -> tuple[int, int, int]:
 
 
 def _plain(line: Any, k: int) -> bool:
-    return isinstance(line, list | tuple) and len(line) == k and all(type(c) is float or type(c) is int for c in line)
+    return isinstance(line, (list, tuple)) and len(line) == k and all(type(c) is float or type(c) is int for c in line)
 
 
 def _stacked(numbers: Any) -> Tensor:
     """Nested numbers and tensors as one float64 tensor, which carries their derivatives."""
     if isinstance(numbers, Tensor):
         return _real(numbers).to("cpu", torch.float64)
-    if isinstance(numbers, str | bytes | bool | np.bool_):
+    if isinstance(numbers, (str, bytes, bool, np.bool_)):
         raise TypeError(f"got {numbers!r}")
     if isinstance(numbers, Sequence):
         return torch.stack([_stacked(c) for c in numbers])

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -328,6 +329,19 @@ def test_what_a_backend_cannot_read_goes_to_the_reference():
 
 
 @pytest.mark.skipif("compiled" not in HERE, reason="no C++ compiler")
+def test_a_library_that_came_along_is_taken_by_what_the_processor_can_do(tmp_path):
+    whole, less = compiled.LEVELS
+    features = sorted(compiled.LEVELS[whole])
+    assert compiled._shipped(tmp_path, features) is None
+    shutil.copy(compiled._loaded()._name, tmp_path / f"native-{less}.so")
+    (tmp_path / f"native-{whole}.so").write_bytes(b"cut short")
+    assert compiled._shipped(tmp_path, features)._name == str(tmp_path / f"native-{less}.so")
+    assert compiled._shipped(tmp_path, compiled.LEVELS[less])._name == str(tmp_path / f"native-{less}.so")
+    assert compiled._shipped(tmp_path, compiled.LEVELS[less] - {"fma"}) is None
+    assert compiled._shipped(tmp_path, []) is None
+
+
+@pytest.mark.skipif("compiled" not in HERE, reason="no C++ compiler")
 @pytest.mark.parametrize(("size", "threads"), [(1 << 20, 1), (1 << 22, 4)])
 def test_small_work_stays_on_the_thread_of_the_caller(monkeypatch, size, threads):
     asked = []
@@ -362,6 +376,12 @@ def run(code, **variables):
 CALL = "import torch, manifoldagg.kernels as k; k.gram(torch.ones(2, 3)); k.gram(torch.ones(2, 3)); print(k.available_backends())"
 
 
+BUILT = pytest.mark.skipif(
+    "compiled" in HERE and compiled.origin().startswith("as shipped"), reason="a library came with the package"
+)
+
+
+@BUILT
 def test_without_a_compiler_one_warning_says_so_and_the_reference_works(tmp_path):
     done = run(CALL, PATH=str(tmp_path), CXX="", MANIFOLDAGG_CACHE=str(tmp_path), MANIFOLDAGG_BACKEND="auto")
     assert done.returncode == 0, done.stderr
@@ -371,6 +391,7 @@ def test_without_a_compiler_one_warning_says_so_and_the_reference_works(tmp_path
     assert "no C++ compiler was found" in done.stderr
 
 
+@BUILT
 def test_a_compiler_that_fails_says_what_it_said(tmp_path):
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho 'fatal: no memory left' >&2\nexit 1\n")
@@ -381,6 +402,7 @@ def test_a_compiler_that_fails_says_what_it_said(tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@BUILT
 @pytest.mark.soak
 @pytest.mark.skipif("compiled" not in HERE, reason="no C++ compiler")
 def test_a_library_is_built_once_and_found_by_other_processes(tmp_path):
@@ -468,6 +490,7 @@ def test_a_target_between_the_entries_of_what_is_read_is_apart():
     assert pool.tolist() == [2, 1, 6, 3, 10, 5, 14, 7, 18, 9, 22, 11]
 
 
+@BUILT
 @pytest.mark.soak
 def test_a_file_that_is_no_library_is_built_again(tmp_path):
     code = "from manifoldagg.kernels import compiled; print(compiled.unavailable())"
@@ -478,6 +501,7 @@ def test_a_file_that_is_no_library_is_built_again(tmp_path):
     assert library.stat().st_size > 1000
 
 
+@BUILT
 @pytest.mark.soak
 def test_who_has_no_home_builds_for_the_moment(tmp_path):
     code = "from pathlib import Path; import sys; from manifoldagg.kernels import compiled\n"

