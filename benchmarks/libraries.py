@@ -1,0 +1,120 @@
+"""What it costs to go without a compiler: `gram` and `combine` by torch, and by the libraries of a wheel for Linux.
+
+Both beside the library that is built on the machine for its own processor, in turns in one run; a ratio is a time by
+that library's, of the processor on one thread. `--wheel dist/*manylinux*.whl` says which wheel: `make release` builds
+it.
+"""
+
+import argparse
+import json
+import platform
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from ctypes import CDLL
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import interleaved, ratio
+
+from manifoldagg.kernels import combine, compiled, gram, set_backend
+
+HERE = Path(__file__).parent
+DTYPES = (torch.float32, torch.bfloat16)
+ROWS = (3, 8)
+OWN = "built here"
+TORCH = "torch"
+HEAD = f"{'dtype':<10}{'P':>6}{'k':>4}  {'kernel':<9}{'by':<11}{'ratio':>7} {'quartiles':>15}"
+
+
+def libraries(wheel: Path | None, folder: Path) -> dict[str, CDLL]:
+    """The one built here, and those of the wheel that this processor can run, by what they are called."""
+    path = folder / "own.so"
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise SystemExit("a C++ compiler is wanted here: what goes without one is compared with what it builds")
+    compiled._build(compiler, path)
+    found = {OWN: compiled._load(path)}
+    if wheel is not None:
+        features = compiled._features().split()
+        with zipfile.ZipFile(wheel) as archive:
+            for level, needed in compiled.LEVELS.items():
+                if needed.issubset(features):
+                    member = archive.extract(f"manifoldagg/kernels/native-{level}.so", folder)
+                    found[level] = compiled._load(Path(member))
+    return found
+
+
+def by(library: CDLL | None, call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call with this library, or with torch alone."""
+
+    def made() -> Any:
+        set_backend("reference" if library is None else "compiled")
+        compiled._loaded = lambda: library
+        return call()
+
+    return made
+
+
+def measure(found: dict[str, CDLL], size: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """A row for each kernel and each way but the one built here."""
+    ways: dict[str, CDLL | None] = {**found, TORCH: None}
+    for dtype in DTYPES:
+        for k in ROWS:
+            noise = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+            rows, minus, out = [noise.roll(i) for i in range(k)], noise.roll(k), torch.empty_like(noise)
+            coefficients = [1.0 / (j + 2) for j in range(k)]
+            calls: dict[str, Callable[[], Any]] = {
+                "gram": lambda rows=rows, minus=minus: gram(rows, minus=minus),
+                "combine": lambda rows=rows, minus=minus, out=out, c=coefficients: combine(
+                    minus, rows, c, minus=minus, out=out
+                ),
+            }
+            for kernel, call in calls.items():
+                seconds = interleaved({name: by(library, call) for name, library in ways.items()}, rounds=rounds)
+                for name in [*ways][1:]:
+                    low, middle, high = ratio(seconds[name], seconds[OWN])
+                    about = {
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "P": size,
+                        "k": k,
+                        "kernel": kernel,
+                        "by": name,
+                    }
+                    yield {**about, "ratio": middle, "low": low, "high": high}
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    spread = f"{row['low']:.2f} to {row['high']:.2f}"
+    where = f"{row['dtype']:<10}{row['P']:>6.0e}{row['k']:>4}  {row['kernel']:<9}{row['by']:<11}"
+    return f"{where}{row['ratio']:>7.2f} {spread:>15}"
+
+
+def main() -> None:
+    """Print a table and write it, and its numbers, into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheel", type=Path)
+    parser.add_argument("--size", type=float, default=2e6)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", "--output", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [f"Libraries beside the one built here; torch {torch.__version__}, {platform.machine()}", HEAD]
+    print(*lines, sep="\n", flush=True)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in measure(libraries(options.wheel, Path(folder)), int(options.size), options.rounds):
+            found.append(row)
+            lines.append(shown(row))
+            print(lines[-1], flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "libraries.txt").write_text("\n".join(lines) + "\n")
+    settings = {"rounds": options.rounds, "torch": torch.__version__, "machine": platform.platform()}
+    (options.out / "libraries.json").write_text(json.dumps({"settings": settings, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
