@@ -50,9 +50,7 @@ EVIDENCE := benchmarks/results/papers
 
 .PHONY: evidence $(TABLES:%=evidence-%)
 evidence: $(TABLES:%=evidence-%)
-	for task in digits mnist shakespeare; do \
-	  $(BIN)/manifoldagg report $(EVIDENCE)/$$task $(EVIDENCE)/$$task-* --axis gradients --against FedOrtho --out $(EVIDENCE)/joined/$$task || exit; \
-	done
+	$(BIN)/python benchmarks/papers/tables.py
 
 $(TABLES:%=evidence-%): evidence-%: .venv/.installed
 	mkdir -p build && { [ -e build/data ] || ln -s "$$(realpath $(DATA))" build/data; }
