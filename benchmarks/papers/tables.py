@@ -2,14 +2,20 @@
 
     python benchmarks/papers/tables.py [--results benchmarks/results/papers]
 
-Reports that are not there yet are left out, and named.
+Reports that are not there yet are left out, and named. `underway.md` and `underway.png` say how accuracy falls with the
+number of tasks under way at a time.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+from manifoldagg._output import new_figure
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.joined import join
+from manifoldagg.simulation.evidence import Mean, mean_of
+from manifoldagg.simulation.joined import Joined, join
+from manifoldagg.simulation.log import AXES
+from manifoldagg.simulation.pictures import draw_accuracy
 from manifoldagg.simulation.summary import write_summary
 
 RESULTS = Path(__file__).parent.parent / "results" / "papers"
@@ -19,6 +25,10 @@ JOINED = {
     "{0}-five": ("{0}-five", "{0}-cohorts"),
 }
 TASKS = ("digits", "mnist", "shakespeare")
+DRAWN = ("FedAvg", FORWARD, "FedOrtho", "ASGD", "FedAsync", "OrthoFL")
+"""More lines than these nobody can tell apart."""
+UNDERWAY = {2: "digits-two", 5: "digits-five", 10: "digits-ten", 20: "digits-twenty", 30: "digits"}
+COUNTED = (FORWARD, "ASGD", "FedAsync", "OrthoFL", "FedBuff")
 
 
 def main() -> None:
@@ -28,16 +38,59 @@ def main() -> None:
     given = parser.parse_args()
     for task in TASKS:
         for name, parts in JOINED.items():
-            folders = [given.results / part.format(task) for part in parts]
-            there = [folder for folder in folders if folder.is_dir()]
-            missing = ", ".join(folder.name for folder in folders if folder not in there)
             try:
-                files = write_summary(
-                    join(there), given.results / "joined" / name.format(task), axis="gradients", against=FORWARD
-                )
-                print(files[0], f"without {missing}" if missing else "")
+                print(report(given.results, name.format(task), [part.format(task) for part in parts]))
             except ArgumentError as error:
                 print(f"{name.format(task)}: {error}")
+    if all((given.results / folder).is_dir() for folder in UNDERWAY.values()):
+        underway(given.results)
+
+
+def report(results: Path, name: str, parts: Sequence[str]) -> str:
+    """Write a joined report, with a picture for each axis in place of those that have all methods."""
+    there = [part for part in parts if (results / part).is_dir()]
+    joined = join([results / part for part in there])
+    folder = results / "joined" / name
+    for file in write_summary(joined, folder, axis="gradients", against=FORWARD):
+        if file.suffix == ".png":
+            file.unlink()
+    ((task, methods),) = joined.runs.items()
+    drawn = {method: [run.evaluations for run in methods[method].values()] for method in DRAWN if method in methods}
+    for axis in AXES:
+        draw_accuracy(folder / f"accuracy-{axis}.png", drawn, target=joined.targets[task], title=name, axis=axis)
+    missing = ", ".join(part for part in parts if part not in there)
+    return f"{folder}{f': without {missing}' if missing else ''}"
+
+
+def underway(results: Path) -> None:
+    """Accuracy at the end by the number of tasks under way, as a table and a picture."""
+    found: dict[str, dict[int, Mean]] = {method: {} for method in COUNTED}
+    for count, folder in UNDERWAY.items():
+        joined = join([results / folder])
+        for method in COUNTED:
+            found[method][count] = _final(joined, method)
+    rows = [
+        f"| {method} | {' | '.join(f'{mean.value:.1f} ± {mean.half:.1f}' for mean in means.values())} |"
+        for method, means in found.items()
+    ]
+    head = [f"| tasks under way | {' | '.join(map(str, UNDERWAY))} |", "| --- |" + " ---: |" * len(UNDERWAY)]
+    words = "Accuracy after 200 answers on the digits, in percent: means of five seeds with intervals of 95 %."
+    (results / "joined" / "underway.md").write_text("\n".join(["# Tasks under way", "", words, "", *head, *rows, ""]))
+    figure = new_figure(6.4, 3.6)
+    axes = figure.subplots()
+    for i, (method, means) in enumerate(found.items()):
+        x = [count + 0.15 * (i - 2) for count in means]
+        y, half = ([getattr(mean, what) for mean in means.values()] for what in ("value", "half"))
+        axes.errorbar(x, y, half, label=method, capsize=2, marker="o", markersize=3)
+    axes.set_xlabel("tasks under way at a time")
+    axes.set_ylabel("accuracy after 200 answers, %")
+    axes.legend(fontsize="small")
+    figure.savefig(results / "joined" / "underway.png")
+
+
+def _final(joined: Joined, method: str) -> Mean:
+    (methods,) = joined.runs.values()
+    return mean_of([100 * run.evaluations[-1].accuracy for run in methods[method].values()])
 
 
 if __name__ == "__main__":
