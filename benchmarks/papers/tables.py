@@ -2,11 +2,12 @@
 
     python benchmarks/papers/tables.py [--results benchmarks/results/papers]
 
-Reports that are not there yet are left out, and named. `underway.md` and `underway.png` say how accuracy falls with the
-number of tasks under way at a time.
+Reports that are not there yet are left out, and named. `short.md` beside each has some methods on few columns,
+`underway.md` says how accuracy falls with the number of tasks under way; both stand in docs/evidence.md.
 """
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from manifoldagg.simulation.log import AXES
 from manifoldagg.simulation.pictures import draw_accuracy
 from manifoldagg.simulation.summary import write_summary
 
-RESULTS = Path(__file__).parent.parent / "results" / "papers"
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "papers"
+PICTURES = ROOT / "docs" / "assets" / "evidence"
 FORWARD = "AsyncCorrected(correction=autothreshold)"
 JOINED = {
     "{0}": ("{0}", "{0}-fewer-2", "{0}-fewer-4", "{0}-gradients"),
@@ -27,6 +30,12 @@ JOINED = {
 TASKS = ("digits", "mnist", "shakespeare")
 DRAWN = ("FedAvg", FORWARD, "FedOrtho", "ASGD", "FedAsync", "OrthoFL")
 """More lines than these nobody can tell apart."""
+SHOWN = (
+    *("FedAvg", "HeLoCo", FORWARD, "FedOrtho", "OrthoFL", "AsyncBezier(threshold=auto)", "DCASGD", "FedBuff", "FedGS"),
+    *("ASGD", "CA2FL", "Momentum", "AsyncBezier", "FedAsync", "AsyncFedED"),
+    *("AsyncBezier(trainer=trajectory, pull_back=none, threshold=auto)", "FedOrtho(trainer=scheduled, steps=0.5)"),
+)
+"""Of which docs/evidence.md has numbers."""
 UNDERWAY = {2: "digits-two", 5: "digits-five", 10: "digits-ten", 20: "digits-twenty", 30: "digits"}
 COUNTED = (FORWARD, "ASGD", "FedAsync", "OrthoFL", "FedBuff")
 
@@ -44,6 +53,10 @@ def main() -> None:
                 print(f"{name.format(task)}: {error}")
     if all((given.results / folder).is_dir() for folder in UNDERWAY.values()):
         underway(given.results)
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name, file in {"digits": "digits/accuracy-gradients.png", "underway": "underway.png"}.items():
+        if (given.results / "joined" / file).exists():
+            shutil.copyfile(given.results / "joined" / file, PICTURES / f"{name}.png")
 
 
 def report(results: Path, name: str, parts: Sequence[str]) -> str:
@@ -58,8 +71,26 @@ def report(results: Path, name: str, parts: Sequence[str]) -> str:
     drawn = {method: [run.evaluations for run in methods[method].values()] for method in DRAWN if method in methods}
     for axis in AXES:
         draw_accuracy(folder / f"accuracy-{axis}.png", drawn, target=joined.targets[task], title=name, axis=axis)
+    (folder / "short.md").write_text("\n".join(short(joined, task)) + "\n")
     missing = ", ".join(part for part in parts if part not in there)
     return f"{folder}{f': without {missing}' if missing else ''}"
+
+
+def short(joined: Joined, task: str) -> list[str]:
+    """Rows of a table, the best at the end of its run first: some methods, on few columns."""
+    beside = {one.method: one.equal["gradients"] for one in joined.against(FORWARD)}
+    rows = [row for row in joined.rows() if row.method in SHOWN]
+    lines = ["| method | at the end | at equal gradients | s to the target | Gini |", "| --- |" + " ---: |" * 4]
+    for row in sorted(rows, key=lambda row: -row.final.value):
+        there = beside.get(row.method)
+        equal = "" if there is None else f"{_points(there, '+')} "
+        time = "never" if row.time is None else f"{row.time.value:.1f} ({row.reached} of {row.seeds})"
+        lines.append(f"| {row.method} | {_points(row.final)} | {equal}| {time} | {row.gini.value:.3f} |")
+    return lines
+
+
+def _points(mean: Mean, sign: str = "") -> str:
+    return f"{100 * mean.value:{sign}.1f} ± {100 * (mean.half or 0):.1f}"
 
 
 def underway(results: Path) -> None:
@@ -69,18 +100,14 @@ def underway(results: Path) -> None:
         joined = join([results / folder])
         for method in COUNTED:
             found[method][count] = _final(joined, method)
-    rows = [
-        f"| {method} | {' | '.join(f'{mean.value:.1f} ± {mean.half:.1f}' for mean in means.values())} |"
-        for method, means in found.items()
-    ]
+    rows = [f"| {method} | {' | '.join(map(_points, means.values()))} |" for method, means in found.items()]
     head = [f"| tasks under way | {' | '.join(map(str, UNDERWAY))} |", "| --- |" + " ---: |" * len(UNDERWAY)]
-    words = "Accuracy after 200 answers on the digits, in percent: means of five seeds with intervals of 95 %."
-    (results / "joined" / "underway.md").write_text("\n".join(["# Tasks under way", "", words, "", *head, *rows, ""]))
+    (results / "joined" / "underway.md").write_text("\n".join([*head, *rows]) + "\n")
     figure = new_figure(6.4, 3.6)
     axes = figure.subplots()
     for i, (method, means) in enumerate(found.items()):
         x = [count + 0.15 * (i - 2) for count in means]
-        y, half = ([getattr(mean, what) for mean in means.values()] for what in ("value", "half"))
+        y, half = ([100 * getattr(mean, what) for mean in means.values()] for what in ("value", "half"))
         axes.errorbar(x, y, half, label=method, capsize=2, marker="o", markersize=3)
     axes.set_xlabel("tasks under way at a time")
     axes.set_ylabel("accuracy after 200 answers, %")
@@ -90,7 +117,7 @@ def underway(results: Path) -> None:
 
 def _final(joined: Joined, method: str) -> Mean:
     (methods,) = joined.runs.values()
-    return mean_of([100 * run.evaluations[-1].accuracy for run in methods[method].values()])
+    return mean_of([run.evaluations[-1].accuracy for run in methods[method].values()])
 
 
 if __name__ == "__main__":
