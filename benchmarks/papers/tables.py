@@ -2,8 +2,8 @@
 
     python benchmarks/papers/tables.py [--results benchmarks/results/papers]
 
-Reports that are not there yet are left out, and named. `short.md` beside each has some methods on few columns,
-`underway.md` says how accuracy falls with the number of tasks under way; both stand in docs/evidence.md.
+Reports that are not there yet are left out, and named. `digits.md` and so on, beside the folders, have some methods on
+few columns; `underway.md` says how accuracy falls with the number of tasks under way. They stand in docs/evidence.md.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def report(results: Path, name: str, parts: Sequence[str]) -> str:
     drawn = {method: [run.evaluations for run in methods[method].values()] for method in DRAWN if method in methods}
     for axis in AXES:
         draw_accuracy(folder / f"accuracy-{axis}.png", drawn, target=joined.targets[task], title=name, axis=axis)
-    (folder / "short.md").write_text("\n".join(short(joined, task)) + "\n")
+    folder.with_suffix(".md").write_text("\n".join(short(joined, task)) + "\n")
     missing = ", ".join(part for part in parts if part not in there)
     return f"{folder}{f': without {missing}' if missing else ''}"
 
