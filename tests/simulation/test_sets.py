@@ -253,7 +253,7 @@ def test_arrays_of_ones_own(tmp_path):
 )
 def test_arrays_that_do_not_fit_are_named(tmp_path, arrays, said):
     place = tmp_path / "bad.npz"
-    np.savez(place, **arrays, allow_pickle=True)
+    np.savez(place, **arrays)
     with pytest.raises(ArgumentError, match=f"data: npz: .*{said}"):
         task(f"npz:{place}")
 
