@@ -43,6 +43,8 @@ from manifoldagg.simulation import (
     run,
     task,
 )
+from manifoldagg.simulation.course import Ask, Lost
+from manifoldagg.simulation.scenario import course_of
 from manifoldagg.simulation.tuning import line_search
 
 VALIDATION = (100, 101)
@@ -86,12 +88,21 @@ class Scenario:
         found = {name: optimise_routing(bound, starts=("uniform",)).p for name, bound in bounds.items()}
         return {"uniform": uniform(self.speeds), "balanced": balanced(self.speeds), **found}
 
-    def rounds(self, routing: np.ndarray) -> int:
-        """Updates until the end; of a time one in eight more than the mean, which some runs exceed."""
+    def rounds(self, federation: Federation, rule: Any, network: Any) -> int:
+        """Updates until the end; of a time those of the run to be, gone through without training, and one more."""
         if self.axis == "update":
             return int(self.end)
-        mean = ClosedNetwork(routing, self.speeds, self.tasks).throughput * self.end
-        return math.ceil(mean + max(mean / 8, 4 * math.sqrt(mean)))
+        course = course_of(federation, rule, scheduler=network, tasks=self.tasks)
+        count = 0
+        while True:
+            event = course.next()
+            if isinstance(event, Ask):
+                course.give(event.client, 1.0)
+                continue
+            if not isinstance(event, Lost) and event.done.time > self.end:
+                return count + 1
+            count += 1
+            course.settle(True)
 
     def curve(self, rows: list[Evaluation]) -> list[float]:
         """Accuracy at equal parts of the way to the end: at each that of the last evaluation by then."""
@@ -114,7 +125,7 @@ def once(given: Scenario, model: str, split: str, routing: np.ndarray, rate: flo
         return JacksonNetwork(routing, given.speeds, generator, tasks=given.tasks)
 
     rule = rules.GeneralizedAsyncSGD(dict(enumerate(routing.tolist())), rate)
-    rounds = given.rounds(routing)
+    rounds = given.rounds(federation, rule, network)
     try:
         found = run(
             federation,
@@ -127,6 +138,8 @@ def once(given: Scenario, model: str, split: str, routing: np.ndarray, rate: flo
         )
     except (DivergenceError, RuleError) as error:
         return {"curve": [0.0] * POINTS, "failed": str(error)}
+    if given.axis == "time" and found.times[-1] < given.end:
+        raise SystemExit(f"seed {seed}: {rounds} updates were done after {found.times[-1]:.0f} of {given.end:.0f}")
     return {
         "curve": given.curve(found.evaluations),
         "loss": found.evaluations[-1].loss,
