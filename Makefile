@@ -42,18 +42,24 @@ check: .venv/.installed
 docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
-# What each method is worth (benchmarks/papers/README.md), where DATA are: hours, and it goes on where it was stopped.
-# A part for each table: make -j2 evidence; make evidence-digits.
-DATA ?= build/data
+# What each method is worth (benchmarks/papers/README.md), by what is in the folder DATA: hours, and it goes on where it
+# was stopped. A part for each table and script: make -j2 evidence DATA=...; make evidence-digits.
 TABLES := $(shell sed -n 's/^\[\([a-z].*\)\]$$/\1/p' benchmarks/papers/evidence.toml | grep -v defaults)
+SCRIPTS := corrections curved routing adapters
 EVIDENCE := benchmarks/results/papers
 
-.PHONY: evidence $(TABLES:%=evidence-%)
-evidence: $(TABLES:%=evidence-%)
+.PHONY: evidence $(TABLES:%=evidence-%) $(SCRIPTS:%=evidence-%)
+evidence: $(TABLES:%=evidence-%) $(SCRIPTS:%=evidence-%)
 	$(BIN)/python benchmarks/papers/tables.py
 
-$(TABLES:%=evidence-%): evidence-%: .venv/.installed
-	mkdir -p build && { [ -e build/data ] || ln -s "$$(realpath $(DATA))" build/data; }
+build/data:
+	@[ -d "$(DATA)" ] || { echo "where are the data? make evidence DATA=folder"; exit 2; }
+	mkdir -p build && ln -s "$$(realpath "$(DATA)")" $@
+
+$(SCRIPTS:%=evidence-%): evidence-%: .venv/.installed | build/data
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/papers/$*.py
+
+$(TABLES:%=evidence-%): evidence-%: .venv/.installed | build/data
 	OMP_NUM_THREADS=1 $(BIN)/manifoldagg compare --config benchmarks/papers/evidence.toml --only $* --out $(EVIDENCE) --resume
 
 # What is uploaded, in dist/: the source, a wheel for anywhere, and one for Linux on x86-64 with the compiled kernels in it.
