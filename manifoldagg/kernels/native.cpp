@@ -41,6 +41,8 @@ constexpr int WIDTH = 2, PANEL = 3, ALONE = 5;
 constexpr int WIDTH = 4, PANEL = 3, ALONE = 5;
 #endif
 constexpr int PARTS = LANES / WIDTH;
+constexpr int SUMS = 12;  // registers of sums that hide each other's latency
+constexpr int BLOCKS = 4;  // blocks at most whose sums are made side by side, where a block alone has fewer
 typedef double V __attribute__((vector_size(8 * WIDTH)));
 typedef float F __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t I __attribute__((vector_size(4 * WIDTH)));
@@ -295,26 +297,31 @@ __attribute__((noinline)) void across(const T* const* a, const T* const* b, cons
   }
 }
 
-// M rows by one another. To the sums, row by row up to the diagonal.
-template <class T, int M, bool LESS>
-__attribute__((noinline)) void within(const T* const* a, const T* less, int64_t n, V* sums, Ahead ahead) {
+// M rows by one another, in B blocks side by side: rows a[i * M] to a[i * M + M - 1] are those of block i. To the sums,
+// block by block, and row by row up to the diagonal.
+template <class T, int M, bool LESS, int B>
+__attribute__((noinline)) void within(const T* const* a, const T* const* less, int64_t n, V* sums, Ahead ahead) {
   constexpr int LINE = 64 / sizeof(T);
-  const T* from[M];
-  for (int i = 0; i < M; i++) from[i] = a[i];
   constexpr int COUNT = M * (M + 1) / 2;
-  V total[COUNT][PARTS];
-  for (int t = 0; t < COUNT; t++)
-    for (int h = 0; h < PARTS; h++) total[t][h] = sums[t * PARTS + h];
+  const T *from[B][M], *minus[B] = {};
+  V total[B][COUNT][PARTS];
+  for (int b = 0; b < B; b++) {
+    for (int i = 0; i < M; i++) from[b][i] = a[b * M + i];
+    if (LESS) minus[b] = less[b];
+    for (int t = 0; t < COUNT; t++)
+      for (int h = 0; h < PARTS; h++) total[b][t][h] = sums[(b * COUNT + t) * PARTS + h];
+  }
   auto step = [&](int64_t p) __attribute__((always_inline)) {
-    for (int h = 0; h < PARTS; h++) {
-      const int64_t q = p + h * WIDTH;
-      const V c = LESS ? load(less + q) : V{};
-      V x[M];
-      for (int i = 0, t = 0; i < M; i++) {
-        x[i] = LESS ? load(from[i] + q) - c : load(from[i] + q);
-        for (int j = 0; j <= i; j++, t++) total[t][h] = fma(x[i], x[j], total[t][h]);
+    for (int b = 0; b < B; b++)
+      for (int h = 0; h < PARTS; h++) {
+        const int64_t q = p + h * WIDTH;
+        const V c = LESS ? load(minus[b] + q) : V{};
+        V x[M];
+        for (int i = 0, t = 0; i < M; i++) {
+          x[i] = LESS ? load(from[b][i] + q) - c : load(from[b][i] + q);
+          for (int j = 0; j <= i; j++, t++) total[b][t][h] = fma(x[i], x[j], total[b][t][h]);
+        }
       }
-    }
   };
   int64_t p = 0;
   for (; p + LINE <= n; p += LINE) {
@@ -322,9 +329,13 @@ __attribute__((noinline)) void within(const T* const* a, const T* less, int64_t 
     for (int l = 0; l < LINE; l += LANES) step(p + l);
   }
   for (; p < n; p += LANES) step(p);
-  for (int t = 0; t < COUNT; t++)
-    for (int h = 0; h < PARTS; h++) sums[t * PARTS + h] = total[t][h];
+  for (int b = 0; b < B; b++)
+    for (int t = 0; t < COUNT; t++)
+      for (int h = 0; h < PARTS; h++) sums[(b * COUNT + t) * PARTS + h] = total[b][t][h];
 }
+
+// How many blocks of M rows are summed side by side.
+template <int M> constexpr int breadth() { return std::clamp(SUMS / (M * (M + 1) / 2 * PARTS), 1, BLOCKS); }
 
 // Reads rows from..to into lines of float64 at a distance of `pitch`, n entries from place p on: whatever their dtypes,
 // strides and pieces. Zeros behind the last entry of a block, so that whole vectors can be summed.
@@ -409,7 +420,7 @@ template <class T, bool LESS> void multiply(Panels panels, const char* const* ro
   const int64_t m = panels.m, others = panels.others, all = m + others + LESS, turns = panels.turns();
   const T* less = LESS ? row[m + others] : nullptr;
   if (panels.once())
-    return counted<ALONE>(m, [&]<int M>() { within<T, M, LESS>(row, less, n, sums, {rows, all, AHEAD}); });
+    return counted<ALONE>(m, [&]<int M>() { within<T, M, LESS, 1>(row, &less, n, sums, {rows, all, AHEAD}); });
   int64_t turn = 0;
   panels.each([&](int64_t i, int64_t high, int64_t j, int64_t wide) {
     // The same place of the next entries, a few rows in each turn.
@@ -417,7 +428,7 @@ template <class T, bool LESS> void multiply(Panels panels, const char* const* ro
     const Ahead ahead{rows + low, next - low, n * int64_t(sizeof(T))};
     const bool square = !others && i == j;
     sized(high, [&]<int M>() {
-      if (square) return within<T, M, LESS>(row + i, less, n, sums, ahead);
+      if (square) return within<T, M, LESS, 1>(row + i, &less, n, sums, ahead);
       sized(wide, [&]<int N>() {
         across<T, M, N, LESS>(row + i, row + (others ? m : 0) + j, less, n, sums, ahead);
       });
@@ -426,15 +437,20 @@ template <class T, bool LESS> void multiply(Panels panels, const char* const* ro
   });
 }
 
+// What has been summed of a block already, of few rows by one another: its first entries, whole vectors.
+struct Begun { int64_t entries = 0; const V* sums = nullptr; };
+
 // The sums over a block of the products of some rows with some others, or with one another.
-void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other, int64_t n, double* to) {
+void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other, int64_t n, double* to,
+              Begun begun = {}) {
   // Kept from block to block, so that a thread asks for memory once.
   static thread_local std::vector<V> sums, lines;
   const int64_t others = first == other ? 0 : n, count = m + others;
   const Panels panels{m, others};
-  sums.assign(m * n * PARTS, V{});
+  if (begun.sums) sums.assign(begun.sums, begun.sums + m * (m + 1) / 2 * PARTS);
+  else sums.assign(m * n * PARTS, V{});
   const char* from[2 * MOST + 1];
-  for (int64_t p = b.start, taken, piece; p < b.stop; p += taken) {
+  for (int64_t p = b.start + begun.entries, taken, piece; p < b.stop; p += taken) {
     const int64_t at = rows.pieces.at(p);
     const Vec &like = rows.row(first, at), &less = rows.less(first, at);
     // Few rows need no second turn: they go to the end of the block at once.
@@ -466,6 +482,36 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
       for (int64_t y = other + j; y < other + (square ? x - first + 1 : j + wide); y++, sum += PARTS)
         to[x * (x + 1) / 2 + y] = lanes(sum);
   });
+}
+
+// M rows by one another over B blocks, each in one piece: their sums are begun side by side, as far as the shortest goes,
+// and ended one after the other. So few sums as M rows have in one block would wait for each other.
+template <int M, int B> void side_by_side(const Rows& rows, const Block* table, double* to) {
+  constexpr int COUNT = M * (M + 1) / 2;
+  V sums[B * COUNT * PARTS] = {};
+  const char* from[B * (M + 1)];
+  int64_t n = INT64_MAX, at[B];
+  for (int b = 0; b < B; b++) {
+    at[b] = rows.pieces.at(table[b].start);
+    n = std::min(n, (table[b].stop - table[b].start) / LANES * LANES);
+  }
+  const Vec &like = rows.row(0, at[0]), &less = rows.less(0, at[0]);
+  for (int b = 0; b < B; b++) {
+    const Vec &row = rows.row(0, at[b]), &minus = rows.less(0, at[b]);
+    const bool fits = table[b].stop <= rows.pieces.edges[at[b] + 1] && even(rows, 0, 0, M, at[b]);
+    if (!fits || row.dtype != like.dtype || !minus.data != !less.data) { n = 0; break; }
+    const int64_t low = (table[b].start - rows.pieces.edges[at[b]]) * BYTES[like.dtype];
+    for (int i = 0; i < M; i++) from[b * M + i] = rows.row(i, at[b]).data + low;
+    from[B * M + b] = minus.data + low;
+  }
+  if (n > 0)
+    typed(like.dtype, [&]<class T>() {
+      const T* const* row = (const T* const*)from;
+      less.data ? within<T, M, true, B>(row, row + B * M, n, sums, {from, B * (M + 1), AHEAD})
+                : within<T, M, false, B>(row, nullptr, n, sums, {from, B * M, AHEAD});
+    });
+  for (int b = 0; b < B; b++)
+    products(rows, table[b], 0, M, 0, M, to + b * COUNT, {n, sums + b * COUNT * PARTS});
 }
 
 // ---- combine
@@ -693,6 +739,22 @@ bool manifoldagg_gram(int64_t k, int64_t count, const int64_t* edges, const Vec*
                       int64_t blocks, const Block* table, double* sums, int64_t threads) {
   const Rows rows{k, {count, edges}, plus, minus};
   const Parts groups(k, MOST);
+  bool done = false, few = false;
+  if (k <= ALONE)
+    counted<ALONE>(k, [&]<int M>() {
+      constexpr int B = breadth<M>();
+      // Whole groups, as many as there are threads for; what is left over goes on below.
+      if constexpr (B > 1)
+        if ((few = blocks >= B * threads)) {
+          const int64_t whole = blocks / B, left = blocks % B;
+          done = each(whole + left, threads, [&](int64_t g) {
+            const int64_t b = g < whole ? g * B : blocks - left + (g - whole);
+            double* to = sums + b * (M * (M + 1) / 2);
+            g < whole ? side_by_side<M, B>(rows, table + b, to) : products(rows, table[b], 0, M, 0, M, to);
+          });
+        }
+    });
+  if (few) return done;
   return each(blocks, threads, [&](int64_t b) {
     double* to = sums + b * (k * (k + 1) / 2);
     for (int64_t g = 0; g < groups.count; g++)
