@@ -338,7 +338,8 @@ def test_batches_meet_batches():
     }
     for name, call in calls.items():
         assert (call(...)[1, 2] - call((1, 2))).abs().max() <= 40 * EPS, name
-    assert (space.inverse_retract(x[0, 0], y) - space.inverse_retract(x[0, 0].expand(2, 3, 11, 2), y)).abs().max() == 0
+    one = space.inverse_retract(x[0, 0].expand(2, 3, 11, 2), y)
+    assert (space.inverse_retract(x[0, 0], y) - one).abs().max() <= 40 * EPS
 
 
 def test_nothing_has_the_size_of_the_matrix():
