@@ -52,7 +52,11 @@ TESTS = (
     ),
     *("tests/optim/test_outer.py", "tests/simulation/test_run.py", "tests/integrations/test_watching.py"),
 )
-MAY_WARN = ("-W", "ignore::DeprecationWarning", "-W", "ignore:There is a performance drop")
+MAY_WARN = (
+    *("-W", "ignore::DeprecationWarning"),
+    *("-W", "ignore:There is a performance drop"),
+    *("-W", "ignore:DTensor random operators"),
+)
 BUT = (
     # torch 2.6 leaves a temporary folder of its own to the end of the process, which `-W error` tells.
     "tests/test_cli.py::test_a_comparison_prints_a_table_and_writes_a_report",
@@ -135,7 +139,7 @@ class Released:
         file = self.folder / f"{name}.txt"
         file.write_text("\n".join(limits) or (ROOT / "constraints.txt").read_text())
         made = self.folder / name
-        done("uv", "venv", "--quiet", "--python", sys.executable, made, folder=self.folder)
+        done(sys.executable, "-m", "venv", "--without-pip", made, folder=self.folder)
         python = made / "bin" / "python"
         done("uv", "pip", "install", "--quiet", "--python", python, "--constraint", file, *asked, folder=self.folder)
         return python
