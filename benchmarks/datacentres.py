@@ -13,17 +13,17 @@ and is not done again; the tables are made of the rows that there are.
 """
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from runs import Row, Runs
 
 from manifoldagg.corrections import AutoThreshold
 from manifoldagg.errors import DivergenceError, RuleError
@@ -35,7 +35,6 @@ HERE = Path(__file__).parent
 WORKERS = 4
 TUNED_ON = 100
 TEST_SEEDS = range(5)
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -186,28 +185,8 @@ def loss_of(row: Row, time: float = math.inf) -> float:
     return math.inf if not losses or losses[-1] is None else float(losses[-1])
 
 
-class Rows:
-    """The runs that are done, a line of a file each."""
-
-    def __init__(self, path: Path, size: Size) -> None:
-        self._path = path
-        self._size = asdict(size)
-        text = path.read_text() if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # interrupted within a line
-            path.write_text(whole)
-        self._rows = [row for row in map(json.loads, whole.splitlines()) if row["size"] == self._size]
-
-    def found(self, **key: Any) -> Row | None:
-        """That run, if it is done."""
-        return next((row for row in self._rows if key.items() <= row.items()), None)
-
-    def add(self, row: Row) -> None:
-        """Append it."""
-        row = {**row, "size": self._size}
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self._rows.append(row)
+class Rows(Runs):
+    """The runs that are done."""
 
     def chosen(self, name: str) -> Row | None:
         """The trial with the lowest loss, once all are done."""

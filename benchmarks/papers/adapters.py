@@ -31,14 +31,14 @@ since the client's last visit, as factors or as matrices, whichever are fewer. E
 """
 
 import argparse
-import json
 import math
 import platform
+import sys
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -59,6 +59,9 @@ from manifoldagg.simulation import IndependentClients, LogNormal
 from manifoldagg.simulation.data.models import Signature, transformer
 from manifoldagg.simulation.evidence import Mean, mean_of
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from runs import Row, Runs
+
 HERE = Path(__file__).parent
 POOL = 40
 """Speakers who say most, of whom clients are drawn."""
@@ -68,7 +71,6 @@ CONDITION = 4.0
 SPREAD = 3.0
 """Of the clients' paces, in powers of two."""
 State = dict[str, Tensor]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -508,31 +510,10 @@ def trained(world: World, setting: str, name: str, rate: float, share: float, se
     return {"log": log, "staleness": late / world.size.answers, "seconds": time.process_time() - started}
 
 
-class Rows:
-    """The runs that are done, a line of a file each."""
+class Rows(Runs):
+    """The runs that are done, whatever the grid was."""
 
-    def __init__(self, path: Path, size: Size) -> None:
-        self._path, self._size = path, json.loads(json.dumps(asdict(size)))
-        text = path.read_text() if path.exists() else ""
-        kept = text[: text.rfind("\n") + 1]
-        if kept != text:  # interrupted within a line
-            path.write_text(kept)
-        self._rows = [row for row in map(json.loads, kept.splitlines()) if self._fits(row["size"])]
-
-    def _fits(self, size: Row) -> bool:
-        """Whatever the grid was."""
-        return {**size, "rates": 0, "shares": 0} == {**self._size, "rates": 0, "shares": 0}
-
-    def found(self, **key: Any) -> Row | None:
-        """That run, if it is done."""
-        return next((row for row in self._rows if key.items() <= row.items()), None)
-
-    def add(self, row: Row) -> None:
-        """Append it."""
-        row = {**row, "size": self._size}
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self._rows.append(row)
+    free = ("rates", "shares")
 
     def trials(self, setting: str, way: str) -> dict[tuple[float, float], float]:
         """The mean loss at the end of each pair of rates that all tuning seeds have."""

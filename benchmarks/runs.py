@@ -1,0 +1,45 @@
+"""Runs that are kept as they are done, so that what was interrupted goes on."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+__all__ = ["Row", "Runs"]
+
+Row = dict[str, Any]
+
+
+class Runs:
+    """The runs that are done, a line of a file each, with the size that they are of.
+
+    Args:
+        path: of the file.
+        size: a dataclass; runs of another one are not seen.
+    """
+
+    free: ClassVar[tuple[str, ...]] = ()
+    """What of the size may differ."""
+
+    def __init__(self, path: Path, size: Any) -> None:
+        self._path, self._size = path, json.loads(json.dumps(asdict(size)))
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # interrupted within a line
+            path.write_text(whole)
+        self._rows = [row for row in map(json.loads, whole.splitlines()) if self._fits(row["size"])]
+
+    def _fits(self, size: Row) -> bool:
+        anything = dict.fromkeys(self.free)
+        return {**size, **anything} == {**self._size, **anything}
+
+    def found(self, **key: Any) -> Row | None:
+        """That run, if it is done."""
+        return next((row for row in self._rows if key.items() <= row.items()), None)
+
+    def add(self, row: Row) -> None:
+        """Append it."""
+        row = {**row, "size": self._size}
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self._rows.append(row)
