@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manifoldagg._output import whole
@@ -116,6 +116,11 @@ def _amount(axis: str, value: float) -> str:
     return f"{value / size:.4g} {unit or 'rounds'}"
 
 
+def _terms(axis: str) -> str:
+    """On which equal terms methods are compared."""
+    return {"round": "equal rounds", "time": "equal virtual time"}.get(axis, f"equal {axis}")
+
+
 def _percent(mean: Mean) -> str:
     return f"{100 * mean.value:.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
 
@@ -136,7 +141,7 @@ def _markdown(joined: Joined, rows: Sequence[Row], pairs: Sequence[Pair], beside
         parts += [f"## {_escaped(task)}", _table(table)]
         found = sorted((one for one in beside if one.task == task), key=lambda one: -one.equal[axis].value)
         if found:
-            heads = ["method", *(f"equal {'rounds' if name == 'round' else name}" for name in AXES)]
+            heads = ["method", *map(_terms, AXES)]
             lines = [[one.method, *(_points(one.equal[name]) for name in AXES)] for one in found]
             parts += [BESIDE.format(other=_escaped(found[0].other)), _table([heads, *lines])]
     parts += ["## Differences", *_differences(joined, pairs, axis)]
@@ -149,14 +154,13 @@ def _differences(joined: Joined, pairs: Sequence[Pair], axis: str) -> list[str]:
     tested = sorted((pair for pair in pairs if pair.p is not None), key=lambda pair: (pair.adjusted or 0, pair.p or 0))
     parts = []
     if tested:
-        terms = {"round": "equal rounds", "time": "equal virtual time"}.get(axis, f"equal {axis}")
         head = ["first", "second", "pairs", "first better", "second better", "difference", "p", "p, Holm"]
         table = [head]
         for pair in tested:
             counts = [pair.count, pair.better, pair.worse]
             numbers = [f"{100 * pair.difference:+.2f}", f"{pair.p:.2g}", f"{pair.adjusted:.2g}"]
             table.append([pair.first, pair.second, *map(str, counts), *numbers])
-        parts = [TESTED.format(axis=terms, count=len(tested)), _table(table)]
+        parts = [TESTED.format(axis=_terms(axis), count=len(tested)), _table(table)]
     few = [pair for pair in pairs if pair.p is None]
     if few:
         most = max(pair.count for pair in few)
@@ -186,18 +190,21 @@ def _flat(joined: Joined, row: Row) -> dict[str, object]:
     flat |= {"target": joined.targets[row.task], "reached": row.reached}
     flat |= {f"budget_{axis}": joined.budget(row.task, axis) for axis in AXES}
     flat |= {f"spent_{axis}": row.last[axis] for axis in AXES}
-    for name, mean in means.items():
-        ends = ("", "", "") if mean is None else (mean.value, mean.low, mean.high)
-        flat |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
-    return flat
+    return flat | _ends(means)
 
 
 def _beside(one: Against) -> dict[str, object]:
     """A comparison with a number in each column, intervals as their ends."""
-    flat: dict[str, object] = {"task": one.task, "method": one.method, "other": one.other}
-    flat["seeds"] = one.equal[AXES[0]].count
-    for axis, mean in one.equal.items():
-        flat |= {f"at_{axis}": mean.value, f"at_{axis}_low": mean.low, f"at_{axis}_high": mean.high}
+    about = {"task": one.task, "method": one.method, "other": one.other, "seeds": one.equal[AXES[0]].count}
+    return about | _ends({f"at_{axis}": mean for axis, mean in one.equal.items()})
+
+
+def _ends(means: Mapping[str, Mean | None]) -> dict[str, object]:
+    """Three columns for each mean: itself, and the ends of its interval."""
+    flat: dict[str, object] = {}
+    for name, mean in means.items():
+        ends = ("", "", "") if mean is None else (mean.value, mean.low, mean.high)
+        flat |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
     return flat
 
 
