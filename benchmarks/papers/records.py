@@ -15,7 +15,7 @@ from manifoldagg._output import whole
 from manifoldagg.simulation.evidence import Mean, mean_of
 from manifoldagg.simulation.settings import versions
 
-__all__ = ["RESULTS", "Parts", "cell", "command", "markdown", "table", "write"]
+__all__ = ["RESULTS", "ROOT", "Parts", "cell", "command", "markdown", "table", "write"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -7,9 +7,12 @@ few columns; `underway.md` says how accuracy falls with the number of tasks unde
 """
 
 import argparse
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+
+from records import RESULTS, ROOT, table
 
 from manifoldagg._output import new_figure
 from manifoldagg.errors import ArgumentError
@@ -19,8 +22,6 @@ from manifoldagg.simulation.log import AXES
 from manifoldagg.simulation.pictures import draw_accuracy
 from manifoldagg.simulation.summary import write_summary
 
-ROOT = Path(__file__).parent.parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "papers"
 PICTURES = ROOT / "docs" / "assets" / "evidence"
 FORWARD = "AsyncCorrected(correction=autothreshold)"
 JOINED = {
@@ -45,18 +46,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
+    # Notes of a report name its folders: from the root of the checkout, wherever that is.
+    results = Path(os.path.relpath(given.results, ROOT))
+    os.chdir(ROOT)
     for task in TASKS:
         for name, parts in JOINED.items():
             try:
-                print(report(given.results, name.format(task), [part.format(task) for part in parts]))
+                print(report(results, name.format(task), [part.format(task) for part in parts]))
             except ArgumentError as error:
                 print(f"{name.format(task)}: {error}")
-    if all((given.results / folder).is_dir() for folder in UNDERWAY.values()):
-        underway(given.results)
+    if all((results / folder).is_dir() for folder in UNDERWAY.values()):
+        underway(results)
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name, file in {"digits": "digits/accuracy-gradients.png", "underway": "underway.png"}.items():
-        if (given.results / "joined" / file).exists():
-            shutil.copyfile(given.results / "joined" / file, PICTURES / f"{name}.png")
+        if (results / "joined" / file).exists():
+            shutil.copyfile(results / "joined" / file, PICTURES / f"{name}.png")
 
 
 def report(results: Path, name: str, parts: Sequence[str]) -> str:
@@ -71,22 +75,22 @@ def report(results: Path, name: str, parts: Sequence[str]) -> str:
     drawn = {method: [run.evaluations for run in methods[method].values()] for method in DRAWN if method in methods}
     for axis in AXES:
         draw_accuracy(folder / f"accuracy-{axis}.png", drawn, target=joined.targets[task], title=name, axis=axis)
-    folder.with_suffix(".md").write_text("\n".join(short(joined, task)) + "\n")
+    folder.with_suffix(".md").write_text(short(joined, task) + "\n")
     missing = ", ".join(part for part in parts if part not in there)
     return f"{folder}{f': without {missing}' if missing else ''}"
 
 
-def short(joined: Joined, task: str) -> list[str]:
-    """Rows of a table, the best at the end of its run first: some methods, on few columns."""
+def short(joined: Joined, task: str) -> str:
+    """A table, the best at the end of its run first: some methods, on few columns."""
     beside = {one.method: one.equal["gradients"] for one in joined.against(FORWARD)}
     rows = [row for row in joined.rows() if row.method in SHOWN]
-    lines = ["| method | at the end | at equal gradients | s to the target | Gini |", "| --- |" + " ---: |" * 4]
+    lines = []
     for row in sorted(rows, key=lambda row: -row.final.value):
         there = beside.get(row.method)
-        equal = "" if there is None else f"{_points(there, '+')} "
+        equal = "" if there is None else _points(there, "+")
         time = "never" if row.time is None else f"{row.time.value:.1f} ({row.reached} of {row.seeds})"
-        lines.append(f"| {row.method} | {_points(row.final)} | {equal}| {time} | {row.gini.value:.3f} |")
-    return lines
+        lines.append([row.method, _points(row.final), equal, time, f"{row.gini.value:.3f}"])
+    return table(["method", "at the end", "at equal gradients", "s to the target", "Gini"], lines)
 
 
 def _points(mean: Mean, sign: str = "") -> str:
@@ -100,9 +104,9 @@ def underway(results: Path) -> None:
         joined = join([results / folder])
         for method in COUNTED:
             found[method][count] = _final(joined, method)
-    rows = [f"| {method} | {' | '.join(map(_points, means.values()))} |" for method, means in found.items()]
-    head = [f"| tasks under way | {' | '.join(map(str, UNDERWAY))} |", "| --- |" + " ---: |" * len(UNDERWAY)]
-    (results / "joined" / "underway.md").write_text("\n".join([*head, *rows]) + "\n")
+    rows = [[method, *map(_points, means.values())] for method, means in found.items()]
+    text = table(["tasks under way", *map(str, UNDERWAY)], rows)
+    (results / "joined" / "underway.md").write_text(text + "\n")
     figure = new_figure(6.4, 3.6)
     axes = figure.subplots()
     for i, (method, means) in enumerate(found.items()):
