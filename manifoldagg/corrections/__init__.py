@@ -7,6 +7,7 @@ from manifoldagg.corrections.delay import DelayCompensated, Position, Tangent
 from manifoldagg.corrections.dynamic import OrthoDyn
 from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram
+from manifoldagg.corrections.krylov import KrylovDC
 from manifoldagg.corrections.orthogonal import OrthoCorrect, OrthoDC, OrthoGrad, OrthoPos, OrthoStrict
 from manifoldagg.corrections.rotation import rotate_control
 from manifoldagg.corrections.surgery import GradientSurgery, Pairwise
@@ -21,6 +22,7 @@ __all__ = [
     "Frame",
     "GradientSurgery",
     "Gram",
+    "KrylovDC",
     "OrthoCorrect",
     "OrthoDC",
     "OrthoDyn",

@@ -65,10 +65,11 @@ class Recipe(ForClients):
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rule has where nothing is said: the name of its trainer, and options of its own."""
+    """What a rule has where nothing is said: the name of its trainer, options of its own, and of that trainer."""
 
     trainer: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
 
 
 LOCAL: Mapping[str, Any] = {"epochs": 4, "rate": 0.01, "proximal": 1e-3}
@@ -97,6 +98,7 @@ RULES: Mapping[str, Entry] = {
     "adamasfl": Entry("normalised", {"size": 2, "steps": 30, "rounds": 100, "initial": "zero"}),
     "asyncbezier": Entry("curve", {"rate": 3.0, "threshold": 1.0}),
     "asynccorrected": Entry("local", {"rate": 3.0}),
+    "asynckrylov": Entry("trajectory", {"rate": 6.0}, {"pieces": 8}),
     "asynccurve": Entry("asynccurve", {"clients": HowMany(), "rate": 0.075}),
     "asyncfeded": Entry("epochs", {"rate": 0.25, "epochs": 4}),
     "defedavg": Entry("local", {"cohort": 5, "rate": 0.5}),
@@ -241,7 +243,9 @@ def _method(chosen: Named, options: Mapping[str, str]) -> Method:
         by_hand = False
     else:
         by_hand = any(f"{option}.".startswith(f"{rate}.") for option in parts["rule"])
-    made_trainer = _made_trainer(trainer, where, parts["trainer"])
+    entry = _entry(name)
+    training = entry.training if trainer == entry.trainer else None
+    made_trainer = _made_trainer(trainer, where, parts["trainer"], training)
     return Method(label, _rule(name, where, parts["rule"]), made_trainer, None if by_hand else rate)
 
 
@@ -270,8 +274,11 @@ def _rule(name: str, where: str, options: Mapping[str, str]) -> Any:
     return _for_clients(where, _classes()[name], options, _entry(name).options)
 
 
-def _made_trainer(name: str, where: str, options: Mapping[str, str]) -> Trainer:
-    made: Trainer = build(where, _trainers()[name], options, kinds=KINDS, defaults=TRAINERS[name])
+def _made_trainer(
+    name: str, where: str, options: Mapping[str, str], training: Mapping[str, Any] | None = None
+) -> Trainer:
+    defaults = {**TRAINERS[name], **(training or {})}
+    made: Trainer = build(where, _trainers()[name], options, kinds=KINDS, defaults=defaults)
     return made
 
 

@@ -11,6 +11,7 @@ from manifoldagg.federated.rules.asyncbezier import AsyncBezier
 from manifoldagg.federated.rules.asynccorrected import AsyncCorrected
 from manifoldagg.federated.rules.asynccurve import AsyncCurve
 from manifoldagg.federated.rules.asyncfeded import AsyncFedED
+from manifoldagg.federated.rules.asynckrylov import AsyncKrylov
 from manifoldagg.federated.rules.ca2fl import CA2FL
 from manifoldagg.federated.rules.dcasgd import DCASGD
 from manifoldagg.federated.rules.defedavg import DeFedAvg
@@ -46,6 +47,7 @@ __all__ = [
     "AsyncCorrected",
     "AsyncCurve",
     "AsyncFedED",
+    "AsyncKrylov",
     "DeFedAvg",
     "DelayedNesterov",
     "Dominance",
