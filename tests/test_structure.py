@@ -197,11 +197,12 @@ def test_documents_write_the_module_of_a_shared_name(page):
 CORRECTIONS = [
     *("Frame", "Tangent", "Position", "DelayCompensated", "OrthoDC", "OrthoCorrect", "OrthoGrad", "OrthoPos"),
     *("OrthoStrict", "OrthoDyn", "GradientSurgery", "Pairwise", "AutoThreshold", "rotate_control", "calibrate"),
+    "KrylovDC",
 ]
 RULES = [
     *("FedAvg", "FedAdam", "FedAsync", "ASGD", "DCASGD", "FedOrtho", "FedGS", "FedBuff", "AsyncBezier"),
     *("CA2FL", "FADAS", "AsyncFedED", "AsyncCurve", "OrthoFL", "MasFL", "AdaMasFL", "GeneralizedAsyncSGD", "FLOCO"),
-    *("DeFedAvg", "HeLoCo", "DelayedNesterov", "RadialDirectional"),
+    *("DeFedAvg", "HeLoCo", "DelayedNesterov", "RadialDirectional", "AsyncKrylov"),
 ]
 PUBLIC = [
     *(f"manifoldagg.kernels.{name}" for name in ("gram", "combine", "set_backend", "available_backends")),

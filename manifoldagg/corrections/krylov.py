@@ -20,9 +20,9 @@ class KrylovDC(Correction):
 
     The displacements are points of a path, $v_j = \theta_j - \Theta^t$, equally many local steps apart, with the legs
     $w_j = v_j - v_{j-1}$. On a quadratic loss, gradient descent takes a leg to the next by one symmetric matrix,
-    $w_{j+1} = B\, w_j$, with eigenvalues in [0, 1] as long as no step goes beyond the minimum; and from the current model,
-    $\Theta^\tau = \Theta^t + g$, as many steps would have made the displacements $v_j + (B^j - I)\, g$. So the legs are a
-    Krylov sequence of $B$. The Rayleigh-Ritz method has the best of $B$ that can be known on the span of
+    $w_{j+1} = B\, w_j$, with eigenvalues in [0, 1] as long as no step goes beyond the minimum; and from the current
+    model, $\Theta^\tau = \Theta^t + g$, as many steps would have made the displacements $v_j + (B^j - I)\, g$. So the
+    legs are a Krylov sequence of $B$. The Rayleigh-Ritz method has the best of $B$ that can be known on the span of
     $w_1, \dots, w_{n-1}$: values $\beta_i$, clipped to [0, 1], and orthonormal vectors $q_i$, with which
 
     $$\pi v_j = v_j - \sum_i (1 - \beta_i^j)\, \langle q_i, g\rangle\, q_i.$$

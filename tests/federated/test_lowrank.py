@@ -22,6 +22,7 @@ from manifoldagg.federated.rules import (
     AsyncCorrected,
     AsyncCurve,
     AsyncFedED,
+    AsyncKrylov,
     DeFedAvg,
     DelayedNesterov,
     FedAdam,
@@ -53,6 +54,7 @@ RULES = [
     FedOrtho(0.5),
     FedGS(0.5),
     FedGS(0.5, reading="position"),
+    AsyncKrylov(0.5),
     AsyncBezier(rate=0.5),
     AsyncBezier(rate=0.5, threshold=0.0, pull_back="none", bend="auto"),
     AsyncCorrected(0.5, correction=OrthoDC(0.5, granularity="tensor")),
@@ -103,7 +105,7 @@ def played(rule, space, seed, turns=6, seen=lambda x: x, on=None):
     for turn in range(turns):
         client, late = turn % 3, turn % 2 if len(after) > 1 else 0
         base = after[-1 - late]
-        count = 2 if isinstance(rule, AsyncBezier) else 1
+        count = 3 if isinstance(rule, AsyncKrylov) else 2 if isinstance(rule, AsyncBezier) else 1
         points = torch.stack([seen(drawn(space, seed + 7 * turn + i)) for i in range(count)])
         given_ = Update(client, base, after[-1], points, staleness=late, memory=memory.get(client))
         state, outcome = rule.step(on, state, given_)
@@ -152,7 +154,7 @@ def test_where_the_rank_is_too_small_it_is_the_nearest_matrix_of_the_rank(rule, 
 @given(seed=seeds, condition=conditions)
 def test_nothing_depends_on_the_gauge(rule, seed, condition):
     space = LowRank(6, 5, 4)
-    count = 2 if isinstance(rule, AsyncBezier) else 1
+    count = 3 if isinstance(rule, AsyncKrylov) else 2 if isinstance(rule, AsyncBezier) else 1
     base, current, *points = drawn(space, seed, count + 2)
     turn = [gauge(seed + i, space.rank, condition) for i in range(count + 2)]
     other = [turned(space, x, *g) for x, g in zip((base, current, *points), turn, strict=True)]

@@ -1,0 +1,204 @@
+"""KrylovDC: what a path of training tells of the curvature, against training itself and against dense linear algebra."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg import corrections
+from manifoldagg.corrections import Frame, Gram, KrylovDC
+from manifoldagg.corrections.krylov import ritz
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds import Flat, Product, Sphere
+from tests.corrections.laws import KIT, close, law
+from tests.corrections.mutants import caught_by
+from tests.support import draw, relative, rotation, scales, seeds
+
+SIZE = 7
+SPACE = Flat(SIZE)
+FINE = 1e-13
+
+
+def trained(start, hessian, minimum, count, steps=1):
+    """Where gradient descent at rate 1 comes by: `count` points, so many steps apart."""
+    points, x = [], start
+    for _ in range(count):
+        for _ in range(steps):
+            x = x - hessian @ (x - minimum)
+        points.append(x)
+    return torch.stack(points)
+
+
+def quadratic(seed, eigenvalues, size=SIZE):
+    """A Hessian with these eigenvalues and 0 in what is left, and its minimum."""
+    turn = rotation(seed, size)
+    values = torch.zeros(size, dtype=torch.float64)
+    values[: len(eigenvalues)] = torch.tensor(eigenvalues, dtype=torch.float64)
+    return turn @ values.diag() @ turn.T, draw(seed + 1, size)
+
+
+def dense(v, g, tolerance=1e-3):
+    """The formula, with bases and powers of matrices."""
+    legs = torch.diff(v, dim=0, prepend=torch.zeros_like(v[:1]))
+    u, s, w = torch.linalg.svd(legs[:-1].T, full_matrices=False)
+    seen = s.square() > tolerance * s[0].square()
+    q = u[:, seen]
+    image = q.T @ legs[1:].T @ w[seen].T / s[seen]
+    values, turn = torch.linalg.eigh((image + image.T) / 2)
+    b = turn @ values.clip(0, 1).diag() @ turn.T
+    eye = torch.eye(len(b), dtype=torch.float64)
+    return torch.stack([v[j] - q @ ((eye - torch.linalg.matrix_power(b, j + 1)) @ (q.T @ g)) for j in range(len(v))])
+
+
+@law
+def a_path_becomes_what_training_from_here_would_have_made(kit):
+    """Where the legs have run through what there is: four eigenvalues, and five points."""
+    for seed, steps in ((1, 1), (2, 1), (3, 2)):
+        hessian, minimum = quadratic(seed, [0.9, 0.6, 0.3, 0.05])
+        base = draw(seed + 2, SIZE)
+        v = trained(base, hessian, minimum, 5, steps) - base
+        # A drift that is partly in what the client has no loss along: that is kept.
+        current = draw(seed + 3, SIZE)
+        expected = trained(current, hessian, minimum, 5, steps) - current
+        out = kit.KrylovDC("model", tolerance=FINE)(SPACE, base, current, v)
+        close(out, expected, 1e-7)
+
+
+@law
+def a_noisy_path_is_read_by_rayleigh_and_ritz(kit):
+    for seed in range(5):
+        base, current, *v = draw(seed, 6, SIZE)
+        v = torch.stack(v)
+        out = kit.KrylovDC("model")(SPACE, base, current, v)
+        close(out, dense(v, current - base), 1e-10)
+
+
+@law
+def what_a_path_has_not_been_through_is_kept(kit):
+    v = torch.zeros(4, SIZE, dtype=torch.float64)
+    v[:, :3] = draw(3, 4, 3)
+    base, current = torch.zeros(2, SIZE, dtype=torch.float64)
+    current = current + torch.tensor([0.0] * 3 + [1.0] * 4).double()
+    assert torch.equal(kit.KrylovDC("model")(SPACE, base, current, v), v)
+
+
+@law
+def each_tensor_has_a_path_of_its_own(kit):
+    parts = Product({"a": Flat(3), "b": Flat(4)})
+    base, current, *v = draw(8, 5, SIZE)
+    v, g = torch.stack(v), current - base
+    out = kit.KrylovDC()(parts, base, current, v)
+    close(out, torch.cat([dense(v[:, :3], g[:3]), dense(v[:, 3:], g[3:])], 1), 1e-10)
+
+
+@caught_by("KrylovDC", "a_path_becomes_what_training_from_here_would_have_made", "each_tensor_has_a_path_of_its_own")
+class KrylovDCAddsTheDrift(KrylovDC):
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        return 2 * gram.identity() - lines, state
+
+
+@caught_by(
+    "KrylovDC", "a_path_becomes_what_training_from_here_would_have_made", "a_noisy_path_is_read_by_rayleigh_and_ritz"
+)
+class KrylovDCKnowsTheEndAlone(KrylovDC):
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        fixed = gram.identity()
+        fixed[..., -1, :] = lines[..., -1, :]
+        return fixed, state
+
+
+@caught_by("KrylovDC", "what_a_path_has_not_been_through_is_kept", "a_noisy_path_is_read_by_rayleigh_and_ritz")
+class KrylovDCIsThePosition(KrylovDC):
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        lines[..., gram.displacements] = -1
+        return lines, state
+
+
+@caught_by("KrylovDC", "each_tensor_has_a_path_of_its_own")
+class KrylovDCOfTheWholeModel(KrylovDC):
+    def coefficients(self, gram, state=None):
+        return KIT["KrylovDC"]("model").coefficients(gram.whole, state)
+
+
+@given(seeds, st.integers(1, 6))
+def test_no_more_is_taken_off_than_the_drift_is_long(seed, n):
+    base, current, *v = draw(seed, n + 2, SIZE)
+    v = torch.stack(v)
+    out = KrylovDC("model")(SPACE, base, current, v)
+    assert (out - v).norm(dim=1).max() <= (1 + 1e-12) * (current - base).norm()
+
+
+@given(seeds, scales)
+def test_lengths_and_turns_change_nothing(seed, scale):
+    base, current, *v = draw(seed, 6, SIZE)
+    v, turn = torch.stack(v), rotation(seed, SIZE)
+    out = KrylovDC("model")(SPACE, base, current, v)
+    turned = KrylovDC("model")(SPACE, scale * base @ turn, scale * current @ turn, scale * v @ turn)
+    assert relative(turned, scale * out @ turn) <= 1e-9
+
+
+def test_one_point_no_drift_and_no_way_leave_what_came():
+    base, current, v = draw(0, SIZE), draw(1, SIZE), draw(2, 3, SIZE)
+    correction = KrylovDC("model")
+    assert torch.equal(correction(SPACE, base, current, v[:1]), v[:1])
+    assert torch.equal(correction(SPACE, base, base, v), v)
+    still = torch.zeros_like(v)
+    assert torch.equal(correction(SPACE, base, current, still), still)
+    assert correction.apply(Frame.of(SPACE, base, current, v[:0])).displacements().shape == (0, SIZE)
+
+
+def test_two_points_have_one_direction():
+    """β = ⟨w₁, w₂⟩ / ⟨w₁, w₁⟩ = 1/2: a quarter of the drift along w₁ is left to be met again."""
+    base, current = torch.zeros(2).double(), torch.tensor([1.0, 1.0]).double()
+    v = torch.tensor([[2.0, 0.0], [3.0, 1.0]]).double()
+    out = KrylovDC("model")(Flat(2), base, current, v)
+    assert relative(out, torch.tensor([[1.5, 0.0], [2.25, 1.0]]).double()) <= 1e-15
+
+
+def test_a_client_that_stands_still_after_its_first_leg_is_read_as_a_position():
+    base, current = torch.zeros(2).double(), torch.tensor([5.0, 1.0]).double()
+    v = torch.tensor([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0]]).double()
+    out = KrylovDC("model")(Flat(2), base, current, v)
+    assert relative(out, torch.tensor([[-3.0, 0.0]] * 3).double()) <= 1e-15
+
+
+def test_ritz_values_are_those_of_the_map():
+    """Of five legs that a symmetric matrix with four eigenvalues has made; of ever longer ones, 1."""
+    values = np.array([0.9, 0.5, 0.2, 0.0])
+    legs = np.array([values**j for j in range(5)])
+    found, vectors = ritz(legs @ legs.T, FINE)
+    assert found == pytest.approx(values[::-1], abs=1e-6)
+    q = vectors.T @ legs[:-1]
+    assert q @ q.T == pytest.approx(np.eye(4), abs=1e-6)
+    assert ritz(np.outer([1, 2, 4], [1, 2, 4]).astype(float), 1e-3)[0] == pytest.approx([1.0])
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3)], ids=["sphere", "product"])
+def test_on_a_curved_space_it_is_the_same_algebra_of_tangents(shape):
+    space = Sphere(4) if len(shape) == 1 else Product({"a": Sphere(3), "b": Flat(3)})
+    generator = torch.Generator().manual_seed(0)
+    base, current = space.random_point(2, generator=generator, dtype=torch.float64)
+    v = 0.1 * space.random_tangent(base.expand(4, -1), generator)
+    frame = Frame.of(space, base, current, v)
+    plain = corrections.Tangent().apply(frame).displacements()
+    lines, _ = KrylovDC("model").coefficients(frame.gram())
+    out = KrylovDC("model").apply(frame).displacements()
+    assert relative(out, torch.from_numpy(lines[:, :4].astype(float)) @ plain) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: KrylovDC("layer"), "granularity: expected one of"),
+        (lambda: KrylovDC(tolerance=0.0), "tolerance: expected a finite number > 0"),
+        (lambda: KrylovDC(tolerance=2.0), "tolerance: expected"),
+        (lambda: KrylovDC("model").coefficients(Gram.of(torch.eye(3, requires_grad=True).double())), "no derivative"),
+    ],
+)
+def test_what_does_not_fit_is_refused(wrong, words):
+    with pytest.raises(ArgumentError, match=words):
+        wrong()
