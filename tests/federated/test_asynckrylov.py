@@ -101,6 +101,15 @@ def test_a_late_server_rests_where_a_punctual_one_does(late):
         assert relative(server.model, model) <= 1e-6
 
 
+def test_a_path_that_is_made_up_goes_back_over_the_drift_and_no_farther():
+    base, current = draw(0, 2, SIZE)
+    g = current - base
+    point = base - 0.1 * g / g.norm()
+    for rate in (0.5, 1.0):
+        moved = step(AsyncKrylov(rate), Update(0, base, current, torch.stack([point, point]))).model - current
+        assert moved.norm().item() == pytest.approx(rate * (0.1 + g.norm().item()), rel=1e-12)
+
+
 def test_options_are_checked():
     for wrong, words in (
         ({"granularity": "layer"}, "granularity: expected one of"),
