@@ -3,42 +3,57 @@
     python benchmarks/papers/tables.py [--results benchmarks/results/papers]
 
 Reports that are not there yet are left out, and named. `digits.md` and so on, beside the folders, have some methods on
-few columns; `underway.md` says how accuracy falls with the number of tasks under way. They stand in docs/evidence.md.
+few columns; `underway.md` says how accuracy falls with the number of tasks under way, `delays.md` how soon methods are
+where all of them come to, and `pooled.md` which differences hold over all pairs of task and seed. They stand in
+docs/evidence.md.
 """
 
 import argparse
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from records import RESULTS, ROOT, table
 
 from manifoldagg._output import new_figure
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.evidence import Mean, mean_of
+from manifoldagg.simulation.evidence import Mean, compared, mean_of
 from manifoldagg.simulation.joined import Joined, join
-from manifoldagg.simulation.log import AXES
+from manifoldagg.simulation.log import AXES, reached, within
 from manifoldagg.simulation.pictures import draw_accuracy
 from manifoldagg.simulation.summary import write_summary
 
 PICTURES = ROOT / "docs" / "assets" / "evidence"
 FORWARD = "AsyncCorrected(correction=autothreshold)"
 JOINED = {
-    "{0}": ("{0}", "{0}-fewer-2", "{0}-fewer-4", "{0}-gradients"),
-    "{0}-five": ("{0}-five", "{0}-cohorts"),
+    "{0}": ("{0}", "{0}-path", "{0}-fewer-2", "{0}-fewer-4", "{0}-gradients"),
+    "{0}-five": ("{0}-five", "{0}-path-five", "{0}-cohorts"),
+    "{0}-long": ("{0}-long", "{0}-long-cohorts"),
+    "{0}-long-five": ("{0}-long-five",),
 }
 TASKS = ("digits", "mnist", "shakespeare")
-DRAWN = ("FedAvg", FORWARD, "FedOrtho", "ASGD", "FedAsync", "OrthoFL")
+DRAWN = ("FedAvg", "AsyncKrylov", FORWARD, "FedOrtho", "ASGD", "FedAsync", "OrthoFL")
 """More lines than these nobody can tell apart."""
 SHOWN = (
+    *("AsyncKrylov", "AsyncKrylov(pieces=4)", "AsyncKrylov(pieces=2)"),
     *("FedAvg", "HeLoCo", FORWARD, "FedOrtho", "OrthoFL", "AsyncBezier(threshold=auto)", "DCASGD", "FedBuff", "FedGS"),
     *("ASGD", "CA2FL", "Momentum", "AsyncBezier", "FedAsync", "AsyncFedED"),
     *("AsyncBezier(trainer=trajectory, pull_back=none, threshold=auto)", "FedOrtho(trainer=scheduled, steps=0.5)"),
 )
 """Of which docs/evidence.md has numbers."""
+PICTURED = {task: f"{task}/accuracy-gradients.png" for task in TASKS} | {"underway": "underway.png"}
 UNDERWAY = {2: "digits-two", 5: "digits-five", 10: "digits-ten", 20: "digits-twenty", 30: "digits"}
 COUNTED = (FORWARD, "ASGD", "FedAsync", "OrthoFL", "FedBuff")
+DELAYS = ("measured", "lognormal", "halfnormal", "uniform")
+SLOWEST_SHARE = 0.95
+"""Of the accuracy at which the worst method ends: the target of OrthoFL's Table 2."""
+POOLED = (FORWARD, "AsyncKrylov")
+POOLS = tuple((f"{task}{many}", f"{task}-path{many}") for task in TASKS for many in ("", "-five"))
+SHAPE = re.compile(r",? ?rate=cosine, rate\.end=0, rate\.period=\d+")
+"""What all long methods have."""
 
 
 def main() -> None:
@@ -57,8 +72,11 @@ def main() -> None:
                 print(f"{name.format(task)}: {error}")
     if all((results / folder).is_dir() for folder in UNDERWAY.values()):
         underway(results)
+    if all((results / f"digits-{name}").is_dir() for name in DELAYS):
+        delays(results)
+    pooled(results)
     PICTURES.mkdir(parents=True, exist_ok=True)
-    for name, file in {"digits": "digits/accuracy-gradients.png", "underway": "underway.png"}.items():
+    for name, file in PICTURED.items():
         if (results / "joined" / file).exists():
             shutil.copyfile(results / "joined" / file, PICTURES / f"{name}.png")
 
@@ -75,22 +93,27 @@ def report(results: Path, name: str, parts: Sequence[str]) -> str:
     drawn = {method: [run.evaluations for run in methods[method].values()] for method in DRAWN if method in methods}
     for axis in AXES:
         draw_accuracy(folder / f"accuracy-{axis}.png", drawn, target=joined.targets[task], title=name, axis=axis)
-    folder.with_suffix(".md").write_text(short(joined, task) + "\n")
+    folder.with_suffix(".md").write_text(short(joined, task, name) + "\n")
     missing = ", ".join(part for part in parts if part not in there)
     return f"{folder}{f': without {missing}' if missing else ''}"
 
 
-def short(joined: Joined, task: str) -> str:
+def short(joined: Joined, task: str, name: str) -> str:
     """A table, the best at the end of its run first: some methods, on few columns."""
     beside = {one.method: one.equal["gradients"] for one in joined.against(FORWARD)}
-    rows = [row for row in joined.rows() if row.method in SHOWN]
+    rows = [row for row in joined.rows() if row.method in SHOWN or "-long" in name]
     lines = []
     for row in sorted(rows, key=lambda row: -row.final.value):
         there = beside.get(row.method)
         equal = "" if there is None else _points(there, "+")
         time = "never" if row.time is None else f"{row.time.value:.1f} ({row.reached} of {row.seeds})"
-        lines.append([row.method, _points(row.final), equal, time, f"{row.gini.value:.3f}"])
+        lines.append([_plain(row.method), _points(row.final), equal, time, f"{row.gini.value:.3f}"])
     return table(["method", "at the end", "at equal gradients", "s to the target", "Gini"], lines)
+
+
+def _plain(method: str) -> str:
+    """A method without what all of its table have."""
+    return SHAPE.sub("", method).replace("(, ", "(").replace("()", "")
 
 
 def _points(mean: Mean, sign: str = "") -> str:
@@ -117,6 +140,59 @@ def underway(results: Path) -> None:
     axes.set_ylabel("accuracy after 200 answers, %")
     axes.legend(fontsize="small")
     figure.savefig(results / "joined" / "underway.png")
+
+
+def delays(results: Path) -> None:
+    """By delays: accuracy at the end, and the time until a run is where all methods come to, as a part of FedAvg's."""
+    rows: dict[str, list[str]] = {}
+    for name in DELAYS:
+        ((_, methods),) = join([results / f"digits-{name}"]).runs.items()
+        ends = {
+            method: mean_of([run.evaluations[-1].accuracy for run in runs.values()]) for method, runs in methods.items()
+        }
+        target = SLOWEST_SHARE * min(mean.value for mean in ends.values())
+        for method, runs in methods.items():
+            parts = [
+                hit.time / base.time
+                for seed, run in runs.items()
+                if (hit := reached(run.evaluations, target))
+                and (base := reached(methods["FedAvg"][seed].evaluations, target))
+            ]
+            soon = f"{mean_of(parts).value:.3f} ({len(parts)} of {len(runs)})" if parts else "never"
+            rows.setdefault(method, []).extend([_points(ends[method]), soon])
+    heads = [f"{name}: {what}" for name in DELAYS for what in ("at the end", "time")]
+    lines = [[method, *cells, *[""] * (len(heads) - len(cells))] for method, cells in rows.items()]
+    (results / "joined" / "delays.md").write_text(table(["method", *heads], lines) + "\n")
+
+
+def pooled(results: Path) -> None:
+    """Wilcoxon's tests over all pairs of task, number of tasks under way and seed, at equal answers and gradients."""
+    lines = []
+    for axis, terms in (("round", "equal answers"), ("gradients", "equal gradients")):
+        for pair in compared(_scores(results, axis)):
+            if pair.adjusted is not None and {pair.first, pair.second} & {*POOLED}:
+                sign = 1 if pair.first in POOLED else -1
+                one, other = (pair.first, pair.second)[::sign]
+                better, worse = (pair.better, pair.worse)[::sign]
+                cells = [one, other, terms, f"{100 * sign * pair.difference:+.1f}"]
+                lines.append([*cells, f"{better} to {worse}", f"{pair.adjusted:.4f}"])
+    heads = ["method", "beside", "terms", "median difference, points", "better to worse", "p after Holm"]
+    (results / "joined" / "pooled.md").write_text(table(heads, lines) + "\n")
+
+
+def _scores(results: Path, axis: str) -> dict[str, dict[Any, float]]:
+    """By method, the accuracy of each run where all of its table had spent as much."""
+    scores: dict[str, dict[Any, float]] = {}
+    for parts in POOLS:
+        there = [results / part for part in parts if (results / part).is_dir()]
+        if there:
+            joined = join(there)
+            ((task, methods),) = joined.runs.items()
+            budget = joined.budget(task, axis)
+            for method, runs in methods.items():
+                for seed, run in runs.items():
+                    scores.setdefault(method, {})[parts, seed] = within(run.evaluations, axis, budget).accuracy
+    return scores
 
 
 def _final(joined: Joined, method: str) -> Mean:
