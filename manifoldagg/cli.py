@@ -102,7 +102,7 @@ def compare_command(
             help="What to compare, separated by commas: rules in lower case, with options, such as "
             "`fedasync,asyncbezier:degree=3,threshold=auto`."
         ),
-    ] = "fedasync,fedortho,asyncbezier",
+    ] = "fedasync,fedortho,asynckrylov,asyncbezier",
     rate: Annotated[
         list[str] | None,
         typer.Option(help="Global learning rate for all methods (`0.5`) or one (`fedasync=0.5`); may be repeated."),
