@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from manifoldagg.curves.bernstein import basis
 from manifoldagg.federated import Rule, Server, Update, trainers
-from manifoldagg.federated.rules import ASGD, AsyncBezier
+from manifoldagg.federated.rules import ASGD, AsyncBezier, AsyncKrylov
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import dirichlet_partition
 
@@ -233,6 +233,7 @@ METHODS = {
     "path, 10 pieces": Method(curved(pull_back="none", polygon=True), pieces),
     "path, while it agrees": Method(curved(pull_back="agreement", polygon=True), pieces),
     "fit, bend auto": Method(curved(pull_back="none", bend="auto"), fit),
+    "chord, path read": Method(lambda rate: AsyncKrylov(rate, granularity="model"), pieces),
 }
 LOCAL_RATES = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4)
 SERVER_RATES = (0.25, 0.5, 1.0)
@@ -354,6 +355,7 @@ BEST: dict[float, dict[str, tuple[float, float]]] = {
         "path, 10 pieces": (0.05, 0.25),
         "path, while it agrees": (0.05, 0.5),
         "fit, bend auto": (0.0125, 1.0),
+        "chord, path read": (0.025, 1.0),
     },
 }
 """The best local rates and server rates of `GRID`, by `--grid`."""
