@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from manifoldagg.corrections.correction import Correction, by_granularity
+from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.frame import GRANULARITIES
 from manifoldagg.corrections.gram import Gram, Matrix
 from manifoldagg.errors import ArgumentError, check_choice, check_number
@@ -65,44 +65,47 @@ class KrylovDC(Correction):
         check_choice("granularity", self.granularity, GRANULARITIES)
         check_number("tolerance", self.tolerance, above=0, at_most=1)
 
-    @by_granularity
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        lines = gram.identity()
-        n = gram.displacements
-        if any(isinstance(number, Tensor) for number in gram.matrix.flat):
+        parts = gram.parts if self.granularity == "tensor" else gram.matrix[None]
+        if isinstance(parts[0, 0, 0], Tensor):
             raise ArgumentError("KrylovDC: the directions of a path have no derivative: call it outside of transforms")
-        inner = gram.matrix.astype(float)
-        scale = max(inner.diagonal()[:n], default=0.0)
-        if n < 2 or scale == 0 or inner[n, n] == 0:
-            return lines, state
-        # Each leg from the displacements.
-        legs = np.eye(n) - np.eye(n, k=-1)
-        values, vectors = ritz(legs @ (inner[:n, :n] / scale) @ legs.T, self.tolerance)
-        along = vectors.T @ (legs @ (inner[:n, n] / scale))[:-1]
-        taken = 1 - values ** np.arange(1, n + 1)[:, None]
-        lines[:, :n] -= (taken * along) @ vectors.T @ legs[:-1]
-        return lines, state
+        n = gram.displacements
+        inner = parts.astype(float)
+        lines = np.stack([gram.identity()] * len(inner))
+        if n > 1:
+            # In units of the way that was gone; there is nothing to be taken off where it is none.
+            square = inner[:, :n, :n].diagonal(axis1=1, axis2=2).max(1)
+            inner = inner[:, :n] / np.where(square > 0, square, 1.0)[:, None, None]
+            # Each leg from the displacements.
+            legs = np.eye(n) - np.eye(n, k=-1)
+            values, vectors = ritz(legs @ inner[:, :, :n] @ legs.T, self.tolerance)
+            along = legs[:-1] @ inner[:, :, n, None]
+            taken = 1 - values[:, None, :] ** np.arange(1, n + 1)[:, None]
+            back = vectors.swapaxes(-1, -2)
+            lines[:, :, :n] -= (taken * (back @ along).swapaxes(-1, -2)) @ back @ legs[:-1]
+        return lines if self.granularity == "tensor" else lines[0], state
 
 
 def ritz(inner: Any, tolerance: float) -> tuple[Any, Any]:
     r"""Ritz values of the symmetric map of each leg to the next, in [0, 1], and their vectors.
 
     Args:
-        inner: (n, n) inner products of the legs.
+        inner: (..., n, n) inner products of the legs.
         tolerance: as in `KrylovDC`.
 
     Returns:
-        (r,) values and (n - 1, r) combinations of the legs before the last, orthonormal.
+        (..., n - 1) values, and in the columns of (..., n - 1, n - 1) combinations q of the legs before the last, with
+        the projection on the span as the sum of all q qᵀ: where directions are left out, some q are 0.
 
     Example:
         >>> import numpy as np
         >>> ritz(np.array([[4.0, 1.0], [1.0, 0.25]]), 1e-3)
         (array([0.25]), array([[0.5]]))
     """
-    square, axes = np.linalg.eigh(inner[:-1, :-1])
-    seen = square > tolerance * square[-1]
-    basis = axes[:, seen] / np.sqrt(square[seen])
+    squares, axes = np.linalg.eigh(inner[..., :-1, :-1])
+    seen = squares > tolerance * squares[..., -1:]
+    basis = axes * np.where(seen, 1 / np.sqrt(np.where(seen, squares, 1.0)), 0.0)[..., None, :]
     # Of legs from a symmetric map their products are symmetric; what is not comes from noise, and of other losses.
-    image = basis.T @ inner[:-1, 1:] @ basis
-    values, turn = np.linalg.eigh((image + image.T) / 2)
+    image = basis.swapaxes(-1, -2) @ inner[..., :-1, 1:] @ basis
+    values, turn = np.linalg.eigh((image + image.swapaxes(-1, -2)) / 2)
     return values.clip(0, 1), basis @ turn

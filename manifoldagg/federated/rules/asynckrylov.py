@@ -47,7 +47,7 @@ class AsyncKrylov(ScheduledRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.correction  # noqa: B018  # checks its options
+        KrylovDC(self.granularity, tolerance=self.tolerance)  # which says what does not fit
 
     @cached_property
     def correction(self) -> Correction:
