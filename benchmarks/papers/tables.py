@@ -72,8 +72,8 @@ def main() -> None:
                 print(f"{name.format(task)}: {error}")
     if all((results / folder).is_dir() for folder in UNDERWAY.values()):
         underway(results)
-    if all((results / f"digits-{name}").is_dir() for name in DELAYS):
-        delays(results)
+    if kinds := [name for name in DELAYS if (results / f"digits-{name}").is_dir()]:
+        delays(results, kinds)
     pooled(results)
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name, file in PICTURED.items():
@@ -142,15 +142,16 @@ def underway(results: Path) -> None:
     figure.savefig(results / "joined" / "underway.png")
 
 
-def delays(results: Path) -> None:
+def delays(results: Path, kinds: Sequence[str]) -> None:
     """By delays: accuracy at the end, and the time until a run is where all methods come to, as a part of FedAvg's."""
     rows: dict[str, list[str]] = {}
-    for name in DELAYS:
-        ((_, methods),) = join([results / f"digits-{name}"]).runs.items()
+    for name in kinds:
+        folders = [results / f"digits-{name}{part}" for part in ("", "-path")]
+        ((_, methods),) = join([folder for folder in folders if folder.is_dir()]).runs.items()
         ends = {
             method: mean_of([run.evaluations[-1].accuracy for run in runs.values()]) for method, runs in methods.items()
         }
-        target = SLOWEST_SHARE * min(mean.value for mean in ends.values())
+        target = SLOWEST_SHARE * min(mean.value for method, mean in ends.items() if "OrthoFL(" not in method)
         for method, runs in methods.items():
             parts = [
                 hit.time / base.time
@@ -160,7 +161,7 @@ def delays(results: Path) -> None:
             ]
             soon = f"{mean_of(parts).value:.3f} ({len(parts)} of {len(runs)})" if parts else "never"
             rows.setdefault(method, []).extend([_points(ends[method]), soon])
-    heads = [f"{name}: {what}" for name in DELAYS for what in ("at the end", "time")]
+    heads = [f"{name}: {what}" for name in kinds for what in ("at the end", "time")]
     lines = [[method, *cells, *[""] * (len(heads) - len(cells))] for method, cells in rows.items()]
     (results / "joined" / "delays.md").write_text(table(["method", *heads], lines) + "\n")
 

@@ -304,7 +304,7 @@ def test_the_evidence_is_read_whole_and_has_every_rule_on_the_digits():
     path = ROOT / "benchmarks" / "papers" / "evidence.toml"
     tried = {name: parsed(words) for name, words in command_lines(path, OPTIONS).items()}
     given_by_hand = {name for name, options in tried.items() if not options["tune"]}
-    delays = {f"digits-{name}" for name in ("measured", "lognormal", "halfnormal", "uniform")}
+    delays = {f"digits-{name}" for name in ("measured", "measured-path", "lognormal", "halfnormal", "uniform")}
     free = {"digits-masfl-free", "digits-masfl-free-five"}
     assert given_by_hand == {"digits-two", "digits-ten", "digits-twenty"} | delays | free
     chosen = {name: methods(options["methods"]) for name, options in tried.items()}
