@@ -12,7 +12,7 @@ import argparse
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from records import RESULTS, ROOT, table
 from manifoldagg._output import new_figure
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.evidence import Mean, compared, mean_of
-from manifoldagg.simulation.joined import Joined, join
+from manifoldagg.simulation.joined import Joined, Logged, join
 from manifoldagg.simulation.log import AXES, reached, within
 from manifoldagg.simulation.pictures import draw_accuracy
 from manifoldagg.simulation.summary import write_summary
@@ -83,8 +83,7 @@ def main() -> None:
 
 def report(results: Path, name: str, parts: Sequence[str]) -> str:
     """Write a joined report, with a picture for each axis in place of those that have all methods."""
-    there = [part for part in parts if (results / part).is_dir()]
-    joined = join([results / part for part in there])
+    joined = joined_of(results, parts)
     folder = results / "joined" / name
     for file in write_summary(joined, folder, axis="gradients", against=FORWARD):
         if file.suffix == ".png":
@@ -94,8 +93,17 @@ def report(results: Path, name: str, parts: Sequence[str]) -> str:
     for axis in AXES:
         draw_accuracy(folder / f"accuracy-{axis}.png", drawn, target=joined.targets[task], title=name, axis=axis)
     folder.with_suffix(".md").write_text(short(joined, task, name) + "\n")
-    missing = ", ".join(part for part in parts if part not in there)
+    missing = ", ".join(part for part in parts if not (results / part).is_dir())
     return f"{folder}{f': without {missing}' if missing else ''}"
+
+
+def joined_of(results: Path, parts: Sequence[str]) -> Joined:
+    """Those of the reports that are there, as one.
+
+    Raises:
+        ArgumentError: if none is.
+    """
+    return join([results / part for part in parts if (results / part).is_dir()])
 
 
 def short(joined: Joined, task: str, name: str) -> str:
@@ -124,9 +132,9 @@ def underway(results: Path) -> None:
     """Accuracy at the end by the number of tasks under way, as a table and a picture."""
     found: dict[str, dict[int, Mean]] = {method: {} for method in COUNTED}
     for count, folder in UNDERWAY.items():
-        joined = join([results / folder])
+        ((_, methods),) = joined_of(results, [folder]).runs.items()
         for method in COUNTED:
-            found[method][count] = _final(joined, method)
+            found[method][count] = _final(methods[method])
     rows = [[method, *map(_points, means.values())] for method, means in found.items()]
     text = table(["tasks under way", *map(str, UNDERWAY)], rows)
     (results / "joined" / "underway.md").write_text(text + "\n")
@@ -146,11 +154,8 @@ def delays(results: Path, kinds: Sequence[str]) -> None:
     """By delays: accuracy at the end, and the time until a run is where all methods come to, as a part of FedAvg's."""
     rows: dict[str, list[str]] = {}
     for name in kinds:
-        folders = [results / f"digits-{name}{part}" for part in ("", "-path")]
-        ((_, methods),) = join([folder for folder in folders if folder.is_dir()]).runs.items()
-        ends = {
-            method: mean_of([run.evaluations[-1].accuracy for run in runs.values()]) for method, runs in methods.items()
-        }
+        ((_, methods),) = joined_of(results, [f"digits-{name}", f"digits-{name}-path"]).runs.items()
+        ends = {method: _final(runs) for method, runs in methods.items()}
         target = SLOWEST_SHARE * min(mean.value for method, mean in ends.items() if "OrthoFL(" not in method)
         for method, runs in methods.items():
             parts = [
@@ -185,20 +190,20 @@ def _scores(results: Path, axis: str) -> dict[str, dict[Any, float]]:
     """By method, the accuracy of each run where all of its table had spent as much."""
     scores: dict[str, dict[Any, float]] = {}
     for parts in POOLS:
-        there = [results / part for part in parts if (results / part).is_dir()]
-        if there:
-            joined = join(there)
-            ((task, methods),) = joined.runs.items()
-            budget = joined.budget(task, axis)
-            for method, runs in methods.items():
-                for seed, run in runs.items():
-                    scores.setdefault(method, {})[parts, seed] = within(run.evaluations, axis, budget).accuracy
+        if not any((results / part).is_dir() for part in parts):
+            continue
+        joined = joined_of(results, parts)
+        ((task, methods),) = joined.runs.items()
+        budget = joined.budget(task, axis)
+        for method, runs in methods.items():
+            for seed, run in runs.items():
+                scores.setdefault(method, {})[parts, seed] = within(run.evaluations, axis, budget).accuracy
     return scores
 
 
-def _final(joined: Joined, method: str) -> Mean:
-    (methods,) = joined.runs.values()
-    return mean_of([run.evaluations[-1].accuracy for run in methods[method].values()])
+def _final(runs: Mapping[int, Logged]) -> Mean:
+    """Accuracy at the end of a method's runs."""
+    return mean_of([run.evaluations[-1].accuracy for run in runs.values()])
 
 
 if __name__ == "__main__":

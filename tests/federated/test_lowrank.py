@@ -81,6 +81,11 @@ def named(rule):
     return f"{type(rule).__name__}-{RULES.index(rule)}"
 
 
+def many(rule):
+    """How many points an update of it has here."""
+    return {AsyncBezier: 2, AsyncKrylov: 3}.get(type(rule), 1)
+
+
 def dense_space(leaves):
     """The space of the matrices that the leaves stand for."""
     sizes = {name: leaf.invariant(torch.zeros(leaf.shape)).numel() for name, leaf in leaves.items()}
@@ -105,7 +110,7 @@ def played(rule, space, seed, turns=6, seen=lambda x: x, on=None):
     for turn in range(turns):
         client, late = turn % 3, turn % 2 if len(after) > 1 else 0
         base = after[-1 - late]
-        count = 3 if isinstance(rule, AsyncKrylov) else 2 if isinstance(rule, AsyncBezier) else 1
+        count = many(rule)
         points = torch.stack([seen(drawn(space, seed + 7 * turn + i)) for i in range(count)])
         given_ = Update(client, base, after[-1], points, staleness=late, memory=memory.get(client))
         state, outcome = rule.step(on, state, given_)
@@ -154,7 +159,7 @@ def test_where_the_rank_is_too_small_it_is_the_nearest_matrix_of_the_rank(rule, 
 @given(seed=seeds, condition=conditions)
 def test_nothing_depends_on_the_gauge(rule, seed, condition):
     space = LowRank(6, 5, 4)
-    count = 3 if isinstance(rule, AsyncKrylov) else 2 if isinstance(rule, AsyncBezier) else 1
+    count = many(rule)
     base, current, *points = drawn(space, seed, count + 2)
     turn = [gauge(seed + i, space.rank, condition) for i in range(count + 2)]
     other = [turned(space, x, *g) for x, g in zip((base, current, *points), turn, strict=True)]
