@@ -184,12 +184,13 @@ def stepped(
         terms = Terms(space, rule, chosen, buffers="update")
         blank: Any = torch.empty_like(here) if not rows else None if target is None else _row(layout, target)
         if target is not None:
-            leaves = rows and not adapters and not layout.carried and not layout.aliases
-            if leaves and blank[0] is target[layout.leaves[0].name]:
+            there = rows and not adapters and blank[0] is target[layout.leaves[0].name]
+            if there and not layout.carried and not layout.aliases:
                 check_apart(blank, read, layout.sizes)
-                blank.apart = tuple(read)  # the step need not ask again
             else:
                 _check_apart(written, target, given)
+            if there:
+                blank.apart = tuple(read)  # the step need not ask again
         try:
             after, outcome = step(terms, before, taken, newest, blank)
         except ArgumentError as error:
@@ -199,9 +200,10 @@ def stepped(
             raise
         if outcome.model is not None:
             named = layout.named if rows else space._state_dict
-            new = named(after.current, after.buffers)
+            new = named(after.current, after.buffers.copies() if rows and target is None else after.buffers)
         elif target is None:
-            new = written.named([given["current: "][leaf.name].clone() for leaf in written.leaves], before.buffers)
+            same = [given["current: "][leaf.name].clone() for leaf in written.leaves]
+            new = written.named(same, before.buffers.copies())
         else:
             new = given["current: "]
         if target is not None:
@@ -341,11 +343,13 @@ def _target(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[s
     """
     target = tensors("out", out, written=True)
     layout.match(target, "out: ")
-    for name, tensor in target.items():
-        if tensor.device != current[name].device:
-            raise ArgumentError(f"out: {name}: expected device {current[name].device}, got {tensor.device}")
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise ArgumentError(f"out: {name}: expected a tensor that was not made in inference mode")
+    if not (all(map(_is_cpu, target.values())) and all(map(_is_cpu, current.values()))):
+        for name, tensor in target.items():
+            if tensor.device != current[name].device:
+                raise ArgumentError(f"out: {name}: expected device {current[name].device}, got {tensor.device}")
+    if any(map(Tensor.is_inference, target.values())) and not torch.is_inference_mode_enabled():
+        name = next(name for name, tensor in target.items() if tensor.is_inference())
+        raise ArgumentError(f"out: {name}: expected a tensor that was not made in inference mode")
     return target
 
 
@@ -373,9 +377,9 @@ def _row(layout: Layout, target: Mapping[str, Tensor]) -> Tensors:
 
 def _write(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
     """Copy what is not there already: nothing can fail any more."""
-    for name, tensor in target.items():
-        if new[name] is not tensor:
-            tensor.copy_(new[name])
+    there = [name for name, tensor in target.items() if new[name] is not tensor]
+    if there:  # in one call, as hundreds of them take half the time
+        torch._foreach_copy_([target[name] for name in there], [new[name] for name in there])
 
 
 def like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:

@@ -2,9 +2,11 @@
 
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, StateDictError, check_choice
 from manifoldagg.federated.trees import widened
+from manifoldagg.kernels import Tensors
+from manifoldagg.kernels.tensors import CPU
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
 
@@ -30,6 +34,9 @@ __all__ = [
 
 POLICIES = ("average", "latest", "leave")
 VARIANCE = "running_var"
+_shape = attrgetter("shape")
+_dtype = attrgetter("dtype")
+_device = attrgetter("device")
 Patterns = Mapping[str, str] | Sequence[str]
 """Policy by name or glob pattern; or patterns alone, that are averaged."""
 
@@ -46,6 +53,11 @@ class Group:
     def variances(self) -> bool:
         """Whether they are variances, of which none is negative."""
         return self.names[0].endswith(VARIANCE)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many numbers each of them has."""
+        return tuple(map(math.prod, self.shapes))
 
     @cached_property
     def lines(self) -> bool:
@@ -70,15 +82,10 @@ class Packed(Mapping[str, Tensor]):
     @classmethod
     def of(cls, chosen: Mapping[str, str], tensors: Mapping[str, Tensor]) -> "Packed":
         """Copies of `tensors`, which the policies `chosen` name."""
-        names: dict[tuple[str, torch.dtype, torch.device, bool], list[str]] = {}
-        for name, policy in chosen.items():
-            tensor = tensors[name]
-            names.setdefault((policy, tensor.dtype, tensor.device, name.endswith(VARIANCE)), []).append(name)
-        groups = tuple(
-            Group(policy, tuple(mine), tuple(tuple(tensors[name].shape) for name in mine))
-            for (policy, *_), mine in names.items()
-        )
-        vectors = tuple(_vector(tensors, group, device) for group, (_, _, device, _) in zip(groups, names, strict=True))
+        held = Tensors([tensors[name] for name in chosen])
+        devices = CPU if held.devices <= {CPU} else tuple(map(_device, held))
+        groups = _grouped(tuple(chosen.items()), tuple(map(_shape, held)), tuple(map(_dtype, held)), devices)
+        vectors = tuple(_vector(tensors, group, tensors[group.names[0]].device) for group in groups)
         return cls(groups, vectors, tuple(chosen))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -97,6 +104,10 @@ class Packed(Mapping[str, Tensor]):
         """The same in memory of its own."""
         return replace(self, vectors=tuple(vector.clone() for vector in self.vectors))
 
+    def copies(self) -> dict[str, Tensor]:
+        """The buffers by name, each in memory of its own: those of a group in one call."""
+        return self._split(torch.split_with_sizes_copy)
+
     @cached_property
     def asked(self) -> tuple[str, ...]:
         """The names of those that clients send back: all but what is left."""
@@ -105,12 +116,16 @@ class Packed(Mapping[str, Tensor]):
 
     @cached_property
     def _views(self) -> dict[str, Tensor]:
-        views = {}
+        return self._split(torch.split_with_sizes)
+
+    def _split(self, split: Callable[..., Any]) -> dict[str, Tensor]:
+        found = dict[str, Tensor]()
         for group, vector in zip(self.groups, self.vectors, strict=True):
-            pieces = vector.split([math.prod(shape) for shape in group.shapes])
-            for name, shape, piece in zip(group.names, group.shapes, pieces, strict=True):
-                views[name] = piece if len(shape) == 1 else piece.view(shape)
-        return views
+            pieces = split(vector, group.sizes)
+            if not group.lines:
+                pieces = [piece.view(shape) for shape, piece in zip(group.shapes, pieces, strict=True)]
+            found.update(zip(group.names, pieces, strict=True))
+        return found
 
 
 @dataclass(frozen=True)
@@ -276,6 +291,22 @@ def packed(tree: Mapping[str, Any]) -> Packed:
         True
     """
     return Packed(tuple([Group(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])
+
+
+# Kept by content: whoever aggregates state dicts brings the same buffers each time.
+@lru_cache(maxsize=64)
+def _grouped(
+    chosen: tuple[tuple[str, str], ...],
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: torch.device | tuple[torch.device, ...],
+) -> tuple[Group, ...]:
+    """The groups of buffers of these names and policies, on one device or each on its own."""
+    found: dict[tuple[str, torch.dtype, torch.device, bool], dict[str, tuple[int, ...]]] = {}
+    each = devices if isinstance(devices, tuple) else repeat(devices)
+    for (name, policy), shape, dtype, device in zip(chosen, shapes, dtypes, each, strict=False):
+        found.setdefault((policy, dtype, device, name.endswith(VARIANCE)), {})[name] = tuple(shape)
+    return tuple(Group(policy, tuple(mine), tuple(mine.values())) for (policy, *_), mine in found.items())
 
 
 def _vector(tensors: Mapping[str, Tensor], group: Group, device: torch.device) -> Tensor:

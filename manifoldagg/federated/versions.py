@@ -350,7 +350,7 @@ class Versions:
         """A model of these tensors, in memory of its own and of the kind of the first."""
         layout = self._layout
         leaves = [found[leaf.name].detach().clone() for leaf in layout.leaves]
-        carried = {entry.name: found[entry.name] for entry in layout.carried}
+        carried = {entry.name: found[entry.name].detach().clone() for entry in layout.carried}
         return like(self._like, layout.named(leaves, carried), tensors("model", self._like))
 
 

@@ -22,19 +22,19 @@
 namespace {
 
 constexpr int LANES = 8;    // sums of a block
-constexpr int MOST = 32;    // rows that are multiplied by one another while they lie in the cache
+constexpr int MOST = 64;    // rows that are multiplied by one another while they lie in the cache
 constexpr int SPAN = 512;   // entries of a tile: 4 KiB in float64
 constexpr int ENOUGH = 64;  // entries of one piece that are worth a tile of their own
+constexpr int NEAR = 2048;  // entries in float64 that the nearest cache holds, beside what they are made of
 constexpr int THROUGH = 8;  // rows whose combination needs none
 constexpr int TOGETHER = 4;  // rows that are added to a tile in one turn
-constexpr int FEW = 3;      // panels that stay in the nearest cache while others are multiplied by them
 constexpr int AHEAD = 1024;  // bytes by which reading is announced where few rows are read in turn
 
 // Entries of a register; the side of a square of products whose sums fit the registers together with what is
 // multiplied; and how many rows are multiplied by one another at once, with some sums beside the registers. There are 16
 // of AVX, 32 of AVX-512 and of NEON.
 #if defined(__AVX512F__)
-constexpr int WIDTH = 8, PANEL = 4, ALONE = 7;
+constexpr int WIDTH = 8, PANEL = 5, ALONE = 7;
 #elif defined(__ARM_NEON)
 constexpr int WIDTH = 2, PANEL = 3, ALONE = 5;
 #else
@@ -43,6 +43,8 @@ constexpr int WIDTH = 4, PANEL = 3, ALONE = 5;
 constexpr int PARTS = LANES / WIDTH;
 constexpr int SUMS = 12;  // registers of sums that hide each other's latency
 constexpr int BLOCKS = 4;  // blocks at most whose sums are made side by side, where a block alone has fewer
+// Loops over registers, which have no names but in loops without a count.
+#define UNROLLED _Pragma("GCC unroll 32")
 typedef double V __attribute__((vector_size(8 * WIDTH)));
 typedef float F __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t I __attribute__((vector_size(4 * WIDTH)));
@@ -87,10 +89,11 @@ template <int N, class Call> void counted(int64_t n, const Call& call) {
   if (n == N) return call.template operator()<N>();
   if constexpr (N > 1) counted<N - 1>(n, call);
 }
-// A panel's rows: more than ALONE of them are cut into parts of at most PANEL, all of these two sizes.
+// A panel's rows: more than ALONE of them are cut into parts of at most PANEL, all of these sizes.
 template <class Call> void sized(int64_t n, const Call& call) {
   if (n == PANEL) return call.template operator()<PANEL>();
-  return call.template operator()<PANEL - 1>();
+  if (n == PANEL - 1) return call.template operator()<PANEL - 1>();
+  if constexpr (PANEL > 3) return call.template operator()<PANEL - 2>();
 }
 
 // Written out where the processor has it in one instruction: compilers make several of a converted vector.
@@ -246,92 +249,102 @@ struct Rows {
   const Vec& less(int64_t i, int64_t piece) const { return minus[i * pieces.count + piece]; }
 };
 
-// Rows that are announced, `by` bytes further on, while others are multiplied: so memory and products take their time
-// together and not one after the other.
+// Rows of entries of `item` bytes that are announced, `by` bytes further on, while others are multiplied: so memory and
+// products take their time together and not one after the other.
 struct Ahead {
   const char* const* rows;
-  int64_t count, by;
-  __attribute__((always_inline)) void announce(int64_t bytes) const {
-    for (int64_t r = 0; r < count; r++) __builtin_prefetch(rows[r] + bytes + by);
+  int64_t count, by, item;
+  // A part of the rows for each of some turns.
+  Ahead part(int64_t turn, int64_t turns) const {
+    const int64_t low = turn * count / turns;
+    return {rows + low, (turn + 1) * count / turns - low, by, item};
+  }
+  // What lies so far on from n entries from p; to the nearest cache, or to the next.
+  template <bool NEAREST> __attribute__((always_inline)) void announce(int64_t p, int64_t n) const {
+    for (int64_t at = p * item; at < (p + n) * item; at += 64)
+      for (int64_t r = 0; r < count; r++) __builtin_prefetch(rows[r] + at + by, 0, NEAREST ? 3 : 2);
   }
 };
 
 // M rows by N others, n entries of each: whole vectors. To the sums, a line of N for each of the M.
-template <class T, int M, int N, bool LESS>
-__attribute__((noinline)) void across(const T* const* a, const T* const* b, const T* less, int64_t n, V* sums,
-                                      Ahead ahead) {
+template <int M, int N>
+__attribute__((noinline)) void across(const double* const* a, const double* const* b, int64_t n, V* sums, Ahead ahead) {
   // So many sums at once that their latency is hidden, and no more than fit the registers.
   constexpr int ONCE = M * N * PARTS <= 12 ? PARTS : 1;
-  constexpr int LINE = 64 / sizeof(T);
-  const T *left[M], *right[N];
-  for (int i = 0; i < M; i++) left[i] = a[i];
-  for (int j = 0; j < N; j++) right[j] = b[j];
+  constexpr int TURN = 2 * LANES;
+  const double *left[M], *right[N];
+  UNROLLED for (int i = 0; i < M; i++) left[i] = a[i];
+  UNROLLED for (int j = 0; j < N; j++) right[j] = b[j];
   for (int part = 0; part < PARTS; part += ONCE) {
     V total[M][N][ONCE];
-    for (int i = 0; i < M; i++)
-      for (int j = 0; j < N; j++)
-        for (int h = 0; h < ONCE; h++) total[i][j][h] = sums[(i * N + j) * PARTS + part + h];
+    UNROLLED for (int i = 0; i < M; i++)
+      UNROLLED for (int j = 0; j < N; j++)
+        UNROLLED for (int h = 0; h < ONCE; h++) total[i][j][h] = sums[(i * N + j) * PARTS + part + h];
     auto step = [&](int64_t p) __attribute__((always_inline)) {
-      for (int h = 0; h < ONCE; h++) {
+      UNROLLED for (int h = 0; h < ONCE; h++) {
         const int64_t q = p + (part + h) * WIDTH;
-        const V c = LESS ? load(less + q) : V{};
         // Loaded once: compilers read memory again with each multiplication, and loads would set the pace.
         V x[M];
-        for (int i = 0; i < M; i++) held(x[i] = LESS ? load(left[i] + q) - c : load(left[i] + q));
-        for (int j = 0; j < N; j++) {
-          V y = LESS ? load(right[j] + q) - c : load(right[j] + q);
+        UNROLLED for (int i = 0; i < M; i++) held(x[i] = load(left[i] + q));
+        UNROLLED for (int j = 0; j < N; j++) {
+          V y = load(right[j] + q);
           held(y);
-          for (int i = 0; i < M; i++) total[i][j][h] = fma(x[i], y, total[i][j][h]);
+          UNROLLED for (int i = 0; i < M; i++) total[i][j][h] = fma(x[i], y, total[i][j][h]);
         }
       }
     };
     int64_t p = 0;
-    for (; p + LINE <= n; p += LINE) {
-      if (part == 0) ahead.announce(p * sizeof(T));
-      for (int l = 0; l < LINE; l += LANES) step(p + l);
+    for (; p + TURN <= n; p += TURN) {
+      if (part == 0) ahead.announce<false>(p, TURN);
+      step(p), step(p + LANES);
     }
     for (; p < n; p += LANES) step(p);
-    for (int i = 0; i < M; i++)
-      for (int j = 0; j < N; j++)
-        for (int h = 0; h < ONCE; h++) sums[(i * N + j) * PARTS + part + h] = total[i][j][h];
+    UNROLLED for (int i = 0; i < M; i++)
+      UNROLLED for (int j = 0; j < N; j++)
+        UNROLLED for (int h = 0; h < ONCE; h++) sums[(i * N + j) * PARTS + part + h] = total[i][j][h];
   }
 }
 
 // M rows by one another, in B blocks side by side: rows a[i * M] to a[i * M + M - 1] are those of block i. To the sums,
-// block by block, and row by row up to the diagonal.
-template <class T, int M, bool LESS, int B>
-__attribute__((noinline)) void within(const T* const* a, const T* const* less, int64_t n, V* sums, Ahead ahead) {
+// block by block, and row by row up to the diagonal. KEEP: what is multiplied is kept in lines of float64 as well.
+template <class T, int M, bool LESS, int B, bool KEEP = false>
+__attribute__((noinline)) void within(const T* const* a, const T* const* less, int64_t n, V* sums, Ahead ahead,
+                                      double* lines = nullptr, int64_t pitch = 0) {
   constexpr int LINE = 64 / sizeof(T);
   constexpr int COUNT = M * (M + 1) / 2;
   const T *from[B][M], *minus[B] = {};
   V total[B][COUNT][PARTS];
-  for (int b = 0; b < B; b++) {
-    for (int i = 0; i < M; i++) from[b][i] = a[b * M + i];
+  UNROLLED for (int b = 0; b < B; b++) {
+    UNROLLED for (int i = 0; i < M; i++) from[b][i] = a[b * M + i];
     if (LESS) minus[b] = less[b];
-    for (int t = 0; t < COUNT; t++)
-      for (int h = 0; h < PARTS; h++) total[b][t][h] = sums[(b * COUNT + t) * PARTS + h];
+    UNROLLED for (int t = 0; t < COUNT; t++)
+      UNROLLED for (int h = 0; h < PARTS; h++) total[b][t][h] = sums[(b * COUNT + t) * PARTS + h];
   }
   auto step = [&](int64_t p) __attribute__((always_inline)) {
-    for (int b = 0; b < B; b++)
-      for (int h = 0; h < PARTS; h++) {
+    UNROLLED for (int b = 0; b < B; b++)
+      UNROLLED for (int h = 0; h < PARTS; h++) {
         const int64_t q = p + h * WIDTH;
         const V c = LESS ? load(minus[b] + q) : V{};
         V x[M];
-        for (int i = 0, t = 0; i < M; i++) {
+        UNROLLED for (int i = 0; i < M; i++) {
           x[i] = LESS ? load(from[b][i] + q) - c : load(from[b][i] + q);
-          for (int j = 0; j <= i; j++, t++) total[b][t][h] = fma(x[i], x[j], total[b][t][h]);
+          if (KEEP) put(x[i], lines + i * pitch + q, false);
+          UNROLLED for (int j = 0; j <= i; j++) {
+            V& sum = total[b][i * (i + 1) / 2 + j][h];
+            sum = fma(x[i], x[j], sum);
+          }
         }
       }
   };
   int64_t p = 0;
   for (; p + LINE <= n; p += LINE) {
-    ahead.announce(p * sizeof(T));
+    ahead.announce<!KEEP>(p, LINE);
     for (int l = 0; l < LINE; l += LANES) step(p + l);
   }
   for (; p < n; p += LANES) step(p);
-  for (int b = 0; b < B; b++)
-    for (int t = 0; t < COUNT; t++)
-      for (int h = 0; h < PARTS; h++) sums[(b * COUNT + t) * PARTS + h] = total[b][t][h];
+  UNROLLED for (int b = 0; b < B; b++)
+    UNROLLED for (int t = 0; t < COUNT; t++)
+      UNROLLED for (int h = 0; h < PARTS; h++) sums[(b * COUNT + t) * PARTS + h] = total[b][t][h];
 }
 
 // How many blocks of M rows are summed side by side.
@@ -403,37 +416,39 @@ struct Panels {
   Parts down() const { return {m, once() ? ALONE : PANEL}; }
   Parts along() const { return {others ? others : m, once() ? ALONE : PANEL}; }
   int64_t turns() const { return others ? down().count * along().count : down().count * (down().count + 1) / 2; }
-  // Calls work(i, M, j, N) for rows i to i + M and j to j + N. i == j means one another, where there are no others.
+  // Calls work(i, M, j, N) for rows i to i + M and j to j + N. i == j means one another, where there are no others: that
+  // comes before these rows meet those before them.
   template <class Work> void each(const Work& work) const {
     const Parts down = this->down(), along = this->along();
-    // A few panels at a time, so that they stay in the nearest cache while all others pass by.
-    for (int64_t few = 0; few < along.count; few += FEW)
-      for (int64_t q = others ? 0 : few; q < down.count; q++)
-        for (int64_t r = few; r < std::min(few + FEW, others ? along.count : q + 1); r++)
-          work(down.edge(q), down.edge(q + 1) - down.edge(q), along.edge(r), along.edge(r + 1) - along.edge(r));
+    for (int64_t q = 0; q < down.count; q++) {
+      const int64_t i = down.edge(q), high = down.edge(q + 1) - i;
+      if (!others) work(i, high, i, high);
+      for (int64_t r = 0; r < (others ? along.count : q); r++)
+        work(i, high, along.edge(r), along.edge(r + 1) - along.edge(r));
+    }
   }
 };
 
-// n entries of the rows, the others behind the first m, and what is subtracted last. Sums follow one another.
-template <class T, bool LESS> void multiply(Panels panels, const char* const* rows, int64_t n, V* sums) {
-  const T* const* row = (const T* const*)rows;
-  const int64_t m = panels.m, others = panels.others, all = m + others + LESS, turns = panels.turns();
-  const T* less = LESS ? row[m + others] : nullptr;
-  if (panels.once())
-    return counted<ALONE>(m, [&]<int M>() { within<T, M, LESS, 1>(row, &less, n, sums, {rows, all, AHEAD}); });
+// n entries of rows in lines of float64, the others behind the first m. Sums follow one another. FRESH: these rows are
+// `read` here, what is subtracted behind them, and each line is written as its rows meet one another.
+template <class T, bool LESS, bool FRESH>
+void multiply(Panels panels, const T* const* read, double* lines, int64_t pitch, int64_t n, V* sums, Ahead next) {
+  const double *line[2 * MOST], *const* other = line + (panels.others ? panels.m : 0);
+  for (int64_t i = 0; i < panels.m + panels.others; i++) line[i] = lines + i * pitch;
   int64_t turn = 0;
   panels.each([&](int64_t i, int64_t high, int64_t j, int64_t wide) {
-    // The same place of the next entries, a few rows in each turn.
-    const int64_t low = turn * all / turns, next = ++turn * all / turns;
-    const Ahead ahead{rows + low, next - low, n * int64_t(sizeof(T))};
-    const bool square = !others && i == j;
-    sized(high, [&]<int M>() {
-      if (square) return within<T, M, LESS, 1>(row + i, &less, n, sums, ahead);
-      sized(wide, [&]<int N>() {
-        across<T, M, N, LESS>(row + i, row + (others ? m : 0) + j, less, n, sums, ahead);
+    const Ahead ahead = next.part(turn++, panels.turns());
+    if (panels.others || i != j) {
+      sized(high, [&]<int M>() { sized(wide, [&]<int N>() { across<M, N>(line + i, other + j, n, sums, ahead); }); });
+      sums += high * wide * PARTS;
+      return;
+    }
+    if constexpr (FRESH)
+      sized(high, [&]<int M>() {
+        within<T, M, LESS, 1, true>(read + i, read + panels.m, n, sums, ahead, lines + i * pitch, pitch);
       });
-    });
-    sums += (square ? high * (high + 1) / 2 : high * wide) * PARTS;
+    else counted<ALONE>(high, [&]<int M>() { within<double, M, false, 1>(line + i, nullptr, n, sums, ahead); });
+    sums += high * (high + 1) / 2 * PARTS;
   });
 }
 
@@ -447,32 +462,50 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
   static thread_local std::vector<V> sums, lines;
   const int64_t others = first == other ? 0 : n, count = m + others;
   const Panels panels{m, others};
+  // Lines in the nearest cache; of rows so many that only a few entries of each had room there, in the next.
+  const int64_t near = NEAR / count / 16 * 16, tile = near < 96 ? SPAN : std::min<int64_t>(near, SPAN);
   if (begun.sums) sums.assign(begun.sums, begun.sums + m * (m + 1) / 2 * PARTS);
   else sums.assign(m * n * PARTS, V{});
   const char* from[2 * MOST + 1];
   for (int64_t p = b.start + begun.entries, taken, piece; p < b.stop; p += taken) {
     const int64_t at = rows.pieces.at(p);
     const Vec &like = rows.row(first, at), &less = rows.less(first, at);
-    // Few rows need no second turn: they go to the end of the block at once.
-    taken = reach(rows.pieces, p, b.stop, panels.once() ? b.stop - b.start : SPAN, piece);
-    if (piece >= 0 && even(rows, first, first, first + m, piece) && even(rows, first, other, other + others, piece)) {
-      const int64_t low = (p - rows.pieces.edges[piece]) * BYTES[like.dtype];
-      for (int64_t i = 0; i < count; i++) from[i] = rows.row(i < m ? first + i : other + i - m, piece).data + low;
-      from[count] = less.data + low;
+    // Few rows need no lines: they go to the end of the block at once.
+    taken = reach(rows.pieces, p, b.stop, panels.once() ? b.stop - b.start : tile, piece);
+    const bool plain =
+        piece >= 0 && even(rows, first, first, first + m, piece) && even(rows, first, other, other + others, piece);
+    const int64_t item = BYTES[like.dtype];
+    for (int64_t i = 0; plain && i < count; i++)
+      from[i] = rows.row(i < m ? first + i : other + i - m, piece).data + (p - rows.pieces.edges[piece]) * item;
+    from[count] = less.data + (plain ? (p - rows.pieces.edges[piece]) * item : 0);
+    const int64_t announced = plain ? count + (less.data != nullptr) : 0;
+    if (plain && panels.once()) {
       typed(like.dtype, [&]<class T>() {
-        less.data ? multiply<T, true>(panels, from, taken, sums.data())
-                  : multiply<T, false>(panels, from, taken, sums.data());
+        counted<ALONE>(m, [&]<int M>() {
+          const T* const* row = (const T* const*)from;
+          const Ahead ahead{from, announced, AHEAD, item};
+          less.data ? within<T, M, true, 1>(row, row + M, taken, sums.data(), ahead)
+                    : within<T, M, false, 1>(row, nullptr, taken, sums.data(), ahead);
+        });
+      });
+      continue;
+    }
+    taken = std::min<int64_t>(taken, tile);
+    // Not a power of two from line to line: they would share the places of a cache.
+    const int64_t whole = (taken + LANES - 1) / LANES * LANES, pitch = whole + LANES;
+    lines.resize(count * pitch / WIDTH);
+    double* data = (double*)lines.data();
+    const Ahead next{from, announced, taken * item, item};
+    if (plain && !others) {
+      typed(like.dtype, [&]<class T>() {
+        const T* const* row = (const T* const*)from;
+        less.data ? multiply<T, true, true>(panels, row, data, pitch, whole, sums.data(), next)
+                  : multiply<T, false, true>(panels, row, data, pitch, whole, sums.data(), next);
       });
     } else {
-      taken = std::min<int64_t>(taken, SPAN);
-      // Not a power of two from line to line: they would share the places of a cache.
-      const int64_t whole = (taken + LANES - 1) / LANES * LANES, pitch = whole + LANES;
-      lines.resize(count * pitch / WIDTH);
-      double* data = (double*)lines.data();
       gather(rows, first, first + m, p, taken, data, pitch);
       gather(rows, other, other + others, p, taken, data + m * pitch, pitch);
-      for (int64_t i = 0; i < count; i++) from[i] = (const char*)(data + i * pitch);
-      multiply<double, false>(panels, from, whole, sums.data());
+      multiply<double, false, false>(panels, nullptr, data, pitch, whole, sums.data(), next);
     }
   }
   const V* sum = sums.data();
@@ -507,8 +540,8 @@ template <int M, int B> void side_by_side(const Rows& rows, const Block* table, 
   if (n > 0)
     typed(like.dtype, [&]<class T>() {
       const T* const* row = (const T* const*)from;
-      less.data ? within<T, M, true, B>(row, row + B * M, n, sums, {from, B * (M + 1), AHEAD})
-                : within<T, M, false, B>(row, nullptr, n, sums, {from, B * M, AHEAD});
+      less.data ? within<T, M, true, B>(row, row + B * M, n, sums, {from, B * (M + 1), AHEAD, sizeof(T)})
+                : within<T, M, false, B>(row, nullptr, n, sums, {from, B * M, AHEAD, sizeof(T)});
     });
   for (int b = 0; b < B; b++)
     products(rows, table[b], 0, M, 0, M, to + b * COUNT, {n, sums + b * COUNT * PARTS});

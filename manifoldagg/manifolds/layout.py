@@ -225,10 +225,10 @@ class Layout:
                     raise StateDictError(f"{label}{leaf.name}: expected finite values, got NaN or infinity")
 
     def named(self, row: Sequence[Tensor], carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict of these leaves, tied names sharing one, with copies of what is carried."""
+        """The state dict of these leaves, tied names sharing one, with what is carried."""
         leaves = {leaf.name: tensor for leaf, tensor in zip(self.leaves, row, strict=True)}
         leaves |= {alias: leaves[name] for alias, name in self.aliases}
-        return leaves | {name: tensor.detach().clone() for name, tensor in carried.items()}
+        return leaves | {**carried}
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
         """Each leaf, under all its names, in its own shape and dtype: a view of `point` (P,) where dtypes agree."""

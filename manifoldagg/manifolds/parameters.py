@@ -393,7 +393,8 @@ class ParameterSpace(Delegate):
 
     def _state_dict(self, point: Tensor, carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
         views = self._views(point)
-        return self._split(self.layout.named([views[leaf.name].clone() for leaf in self.layout.leaves], carried))
+        leaves = [views[leaf.name].clone() for leaf in self.layout.leaves]
+        return self._split(self.layout.named(leaves, {name: x.detach().clone() for name, x in carried.items()}))
 
     def _split(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
         return stacked if self.adapters is None else self.adapters.split(stacked)

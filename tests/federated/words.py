@@ -144,7 +144,7 @@ def counted():
         patch.object(choice, "partials", partials),
         patch.object(choice, "combine_each", combine_each),
         patch.object(choice, "combine", combine),
-        patch.object(windows, "WINDOW", WINDOW),
+        patch.object(windows, "WINDOW", WINDOW // torch.get_num_threads()),
         _Watch(words),
     ):
         yield words
