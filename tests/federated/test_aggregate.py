@@ -273,6 +273,23 @@ def test_a_rule_that_buffers_returns_a_copy_of_the_current_model():
     assert new["w"] is not current["w"]
 
 
+@pytest.mark.parametrize("rule", [FedAsync(0.5), FedBuff(2, rate=0.5)], ids=["moves", "waits"])
+def test_buffers_of_a_new_model_have_memory_of_their_own(rule):
+    def model(at):
+        named = {"w": (2,), "running_mean": (4,), "running_var": (4,), "mask": (2, 3), "scale": ()}
+        found = {name: torch.full(shape, at) for name, shape in named.items()}
+        return found | {"num_batches_tracked": torch.tensor(int(at))}
+
+    current, client = model(1.0), model(3.0)
+    new, _, _ = aggregate(rule, None, current, current, client, buffers={"mask": "leave", "scale": "latest"})
+    storages = {name: tensor.untyped_storage() for name, tensor in new.items()}
+    assert {name: storage.nbytes() for name, storage in storages.items()} == {
+        name: tensor.nbytes for name, tensor in current.items()
+    }
+    held = {tensor.data_ptr() for tensor in (*current.values(), *client.values(), *new.values())}
+    assert len(held) == 3 * len(current)
+
+
 def test_what_a_rule_keeps_for_a_client_comes_back_to_it():
     r"""One client of N = 4: $p = (k + 1) / (k + 4)$, and the rate is $0.5 / (4 p)$."""
     rule, state, model = ASGD(0.5, dominance=Dominance(4)), None, [torch.zeros(2)]
