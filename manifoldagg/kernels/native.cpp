@@ -25,10 +25,10 @@ constexpr int LANES = 8;    // sums of a block
 constexpr int MOST = 64;    // rows that are multiplied by one another while they lie in the cache
 constexpr int SPAN = 512;   // entries of a tile: 4 KiB in float64
 constexpr int ENOUGH = 64;  // entries of one piece that are worth a tile of their own
-constexpr int NEAR = 2048;  // entries in float64 that the nearest cache holds, beside what they are made of
 constexpr int THROUGH = 8;  // rows whose combination needs none
 constexpr int TOGETHER = 4;  // rows that are added to a tile in one turn
 constexpr int AHEAD = 1024;  // bytes by which reading is announced where few rows are read in turn
+constexpr int NEAR = 2048;  // entries in float64 that the nearest cache holds, beside what they are made of
 
 // Entries of a register; the side of a square of products whose sums fit the registers together with what is
 // multiplied; and how many rows are multiplied by one another at once, with some sums beside the registers. There are 16
@@ -43,7 +43,7 @@ constexpr int WIDTH = 4, PANEL = 3, ALONE = 5;
 constexpr int PARTS = LANES / WIDTH;
 constexpr int SUMS = 12;  // registers of sums that hide each other's latency
 constexpr int BLOCKS = 4;  // blocks at most whose sums are made side by side, where a block alone has fewer
-// Loops over registers, which have no names but in loops without a count.
+// Loops over arrays of registers: they are registers only where every index is known.
 #define UNROLLED _Pragma("GCC unroll 32")
 typedef double V __attribute__((vector_size(8 * WIDTH)));
 typedef float F __attribute__((vector_size(4 * WIDTH)));
