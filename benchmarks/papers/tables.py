@@ -52,8 +52,14 @@ SLOWEST_SHARE = 0.95
 """Of the accuracy at which the worst method ends: the target of OrthoFL's Table 2."""
 POOLED = (FORWARD, "AsyncKrylov")
 POOLS = tuple((f"{task}{many}", f"{task}-path{many}") for task in TASKS for many in ("", "-five"))
-SHAPE = re.compile(r",? ?rate=cosine, rate\.end=0, rate\.period=\d+")
-"""What all long methods have."""
+FALLS = r"=cosine, trainer\.{0}\.start=1, trainer\.{0}\.end=0\.\d+, trainer\.{0}\.period=\d+"
+SAID = (
+    (re.compile(r"rate=cosine, rate\.end=0, rate\.period=\d+(, )?"), ""),
+    (re.compile(r"trainer=scheduled, trainer\.rate" + FALLS.format("rate")), "local rate falls"),
+    (re.compile(r"trainer=scheduled, trainer\.steps" + FALLS.format("steps")), "local steps fall"),
+    (re.compile(r", (?=\))|\(\)"), ""),
+)
+"""Other words for parts of a name, in tables of long runs, all of which have rates that fall."""
 
 
 def main() -> None:
@@ -85,14 +91,18 @@ def report(results: Path, name: str, parts: Sequence[str]) -> str:
     """Write a joined report, with a picture for each axis in place of those that have all methods."""
     joined = joined_of(results, parts)
     folder = results / "joined" / name
-    for file in write_summary(joined, folder, axis="gradients", against=FORWARD):
+    ((task, methods),) = joined.runs.items()
+    called = {_plain(method): method for method in methods}
+    forward = called.get(FORWARD, FORWARD)
+    for file in write_summary(joined, folder, axis="gradients", against=forward):
         if file.suffix == ".png":
             file.unlink()
-    ((task, methods),) = joined.runs.items()
-    drawn = {method: [run.evaluations for run in methods[method].values()] for method in DRAWN if method in methods}
+    drawn = {
+        method: [run.evaluations for run in methods[called[method]].values()] for method in DRAWN if method in called
+    }
     for axis in AXES:
         draw_accuracy(folder / f"accuracy-{axis}.png", drawn, target=joined.targets[task], title=name, axis=axis)
-    folder.with_suffix(".md").write_text(short(joined, task, name) + "\n")
+    folder.with_suffix(".md").write_text(short(joined, name, forward) + "\n")
     missing = ", ".join(part for part in parts if not (results / part).is_dir())
     return f"{folder}{f': without {missing}' if missing else ''}"
 
@@ -106,9 +116,9 @@ def joined_of(results: Path, parts: Sequence[str]) -> Joined:
     return join([results / part for part in parts if (results / part).is_dir()])
 
 
-def short(joined: Joined, task: str, name: str) -> str:
+def short(joined: Joined, name: str, forward: str) -> str:
     """A table, the best at the end of its run first: some methods, on few columns."""
-    beside = {one.method: one.equal["gradients"] for one in joined.against(FORWARD)}
+    beside = {one.method: one.equal["gradients"] for one in joined.against(forward)}
     rows = [row for row in joined.rows() if row.method in SHOWN or "-long" in name]
     lines = []
     for row in sorted(rows, key=lambda row: -row.final.value):
@@ -120,8 +130,10 @@ def short(joined: Joined, task: str, name: str) -> str:
 
 
 def _plain(method: str) -> str:
-    """A method without what all of its table have."""
-    return SHAPE.sub("", method).replace("(, ", "(").replace("()", "")
+    """A method without what all of its table have, and in fewer words."""
+    for pattern, words in SAID:
+        method = pattern.sub(words, method)
+    return method
 
 
 def _points(mean: Mean, sign: str = "") -> str:
