@@ -193,9 +193,13 @@ def pooled(results: Path) -> None:
                 one, other = (pair.first, pair.second)[::sign]
                 better, worse = (pair.better, pair.worse)[::sign]
                 cells = [one, other, terms, f"{100 * sign * pair.difference:+.1f}"]
-                lines.append([*cells, f"{better} to {worse}", f"{pair.adjusted:.4f}"])
+                lines.append([*cells, f"{better} to {worse}", _probability(pair.adjusted)])
     heads = ["method", "beside", "terms", "median difference, points", "better to worse", "p after Holm"]
     (results / "joined" / "pooled.md").write_text(table(heads, lines) + "\n")
+
+
+def _probability(value: float) -> str:
+    return f"{value:.4f}" if value >= 1e-4 else "< 0.0001"
 
 
 def _scores(results: Path, axis: str) -> dict[str, dict[Any, float]]:
