@@ -9,17 +9,17 @@ formulas, in turns in the same run:
 - *numpy*: lists of NumPy arrays, as servers of several frameworks hold a model.
 
 Their sums are float32. *ours* returns new tensors; *ours, out=* writes into a state dict at hand; *ours, arrays* takes
-and returns lists of arrays. The last column is the most memory that a call held, in models.
+and returns lists of arrays. The last column is the most memory that a call held, in models. In the last lines models
+carry running statistics of 64 numbers each, which everybody moves halfway to the client's.
 """
 
 import argparse
-import inspect
-import itertools
 import json
 import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def numpy_loop(name: str, base: Sequence[Any], now: Sequence[Any], *points: Sequ
     return new
 
 
-def ways(name: str, size: int, count: int, threads: int, floor: Floor) -> dict[str, Step]:
+def ways(name: str, size: int, count: int, buffers: int, threads: int, floor: Floor) -> dict[str, Step]:
     """Every way to take the step, by name, the floor first."""
     case = CASES[name]
     generator = torch.Generator().manual_seed(0)
@@ -148,6 +148,10 @@ def ways(name: str, size: int, count: int, threads: int, floor: Floor) -> dict[s
     then, now, *points = split
     models = [{f"layer{i}.weight": piece for i, piece in enumerate(model)} for model in split]
     arrays = [[piece.numpy() for piece in model] for model in split]
+    carried = [{f"norm{i}.running_mean": torch.randn(64) for i in range(buffers)} for _ in models]
+    models = [model | mine for model, mine in zip(models, carried, strict=True)]
+    mine, theirs = ([*carried[i].values()] for i in (1, -1))
+    pairs = [(a.numpy(), b.numpy()) for a, b in zip(mine, theirs, strict=True)]
     target = {key: torch.empty_like(piece) for key, piece in models[1].items()}
 
     def stream() -> None:
@@ -159,33 +163,36 @@ def ways(name: str, size: int, count: int, threads: int, floor: Floor) -> dict[s
         return aggregate(case.rule, None, current, before, brought if case.points > 1 else brought[0], **options)
 
     found: dict[str, Step] = {"floor": stream, "ours": lambda: ours(models)}
-    if "out" in inspect.signature(aggregate).parameters:
-        found["ours, out="] = lambda: ours(models, out=target)
+    found["ours, out="] = lambda: ours(models, out=target)
+    if not buffers:
+        found["ours, arrays"] = lambda: ours(arrays)
     return found | {
-        "ours, arrays": lambda: ours(arrays),
-        "torch": lambda: torch_loop(name, then, now, *points),
-        "foreach": lambda: foreach(name, then, now, *points),
-        "numpy": lambda: numpy_loop(name, *arrays),
+        "torch": lambda: (torch_loop(name, then, now, *points), list(map(torch.lerp, mine, theirs, repeat(RATE)))),
+        "foreach": lambda: (foreach(name, then, now, *points), mine and torch._foreach_lerp(mine, theirs, RATE)),
+        "numpy": lambda: (numpy_loop(name, *arrays), [a + RATE * (b - a) for a, b in pairs]),
     }
 
 
-def measure(name: str, size: int, count: int, threads: int, floor: Floor, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, size: int, count: int, buffers: int, threads: int, floor: Floor, rounds: int
+) -> list[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
-    calls = ways(name, size, count, threads, floor)
+    calls = ways(name, size, count, buffers, threads, floor)
     taken = in_turns(calls, rounds)
     rows = []
     for way, seconds in taken.items():
         ratios = [a / b for a, b in zip(seconds, taken["floor"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        row = {"rule": name, "P": size, "tensors": count, "threads": threads, "way": way}
+        row = {"rule": name, "P": size, "tensors": count, "buffers": buffers, "threads": threads, "way": way}
         row |= {"ms": 1e3 * statistics.median(seconds), "ratio": middle, "low": low, "high": high}
         rows.append(row | {"extra": 0.0 if way == "floor" else extra(calls[way]) / (4 * size)})
     return rows
 
 
 HEAD = (
-    f"{'rule':<12}{'P':>6}{'tensors':>8}{'threads':>8}  {'way':<13}{'ms':>10}{'x floor':>9}{'quartiles':>17}"
+    f"{'rule':<12}{'P':>6}{'tensors':>8}{'buffers':>8}{'threads':>8}  "
+    f"{'way':<13}{'ms':>10}{'x floor':>9}{'quartiles':>17}"
     f"{'extra models':>13}"
 )
 
@@ -194,7 +201,8 @@ def shown(row: dict[str, Any]) -> str:
     """A line of the table."""
     spread = f"{row['low']:.2f} to {row['high']:.2f}"
     return (
-        f"{row['rule']:<12}{row['P']:>6.0e}{row['tensors']:>8}{row['threads']:>8}  {row['way']:<13}{row['ms']:>10.4f}"
+        f"{row['rule']:<12}{row['P']:>6.0e}{row['tensors']:>8}{row['buffers']:>8}{row['threads']:>8}  "
+        f"{row['way']:<13}{row['ms']:>10.4f}"
         f"{row['ratio']:>9.2f}{spread:>17}{row['extra']:>13.2f}"
     )
 
@@ -205,6 +213,7 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 1e7])
     parser.add_argument("--tensors", type=int, nargs="+", default=[1, 42, 400])
+    parser.add_argument("--buffers", type=int, nargs="*", default=[400], help="beside the first size")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--name", default="front_door")
@@ -215,10 +224,11 @@ def main() -> None:
     lines = [f"aggregate on state dicts, float32; torch {torch.__version__}, {platform.machine()}", HEAD]
     rows = []
     print(*lines, sep="\n", flush=True)
-    for name, size, count, threads in itertools.product(
-        options.rules, map(int, options.sizes), options.tensors, options.threads
-    ):
-        for row in measure(name, size, count, threads, floor, options.rounds):
+    sizes = [int(size) for size in options.sizes]
+    cells = [*product(options.rules, sizes, options.tensors, [0], options.threads)]
+    cells += product(options.rules, sizes[:1], options.tensors[:1], options.buffers, options.threads)
+    for cell in cells:
+        for row in measure(*cell, floor, options.rounds):
             rows.append(row)
             lines.append(shown(row))
             print(lines[-1], flush=True)
