@@ -467,7 +467,7 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
   const int64_t others = first == other ? 0 : n, count = m + others;
   const Panels panels{m, others};
   // Lines in the nearest cache; of rows so many that only a few entries of each had room there, in the next.
-  const int64_t near = NEAR / count / 16 * 16, tile = near < 96 ? SPAN : std::min<int64_t>(near, SPAN);
+  const int64_t near = NEAR / count / 16 * 16, tile = near < 72 ? SPAN : std::min<int64_t>(near, SPAN);
   if (begun.sums) sums.assign(begun.sums, begun.sums + m * (m + 1) / 2 * PARTS);
   else sums.assign(m * n * PARTS, V{});
   const char* from[2 * MOST + 1];
