@@ -479,10 +479,13 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
     const bool plain =
         piece >= 0 && even(rows, first, first, first + m, piece) && even(rows, first, other, other + others, piece);
     const int64_t item = BYTES[like.dtype];
-    for (int64_t i = 0; plain && i < count; i++)
-      from[i] = rows.row(i < m ? first + i : other + i - m, piece).data + (p - rows.pieces.edges[piece]) * item;
-    from[count] = less.data + (plain ? (p - rows.pieces.edges[piece]) * item : 0);
-    const int64_t announced = plain ? count + (less.data != nullptr) : 0;
+    int64_t announced = 0;
+    if (plain) {
+      const int64_t low = (p - rows.pieces.edges[piece]) * item;
+      for (int64_t i = 0; i < count; i++) from[i] = rows.row(i < m ? first + i : other + i - m, piece).data + low;
+      from[count] = less.data + low;
+      announced = count + (less.data != nullptr);
+    }
     if (plain && panels.once()) {
       typed(like.dtype, [&]<class T>() {
         counted<ALONE>(m, [&]<int M>() {
