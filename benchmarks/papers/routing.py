@@ -1,6 +1,6 @@
 r"""Where tasks are sent, and what it is worth: Queue, §5.1 by update and §5.2 by time, on the digits.
 
-    python benchmarks/papers/routing.py [--scenarios update:dirichlet,time:dirichlet,update:iid,time:iid] [--seeds 5]
+    python benchmarks/papers/routing.py [--scenarios update:dirichlet,time:dirichlet,update:iid,time:iid] [--seeds 10]
 
 Clients are queues of a closed Jackson network, and each completed task is one stochastic gradient (Generalized
 AsyncSGD). *update* has 20 clients of rates $e^{i/100}$ with 100 tasks, and is read after `--updates` updates; *time*
@@ -244,9 +244,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenarios", default="update:dirichlet,time:dirichlet,update:iid,time:iid")
     parser.add_argument("--model", default="mlp")
-    parser.add_argument("--updates", type=int, default=600)
-    parser.add_argument("--horizon", type=float, default=200.0)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--updates", type=int, default=3000)
+    parser.add_argument("--horizon", type=float, default=3000.0)
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=RESULTS / "routing")
     parser.add_argument("--parts", type=Path, default=Path("build/papers/routing"))
     given = parser.parse_args()

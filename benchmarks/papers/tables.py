@@ -31,7 +31,7 @@ FORWARD = "AsyncCorrected(correction=autothreshold)"
 JOINED = {
     "{0}": ("{0}", "{0}-path", "{0}-fewer-2", "{0}-fewer-4", "{0}-gradients"),
     "{0}-five": ("{0}-five", "{0}-path-five", "{0}-cohorts"),
-    "{0}-long": ("{0}-long", "{0}-long-cohorts"),
+    "{0}-long": ("{0}-long", "{0}-long-cohorts", "{0}-long-path", "{0}-long-constant", "{0}-long-constant-cohorts"),
     "{0}-long-five": ("{0}-long-five",),
 }
 TASKS = ("digits", "mnist", "shakespeare")
@@ -59,7 +59,7 @@ SAID = (
     (re.compile(r"trainer=scheduled, trainer\.steps" + FALLS.format("steps")), "local steps fall"),
     (re.compile(r", (?=\))|\(\)"), ""),
 )
-"""Other words for parts of a name, in tables of long runs, all of which have rates that fall."""
+"""Other words for parts of a name, in tables of long runs, whose rates fall where nothing else is said."""
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def report(results: Path, name: str, parts: Sequence[str]) -> str:
     joined = joined_of(results, parts)
     folder = results / "joined" / name
     ((task, methods),) = joined.runs.items()
-    called = {_plain(method): method for method in methods}
+    called = {_plain(method, name): method for method in methods}
     forward = called.get(FORWARD, FORWARD)
     for file in write_summary(joined, folder, axis="gradients", against=forward):
         if file.suffix == ".png":
@@ -125,12 +125,14 @@ def short(joined: Joined, name: str, forward: str) -> str:
         there = beside.get(row.method)
         equal = "" if there is None else _points(there, "+")
         time = "never" if row.time is None else f"{row.time.value:.1f} ({row.reached} of {row.seeds})"
-        lines.append([_plain(row.method), _points(row.final), equal, time, f"{row.gini.value:.3f}"])
+        lines.append([_plain(row.method, name), _points(row.final), equal, time, f"{row.gini.value:.3f}"])
     return table(["method", "at the end", "at equal gradients", "s to the target", "Gini"], lines)
 
 
-def _plain(method: str) -> str:
-    """A method without what all of its table have, and in fewer words."""
+def _plain(method: str, report: str) -> str:
+    """A method without what most of its table have, and in fewer words."""
+    if "-long" in report and "cosine" not in method:
+        return f"{method}, constant rate"
     for pattern, words in SAID:
         method = pattern.sub(words, method)
     return method
