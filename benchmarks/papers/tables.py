@@ -42,6 +42,7 @@ SHOWN = (
     *("FedAvg", "HeLoCo", FORWARD, "FedOrtho", "OrthoFL", "AsyncBezier(threshold=auto)", "DCASGD", "FedBuff", "FedGS"),
     *("ASGD", "CA2FL", "Momentum", "AsyncBezier", "FedAsync", "AsyncFedED"),
     *("AsyncBezier(trainer=trajectory, pull_back=none, threshold=auto)", "FedOrtho(trainer=scheduled, steps=0.5)"),
+    *("GeneralizedAsyncSGD", "ASGD(trainer=local, steps=1)"),
 )
 """Of which docs/evidence.md has numbers."""
 PICTURED = {name: f"{name}/accuracy-gradients.png" for name in (*TASKS, "digits-long")} | {"underway": "underway.png"}
