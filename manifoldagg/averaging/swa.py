@@ -12,6 +12,7 @@ from torch import Tensor
 from manifoldagg.averaging.karcher import check_model, karcher
 from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number, check_shape
 from manifoldagg.kernels import combine
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold, Mean
 from manifoldagg.manifolds.ambient import Ambient
 from manifoldagg.manifolds.formulas import geodesic
@@ -345,7 +346,7 @@ class SWA:
             # Taken out of its place before it is written: an update that interrupts this one finds none.
             spare = self._spare
             self._spare = None
-            out = torch.empty_like(mean) if spare is None else spare
+            out = empty_like(mean) if spare is None else spare
             averaged_in(mean.view(-1), model.reshape(-1), count, out=out.view(-1))
             return out
         between = geodesic(self.space, mean, self._precise(model), 1.0 / count)

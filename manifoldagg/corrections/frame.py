@@ -17,6 +17,7 @@ from manifoldagg.corrections.transport import RUNGS, Passage, Transport
 from manifoldagg.errors import ArgumentError, check_finite, check_number, check_shape, is_finite
 from manifoldagg.kernels import Row, Tensors
 from manifoldagg.kernels.goals import Goal
+from manifoldagg.kernels.memory import in_huge_pages
 from manifoldagg.kernels.tensors import reals
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import FLAT, Ambient
@@ -237,7 +238,7 @@ class Frame:
         """A vector (P,) to write into."""
         current = self.current
         device = current[0].device if isinstance(current, tuple) else current.device
-        return torch.empty(self.size, dtype=dtype or self.dtype, device=device)
+        return in_huge_pages(torch.empty(self.size, dtype=dtype or self.dtype, device=device))
 
     def extended(self, name: str, plus: Row, minus: Row | None = None, *, aside: bool = False) -> "Frame":
         """This frame with one row more.

@@ -20,6 +20,7 @@ from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.trees import widened
 from manifoldagg.federated.weights import check_client
 from manifoldagg.kernels import Tensors
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.kernels.rows import check_apart
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
@@ -182,7 +183,7 @@ def stepped(
             share=known.share,
         )
         terms = Terms(space, rule, chosen, buffers="update")
-        blank: Any = torch.empty_like(here) if not rows else None if target is None else _row(layout, target)
+        blank: Any = empty_like(here) if not rows else None if target is None else _row(layout, target)
         if target is not None:
             there = rows and not adapters and blank[0] is target[layout.leaves[0].name]
             if there and not layout.carried and not layout.aliases:

@@ -62,6 +62,7 @@ from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.trees import copied
 from manifoldagg.federated.turn import Answering, Turn
 from manifoldagg.federated.weights import Weights
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
 from manifoldagg.manifolds.scaling import Scaling
@@ -939,7 +940,7 @@ class Server:
         try:
             blank = self._spare.pop()
         except IndexError:
-            blank = torch.empty_like(like)
+            blank = empty_like(like)
         return Kept(blank, self._freed)
 
     def _check_process(self) -> None:

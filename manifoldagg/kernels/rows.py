@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from manifoldagg.errors import ArgumentError, check_count
 from manifoldagg.kernels.blocks import Blocks
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.kernels.tensors import Row, Tensors, edges, reals
 
 __all__ = [
@@ -209,7 +210,7 @@ def _fault(tensor: Any, device: torch.device) -> str | None:
 
 def fresh(like: Line) -> Line:
     """A row like this one, not yet written."""
-    return like.fresh() if isinstance(like, Tensors) else torch.empty_like(like)
+    return like.fresh() if isinstance(like, Tensors) else empty_like(like)
 
 
 OVERLAP = "out: expected base or a row itself, or memory apart from theirs; got an overlap"

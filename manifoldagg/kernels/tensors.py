@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg.kernels.memory import HUGE, empty_like
+
 __all__ = ["CPU", "DTYPES", "Row", "Tensors", "edges", "overlaps", "reals"]
 
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -153,10 +155,11 @@ class Tensors(tuple[Tensor, ...]):
     def fresh(self) -> "Tensors":
         """Tensors like these, each in one piece, not yet written."""
         if self.whole:
-            found = Tensors(map(torch.empty_like, self))
+            # Of hundreds of small ones none need be asked for its size.
+            found = Tensors(map(torch.empty_like if 8 * self.size < HUGE else empty_like, self))
             found.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, whole=True)
             return found
-        return Tensors(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
+        return Tensors(empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
 
 
 def _extent(tensor: Tensor) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, StateDictError, check_choice, is_finite
 from manifoldagg.kernels import Tensors
+from manifoldagg.kernels.memory import in_huge_pages
 from manifoldagg.manifolds.names import wrapping
 
 __all__ = ["MASTER_DTYPES", "STATISTICS", "Entry", "Layout", "match_names", "matches", "tensors_of"]
@@ -183,7 +184,7 @@ class Layout:
         for label, tensors in models.items():
             self.check(tensors, label)
             first = tensors[self.leaves[0].name].device if self.leaves else torch.device("cpu")
-            point = torch.empty(self.size, dtype=self.dtype, device=device or first)
+            point = in_huge_pages(torch.empty(self.size, dtype=self.dtype, device=device or first))
             with torch.no_grad():
                 for leaf, place in zip(self.leaves, point.split(self.sizes), strict=True):
                     place.copy_(tensors[leaf.name].detach().reshape(-1))

@@ -18,6 +18,7 @@ from manifoldagg.federated import Rule, Update
 from manifoldagg.federated.contract import check_rule, extras
 from manifoldagg.federated.trees import spoils
 from manifoldagg.kernels import Tensors, across_ranks, choice
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.kernels.rows import meshed
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.optim._memory import Memory, check_apart
@@ -326,7 +327,7 @@ class Move:
             return self.held[name]
         kinds = zip(self.here, self.dtypes(name), strict=True)
         form = torch.contiguous_format
-        return Tensors([torch.empty_like(tensor, dtype=dtype, memory_format=form) for tensor, dtype in kinds])
+        return Tensors([empty_like(tensor, dtype=dtype, memory_format=form) for tensor, dtype in kinds])
 
     def _column(self, states: dict[Tensor, dict[str, Any]], name: str, leaf: Any) -> list[Any]:
         """What is kept under a name, beside each parameter."""

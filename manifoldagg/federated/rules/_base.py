@@ -8,7 +8,6 @@ import abc
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from manifoldagg.corrections import Frame, Gram
@@ -18,6 +17,7 @@ from manifoldagg.federated.contract import Memory, Message, Outcome, Point, Stat
 from manifoldagg.federated.rules._curved import arrive, tangents_at
 from manifoldagg.federated.rules._reading import in_float64
 from manifoldagg.federated.schedules import check_options
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold, check_point
 
 __all__ = ["ServerRule", "TangentRule", "follow"]
@@ -100,5 +100,5 @@ def follow(space: Manifold, current: Point, frame: Frame, gram: Gram, line: list
         return frame.move(gram, line, out)
     here = frame.passage.current
     (u,) = tangents_at(space, here, frame.combine(None, line)[None])
-    model = torch.empty_like(current) if out is None else out
+    model = empty_like(current) if out is None else out
     return model.copy_(arrive(space, here, u))

@@ -14,6 +14,7 @@ from manifoldagg.federated.rules._base import TangentRule
 from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, root, told_of
 from manifoldagg.federated.rules.fedadam import distance
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.kernels.windows import windows
 from manifoldagg.manifolds import Manifold
 
@@ -110,7 +111,7 @@ class OrderedRule(HeldRule):
     ) -> tuple[Any, float, Gram]:
         gram = self.read(frame)
         current: Any = update.current
-        model: Any = torch.empty_like(current) if out is None else out
+        model: Any = empty_like(current) if out is None else out
         middle = slice(self.ends, self.size - self.ends)
         scratch: list[Tensor] = []
         for to, start, point, base, *rows in windows(model, current, update.points[0], update.base, *held.values()):

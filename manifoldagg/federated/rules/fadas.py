@@ -12,6 +12,7 @@ from manifoldagg.federated.rules._buffer import BufferedRule, Mean
 from manifoldagg.federated.rules._noise import Mechanism
 from manifoldagg.federated.rules.fedadam import distance, moments, quotient_step
 from manifoldagg.federated.schedules import Rate
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["FADAS"]
@@ -123,9 +124,9 @@ class FADAS(BufferedRule):
         return rate / late if self.adaptive == "scale" else min(rate, 1 / late)
 
     def move(self, state: State, mean: Mean, rate: float, out: Tensor | None) -> tuple[Tensor, float, dict[str, Any]]:
-        model = torch.empty_like(mean.current) if out is None else out
+        model = empty_like(mean.current) if out is None else out
         names = ("m", "v", "largest")
-        after = {name: torch.empty_like(state[name]) for name in names}
+        after = {name: empty_like(state[name]) for name in names}
         vectors = [after[name] for name in names] + [state[name] for name in names]
         for delta, reached, current, *news, m, v, largest in mean.formed(model, mean.current, *vectors):
             moments(m, v, delta, (self.beta1, self.beta2), out=news[:2])

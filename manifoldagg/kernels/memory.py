@@ -1,0 +1,64 @@
+"""Memory for results: where there is much of it, in huge pages.
+
+The system hands out new memory page by page, as it is first written. In pages of 4 KiB that takes several times as long
+as the writing. Linux hands out 2 MiB at a time to who asks for it, where its administrator lets it:
+`/sys/kernel/mm/transparent_hugepage/enabled` says `madvise`, as on most distributions, or `always`.
+"""
+
+import ctypes
+import mmap
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["HUGE", "empty_like", "in_huge_pages"]
+
+HUGE = 1 << 25
+"""From so many bytes on memory is always new: glibc keeps and hands out again what is smaller, at the most."""
+
+
+def empty_like(tensor: Tensor, **options: Any) -> Tensor:
+    """`torch.empty_like`, in huge pages where that is much.
+
+    Example:
+        >>> empty_like(torch.ones(2, 3), dtype=torch.float64).shape
+        torch.Size([2, 3])
+    """
+    return in_huge_pages(torch.empty_like(tensor, **options))
+
+
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """The tensor itself, which has not been written yet; the system was asked for huge pages where it is large.
+
+    Example:
+        >>> x = torch.empty(2)
+        >>> in_huge_pages(x) is x
+        True
+    """
+    if tensor.numel() * tensor.itemsize >= HUGE and not torch.compiler.is_compiling():
+        _ask(tensor)
+    return tensor
+
+
+def _ask(tensor: Tensor) -> None:
+    """An advice: where it cannot be followed nothing is lost."""
+    advise = _madvise()
+    plain = type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if advise is None or not plain or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return
+    # The pages that are the tensor's alone.
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.numel() * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+    advise(start, stop - start, mmap.MADV_HUGEPAGE)
+
+
+@cache
+def _madvise() -> Any:
+    """The system's, where it has huge pages."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    found = ctypes.CDLL(None).madvise
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return found
