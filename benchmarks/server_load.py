@@ -7,6 +7,10 @@ a core; the table shows it in the median and the 99th percentile.
 
 A second table has so many tickets out at once, each of a client of its own, and what `dispatch` and `receive` cost
 then, in seconds of the processor: of batches, taken in turns with those of a server with the fewest tickets.
+
+A third table has one client of a large model, which is handed to it by `dispatch` and comes back by `receive`, on one
+thread and beside its floor: what the rule's step has to read and write, and for the client's copy one model read and
+one written.
 """
 
 import argparse
@@ -23,7 +27,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from timing import ratio
+from floor import Floor
+from front_door import CASES, Case
+from timing import in_turns, ratio
 
 from manifoldagg import Server
 from manifoldagg.federated import Payload
@@ -34,6 +40,7 @@ HERE = Path(__file__).parent
 RULES = {"FedAsync": (FedAsync(0.5), 1), "FedOrtho": (FedOrtho(0.5), 1), "AsyncBezier": (AsyncBezier(0.5), 2)}
 """Each with how many points its clients send."""
 HEAD = "rule               P  threads  clients  beside  median ms    p99 ms  updates/s"
+LARGE_HEAD = "rule               P      floor ms       ours ms  x floor  quartiles"
 OUT_HEAD = "tickets out        P  call        median us  of the fewest  quartiles"
 BATCH = 50
 """Calls between two looks at the clock."""
@@ -133,6 +140,39 @@ def out_at_once(counts: list[int], size: int) -> tuple[list[str], list[dict[str,
     return lines, rows
 
 
+def with_large(size: int, rounds: int = 9) -> tuple[list[str], list[dict[str, object]]]:
+    """The third table: its lines and its rows."""
+    torch.set_num_threads(1)
+    floor = Floor()
+    vectors = [torch.randn(size, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    lines = [LARGE_HEAD]
+    rows: list[dict[str, object]] = []
+    for rule, (kind, count) in RULES.items():
+        server = Server(Flat(size), kind, vectors[0], weights="uniform")
+        payload = Payload(torch.stack(vectors[1 : 1 + count]), 1)
+        case = CASES[rule]
+
+        def least(case: Case = case) -> None:
+            floor.read_write(vectors[:1], vectors[-1], 1)
+            floor.read(vectors[: case.gram], 1)
+            floor.read_write(vectors[: case.combine], vectors[-1], 1)
+
+        def ours(server: Server = server, payload: Payload = payload) -> None:
+            ticket = server.dispatch("anybody")
+            server.receive(ticket, payload).check()
+
+        taken = in_turns({"floor": least, "ours": ours}, rounds)
+        low, middle, high = ratio(taken["ours"], taken["floor"])
+        floored, median = (statistics.median(taken[name]) for name in ("floor", "ours"))
+        rows.append(
+            {"rule": rule, "P": size, "floor": floored, "median": median, "ratio": middle, "quartiles": (low, high)}
+        )
+        lines.append(
+            f"{rule:<12} {size:>9} {1e3 * floored:>11.2f} {1e3 * median:>13.2f} {middle:>8.2f}  {low:.2f} - {high:.2f}"
+        )
+    return lines, rows
+
+
 def main() -> None:
     """Print a table, and write it and its numbers into a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,6 +183,7 @@ def main() -> None:
     parser.add_argument("--beside", type=int, nargs="+", default=[0, os.cpu_count() or 1], help="processes that spin")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each line of the table")
     parser.add_argument("--tickets", type=float, nargs="+", default=[10, 1e3, 1e5], help="that are out at once")
+    parser.add_argument("--large", type=float, default=1e7, help="numbers of the model in the third table")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     about = f"receive under load, float32; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
@@ -175,11 +216,13 @@ def main() -> None:
                         print(lines[-1], flush=True)
     more, out_rows = out_at_once([int(count) for count in options.tickets], 1000)
     print(*more, sep="\n", flush=True)
-    lines += ["", *more]
+    large, large_rows = with_large(int(options.large))
+    print(*large, sep="\n", flush=True)
+    lines += ["", *more, "", *large]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "server_load.txt").write_text("\n".join(lines) + "\n")
     settings = {"seconds": options.seconds, "torch": torch.__version__, "machine": platform.platform()}
-    made = {"settings": settings, "rows": rows, "tickets": out_rows}
+    made = {"settings": settings, "rows": rows, "tickets": out_rows, "large": large_rows}
     (options.out / "server_load.json").write_text(json.dumps(made, indent=1) + "\n")
 
 
