@@ -25,6 +25,7 @@ from manifoldagg.federated.contract import Message, Payload, Receipt, Ticket
 from manifoldagg.federated.intake import stored
 from manifoldagg.federated.record.format import KNOWN, decoded, dtype_of, encoded, entries, framed, spans
 from manifoldagg.federated.record.raw import bytes_of
+from manifoldagg.kernels.memory import in_huge_pages
 from manifoldagg.manifolds import Layout, ParameterSpace
 from manifoldagg.manifolds.names import wrapping
 from manifoldagg.manifolds.spec import digest
@@ -295,7 +296,7 @@ class _Reader:
 
     def _made(self, rows: list["_Entry"], shape: tuple[int, ...]) -> Tensor:
         """A tensor of these entries, one after another."""
-        raw = torch.empty(sum(entry.nbytes for entry in rows), dtype=torch.uint8, device="cpu")
+        raw = in_huge_pages(torch.empty(sum(entry.nbytes for entry in rows), dtype=torch.uint8, device="cpu"))
         place = raw.numpy()
         start = 0
         for entry in rows:

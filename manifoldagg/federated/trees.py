@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.corrections.frame import Sum
 from manifoldagg.errors import is_finite, is_medium
-from manifoldagg.kernels.memory import HUGE, empty_like
+from manifoldagg.kernels.memory import clone
 
 __all__ = ["Tree", "copied", "covers", "disjoint", "replaced", "settled", "size_of", "spoils", "tensors", "widened"]
 
@@ -79,11 +79,11 @@ def copied(tensor: Tensor) -> Tensor:
         tensor([1., 1.])
     """
     tensor = tensor.detach()
-    if is_medium(tensor):
-        copy = torch.empty_like(tensor)
-        np.copyto(copy.numpy(), tensor.numpy())
-        return copy
-    return tensor.clone() if tensor.numel() * tensor.itemsize < HUGE else empty_like(tensor).copy_(tensor)
+    if not is_medium(tensor):
+        return clone(tensor)
+    copy = torch.empty_like(tensor)
+    np.copyto(copy.numpy(), tensor.numpy())
+    return copy
 
 
 def disjoint(tree: Tree, others: Tree) -> Tree:

@@ -22,6 +22,7 @@ from manifoldagg.federated.record.store import Kept, Store
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.trees import copied, covers, replaced
 from manifoldagg.federated.weights import Weights, check_client
+from manifoldagg.kernels.memory import clone
 from manifoldagg.manifolds import Layout
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.scaling import Scaling
@@ -349,7 +350,7 @@ class Versions:
     def _made(self, found: Mapping[str, Tensor]) -> Any:
         """A model of these tensors, in memory of its own and of the kind of the first."""
         layout = self._layout
-        leaves = [found[leaf.name].detach().clone() for leaf in layout.leaves]
+        leaves = [clone(found[leaf.name].detach()) for leaf in layout.leaves]
         carried = {entry.name: found[entry.name].detach().clone() for entry in layout.carried}
         return like(self._like, layout.named(leaves, carried), tensors("model", self._like))
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError, StateDictError, check_finite, check_shape, is_finite
+from manifoldagg.kernels.memory import clone
 from manifoldagg.manifolds.adapted import Adapters
 from manifoldagg.manifolds.assign import Assignment, assigned, declared
 from manifoldagg.manifolds.delegate import Delegate
@@ -393,7 +394,7 @@ class ParameterSpace(Delegate):
 
     def _state_dict(self, point: Tensor, carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
         views = self._views(point)
-        leaves = [views[leaf.name].clone() for leaf in self.layout.leaves]
+        leaves = [clone(views[leaf.name]) for leaf in self.layout.leaves]
         return self._split(self.layout.named(leaves, {name: x.detach().clone() for name, x in carried.items()}))
 
     def _split(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manifoldagg.errors import WireError
 from manifoldagg.federated.record.raw import bytes_of
+from manifoldagg.kernels.memory import in_huge_pages
 
 __all__ = ["KEY", "array_record", "has_numpy", "packed", "state_dict", "unpacked"]
 
@@ -117,7 +118,7 @@ def _read(array: Array) -> Tensor:
         raise ValueError(f"{len(data) - start} bytes for the shape {shape}")
     # In torch's words, and in this machine's order of bytes.
     kind = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
-    tensor = torch.empty(shape, dtype=kind)
+    tensor = in_huge_pages(torch.empty(shape, dtype=kind))
     came = np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if by_columns else "C")
     if kind is torch.bool and came.view(np.uint8).max(initial=0) > 1:
         raise ValueError("a truth value that is neither")
