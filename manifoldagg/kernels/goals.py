@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from manifoldagg.kernels.rows import Line, Rows
-from manifoldagg.kernels.tensors import Row, Tensors
+from manifoldagg.kernels.tensors import Row, Tensors, edges
 
 __all__ = ["Goal", "apart"]
 
@@ -43,7 +43,9 @@ class Goal:
         used = [j for j in range(len(rows)) if any(line[j] != 0 for line in coefficients)] or [0]
         lines = Rows.of([rows[j] for j in used], [minus[j] for j in used])
         numbers = [[float(line[j]) for j in used] for line in coefficients]
-        return Goal(None if base is None else lines.line("base", base), lines, numbers, out)
+        start = None if base is None else lines.line("base", base)
+        lines.line("out", out)  # of which vectors are seen as such pieces
+        return Goal(start, lines, numbers, out)
 
     @property
     def read(self) -> tuple[Line, ...]:
@@ -58,5 +60,12 @@ def apart(goals: Sequence[Goal]) -> list[bool]:
     for goal in reversed(goals):
         found.append(not later.isdisjoint(goal.out.addresses))
         for row in goal.read:
-            later.update((row.data_ptr(),) if isinstance(row, Tensor) else row.addresses)
+            later.update(_places(row, goal.out.lengths) if isinstance(row, Tensor) else row.addresses)
     return found[::-1]
+
+
+def _places(vector: Tensor, lengths: tuple[int, ...]) -> list[int]:
+    """Where pieces of these lengths begin in a vector."""
+    step = vector.stride(0) * vector.itemsize
+    places: list[int] = (vector.data_ptr() + step * edges(lengths)[:-1]).tolist()
+    return places

@@ -25,7 +25,8 @@ class Mean:
         residual: $\|\sum_i w_i \log_m x_i\|$ (*batch,) in float64: 0 where the objective is stationary, NaN where a
             point has no log at $m$ (an antipode).
         steps: how many were taken.
-        converged: whether every residual is within the tolerance.
+        converged: whether every residual is within the tolerance. Then the objective is stationary there, which is where
+            it is least if the points lie as near to one another as `karcher_mean` says.
     """
 
     point: Point
@@ -49,7 +50,8 @@ def karcher_mean(
     and is cast back. Where all points of one mean lie in a ball within a quarter of $\pi/\sqrt{K}$, $K > 0$ the
     largest curvature, the minimiser is unique and found; without positive curvature it always is, in more steps
     the farther they lie apart. Outside,
-    `converged` and `residual` say what was reached. On a flat space one step gives the weighted arithmetic mean.
+    `converged` and `residual` say what was reached: a point of rest, which may be a saddle and depend on the order of
+    the points. On a flat space one step gives the weighted arithmetic mean.
 
     The mean of k points of a product of spheres and flat leaves lies in their span. One mean of at most as many points
     as a sphere has coordinates is therefore found by its k coefficients: the points are read twice and nothing else of

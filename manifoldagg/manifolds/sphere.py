@@ -62,7 +62,10 @@ class Sphere(Embedded):
     def _log(self, x: Point, y: Point) -> Tangent:
         a = x.double()
         b = y.double()
-        across = _across(a, b - a)
+        chord = b - a
+        # Orthogonal to x also where rounding has left it off the sphere: else, with each log and exp of a mean's
+        # iteration, it would be more than twice as far off.
+        across = chord - dot(a, chord) / dot(a, a) * a
         return (angle_per_sine(dot(across, across), dot(a, b)) * across).to(x.dtype)
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:

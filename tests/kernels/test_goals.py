@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg.kernels import Tensors, available_backends, choice, combine, compiled
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels import Tensors, available_backends, choice, combine, compiled, set_backend
 from manifoldagg.kernels.goals import Goal
 from tests.support import draw, seeds
 
@@ -66,6 +67,39 @@ def test_goals_are_combinations_of_what_was_there(together, seed, count, goals, 
         assert all(map(torch.equal, rows[target], row))
     for i in set(range(count)).difference(targets):
         assert all(map(torch.equal, rows[i], before[i]))
+
+
+@pytest.fixture(params=[name for name in ("reference", "compiled") if name in available_backends()])
+def backend(request):
+    before = set_backend(request.param)
+    yield
+    set_backend(before)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("piece", [torch.zeros(6), torch.zeros(6, 2)[:, 0]])
+def test_vectors_are_written_into_pieces(piece):
+    memory = torch.zeros(20)
+    out = Tensors([memory[:4], piece])
+    choice.combine_each([Goal.of(None, [torch.arange(10.0)], [[1.0]], [None], out)])
+    assert torch.cat([*out]).tolist() == list(range(10))
+    assert not memory[4:].any()
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_later_goal_reads_a_vector_as_it_was():
+    vector = torch.zeros(10)
+    first, second = Tensors([torch.zeros(5), vector[5:]]), Tensors([torch.zeros(5), torch.zeros(5)])
+    ones = Tensors([torch.ones(5), torch.ones(5)])
+    goals = [Goal.of(None, [ones], [[1.0]], [None], first), Goal.of(None, [vector], [[1.0]], [None], second)]
+    choice.combine_each(goals)
+    assert vector.tolist() == [0.0] * 5 + [1.0] * 5
+    assert not torch.cat([*second]).any()
+
+
+def test_where_a_goal_goes_has_the_lengths_of_what_is_read():
+    with pytest.raises(ArgumentError, match="out: expected 10 entries, got 9"):
+        Goal.of(None, [torch.zeros(10)], [[1.0]], [None], Tensors([torch.zeros(9)]))
 
 
 def test_a_saved_tensor_notices_that_it_was_written():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.spatial import geometric_slerp
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds import Sphere, distance, geodesic, norm
+from manifoldagg.manifolds import Sphere, distance, geodesic, karcher_mean, norm
 from tests.support import draw, seeds
 
 EPS = 2.0**-52
@@ -127,6 +127,38 @@ def test_vmap_and_compile_see_through_it():
         assert torch.allclose(torch.func.vmap(call)(x, y, u), call(x, y, u), atol=1e-15)
         tangents = torch.func.jvp(lambda a, f=call: f(a, y, u), (x,), (u,))[1]
         assert tangents.isfinite().all()
+
+
+@given(seeds, st.integers(2, 8), st.integers(2, 5))
+def test_steps_of_a_mean_stay_on_the_sphere(seed, n, k):
+    """Each of them, log and then exp, would take a point farther from it by more than a factor of 2."""
+    space, generator = Sphere(n), torch.Generator().manual_seed(seed)
+    points = space.random_point(k, generator=generator, dtype=torch.float64)
+    mean = points[0]
+    for _ in range(60):
+        mean = space.exp(mean, space.log(mean.expand_as(points), points).mean(0))
+        assert abs(mean.norm() - 1) <= 16 * EPS
+
+
+@given(seeds, st.integers(2, 8), st.integers(2, 6))
+def test_a_step_of_no_length_changes_no_bit(seed, n, k):
+    x = Sphere(n).random_point(k, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(Sphere(n).exp(x, torch.zeros_like(x)), x)
+
+
+@given(seeds, st.integers(3, 8), st.integers(2, 6))
+def test_the_mean_of_points_of_a_half_sphere_is_found(seed, n, k):
+    """There is one, with more points than coordinates or fewer."""
+    space, generator = Sphere(n), torch.Generator().manual_seed(seed)
+    points = space.random_point(k, generator=generator, dtype=torch.float64)
+    points = torch.where(points[:, :1] < 0, -points, points)
+    points = space.project(points + 0.2 * torch.eye(n, dtype=torch.float64)[0])
+    mean = karcher_mean(space, points, max_steps=10_000)
+    assert mean.converged
+    assert mean.residual <= 1e-12
+    least = distance(space, mean.point.expand_as(points), points).square().sum()
+    for other in points:
+        assert least <= distance(space, other.expand_as(points), points).square().sum() + 1e-9
 
 
 def test_float32_is_computed_in_float64():
