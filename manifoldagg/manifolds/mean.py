@@ -25,8 +25,8 @@ class Mean:
         residual: $\|\sum_i w_i \log_m x_i\|$ (*batch,) in float64: 0 where the objective is stationary, NaN where a
             point has no log at $m$ (an antipode).
         steps: how many were taken.
-        converged: whether every residual is within the tolerance. Then the objective is stationary there, which is where
-            it is least if the points lie as near to one another as `karcher_mean` says.
+        converged: whether every residual is within the tolerance: the objective is stationary there, and least if the
+            points lie as near to one another as `karcher_mean` says.
     """
 
     point: Point
