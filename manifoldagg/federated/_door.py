@@ -17,7 +17,7 @@ from manifoldagg.federated.contract import Memory, Rule, State, Update, by_rows,
 from manifoldagg.federated.doubts import check_parameters, warn_of_difference, warn_of_factors, warn_of_integers
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
-from manifoldagg.federated.trees import widened
+from manifoldagg.federated.trees import covers, widened
 from manifoldagg.federated.weights import check_client
 from manifoldagg.kernels import Tensors
 from manifoldagg.kernels.memory import empty_like
@@ -194,7 +194,14 @@ def stepped(
                 blank.apart = tuple(read)  # the step need not ask again
         try:
             after, outcome = step(terms, before, taken, newest, blank)
-        except ArgumentError as error:
+        except Exception as error:
+            # Of the models every row is known to fit: one that does not is kept in the state.
+            odd = str(error).startswith("rows[") or not covers(kept.state, rule.init(space, here))
+            if kept.state is not None and odd:
+                expected = f"what {type(rule).__name__} returned for such models, or None"
+                raise ArgumentError(f"state: expected {expected}") from error
+            if not isinstance(error, ArgumentError):
+                raise
             if rows:
                 layout.check_values(models)
             error.args = (POINTS.sub("update" if len(points) == 1 else r"update\1", str(error)),)

@@ -85,9 +85,8 @@ def step(
         points, tensors = disjoint((update.points, update.tensors), mine)
         apart = points is update.points and tensors is update.tensors
         brought = update if apart else replace(update, points=points, tensors=tensors)
-    state, outcome = terms.rule.step(terms.space, before.state, brought, out=LATER if terms.rows else out)
-    state = settled(state)
-    numbers = {name: float(value) for name, value in outcome.numbers.items()}
+    answer = terms.rule.step(terms.space, before.state, brought, out=LATER if terms.rows else out)
+    state, outcome, numbers = _answered(answer)
     if terms.checks.clips:  # a rule may have scaled it once more
         numbers["clip"] = kept * numbers.get("clip", 1.0)
     model: Any = outcome.model
@@ -110,6 +109,18 @@ def step(
     if terms.rows:  # last: whatever could fail has not
         model = _formed(model, out)
     return Snapshot(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
+
+
+def _answered(answer: Any) -> tuple[Any, Outcome, dict[str, float]]:
+    """The next state, the outcome and its numbers, of what a rule has answered."""
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Outcome)):
+        raise RuleError(f"rule: step: expected a state and an Outcome, got {type(answer).__name__}")
+    state, outcome = answer
+    try:
+        numbers = {name: float(value) for name, value in outcome.numbers.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise RuleError(f"rule: numbers: expected a mapping from names to numbers: {error}") from None
+    return settled(state), outcome, numbers
 
 
 def _formed(motion: Any, out: Row | None) -> Any:

@@ -18,14 +18,17 @@ from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
 from manifoldagg.federated.rules import (
     ASGD,
+    FADAS,
     AsyncBezier,
     AsyncFedED,
     Dominance,
+    FedAdam,
     FedAsync,
     FedAvg,
     FedBuff,
     FedGS,
     FedOrtho,
+    Momentum,
 )
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, geodesic
 from tests.support import draw, seeds
@@ -576,6 +579,24 @@ def test_a_target_that_does_not_fit_is_refused_by_name(call, words):
 def test_a_rule_that_says_rows_and_makes_a_tensor_is_told():
     with pytest.raises(RuleError, match="rule: new model: expected what Frame.move makes"):
         aggregate(Bare(), None, W, W, W)
+
+
+@pytest.mark.parametrize(
+    ("rule", "state"),
+    [
+        (FedOrtho(), {"momentum": torch.zeros(2)}),
+        (FedOrtho(), torch.zeros(2)),
+        (FADAS(), {"version": 0}),
+        (FedAdam(1), FedAdam(1).init(Flat(3), torch.zeros(3))),
+        (Momentum(FedOrtho()), {"rule": {"version": 1}, "velocity": torch.zeros(3)}),
+        (FedBuff(3), aggregate(FedBuff(3), None, *[{"w": torch.ones(3)}] * 3)[1]),
+    ],
+)
+def test_the_state_of_another_rule_or_model_is_named(rule, state):
+    current = {"w": torch.ones(2)}
+    with pytest.raises(ArgumentError, match=f"state: expected what {type(rule).__name__} returned for such models"):
+        aggregate(rule, state, current, W, {"w": torch.ones(2)}, out=current)
+    assert current["w"].tolist() == [1.0, 1.0]
 
 
 LINE = torch.arange(5.0)

@@ -93,6 +93,16 @@ class Faulty:
         return self.answer
 
 
+class Answers(Faulty):
+    """With whatever it is told to make."""
+
+    def __init__(self, answer):
+        self.make = answer
+
+    def step(self, space, state, update, *, out=None):
+        return self.make()
+
+
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     ("rule", "words"),
@@ -117,6 +127,14 @@ def test_what_a_rule_gets_wrong_is_refused_behind_both(rule, words):
     [
         (Faulty(model=torch.zeros(3)), r"rule: new model: expected shape \(4\), got \(3,\)"),
         (Faulty(model=torch.zeros(4).double()), "rule: new model: dtype: expected one of torch.float32"),
+        (Answers(lambda: torch.zeros(4)), "rule: step: expected a state and an Outcome, got Tensor"),
+        (Answers(lambda: ({}, torch.zeros(4))), "rule: step: expected a state and an Outcome, got tuple"),
+        (Answers(lambda: None), "rule: step: expected a state and an Outcome, got NoneType"),
+        (
+            Answers(lambda: ({}, Outcome(None, numbers={"step": "x"}))),
+            "rule: numbers: expected a mapping from names to numbers",
+        ),
+        (Answers(lambda: ({}, Outcome(None, numbers=3))), "rule: numbers: expected a mapping from names to numbers"),
     ],
 )
 def test_a_rule_that_makes_no_model_is_an_error_of_its_owner_behind_both(rule, words):

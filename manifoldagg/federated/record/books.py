@@ -36,6 +36,7 @@ __all__ = [
 ANYONE = object()
 """Stands for whichever client a ticket was issued to."""
 UNKNOWN = "ticket: unknown, or used already"
+CLOSED = "server: was closed"
 Row = dict[str, object]
 """A line of the history."""
 
@@ -184,7 +185,7 @@ class Books(NamedTuple):
             BusyError: if as many tickets are out as may be.
         """
         if self.closed:
-            raise ArgumentError("server: was closed")
+            raise ArgumentError(CLOSED)
         most = self.limits.max_tickets
         if most is not None and len(self.tickets) >= most:
             raise BusyError(f"server: busy: {len(self.tickets)} tickets are out, of at most {most}")
@@ -212,7 +213,7 @@ class Books(NamedTuple):
         """
         found = self._known(ticket_id)
         if found is None:
-            raise ArgumentError(UNKNOWN)
+            raise ArgumentError(CLOSED if self.closed else UNKNOWN)
         if client is not ANYONE and check_client(client) != found.client:
             raise ArgumentError("client: expected the one that the ticket was issued to")
         return found if isinstance(found, Open) else found.receipt
