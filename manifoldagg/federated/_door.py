@@ -196,8 +196,7 @@ def stepped(
             after, outcome = step(terms, before, taken, newest, blank)
         except Exception as error:
             # Of the models every row is known to fit: one that does not is kept in the state.
-            odd = str(error).startswith("rows[") or not covers(kept.state, rule.init(space, here))
-            if kept.state is not None and odd:
+            if state is not None and (str(error).startswith("rows[") or not covers(kept.state, rule.init(space, here))):
                 expected = f"what {type(rule).__name__} returned for such models, or None"
                 raise ArgumentError(f"state: expected {expected}") from error
             if not isinstance(error, ArgumentError):

@@ -224,6 +224,19 @@ def test_what_was_kept_for_clients_goes_with_its_rule(tmp_path):
     assert Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), replace=True).memory["clients"] == 0
 
 
+@pytest.mark.usefixtures("as_shipped")
+def test_a_model_in_place_of_its_space_is_answered_with_what_to_write(tmp_path):
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    Server.of(network, FedAsync(0.5)).save(tmp_path / "server")
+    with pytest.raises(ArgumentError, match=r"space: expected .* got Sequential: write ParameterSpace.of\(model\)"):
+        Server.resume(tmp_path / "server", network, FedAsync(0.5))
+    with pytest.raises(ArgumentError, match=r"got OrderedDict: write ParameterSpace.of_state_dict\(model, buffers="):
+        Server.resume(tmp_path / "server", network.state_dict(), FedAsync(0.5))
+    longer = torch.nn.Sequential(*network, torch.nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="space: layout: leaves: was 4 entries, got 6"):
+        Server.resume(tmp_path / "server", ParameterSpace.of(longer), FedAsync(0.5))
+
+
 def test_another_space_is_refused(tmp_path):
     fresh().save(tmp_path / FILE)
     with pytest.raises(CheckpointError, match=r"server: space: n: was 6, got 7|server: space: .*was 6, got 7"):

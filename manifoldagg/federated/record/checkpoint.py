@@ -218,6 +218,10 @@ class Saved:
         Raises:
             CheckpointError: naming where the two differ.
         """
+        if isinstance(space, torch.nn.Module | Mapping):
+            made = "of(model)" if isinstance(space, torch.nn.Module) else "of_state_dict(model, buffers=...)"
+            what = type(space).__name__
+            raise ArgumentError(f"space: expected the one that was saved, got {what}: write ParameterSpace.{made}")
         told = difference("space", self._tree["space"], describe("space", space))
         if told is not None:
             raise CheckpointError(f"{self.path}: {told}")

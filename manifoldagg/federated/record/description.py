@@ -91,10 +91,11 @@ def difference(name: str, was: Tree, given: Tree) -> str | None:
     if isinstance(was, dict) and isinstance(given, dict) and was.keys() == given.keys():
         found = (_apart(name, key, was[key], given[key]) for key in was)
         return next((told for told in found if told is not None), None)
-    if isinstance(was, list) and isinstance(given, list) and len(was) == len(given):
-        pairs = enumerate(zip(was, given, strict=True))
+    if isinstance(was, list) and isinstance(given, list) and was and given:
+        pairs = enumerate(zip(was, given, strict=False))
         found = (difference(f"{name}[{i}]", old, new) for i, (old, new) in pairs)
-        return next((told for told in found if told is not None), None)
+        longer = None if len(was) == len(given) else f"{name}: was {len(was)} entries, got {len(given)}"
+        return next((told for told in found if told is not None), longer)
     # Written out, what is no number is equal too.
     return None if was == given or repr(was) == repr(given) else f"{name}: was {_short(was)}, got {_short(given)}"
 
