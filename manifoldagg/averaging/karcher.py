@@ -1,7 +1,8 @@
 """The weighted Karcher mean of chosen versions of a model, with its certificate."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -99,13 +100,15 @@ def _alike(space: Manifold, versions: Versions, name: str = "versions") -> list[
     return [_fitting(space, point, f"{name}[{i}]", versions[0]) for i, point in enumerate(versions)]
 
 
-def _fitting(space: Manifold, point: Tensor, name: str, like: Tensor | None) -> Tensor:
+def _fitting(space: Manifold, point: Any, name: str, like: Tensor | None) -> Tensor:
     """A model of the shape of the space, alike `like`."""
-    check_shape(name, point, *space.axes)
-    if like is not None and (point.shape, point.dtype, point.device) != (like.shape, like.dtype, like.device):
-        expected, given = ((*x.shape, x.dtype, x.device.type) for x in (like, point))
+    if isinstance(point, torch.nn.Module | Mapping):
+        raise ArgumentError(f"{name}: expected a point, got {type(point).__name__}: write space.point(model)")
+    found = check_shape(name, point, *space.axes)
+    if like is not None and (found.shape, found.dtype, found.device) != (like.shape, like.dtype, like.device):
+        expected, given = ((*x.shape, x.dtype, x.device.type) for x in (like, found))
         raise ArgumentError(f"{name}: expected {expected} as those before, got {given}")
-    return point.detach()
+    return found.detach()
 
 
 def _check_values(space: Manifold, point: Tensor, name: str) -> None:

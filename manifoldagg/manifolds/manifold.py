@@ -251,4 +251,8 @@ def check_is_manifold(space: object) -> None:
         ArgumentError: naming it.
     """
     if not isinstance(space, Manifold):
+        if hasattr(space, "state_dict"):  # a module, which would say all its layers
+            raise ArgumentError(
+                f"space: expected a Manifold, got {type(space).__name__}: write ParameterSpace.of(model)"
+            )
         raise ArgumentError(f"space: expected a Manifold, got {space!r}")

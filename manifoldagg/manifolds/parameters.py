@@ -267,6 +267,8 @@ class ParameterSpace(Delegate):
             StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point], naming the model too.
             ArgumentError: likewise.
         """
+        if not isinstance(models, Mapping):
+            raise ArgumentError(f"models: expected a mapping from names to state dicts, got {type(models).__name__}")
         return self._read(models)
 
     def carried(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -29,6 +29,9 @@ from manifoldagg.manifolds import (
 from manifoldagg.manifolds import SymmetricPositiveDefinite as Positive
 from tests.support import draw, seeds, stopped
 
+LINEAR = nn.Linear(2, 1)
+NAMED = ParameterSpace.of(LINEAR)
+
 counts = st.integers(1, 12)
 
 
@@ -372,6 +375,17 @@ def test_the_tolerance_is_on_the_root_mean_square_of_the_residual(space, models,
     ("call", "words"),
     [
         (lambda: SWA(3), "space: expected a Manifold"),
+        (lambda: SWA(LINEAR), r"space: expected a Manifold, got Linear: write ParameterSpace.of\(model\)"),
+        (
+            lambda: karcher(NAMED, [LINEAR.state_dict()] * 2),
+            r"versions\[0\]: expected a point, got OrderedDict: write space.point",
+        ),
+        (lambda: karcher(NAMED, [LINEAR]), r"versions\[0\]: expected a point, got Linear: write space.point\(model\)"),
+        (
+            lambda: SWA(NAMED).update(1, LINEAR.state_dict()),
+            "model: expected a point, got OrderedDict: write space.point",
+        ),
+        (lambda: NAMED.points([LINEAR.state_dict()]), "models: expected a mapping from names to state dicts, got list"),
         (lambda: SWA(Flat(3), start=0.75), "start: expected an integer >= 0"),
         (lambda: SWA(Flat(3), start=-1), "start: expected an integer >= 0"),
         (lambda: SWA(Flat(3), cycle=0), "cycle: expected an integer >= 1"),
