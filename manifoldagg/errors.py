@@ -8,7 +8,7 @@ import difflib
 import math
 import operator
 from collections.abc import Collection, Sequence
-from typing import SupportsFloat, SupportsIndex, TypeVar
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
@@ -31,15 +31,21 @@ __all__ = [
     "check_number",
     "check_shape",
     "check_vector",
+    "in_a_line",
     "is_finite",
     "is_medium",
     "nearest",
+    "shown",
 ]
 
 GRAIN = 2**15
 """From so many entries on torch shares the work among its threads."""
 LARGE = 2**22
 """From so many on that is worth while also where the threads have to wait for a core; below, one is done before."""
+LONGEST = 100
+"""Characters of a value in a message."""
+HUGE = 128
+"""Binary digits of an integer from which on a message does not write it out; Python may not, either."""
 
 T = TypeVar("T")
 
@@ -93,6 +99,32 @@ class SpillError(ManifoldAggError):
         self.temporary = temporary
 
 
+def shown(value: Any, most: int = LONGEST) -> str:
+    """A value in one line of a message: as `repr` has it, cut where it is long, in words where it cannot be printed.
+
+    Example:
+        >>> shown("32"), shown(b"32"), shown(10**400), shown([-(10**5000)])
+        ("'32'", "b'32'", 'a huge int', 'a huge list')
+    """
+    kind = type(value)
+    if issubclass(kind, int) and int.bit_length(value) > HUGE:
+        return in_a_line(f"a huge {'negative ' if int.__lt__(value, 0) else ''}{kind.__name__}", most)
+    try:
+        text = str.__str__(repr(value))
+    except ValueError:  # more digits than Python writes
+        text = f"a huge {kind.__name__}"
+    except Exception:  # whatever its own code raises
+        text = f"a {kind.__name__}"
+    return in_a_line(" ".join(text.split()) if "\n" in text else text, most)
+
+
+def in_a_line(text: str, most: int = LONGEST) -> str:
+    """A text of no more than `most` characters, all of which can be printed."""
+    if not text.isprintable():
+        text = repr(text[:most])[1:-1]
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def check_number(
     name: str,
     value: SupportsFloat,
@@ -115,7 +147,8 @@ def check_number(
         manifoldagg.errors.ArgumentError: rate: expected a finite number > 0, got -1
     """
     try:
-        if isinstance(value, str | bool):
+        # float() reads words, and buffers of them, too.
+        if isinstance(value, str | bytes | bytearray | memoryview | bool):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -125,7 +158,7 @@ def check_number(
     bounds = [f"> {above:g}"] * (above > -math.inf) + [f">= {at_least:g}"] * (at_least > -math.inf)
     bounds += [f"<= {at_most:g}"] * (at_most < math.inf)
     expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
-    raise ArgumentError(f"{name}: expected {expected}, got {value!r}")
+    raise ArgumentError(f"{name}: expected {expected}, got {shown(value)}")
 
 
 def check_decay(name: str, value: SupportsFloat) -> float:
@@ -139,7 +172,7 @@ def check_decay(name: str, value: SupportsFloat) -> float:
         0.9
     """
     if (number := check_number(name, value, at_least=0)) >= 1:
-        raise ArgumentError(f"{name}: expected a number in [0, 1), got {value!r}")
+        raise ArgumentError(f"{name}: expected a number in [0, 1), got {shown(value)}")
     return number
 
 
@@ -158,9 +191,9 @@ def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {value!r}") from None
+        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {shown(value)}") from None
     if number < at_least:
-        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {value!r}")
+        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {shown(value)}")
     return number
 
 
@@ -181,7 +214,7 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
             return value
     near = nearest(value, choices)
     hint = f": did you mean {near}?" if near is not None else ""
-    raise ArgumentError(f"{name}: expected one of {', '.join(map(str, choices))}; got {value!r}{hint}")
+    raise ArgumentError(f"{name}: expected one of {', '.join(map(str, choices))}; got {shown(value)}{hint}")
 
 
 def nearest(word: object, choices: Collection[object]) -> str | None:
@@ -214,7 +247,7 @@ def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: f
             raise TypeError
         x = x.astype(np.float64)
     except (TypeError, ValueError, RuntimeError):
-        raise ArgumentError(f"{name}: expected real numbers, got {values!r}") from None
+        raise ArgumentError(f"{name}: expected real numbers, got {shown(values)}") from None
     if x.ndim != 1 or x.size == 0:
         raise ArgumentError(f"{name}: expected a non-empty vector, got shape {x.shape}")
     for i in np.flatnonzero(~(np.isfinite(x) & (x >= at_least)))[:1]:

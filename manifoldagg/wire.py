@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, WireError, check_number
+from manifoldagg.errors import ArgumentError, WireError, check_choice, check_number
 from manifoldagg.federated.contract import Message, Payload, Receipt, Ticket
 from manifoldagg.federated.intake import stored
 from manifoldagg.federated.record.format import KNOWN, decoded, dtype_of, encoded, entries, framed, spans
@@ -104,6 +104,7 @@ def pack(
     if spec is None and isinstance(value, Ticket) and isinstance(value.space, ParameterSpace):
         spec = value.space
     space = None if spec is None else _space(spec)
+    check_choice("compress", compress, (True, False))
     check_number("error", error, at_least=0)
     if error and not isinstance(value, Payload):
         raise ArgumentError(f"error: expected 0 for a {type(value).__name__}: only payloads are rounded")

@@ -21,6 +21,7 @@ from manifoldagg.errors import (
     check_number,
     check_shape,
     is_finite,
+    shown,
 )
 from manifoldagg.manifolds import Loss
 from manifoldagg.manifolds.optimizers import Optimizer, lower, optimizer_on
@@ -57,6 +58,8 @@ class Training:
     sharpness: Sharpness | None = None
 
     def __post_init__(self) -> None:
+        if not callable(self.optimizer):
+            raise ArgumentError(f"optimizer: expected a class such as torch.optim.Adam, got {shown(self.optimizer)}")
         check_number("rate", self.rate, above=0)
         check_number("proximal", self.proximal, at_least=0)
         given = self.sharpness

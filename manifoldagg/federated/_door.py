@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, StateDictError, check_count, check_number
+from manifoldagg.errors import ArgumentError, StateDictError, check_choice, check_count, check_number
 from manifoldagg.federated.buffers import Packed, Patterns, Waiting, check_patterns, policies
 from manifoldagg.federated.contract import Memory, Rule, State, Update, by_rows, check_rule, extras
 from manifoldagg.federated.doubts import check_parameters, warn_of_difference, warn_of_factors, warn_of_integers
@@ -129,6 +129,7 @@ def stepped(
         check_count("samples", known.samples)
         check_number("weight", known.weight, above=0)
         check_client(known.client)
+        check_choice("difference", difference, (True, False))
         points = list(update) if _is_curve(current, update) else [update]
         if not points:
             raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.errors import ArgumentError, check_count, check_number, shown
 from manifoldagg.federated.contract import Update
 from manifoldagg.federated.weights import MOST
 from manifoldagg.kernels import combine
@@ -91,7 +91,9 @@ class Checks:
         if self.norm_window > WIDEST:
             raise ArgumentError(f"norm_window: expected at most {WIDEST}")
         if self.norm_after > self.norm_window:
-            raise ArgumentError(f"norm_after: expected at most norm_window = {self.norm_window}, got {self.norm_after}")
+            raise ArgumentError(
+                f"norm_after: expected at most norm_window = {self.norm_window}, got {shown(self.norm_after)}"
+            )
 
     @cached_property
     def clips(self) -> bool:

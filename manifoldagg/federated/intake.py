@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape
+from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape, in_a_line, shown
 from manifoldagg.federated.checks import Checks
 from manifoldagg.federated.contract import Payload
 from manifoldagg.kernels.rows import is_transformed
@@ -220,7 +220,7 @@ def check_samples(given: Any, most: int) -> int:
     """
     number = given if type(given) is int else _answered("samples", lambda: _integer(given))
     if number is None or not 1 <= number <= most:
-        raise ArgumentError(f"samples: expected an integer from 1 to {most}, got {_short(given)}")
+        raise ArgumentError(f"samples: expected an integer from 1 to {most}, got {shown(given)}")
     return number
 
 
@@ -250,10 +250,10 @@ def _numbers(form: Form, given: Any) -> dict[str, float]:
 
 
 def _number(name: str, given: Any) -> float:
-    """A finite float. Not through `check_number`, whose message may be as long as the number."""
+    """A finite float. Not through `check_number`, which lets what the number's own code raises come out."""
     number = given if type(given) is float else _answered(name, lambda: _real(given))
     if not math.isfinite(number):
-        raise ArgumentError(f"{name}: expected a finite number, got {_short(given)}")
+        raise ArgumentError(f"{name}: expected a finite number, got {shown(given)}")
     return number
 
 
@@ -373,14 +373,6 @@ def _listed(names: Collection[object]) -> str:
     return ", ".join(heapq.nsmallest(LISTED, map(_short, names))) + further
 
 
-def _short(value: object) -> str:
-    """A value in a few words that can be printed; an integer of thousands of digits has none, nor has what fails."""
-    try:
-        text = str.__str__(value if isinstance(value, str) else repr(value))
-    except ValueError:
-        text = f"a huge {type(value).__name__}"
-    except Exception:  # whatever its own code raises
-        text = f"a {type(value).__name__}"
-    if not text.isprintable():
-        text = repr(text[:40])[1:-1]
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def _short(name: Any) -> str:
+    """A name, without quotes, that can be printed."""
+    return in_a_line(str.__str__(name), 40) if _is_a(name, str) else shown(name, 40)

@@ -8,7 +8,15 @@ from typing import Any, get_args
 import numpy as np
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError, check_choice, check_count, check_number
+from manifoldagg.errors import (
+    ArgumentError,
+    ManifoldAggError,
+    RuleError,
+    check_choice,
+    check_count,
+    check_number,
+    shown,
+)
 
 __all__ = ["Cosine", "Cyclic", "Rate", "Weight", "rate_at", "weight_at"]
 
@@ -133,8 +141,9 @@ def _value(name: str, function: Callable[[int], float], place: int) -> float:
     """What a function says, which is its owner's fault where it cannot be used."""
     try:
         given = function(place)
-        _check_plain(f"{name}({place})", given)
-        return check_number(f"{name}({place})", given, at_least=0)
+        where = f"{name}({shown(place)})"
+        _check_plain(where, given)
+        return check_number(where, given, at_least=0)
     except ManifoldAggError as error:
         raise RuleError(str(error)) from error
 
@@ -148,7 +157,7 @@ def check_function(name: str, function: Callable[[int], float]) -> None:
     if isinstance(function, type):
         raise ArgumentError(f"{name}: expected an instance, got the class {function.__name__}")
     if not callable(function):
-        raise ArgumentError(f"{name}: expected a function of an int, got {function!r}")
+        raise ArgumentError(f"{name}: expected a function of an int, got {shown(function)}")
 
 
 def check_options(options: Any) -> None:
@@ -174,4 +183,4 @@ def check_options(options: Any) -> None:
 
 def _check_plain(name: str, value: Any) -> None:
     if isinstance(value, Tensor | np.ndarray):
-        raise ArgumentError(f"{name}: expected a plain number, got {value!r}")
+        raise ArgumentError(f"{name}: expected a plain number, got {shown(value)}")

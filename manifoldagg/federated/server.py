@@ -21,6 +21,7 @@ from manifoldagg.errors import (
     ManifoldAggError,
     RuleError,
     SpillError,
+    check_choice,
     check_count,
     check_number,
 )
@@ -64,7 +65,7 @@ from manifoldagg.federated.turn import Answering, Turn
 from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold, ParameterSpace
-from manifoldagg.manifolds.layout import Entry
+from manifoldagg.manifolds.layout import Entry, tensors_of
 from manifoldagg.manifolds.scaling import Scaling
 
 __all__ = ["Server"]
@@ -277,7 +278,8 @@ class Server:
             space = space_of("model", model, None, check_patterns(buffers), adapters, scaling)
         check_parameters("model", space.layout)
         carried = space.carried(model)
-        return cls(space, rule, space.point(model), carried=carried, buffers=buffers, **server_options)
+        start = space.points({"model: ": space.stacked(tensors_of(model))})[0]
+        return cls(space, rule, start, carried=carried, buffers=buffers, **server_options)
 
     @classmethod
     @without_derivatives
@@ -387,12 +389,14 @@ class Server:
             keep: keep the version that it starts from. Otherwise its payload must bring the base.
 
         Raises:
-            ArgumentError: if `client` is no such name, or missing from the weights that were given up front.
+            ArgumentError: if `client` is no such name, or missing from the weights that were given up front; or if
+                `keep` is no truth value.
             BusyError: if as many tickets are out as may be.
             CheckpointError: if the journal cannot be written.
 
         Cost: one copy of the model, which is read once and written once: a client's model is its own.
         """
+        check_choice("keep", keep, (True, False))
         self._check_process()
         self._expire()
         self._books.value.weights.check(client)

@@ -1,11 +1,15 @@
 """Weights s(x) that an update of staleness x keeps."""
 
+import sys
 from dataclasses import dataclass
 
 from manifoldagg.errors import check_number
 from manifoldagg.federated.schedules import check_options
 
 __all__ = ["Constant", "Hinge", "Polynomial"]
+
+MOST = sys.float_info.max
+"""The most that a staleness counts for: Python makes no float of a larger integer."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Polynomial:
         check_number("a", self.a, at_least=0)
 
     def __call__(self, staleness: int) -> float:
-        return float((staleness + 1) ** -self.a)
+        return float(min(staleness + 1, MOST) ** -self.a)
 
 
 @dataclass(frozen=True)
@@ -53,4 +57,4 @@ class Hinge:
         check_number("b", self.b, at_least=0)
 
     def __call__(self, staleness: int) -> float:
-        return 1.0 if staleness <= self.b else 1.0 / (self.a * (staleness - self.b) + 1)
+        return 1.0 if staleness <= self.b else 1.0 / (self.a * (min(staleness, MOST) - self.b) + 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, shown
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.layout import Entry, Layout
 from manifoldagg.manifolds.manifold import Manifold
@@ -38,7 +38,7 @@ def assigned(
         ArgumentError: if a pattern matches no leaf, or a space does not fit a leaf.
     """
     if not isinstance(manifolds, Mapping | None):
-        raise ArgumentError(f"manifolds: expected a mapping of name or pattern to space, got {manifolds!r}")
+        raise ArgumentError(f"manifolds: expected a mapping of name or pattern to space, got {shown(manifolds)}")
     if not manifolds and not brought:
         return ()
     said = manifolds or {}
@@ -49,7 +49,10 @@ def assigned(
         patterns = [name for name in names if name in said]
         patterns += [p for p in said if p not in patterns and any(fnmatch.fnmatchcase(name, p) for name in names)]
         matched |= set(patterns)
-        space = _fitted(leaf, said[patterns[0]]) if patterns else _fitted(leaf, (brought or {}).get(leaf.name))
+        if patterns:
+            space = _fitted(leaf, said[patterns[0]], patterns[0])
+        else:
+            space = _fitted(leaf, (brought or {}).get(leaf.name), leaf.name)
         if not space.flat:
             pairs.append((leaf.name, space))
     if odd := [pattern for pattern in said if pattern not in matched]:
@@ -57,14 +60,18 @@ def assigned(
     return tuple(pairs)
 
 
-def _fitted(leaf: Entry, space: Any) -> Manifold:
-    """The space of a whole leaf: `space` itself, or as many copies as the leaf has further axes for."""
+def _fitted(leaf: Entry, space: Any, name: str) -> Manifold:
+    """The space of a whole leaf, said under `name`: itself, or as many copies as the leaf has further axes for."""
     if space is None:
         return Flat(leaf.size)
     if not isinstance(space, Manifold):
         # Only where one is given: loading geoopt takes longer than loading this package.
-        from manifoldagg.manifolds.geoopt import from_geoopt
+        from manifoldagg.manifolds.geoopt import from_geoopt, is_geoopt
 
+        if not is_geoopt(space):
+            given = f"the class {space.__name__}" if isinstance(space, type) else shown(space)
+            meant = f"a Manifold such as Sphere({leaf.shape[-1] if leaf.shape else 1}), or one of geoopt"
+            raise ArgumentError(f"manifolds: {name}: expected {meant}; got {given}")
         return from_geoopt(space, leaf.shape)
     copies = leaf.shape[: max(0, len(leaf.shape) - len(space.shape))]
     if copies + space.shape != leaf.shape:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError, check_number
+from manifoldagg.errors import ArgumentError, check_number, shown
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent, Tensors
@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import geoopt  # type: ignore[import-untyped]
 
-__all__ = ["GeooptManifold", "from_geoopt"]
+__all__ = ["GeooptManifold", "from_geoopt", "is_geoopt"]
 
 BALLS = (
     geoopt.PoincareBall,
@@ -105,7 +105,7 @@ def from_geoopt(
         shape = tuple(manifold.shape)
         manifold = manifold.manifold
     if not isinstance(manifold, geoopt.Manifold):
-        raise ArgumentError(f"manifold: expected a geoopt manifold or a tensor on one, got {manifold!r}")
+        raise ArgumentError(f"manifold: expected a geoopt manifold or a tensor on one, got {shown(manifold)}")
     known = _is_known(manifold, vouched=capabilities is not None or injectivity_radius is not None)
     if known and type(manifold) in PRODUCTS:
         leaves = zip(manifold.manifolds, manifold.shapes, strict=True)
@@ -280,6 +280,11 @@ OURS: dict[Any, Callable[..., Manifold]] = {
     geoopt.EuclideanStiefel: lambda _, n, p: Stiefel(n, p),
     geoopt.SymmetricPositiveDefinite: lambda _, n, m: SymmetricPositiveDefinite(n),
 }
+
+
+def is_geoopt(given: object) -> bool:
+    """Whether `from_geoopt` knows what to make of it."""
+    return isinstance(given, geoopt.Manifold | geoopt.ManifoldTensor)
 
 
 def _is_known(manifold: Any, *, vouched: bool) -> bool:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.errors import ArgumentError, check_count, shown
 from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import across, eye, matrix_exp, polar, sym
@@ -70,7 +70,7 @@ class Grassmann(Embedded):
 
     def __post_init__(self) -> None:
         if check_count("p", self.p) > check_count("n", self.n):
-            raise ArgumentError(f"p: expected an integer from 1 to n = {self.n}, got {self.p}")
+            raise ArgumentError(f"p: expected an integer from 1 to n = {self.n}, got {shown(self.p)}")
 
     @property
     def shape(self) -> tuple[int, ...]:

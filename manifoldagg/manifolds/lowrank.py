@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_shape
+from manifoldagg.errors import ArgumentError, check_count, check_shape, shown
 from manifoldagg.manifolds.factors import Side, truncated
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import across
@@ -85,8 +85,8 @@ class LowRank(Manifold):
             check_count(name, getattr(self, name))
         if self.state_rank is not None:
             check_count("state_rank", self.state_rank)
-        if self.rank > min(self.m, self.n):
-            raise ArgumentError(f"rank: expected at most {min(self.m, self.n)}, the lesser of m and n, got {self.rank}")
+        if self.rank > (most := min(self.m, self.n)):
+            raise ArgumentError(f"rank: expected at most {most}, the lesser of m and n, got {shown(self.rank)}")
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_decay, check_number, check_shape
+from manifoldagg.errors import ArgumentError, check_decay, check_number, check_shape, shown
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, check_is_manifold
 from manifoldagg.manifolds.power import factors
@@ -282,11 +282,10 @@ def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
     twin = made if isinstance(made, type) and issubclass(made, _Riemannian) else TWINS.get(made)
     if space.flat and twin is not made:
         return optimizer
-    name = getattr(made, "__name__", repr(made))
+    name = getattr(made, "__name__", shown(made))
     if twin is None:
-        raise ArgumentError(
-            f"optimizer: expected SGD or Adam of torch.optim, RiemannianSGD or RiemannianAdam on {space}; got {name}"
-        )
+        expected = f"SGD or Adam of torch.optim, RiemannianSGD or RiemannianAdam on {shown(space)}"
+        raise ArgumentError(f"optimizer: expected {expected}; got {name}")
     unknown = sorted(options.keys() - inspect.signature(twin).parameters.keys())
     if unknown or (bound and args):
         given = ", ".join(unknown) or f"positional arguments {args!r}"

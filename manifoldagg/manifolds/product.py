@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, shown
 from manifoldagg.manifolds.delegate import Composite
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent
 
@@ -140,12 +140,14 @@ class Product(Composite):
 def _checked(factors: object) -> tuple[tuple[str, Manifold], ...]:
     """`factors` as (name, space) pairs with distinct names."""
     if not isinstance(factors, tuple) or not factors:
-        raise ArgumentError(f"factors: expected a mapping or a tuple with at least one space, got {factors!r}")
+        expected = "a mapping from names to spaces or a tuple of (name, space) pairs, not empty"
+        raise ArgumentError(f"factors: expected {expected}; got {shown(factors)}")
     names = set()
     for pair in factors:
         match pair:
             case (str(name), Manifold()) if name and name not in names:
                 names.add(name)
             case _:
-                raise ArgumentError(f"factors: expected pairs of a new, non-empty name and a space, got {pair!r}")
+                expected = "pairs of a new, non-empty name and a space, such as ('direction', Sphere(3))"
+                raise ArgumentError(f"factors: expected {expected}; got {shown(pair)}")
     return tuple((name, space) for name, space in factors)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.errors import ArgumentError, check_count, shown
 from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import eye, matrix_exp, polar, skew, sym
@@ -108,7 +108,7 @@ class Stiefel(Embedded):
     def __post_init__(self) -> None:
         check_count("n", self.n)
         if check_count("p", self.p) > self.n:
-            raise ArgumentError(f"p: expected an integer <= n = {self.n}, got {self.p!r}")
+            raise ArgumentError(f"p: expected an integer <= n = {self.n}, got {shown(self.p)}")
 
     @property
     def shape(self) -> tuple[int, ...]:

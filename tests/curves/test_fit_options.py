@@ -387,6 +387,7 @@ EYE = torch.eye(3)
         (lambda: {"phases": Phases(patience=0)}, "patience: expected"),
         (lambda: {"phases": Phases(plateau=-1.0)}, "plateau: expected"),
         (lambda: {"resume": {"phi": 3}}, "resume: expected the state of a Fit"),
+        (lambda: {"training": Training(optimizer="adam")}, r"optimizer: expected a class such as .*Adam, got 'adam'"),
         (
             lambda: {"training": Training(optimizer=torch.optim.AdamW), "curve": Bezier(Sphere(3)), "start": EYE[0]},
             "optimizer: expected SGD",

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Payload, Server, Update
 from manifoldagg.federated.rules import ASGD, CA2FL, AsyncFedED, FedAdam, FedAsync, FedAvg, FedBuff, MasFL, OrthoFL
 from manifoldagg.federated.schedules import Cosine, Cyclic, rate_at, weight_at
+from manifoldagg.federated.staleness import Hinge, Polynomial
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import fingerprint
 from tests.support import draw
@@ -60,6 +62,13 @@ def test_a_rule_asks_for_its_rate_once_a_version(make):
     assert asked == list(range(4 if rule.cohort == 1 and not isinstance(rule, FedBuff) else 2))
 
 
+@pytest.mark.parametrize("weight", [Polynomial(), Polynomial(3.0), Hinge(), Hinge(0.0)])
+def test_a_staleness_that_no_float_is_has_the_weight_of_the_largest(weight):
+    largest = weight_at(weight, int(sys.float_info.max))
+    assert [weight_at(weight, 10**digits) for digits in (309, 400, 5000)] == [largest] * 3
+    assert weight_at(weight, 10**308) >= largest
+
+
 def test_a_schedule_gives_the_rate_of_each_step():
     rule, model = ASGD(Cosine(1.0, 0.0, 4)), draw(0, 3)
     state, rates = rule.init(Flat(3), model), []
@@ -73,6 +82,10 @@ def test_a_schedule_gives_the_rate_of_each_step():
     ("call", "words"),
     [
         (lambda: ASGD(0.0), "rate: expected a finite number > 0"),
+        (lambda: ASGD("1"), "rate: expected a finite number > 0, got '1'"),
+        (lambda: ASGD(b"1"), "rate: expected a finite number > 0, got b'1'"),
+        (lambda: ASGD(10**400), "rate: expected a finite number > 0, got a huge int"),
+        (lambda: ASGD(10**5000), "rate: expected a finite number > 0, got a huge int"),
         (lambda: Cyclic(0.5, 0.1, 4), "high: expected"),
         (lambda: Cyclic(0.0, 0.0, 4), "high: expected"),
         (lambda: Cyclic(-0.1, 0.1, 4), "low: expected"),

@@ -597,6 +597,8 @@ def test_after_closing_only_the_model_is_there():
         (lambda: server(checks=Checks(max_points=0)), "max_points: expected"),
         (lambda: server(checks=Checks(norm_window=10**30)), "norm_window: expected at most 1000000"),
         (lambda: server(weights={"a": 1}).dispatch("b"), "client: 'b' has no entry in the weights"),
+        (lambda: server().dispatch("a", keep="no"), "keep: expected one of True, False; got 'no'"),
+        (lambda: Server.of({"w": torch.full((2,), float("nan"))}, FedAsync()), "^model: w: expected finite"),
         (lambda: server().dispatch(["a"]), "client: expected a hashable name"),
         (lambda: server().dispatch(type("Odd", (), {"__hash__": lambda self: 1 // 0})()), "client: expected a hashable name, got one of type Odd"),
         (lambda: server().state_dict(), "space: expected a ParameterSpace, got Flat"),

@@ -173,6 +173,13 @@ def test_an_optimiser_without_a_curved_form_is_refused():
         trained(trainers.Local(steps=1, optimizer=torch.optim.RMSprop), CURVED, HOME, curved_loss, Goals())
 
 
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("optimizer", ["adam", None, torch.optim.SGD([torch.zeros(1)])])
+def test_what_is_no_optimiser_is_refused_when_a_trainer_is_made(optimizer):
+    with pytest.raises(ArgumentError, match=r"^optimizer: expected a class such as torch\.optim\.Adam, got .{0,120}$"):
+        trainers.Local(optimizer=optimizer)
+
+
 class Goals(list):
     samples = 1
 

@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 from torch import nn
 
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Every, Payload, Server, rules, trainers
 from manifoldagg.federated.contract import extras
 from manifoldagg.integrations.flower import Asynchronous, campaign, client_app
@@ -672,7 +672,19 @@ def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
         ({"seed": -1}, "seed: expected"),
         ({"checkpoint": "server"}, "checkpoint: expected Every"),
         ({"resume": True}, "resume: expected a `checkpoint`"),
-        ({"max_tickets": 3}, "max_tickets: expected None"),
+        ({"wire": "yes"}, "^wire: expected one of None, True, False; got 'yes'"),
+        ({"compress": "x"}, "^compress: expected one of True, False"),
+        ({"replace": 1}, "^replace: expected one of True, False"),
+        ({"max_tickets": 3}, "^max_tickets: expected one of the options .*concurrency says how many tasks"),
+        ({"fraction_train": 1.0}, "^fraction_train: expected one of the options model, .*: concurrency says"),
+        ({"min_train_nodes": 2}, "^min_train_nodes: expected one of .*updates how many answers a round takes$"),
+        ({"max_stalenes": 3}, r"^max_stalenes: .*concurrency.*max_staleness.*: did you mean max_staleness\?$"),
+        ({"num_rounds": 3}, "^num_rounds: .*: start takes it"),
+        ({"max_staleness": -1}, "^max_staleness: expected an integer >= 0, got -1"),
+        ({"weights": "x"}, "^weights: expected one of observed, uniform; got 'x'"),
+        ({"base_dtype": 16}, "^base_dtype: expected"),
+        ({"buffers": "*mean"}, "^buffers: expected a sequence"),
+        ({"journal": 3}, "^journal: expected a path or a Journal"),
     ):
         with pytest.raises(ArgumentError, match=words):
             Asynchronous(**{"rule": fedasync, **options})
@@ -683,13 +695,35 @@ def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
         (Net, changed(**{"0.bias": Array(np.zeros(9, np.float32))}), "initial_arrays: 0.bias: expected shape"),
         (Net, changed(**{"0.bias": Array(np.full(4, np.nan, np.float32))}), "initial_arrays: .*finite"),
         (None, changed(**{"0.bias": array(HUGE)}), "initial_arrays: wire: 0.bias"),
-        (lambda: 3, first(), "initial_arrays: model: expected a function that makes a module"),
+        (None, ArrayRecord(), "initial_arrays: expected floating parameters"),
+        (Net, Net().state_dict(), "initial_arrays: expected an ArrayRecord, got OrderedDict"),
+        (lambda: 3, first(), "model: expected a function that makes a module"),
     ):
-        with pytest.raises(ArgumentError, match=words):
+        with pytest.raises(ArgumentError, match=f"^{words}"):
             Asynchronous(fedasync, model=model).start(None, arrays)
+    with pytest.raises(ArgumentError, match="^buffers: 'odd' matches nothing"):
+        Asynchronous(fedasync, model=Net, buffers={"odd": "leave"}).start(None, first())
     for options, words in (({"num_rounds": -1}, "num_rounds: expected"), ({"timeout": 0}, "timeout: expected")):
         with pytest.raises(ArgumentError, match=words):
             Asynchronous(fedasync).start(None, first(), **options)
+
+
+def test_options_that_float64_alone_can_have_are_left_to_the_model():
+    for dtype in (torch.float32, torch.bfloat16):
+        assert asynchronous(base_dtype=dtype).server_options == {"base_dtype": dtype}
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_another_rule_takes_over_where_there_is_a_checkpoint(tmp_path):
+    options = {"checkpoint": Every(tmp_path / "server", updates=1), "resume": True}
+    slow, fast = rules.FedAsync(rate=0.5), rules.FedAsync(rate=1.0)
+    with running(plain_app(), 2) as engine:
+        for rule, replace, rounds in ((slow, True, 1), (fast, True, 2), (fast, False, 3)):
+            strategy = asynchronous(rule, replace=replace, **options)
+            strategy.start(engine.grid, first(), num_rounds=rounds, timeout=60.0)
+            assert (strategy.server.rule, strategy.server.updates) == (rule, 2 * rounds)
+        with pytest.raises(CheckpointError, match="replace=True"):
+            asynchronous(slow, **options).start(engine.grid, first(), num_rounds=4)
 
 
 def test_a_module_that_is_given_stays_as_it_is():

@@ -192,7 +192,14 @@ def test_a_parameter_of_geoopt_brings_its_manifold():
         ({"*.weigth": Sphere(3)}, r"manifolds: no leaf is called '\*\.weigth'"),
         ({"first.weight": Sphere(4)}, r"Sphere\(n=4\) has points of shape \(4,\), first.weight has \(4, 3\)"),
         ({"first.bias": SpecialOrthogonal(4)}, "first.bias has"),
-        ({"first.weight": "sphere"}, "manifold"),
+        (
+            {"first.weight": "sphere"},
+            r"manifolds: first\.weight: expected a Manifold such as Sphere\(3\).*; got 'sphere'",
+        ),
+        (
+            {"*.weight": Sphere},
+            r"manifolds: \*\.weight: expected a Manifold such as Sphere\(3\).*; got the class Sphere",
+        ),
         ([Sphere(3)], "manifolds: expected a mapping"),
     ],
 )

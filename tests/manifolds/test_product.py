@@ -111,9 +111,16 @@ def test_vmap_and_jvp_see_through_it():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Product({}), "factors: expected a mapping or a tuple with at least one space"),
-        (lambda: Product([("a", Flat(1))]), "factors: expected a mapping or a tuple"),
-        (lambda: Product({"": Flat(1)}), r"factors: expected pairs of a new, non-empty name and a space, got \(''"),
+        (
+            lambda: Product({}),
+            "factors: expected a mapping from names to spaces or a tuple of .* pairs, not empty; got",
+        ),
+        (
+            lambda: Product([Sphere(3), Flat(1)]),
+            r"factors: expected a mapping .* or a tuple .*; got \[Sphere\(n=3\), Flat",
+        ),
+        (lambda: Product((Sphere(3), Flat(1))), r"such as \('direction', Sphere\(3\)\); got Sphere\(n=3\)"),
+        (lambda: Product({"": Flat(1)}), r"factors: expected pairs of a new, non-empty name and a space, .*got \(''"),
         (lambda: Product((("a", Flat(1)), ("a", Flat(2)))), r"got \('a', Flat\(n=2\)\)"),
         (lambda: Product({"a": 3}), r"got \('a', 3\)"),
         (lambda: Product(("a", Flat(1))), "factors: expected pairs"),

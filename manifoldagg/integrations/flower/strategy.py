@@ -1,5 +1,6 @@
 """The server's side: a strategy of Flower that gives each node new work as soon as it has answered."""
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,11 +14,11 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
-from manifoldagg.errors import ArgumentError, CheckpointError, check_count, check_number
+from manifoldagg.errors import ArgumentError, CheckpointError, check_choice, check_count, check_number, shown
 from manifoldagg.federated import Every, Rule, Server
 from manifoldagg.federated.asking import Asking, asking, declared
 from manifoldagg.federated.contract import check_rule, extras
-from manifoldagg.integrations.flower.begin import server_of
+from manifoldagg.integrations.flower.begin import check_options, server_of
 from manifoldagg.integrations.flower.campaign import Campaign, Exam
 from manifoldagg.integrations.flower.mail import Mail
 from manifoldagg.integrations.flower.metrics import bare, samples_of, weighted_mean
@@ -67,7 +68,8 @@ class Asynchronous(Strategy):
         checkpoint: when to write checkpoints, and where to; also when `start` returns. What the rounds have come to is
             beside it.
         resume: go on from the checkpoint, if it is there.
-        **server_options: what `Server` takes by keyword.
+        replace: take this rule, and this clock, where those of the checkpoint are others; see `Server.resume`.
+        **server_options: what `Server` takes by keyword, but what the arrays have and how many tasks are under way.
 
     Attributes:
         server: of the current run, or the last one.
@@ -111,22 +113,25 @@ class Asynchronous(Strategy):
         seed: int = 0,
         checkpoint: Every | None = None,
         resume: bool = False,
+        replace: bool = False,
         **server_options: Any,
     ) -> None:
         self.rule = check_rule(rule)
         if model is not None and not callable(model):
-            raise ArgumentError(f"model: expected a module or a function that makes one, got {model!r}")
+            raise ArgumentError(f"model: expected a module or a function that makes one, got {shown(model)}")
         for name, count in (("updates", updates), ("concurrency", concurrency)):
             if count is not None:
                 check_count(name, count)
         if concurrency is not None:
             asking(rule, list(declared(rule, "routing") or ()), concurrency, np.random.default_rng(0))
         if checkpoint is not None and not isinstance(checkpoint, Every):
-            raise ArgumentError(f"checkpoint: expected Every, got {checkpoint!r}")
+            raise ArgumentError(f"checkpoint: expected Every, got {shown(checkpoint)}")
+        for name, given in (("compress", compress), ("resume", resume), ("replace", replace)):
+            check_choice(name, given, (True, False))
+        check_choice("wire", wire, (None, True, False))
         if resume and checkpoint is None:
             raise ArgumentError("resume: expected a `checkpoint` to go on from")
-        if server_options.get("max_tickets") is not None:
-            raise ArgumentError("max_tickets: expected None; `concurrency` says how many tasks are under way")
+        check_options(server_options, OPTIONS)
         self.model = model
         self.updates = updates
         self.concurrency = concurrency
@@ -146,6 +151,7 @@ class Asynchronous(Strategy):
         self.seed = check_count("seed", seed, at_least=0)
         self.checkpoint = checkpoint
         self.resume = resume
+        self.replace = replace
         self.server_options = server_options
         self.interval = 0.1
         self._stopped = False
@@ -206,6 +212,8 @@ class Asynchronous(Strategy):
             ArgumentError: naming the argument that does not fit.
             CheckpointError: if the checkpoint to go on from is none, or of something else.
         """
+        if not isinstance(initial_arrays, ArrayRecord):
+            raise ArgumentError(f"initial_arrays: expected an ArrayRecord, got {type(initial_arrays).__name__}")
         check_count("num_rounds", num_rounds, at_least=0)
         self._stopped = self._is_open = False
         self._timeout = check_number("timeout", timeout, above=0)
@@ -325,7 +333,13 @@ class Asynchronous(Strategy):
         path = None if self.checkpoint is None else Path(self.checkpoint.path)
         resume = self.resume and path is not None and path.exists()
         self.server = server_of(
-            self.rule, self.model, initial_arrays, resume=resume, checkpoint=self.checkpoint, **self.server_options
+            self.rule,
+            self.model,
+            initial_arrays,
+            resume=resume,
+            replace=self.replace,
+            checkpoint=self.checkpoint,
+            **self.server_options,
         )
         self._mail = Mail(
             self.server, self.wire, self.compress, key=self.arrayrecord_key, weighted_by_key=self.weighted_by_key
@@ -484,6 +498,10 @@ class Asynchronous(Strategy):
     ) -> Letter:
         content = RecordDict({**arrays, self.configrecord_key: config})
         return Letter(content, dst_node_id=node, message_type=kind, ttl=self._patience, group_id=str(number))
+
+
+OPTIONS = [p.name for p in inspect.signature(Asynchronous).parameters.values() if p.kind is p.KEYWORD_ONLY]
+"""Those that a strategy has beside its server's."""
 
 
 def _size(arrays: ArrayRecord) -> int:
