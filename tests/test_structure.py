@@ -27,7 +27,7 @@ BELOW = {
     "routing": {"_output", "errors"},
     "federated": {"errors", "kernels", "manifolds", "curves", "averaging", "corrections"},
 }
-BELOW["wire"] = {"errors", "manifolds", "federated"}
+BELOW["wire"] = {"errors", "kernels", "manifolds", "federated"}
 BELOW["optim"] = {"errors", "kernels", "manifolds", "corrections", "federated"}
 BELOW["simulation"] = {*BELOW["federated"], "_output", "federated", "routing", "wire"}
 BELOW["integrations"] = {*BELOW["federated"], "federated", "wire"}
