@@ -67,8 +67,10 @@ def run_each(context: typer.Context, path: Path, only: Sequence[str]) -> None:
     for name in WITH_FILES if here != there else ():
         if typed.get(name) is not None:
             typed[name] = _seen_from(there, name, typed[name])
-    if "data" in typed:
+    if typed.keys() & {"data", "methods"}:
         sys.path.insert(0, str(here))
+    # Where a module of the user's is looked for, as by `python -m`.
+    sys.path.insert(0, "")
     runs = {}
     with chdir(there):
         for name, words in lines.items():
@@ -138,7 +140,6 @@ def _finished(params: dict[str, Any]) -> dict[str, Any] | None:
                 chosen[place] = with_rate(method, tried["chosen"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    sys.path.insert(0, "")
     given = task(params["data"], params["model"])
     expected = {name: params[name] for name in AS_GIVEN} | {
         "data": {"name": given.name, "checksum": f"{given.checksum:08x}"},

@@ -100,7 +100,7 @@ def compare_command(
         str,
         typer.Option(
             help="What to compare, separated by commas: rules in lower case, with options, such as "
-            "`fedasync,asyncbezier:degree=3,threshold=auto`."
+            "`fedasync,asyncbezier:degree=3,threshold=auto`, or `module:name:option=value`, a rule of your own."
         ),
     ] = "fedasync,fedortho,asynckrylov,asyncbezier",
     rate: Annotated[
@@ -219,11 +219,11 @@ def compare_command(
         return run_each(context, config, only or [])
     if only:
         raise typer.BadParameter("it chooses tables of --config, which is not given", param_hint="--only")
+    # Where a module of the user's is looked for, as by `python -m`.
+    sys.path.insert(0, "")
     chosen = methods_by_name(methods, rate or [])
     if name is not None and (os.sep in name or name in ("", ".", "..")):
         raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
-    # Where a module of the user's is looked for, as by `python -m`.
-    sys.path.insert(0, "")
     problem = task(data, model)
     check_plots()
     settings: dict[str, Any] = {

@@ -28,6 +28,7 @@ __all__ = [
     "check_count",
     "check_decay",
     "check_finite",
+    "check_instance",
     "check_number",
     "check_shape",
     "check_vector",
@@ -215,6 +216,31 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
     near = nearest(value, choices)
     hint = f": did you mean {near}?" if near is not None else ""
     raise ArgumentError(f"{name}: expected one of {', '.join(map(str, choices))}; got {shown(value)}{hint}")
+
+
+def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T:
+    """`value`, which must be an instance of `kind`.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        kind: a class.
+        hint: what to write instead.
+
+    Raises:
+        ArgumentError: naming the class, and what to write.
+
+    Example:
+        >>> check_instance("rate", "0.5", float, "0.5")
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: rate: expected a float, got '0.5'; write 0.5
+    """
+    if isinstance(value, kind):
+        return value
+    # Others may be written out at any length, as a task with its tensors.
+    given = repr(value) if isinstance(value, str | bool | type | None) else type(value).__name__
+    raise ArgumentError(f"{name}: expected a {kind.__name__}, got {given}" + (f"; write {hint}" if hint else ""))
 
 
 def nearest(word: object, choices: Collection[object]) -> str | None:

@@ -104,6 +104,7 @@ WRONG = [
         "methods: fedgs: optimizer: Invalid momentum value: -3",
     ),
     (["--methods", "fedasync,fedavg:trainer=normalised"], "methods: FedAvg(trainer=normalised): message: expected one"),
+    (["--methods", "fedasync,nowhere:Signs:rate=1"], "methods: nowhere:Signs: neither a method nor a module"),
     (["--methods", "asyncbezier:degree=1"], "methods: asyncbezier: epochs: expected none in the second phase"),
     (["--methods", "fedasync:trainer.=3"], "methods: fedasync: expected an option of the trainer behind the dot"),
     (["--methods", "fedasync:staleness.=3"], "methods: fedasync: staleness: expected one of its options behind"),

@@ -254,11 +254,22 @@ def snippets():
             yield pytest.param("\n".join(blocks), id=name)
 
 
+def modules(page):
+    """Blocks of a page that are files of Python, by their names."""
+    return dict(re.findall(r'^```python title="(\w+\.py)"\n(.*?)^```', page.read_text(), flags=re.M | re.S))
+
+
+MODULES = {name: code for page in sorted((ROOT / "docs").rglob("*.md")) for name, code in modules(page).items()}
+
+
 @pytest.mark.parametrize("code", list(snippets()))
 def test_snippets_run_top_to_bottom(code, tmp_path, monkeypatch):
     if "from flwr" in code:
         pytest.importorskip("flwr")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, content in MODULES.items():
+        (tmp_path / name).write_text(content)
     exec(compile(code, "snippet", "exec"), {"__name__": "__main__"})
 
 

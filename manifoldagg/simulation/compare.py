@@ -1,7 +1,7 @@
 """Several methods on the same federations: the same data, initial models and order of events, seed by seed."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from manifoldagg.curves import Bezier, Plane, plane
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
+from manifoldagg.errors import ArgumentError, check_choice, check_count, check_instance, check_number
 from manifoldagg.federated import Server
 from manifoldagg.federated.asking import asking
 from manifoldagg.federated.repeatable import one_thread
@@ -23,10 +23,10 @@ from manifoldagg.simulation.clocks.schedulers import Scheduler
 from manifoldagg.simulation.clocks.trace import Record
 from manifoldagg.simulation.course import Ask
 from manifoldagg.simulation.data.partitions import Partition
-from manifoldagg.simulation.data.tasks import Task
+from manifoldagg.simulation.data.tasks import Task, check_task
 from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.naming import blamed
-from manifoldagg.simulation.run import WORKS, Event, Method, Run, run
+from manifoldagg.simulation.run import WORKS, Event, Method, Run, check_method, run
 from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations, course_of
 from manifoldagg.simulation.settings import files
 from manifoldagg.simulation.tuning import Tuning
@@ -160,9 +160,11 @@ def compare(
     check_count("rounds", rounds)
     check_count("every", every)
     check_choice("work", work, WORKS)
+    check_task(task)
+    _check_methods(methods)
+    if tuning is not None:
+        check_instance("tuning", tuning, Tuning, "Tuning(), or None")
     target = check_number("target", task.target if target is None else target, at_least=0, at_most=1)
-    if len({method.name for method in methods}) < len(methods) or not methods:
-        raise ArgumentError("methods: expected at least one, with distinct names")
     if resume and folder is None:
         raise ArgumentError("resume: expected a `folder` to go on from")
     if isinstance(scheduler, Scheduler):
@@ -171,9 +173,8 @@ def compare(
         )
     if not (participation is None or callable(participation) or isinstance(participation, str)):
         participation = tuple(participation)
-    split = by_name.partition(partition) if isinstance(partition, str) else partition
     with one_thread(), serving(executor) as workers:
-        divided = partial(Federation.split, task, clients, partition=split)
+        divided = partial(Federation.split, task, clients, partition=partition)
         divided = partial(divided, holdout=holdout, validation=validation, batch=batch)
         federations = [divided(seed=seed) for seed in range(seeds)]
         named = files(scheduler, delays, participation)
@@ -255,6 +256,25 @@ def compare(
         drawn = next((pictured[name] for name in runs if name in pictured), None)
         landscape = None if drawn is None else _landscape(federations[0], drawn)
     return Comparison(settings, runs, landscape)
+
+
+def _check_methods(methods: Sequence[Method]) -> None:
+    """See that there are methods, in a list, with distinct names.
+
+    Raises:
+        ArgumentError: if not.
+    """
+    given: object = methods
+    if isinstance(given, str):
+        raise ArgumentError(f"methods: expected a list of Methods, got {given!r}; write methods({given!r})")
+    if isinstance(given, Method):
+        raise ArgumentError(f"methods: expected a list of Methods, got one, {given.name!r}; write [method]")
+    if not isinstance(given, Collection):
+        raise ArgumentError(f"methods: expected a list of Methods, got {type(given).__name__}")
+    for place, method in enumerate(methods):
+        check_method(f"methods[{place}]", method)
+    if len({method.name for method in methods}) < len(methods) or not methods:
+        raise ArgumentError("methods: expected at least one, with distinct names")
 
 
 def _try(federation: Federation, method: Method, scenario: Mapping[str, Any], tasks: int | None) -> None:

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.errors import ArgumentError, check_count, check_instance, check_number
 from manifoldagg.federated.repeatable import seeded_model, task_generator
 from manifoldagg.simulation.data.partitions import Partition
 from manifoldagg.simulation.data.recipes import checksum, recalled
-from manifoldagg.simulation.data.tasks import Batches, Task
+from manifoldagg.simulation.data.tasks import Batches, Task, check_task
 
-__all__ = ["Federation", "Key"]
+__all__ = ["Federation", "Key", "check_federation"]
 
 SPLIT, BATCHES = 0, 2
 """Independent streams of random numbers under one seed; others are in `scenario` and `federated.repeatable`."""
@@ -61,7 +61,7 @@ class Federation:
         task: Task,
         clients: int,
         *,
-        partition: Partition,
+        partition: Partition | str,
         seed: int,
         holdout: float | None = None,
         validation: float = 0.0,
@@ -77,7 +77,8 @@ class Federation:
             clients: how many clients.
             partition: called with the labels, `clients` and `generator=`, such as `iid_partition` or
                 `partial(dirichlet_partition, concentration=0.5)`, and with the task's `owners=` where it takes them and
-                has none of its own. The label of a sequence is its last.
+                has none of its own; or the name of one, such as `"dirichlet:concentration=0.5"`. The label of a
+                sequence is its last.
             seed: everything random follows from it.
             holdout: which part is held out; the test split of the task by default, or a fifth where it has none.
             validation: which part of what is left to train on is held out in place of it: to choose settings by, while
@@ -88,13 +89,12 @@ class Federation:
             ArgumentError: naming the argument that does not fit.
 
         Example:
-            >>> from manifoldagg.simulation import iid_partition
             >>> points = Task("points", torch.zeros(20, 2), torch.arange(20) % 2, lambda: nn.Linear(2, 2), target=1.0)
-            >>> federation = Federation.split(points, 2, partition=iid_partition, seed=0)
+            >>> federation = Federation.split(points, 2, partition="iid", seed=0)
             >>> [len(part) for part in (*federation.train, *federation.held_out)]
             [8, 8, 2, 2]
         """
-        given = task.test is not None
+        given = check_task(task).test is not None
         if given and holdout is not None:
             raise ArgumentError(f"holdout: expected None, as {task.name} has a test split; got {holdout!r}")
         part_out = 0.2 if holdout is None else check_number("holdout", holdout, above=0, at_most=0.9)
@@ -102,7 +102,7 @@ class Federation:
         check_count("batch", batch)
         check_count("seed", seed, at_least=0)
         generator = np.random.default_rng([seed, SPLIT])
-        parts = _checked(_split(partition, task, clients, generator), clients, len(task.labels))
+        parts = _checked(_split(_divider(partition), task, clients, generator), clients, len(task.labels))
         shuffled = [generator.permutation(part) for part in parts]
         if task.test is None:
             held_out, train = _cut(shuffled, part_out)
@@ -176,6 +176,30 @@ class Federation:
     def model(self) -> nn.Module:
         """The initial model, the same for every method."""
         return seeded_model(self.task.model, self.seed)
+
+
+def check_federation(name: str, federation: object) -> Federation:
+    """A federation, and not the task that is split over one.
+
+    Raises:
+        ArgumentError: if it is none.
+    """
+    return check_instance(name, federation, Federation, 'Federation.split(task, clients, partition="iid", seed=0)')
+
+
+def _divider(partition: Partition | str) -> Partition:
+    """A partition, also by its name.
+
+    Raises:
+        ArgumentError: if it is neither.
+    """
+    if isinstance(partition, str):
+        from manifoldagg.simulation.by_name import partition as named  # which imports what is here
+
+        return named(partition)
+    if not callable(partition):
+        raise ArgumentError(f"partition: expected a function or its name, such as 'iid'; got {partition!r}")
+    return partition
 
 
 def _split(partition: Partition, task: Task, clients: int, generator: np.random.Generator) -> list[np.ndarray]:

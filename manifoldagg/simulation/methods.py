@@ -4,7 +4,7 @@ import abc
 import csv
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,20 @@ from torch import nn
 from manifoldagg import corrections, curves
 from manifoldagg.corrections import Correction
 from manifoldagg.errors import ArgumentError, check_number
-from manifoldagg.federated import Trainer, rules, schedules, staleness, trainers
-from manifoldagg.simulation.naming import Kinds, Named, Reader, arguments, blamed, build, kind, named, pick, split
+from manifoldagg.federated import Rule, Trainer, rules, schedules, staleness, trainers
+from manifoldagg.simulation.naming import (
+    Kinds,
+    Named,
+    Reader,
+    arguments,
+    blamed,
+    build,
+    imported,
+    kind,
+    named,
+    pick,
+    split,
+)
 from manifoldagg.simulation.run import Method
 
 __all__ = ["RULES", "TRAINERS", "Entry", "method", "methods"]
@@ -70,6 +82,23 @@ class Entry:
     trainer: str
     options: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the name of a method stands for.
+
+    Attributes:
+        label: what it is called without options.
+        rule: how it is made.
+        trainer: likewise.
+        rate: what the global rate is called; `None` where it is to stay as it is.
+    """
+
+    label: str
+    rule: Recipe
+    trainer: Recipe
+    rate: str | None
 
 
 LOCAL: Mapping[str, Any] = {"epochs": 4, "rate": 0.01, "proximal": 1e-3}
@@ -140,8 +169,12 @@ def method(text: str, rate: float | None = None) -> Method:
     `rate=cosine,rate.start=3`, `correction=orthodyn`, `optimizer=sgd,optimizer.momentum=0.9`, `sharpness=sam`,
     `dominance=true`, `routing=uniform`, `rule=fedbuff` of momentum.
 
+    `module:name` is a rule in a Python module of your own, a class or a function that makes one, or a
+    [`Method`][manifoldagg.simulation.Method]; its options come after another colon. Where nothing else is said, its
+    trainer is that of `fedasync`.
+
     Args:
-        text: such as `"fedortho"` or `"asyncbezier:threshold=auto,degree=3"`.
+        text: such as `"fedortho"`, `"asyncbezier:threshold=auto,degree=3"` or `"my_module:Signs:rate=0.1"`.
         rate: the global rate, where `text` has none.
 
     Raises:
@@ -153,8 +186,10 @@ def method(text: str, rate: float | None = None) -> Method:
         >>> chosen = method("asyncbezier:trainer=trajectory,pull_back=none,degree=3")
         >>> chosen.name, chosen.rule.pull_back, chosen.trainer.degree
         ('AsyncBezier(trainer=trajectory, pull_back=none, degree=3)', 'none', 3)
+        >>> method("manifoldagg.federated.rules:FedAsync:rate=0.5").name
+        'FedAsync(rate=0.5)'
     """
-    chosen = named("methods", text)
+    chosen = _with_module(named("methods", text))
     given = {} if rate is None else {_rate(chosen): repr(check_number("rate", rate, above=0))}
     return _method(chosen, {**given, **chosen.options})
 
@@ -173,7 +208,8 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
         >>> [method.name for method in methods("fedasync,asyncbezier:threshold=auto,degree=3,fedgs")]
         ['FedAsync', 'AsyncBezier(threshold=auto, degree=3)', 'FedGS']
     """
-    listed = split("methods", names) if isinstance(names, str) else [named("methods", name) for name in names]
+    given = split("methods", names) if isinstance(names, str) else [named("methods", name) for name in names]
+    listed = list(map(_with_module, given))
     if not listed:
         raise ArgumentError(f"methods: expected some of {', '.join(_classes())}; got none")
     found = {}
@@ -215,12 +251,65 @@ def _trainers() -> dict[str, Any]:
     return {name: made for name, made in found.items() if hasattr(made, "train")}
 
 
-def _method(chosen: Named, options: Mapping[str, str]) -> Method:
-    name = pick("methods", "method", chosen.name, _classes())
+def _with_module(chosen: Named) -> Named:
+    """With the whole of `module:name` as the name, and what comes after another colon as the options."""
+    if chosen.name in _classes() or not chosen.options:
+        return chosen
+    (option, text), *others = chosen.options.items()
+    name, colon, rest = map(str.strip, (option or text).partition(":"))
+    if option and not colon:
+        return chosen
+    whole = f"{chosen.name}:{name}"
+    first = {rest: text} if option else {"": rest} if rest else {}
+    if twice := first.keys() & dict(others):
+        raise ArgumentError(f"methods: {whole}: {twice.pop()} is given twice")
+    return Named(whole, first | dict(others))
+
+
+def _base(name: str, options: Mapping[str, str]) -> Base:
+    """What a name stands for; its trainer is among the options, or follows from them."""
+    if ":" in name:
+        return _own(name, options)
+    made = _classes()[pick("methods", "method", name, _classes())]
+    entry = _entry(name)
+    trainer = options.get("trainer", _trainer(name, options))
+    training = _training(f"methods: {name}", trainer, entry.training if trainer == entry.trainer else {})
+    return Base(made.__name__, Recipe(made, entry.options), training, RATE.get(name, "rate"))
+
+
+def _own(name: str, options: Mapping[str, str]) -> Base:
+    """What is meant by `module:name`: a class or a function, which make a rule, a rule, or a method."""
     where = f"methods: {name}"
-    made = _classes()[name]
-    trainer = pick(where, "trainer", options.get("trainer", _trainer(name, options)), TRAINERS)
-    mine, theirs = inspect.signature(made).parameters, inspect.signature(_trainers()[trainer]).parameters
+    module, _, own = name.partition(":")
+    found = imported(where, module, own, "a method")
+    training = _training(where, options.get("trainer", "local"))
+    if isinstance(found, Method):
+        training = training if "trainer" in options else _again(found.trainer)
+        return Base(found.name, _again(found.rule), training, found.rate)
+    if isinstance(found, type) or (callable(found) and not isinstance(found, Rule)):
+        return Base(own, Recipe(found, {}), training, "rate")
+    return Base(own, _again(found), training, "rate")
+
+
+def _again(value: Any) -> Recipe:
+    """How a value is made once more, with other options if it is a dataclass."""
+    if isinstance(value, Recipe):
+        return value
+    if not is_dataclass(value):
+        return Recipe(lambda: value, {})
+    return Recipe(type(value), {one.name: getattr(value, one.name) for one in fields(value) if one.init})
+
+
+def _training(where: str, name: str, training: Mapping[str, Any] | None = None) -> Recipe:
+    """How the trainer of a name is made."""
+    pick(where, "trainer", name, TRAINERS)
+    return Recipe(_trainers()[name], {**TRAINERS[name], **(training or {})})
+
+
+def _method(chosen: Named, options: Mapping[str, str]) -> Method:
+    base = _base(chosen.name, options)
+    where = f"methods: {chosen.name}"
+    mine, theirs = (inspect.signature(one.make).parameters for one in (base.rule, base.trainer))
     parts: dict[str, dict[str, str]] = {"rule": {}, "trainer": {}}
     for option, text in options.items():
         head, _, tail = option.partition(".")
@@ -235,19 +324,21 @@ def _method(chosen: Named, options: Mapping[str, str]) -> Method:
         else:
             parts["trainer"][option] = text
     given = ", ".join(f"{option}={text}" for option, text in chosen.options.items())
-    label = f"{made.__name__}({given})" if given else made.__name__
-    rate = RATE.get(name, "rate")
+    label = f"{base.label}({given})" if given else base.label
+    rate = base.rate or ""
     if parts["rule"].get(rate) == "cosine" and f"{rate}.start" not in parts["rule"]:
         # A shape without a height: that is what a search is for, from where the rule's own rate is.
-        parts["rule"][f"{rate}.start"] = repr(_entry(name).options.get(rate, 1.0))
+        before = base.rule.options.get(rate, mine[rate].default if rate in mine else None)
+        parts["rule"][f"{rate}.start"] = repr(before if type(before) in (int, float) else 1.0)
         rate = f"{rate}.start"
         by_hand = False
     else:
         by_hand = any(f"{option}.".startswith(f"{rate}.") for option in parts["rule"])
-    entry = _entry(name)
-    training = entry.training if trainer == entry.trainer else None
-    made_trainer = _made_trainer(trainer, where, parts["trainer"], training)
-    return Method(label, _rule(name, where, parts["rule"]), made_trainer, None if by_hand else rate)
+    rule = _for_clients(where, base.rule.make, parts["rule"], base.rule.options)
+    if not (callable(rule) or isinstance(rule, Rule)):
+        raise ArgumentError(f"{where}: expected a rule, what makes one, or a Method; got {type(rule).__name__}")
+    trainer: Trainer = build(where, base.trainer.make, parts["trainer"], kinds=KINDS, defaults=base.trainer.options)
+    return Method(label, rule, trainer, None if by_hand else rate or None)
 
 
 def _trainer(name: str, options: Mapping[str, str]) -> str:
@@ -263,11 +354,10 @@ def _rate(chosen: Named) -> str:
     Raises:
         ArgumentError: if it has none.
     """
-    made = _classes()[pick("methods", "method", chosen.name, _classes())]
-    option = RATE.get(chosen.name, "rate")
-    if option.partition(".")[0] not in inspect.signature(made).parameters:
+    base = _base(chosen.name, chosen.options)
+    if base.rate is None or base.rate.partition(".")[0] not in inspect.signature(base.rule.make).parameters:
         raise ArgumentError(f"rate: {chosen.name} has none")
-    return option
+    return base.rate
 
 
 def _rule(name: str, where: str, options: Mapping[str, str]) -> Any:
@@ -275,18 +365,15 @@ def _rule(name: str, where: str, options: Mapping[str, str]) -> Any:
     return _for_clients(where, _classes()[name], options, _entry(name).options)
 
 
-def _made_trainer(
-    name: str, where: str, options: Mapping[str, str], training: Mapping[str, Any] | None = None
-) -> Trainer:
-    defaults = {**TRAINERS[name], **(training or {})}
-    made: Trainer = build(where, _trainers()[name], options, kinds=KINDS, defaults=defaults)
+def _made_trainer(name: str, where: str, options: Mapping[str, str]) -> Trainer:
+    made: Trainer = build(where, _trainers()[name], options, kinds=KINDS, defaults=TRAINERS[name])
     return made
 
 
 def _for_clients(where: str, make: Callable[..., Any], options: Mapping[str, str], defaults: Mapping[str, Any]) -> Any:
     """What `make` makes, or a recipe where that takes the clients; a recipe is tried."""
     recipe = Recipe(make, arguments(where, make, options, kinds=KINDS, defaults=defaults))
-    with blamed(where):
+    with blamed(where, TypeError, ValueError):
         tried = recipe(MANY)
     return recipe if any(isinstance(value, ForClients) for value in recipe.options.values()) else tried
 

@@ -1,5 +1,6 @@
 """Words for values: `name:option=value,option=value`, read once for everything that has a name."""
 
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,7 +11,20 @@ from typing import Any, TypeAlias, TypeVar
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError, nearest
 
-__all__ = ["Kinds", "Named", "Reader", "arguments", "blamed", "build", "kind", "named", "pick", "split", "value"]
+__all__ = [
+    "Kinds",
+    "Named",
+    "Reader",
+    "arguments",
+    "blamed",
+    "build",
+    "imported",
+    "kind",
+    "named",
+    "pick",
+    "split",
+    "value",
+]
 
 T = TypeVar("T")
 WORDS = {"true": True, "false": False, "none": None, "inf": math.inf}
@@ -153,7 +167,7 @@ def arguments(
     parameters = {
         name: parameter
         for name, parameter in inspect.signature(make).parameters.items()
-        if name not in taken and parameter.kind is not parameter.VAR_KEYWORD
+        if name not in taken and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
     given = dict(_defaults(make) | dict(defaults or {}))
     written: dict[str, str] = {}
@@ -254,12 +268,50 @@ def pick(where: str, noun: str, name: str, choices: Collection[str]) -> str:
     raise ArgumentError(f"{where}: no {noun} {name!r}; {hint}")
 
 
+def imported(where: str, module: str, name: str, otherwise: str) -> Any:
+    """What a module of the user's has under a name.
+
+    Args:
+        where: what a complaint begins with.
+        module: that can be imported.
+        name: in it.
+        otherwise: what has a name without a module.
+
+    Raises:
+        ArgumentError: if there is no such module, it imports one that is not there, or has nothing of that name.
+
+    Example:
+        >>> imported("data", "math", "tau", "a data set")
+        6.283185307179586
+        >>> imported("data", "maths", "tau", "a data set")
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: data: neither a data set nor a module that can be imported
+    """
+    try:
+        # One with a dot in front is relative to nothing, such as the path of a file.
+        found = None if module.startswith(".") else importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise ArgumentError(f"{where}: {error}") from error
+        found = None
+    if found is None:
+        raise ArgumentError(f"{where}: neither {otherwise} nor a module that can be imported")
+    if not hasattr(found, name):
+        near = nearest(name, vars(found))
+        raise ArgumentError(
+            f"{where}: the module has nothing of that name" + (f"; did you mean {near}?" if near else "")
+        )
+    return getattr(found, name)
+
+
 @contextmanager
-def blamed(where: str) -> Iterator[None]:
-    """Complaints of this package from within begin with `where`."""
+def blamed(where: str, *others: type[Exception]) -> Iterator[None]:
+    """Complaints of this package from within, and such of others, begin with `where`."""
+    kinds: tuple[type[Exception], ...] = (ManifoldAggError, *others)
     try:
         yield
-    except ManifoldAggError as error:
+    except kinds as error:
         raise ArgumentError(f"{where}: {error}") from error
 
 

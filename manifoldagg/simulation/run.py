@@ -8,7 +8,7 @@ from typing import Any
 
 from immutables import Map
 
-from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count
+from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count, check_instance
 from manifoldagg.federated import Every, Message, Payload, Rule, Server, Trainer
 from manifoldagg.federated.contract import check_rule, check_trainer
 from manifoldagg.federated.record.description import describe as described
@@ -19,7 +19,7 @@ from manifoldagg.simulation.course import Ask, Lost
 from manifoldagg.simulation.desk import Desk
 from manifoldagg.simulation.exam import Marks
 from manifoldagg.simulation.fairness import gini, theil
-from manifoldagg.simulation.federation import Federation
+from manifoldagg.simulation.federation import Federation, check_federation
 from manifoldagg.simulation.foresight import Foresight
 from manifoldagg.simulation.keeper import Keeper
 from manifoldagg.simulation.log import Evaluation, Spent, reached
@@ -29,7 +29,7 @@ from manifoldagg.simulation.stand import Halt, Ledger, Stand
 from manifoldagg.simulation.workers.crew import Crew
 from manifoldagg.simulation.workers.pool import Executors
 
-__all__ = ["Event", "Method", "Run", "run"]
+__all__ = ["Event", "Method", "Run", "check_method", "run"]
 
 WORKS = ("data", "dispatched")
 UNREAD: dict[str, Any] = {"history": 0, "retries": 0}
@@ -64,6 +64,22 @@ class Method:
             made = made(clients)
         check_trainer(self.trainer)
         return replace(self, rule=check_rule(made))
+
+
+def check_method(name: str, method: object) -> Method:
+    """A method, and not its name or its rule.
+
+    Raises:
+        ArgumentError: if it is none.
+
+    Example:
+        >>> check_method("method", "fedasync")
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: method: expected a Method, got 'fedasync'; write method('fedasync')
+    """
+    hint = f"method({method!r})" if isinstance(method, str) else "Method(name, rule, trainer)"
+    return check_instance(name, method, Method, hint)
 
 
 @dataclass(frozen=True)
@@ -214,11 +230,10 @@ def run(
     for name, told in (("watch", watch), ("progress", progress), ("log", log)):
         if told is not None and not callable(told):
             raise ArgumentError(f"{name}: expected a function, got {told!r}")
-    if not isinstance(method, Method):
-        raise ArgumentError(f"method: expected a Method, got {method!r}")
+    check_method("method", method)
     if resume and checkpoint is None:
         raise ArgumentError("resume: expected a `checkpoint` to go on from")
-    clients = federation.scheduled
+    clients = check_federation("federation", federation).scheduled
     if not clients:
         raise ArgumentError("federation: expected clients with samples, got none")
     if not any(map(len, federation.held_out)):

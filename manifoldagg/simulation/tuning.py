@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from manifoldagg.errors import ArgumentError, DivergenceError, RuleError, check_count, check_number
+from manifoldagg.errors import ArgumentError, DivergenceError, RuleError, check_choice, check_count, check_number
 from manifoldagg.federated.repeatable import one_thread
 from manifoldagg.simulation import by_name
 from manifoldagg.simulation._kept import Kept, known_by, place
-from manifoldagg.simulation.federation import Federation
+from manifoldagg.simulation.federation import Federation, check_federation
 from manifoldagg.simulation.methods import Recipe
 from manifoldagg.simulation.naming import blamed
-from manifoldagg.simulation.run import Method, Run, run
+from manifoldagg.simulation.run import Method, Run, check_method, run
 from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations
 from manifoldagg.simulation.workers.pool import Executors, serving
 
@@ -195,14 +195,21 @@ def tune(
         What was tried; `None` where the method has no rate to search, or `rate=None`.
 
     Raises:
-        ArgumentError: as `run`; if a file in `cache` is not what was kept, or the folder cannot be written; or with a
-            `cache` if scheduler, delays or participation are no names.
+        ArgumentError: as `run`; if the method's `rate` is no field of its rule; if a file in `cache` is not what was
+            kept, or the folder cannot be written; or with a `cache` if scheduler, delays or participation are no names.
     """
     check_count("rounds", rounds)
+    check_method("method", method)
+    given: object = federations
+    if not isinstance(given, Sequence):
+        raise ArgumentError(f"federations: expected a list of Federations, got {type(given).__name__}")
+    for nth, federation in enumerate(federations):
+        check_federation(f"federations[{nth}]", federation)
     if not federations:
         raise ArgumentError("federations: expected at least one, got none")
     clients = federations[0].scheduled
-    start = _rate(method.bound(clients).rule, method.rate)
+    with blamed(f"methods: {method.name}"):
+        start = _rate(method.bound(clients).rule, method.rate)
     if start is None:
         return None
     options: dict[str, Any] = {"rounds": rounds, "work": work, "tasks": tasks, "every": max(1, rounds // LOOKS)}
@@ -216,7 +223,7 @@ def tune(
         try:
             rated = with_rate(method, rate)
             rated.bound(clients)
-        except ArgumentError:
+        except ValueError:
             return 0.0
         try:
             return late(run(federation, rated, **options, **scenario, executor=workers, progress=told))
@@ -243,20 +250,57 @@ def with_rate(method: Method, rate: float) -> Method:
     """
     if method.rate is None:
         raise ArgumentError(f"method: expected one with a rate, got {method!r}")
-    return replace(method, rule=_changed(method.rule, method.rate, rate))
+    rule: Any = method.rule
+    if callable(rule) and not (isinstance(rule, Recipe) or hasattr(rule, "step")):
+        return replace(method, rule=Rated(rule, method.rate, rate))
+    return replace(method, rule=_changed(rule, method.rate, rate))
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A rule that a function makes for the clients, with another rate."""
+
+    make: Callable[[Sequence[int]], Any]
+    where: str
+    rate: float
+
+    def __call__(self, clients: Sequence[int]) -> Any:
+        return _changed(self.make(clients), self.where, self.rate)
 
 
 def _rate(rule: Any, where: str | None) -> float | None:
-    """The global rate of a rule, if it is a positive number that can be replaced."""
-    *outer, name = (where or "").split(".")
-    for part in outer:
-        rule = getattr(rule, part, None)
-    if not is_dataclass(rule) or name not in {one.name for one in fields(rule) if one.init}:
+    """The global rate of a rule, if it is a positive number that can be replaced.
+
+    Raises:
+        ArgumentError: if it has no such field; but a rule need not have one that is called `rate`.
+    """
+    if where is None:
         return None
-    given = getattr(rule, name)
+    *outer, name = where.split(".")
+    for part in outer:
+        rule = getattr(rule, _field(rule, part))
+    if name == "rate" and name not in _fields(rule):
+        return None
+    given = getattr(rule, _field(rule, name))
     # Where it is `None` it follows from other options, and the rule says how.
     rate: Any = getattr(rule, "rate", None) if given is None else given
     return float(rate) if type(rate) in (int, float) and 0 < rate < math.inf else None
+
+
+def _field(rule: Any, name: str) -> str:
+    """The name of a field that can be replaced.
+
+    Raises:
+        ArgumentError: if the rule has none of that name.
+    """
+    if not _fields(rule):
+        raise ArgumentError(f"rate: expected a dataclass with a field {name!r}, got {type(rule).__name__}")
+    return check_choice("rate", name, _fields(rule))
+
+
+def _fields(rule: Any) -> list[str]:
+    """Those that can be replaced."""
+    return [one.name for one in fields(rule) if one.init] if is_dataclass(rule) else []
 
 
 def _changed(rule: Any, where: str, value: Any) -> Any:
@@ -265,4 +309,4 @@ def _changed(rule: Any, where: str, value: Any) -> Any:
     if isinstance(rule, Recipe):
         new = _changed(rule.options[name], inner, value) if inner else value
         return replace(rule, options={**rule.options, name: new})
-    return replace(rule, **{name: _changed(getattr(rule, name), inner, value) if inner else value})
+    return replace(rule, **{_field(rule, name): _changed(getattr(rule, name), inner, value) if inner else value})

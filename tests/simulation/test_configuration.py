@@ -192,6 +192,27 @@ def test_a_configuration_does_what_its_command_line_does(call, tmp_path, monkeyp
     assert "first (1 of 1)" in errors
 
 
+def test_a_rule_of_ones_own_lies_beside_the_file_or_here(call, tmp_path, monkeypatch):
+    (tmp_path / "papers").mkdir()
+    for name, folder in (("beside_it", "papers"), ("lies_here", ".")):
+        (tmp_path / folder / f"{name}.py").write_text("from tests.simulation.own import Signs\n")
+    written(
+        tmp_path / "papers" / "papers.toml",
+        defaults=SMALL,
+        one={"methods": ["fedgs", "beside_it:Signs:rate=0.2,threshold=2"]},
+        two={"methods": "beside_it:Signs", "rate": "beside_it:Signs=0.5"},
+    )
+    monkeypatch.chdir(tmp_path)
+    call("--config", "papers/papers.toml")
+    (_, first), (second,) = (settings(tmp_path / "runs" / name)["methods"].values() for name in ("one", "two"))
+    assert first["rule"] == "Signs(rate=0.2, threshold=2)"
+    assert second["rule"] == "Signs(rate=0.5, threshold=0.0)"
+    call("--config", "papers/papers.toml", "--only", "one", "--methods", "lies_here:Signs")
+    assert list(settings(tmp_path / "runs" / "one")["methods"]) == ["Signs"]
+    call(*typed(SMALL), "--methods", "lies_here:Signs:rate=0.3", "--name", "typed")
+    assert list(settings(tmp_path / "runs" / "typed")["methods"]) == ["Signs(rate=0.3)"]
+
+
 def test_paths_that_are_typed_are_those_of_the_current_folder(call, tmp_path, monkeypatch):
     """Also where the file's folder has one of that name."""
     papers = tmp_path / "papers"

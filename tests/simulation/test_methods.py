@@ -4,7 +4,7 @@ import functools
 import inspect
 import pickle
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,12 @@ from manifoldagg.federated import Rule, Trainer, rules, trainers
 from manifoldagg.federated.schedules import Cosine
 from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
 from manifoldagg.manifolds import Sphere
-from manifoldagg.simulation import Federation, run
+from manifoldagg.simulation import Federation, Method, run
 from manifoldagg.simulation.methods import KINDS, RATE, RULES, TRAINERS, method, methods
+from tests.simulation import own
 from tests.simulation.test_run import clusters, dirichlet
 
+LOCAL = trainers.Local(**TRAINERS["local"])
 CLIENTS = [0, 2, 3, 5, 7, 8, 9, 11, 12, 13]
 
 
@@ -191,10 +193,65 @@ def test_one_rule_comes_several_times():
     assert [m.name for m in methods(["fedavg:cohort=3", "fedavg"])] == ["FedAvg(cohort=3)", "FedAvg"]
 
 
+OWN = "tests.simulation.own"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "rule", "trainer", "rate"),
+    [
+        ("Signs", "Signs", own.Signs(), LOCAL, "rate"),
+        ("Signs:", "Signs", own.Signs(), LOCAL, "rate"),
+        ("Signs:threshold=2", "Signs(threshold=2)", own.Signs(threshold=2), LOCAL, "rate"),
+        ("Signs:rate=0.2,epochs=1", "Signs(rate=0.2, epochs=1)", own.Signs(0.2), replace(LOCAL, epochs=1), None),
+        ("Signs:trainer=proximal", "Signs(trainer=proximal)", own.Signs(), trainers.Proximal(epochs=4, rate=0.01), "rate"),
+        ("slow:factor=0.5", "slow(factor=0.5)", own.Signs(0.25), LOCAL, "rate"),
+        ("signs:threshold=1", "signs(threshold=1)", own.Signs(0.2, 1), LOCAL, "rate"),
+        ("ready", "Ready", own.Signs(0.4), trainers.Local(epochs=3), "rate"),
+        ("ready:trainer.rate=2,threshold=1", "Ready(trainer.rate=2, threshold=1)", own.Signs(0.4, 1), trainers.Local(epochs=3, rate=2), "rate"),
+        ("bound:epochs=2", "Bound(epochs=2)", own.Signs(0.1), trainers.Local(epochs=2), "rate"),
+    ],
+)  # fmt: skip
+def test_a_rule_of_ones_own_has_the_name_of_its_module(text, name, rule, trainer, rate):
+    assert bound(f"{OWN}:{text}") == Method(name, rule, trainer, rate)
+
+
+def test_a_rule_of_ones_own_need_not_be_a_dataclass():
+    made = method(f"{OWN}:Plain:rate=0.3")
+    assert isinstance(made.rule, own.Plain)
+    assert made.rule.rate == 0.3
+
+
+def test_a_rule_by_its_module_is_the_one_by_its_name():
+    for name in ("asyncbezier", "fedadam", "orthofl"):
+        label = bound(name).name
+        given = ",".join(f"{option}={value}" for option, value in RULES[name].options.items())
+        assert bound(f"manifoldagg.federated.rules:{label}:{given}").rule == bound(name).rule
+
+
+def test_rules_of_ones_own_stand_among_others():
+    names = f"fedgs, {OWN}:Signs : rate=0.1 , threshold=2,{OWN}:slow,fedbuff:size=3"
+    found = methods(names)
+    assert [one.name for one in found] == ["FedGS", "Signs(rate=0.1, threshold=2)", "slow", "FedBuff(size=3)"]
+    assert methods(["fedgs", f"{OWN}:Signs:rate=0.1,threshold=2", f"{OWN}:slow", "fedbuff:size=3"]) == found
+    rated = methods(f"fedgs,{OWN}:Signs,{OWN}:ready", ["0.5", f"{OWN}:Signs=0.25"])
+    assert [one.rule.rate for one in rated] == [0.5, 0.25, 0.5]
+
+
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: method(f"{OWN}:Plan"), f"methods: {OWN}:Plan: the module has nothing of that name; did you mean Plain?"),
+        (lambda: method(f"{OWN}:number"), f"methods: {OWN}:number: expected a rule, what makes one, or a Method; got int"),
+        (lambda: method(f"{OWN}:Signs:rat=1"), f"methods: {OWN}:Signs: no option 'rat'; did you mean rate?"),
+        (lambda: method(f"{OWN}:Signs:rate=2"), f"methods: {OWN}:Signs: too fast"),
+        (lambda: method(f"{OWN}:Signs:rate=1,rate=2"), f"methods: {OWN}:Signs: rate is given twice"),
+        (lambda: method(f"{OWN}:Signs:trainer=locl"), f"methods: {OWN}:Signs: no trainer 'locl'; did you mean local?"),
+        (lambda: method("nowhere:Signs"), "methods: nowhere:Signs: neither a method nor a module that can be imported"),
+        (lambda: method("./own:Signs"), "methods: ./own:Signs: neither a method nor a module that can be imported"),
+        (lambda: method("fedbuff:5"), "methods: fedbuff: no option ''"),
+        (lambda: methods(f"{OWN}:Signs,{OWN}:Signs"), f"methods: {OWN}:Signs is given twice"),
+        (lambda: methods([f"{OWN}:bound"], [f"{OWN}:bound=1"]), f"rate: {OWN}:bound has none"),
         (lambda: method("fedasink"), "methods: no method 'fedasink'; did you mean fedasync?"),
         (lambda: method("sgd"), "methods: no method 'sgd'; did you mean asgd?"),
         (lambda: method("xyz"), "methods: no method 'xyz'; there are asgd, "),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Payload
 from manifoldagg.federated.repeatable import seeded_model
+from manifoldagg.federated.rules import FedGS
 from manifoldagg.simulation import Batches, Federation, Method, Partition, Task, dirichlet_partition, run, task
 from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.methods import method, methods
@@ -183,6 +185,14 @@ def test_held_out_samples_are_nobodys_training_samples():
     assert federation.scheduled == [i for i, part in enumerate(federation.train) if len(part)]
 
 
+def test_a_partition_has_a_name():
+    named, given = (
+        Federation.split(task("digits"), 4, partition=partition, seed=3)
+        for partition in ("dirichlet:concentration=0.7", dirichlet(0.7))
+    )
+    assert pickle.loads(pickle.dumps(named)).checksum == named.checksum == given.checksum
+
+
 def test_clients_without_samples_never_take_part():
     federation = Federation.split(clusters(), 30, partition=dirichlet(0.01), seed=0)
     assert len(federation.scheduled) < 30
@@ -215,6 +225,19 @@ def test_models_depend_on_their_seed_alone():
     [
         (lambda: task("imagenet"), "data: no data set 'imagenet'; there are digits"),
         (lambda: compare(clusters(), []), "methods: expected at least one"),
+        (lambda: compare(clusters(), "fedgs"), r"methods: expected a list of Methods, got 'fedgs'; write methods\('fedgs'\)"),
+        (lambda: compare(clusters(), method("fedgs")), r"methods: expected a list of .* got one, 'FedGS'; write \[method\]"),
+        (lambda: compare(clusters(), iter(methods("fedgs"))), "methods: expected a list of Methods, got list_iterator"),
+        (lambda: compare(clusters(), ["fedgs"]), r"methods\[0\]: expected a Method, got 'fedgs'; write method\('fedgs'\)"),
+        (lambda: compare(clusters(), [FedGS()]), r"methods\[0\]: expected a Method, got FedGS; write Method\(name, rule, trainer\)"),
+        (lambda: compare("digits", methods("fedgs")), r"task: expected a Task, got 'digits'; write task\('digits'\)"),
+        (lambda: compare(clusters(), methods("fedgs"), partition=None), "partition: expected a function or its name, such as 'iid'; got None"),
+        (lambda: compare(clusters(), methods("fedgs"), tuning=True), r"tuning: expected a Tuning, got True; write Tuning\(\), or None"),
+        (lambda: run(clusters(), method("fedgs"), rounds=2), r"federation: expected a Federation, got Task; write Federation.split\("),
+        (lambda: run(Federation.split(clusters(), 3, partition="iid", seed=0), "fedgs", rounds=2), r"method: expected a Method, got 'fedgs'; write method\('fedgs'\)"),
+        (lambda: Federation.split("digits", 3, partition="iid", seed=0), r"task: expected a Task, got 'digits'; write task"),
+        (lambda: Federation.split(clusters(), 3, partition=3, seed=0), "partition: expected a function or its name, such as 'iid'; got 3"),
+        (lambda: Federation.split(clusters(), 3, partition="idd", seed=0), "partition: no partition 'idd'; did you mean iid"),
         (lambda: compare(clusters(), methods(["fedgs"]), clients=121), "clients: expected at most one for each of 120"),
         (
             lambda: compare(one_label(), methods(["fedgs"]), clients=120, partition=dirichlet(math.inf)),
@@ -238,7 +261,7 @@ def test_models_depend_on_their_seed_alone():
         ),
         (lambda: Federation.split(clusters(), 3, partition=dirichlet(1.0), seed=0, batch=0), "batch: expected"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

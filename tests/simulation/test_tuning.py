@@ -17,6 +17,7 @@ from manifoldagg.simulation import Exponential, Federation, Method, iid_partitio
 from manifoldagg.simulation.compare import compare
 from manifoldagg.simulation.methods import RULES, method, methods
 from manifoldagg.simulation.tuning import Tuning, late, line_search, tune, with_rate
+from tests.simulation.own import Plain, Signs
 from tests.simulation.test_run import clusters
 
 LOCAL = trainers.Local(epochs=1, rate=0.01)
@@ -302,10 +303,52 @@ def test_a_damaged_file_is_refused(damage, federations, tmp_path):
         tune(fedasync, federations[:1], rounds=1, cache=tmp_path)
 
 
+def test_a_rule_of_ones_own_is_tuned():
+    names = [f"tests.simulation.own:{name}" for name in ("Signs", "slow", "Plain", "bound", "Signs:rate=1")]
+    chosen = compare(clusters(), methods(names), clients=4, rounds=2, seeds=1, tuning=Tuning(seeds=(100,)))
+    told = chosen.settings["tuning"]["methods"]
+    starts = {name: one["start"] if isinstance(one, dict) else one for name, one in told.items()}
+    assert starts == {"Signs": 0.1, "slow": 0.05, "Plain": None, "Bound": 0.25, "Signs(rate=1)": "by hand"}
+    for name in ("Signs", "slow", "Bound"):
+        assert f"rate={told[name]['chosen']}" in chosen.settings["methods"][name]["rule"]
+
+
+def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
+    assert tune(Method("Signs", Signs(1.0), LOCAL), federations[:1], rounds=3).scores[1] == [0.0]
+
+
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (
+            lambda path: tune(Method("Mine", rules.FedGS(), LOCAL, "rat"), [split()], rounds=3),
+            "methods: Mine: rate: expected one of .*; got 'rat': did you mean rate",
+        ),
+        (
+            lambda path: tune(Method("Mine", rules.FedGS(), LOCAL, "rule.rate"), [split()], rounds=3),
+            "methods: Mine: rate: expected one of .*; got 'rule'",
+        ),
+        (
+            lambda path: tune(Method("Mine", Plain(), LOCAL, "speed"), [split()], rounds=3),
+            "methods: Mine: rate: expected a dataclass with a field 'speed', got Plain",
+        ),
+        (
+            lambda path: with_rate(Method("Mine", rules.FedGS(), LOCAL, "rat"), 2.0),
+            "rate: expected one of .*; got 'rat'",
+        ),
+        (
+            lambda path: tune("fedgs", [split()], rounds=3),
+            r"method: expected a Method, got 'fedgs'; write method\('fedgs'\)",
+        ),
+        (
+            lambda path: tune(method("fedgs"), split(), rounds=3),
+            "federations: expected a list of Federations, got Federation",
+        ),
+        (
+            lambda path: tune(method("fedgs"), [clusters()], rounds=3),
+            r"federations\[0\]: expected a Federation, got Task; write Federation.split\(",
+        ),
         (lambda path: tune(method("fedgs"), [], rounds=3), "federations: expected at least one, got none"),
         (lambda path: tune(method("fedgs"), [split()], rounds=0), "rounds: expected"),
         (lambda path: tune(method("fedavg"), [split()], rounds=3, tasks=2), "methods: FedAvg: tasks: expected None"),

@@ -1,6 +1,5 @@
 """Data sets by name, each with a model that suits it, out of files that a user has: nothing is downloaded."""
 
-import importlib
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from manifoldagg.simulation.data import models
 from manifoldagg.simulation.data.models import Signature
 from manifoldagg.simulation.data.readers import PARTS, images
 from manifoldagg.simulation.data.tasks import Task
-from manifoldagg.simulation.naming import Named, Reader, arguments, blamed, kind, named, pick
+from manifoldagg.simulation.naming import Named, Reader, arguments, blamed, imported, kind, named, pick
 
 __all__ = ["digits", "idx", "leaf", "npz", "shakespeare", "task"]
 
@@ -332,15 +331,7 @@ def _own(chosen: Named) -> Task:
     """The task of a module of the user's."""
     name = chosen.options[""]
     where = f"data: {chosen.name}:{name}"
-    try:
-        found = getattr(importlib.import_module(chosen.name), name)
-    except ModuleNotFoundError as error:
-        if error.name != chosen.name:
-            raise ArgumentError(f"{where}: {error}") from error
-        known = ", ".join(SETS)
-        raise ArgumentError(f"{where}: neither a data set ({known}) nor a module that can be imported") from None
-    except AttributeError:
-        raise ArgumentError(f"{where}: the module has nothing of that name") from None
+    found = imported(where, chosen.name, name, f"a data set ({', '.join(SETS)})")
     try:
         made = found if isinstance(found, Task) or not callable(found) else found()
     except TypeError as error:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, check_instance
 from manifoldagg.simulation.data.models import Signature
 from manifoldagg.simulation.data.recipes import checksum, recalled
 
-__all__ = ["Batches", "Task"]
+__all__ = ["Batches", "Task", "check_task"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,21 @@ class Task:
         """Of the samples, their labels and what else is known of them: other data have another one, nearly always."""
         told = [part for part in (self.owners, self.test) if part is not None]
         return checksum(torch.tensor(self.inputs.shape), self.inputs, self.labels, *told)
+
+
+def check_task(task: object) -> Task:
+    """A task, and not its name.
+
+    Raises:
+        ArgumentError: if it is none.
+
+    Example:
+        >>> check_task("digits")
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: task: expected a Task, got 'digits'; write task('digits')
+    """
+    return check_instance("task", task, Task, f"task({task!r})" if isinstance(task, str) else "")
 
 
 @dataclass(frozen=True, eq=False)
