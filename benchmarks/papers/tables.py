@@ -35,7 +35,7 @@ JOINED = {
     "{0}-long-five": ("{0}-long-five",),
 }
 TASKS = ("digits", "mnist", "shakespeare")
-DRAWN = ("FedAvg", "AsyncKrylov", FORWARD, "FedOrtho", "ASGD", "FedAsync", "OrthoFL")
+DRAWN = ("FedAvg", "FedAvg, constant rate", "AsyncKrylov", FORWARD, "FedOrtho", "ASGD", "FedAsync", "OrthoFL")
 """More lines than these nobody can tell apart."""
 SHOWN = (
     *("AsyncKrylov", "AsyncKrylov(pieces=4)", "AsyncKrylov(pieces=2)"),
