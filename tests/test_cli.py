@@ -165,7 +165,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
 
 
 LONG = [
-    *("compare", "--clients", "12", "--rounds", "20", "--seeds", "1", "--every", "4"),
+    *("compare", "--clients", "12", "--rounds", "80", "--seeds", "1", "--every", "4"),
     *("--methods", "asyncbezier,fedgs", "--model", "mlp", "--name", "one"),
 ]
 
