@@ -165,16 +165,21 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
 
 
 LONG = [
-    *("compare", "--clients", "12", "--rounds", "80", "--seeds", "1", "--every", "4"),
+    *("compare", "--clients", "12", "--rounds", "20", "--seeds", "1", "--every", "4"),
     *("--methods", "asyncbezier,fedgs", "--model", "mlp", "--name", "one"),
 ]
+
+
+def heard():
+    """In a command that is started: an interrupt is not ignored, as by what is run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def stopped(folder, command, number, lines):
     """What is said by a command that gets a signal once its log has so many lines."""
     running = subprocess.Popen(
         [*COMMAND, *command], cwd=folder, env=WIDE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=heard,
     )  # fmt: skip
     log = folder / "runs" / "one.unfinished" / "log.jsonl"
     while running.poll() is None and (not log.exists() or log.read_text().count("\n") < lines):
