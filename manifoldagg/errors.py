@@ -239,7 +239,7 @@ def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T
     if isinstance(value, kind):
         return value
     # Others may be written out at any length, as a task with its tensors.
-    given = repr(value) if isinstance(value, str | bool | type | None) else type(value).__name__
+    given = shown(value) if isinstance(value, str | bool | type | None) else type(value).__name__
     raise ArgumentError(f"{name}: expected a {kind.__name__}, got {given}" + (f"; write {hint}" if hint else ""))
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from manifoldagg.kernels.rows import Line, Rows
-from manifoldagg.kernels.tensors import Row, Tensors, edges
+from manifoldagg.kernels.rows import Line, Rows, places
+from manifoldagg.kernels.tensors import Row, Tensors
 
 __all__ = ["Goal", "apart"]
 
@@ -60,12 +60,5 @@ def apart(goals: Sequence[Goal]) -> list[bool]:
     for goal in reversed(goals):
         found.append(not later.isdisjoint(goal.out.addresses))
         for row in goal.read:
-            later.update(_places(row, goal.out.lengths) if isinstance(row, Tensor) else row.addresses)
+            later.update(places(row, goal.out.lengths)[0].tolist() if isinstance(row, Tensor) else row.addresses)
     return found[::-1]
-
-
-def _places(vector: Tensor, lengths: tuple[int, ...]) -> list[int]:
-    """Where pieces of these lengths begin in a vector."""
-    step = vector.stride(0) * vector.itemsize
-    places: list[int] = (vector.data_ptr() + step * edges(lengths)[:-1]).tolist()
-    return places

@@ -34,6 +34,7 @@ __all__ = [
     "is_spread",
     "is_transformed",
     "meshed",
+    "places",
     "written",
 ]
 
@@ -277,7 +278,7 @@ def check_apart(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> No
     """
     if isinstance(out, Tensors) and out.apart and all(any(row is seen for seen in out.apart) for row in read):
         return
-    starts, stops = _places(out, lengths)
+    starts, stops = places(out, lengths)
     order = np.argsort(starts, kind="stable")
     order = order[stops[order] > starts[order]]  # tensors without entries are nowhere
     low = starts[order]
@@ -288,7 +289,7 @@ def check_apart(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> No
     for row in read:
         if row is out or len(order) == 0 or _are_apart(out, row):
             continue
-        begin, end = _places(row, lengths)
+        begin, end = places(row, lengths)
         # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
         first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
         met = np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin))
@@ -310,7 +311,7 @@ def _is_expanded(tensor: Tensor) -> bool:
     )
 
 
-def _places(row: Line, lengths: tuple[int, ...]) -> np.ndarray:
+def places(row: Line, lengths: tuple[int, ...]) -> np.ndarray:
     """(2, n): between which addresses the entries of each piece of a row lie."""
     if isinstance(row, Tensors):
         return row.spans
