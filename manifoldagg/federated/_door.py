@@ -20,7 +20,7 @@ from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.trees import covers, widened
 from manifoldagg.federated.weights import check_client
 from manifoldagg.kernels import Tensors
-from manifoldagg.kernels.memory import empty_like
+from manifoldagg.kernels.memory import empty_like, stacked
 from manifoldagg.kernels.rows import check_apart
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
@@ -176,7 +176,7 @@ def stepped(
             client=known.client,
             base=then if rows else then.to(here.device),
             current=here,
-            points=tuple(brought) if rows else torch.stack(brought).to(here.device),
+            points=tuple(brought) if rows else stacked(brought).to(here.device),
             staleness=known.staleness,
             weight=known.weight,
             samples=known.samples,

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError
@@ -13,6 +12,7 @@ from manifoldagg.federated.buffers import Patterns, check_patterns
 from manifoldagg.federated.contract import Payload, check_named
 from manifoldagg.federated.doubts import warn_of_difference
 from manifoldagg.federated.intake import Form, by_name, check_names, stored
+from manifoldagg.kernels.memory import stacked
 from manifoldagg.manifolds import LowRank, ParameterSpace
 from manifoldagg.manifolds.factors import combined
 from manifoldagg.manifolds.layout import OPAQUE, matches
@@ -86,8 +86,7 @@ def payload_of(
     pieces = [space.sizes(_pieces(space, point)) for point in (points[-1], now)]
     warn_of_difference(label, space.layout, *pieces)
     buffers = {entry.name: found[entry.name] for entry in form.buffers if entry.name in found}
-    stacked = points[0][None] if len(points) == 1 else torch.stack(points)
-    return Payload(stacked, samples, buffers=buffers)
+    return Payload(stacked(points), samples, buffers=buffers)
 
 
 def _given_back(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:

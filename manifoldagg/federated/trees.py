@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.corrections.frame import Sum
 from manifoldagg.errors import is_finite, is_medium
-from manifoldagg.kernels.memory import clone
+from manifoldagg.kernels.memory import clone, empty_like
 
 __all__ = ["Tree", "copied", "covers", "disjoint", "replaced", "settled", "size_of", "spoils", "tensors", "widened"]
 
@@ -81,7 +81,7 @@ def copied(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not is_medium(tensor):
         return clone(tensor)
-    copy = torch.empty_like(tensor)
+    copy = empty_like(tensor)
     np.copyto(copy.numpy(), tensor.numpy())
     return copy
 

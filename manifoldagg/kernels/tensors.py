@@ -155,8 +155,9 @@ class Tensors(tuple[Tensor, ...]):
     def fresh(self) -> "Tensors":
         """Tensors like these, each in one piece, not yet written."""
         if self.whole:
-            # Of hundreds of small ones none need be asked for its size.
-            found = Tensors(map(torch.empty_like if 8 * self.size < HUGE else empty_like, self))
+            # Where all are small none need be asked for its size.
+            small = 8 * max(self.lengths, default=0) < HUGE
+            found = Tensors(map(torch.empty_like if small else empty_like, self))
             found.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, whole=True)
             return found
         return Tensors(empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)

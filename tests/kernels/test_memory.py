@@ -7,35 +7,29 @@ import torch
 
 from manifoldagg.federated.trees import copied
 from manifoldagg.kernels import Tensors, combine
-from manifoldagg.kernels.memory import HUGE, empty_like, in_huge_pages
+from manifoldagg.kernels.memory import HUGE, _madvise, empty_like, in_huge_pages
 
 MANY = HUGE // 4 + 1000
 
 
-def asked(tensor):
-    """Whether the system was asked for huge pages in the middle of a tensor: what it says of its mappings."""
-    middle = tensor.data_ptr() + tensor.nbytes // 2
-    within = False
-    with open("/proc/self/smaps") as maps:
-        for line in maps:
-            first, *rest = line.split()
-            if first == "VmFlags:" and within:
-                return "hg" in rest
-            if not first.endswith(":"):
-                low, high = (int(part, 16) for part in first.split("-"))
-                within = low <= middle < high
-    raise AssertionError("no such mapping")
+def middle(tensor):
+    return tensor.data_ptr() + tensor.nbytes // 2
 
 
 @pytest.fixture
-def large():
-    with open("/sys/kernel/mm/transparent_hugepage/enabled") as words:
-        if "[never]" in words.read():
-            pytest.skip("the system has no huge pages")
-    return torch.zeros(MANY)
+def asked(monkeypatch):
+    """Whether the system was asked for huge pages, since the test began, in the middle of a tensor."""
+    ranges, advise = [], _madvise()
+
+    def told(start, size, advice):
+        ranges.append((start, start + size))
+        assert advise(start, size, advice) == 0
+
+    monkeypatch.setattr("manifoldagg.kernels.memory._madvise", lambda: told)
+    return lambda tensor: any(start <= middle(tensor) < stop for start, stop in ranges)
 
 
-needs_pages = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no such advice on this system")
+needs_pages = pytest.mark.skipif(_madvise() is None, reason="no such advice on this system")
 
 
 @needs_pages
@@ -46,17 +40,36 @@ needs_pages = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no 
         copied,
         lambda x: combine(None, [x], [1.0]),
         lambda x: combine(None, [(x[:1000], x[1000:])], [1.0])[1],
-        lambda x: Tensors([x.view(-1, 4)[:, :2]]).fresh()[0] if x.numel() > HUGE // 2 else empty_like(x),
+        lambda x: Tensors([x.repeat(2).view(-1, 4)[:, :2]]).fresh()[0],
     ],
 )
-def test_large_results_are_asked_for_in_huge_pages(large, make):
-    assert asked(make(large))
+def test_large_results_are_asked_for_in_huge_pages(asked, make):
+    assert asked(make(torch.zeros(MANY)))
 
 
 @needs_pages
-def test_small_results_are_not(large):
-    assert not asked(empty_like(large[: HUGE // 4 - 1]))
-    assert not asked(copied(large[: HUGE // 4 - 1]))
+@pytest.mark.parametrize("make", [empty_like, copied, lambda x: Tensors([x] * 3).fresh()[0]])
+def test_small_results_are_not(asked, make):
+    assert not asked(make(torch.zeros(HUGE // 8 - 1)))
+
+
+@needs_pages
+def test_the_system_knows_of_it():
+    with open("/sys/kernel/mm/transparent_hugepage/enabled") as words:
+        if "[never]" in words.read():
+            pytest.skip("the system has no huge pages")
+    tensor = empty_like(torch.zeros(1 << 24))  # more than glibc keeps and hands out again
+    within = False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            first, *rest = line.split()
+            if first == "VmFlags:" and within:
+                assert "hg" in rest
+                return
+            if not first.endswith(":"):
+                low, high = (int(part, 16) for part in first.split("-"))
+                within = low <= middle(tensor) < high
+    raise AssertionError("no such mapping")
 
 
 @needs_pages

@@ -17,6 +17,7 @@ from manifoldagg.federated.rules._noise import Mechanism
 from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root, told_of
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.kernels.windows import windows
 from manifoldagg.manifolds import Manifold
 
@@ -51,7 +52,7 @@ class Mean:
             taken = iter(parts[1 + len(rows) :])
             minus = [None if row is None else next(taken) for row in self.frame.minus]
             if scratch is None:
-                scratch = torch.empty_like(parts[0])
+                scratch = empty_like(parts[0])
             delta = combine(None, lines, self.line, minus=minus, out=scratch[: len(parts[0])])
             yield delta, *taken
 

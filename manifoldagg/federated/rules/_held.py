@@ -116,7 +116,7 @@ class OrderedRule(HeldRule):
         scratch: list[Tensor] = []
         for to, start, point, base, *rows in windows(model, current, update.points[0], update.base, *held.values()):
             if not scratch:
-                scratch = [torch.empty_like(start) for _ in range(self.size + 1)]
+                scratch = [empty_like(start) for _ in range(self.size + 1)]
             lines = [line[: len(start)] for line in scratch]
             torch.sub(point, base, out=lines[len(rows)])
             for line, row, factor in zip(lines, (*rows, lines[len(rows)]), kept, strict=False):

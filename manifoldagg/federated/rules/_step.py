@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-
 from manifoldagg.corrections import Correction, Gram
 from manifoldagg.curves.distance import OVERSHOOT
 from manifoldagg.errors import ArgumentError, RuleError, check_choice, check_number
@@ -18,6 +16,7 @@ from manifoldagg.federated.rules._curved import tangents_at, travel
 from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, length, moved, root, told_of
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["CurveRule", "ScheduledRule", "staleness_penalty"]
@@ -110,7 +109,7 @@ class CurveRule(TangentRule):
             here = frame.passage.current
             u = tangents_at(space, here, corrected.displacements())
             s, reached, norm = travel(space, here, course.bent(u), course, reach)
-            model = torch.empty_like(update.current) if out is None else out
+            model = empty_like(update.current) if out is None else out
             model.copy_(reached)
             numbers |= {"step": s, "norm": norm} | told_of(frame)
         after = {"version": state["version"] + 1} | self.learned(state, update, corrected.came)

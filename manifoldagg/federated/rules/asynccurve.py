@@ -18,6 +18,7 @@ from manifoldagg.federated.rules._reading import check_points, cosine, frame_of,
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncCurve"]
@@ -166,7 +167,7 @@ class AsyncCurve(ServerRule):
             if mean is None:
                 mean = model.to(torch.float64, copy=True)
             else:
-                mean = averaged_in(mean, model, count + 1, out=torch.empty_like(mean))
+                mean = averaged_in(mean, model, count + 1, out=empty_like(mean))
             count += 1
         if mean is None:
             return {}

@@ -14,6 +14,7 @@ from manifoldagg.federated.rules._reading import root
 from manifoldagg.federated.rules.fedavg import FedAvg
 from manifoldagg.federated.schedules import Rate
 from manifoldagg.kernels import gram
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["FedAdam"]
@@ -79,9 +80,9 @@ class FedAdam(FedAvg):
         return super().init(space, start) | zeros
 
     def move(self, state: State, mean: Mean, rate: float, out: Tensor | None) -> tuple[Tensor, float, dict[str, Any]]:
-        model = torch.empty_like(mean.current) if out is None else out
-        m = torch.empty_like(state["m"])
-        v = torch.empty_like(state["v"])
+        model = empty_like(mean.current) if out is None else out
+        m = empty_like(state["m"])
+        v = empty_like(state["v"])
         for delta, reached, current, *news, before, square in mean.formed(
             model, mean.current, m, v, state["m"], state["v"]
         ):

@@ -12,6 +12,7 @@ from manifoldagg.federated.contract import Memory, Message, Outcome, State, Upda
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._reading import check_points, root
 from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["FLOCO"]
@@ -101,7 +102,7 @@ class FLOCO(ServerRule):
         placed = {"centre": memory["centre"]} if memory and "centre" in memory else {}
         # Where the server rounds what clients start from, the vertices lie about that point.
         centroid = combine(None, [*state["vertices"]], [1 / self.vertices] * self.vertices)
-        vertices = torch.empty_like(state["vertices"])
+        vertices = empty_like(state["vertices"])
         for j, row in enumerate(vertices):
             combine(state["vertices"][j], [current], [1.0], minus=[centroid], out=row)
         return Message(current, {"vertices": vertices, **placed}, {"radius": self.radius})
@@ -123,7 +124,7 @@ class FLOCO(ServerRule):
         count = state["count"] + 1
         total = state["total"] + share
         # A client's vertices less the server's, and the drift, which is 0 but for old tickets.
-        waiting = torch.empty_like(vertices)
+        waiting = empty_like(vertices)
         for j, row in enumerate(waiting):
             before = state["buffer"][j] if "buffer" in state else None
             combine(before, [points[j], current], [share, share], minus=[vertices[j], base], out=row)
@@ -133,7 +134,7 @@ class FLOCO(ServerRule):
         numbers = {"weight": share, "buffered": float(count)}
         if count < self.cohort:
             return after, Outcome(None, memory, numbers)
-        moved = torch.empty_like(vertices)
+        moved = empty_like(vertices)
         for j, row in enumerate(moved):
             combine(vertices[j], [waiting[j]], [1 / total], out=row)
         model = combine(None, [*moved], [1 / n] * n, out=out)

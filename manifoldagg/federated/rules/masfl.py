@@ -15,6 +15,7 @@ from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._reading import check_points, root
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.kernels.windows import windows
 from manifoldagg.manifolds import Manifold
 
@@ -125,7 +126,7 @@ class ControlVariates(ServerRule):
             "c": state["reach"]["c"] + far / among,
         }
         if len(who) < self.size:
-            wide = torch.empty_like(gradient, dtype=torch.float64)
+            wide = empty_like(gradient, dtype=torch.float64)
             total = combine(None, rows, [1.0] * len(rows), minus=minus, out=wide)
             held = {"who": who, "sum": total, "length": far} | self.gather(waiting, update)
             after = {**state, "joined": joined, "waiting": held}
@@ -153,8 +154,8 @@ class ControlVariates(ServerRule):
         count = len(rows)
         shares = [beta / self.size] * count + [beta, 1 - beta]
         means = [state["among"] / among] + [1 / among] * count
-        g = torch.empty_like(state["g"])
-        c = torch.empty_like(state["c"])
+        g = empty_like(state["g"])
+        c = empty_like(state["c"])
         # At most the first row has one: what waits is a sum.
         less = [row for row in minus if row is not None]
         for here, there, old, before, *parts in windows(g, c, state["c"], state["g"], *rows, *less):

@@ -28,6 +28,7 @@ from manifoldagg.federated.rules._curved import arrive, tangents_at
 from manifoldagg.federated.rules._reading import frame_of, in_float64, root
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.federated.trees import settled
+from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import norm
 from manifoldagg.manifolds.optimizers import carry
@@ -135,7 +136,7 @@ class Momentum(RuleAround):
                 # The point was rounded since: what that took the velocity off the tangent space goes.
                 u = u + self.beta * tangents_at(space, here, velocity[None])[0]
             moved = float(norm(space, here, u))
-            model = torch.empty_like(current) if out is None else out
+            model = empty_like(current) if out is None else out
             model.copy_(arrive(space, here, u))
             after["velocity"] = carry(space, here, in_float64(space, model), u)
         return after, replace(outcome, model=model, numbers={**outcome.numbers, **told, "norm": moved})
