@@ -24,11 +24,11 @@ namespace {
 constexpr int LANES = 8;    // sums of a block
 constexpr int MOST = 64;    // rows that are multiplied by one another while they lie in the cache
 constexpr int SPAN = 512;   // entries of a tile: 4 KiB in float64
+constexpr int FEW = 16, SHORT = 256;  // so many rows have shorter tiles, which lie in the nearest cache
 constexpr int ENOUGH = 64;  // entries of one piece that are worth a tile of their own
 constexpr int THROUGH = 8;  // rows whose combination needs none
 constexpr int TOGETHER = 4;  // rows that are added to a tile in one turn
-constexpr int AHEAD = 1024;  // bytes by which reading is announced where few rows are read in turn
-constexpr int NEAR = 2048;  // entries in float64 that the nearest cache holds, beside what they are made of
+constexpr int AHEAD = 512;  // bytes by which reading is announced where few rows are read in turn
 
 // Entries of a register; the side of a square of products whose sums fit the registers together with what is
 // multiplied; and how many rows are multiplied by one another at once, with some sums beside the registers. There are 16
@@ -258,24 +258,20 @@ struct Rows {
 struct Ahead {
   const char* const* rows;
   int64_t count, by, item;
-  // A part of the rows for each of some turns.
-  Ahead part(int64_t turn, int64_t turns) const {
-    const int64_t low = turn * count / turns;
-    return {rows + low, (turn + 1) * count / turns - low, by, item};
-  }
-  // What lies so far on from n entries from p; to the nearest cache, or to the next.
-  template <bool NEAREST> __attribute__((always_inline)) void announce(int64_t p, int64_t n) const {
-    for (int64_t at = p * item; at < (p + n) * item; at += 64)
-      for (int64_t r = 0; r < count; r++) __builtin_prefetch(rows[r] + at + by, 0, NEAREST ? 3 : 2);
+  // What lies so far on from n entries, of one of so many parts of the rows: to the next cache. Before products, not
+  // among them: what these need would not fit the registers. Inline, as compilers drop calls that do nothing else.
+  __attribute__((always_inline)) void announce(int64_t part, int64_t parts, int64_t n) const {
+    const int64_t low = part * count / parts, high = (part + 1) * count / parts;
+    for (int64_t at = 0; at < n * item; at += 64)
+      for (int64_t r = low; r < high; r++) __builtin_prefetch(rows[r] + at + by, 0, 2);
   }
 };
 
 // M rows by N others, n entries of each: whole vectors. To the sums, a line of N for each of the M.
 template <int M, int N>
-__attribute__((noinline)) void across(const double* const* a, const double* const* b, int64_t n, V* sums, Ahead ahead) {
+__attribute__((noinline)) void across(const double* const* a, const double* const* b, int64_t n, V* sums) {
   // So many sums at once that their latency is hidden, and no more than fit the registers.
   constexpr int ONCE = M * N * PARTS <= 12 ? PARTS : 1;
-  constexpr int TURN = 2 * LANES;
   const double *left[M], *right[N];
   UNROLLED for (int i = 0; i < M; i++) left[i] = a[i];
   UNROLLED for (int j = 0; j < N; j++) right[j] = b[j];
@@ -298,10 +294,7 @@ __attribute__((noinline)) void across(const double* const* a, const double* cons
       }
     };
     int64_t p = 0;
-    for (; p + TURN <= n; p += TURN) {
-      if (part == 0) ahead.announce<false>(p, TURN);
-      step(p), step(p + LANES);
-    }
+    for (; p + 2 * LANES <= n; p += 2 * LANES) step(p), step(p + LANES);
     for (; p < n; p += LANES) step(p);
     UNROLLED for (int i = 0; i < M; i++)
       UNROLLED for (int j = 0; j < N; j++)
@@ -309,10 +302,13 @@ __attribute__((noinline)) void across(const double* const* a, const double* cons
   }
 }
 
+// Where rows are read: once, in memory, and announced as far as AHEAD; in memory, and kept in lines of float64; there.
+enum class From { memory, memory_to_lines, lines };
+
 // M rows by one another, in B blocks side by side: rows a[i * M] to a[i * M + M - 1] are those of block i. To the sums,
-// block by block, and row by row up to the diagonal. KEEP: what is multiplied is kept in lines of float64 as well.
-template <class T, int M, bool LESS, int B, bool KEEP = false>
-__attribute__((noinline)) void within(const T* const* a, const T* const* less, int64_t n, V* sums, Ahead ahead,
+// block by block, and row by row up to the diagonal.
+template <class T, int M, bool LESS, int B, From FROM>
+__attribute__((noinline)) void within(const T* const* a, const T* const* less, int64_t n, V* sums,
                                       double* lines = nullptr, int64_t pitch = 0) {
   constexpr int LINE = 64 / sizeof(T);
   constexpr int COUNT = M * (M + 1) / 2;
@@ -332,7 +328,7 @@ __attribute__((noinline)) void within(const T* const* a, const T* const* less, i
         V x[M];
         UNROLLED for (int i = 0; i < M; i++) {
           x[i] = LESS ? load(from[b][i] + q) - c : load(from[b][i] + q);
-          if (KEEP) put(x[i], lines + i * pitch + q, false);
+          if (FROM == From::memory_to_lines) put(x[i], lines + i * pitch + q, false);
           UNROLLED for (int j = 0; j <= i; j++) {
             V& sum = total[b][i * (i + 1) / 2 + j][h];
             sum = fma(x[i], x[j], sum);
@@ -342,7 +338,11 @@ __attribute__((noinline)) void within(const T* const* a, const T* const* less, i
   };
   int64_t p = 0;
   for (; p + LINE <= n; p += LINE) {
-    ahead.announce<!KEEP>(p, LINE);
+    if (FROM == From::memory)
+      UNROLLED for (int b = 0; b < B; b++) {
+        UNROLLED for (int i = 0; i < M; i++) __builtin_prefetch((const char*)(from[b][i] + p) + AHEAD);
+        if (LESS) __builtin_prefetch((const char*)(minus[b] + p) + AHEAD);
+      }
     for (int l = 0; l < LINE; l += LANES) step(p + l);
   }
   for (; p < n; p += LANES) step(p);
@@ -441,17 +441,17 @@ void multiply(Panels panels, const T* const* read, double* lines, int64_t pitch,
   for (int64_t i = 0; i < panels.m + panels.others; i++) line[i] = lines + i * pitch;
   int64_t turn = 0;
   panels.each([&](int64_t i, int64_t high, int64_t j, int64_t wide) {
-    const Ahead ahead = next.part(turn++, panels.turns());
+    next.announce(turn++, panels.turns(), n);
     if (panels.others || i != j) {
-      sized(high, [&]<int M>() { sized(wide, [&]<int N>() { across<M, N>(line + i, other + j, n, sums, ahead); }); });
+      sized(high, [&]<int M>() { sized(wide, [&]<int N>() { across<M, N>(line + i, other + j, n, sums); }); });
       sums += high * wide * PARTS;
       return;
     }
     if constexpr (FRESH)
       sized(high, [&]<int M>() {
-        within<T, M, LESS, 1, true>(read + i, read + panels.m, n, sums, ahead, lines + i * pitch, pitch);
+        within<T, M, LESS, 1, From::memory_to_lines>(read + i, read + panels.m, n, sums, lines + i * pitch, pitch);
       });
-    else counted<ALONE>(high, [&]<int M>() { within<double, M, false, 1>(line + i, nullptr, n, sums, ahead); });
+    else counted<ALONE>(high, [&]<int M>() { within<double, M, false, 1, From::lines>(line + i, nullptr, n, sums); });
     sums += high * (high + 1) / 2 * PARTS;
   });
 }
@@ -466,8 +466,8 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
   static thread_local std::vector<V> sums, lines;
   const int64_t others = first == other ? 0 : n, count = m + others;
   const Panels panels{m, others};
-  // Lines in the nearest cache; of rows so many that only a few entries of each had room there, in the next.
-  const int64_t near = NEAR / count / 16 * 16, tile = near < 72 ? SPAN : std::min<int64_t>(near, SPAN);
+  // Of many rows sums take as much room as lines: they are fetched and put back with each tile, so that is a long one.
+  const int64_t tile = count <= FEW ? SHORT : SPAN;
   if (begun.sums) sums.assign(begun.sums, begun.sums + m * (m + 1) / 2 * PARTS);
   else sums.assign(m * n * PARTS, V{});
   const char* from[2 * MOST + 1];
@@ -490,9 +490,8 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
       typed(like.dtype, [&]<class T>() {
         counted<ALONE>(m, [&]<int M>() {
           const T* const* row = (const T* const*)from;
-          const Ahead ahead{from, announced, AHEAD, item};
-          less.data ? within<T, M, true, 1>(row, row + M, taken, sums.data(), ahead)
-                    : within<T, M, false, 1>(row, nullptr, taken, sums.data(), ahead);
+          less.data ? within<T, M, true, 1, From::memory>(row, row + M, taken, sums.data())
+                    : within<T, M, false, 1, From::memory>(row, nullptr, taken, sums.data());
         });
       });
       continue;
@@ -547,8 +546,8 @@ template <int M, int B> void side_by_side(const Rows& rows, const Block* table, 
   if (n > 0)
     typed(like.dtype, [&]<class T>() {
       const T* const* row = (const T* const*)from;
-      less.data ? within<T, M, true, B>(row, row + B * M, n, sums, {from, B * (M + 1), AHEAD, sizeof(T)})
-                : within<T, M, false, B>(row, nullptr, n, sums, {from, B * M, AHEAD, sizeof(T)});
+      less.data ? within<T, M, true, B, From::memory>(row, row + B * M, n, sums)
+                : within<T, M, false, B, From::memory>(row, nullptr, n, sums);
     });
   for (int b = 0; b < B; b++)
     products(rows, table[b], 0, M, 0, M, to + b * COUNT, {n, sums + b * COUNT * PARTS});
