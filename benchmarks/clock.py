@@ -8,12 +8,12 @@ import argparse
 import heapq
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from timing import quartiles
 
 from manifoldagg.simulation.clocks.delays import (
     Delay,
@@ -163,7 +163,7 @@ def main() -> None:
     ]
     numbers = {}
     for name, seen in rates.items():
-        low, middle, high = statistics.quantiles(seen, n=4)
+        low, middle, high = quartiles(seen)
         numbers[name] = {"low": low, "median": middle, "high": high}
         lines.append(f"{name:<28} {middle:>10,.0f} {f'{low:,.0f} to {high:,.0f}':>22}")
     print(*lines, sep="\n")

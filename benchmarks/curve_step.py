@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import ratio
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -183,11 +184,6 @@ def peak(make: Callable[[], Step]) -> int:
     return max(itertools.accumulate(sizes))
 
 
-def quartiles(ratios: list[float]) -> dict[str, float]:
-    """The lower one, the median and the upper one."""
-    return dict(zip(("low", "median", "high"), statistics.quantiles(ratios, n=4), strict=True))
-
-
 def timing(degree: int, options: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds a step of each way, and its ratio to the way beside which it stands, of the same round."""
     batch = torch.rand(options.batch, 1, 28, 28), torch.randint(10, (options.batch,))
@@ -204,7 +200,7 @@ def timing(degree: int, options: argparse.Namespace) -> dict[str, Any]:
     return {
         name: {
             "milliseconds": 1000 * statistics.median(times),
-            "ratio": quartiles([t / p for t, p in zip(times, taken[BESIDE[name]], strict=True)]),
+            "ratio": dict(zip(("low", "median", "high"), ratio(times, taken[BESIDE[name]]), strict=True)),
         }
         for name, times in taken.items()
     }

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from floor import Floor
-from timing import extra, in_turns
+from timing import extra, in_turns, ratio
 from torch import Tensor
 
 from manifoldagg import aggregate
@@ -182,8 +182,7 @@ def measure(
     taken = in_turns(calls, rounds)
     rows = []
     for way, seconds in taken.items():
-        ratios = [a / b for a, b in zip(seconds, taken["floor"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = ratio(seconds, taken["floor"])
         row = {"rule": name, "P": size, "tensors": count, "buffers": buffers, "threads": threads, "way": way}
         row |= {"ms": 1e3 * statistics.median(seconds), "ratio": middle, "low": low, "high": high}
         rows.append(row | {"extra": 0.0 if way == "floor" else extra(calls[way]) / (4 * size)})

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+from timing import ratio
+
 
 def seconds(statement: str) -> float:
     """The wall-clock time of a Python process that runs `statement`."""
@@ -25,8 +27,7 @@ def main() -> None:
     for _ in range(pairs):
         torch.append(seconds("import torch"))
         ours.append(seconds(everything))
-    ratios = sorted(b / a for a, b in zip(torch, ours, strict=True))
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = ratio(ours, torch)
     print(f"import torch               {statistics.median(torch):6.3f} s (median of {pairs})")
     print(f"from manifoldagg import *  {statistics.median(ours):6.3f} s")
     print(f"ratio                      {middle:6.3f}   (quartiles {low:.3f} to {high:.3f})")

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from floor import Floor
-from timing import extra, in_turns
+from timing import extra, in_turns, ratio
 from torch import Tensor
 
 from manifoldagg.corrections import Gram, OrthoDC
@@ -161,8 +161,7 @@ def measure(size: int, layout: str, threads: int, floor: Floor, rounds: int) -> 
     taken = in_turns(calls, rounds, prepare=work_by)
     rows = []
     for name, seconds in taken.items():
-        ratios = [a / b for a, b in zip(seconds, taken["floor"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = ratio(seconds, taken["floor"])
         median = statistics.median(seconds)
         rows.append(
             {

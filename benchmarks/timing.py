@@ -4,7 +4,7 @@ import json
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,15 @@ def interleaved(
     return seconds
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile; of a single value that."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+    return low, middle, high
+
+
 def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
     """First quartile, median and third quartile of the ratios of pairs."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
-    return low, middle, high
+    return quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def in_turns(

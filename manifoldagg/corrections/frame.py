@@ -21,6 +21,7 @@ from manifoldagg.kernels.memory import in_huge_pages
 from manifoldagg.kernels.tensors import reals
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import FLAT, Ambient
+from manifoldagg.manifolds.manifold import check_is_manifold
 
 __all__ = ["GRANULARITIES", "Frame", "require_flat", "room"]
 
@@ -155,8 +156,7 @@ class Frame:
             >>> frame.names, frame.gram().matrix.tolist()
             (('v1', 'g'), [[10.0, 2.0], [2.0, 4.0]])
         """
-        if not isinstance(space, Manifold):
-            raise ArgumentError(f"space: expected a manifold, got {space!r}")
+        check_is_manifold(space)
         if transport is not None and flat is None and space.flat:
             raise ArgumentError(
                 f"transport: expected None on a flat space, where nothing is to be done; got {transport!r}"

@@ -19,6 +19,7 @@ from manifoldagg.federated.contract import Payload
 from manifoldagg.kernels.rows import is_transformed
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
+from manifoldagg.manifolds.manifold import check_is_manifold
 from manifoldagg.manifolds.names import wrapping
 
 __all__ = [
@@ -152,13 +153,11 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
     Raises:
         ArgumentError: naming what does not fit.
     """
-    for name, given, kind in (("space", space, "a manifold"), ("start", start, "a point")):
-        if isinstance(given, torch.nn.Module | Mapping):
-            what = type(given).__name__
-            hint = "write Server.of(model, rule)" + (", or space.point(model)" if name == "start" else "")
-            raise ArgumentError(f"{name}: expected {kind}, got {what}: {hint}")
-    if not isinstance(space, Manifold):
-        raise ArgumentError(f"space: expected a manifold, got {type(space).__name__}")
+    check_is_manifold(space, "Server.of(model, rule)")
+    given: object = start
+    if isinstance(given, torch.nn.Module | Mapping):
+        hint = "write Server.of(model, rule), or space.point(model)"
+        raise ArgumentError(f"start: expected a point, got {type(given).__name__}: {hint}")
     check_finite("start", check_shape("start", start, *space.axes))
     if not start.numel():
         raise ArgumentError("start: expected a model with parameters, got an empty one")

@@ -1,6 +1,7 @@
 """What a manifold is: a shape, a few primitives, and the declaration of which of them it has."""
 
 import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_shape
+from manifoldagg.errors import ArgumentError, check_shape, shown
 
 __all__ = ["CHECKED", "PRIMITIVES", "Leaf", "Manifold", "check_is_manifold"]
 
@@ -244,15 +245,21 @@ class Manifold(abc.ABC):
         return NotImplementedError(f"{self} has no {primitive}")
 
 
-def check_is_manifold(space: object) -> None:
+def check_is_manifold(space: object, hint: str = "") -> None:
     """A `space` that is none is refused.
 
+    Args:
+        space: what was given.
+        hint: what to write in place of a module or a state dict, where it is no space of its parameters.
+
     Raises:
-        ArgumentError: naming it.
+        ArgumentError: naming it; of a module or a state dict, with what to write.
     """
-    if not isinstance(space, Manifold):
-        if hasattr(space, "state_dict"):  # a module, which would say all its layers
-            raise ArgumentError(
-                f"space: expected a Manifold, got {type(space).__name__}: write ParameterSpace.of(model)"
-            )
-        raise ArgumentError(f"space: expected a Manifold, got {space!r}")
+    if isinstance(space, Manifold):
+        return
+    if isinstance(space, torch.nn.Module | Mapping):  # which would say all its layers
+        made = "of(model)" if isinstance(space, torch.nn.Module) else "of_state_dict(model, buffers=...)"
+        told = f"{type(space).__name__}: write {hint or f'ParameterSpace.{made}'}"
+    else:
+        told = shown(space)
+    raise ArgumentError(f"space: expected a Manifold, got {told}")

@@ -210,7 +210,7 @@ def test_a_frame_of_points_is_the_frame_of_their_displacements():
     [
         (lambda: OrthoDC(1.5), "threshold: expected a finite number >= -1 and <= 1, got 1.5"),
         (lambda: OrthoDC(float("nan")), "threshold: expected"),
-        (lambda: Tangent()("R", torch.zeros(2), torch.zeros(2), torch.zeros(1, 2)), "space: expected a manifold, got 'R'"),
+        (lambda: Tangent()("R", torch.zeros(2), torch.zeros(2), torch.zeros(1, 2)), "space: expected a Manifold, got 'R'"),
         (lambda: Tangent()(Flat(2), torch.zeros(2), torch.zeros(2), torch.zeros(2)), "displacements: expected shape"),
         (lambda: Tangent()(Flat(2), torch.zeros(3), torch.zeros(2), torch.zeros(1, 2)), "base: expected shape"),
         (lambda: Tangent()(Flat(2), torch.zeros(2), torch.full((2,), torch.inf), torch.zeros(1, 2)), "current: expected finite"),

@@ -32,6 +32,7 @@ from manifoldagg.federated.trees import Tree, covers
 from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels import choice
 from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.manifold import check_is_manifold
 
 __all__ = ["Every", "Moment", "Saved", "Writer", "check_name"]
 
@@ -218,10 +219,7 @@ class Saved:
         Raises:
             CheckpointError: naming where the two differ.
         """
-        if isinstance(space, torch.nn.Module | Mapping):
-            made = "of(model)" if isinstance(space, torch.nn.Module) else "of_state_dict(model, buffers=...)"
-            what = type(space).__name__
-            raise ArgumentError(f"space: expected the one that was saved, got {what}: write ParameterSpace.{made}")
+        check_is_manifold(space)
         told = difference("space", self._tree["space"], describe("space", space))
         if told is not None:
             raise CheckpointError(f"{self.path}: {told}")

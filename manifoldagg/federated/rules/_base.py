@@ -19,6 +19,7 @@ from manifoldagg.federated.rules._reading import in_float64
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.kernels.memory import empty_like
 from manifoldagg.manifolds import Manifold, check_point
+from manifoldagg.manifolds.manifold import check_is_manifold
 
 __all__ = ["ServerRule", "TangentRule", "follow"]
 
@@ -59,8 +60,7 @@ class ServerRule(abc.ABC):
         Raises:
             ArgumentError: naming its curved leaves, and what needs them flat.
         """
-        if not isinstance(space, Manifold):
-            raise ArgumentError(f"space: expected a manifold, got {space!r}")
+        check_is_manifold(space)
         lacks = self.needs_flat or ("" if space.ambient else self.needs_sums)
         if lacks and not space.flat:
             curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
