@@ -253,17 +253,17 @@ struct Rows {
   const Vec& less(int64_t i, int64_t piece) const { return minus[i * pieces.count + piece]; }
 };
 
-// Rows of entries of `item` bytes that are announced, `by` bytes further on, while others are multiplied: so memory and
-// products take their time together and not one after the other.
+// Rows of entries of `item` bytes that are announced while others are multiplied: so memory and products take their time
+// together and not one after the other.
 struct Ahead {
   const char* const* rows;
-  int64_t count, by, item;
-  // What lies so far on from n entries, of one of so many parts of the rows: to the next cache. Before products, not
-  // among them: what these need would not fit the registers. Inline, as compilers drop calls that do nothing else.
+  int64_t count, item;
+  // The n entries behind the next n, of one of so many parts of the rows: to the next cache. Before products, not among
+  // them: what these need would not fit the registers. Inline, as compilers drop calls that do nothing else.
   __attribute__((always_inline)) void announce(int64_t part, int64_t parts, int64_t n) const {
     const int64_t low = part * count / parts, high = (part + 1) * count / parts;
-    for (int64_t at = 0; at < n * item; at += 64)
-      for (int64_t r = low; r < high; r++) __builtin_prefetch(rows[r] + at + by, 0, 2);
+    for (int64_t at = n * item; at < 2 * n * item; at += 64)
+      for (int64_t r = low; r < high; r++) __builtin_prefetch(rows[r] + at, 0, 2);
   }
 };
 
@@ -501,7 +501,7 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
     const int64_t whole = (taken + LANES - 1) / LANES * LANES, pitch = whole + LANES;
     lines.resize(count * pitch / WIDTH);
     double* data = (double*)lines.data();
-    const Ahead next{from, announced, taken * item, item};
+    const Ahead next{from, announced, item};
     if (plain && !others) {
       typed(like.dtype, [&]<class T>() {
         const T* const* row = (const T* const*)from;
