@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from manifoldagg import routing as routing
     from manifoldagg import simulation as simulation
     from manifoldagg import testing as testing
-    from manifoldagg.averaging import average_adapters
+    from manifoldagg.averaging import average, average_adapters
     from manifoldagg.curves import Bezier, Fit, fit
     from manifoldagg.errors import ManifoldAggError
     from manifoldagg.federated import Server, Versions, aggregate
@@ -52,6 +52,7 @@ _HOMES = {
     "Server": "federated",
     "Versions": "federated",
     "aggregate": "federated",
+    "average": "averaging",
     "average_adapters": "averaging",
     "fit": "curves",
 }
@@ -65,6 +66,7 @@ __all__ = [
     "Server",
     "Versions",
     "aggregate",
+    "average",
     "average_adapters",
     "fit",
 ]

@@ -1,13 +1,10 @@
-"""Inside the front door: models as others hold them, read where they lie, one step on them, and back as they came."""
+"""Inside the front door: one step on models as others hold them, read where they lie, and back as they came."""
 
-import copy
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,38 +16,20 @@ from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.trees import covers, widened
 from manifoldagg.federated.weights import check_client
-from manifoldagg.kernels import Tensors
 from manifoldagg.kernels.memory import empty_like, stacked
 from manifoldagg.kernels.rows import check_apart
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
-from manifoldagg.manifolds.layout import OPAQUE, Layout
+from manifoldagg.manifolds.containers import Model, check_separate, like, opened, row_of, tensors, write
+from manifoldagg.manifolds.layout import Layout
 from manifoldagg.manifolds.scaling import Scaling
 
-__all__ = [
-    "Array",
-    "Known",
-    "Model",
-    "ServerState",
-    "Stepped",
-    "check_models",
-    "like",
-    "space_of",
-    "stepped",
-    "tensors",
-]
+__all__ = ["Known", "ServerState", "Stepped", "check_models", "space_of", "stepped"]
 
-TENSORS = {Tensor, torch.nn.Parameter}
-"""What most models consist of."""
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Integers that torch does not add, and those whose sums have the same bits."""
-_is_cpu = attrgetter("is_cpu")
 POINTS = re.compile(r"^points(\[\d+\])?")
 """What messages call the points of an update, which came as `update` here."""
-
-Array = Tensor | np.ndarray | np.generic
-Model = Mapping[Any, Array] | Sequence[Array]
-"""A state dict, or a list of arrays."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +134,7 @@ def stepped(
                 models[label] = newest = _moved(layout, models["base: "], models[label], label)
         # What is written is what came, not what is made of it.
         written = Layout.of_state_dict(given["current: "], list(buffers)) if adapters else layout
-        target = None if out is None else _target(written, out, given["current: "])
+        target = None if out is None else opened(written, out, given["current: "])
         rows = by_rows(rule, space)
         chosen = policies(layout.carried, buffers)
         check_parameters("current", layout)
@@ -184,13 +163,13 @@ def stepped(
             share=known.share,
         )
         terms = Terms(space, rule, chosen, buffers="update")
-        blank: Any = empty_like(here) if not rows else None if target is None else _row(layout, target)
+        blank: Any = empty_like(here) if not rows else None if target is None else row_of(layout, target)
         if target is not None:
             there = rows and not adapters and blank[0] is target[layout.leaves[0].name]
             if there and not layout.carried and not layout.aliases:
                 check_apart(blank, read, layout.sizes)
             else:
-                _check_apart(written, target, given)
+                check_separate(written, target, given)
             if there:
                 blank.apart = tuple(read)  # the step need not ask again
         try:
@@ -215,7 +194,7 @@ def stepped(
         else:
             new = given["current: "]
         if target is not None:
-            _write(target, new)
+            write(target, new)
         returned = like(current, new, given["current: "]) if out is None else out
         memory = {name: tree for name, tree in kept.memory.items() if name != known.client}
         if outcome.memory is not None:
@@ -260,46 +239,6 @@ def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:
     return len(update) == 0 or isinstance(update[0], inner)
 
 
-def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
-    """Key and array of each entry of a model."""
-    if isinstance(model, Mapping):
-        return model.items()
-    if isinstance(model, Sequence) and not isinstance(model, str):
-        return enumerate(model)
-    hint = ": pass its state_dict()" if isinstance(model, torch.nn.Module) else ""
-    raise ArgumentError(f"{name}: expected a state dict or a list of arrays, got {type(model).__name__}{hint}")
-
-
-def tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor]:
-    """The entries of a model as tensors over the same memory, which are `written` or only read."""
-    entries = model if isinstance(model, Mapping) else dict(_entries(name, model))
-    keys = [*entries] if set(map(type, entries)) <= {str} else [*map(str, entries)]
-    found = dict(zip(keys, entries.values(), strict=True))
-    if OPAQUE in "".join(keys):
-        found = {key: x for key, x in found.items() if key.rpartition(".")[2] != OPAQUE}
-    if not set(map(type, found.values())) <= TENSORS:
-        for key, array in found.items():
-            if isinstance(array, np.ndarray | np.generic):
-                found[key] = _over(f"{name}: {key}", array, written)
-            elif not isinstance(array, Tensor):
-                raise ArgumentError(f"{name}: {key}: expected a tensor or an array, got {type(array).__name__}")
-    return found
-
-
-def _over(name: str, array: Any, written: bool) -> Tensor:
-    """A tensor over the memory of an array; over a copy where torch knows no such memory."""
-    apart = not (isinstance(array, np.ndarray) and array.dtype.isnative and min(array.strides, default=0) >= 0)
-    if written and (apart or not array.flags.writeable):
-        raise ArgumentError(f"{name}: expected a writable array in the byte order of this machine")
-    try:
-        if apart:
-            return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
-        # torch has no tensors that are read only, and warns of arrays that are.
-        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Open(array)))
-    except (TypeError, ValueError):
-        raise ArgumentError(f"{name}: expected a numeric array, got dtype {array.dtype}") from None
-
-
 def _check_flat(space: ParameterSpace) -> None:
     """That a point and a difference of points have a sum.
 
@@ -332,82 +271,3 @@ def _sum(start: Tensor, difference: Tensor) -> Tensor:
     if signed is not None:
         return (start.view(signed) + step.view(signed)).view(start.dtype)
     return (widened(start) + widened(step)).to(start.dtype)
-
-
-class _Open:
-    """A read-only array, for those who will not write into it; it lives as long as what is made of it."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-        address, _ = array.__array_interface__["data"]
-        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
-
-
-def _target(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model to write into, into which nothing can fail to be written but by an overlap.
-
-    Raises:
-        ArgumentError: if they are not those of the layout, on the devices of `current`.
-    """
-    target = tensors("out", out, written=True)
-    layout.match(target, "out: ")
-    if not (all(map(_is_cpu, target.values())) and all(map(_is_cpu, current.values()))):
-        for name, tensor in target.items():
-            if tensor.device != current[name].device:
-                raise ArgumentError(f"out: {name}: expected device {current[name].device}, got {tensor.device}")
-    if any(map(Tensor.is_inference, target.values())) and not torch.is_inference_mode_enabled():
-        name = next(name for name, tensor in target.items() if tensor.is_inference())
-        raise ArgumentError(f"out: {name}: expected a tensor that was not made in inference mode")
-    return target
-
-
-def _check_apart(layout: Layout, target: Mapping[str, Tensor], models: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """The tensors of a model to write into share memory neither with one another nor with another entry of `models`.
-
-    Raises:
-        ArgumentError: if they do.
-    """
-    names = [entry.name for entry in (*layout.leaves, *layout.carried)]
-    names += [alias for alias, name in layout.aliases if target[alias].data_ptr() != target[name].data_ptr()]
-    written = Tensors([target[name] for name in names])
-    read = [Tensors([model[name] for name in names]) for model in models.values()]
-    # Adapters of other ranks are copied before anything is written.
-    check_apart(written, [row for row in read if row.lengths == written.lengths], written.lengths)
-
-
-def _row(layout: Layout, target: Mapping[str, Tensor]) -> Tensors:
-    """The leaves of a model to write into, and where kernels cannot write there, others."""
-    row = Tensors([target[leaf.name] for leaf in layout.leaves])
-    if row.whole and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
-        return row
-    return Tensors([torch.empty(x.shape, dtype=x.dtype, device=row[0].device) for x in row])
-
-
-def _write(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Copy what is not there already: nothing can fail any more."""
-    there = [name for name, tensor in target.items() if new[name] is not tensor]
-    if there:  # in one call, as hundreds of them take half the time
-        torch._foreach_copy_([target[name] for name in there], [new[name] for name in there])
-
-
-def like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:
-    """`new` as the kind of `current`: its container, order, devices, arrays where arrays were."""
-    plain = type(current) is dict and [*current] == [*now] and set(map(type, current.values())) <= TENSORS
-    if plain and all(map(_is_cpu, now.values())):
-        return {key: new[str(key)] for key in current}  # on the devices of `now`, as all that is made of it
-    entries: dict[Any, Any] = {}
-    for key, array in _entries("current", current):
-        if str(key) not in new:  # what a module keeps beside its tensors
-            entries[key] = copy.copy(array)
-            continue
-        tensor = new[str(key)]
-        if tensor.device != now[str(key)].device:
-            tensor = tensor.to(now[str(key)].device)
-        entries[key] = tensor if isinstance(array, Tensor) else tensor.numpy().astype(array.dtype, copy=False)
-    if isinstance(current, dict):
-        same = copy.copy(current)
-        same.update(entries)
-        return same
-    if isinstance(current, Mapping):
-        return entries
-    return tuple(entries.values()) if isinstance(current, tuple) else list(entries.values())

@@ -3,10 +3,11 @@
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from manifoldagg.federated._door import Known, Model, stepped
+from manifoldagg.federated._door import Known, stepped
 from manifoldagg.federated.buffers import Patterns
 from manifoldagg.federated.contract import Rule, State
 from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.containers import Model
 from manifoldagg.manifolds.scaling import Scaling
 
 __all__ = ["aggregate"]

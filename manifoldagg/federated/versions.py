@@ -7,7 +7,7 @@ from immutables import Map
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count
-from manifoldagg.federated._door import Known, Model, ServerState, check_models, like, space_of, stepped, tensors
+from manifoldagg.federated._door import Known, ServerState, check_models, space_of, stepped
 from manifoldagg.federated.buffers import Patterns, Waiting, check_patterns, packed, policies, unpacked
 from manifoldagg.federated.checks import UNLIMITED
 from manifoldagg.federated.contract import Memory, Message, Rule, State
@@ -25,6 +25,7 @@ from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.kernels.memory import clone
 from manifoldagg.manifolds import Layout
 from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.containers import Model, like, tensors
 from manifoldagg.manifolds.scaling import Scaling
 
 __all__ = ["Versions"]

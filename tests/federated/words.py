@@ -80,19 +80,26 @@ class _Watch(TorchDispatchMode):
                 self.words.make(result)
             return result
         own = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-        overwrites = schema.name in ("aten::copy_", "aten::zero_", "aten::fill_") or "out" in own
+        overwrites = (
+            schema.name in ("aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::fill_") or "out" in own
+        )
         for name, value in given.items():
-            for tensor in value if isinstance(value, tuple | list) else [value]:
+            for tensor in _each(value):
                 if isinstance(tensor, Tensor) and (name not in own or not overwrites):
                     self.words.touch(tensor, write=False)
         for name in own:
-            self.words.touch(given[name], write=True)
+            for tensor in _each(given[name]):
+                self.words.touch(tensor, write=True)
         if not own:
-            for tensor in result if isinstance(result, tuple | list) else [result]:
+            for tensor in _each(result):
                 if isinstance(tensor, Tensor):
                     self.words.make(tensor)
                     self.words.touch(tensor, write=True)
         return result
+
+
+def _each(value):
+    return value if isinstance(value, tuple | list) else [value]
 
 
 def _parts(line):

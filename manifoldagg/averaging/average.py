@@ -1,0 +1,205 @@
+"""The average of models as others hold them: state dicts, or lists of tensors or arrays, read where they lie."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg.averaging.karcher import check_weights, karcher
+from manifoldagg.errors import ArgumentError, StateDictError, is_finite
+from manifoldagg.kernels import Tensors, combine
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.adapters import first_factor
+from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.containers import Model, check_separate, like, opened, tensors, write
+from manifoldagg.manifolds.layout import STATISTICS, Entry, Layout
+from manifoldagg.manifolds.mean import mean_on_spheres
+from manifoldagg.manifolds.span import Span
+
+__all__ = ["average"]
+
+TOLERANCE = 1e-12
+"""As that of `karcher`."""
+MAX_STEPS = 100
+Given = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of each model, by what messages begin with."""
+
+
+@torch.no_grad()
+def average(
+    models: Sequence[Model],
+    weights: Sequence[float] | None = None,
+    *,
+    manifolds: Assignment | None = None,
+    out: Model | None = None,
+) -> Any:
+    r"""The model $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$: $\sum_i w_i \Theta_i$ where entries are flat.
+
+    A model is a state dict, or a list of tensors or NumPy arrays; the result is of the kind of the first, in its order,
+    dtypes and devices. Sums are taken in float64 and rounded once, also of bfloat16 and float16. Entries on a manifold
+    get their Karcher mean. Tensors that share storage in the first model are tied, and count once.
+
+    The statistics of batch normalisation are averaged as they are; statistics of the averaged model itself takes
+    [`refresh_buffers`][manifoldagg.curves.refresh_buffers]. Counters are those of the heaviest model, of several the
+    first. Other integers and booleans, such as masks, must be equal.
+
+    Args:
+        models: k of them, with the same names, shapes and dtypes.
+        weights: k numbers, such as how many samples each was trained on: not negative, not all zero; they are
+            normalised. Equal where not given. Of a model without weight the flat entries are not read.
+        manifolds: name or pattern to the space of those entries, as in
+            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
+        out: a model like the first, one of `models` or another, each entry in memory of its own, to which the result is
+            copied when it is known to be finite.
+
+    Returns:
+        The mean: a new model, or `out`.
+
+    Raises:
+        ArgumentError: naming the argument, or the model and the tensor in it, that does not fit; or if models lie so
+            far apart on a manifold that their mean is not found, which
+            [`karcher`][manifoldagg.averaging.karcher] says more of. `out` is as it was then.
+
+    Warns:
+        UserWarning: where there are factors of adapters, which would be averaged apart: that is what
+            [`average_adapters`][manifoldagg.averaging.average_adapters] is for.
+
+    Cost: flat entries, and those on spheres of at least k dimensions, are read where they lie, once, on spheres twice;
+    no memory is taken but that of the result. On other manifolds every model is gathered into a vector.
+
+    Source: McMahan et al. 2017, Algorithm 1; Manifold, Algorithm 1 (its last lines).
+
+    Example:
+        >>> import numpy as np
+        >>> one, two = {"w": torch.tensor([0.0, 3.0])}, {"w": torch.tensor([4.0, 7.0])}
+        >>> average([one, two], weights=[30, 10])
+        {'w': tensor([1., 4.])}
+        >>> average([[np.array([1.0, 0.0])], [np.array([0.0, 1.0])]])
+        [array([0.5, 0.5])]
+        >>> from manifoldagg.manifolds import Sphere
+        >>> average([{"v": torch.tensor([1.0, 0.0])}, {"v": torch.tensor([0.0, 1.0])}], manifolds={"v": Sphere(2)})
+        {'v': tensor([0.7071, 0.7071])}
+    """
+    given = _given(models)
+    first, *_ = given.values()
+    shares = check_weights(weights, len(given))
+    space = _space(first, manifolds)
+    layout = space.layout
+    target = None if out is None else opened(layout, out, first)
+    label, *_ = given
+    rows = layout.rows(given, own=label)
+    others = _others(layout, given, int(shares.argmax()))
+    if target is not None:
+        check_separate(layout, target, given)
+    means = _means(layout, given, shares)
+    leaves = _leaves(space, given, rows, shares)
+    if not is_finite(*leaves, *map(_real, means.values())):
+        _check_values(layout, given, shares)
+        raise StateDictError("models: expected a finite mean; entries are as large as their dtypes allow")
+    new = layout.named(leaves, means | others)
+    if target is None:
+        return like(models[0], new, first)
+    write(target, new)
+    return out
+
+
+def _given(models: Any) -> Given:
+    many = isinstance(models, Sequence) and not isinstance(models, str)
+    if not many or not models:
+        given = "none" if many else type(models).__name__
+        raise ArgumentError(f"models: expected a sequence of at least one model, got {given}")
+    return {f"models[{i}]: ": tensors(f"models[{i}]", model) for i, model in enumerate(models)}
+
+
+def _space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
+    """The space of the first model's tensors."""
+    try:
+        space = ParameterSpace.of_state_dict(first, manifolds)
+    except StateDictError as error:
+        raise StateDictError(f"models[0]: {error}") from None
+    if not space.layout.leaves:
+        raise ArgumentError("models[0]: expected floating parameters, got none")
+    factor = first_factor(first)
+    if factor is not None:
+        told = f"models[0]: {factor}: factors of adapters are averaged apart; average_adapters averages their products"
+        warnings.warn(told, UserWarning, stacklevel=4)
+    return space
+
+
+def _others(layout: Layout, given: Given, heaviest: int) -> dict[str, Tensor]:
+    """What has no mean, and is the same in all models but for counters."""
+    found = {}
+    label = [*given][heaviest]
+    for entry in layout.carried:
+        if _has_mean(entry):
+            continue
+        chosen = given[label][entry.name]
+        counts = entry.shape == () or entry.name.rpartition(".")[2] in STATISTICS
+        for other, model in given.items() if not counts else ():
+            if not torch.equal(model[entry.name].to(chosen.device), chosen):
+                told = f"expected {entry.dtype} equal to that of {label.removesuffix(': ')}, as it has no mean"
+                raise StateDictError(f"{other}{entry.name}: {told}")
+        found[entry.name] = chosen.detach().clone()
+    return found
+
+
+def _means(layout: Layout, given: Given, shares: Tensor) -> dict[str, Tensor]:
+    """Of what is carried: statistics, and complex numbers."""
+    entries = [entry for entry in layout.carried if _has_mean(entry)]
+    if not entries:
+        return {}
+    first, *_ = given.values()
+    device = first[entries[0].name].device
+    rows = [Tensors([_real(model[entry.name]).to(device) for entry in entries]) for model in given.values()]
+    found = zip(entries, combine(None, rows, shares), strict=True)
+    return {entry.name: torch.view_as_complex(x) if entry.dtype.is_complex else x for entry, x in found}
+
+
+def _has_mean(entry: Entry) -> bool:
+    return entry.dtype.is_floating_point or entry.dtype.is_complex
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+
+
+def _leaves(space: ParameterSpace, given: Given, rows: Sequence[Tensors], shares: Tensor) -> Sequence[Tensor]:
+    """The mean of the parameters: new tensors."""
+    layout = space.layout
+    span = Span.of(space, rows, start=int(shares.argmax()))
+    allowed = TOLERANCE * math.sqrt(layout.size)
+    if span is not None and (span.flat or span.lies_on_space):
+        found = mean_on_spheres(span, shares, tolerance=allowed, max_steps=MAX_STEPS)
+        _check_found(found.converged, float(found.residual))
+        row: Tensors = span.point(shares, found.point)
+        return row
+    # On one device, as the rows are.
+    models = [(label, layout.named(row, {})) for label, row in zip(given, rows, strict=True)]
+    points = space.points({label: {**given[label], **leaves} for label, leaves in models})
+    mean = karcher(space, points, shares, tolerance=TOLERANCE, max_steps=MAX_STEPS)
+    _check_found(mean.converged, float(mean.residual))
+    named = space.state_dict(mean.point)
+    return [named[leaf.name] for leaf in layout.leaves]
+
+
+def _check_found(converged: bool, residual: float) -> None:
+    if not converged:
+        told = f"the residual of their mean is {residual:.2g} after {MAX_STEPS} steps; see `averaging.karcher`"
+        raise ArgumentError(f"models: expected models nearer to one another on their manifolds: {told}")
+
+
+def _check_values(layout: Layout, given: Given, shares: Tensor) -> None:
+    """The models that have a weight are finite.
+
+    Raises:
+        StateDictError: naming the first tensor that is not.
+    """
+    used = {label: model for (label, model), share in zip(given.items(), shares.tolist(), strict=True) if share > 0}
+    layout.check_values(used)
+    for label, model in used.items():
+        for entry in layout.carried:
+            if _has_mean(entry) and not is_finite(_real(model[entry.name])):
+                raise StateDictError(f"{label}{entry.name}: expected finite values, got NaN or infinity")

@@ -1,0 +1,280 @@
+"""The average of models as they are held: the mean in float64 rounded once, in the same kind, from where they lie."""
+
+import copy
+import warnings
+from collections import OrderedDict
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from manifoldagg import ParameterSpace, average
+from manifoldagg.averaging import karcher
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.manifolds import Grassmann, LowRank, SpecialOrthogonal, Sphere
+from tests.federated.words import SIZE, counted
+from tests.support import draw, rotation, seeds
+
+counts = st.integers(1, 7) | st.just(33)
+shares = st.lists(st.floats(0.01, 100), min_size=33, max_size=33)
+
+
+def layered(seed, i=0, dtype=torch.float32):
+    """A model with what models have: 2-d tensors that do not lie in one piece, halves, scalars, statistics, counters."""
+    x = draw(seed + i, 64, dtype=dtype)
+    return OrderedDict(
+        {
+            "conv": x[:24].view(2, 3, 2, 2).to(memory_format=torch.channels_last),
+            "norm": x[24:27].bfloat16(),
+            "half": x[27:30].half(),
+            "head": x[30:42].view(3, 4).T,
+            "scale": x[42].clone(),
+            "none": x[:0].clone(),
+            "modes": torch.complex(x[43:47], x[47:51]).view(2, 2),
+            "1.running_mean": x[51:53].clone(),
+            "1.running_var": x[53:55].square(),
+            "1.num_batches_tracked": torch.tensor(i),
+            "mask": torch.tensor([True, False]),
+        }
+    )
+
+
+def models_of(seed, k):
+    return [layered(seed % 1000, 100 * i) for i in range(k)]
+
+
+def mean_of(tensors, weights):
+    """In exact arithmetic, rounded to float64."""
+    total = sum(map(Fraction, weights))
+    columns = zip(*(tensor.double().flatten().tolist() for tensor in tensors), strict=True)
+    means = [float(sum(Fraction(w) * Fraction(x) for w, x in zip(weights, xs, strict=True)) / total) for xs in columns]
+    return torch.tensor(means, dtype=torch.float64).view(tensors[0].shape)
+
+
+@given(seeds, counts, shares)
+def test_it_is_the_mean_in_float64_rounded_once(seed, k, weights):
+    models = models_of(seed, k)
+    kept = copy.deepcopy(models)
+    found = average(models, weights[:k])
+    assert type(found) is OrderedDict
+    assert [*found] == [*models[0]]
+    for name, x in found.items():
+        assert (x.shape, x.dtype) == (models[0][name].shape, models[0][name].dtype)
+        if not x.is_floating_point():
+            continue
+        exact = mean_of([model[name] for model in models], weights[:k])
+        size = max((model[name].abs().max().item() for model in models), default=0.0) if x.numel() else 0.0
+        # That of sums in float64; then to one of the two neighbours in the dtype, the nearer but for ties.
+        slack = 40 * torch.finfo(torch.float64).eps * size
+        assert ((x.double() - exact).abs() <= torch.finfo(x.dtype).eps / 2 * exact.abs() + slack + 3.1e-8).all(), name
+    parts = [torch.view_as_real(model["modes"]) for model in models]
+    torch.testing.assert_close(torch.view_as_real(found["modes"]).double(), mean_of(parts, weights[:k]))
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(models, kept, strict=True) for n in a)
+    assert not {x.data_ptr() for x in found.values() if x.numel()} & {
+        x.data_ptr() for model in models for x in model.values() if x.numel()
+    }
+
+
+@given(seeds, st.integers(1, 5))
+def test_the_mean_of_one_model_is_that_model_bit_for_bit(seed, k):
+    one = layered(seed % 1000)
+    found = average([one] * k)
+    assert all(torch.equal(found[name], one[name]) for name in one)
+
+
+@given(seeds)
+def test_it_does_not_depend_on_the_order_but_for_rounding(seed):
+    models = models_of(seed, 4)
+    models = [{name: x.double() for name, x in model.items() if x.is_floating_point()} for model in models]
+    there, back = average(models, [1, 2, 3, 4]), average(models[::-1], [4, 3, 2, 1])
+    for name in there:
+        torch.testing.assert_close(there[name], back[name], rtol=1e-14, atol=1e-14)
+
+
+def test_counters_are_those_of_the_heaviest_and_of_a_model_without_weight_nothing_is_read():
+    models = models_of(3, 3)
+    assert average(models)["1.num_batches_tracked"] == 0
+    assert average(models, [1, 2, 2])["1.num_batches_tracked"] == 100
+    broken = copy.deepcopy(models[1])
+    broken["conv"][0] = float("nan")
+    found = average([models[0], broken], [1, 0])
+    assert torch.equal(found["conv"], models[0]["conv"])
+
+
+def test_the_kind_comes_back_as_it_went_in():
+    a, b = np.array([[1.0, 2.0]], np.float32), np.array([[3.0, 6.0]], np.float32)
+    a.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = average([[a], [b]])
+    assert type(found) is np.ndarray
+    assert found.dtype == np.float32
+    assert found.tolist() == [[2.0, 4.0]]
+    assert isinstance(average([(torch.ones(2),), (torch.ones(2),)]), tuple)
+    swapped = average([{"w": np.array([1.0, 2.0], ">f8")}, {"w": np.array([3.0, 4.0], ">f8")}])["w"]
+    assert (swapped.dtype, swapped.tolist()) == (np.dtype(">f8"), [2.0, 3.0])
+    extra = {"w": torch.ones(2), "_extra_state": "kept"}
+    assert average([extra, {"w": torch.zeros(2)}])["_extra_state"] == "kept"
+
+
+def test_tied_parameters_count_once_and_stay_tied():
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    net[1].weight = net[0].weight
+    one = net.state_dict()
+    two = {name: x + 1 for name, x in one.items()}
+    two["1.weight"] = two["0.weight"]
+    found = average([one, two])
+    assert found["1.weight"] is found["0.weight"]
+    torch.testing.assert_close(found["0.weight"], one["0.weight"] + 0.5)
+    two["1.weight"] = two["0.weight"] + 1
+    with pytest.raises(StateDictError, match=r"models\[1\]: 1.weight: tied to 0.weight, but their values differ"):
+        average([one, two])
+
+
+@given(seeds, st.sampled_from(["a new one", 0, 1, 2]))
+def test_it_writes_where_it_is_told_what_it_would_return(seed, where):
+    models = models_of(seed, 3)
+    expected = average(models, [1, 2, 1])
+    out = {name: torch.ones_like(x) for name, x in models[0].items()} if where == "a new one" else models[where]
+    held = {name: x.data_ptr() for name, x in out.items()}
+    assert average(models, [1, 2, 1], out=out) is out
+    assert all(torch.equal(out[name], expected[name]) for name in expected)
+    assert {name: x.data_ptr() for name, x in out.items()} == held
+
+
+def curved(seed, i, dtype=torch.float32):
+    """A model of which leaves lie on manifolds, near to others of its seed."""
+    x = nn.functional.normalize(draw(seed, 6, 40) + 0.1 * draw(seed + 1 + i, 6, 40), dim=-1)
+    turn = rotation(seed, 4) * torch.tensor([1.0, 1.0, 1.0, torch.linalg.det(rotation(seed, 4))])
+    small = 0.1 * draw(seed + 50 + i, 4, 4)
+    return {
+        "before": draw(seed + 2 * i, 5).to(dtype),
+        "ball.weight": x.to(dtype),
+        "turn.weight": (turn @ torch.linalg.matrix_exp(small - small.T)).to(dtype),
+        "after": draw(seed + 3 * i, 2, 2).to(dtype),
+    }
+
+
+ON_SPHERES = {"ball.weight": Sphere(40)}
+TURNED = ON_SPHERES | {"turn.weight": SpecialOrthogonal(4)}
+
+
+@given(seeds, st.sampled_from([ON_SPHERES, TURNED]), st.sampled_from([torch.float32, torch.float64]), st.booleans())
+def test_entries_on_manifolds_have_their_karcher_mean(seed, manifolds, dtype, given_out):
+    models = [curved(seed % 1000, i, dtype) for i in range(4)]
+    weights = [3.0, 1.0, 2.0, 0.5]
+    space = ParameterSpace.of_state_dict(models[0], manifolds)
+    expected = karcher(space, [space.point(model) for model in models], weights)
+    out = models[2] if given_out else None
+    found = average(models, weights, manifolds=manifolds, out=out)
+    assert expected.converged
+    torch.testing.assert_close(
+        space.point(found), expected.point, rtol=0, atol=4 * torch.finfo(dtype).eps * expected.point.abs().max().item()
+    )
+
+
+def test_matrices_of_low_rank_and_subspaces_have_theirs():
+    one, two = ({"w": draw(i, 4, 1) @ draw(i + 2, 1, 3)} for i in range(2))
+    stacks = [{"w": torch.cat([draw(i, 4, 1), draw(i + 2, 3, 1)])} for i in range(2)]
+    low = average(stacks, manifolds={"w": LowRank(4, 3, 1)})["w"]
+    u, s, v = torch.linalg.svd((one["w"] + two["w"]) / 2)
+    torch.testing.assert_close(low[:4] @ low[4:].T, s[0] * u[:, :1] @ v[:1])
+    frames = [{"w": torch.linalg.qr(torch.eye(5, 2).double() + 0.1 * draw(i, 5, 2)).Q} for i in range(3)]
+    found = average(frames, manifolds={"w": Grassmann(5, 2)})["w"]
+    expected = karcher(Grassmann(5, 2), torch.stack([frame["w"] for frame in frames])).point
+    torch.testing.assert_close(found @ found.T, expected @ expected.T)
+
+
+def test_models_opposite_on_a_sphere_have_no_mean_and_leave_the_target_as_it_was():
+    models = [{"v": torch.tensor([x, 0.0, 0.0]), "b": torch.ones(2)} for x in (1.0, -1.0)]
+    out = {"v": torch.zeros(3), "b": torch.zeros(2)}
+    with pytest.raises(ArgumentError, match="models: expected models nearer to one another on their manifolds"):
+        average(models, manifolds={"v": Sphere(3)}, out=out)
+    assert not any(x.any() for x in out.values())
+
+
+@pytest.mark.parametrize("k", [2, 10])
+def test_each_model_is_read_once_and_nothing_but_the_result_is_made(k):
+    models = [{"a": draw(i, SIZE, dtype=torch.float32), "b": draw(i, 7, dtype=torch.float32)} for i in range(k)]
+    with counted() as words:
+        average(models)
+    assert (words.grams, words.combines) == (0, 1)
+    assert words.counts == (k + 1, 1, 1)  # the result is looked at
+    with counted() as words:
+        average(models, out=models[0])
+    assert words.counts == (k + 2, 2, 1)  # and copied
+
+
+def test_spheres_are_read_twice_and_nothing_but_the_result_is_made():
+    models = [{"a": nn.functional.normalize(1 + 0.1 * draw(i, SIZE, dtype=torch.float32), dim=0)} for i in range(4)]
+    with counted() as words:
+        average(models, manifolds={"a": Sphere(SIZE)})
+    assert (words.grams, words.combines) == (1, 1)
+    assert words.counts == (9, 1, 1)
+
+
+def test_factors_of_adapters_are_told_apart():
+    state = {"q.lora_A.weight": torch.ones(1, 3), "q.lora_B.weight": torch.ones(2, 1)}
+    with pytest.warns(UserWarning, match=r"models\[0\]: q.lora_A.weight: .* average_adapters averages their products"):
+        average([state, state])
+
+
+W = {"w": torch.ones(2)}
+LINE = torch.arange(8.0)
+CUT = {"a": LINE[:2], "b": LINE[2:4]}
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: average([]), "models: expected a sequence of at least one model, got none"),
+        (lambda: average(W), "models: expected a sequence of at least one model, got dict"),
+        (lambda: average(iter([W])), "models: expected a sequence of at least one model, got list_iterator"),
+        (lambda: average([torch.ones(2)]), r"models\[0\]: expected a state dict or a list of arrays, got Tensor"),
+        (lambda: average([W, nn.Linear(1, 1)]), r"models\[1\]: expected .*got Linear: pass its state_dict"),
+        (lambda: average([W, {"v": torch.ones(2)}]), r"models\[1\]: missing: w"),
+        (lambda: average([W, {"w": torch.ones(3)}]), r"models\[1\]: w: expected shape \(2,\), got \(3,\)"),
+        (lambda: average([W, {"w": torch.ones(2).half()}]), r"models\[1\]: w: expected torch.float32"),
+        (lambda: average([W, {"w": torch.tensor([1.0, float("inf")])}]), r"models\[1\]: w: expected finite values"),
+        (lambda: average([W | {"z": torch.ones(1) * 1j}, W | {"z": torch.ones(1) * complex("nan")}]), r"models\[1\]: z: expected finite"),
+        (lambda: average([{"w": torch.ones(2).to_sparse()}]), r"models\[0\]: w: expected a dense tensor"),
+        (lambda: average([{"w": np.array(["a"])}]), r"models\[0\]: w: expected a numeric array"),
+        (lambda: average([{"n": torch.tensor(1)}]), r"models\[0\]: expected floating parameters, got none"),
+        (lambda: average([W | {"m": torch.tensor([1, 2])}, W | {"m": torch.tensor([1, 3])}]), r"models\[1\]: m: expected torch.int64 equal to that of models\[0\]"),
+        (lambda: average([W, W], [1.0]), "weights: expected one for each of 2 models"),
+        (lambda: average([W, W], [1.0, -1.0]), "weights: expected finite numbers >= 0"),
+        (lambda: average([W, W], manifolds={"v": Sphere(2)}), "manifolds: "),
+        (lambda: average([{"w": torch.ones(40)}] * 2, manifolds={"w": Sphere(40)}), r"models\[0\]: w"),
+        (lambda: average([W, W], out={"v": torch.ones(2)}), "out: missing: w"),
+        (lambda: average([W, W], out=3), "out: expected a state dict or a list of arrays, got int"),
+        (lambda: average([[np.ones(2)]] * 2, out=[np.broadcast_to(1.0, 2)]), "out: 0: expected a writable array"),
+        (lambda: average([CUT, CUT], out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
+        (lambda: average([CUT, CUT], out={"a": LINE[:2], "b": LINE[1:3]}), "out: expected"),
+        (lambda: average([{"w": torch.full((1,), torch.finfo(torch.float64).max, dtype=torch.float64)}] * 11), "models: expected a finite mean"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"w": torch.tensor([1.0, float("nan")])},
+        {"1.running_mean": torch.tensor([float("inf")])},
+        {"mask": torch.tensor([1, 2])},
+        {"w": torch.ones(3)},
+    ],
+)
+def test_what_is_refused_leaves_the_target_as_it_was(change):
+    model = {"w": torch.ones(2), "1.running_mean": torch.ones(1), "mask": torch.tensor([1, 1])}
+    out = {name: torch.full_like(x, 7) for name, x in model.items()}
+    with pytest.raises(ArgumentError):
+        average([model, model | change], out=out)
+    assert all((x == 7).all() for x in out.values())
