@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from timing import machine
 
 from manifoldagg import Server
 from manifoldagg.averaging import SWA
@@ -156,7 +157,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = [
-        f"checkpoints beside receive, float32; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores",
+        f"checkpoints beside receive, float32; torch {torch.__version__}, {machine()}",
         HEAD,
     ]
     print(*lines, sep="\n", flush=True)

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from resident import descriptors, megabytes, resident, slope, threads
+from timing import machine
 
 from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg._output import new_figure
@@ -386,7 +387,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = lasting(options.seconds, options.restart, Path(folder), save)
     found = judged(made)
-    head = f"clients that fail, return and lie; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
+    head = f"clients that fail, return and lie; torch {torch.__version__}, {machine()}"
     lines = [head, *lines_of(made, found)]
     print(*lines, sep="\n")
     (options.out / "endurance.txt").write_text("\n".join(lines) + "\n")

@@ -19,7 +19,6 @@ import argparse
 import gc
 import json
 import math
-import os
 import platform
 import random
 import statistics
@@ -40,6 +39,7 @@ import numpy as np
 import torch
 import zstandard
 from resident import descriptors, megabytes, resident
+from timing import machine
 
 from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg._output import new_figure
@@ -692,7 +692,7 @@ def main() -> None:
     warm = [size for at, size, _, _ in look.rows if at >= look.count / 20]
     grew = max(warm) - warm[0]
     left = descriptors() - before
-    head = f"floods of messages, P = 990; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
+    head = f"floods of messages, P = 990; torch {torch.__version__}, {machine()}"
     lines = [
         head,
         f"{look.count} messages in {whole:.0f} s with all that makes them; resident memory {megabytes(warm[0]):.0f} MB "

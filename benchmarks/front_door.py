@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from floor import Floor
-from timing import extra, in_turns, ratio
+from timing import extra, in_turns, machine, ratio
 from torch import Tensor
 
 from manifoldagg import aggregate
@@ -220,7 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     floor = Floor()
     extra(lambda: None)  # the profiler's own beginnings
-    lines = [f"aggregate on state dicts, float32; torch {torch.__version__}, {platform.machine()}", HEAD]
+    lines = [f"aggregate on state dicts, float32; torch {torch.__version__}, {machine()}", HEAD]
     rows = []
     print(*lines, sep="\n", flush=True)
     sizes = [int(size) for size in options.sizes]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from floor import Floor
-from timing import interleaved, ratio
+from timing import interleaved, machine, ratio
 from torch import Tensor
 
 from manifoldagg.kernels import combine, gram, set_backend
@@ -98,8 +98,7 @@ def main() -> None:
     parser.add_argument("--out", "--output", type=Path, default=HERE / "results")
     options = parser.parse_args()
     lines = [
-        f"Kernels, {'less one vector' if options.minus else 'plain rows'}; torch {torch.__version__}, "
-        f"{platform.machine()}",
+        f"Kernels, {'less one vector' if options.minus else 'plain rows'}; torch {torch.__version__}, {machine()}",
         f"{'dtype':<9}{'P':>6}{'threads':>8}{'k':>4}  {'kernel':<8}{'GB/s':>7} {'limit':>7}  {'by':<9}{'share':>6} "
         f"{'quartiles':>14}",
     ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import interleaved, ratio
+from timing import interleaved, machine, ratio
 
 from manifoldagg.kernels import combine, compiled, gram, set_backend
 
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--out", "--output", type=Path, default=HERE / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = [f"Libraries beside the one built here; torch {torch.__version__}, {platform.machine()}", HEAD]
+    lines = [f"Libraries beside the one built here; torch {torch.__version__}, {machine()}", HEAD]
     print(*lines, sep="\n", flush=True)
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from floor import Floor
 from front_door import CASES, Case
-from timing import in_turns, ratio
+from timing import in_turns, machine, ratio
 
 from manifoldagg import Server
 from manifoldagg.federated import Payload
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--large", type=float, default=1e7, help="numbers of the model in the third table")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
-    about = f"receive under load, float32; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
+    about = f"receive under load, float32; torch {torch.__version__}, {machine()}"
     lines = [about, HEAD]
     print(*lines, sep="\n", flush=True)
     rows = []

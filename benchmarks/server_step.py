@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from floor import Floor
-from timing import extra, in_turns, ratio
+from timing import extra, in_turns, machine, ratio
 from torch import Tensor
 
 from manifoldagg.corrections import Gram, OrthoDC
@@ -201,7 +201,7 @@ def main() -> None:
     floor, rows = Floor(), []
     extra(lambda: None)  # the profiler's own beginnings
     lines = [
-        f"One server step, float32, two control points; torch {torch.__version__}, {platform.machine()}",
+        f"One server step, float32, two control points; torch {torch.__version__}, {machine()}",
         f"{'P':>6} {'layout':<8}{'threads':>8}  {'way':<10} {'ms':>10} {'GB/s':>7} {'x floor':>8} "
         f"{'quartiles':>15} {'extra MiB':>10}",
     ]

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from peers import apart
-from timing import by_parts, ratio
+from timing import by_parts, machine, ratio
 
 from manifoldagg.federated import Every, Message, Payload
 from manifoldagg.federated.rules import FedAsync
@@ -335,7 +335,7 @@ def main() -> None:
     torch.set_num_threads(1)
     size = QUICK if options.quick else FULL
     settings = {"torch": torch.__version__, "machine": platform.platform(), "cores": os.cpu_count()}
-    head = f"simulation; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores; median (quartiles)"
+    head = f"simulation; torch {torch.__version__}, {machine()}; median (quartiles)"
     by_parts(options.out / "simulation.json", head, settings, options.parts, MADE, size, write=not options.quick)
 
 

@@ -1,6 +1,8 @@
 """Times of several calls, taken in turns, so that a noisy moment of the machine meets all of them."""
 
 import json
+import os
+import platform
 import statistics
 import time
 import tracemalloc
@@ -9,6 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+
+
+def machine() -> str:
+    """What this machine is: what its processor can do, what that is called, and how many cores of it there are."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return ", ".join([platform.machine(), *names[:1], f"{os.cpu_count()} cores"])
 
 
 def interleaved(

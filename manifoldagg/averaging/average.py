@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.averaging.karcher import check_weights, karcher
 from manifoldagg.errors import ArgumentError, StateDictError, is_finite
-from manifoldagg.kernels import Tensors, combine
+from manifoldagg.kernels import Tensors, combine, gram
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.adapters import first_factor
 from manifoldagg.manifolds.assign import Assignment
@@ -96,7 +96,7 @@ def average(
         check_separate(layout, target, given)
     means = _means(layout, given, shares)
     leaves = _leaves(space, given, rows, shares)
-    if not is_finite(*leaves, *map(_real, means.values())):
+    if not (_is_finite(leaves) and is_finite(*map(_real, means.values()))):
         _check_values(layout, given, shares)
         raise StateDictError("models: expected a finite mean; entries are as large as their dtypes allow")
     new = layout.named(leaves, means | others)
@@ -166,23 +166,30 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
 
 
-def _leaves(space: ParameterSpace, given: Given, rows: Sequence[Tensors], shares: Tensor) -> Sequence[Tensor]:
+def _leaves(space: ParameterSpace, given: Given, rows: Sequence[Tensors], shares: Tensor) -> tuple[Tensor, ...]:
     """The mean of the parameters: new tensors."""
     layout = space.layout
+    if space.flat:
+        return combine(None, rows, shares)
     span = Span.of(space, rows, start=int(shares.argmax()))
-    allowed = TOLERANCE * math.sqrt(layout.size)
-    if span is not None and (span.flat or span.lies_on_space):
+    if span is not None and span.lies_on_space:
+        allowed = TOLERANCE * math.sqrt(layout.size)
         found = mean_on_spheres(span, shares, tolerance=allowed, max_steps=MAX_STEPS)
         _check_found(found.converged, float(found.residual))
-        row: Tensors = span.point(shares, found.point)
-        return row
+        new: tuple[Tensor, ...] = span.point(shares, found.point)
+        return new
     # On one device, as the rows are.
     models = [(label, layout.named(row, {})) for label, row in zip(given, rows, strict=True)]
     points = space.points({label: {**given[label], **leaves} for label, leaves in models})
     mean = karcher(space, points, shares, tolerance=TOLERANCE, max_steps=MAX_STEPS)
     _check_found(mean.converged, float(mean.residual))
     named = space.state_dict(mean.point)
-    return [named[leaf.name] for leaf in layout.leaves]
+    return tuple(named[leaf.name] for leaf in layout.leaves)
+
+
+def _is_finite(leaves: tuple[Tensor, ...]) -> bool:
+    """Whether every entry is; the sum of their squares says so of all at once, where it does not overflow."""
+    return bool(gram([leaves]).isfinite()) or is_finite(*leaves)
 
 
 def _check_found(converged: bool, residual: float) -> None:

@@ -1,0 +1,136 @@
+"""`average` of k models beside the memory's floor and beside how a weighted mean of state dicts is taken elsewhere.
+
+    python benchmarks/average.py [--sizes 1e4 1e6 1e7] [--models 2 10 50] [--rounds 9]
+
+The floor reads k models and writes one, as streams in C++ and nothing else. In turns with it, in the same run:
+
+- *ours* returns a new state dict; *ours, out=* writes into one of the models;
+- *gathered*: the same mean by `karcher`, of points into which a space gathers each model;
+- *torch*: tensor by tensor, a sum of products, as it is written in most loops;
+- *foreach*: `torch._foreach_*` over whole lists, into one accumulator;
+- *flower*: `flwr.server.strategy.aggregate.aggregate`, on lists of arrays, what its strategies call.
+
+The sums of the last three are in float32. The last column is the most memory that a call held, in models.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from floor import Floor
+from flwr.server.strategy.aggregate import aggregate as flower
+from front_door import lengths
+from timing import extra, in_turns, machine, ratio
+
+from manifoldagg import ParameterSpace, average
+from manifoldagg.averaging import karcher
+
+HERE = Path(__file__).parent
+MOST = 10**8
+"""More entries than that are not averaged: the models, and what others make of them, are to fit a small machine."""
+HEAD = (
+    f"{'P':>6}{'tensors':>8}{'models':>7}{'threads':>8}  {'way':<10}{'ms':>10}{'x floor':>9}{'quartiles':>17}"
+    f"{'extra models':>13}"
+)
+
+
+def ways(size: int, count: int, k: int, threads: int, floor: Floor) -> dict[str, Callable[[], Any]]:
+    """Every way to take the mean, by name, the floor first."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = [torch.randn(size, generator=generator) for _ in range(k)]
+    into = torch.empty(size)
+    cuts = lengths(size, count)
+    # Memory of their own, as the tensors of a model have.
+    models = [{f"layer{i}.weight": piece.clone() for i, piece in enumerate(v.split(cuts))} for v in vectors]
+    samples = [10 + i for i in range(k)]
+    shares = [n / sum(samples) for n in samples]
+    split = [[*model.values()] for model in models]
+    arrays = [([piece.numpy() for piece in model], n) for model, n in zip(split, samples, strict=True)]
+    target = {name: torch.empty_like(piece) for name, piece in models[0].items()}
+
+    def gathered() -> dict[str, torch.Tensor]:
+        space = ParameterSpace.of_state_dict(models[0])
+        return space.state_dict(karcher(space, [space.point(model) for model in models], samples).point)
+
+    def in_lists() -> Any:
+        total = torch._foreach_mul(split[0], shares[0])
+        for model, share in zip(split[1:], shares[1:], strict=True):
+            torch._foreach_add_(total, model, alpha=share)
+        return total
+
+    def stream() -> None:
+        floor.read_write(vectors, into, threads)
+
+    return {
+        "floor": stream,
+        "ours": lambda: average(models, samples),
+        "ours, out=": lambda: average(models, samples, out=target),
+        "gathered": gathered,
+        "torch": lambda: {
+            name: sum(share * model[name] for share, model in zip(shares, models, strict=True)) for name in models[0]
+        },
+        "foreach": in_lists,
+        "flower": lambda: flower(arrays),
+    }
+
+
+def measure(size: int, count: int, k: int, threads: int, floor: Floor, rounds: int) -> list[dict[str, Any]]:
+    """A row for each way."""
+    torch.set_num_threads(threads)
+    calls = ways(size, count, k, threads, floor)
+    taken = in_turns(calls, rounds)
+    rows = []
+    for way, seconds in taken.items():
+        low, middle, high = ratio(seconds, taken["floor"])
+        row = {"P": size, "tensors": count, "models": k, "threads": threads, "way": way}
+        row |= {"ms": 1e3 * statistics.median(seconds), "ratio": middle, "low": low, "high": high}
+        rows.append(row | {"extra": 0.0 if way == "floor" else extra(calls[way]) / (4 * size)})
+    return rows
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    spread = f"{row['low']:.2f} to {row['high']:.2f}"
+    return (
+        f"{row['P']:>6.0e}{row['tensors']:>8}{row['models']:>7}{row['threads']:>8}  {row['way']:<10}{row['ms']:>10.4f}"
+        f"{row['ratio']:>9.2f}{spread:>17}{row['extra']:>13.2f}"
+    )
+
+
+def main() -> None:
+    """Print a table and write it, and its numbers, into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 1e7])
+    parser.add_argument("--tensors", type=int, nargs="+", default=[42, 400])
+    parser.add_argument("--models", type=int, nargs="+", default=[2, 10, 50])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--name", default="average")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    floor = Floor()
+    extra(lambda: None)  # the profiler's own beginnings
+    lines = [f"the mean of k state dicts, float32; torch {torch.__version__}, {machine()}", HEAD]
+    rows = []
+    print(*lines, sep="\n", flush=True)
+    for size, count, k, threads in product(map(int, options.sizes), options.tensors, options.models, options.threads):
+        if size * k > MOST:
+            continue
+        for row in measure(size, count, k, threads, floor, options.rounds):
+            rows.append(row)
+            lines.append(shown(row))
+            print(lines[-1], flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{options.name}.txt").write_text("\n".join(lines) + "\n")
+    settings = {"rounds": options.rounds, "torch": torch.__version__, "machine": platform.platform()}
+    (options.out / f"{options.name}.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
