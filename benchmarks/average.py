@@ -1,6 +1,6 @@
 """`average` of k models beside the memory's floor and beside how a weighted mean of state dicts is taken elsewhere.
 
-    python benchmarks/average.py [--sizes 1e4 1e6 1e7] [--models 2 10 50] [--rounds 9]
+    python benchmarks/average.py [--sizes 1e4 1e6 1e7] [--models 2 10 30] [--rounds 9]
 
 The floor reads k models and writes one, as streams in C++ and nothing else. In turns with it, in the same run:
 
@@ -32,7 +32,7 @@ from manifoldagg import ParameterSpace, average
 from manifoldagg.averaging import karcher
 
 HERE = Path(__file__).parent
-MOST = 10**8
+MOST = 3 * 10**8
 """More entries than that are not averaged: the models, and what others make of them, are to fit a small machine."""
 HEAD = (
     f"{'P':>6}{'tensors':>8}{'models':>7}{'threads':>8}  {'way':<10}{'ms':>10}{'x floor':>9}{'quartiles':>17}"
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 1e7])
     parser.add_argument("--tensors", type=int, nargs="+", default=[42, 400])
-    parser.add_argument("--models", type=int, nargs="+", default=[2, 10, 50])
+    parser.add_argument("--models", type=int, nargs="+", default=[2, 10, 30])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--name", default="average")

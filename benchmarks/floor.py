@@ -9,6 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("streams.cpp")
+STREAMS = 32
+"""As many vectors as one stream takes."""
 
 
 class Floor:
@@ -37,5 +39,7 @@ class Floor:
 
 
 def _listed(vectors: Sequence[Tensor]) -> tuple[ctypes.c_int64, ctypes.Array[ctypes.c_void_p]]:
+    if len(vectors) > STREAMS:
+        raise ValueError(f"vectors: expected at most {STREAMS}, got {len(vectors)}")
     places = (ctypes.c_void_p * len(vectors))(*[vector.data_ptr() for vector in vectors])
     return ctypes.c_int64(len(vectors)), places

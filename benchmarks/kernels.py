@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from floor import Floor
+from floor import STREAMS, Floor
 from timing import interleaved, machine, ratio
 from torch import Tensor
 
@@ -23,8 +23,6 @@ from manifoldagg.kernels import combine, gram, set_backend
 HERE = Path(__file__).parent
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MULTIPLICATIONS = 24_000_000
-STREAMS = 32
-"""As many vectors as one stream of the floor takes."""
 
 
 def measure(rows: list[Tensor], minus: Tensor | None, out: Tensor, threads: int, floor: Floor, rounds: int) -> Any:

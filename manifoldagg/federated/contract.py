@@ -8,9 +8,11 @@ clients keep in hand is a [`Ticket`][manifoldagg.federated.Ticket] and, after it
 Rules never see a loss, trainers never see the server's state.
 """
 
+import inspect
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -338,7 +340,7 @@ def check_rule(rule: Rule) -> Rule:
     """A rule: an instance that has `cohort`, `init`, `message` and `step`.
 
     Raises:
-        ArgumentError: if something is missing, or a class or a name was given for an instance.
+        ArgumentError: if something is missing, `step` takes no `out`, or a class or a name was given for an instance.
     """
     if isinstance(rule, str):
         from manifoldagg.federated import rules  # which are made of what is here
@@ -351,8 +353,22 @@ def check_rule(rule: Rule) -> Rule:
     # By name: a look at the protocol takes longer than a step of a small model.
     if not all(hasattr(rule, name) for name in ("cohort", "init", "message", "step")):
         raise ArgumentError(f"rule: expected cohort, init, message and step; {rule!r} lacks some")
+    if not _takes_out(type(rule)):
+        raise ArgumentError(
+            f"rule: step: expected (space, state, update, *, out=None); that of {rule!r} takes no `out`"
+        )
     check_count("rule: cohort", rule.cohort)
     return rule
+
+
+@lru_cache(maxsize=256)
+def _takes_out(kind: type) -> bool:
+    """Whether the `step` of such rules can be told where the model goes."""
+    step = getattr(kind, "step", None)
+    if step is None:  # an attribute of the instance
+        return True
+    given = inspect.signature(step).parameters
+    return "out" in given or any(parameter.kind is parameter.VAR_KEYWORD for parameter in given.values())
 
 
 def check_trainer(trainer: Trainer) -> Trainer:

@@ -24,6 +24,12 @@ from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.federated.fingerprint import Adds, Gathers, Listens, fingerprint, versions
 from tests.support import draw, relative, seeds
 
+
+class Elsewhere(FedAsync):
+    def step(self, space, state, update):
+        raise AssertionError("never asked")
+
+
 SPACE = Flat(4)
 
 
@@ -562,6 +568,7 @@ def test_after_closing_only_the_model_is_there():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: Server(SPACE, Elsewhere(), torch.zeros(4)), r"rule: step: expected \(space, state, update, \*, out=None\); that of .* takes no `out`"),
         (lambda: Server(SPACE, "FedAsync", torch.zeros(4)), r"rule: expected an instance of .*did you mean rules\.FedAsync"),
         (lambda: Server(SPACE, FedAsync, torch.zeros(4)), r"rule: expected an instance, got the class FedAsync; write FedAsync\(\)"),
         (lambda: server(Gathers(0)), "rule: cohort: expected an integer >= 1, got 0"),

@@ -23,7 +23,8 @@ def asked(monkeypatch):
 
     def told(start, size, advice):
         ranges.append((start, start + size))
-        assert advise(start, size, advice) == 0
+        if advise(start, size, advice) != 0:
+            pytest.skip("the system takes no such advice")
 
     monkeypatch.setattr("manifoldagg.kernels.memory._madvise", lambda: told)
     return lambda tensor: any(start <= middle(tensor) < stop for start, stop in ranges)
