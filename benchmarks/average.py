@@ -14,10 +14,7 @@ The sums of the last three are in float32. The last column is the most memory th
 """
 
 import argparse
-import json
-import platform
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ import torch
 from floor import Floor
 from flwr.server.strategy.aggregate import aggregate as flower
 from front_door import lengths
-from timing import extra, in_turns, machine, ratio
+from timing import beside_the_first, extra, machine, tabled
 
 from manifoldagg import ParameterSpace, average
 from manifoldagg.averaging import karcher
@@ -80,18 +77,11 @@ def ways(size: int, count: int, k: int, threads: int, floor: Floor) -> dict[str,
     }
 
 
-def measure(size: int, count: int, k: int, threads: int, floor: Floor, rounds: int) -> list[dict[str, Any]]:
+def measure(size: int, count: int, k: int, threads: int, floor: Floor, rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
-    calls = ways(size, count, k, threads, floor)
-    taken = in_turns(calls, rounds)
-    rows = []
-    for way, seconds in taken.items():
-        low, middle, high = ratio(seconds, taken["floor"])
-        row = {"P": size, "tensors": count, "models": k, "threads": threads, "way": way}
-        row |= {"ms": 1e3 * statistics.median(seconds), "ratio": middle, "low": low, "high": high}
-        rows.append(row | {"extra": 0.0 if way == "floor" else extra(calls[way]) / (4 * size)})
-    return rows
+    about = {"P": size, "tensors": count, "models": k, "threads": threads}
+    return beside_the_first(ways(size, count, k, threads, floor), rounds, about, 4 * size)
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -116,20 +106,10 @@ def main() -> None:
     options = parser.parse_args()
     floor = Floor()
     extra(lambda: None)  # the profiler's own beginnings
-    lines = [f"the mean of k state dicts, float32; torch {torch.__version__}, {machine()}", HEAD]
-    rows = []
-    print(*lines, sep="\n", flush=True)
-    for size, count, k, threads in product(map(int, options.sizes), options.tensors, options.models, options.threads):
-        if size * k > MOST:
-            continue
-        for row in measure(size, count, k, threads, floor, options.rounds):
-            rows.append(row)
-            lines.append(shown(row))
-            print(lines[-1], flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{options.name}.txt").write_text("\n".join(lines) + "\n")
-    settings = {"rounds": options.rounds, "torch": torch.__version__, "machine": platform.platform()}
-    (options.out / f"{options.name}.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    head = [f"the mean of k state dicts, float32; torch {torch.__version__}, {machine()}", HEAD]
+    cells = product(map(int, options.sizes), options.tensors, options.models, options.threads)
+    rows = (row for cell in cells if cell[0] * cell[2] <= MOST for row in measure(*cell, floor, options.rounds))
+    tabled(options.out / options.name, head, rows, shown, options.rounds)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,7 @@ carry running statistics of 64 numbers each, which everybody moves halfway to th
 """
 
 import argparse
-import json
-import platform
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product, repeat
 from pathlib import Path
@@ -26,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from floor import Floor
-from timing import extra, in_turns, machine, ratio
+from timing import beside_the_first, extra, machine, tabled
 from torch import Tensor
 
 from manifoldagg import aggregate
@@ -175,18 +172,11 @@ def ways(name: str, size: int, count: int, buffers: int, threads: int, floor: Fl
 
 def measure(
     name: str, size: int, count: int, buffers: int, threads: int, floor: Floor, rounds: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
-    calls = ways(name, size, count, buffers, threads, floor)
-    taken = in_turns(calls, rounds)
-    rows = []
-    for way, seconds in taken.items():
-        low, middle, high = ratio(seconds, taken["floor"])
-        row = {"rule": name, "P": size, "tensors": count, "buffers": buffers, "threads": threads, "way": way}
-        row |= {"ms": 1e3 * statistics.median(seconds), "ratio": middle, "low": low, "high": high}
-        rows.append(row | {"extra": 0.0 if way == "floor" else extra(calls[way]) / (4 * size)})
-    return rows
+    about = {"rule": name, "P": size, "tensors": count, "buffers": buffers, "threads": threads}
+    return beside_the_first(ways(name, size, count, buffers, threads, floor), rounds, about, 4 * size)
 
 
 HEAD = (
@@ -220,21 +210,12 @@ def main() -> None:
     options = parser.parse_args()
     floor = Floor()
     extra(lambda: None)  # the profiler's own beginnings
-    lines = [f"aggregate on state dicts, float32; torch {torch.__version__}, {machine()}", HEAD]
-    rows = []
-    print(*lines, sep="\n", flush=True)
+    head = [f"aggregate on state dicts, float32; torch {torch.__version__}, {machine()}", HEAD]
     sizes = [int(size) for size in options.sizes]
     cells = [*product(options.rules, sizes, options.tensors, [0], options.threads)]
     cells += product(options.rules, sizes[:1], options.tensors[:1], options.buffers, options.threads)
-    for cell in cells:
-        for row in measure(*cell, floor, options.rounds):
-            rows.append(row)
-            lines.append(shown(row))
-            print(lines[-1], flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{options.name}.txt").write_text("\n".join(lines) + "\n")
-    settings = {"rounds": options.rounds, "torch": torch.__version__, "machine": platform.platform()}
-    (options.out / f"{options.name}.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    rows = (row for cell in cells for row in measure(*cell, floor, options.rounds))
+    tabled(options.out / options.name, head, rows, shown, options.rounds)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,15 @@ threads, and a share is the limit's time by the kernel's.
 """
 
 import argparse
-import json
-import platform
 import statistics
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from floor import STREAMS, Floor
-from timing import interleaved, machine, ratio
+from timing import interleaved, machine, ratio, tabled
 from torch import Tensor
 
 from manifoldagg.kernels import combine, gram, set_backend
@@ -95,33 +95,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", "--output", type=Path, default=HERE / "results")
     options = parser.parse_args()
-    lines = [
+    head = [
         f"Kernels, {'less one vector' if options.minus else 'plain rows'}; torch {torch.__version__}, {machine()}",
         f"{'dtype':<9}{'P':>6}{'threads':>8}{'k':>4}  {'kernel':<8}{'GB/s':>7} {'limit':>7}  {'by':<9}{'share':>6} "
         f"{'quartiles':>14}",
     ]
-    print(*lines, sep="\n", flush=True)
-    floor, found = Floor(), []
     before = set_backend("auto")
+    tabled(options.out / "kernels", head, found(options), shown, options.rounds)
+    set_backend(before)
+
+
+def found(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of the table."""
+    floor = Floor()
     for number, name in enumerate(options.dtypes):
         counts = options.others if number else options.rows
         for size in map(int, options.sizes):
             noise = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(DTYPES[name])
             vectors = [noise.roll(i) for i in range(max(counts) + 1)]
             out = torch.empty_like(noise)
-            for threads in options.threads:
+            for threads, k in product(options.threads, counts):
                 torch.set_num_threads(threads)
-                for k in counts:
-                    minus = vectors[-1] if options.minus else None
-                    for row in measure(vectors[:k], minus, out, threads, floor, options.rounds):
-                        found.append(row)
-                        lines.append(shown(row))
-                        print(lines[-1], flush=True)
-    set_backend(before)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kernels.txt").write_text("\n".join(lines) + "\n")
-    settings = {"rounds": options.rounds, "torch": torch.__version__, "machine": platform.platform()}
-    (options.out / "kernels.json").write_text(json.dumps({"settings": settings, "rows": found}, indent=1) + "\n")
+                minus = vectors[-1] if options.minus else None
+                yield from measure(vectors[:k], minus, out, threads, floor, options.rounds)
 
 
 if __name__ == "__main__":

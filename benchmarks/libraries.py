@@ -6,8 +6,6 @@ it.
 """
 
 import argparse
-import json
-import platform
 import shutil
 import tempfile
 import zipfile
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import interleaved, machine, ratio
+from timing import interleaved, machine, ratio, tabled
 
 from manifoldagg.kernels import combine, compiled, gram, set_backend
 
@@ -102,18 +100,10 @@ def main() -> None:
     parser.add_argument("--out", "--output", type=Path, default=HERE / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = [f"Libraries beside the one built here; torch {torch.__version__}, {machine()}", HEAD]
-    print(*lines, sep="\n", flush=True)
-    found = []
+    head = [f"Libraries beside the one built here; torch {torch.__version__}, {machine()}", HEAD]
     with tempfile.TemporaryDirectory() as folder:
-        for row in measure(libraries(options.wheel, Path(folder)), int(options.size), options.rounds):
-            found.append(row)
-            lines.append(shown(row))
-            print(lines[-1], flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "libraries.txt").write_text("\n".join(lines) + "\n")
-    settings = {"rounds": options.rounds, "torch": torch.__version__, "machine": platform.platform()}
-    (options.out / "libraries.json").write_text(json.dumps({"settings": settings, "rows": found}, indent=1) + "\n")
+        rows = measure(libraries(options.wheel, Path(folder)), int(options.size), options.rounds)
+        tabled(options.out / "libraries", head, rows, shown, options.rounds)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,16 @@ them; our backends then read and write tuples of 42 tensors, each with a Gram ma
 """
 
 import argparse
-import json
-import platform
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from floor import Floor
-from timing import extra, in_turns, machine, ratio
+from timing import extra, in_turns, machine, ratio, tabled
 from torch import Tensor
 
 from manifoldagg.corrections import Gram, OrthoDC
@@ -198,27 +197,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
-    floor, rows = Floor(), []
+    floor = Floor()
     extra(lambda: None)  # the profiler's own beginnings
-    lines = [
+    head = [
         f"One server step, float32, two control points; torch {torch.__version__}, {machine()}",
         f"{'P':>6} {'layout':<8}{'threads':>8}  {'way':<10} {'ms':>10} {'GB/s':>7} {'x floor':>8} "
         f"{'quartiles':>15} {'extra MiB':>10}",
     ]
-    print(*lines, sep="\n", flush=True)
     before = set_backend("auto")
-    for size in map(int, options.sizes):
-        for layout in options.layouts:
-            for threads in options.threads:
-                for row in measure(size, layout, threads, floor, options.rounds):
-                    rows.append(row)
-                    lines.append(shown(row))
-                    print(lines[-1], flush=True)
+    cells = product(map(int, options.sizes), options.layouts, options.threads)
+    rows = (row for cell in cells for row in measure(*cell, floor, options.rounds))
+    tabled(options.out / "server_step", head, rows, shown, options.rounds)
     set_backend(before)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "server_step.txt").write_text("\n".join(lines) + "\n")
-    settings = {"rounds": options.rounds, "torch": torch.__version__, "machine": platform.platform()}
-    (options.out / "server_step.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ import platform
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -100,6 +101,45 @@ def extra(call: Callable[[], Any]) -> int:
         held += event.nbytes()
         most = max(most, held)
     return most + python
+
+
+def beside_the_first(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, about: Mapping[str, Any], unit: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each way: milliseconds, ratios to those of the first, and the most that it held.
+
+    Args:
+        calls: the ways by name.
+        rounds: how often each is taken.
+        about: what all rows say of them.
+        unit: bytes in which memory is counted.
+    """
+    taken = in_turns(calls, rounds)
+    first, *_ = calls
+    for way, seconds in taken.items():
+        low, middle, high = ratio(seconds, taken[first])
+        times = {"ms": 1e3 * statistics.median(seconds), "ratio": middle, "low": low, "high": high}
+        yield {**about, "way": way, **times, "extra": 0.0 if way == first else extra(calls[way]) / unit}
+
+
+def tabled(
+    path: Path,
+    head: Sequence[str],
+    rows: Iterable[dict[str, Any]],
+    shown: Callable[[dict[str, Any]], str],
+    rounds: int,
+) -> None:
+    """Print a line for each row as soon as there is one; then write the lines as `.txt`, and the rows as `.json`."""
+    lines, found = [*head], []
+    print(*head, sep="\n", flush=True)
+    for row in rows:
+        found.append(row)
+        lines.append(shown(row))
+        print(lines[-1], flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    settings = {"rounds": rounds, "torch": torch.__version__, "machine": platform.platform()}
+    path.with_suffix(".json").write_text(json.dumps({"settings": settings, "rows": found}, indent=1) + "\n")
 
 
 def by_parts(
