@@ -14,7 +14,7 @@ from manifoldagg.kernels import Tensors, combine, gram
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.adapters import first_factor
 from manifoldagg.manifolds.assign import Assignment
-from manifoldagg.manifolds.containers import Model, check_separate, like, opened, tensors, write
+from manifoldagg.manifolds.containers import Given, Model, check_separate, like, opened, tensors, write
 from manifoldagg.manifolds.layout import STATISTICS, Entry, Layout
 from manifoldagg.manifolds.mean import mean_on_spheres
 from manifoldagg.manifolds.span import Span
@@ -24,8 +24,6 @@ __all__ = ["average"]
 TOLERANCE = 1e-12
 """As that of `karcher`."""
 MAX_STEPS = 100
-Given = Mapping[str, Mapping[str, Tensor]]
-"""The tensors of each model, by what messages begin with."""
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from manifoldagg.kernels.memory import empty_like, stacked
 from manifoldagg.kernels.rows import check_apart
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
-from manifoldagg.manifolds.containers import Model, check_separate, like, opened, row_of, tensors, write
+from manifoldagg.manifolds.containers import Given, Model, check_separate, like, opened, row_of, tensors, write
 from manifoldagg.manifolds.layout import Layout
 from manifoldagg.manifolds.scaling import Scaling
 
@@ -28,6 +28,7 @@ __all__ = ["Known", "ServerState", "Stepped", "check_models", "space_of", "stepp
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Integers that torch does not add, and those whose sums have the same bits."""
+CURRENT, BASE = "current: ", "base: "
 POINTS = re.compile(r"^points(\[\d+\])?")
 """What messages call the points of an update, which came as `update` here."""
 
@@ -104,51 +105,34 @@ def stepped(
     """One step, as `aggregate` takes it, and whether it has moved the model."""
     with torch.no_grad():
         check_models(rule)
-        check_count("staleness", known.staleness, at_least=0)
-        check_count("samples", known.samples)
-        check_number("weight", known.weight, above=0)
-        check_client(known.client)
+        _check_known(known)
         check_choice("difference", difference, (True, False))
-        points = list(update) if _is_curve(current, update) else [update]
-        if not points:
-            raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
-        given = {"current: ": tensors("current", current), "base: ": tensors("base", base)}
-        for i, model in enumerate(points):
-            name = "update" if len(points) == 1 else f"update[{i}]"
-            given[f"{name}: "] = tensors(name, model)
+        given = _given(current, base, update)
         buffers = check_patterns(buffers)
         ours, theirs = scaling if isinstance(scaling, tuple) and len(scaling) == 2 else (scaling, None)
-        space = space_of("current", given["current: "], manifolds, buffers, adapters, ours)
+        space = space_of("current", given[CURRENT], manifolds, buffers, adapters, ours)
         if theirs is not None and not adapters:
             raise ArgumentError("scaling: expected 1 without `adapters`, whose products are scaled, got two")
         layout = space.layout
-        models = {
-            label: space.stacked(model, label, theirs if label.startswith("update") else None)
-            for label, model in given.items()
-        }
-        now = models["current: "]
-        newest = models[f"{name}: "]
-        if difference:
-            _check_flat(space)
-            for label in [label for label in models if label.startswith("update")]:
-                models[label] = newest = _moved(layout, models["base: "], models[label], label)
+        models = _stacked(space, given, theirs, difference)
         # What is written is what came, not what is made of it.
-        written = Layout.of_state_dict(given["current: "], list(buffers)) if adapters else layout
-        target = None if out is None else opened(written, out, given["current: "])
+        written = Layout.of_state_dict(given[CURRENT], list(buffers)) if adapters else layout
+        target = None if out is None else opened(written, out, given[CURRENT])
         rows = by_rows(rule, space)
         chosen = policies(layout.carried, buffers)
         check_parameters("current", layout)
-        kept = state if isinstance(state, ServerState) else ServerState(state)
-        own = "" if adapters else "current: "
-        read: list[Any] = [*(layout.rows(models, own=own) if rows else space.points(models))]
+        read: list[Any] = [*(layout.rows(models, own="" if adapters else CURRENT) if rows else space.points(models))]
         here, then, *brought = read
+        label, newest = [*models.items()][-1]
+        name = label.removesuffix(": ")
         if not difference:
-            warn_of_difference(name, layout, space.sizes(newest), space.sizes(models["base: "]))
-        warn_of_integers(name, layout, newest, now, buffers)
+            warn_of_difference(name, layout, space.sizes(newest), space.sizes(models[BASE]))
+        warn_of_integers(name, layout, newest, models[CURRENT], buffers)
+        kept = state if isinstance(state, ServerState) else ServerState(state)
         before = Snapshot(
             current=here,
             state=rule.init(space, here) if kept.state is None else kept.state,
-            buffers=Packed.of(chosen, now),
+            buffers=Packed.of(chosen, models[CURRENT]),
             waiting=kept.buffers,
         )
         taken = Update(
@@ -162,7 +146,6 @@ def stepped(
             memory=kept.memory.get(known.client),
             share=known.share,
         )
-        terms = Terms(space, rule, chosen, buffers="update")
         blank: Any = empty_like(here) if not rows else None if target is None else row_of(layout, target)
         if target is not None:
             there = rows and not adapters and blank[0] is target[layout.leaves[0].name]
@@ -173,7 +156,7 @@ def stepped(
             if there:
                 blank.apart = tuple(read)  # the step need not ask again
         try:
-            after, outcome = step(terms, before, taken, newest, blank)
+            after, outcome = step(Terms(space, rule, chosen, buffers="update"), before, taken, newest, blank)
         except Exception as error:
             # Of the models every row is known to fit: one that does not is kept in the state.
             if state is not None and (str(error).startswith("rows[") or not covers(kept.state, rule.init(space, here))):
@@ -183,24 +166,61 @@ def stepped(
                 raise
             if rows:
                 layout.check_values(models)
-            error.args = (POINTS.sub("update" if len(points) == 1 else r"update\1", str(error)),)
+            error.args = (POINTS.sub("update" if len(brought) == 1 else r"update\1", str(error)),)
             raise
+        new: Mapping[str, Tensor]
         if outcome.model is not None:
             named = layout.named if rows else space._state_dict
             new = named(after.current, after.buffers.copies() if rows and target is None else after.buffers)
         elif target is None:
-            same = [given["current: "][leaf.name].clone() for leaf in written.leaves]
+            same = [given[CURRENT][leaf.name].clone() for leaf in written.leaves]
             new = written.named(same, before.buffers.copies())
         else:
-            new = given["current: "]
+            new = given[CURRENT]
         if target is not None:
             write(target, new)
-        returned = like(current, new, given["current: "]) if out is None else out
-        memory = {name: tree for name, tree in kept.memory.items() if name != known.client}
-        if outcome.memory is not None:
-            memory[known.client] = outcome.memory
-        held = ServerState(after.state, after.waiting, memory) if memory or after.waiting is not None else after.state
+        returned = like(current, new, given[CURRENT]) if out is None else out
+        held = _held(kept, after, known.client, outcome.memory)
         return Stepped(returned, held, dict(outcome.numbers), outcome.model is not None)
+
+
+def _check_known(known: Known) -> None:
+    check_count("staleness", known.staleness, at_least=0)
+    check_count("samples", known.samples)
+    check_number("weight", known.weight, above=0)
+    check_client(known.client)
+
+
+def _given(current: Model, base: Model, update: Model | Sequence[Model]) -> Given:
+    """The tensors of each model as it came, the client's last."""
+    points = list(update) if _is_curve(current, update) else [update]
+    if not points:
+        raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
+    given = {CURRENT: tensors("current", current), BASE: tensors("base", base)}
+    for i, model in enumerate(points):
+        name = "update" if len(points) == 1 else f"update[{i}]"
+        given[f"{name}: "] = tensors(name, model)
+    return given
+
+
+def _stacked(space: ParameterSpace, given: Given, scaling: Scaling | None, difference: bool) -> Given:
+    """The same with the leaves of the layout in place of factors of adapters, and models in place of differences."""
+    theirs = [label for label in given if label not in (CURRENT, BASE)]
+    models = {
+        label: space.stacked(model, label, scaling if label in theirs else None) for label, model in given.items()
+    }
+    if difference:
+        _check_flat(space)
+        models |= {label: _moved(space.layout, models[BASE], models[label], label) for label in theirs}
+    return models
+
+
+def _held(kept: ServerState, after: Snapshot, client: Hashable, memory: Memory | None) -> State | ServerState:
+    """What is kept until the next step: the rule's state alone where there is nothing beside it."""
+    memories = {name: tree for name, tree in kept.memory.items() if name != client}
+    if memory is not None:
+        memories[client] = memory
+    return ServerState(after.state, after.waiting, memories) if memories or after.waiting is not None else after.state
 
 
 def space_of(

@@ -14,7 +14,7 @@ from manifoldagg.kernels import Tensors
 from manifoldagg.kernels.rows import check_apart
 from manifoldagg.manifolds.layout import OPAQUE, Layout
 
-__all__ = ["Array", "Model", "check_separate", "like", "opened", "row_of", "tensors", "write"]
+__all__ = ["Array", "Given", "Model", "check_separate", "like", "opened", "row_of", "tensors", "write"]
 
 TENSORS = {Tensor, torch.nn.Parameter}
 """What most models consist of."""
@@ -23,6 +23,8 @@ _is_cpu = attrgetter("is_cpu")
 Array = Tensor | np.ndarray | np.generic
 Model = Mapping[Any, Array] | Sequence[Array]
 """A state dict, or a list of arrays."""
+Given = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of several models, each by what messages about it begin with."""
 
 
 def tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor]:
@@ -73,7 +75,7 @@ def opened(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[st
     return target
 
 
-def check_separate(layout: Layout, target: Mapping[str, Tensor], models: Mapping[str, Mapping[str, Tensor]]) -> None:
+def check_separate(layout: Layout, target: Mapping[str, Tensor], models: Given) -> None:
     """The tensors of a model to write into share memory neither with one another nor with another entry of `models`.
 
     Raises:
