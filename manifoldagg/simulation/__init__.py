@@ -33,7 +33,8 @@ from manifoldagg.simulation.data.tasks import Batches, Task
 from manifoldagg.simulation.fairness import gini, theil
 from manifoldagg.simulation.federation import Federation, Key
 from manifoldagg.simulation.log import Evaluation
-from manifoldagg.simulation.run import Event, Method, Run, run
+from manifoldagg.simulation.run import Method, Run, run
+from manifoldagg.simulation.under_way import Event
 from manifoldagg.simulation.workers.errands import Errand, perform
 from manifoldagg.simulation.workers.pool import Workers, processes
 

@@ -26,10 +26,11 @@ from manifoldagg.simulation.data.partitions import Partition
 from manifoldagg.simulation.data.tasks import Task, check_task
 from manifoldagg.simulation.federation import Federation
 from manifoldagg.simulation.naming import blamed
-from manifoldagg.simulation.run import WORKS, Event, Method, Run, check_method, run
+from manifoldagg.simulation.run import WORKS, Method, Run, check_method, run
 from manifoldagg.simulation.scenario import Delays, MakesScheduler, Participations, course_of
 from manifoldagg.simulation.settings import files
 from manifoldagg.simulation.tuning import Tuning
+from manifoldagg.simulation.under_way import Event
 from manifoldagg.simulation.unfinished import Curve, Unfinished
 from manifoldagg.simulation.words import describe
 from manifoldagg.simulation.workers.pool import Executors, serving

@@ -8,14 +8,13 @@ from typing import Any
 
 from immutables import Map
 
-from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count, check_instance
-from manifoldagg.federated import Every, Message, Payload, Rule, Server, Trainer
+from manifoldagg.errors import ArgumentError, check_choice, check_count, check_instance
+from manifoldagg.federated import Every, Rule, Server, Trainer
 from manifoldagg.federated.contract import check_rule, check_trainer
 from manifoldagg.federated.record.description import describe as described
 from manifoldagg.federated.record.persistent import Ordered
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.clocks.trace import Record
-from manifoldagg.simulation.course import Ask, Lost
 from manifoldagg.simulation.desk import Desk
 from manifoldagg.simulation.exam import Marks
 from manifoldagg.simulation.fairness import gini, theil
@@ -25,11 +24,12 @@ from manifoldagg.simulation.keeper import Keeper
 from manifoldagg.simulation.log import Evaluation, Spent, reached
 from manifoldagg.simulation.scenario import Delays, Participations, Schedulers, course_of
 from manifoldagg.simulation.settings import of_run
-from manifoldagg.simulation.stand import Halt, Ledger, Stand
+from manifoldagg.simulation.stand import Halt, Ledger
+from manifoldagg.simulation.under_way import Event, UnderWay
 from manifoldagg.simulation.workers.crew import Crew
 from manifoldagg.simulation.workers.pool import Executors
 
-__all__ = ["Event", "Method", "Run", "check_method", "run"]
+__all__ = ["Method", "Run", "check_method", "run"]
 
 WORKS = ("data", "dispatched")
 UNREAD: dict[str, Any] = {"history": 0, "retries": 0}
@@ -146,16 +146,6 @@ class Run:
         return None if row is None else row.round
 
 
-@dataclass(frozen=True)
-class Event:
-    """One answered task, for who watches a run."""
-
-    round: int
-    client: int
-    message: Message
-    payload: Payload
-
-
 def run(
     federation: Federation,
     method: Method,
@@ -256,13 +246,6 @@ def run(
         # What a file cannot hold is told now.
         described("rule", rule)
     course = course_of(federation, rule, scheduler=scheduler, delays=delays, participation=participation, tasks=tasks)
-    steps = getattr(method.trainer, "steps_of", None) if work == "dispatched" else None
-
-    def asked(client: int) -> float:
-        length = federation.length(client)
-        return float(length if steps is None else steps(desk.latest, length))
-
-    foresight = Foresight(course, rounds, asked)
     halt = None
     if checkpoint is not None and resume and Path(checkpoint.path).exists():
         halt = Halt(Path(checkpoint.path), about)
@@ -271,98 +254,47 @@ def run(
     if halt is None:
         sizes = {client: len(federation.train[client]) for client in clients}
         server = Server.of(model, rule, weights=sizes, **UNREAD)
+        desk = Desk(server, Ordered())
+    else:
+        server = halt.server(ParameterSpace.of(model), rule)
+        desk = Desk(server, halt.out(server.space))
+    steps = getattr(method.trainer, "steps_of", None) if work == "dispatched" else None
+
+    def asked(client: int) -> float:
+        length = federation.length(client)
+        return float(length if steps is None else steps(desk.latest, length))
+
+    foresight = Foresight(course, rounds, asked)
+    if halt is None:
         ledger = Ledger()
         spent = Spent()
         marks.take(server, spent)
     else:
-        server = halt.server(ParameterSpace.of(model), rule)
         ledger = halt.replay(course, foresight)
         spent = halt.spent
         marks.go_on(halt.rows, halt.by_client, halt.evaluation_seconds)
         started -= halt.seconds + halt.evaluation_seconds
-    desk = Desk(server, Ordered() if halt is None else halt.out(server.space))
     crew = Crew(federation, method.trainer, executor, foresight, Map() if halt is None else halt.memories())
     # It holds all that it has read.
     del halt
+    going = UnderWay(about, course, asked, foresight, server, desk, crew, marks, ledger, spent, started, watch)
     if progress is not None:
         for _ in range(spent.round):
             progress()
     if log is not None:
         for row in marks.rows:
             log(row)
-
-    def stand() -> Stand:
-        return Stand(
-            about,
-            server.moment(),
-            desk.out,
-            crew.memories,
-            spent,
-            ledger,
-            ledger.events,
-            len(ledger.work),
-            marks,
-            len(marks.rows),
-            marks.by_client,
-            time.perf_counter() - started - marks.seconds,
-            marks.seconds,
-        )
-
-    trace = ledger.trace
     with crew, Keeper(checkpoint, spent.round) as keeper:
         for key, ticket in desk.out.items():
             crew.give(key, ticket.message)
-        while spent.round < rounds:
-            keeper.look(stand)
-            event = course.next()
-            ledger.events += 1
-            if isinstance(event, Ask):
-                ticket = desk.dispatch(event.client)
-                spent = replace(spent, bytes_down=spent.bytes_down + ticket.message.nbytes)
-                units = asked(event.client)
-                key = course.give(event.client, units)
-                ledger.work.append(units)
-                foresight.gave(key, units)
-                desk.give(key, ticket)
-                crew.give(key, ticket.message)
-            elif isinstance(event, Lost):
-                for key in event.keys:
-                    server.drop(desk.take(key))
-                foresight.lost(event.keys)
-                crew.lose(event.keys)
-            else:
-                key = event.key
-                ticket = desk.take(key)
-                trace.append(Record.of(event.done, server.version - ticket.version))
-                sent = 0
-                try:
-                    payload = crew.result(key)
-                except DivergenceError:
-                    accepted = False
-                else:
-                    sent = payload.nbytes
-                    if watch is not None:
-                        watch(Event(len(trace), key.client, ticket.message, payload))
-                    accepted = server.receive(ticket, payload).accepted
-                if not accepted:
-                    server.drop(ticket)
-                ledger.accepted.append(accepted)
-                spent = replace(
-                    spent,
-                    round=len(trace),
-                    time=event.done.time,
-                    gradients=spent.gradients + crew.gradients,
-                    bytes_up=spent.bytes_up + sent,
-                    refused=spent.refused + (not accepted),
-                )
-                course.settle(accepted)
-                foresight.settled(key, accepted)
-                if spent.round % every == 0 or spent.round == rounds:
-                    seen = marks.rows[-1].round
-                    row = marks.take(server, spent, [task.staleness for task in trace[seen:]])
-                    if log is not None:
-                        log(row)
-                if progress is not None:
-                    progress()
-    seconds = time.perf_counter() - started - marks.seconds
-    return Run(marks.rows, trace, marks.by_client, seconds, marks.seconds)
+        while going.spent.round < rounds:
+            keeper.look(going.stand)
+            if not going.turn():
+                continue
+            if going.spent.round % every == 0 or going.spent.round == rounds:
+                row = going.evaluated()
+                if log is not None:
+                    log(row)
+            if progress is not None:
+                progress()
+    return Run(marks.rows, ledger.trace, marks.by_client, going.seconds, marks.seconds)
