@@ -1,6 +1,6 @@
 """The average of models as others hold them: state dicts, or lists of tensors or arrays, read where they lie."""
 
-import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,28 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.averaging.karcher import check_weights, karcher
+from manifoldagg.averaging.karcher import Weights, check_weights, karcher
 from manifoldagg.errors import ArgumentError, StateDictError, is_finite
 from manifoldagg.kernels import Tensors, combine, gram
-from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.adapters import first_factor
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.containers import Given, Model, check_separate, like, opened, tensors, write
 from manifoldagg.manifolds.layout import STATISTICS, Entry, Layout
-from manifoldagg.manifolds.mean import mean_on_spheres
-from manifoldagg.manifolds.span import Span
 
 __all__ = ["average"]
 
-TOLERANCE = 1e-12
-"""As that of `karcher`."""
-MAX_STEPS = 100
+VERSIONS = re.compile(r"^versions\[(\d+)\]")
+"""What messages of `karcher` call a model."""
 
 
 @torch.no_grad()
 def average(
     models: Sequence[Model],
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     *,
     manifolds: Assignment | None = None,
     out: Model | None = None,
@@ -37,36 +34,39 @@ def average(
     r"""The model $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$: $\sum_i w_i \Theta_i$ where entries are flat.
 
     A model is a state dict, or a list of tensors or NumPy arrays; the result is of the kind of the first, in its order,
-    dtypes and devices. Sums are taken in float64 and rounded once, also of bfloat16 and float16. Entries on a manifold
-    get their Karcher mean. Tensors that share storage in the first model are tied, and count once.
+    dtypes and devices, another mapping than a `dict` a `dict`. Sums are taken in float64 and rounded once, to bfloat16
+    and float16 by way of float32. Entries on a manifold get their Karcher mean. Parameters of the same memory, shape
+    and strides in the first model are tied, and count once.
 
-    The statistics of batch normalisation are averaged as they are; statistics of the averaged model itself takes
-    [`refresh_buffers`][manifoldagg.curves.refresh_buffers]. Counters are those of the heaviest model, of several the
-    first. Other integers and booleans, such as masks, must be equal.
+    The statistics of batch normalisation, and complex numbers, are averaged as they are; statistics of the averaged
+    model itself takes [`refresh_buffers`][manifoldagg.curves.refresh_buffers]. Single integers and booleans, and
+    counters of batches, are those of the heaviest model, of several the first. Others, such as masks, must be equal.
 
     Args:
         models: k of them, with the same names, shapes and dtypes.
         weights: k numbers, such as how many samples each was trained on: not negative, not all zero; they are
-            normalised. Equal where not given. Of a model without weight the flat entries are not read.
+            normalised. Equal where not given. Of a model without weight the flat parameters are not read.
         manifolds: name or pattern to the space of those entries, as in
-            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
+            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]; of a list `"0"`, `"1"`
+            and so on.
         out: a model like the first, one of `models` or another, each entry in memory of its own, to which the result is
             copied when it is known to be finite.
 
     Returns:
-        The mean: a new model, or `out`.
+        The mean: a new model, or `out`. Of models that lie farther apart on a manifold than
+        [`karcher_mean`][manifoldagg.manifolds.karcher_mean] says it is a point of rest, which may be none of the least.
 
     Raises:
         ArgumentError: naming the argument, or the model and the tensor in it, that does not fit; or if models lie so
-            far apart on a manifold that their mean is not found, which
-            [`karcher`][manifoldagg.averaging.karcher] says more of. `out` is as it was then.
+            far apart on a manifold that no mean is found. `out` is as it was then.
 
     Warns:
         UserWarning: where there are factors of adapters, which would be averaged apart: that is what
             [`average_adapters`][manifoldagg.averaging.average_adapters] is for.
 
-    Cost: flat entries, and those on spheres of at least k dimensions, are read where they lie, once, on spheres twice;
-    no memory is taken but that of the result. On other manifolds every model is gathered into a vector.
+    Cost: flat entries are read once, and those on spheres of at least k dimensions twice, where they lie; no memory is
+    taken but that of the result. Copied are tensors that are not contiguous or lie on another device than the first,
+    arrays of foreign byte order, and entries on other manifolds.
 
     Source: McMahan et al. 2017, Algorithm 1; Manifold, Algorithm 1 (its last lines).
 
@@ -165,35 +165,39 @@ def _real(x: Tensor) -> Tensor:
 
 
 def _leaves(space: ParameterSpace, given: Given, rows: Sequence[Tensors], shares: Tensor) -> tuple[Tensor, ...]:
-    """The mean of the parameters: new tensors."""
-    layout = space.layout
-    if space.flat:
+    """The mean of the parameters, new tensors: of a product it is that of each factor."""
+    leaves = space.layout.leaves
+    curved = dict(space.manifolds)
+    if not curved:
         return combine(None, rows, shares)
-    span = Span.of(space, rows, start=int(shares.argmax()))
-    if span is not None and span.lies_on_space:
-        allowed = TOLERANCE * math.sqrt(layout.size)
-        found = mean_on_spheres(span, shares, tolerance=allowed, max_steps=MAX_STEPS)
-        _check_found(found.converged, float(found.residual))
-        new: tuple[Tensor, ...] = span.point(shares, found.point)
-        return new
-    # On one device, as the rows are.
-    models = [(label, layout.named(row, {})) for label, row in zip(given, rows, strict=True)]
-    points = space.points({label: {**given[label], **leaves} for label, leaves in models})
-    mean = karcher(space, points, shares, tolerance=TOLERANCE, max_steps=MAX_STEPS)
-    _check_found(mean.converged, float(mean.residual))
-    named = space.state_dict(mean.point)
-    return tuple(named[leaf.name] for leaf in layout.leaves)
+    flat = [i for i, leaf in enumerate(leaves) if leaf.name not in curved]
+    found: dict[int, Tensor] = {}
+    if flat:
+        found |= zip(flat, combine(None, [Tensors([row[i] for i in flat]) for row in rows], shares), strict=True)
+    for i, leaf in enumerate(leaves):
+        if leaf.name in curved:
+            points = {f"{label}{leaf.name}": row[i].detach() for label, row in zip(given, rows, strict=True)}
+            found[i] = _mean_on(curved[leaf.name], leaf.name, points, shares)
+    return tuple(found[i] for i in range(len(leaves)))
+
+
+def _mean_on(space: Manifold, name: str, points: Mapping[str, Tensor], shares: Tensor) -> Tensor:
+    """The Karcher mean of a leaf, by what messages about each point begin with."""
+    labels = [*points]
+    try:
+        mean = karcher(space, [*points.values()], shares)
+    except ArgumentError as error:
+        error.args = (VERSIONS.sub(lambda found: labels[int(found[1])], str(error)),)
+        raise
+    if not mean.converged:
+        told = f"the residual of their mean is {float(mean.residual):.2g} after {mean.steps} steps"
+        raise ArgumentError(f"models: {name}: expected points nearer to one another on {space}; {told}")
+    return mean.point
 
 
 def _is_finite(leaves: tuple[Tensor, ...]) -> bool:
     """Whether every entry is; the sum of their squares says so of all at once, where it does not overflow."""
     return bool(gram([leaves]).isfinite()) or is_finite(*leaves)
-
-
-def _check_found(converged: bool, residual: float) -> None:
-    if not converged:
-        told = f"the residual of their mean is {residual:.2g} after {MAX_STEPS} steps; see `averaging.karcher`"
-        raise ArgumentError(f"models: expected models nearer to one another on their manifolds: {told}")
 
 
 def _check_values(layout: Layout, given: Given, shares: Tensor) -> None:

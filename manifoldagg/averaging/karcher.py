@@ -4,20 +4,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number, check_shape
+from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number, check_shape, shown
 from manifoldagg.manifolds import Manifold, Mean, check_point, karcher_mean
-from manifoldagg.manifolds.manifold import check_is_manifold
+from manifoldagg.manifolds.manifold import Leaf, check_is_manifold
 from manifoldagg.manifolds.mean import mean_in_span
 from manifoldagg.manifolds.span import Span
 
-__all__ = ["check_model", "check_versions", "check_weights", "karcher"]
+__all__ = ["Weights", "check_model", "check_versions", "check_weights", "karcher"]
 
 Versions = Float[Tensor, "k ..."] | Sequence[Float[Tensor, "..."]]
-Weights = Float[Tensor, " k"] | Sequence[float] | None
+Weights = Float[Tensor, " k"] | np.ndarray | Sequence[float] | None
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def karcher(
         versions: k models, a tensor (k, *space.shape) or a sequence of tensors (*space.shape).
         weights: k numbers, not negative, not all zero; they are normalised. Equal where not given.
         tolerance: on the root mean square of the P entries of the residual, $1 / \sqrt{P}$ of its norm, relative to the
-            largest coordinate of the models where that is over 1.
+            largest coordinate of the models where that is over 1; on each leaf by itself where one is iterated on.
         max_steps: give up after so many.
 
     Returns:
@@ -63,7 +64,21 @@ def karcher(
             _check_values(space, point, f"versions[{i}]")
     if span is not None:
         return mean_in_span(space, span, shares, tolerance=allowed, max_steps=max_steps)
+    leaves = space.leaves(points[0])
+    if len(leaves) > 1:
+        return _of_leaves(leaves, points, shares, tolerance, max_steps)
     return karcher_mean(space, torch.stack(points), shares.to(points[0].device), tolerance=allowed, max_steps=max_steps)
+
+
+def _of_leaves(leaves: Sequence[Leaf], points: list[Tensor], shares: Tensor, tolerance: float, max_steps: int) -> Mean:
+    """The mean on a product, which is that of each factor: what is large on one is no measure for another."""
+    means = []
+    for leaf in leaves:
+        parts = [point.flatten()[leaf.part].view(leaf.space.shape) for point in points]
+        means.append(karcher(leaf.space, parts, shares, tolerance=tolerance, max_steps=max_steps))
+    point = torch.cat([mean.point.flatten() for mean in means]).view(points[0].shape)
+    residual = torch.stack([mean.residual for mean in means]).norm()
+    return Mean(point, residual, max(mean.steps for mean in means), all(mean.converged for mean in means))
 
 
 def check_versions(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
@@ -124,14 +139,17 @@ def check_weights(weights: Weights, k: int) -> Float[Tensor, " k"]:
     Raises:
         ArgumentError: if they are no k finite numbers >= 0 with a positive sum.
     """
+    given: Any = [1.0] * k if weights is None else weights
     try:
-        # Complex at first: to real numbers imaginary parts would be dropped.
-        z = torch.as_tensor([1.0] * k if weights is None else weights, dtype=torch.complex128, device="cpu").detach()
+        # Complex at first: to real numbers imaginary parts would be dropped. Of arrays a copy, as torch reads not all.
+        given = np.array(given, np.complex128, order="C") if isinstance(given, np.ndarray) else given
+        z = torch.as_tensor(given, dtype=torch.complex128, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ArgumentError(f"weights: expected {k} numbers, got {weights!r}") from None
+        raise ArgumentError(f"weights: expected {k} numbers, got {shown(weights)}") from None
     if z.shape != (k,):
         raise ArgumentError(f"weights: expected one for each of {k} models, got shape {tuple(z.shape)}")
     w = z.real
-    if not bool((z.isfinite() & (w >= 0) & (z.imag == 0)).all()) or not 0 < float(w.sum()) < float("inf"):
-        raise ArgumentError(f"weights: expected finite numbers >= 0 with a positive sum, got {weights!r}")
+    if not bool((z.isfinite() & (w >= 0) & (z.imag == 0)).all()) or not bool((w > 0).any()):
+        raise ArgumentError(f"weights: expected finite numbers >= 0 with a positive sum, got {shown(weights)}")
+    w = w / w.max() if float(w.sum()) == math.inf else w
     return w / w.sum()

@@ -283,8 +283,8 @@ def check_apart(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> No
     order = order[stops[order] > starts[order]]  # tensors without entries are nowhere
     low = starts[order]
     high = stops[order]
-    expanded = _is_expanded(out) if isinstance(out, Tensor) else not out.whole and any(map(_is_expanded, out))
-    if expanded or (high[:-1] > low[1:]).any():
+    folded = _is_folded(out) if isinstance(out, Tensor) else not out.whole and any(map(_is_folded, out))
+    if folded or (high[:-1] > low[1:]).any():
         raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
     for row in read:
         if row is out or len(order) == 0 or _are_apart(out, row):
@@ -305,10 +305,16 @@ def _are_apart(out: Line, row: Line) -> bool:
     return out.extent[1] <= row.extent[0] or row.extent[1] <= out.extent[0]
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    return not tensor.is_contiguous() and any(
-        step == 0 < n - 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+def _is_folded(tensor: Tensor) -> bool:
+    """Whether several entries may lie at one address: a step from one to the next does not lead past those between."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
 
 
 def places(row: Line, lengths: tuple[int, ...]) -> np.ndarray:

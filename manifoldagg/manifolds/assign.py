@@ -42,6 +42,9 @@ def assigned(
     if not manifolds and not brought:
         return ()
     said = manifolds or {}
+    for name in said:
+        if not isinstance(name, str):
+            raise ArgumentError(f"manifolds: expected names or patterns, got {shown(name)}; write {str(name)!r}")
     pairs = []
     matched = set()
     for leaf in layout.leaves:

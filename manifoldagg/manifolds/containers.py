@@ -32,6 +32,9 @@ def tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor
     entries = model if isinstance(model, Mapping) else dict(_entries(name, model))
     keys = [*entries] if set(map(type, entries)) <= {str} else [*map(str, entries)]
     found = dict(zip(keys, entries.values(), strict=True))
+    if len(found) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ArgumentError(f"{name}: expected names that differ as strings, got {twice!r} twice")
     if OPAQUE in "".join(keys):
         found = {key: x for key, x in found.items() if key.rpartition(".")[2] != OPAQUE}
     if not set(map(type, found.values())) <= TENSORS:
@@ -69,10 +72,20 @@ def opened(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[st
         for name, tensor in target.items():
             if tensor.device != current[name].device:
                 raise ArgumentError(f"out: {name}: expected device {current[name].device}, got {tensor.device}")
-    if any(map(Tensor.is_inference, target.values())) and not torch.is_inference_mode_enabled():
-        name = next(name for name, tensor in target.items() if tensor.is_inference())
-        raise ArgumentError(f"out: {name}: expected a tensor that was not made in inference mode")
+    asked = (Tensor.is_inference, Tensor.is_conj, Tensor.is_neg)
+    if any(any(map(ask, target.values())) for ask in asked) or not all(map(Tensor.data_ptr, target.values())):
+        _check_writable(target)
     return target
+
+
+def _check_writable(target: Mapping[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError(f"out: {name}: expected a tensor that was not made in inference mode")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ArgumentError(f"out: {name}: expected a tensor to write into, got a conjugated or negated view")
+        if tensor.numel() and not tensor.data_ptr():
+            raise ArgumentError(f"out: {name}: expected a tensor with memory, got one whose memory was freed")
 
 
 def check_separate(layout: Layout, target: Mapping[str, Tensor], models: Given) -> None:
@@ -112,7 +125,7 @@ def like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -
     entries: dict[Any, Any] = {}
     for key, array in _entries("current", current):
         if str(key) not in new:  # what a module keeps beside its tensors
-            entries[key] = copy.copy(array)
+            entries[key] = copy.deepcopy(array)
             continue
         tensor = new[str(key)]
         if tensor.device != now[str(key)].device:

@@ -145,7 +145,7 @@ class Layout:
         for alias, name in self.aliases:
             other = tensors[alias]
             own = tensors[name]
-            if other is not own and not torch.equal(other, own):
+            if not _are_same(other, own):
                 if not is_finite(other):
                     raise StateDictError(f"{label}{alias}: expected finite values, got NaN or infinity")
                 raise StateDictError(f"{label}{alias}: tied to {name}, but their values differ")
@@ -312,6 +312,15 @@ def _dense(tensors: Collection[Tensor]) -> bool:
     """Whether all are dense, with values: asked of all at once, as that takes half the time of two questions each."""
     dense = set(map(_layout, tensors)) <= {torch.strided}
     return dense and (all(map(_is_cpu, tensors)) or set(map(_stored, tensors)) <= {DENSE})
+
+
+def _are_same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same values, or are the same."""
+    if x is y or (x.data_ptr() == y.data_ptr() and x.stride() == y.stride() and x.device == y.device):
+        return True
+    if x.dtype.itemsize == 1:  # torch compares no numbers of eight bits
+        return torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+    return torch.equal(x, y)
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:

@@ -13,7 +13,7 @@ from manifoldagg.manifolds.ambient import Ambient
 from manifoldagg.manifolds.manifold import Manifold, Point, check_is_manifold
 from manifoldagg.manifolds.span import Span
 
-__all__ = ["Mean", "RunningMean", "karcher_mean", "mean_in_span", "mean_on_spheres"]
+__all__ = ["Mean", "RunningMean", "karcher_mean", "mean_in_span"]
 
 
 @dataclass(frozen=True)
@@ -132,16 +132,12 @@ def mean_in_span(
 ) -> Mean:
     """The mean of the points of a span, with weights of sum 1: one combination of them, found by its coefficients."""
     w = weights.detach().cpu()
-    found = mean_on_spheres(span, w, tolerance=tolerance, max_steps=max_steps)
+    corners = span.corners
+    found = Mean(corners[0], w.new_zeros(()), 1, True)
+    if not span.flat:
+        found = karcher_mean(span.spheres, corners, w[span.order], tolerance=tolerance, max_steps=max_steps)
     point = span.point(w, found.point)
     return Mean(point.view(space.shape), found.residual.to(point.device), found.steps, found.converged)
-
-
-def mean_on_spheres(span: Span, weights: Float[Tensor, " k"], *, tolerance: float, max_steps: int) -> Mean:
-    """The mean of the points of a span on its spheres: their coefficients, from the Gram matrices alone."""
-    if span.flat:
-        return Mean(span.corners[0], weights.new_zeros(()), 1, True)
-    return karcher_mean(span.spheres, span.corners, weights[span.order], tolerance=tolerance, max_steps=max_steps)
 
 
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> Mean:

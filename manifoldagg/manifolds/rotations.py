@@ -112,6 +112,7 @@ def _velocity(x: Tensor, y: Tensor) -> Tensor:
         across = torch.where(whole, skew((x.mT @ (y - x)).detach()), 0.0)
         # |K v| = sin θ keeps the digits that arccos loses near 0 and π.
         sines = (across @ basis).square().sum(-2).sqrt()
+        cut = ((sines == 0) & (cosines < 0)).any(-1).unsqueeze(-1).unsqueeze(-1)
         ratios = torch.where(sines == 0, 1.0, torch.atan2(sines, cosines) / torch.where(sines == 0, 1.0, sines))
         value = skew((basis * ratios.unsqueeze(-2)) @ basis.mT @ across)
         # The derivative of exp at a skew A = V diag(iμ) V* is exp(i(μ + ν)/2) sinc((μ - ν)/2) in that basis.
@@ -123,4 +124,4 @@ def _velocity(x: Tensor, y: Tensor) -> Tensor:
     def solve(e: Tensor) -> Tensor:
         return skew((frame @ ((frame.mH @ e.to(frame.dtype) @ frame) / slopes) @ frame.mH).real)
 
-    return torch.where(whole, differentiable_log(value, rotation, solve), math.nan)
+    return torch.where(whole & ~cut, differentiable_log(value, rotation, solve), math.nan)

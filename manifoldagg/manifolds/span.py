@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg.kernels import Row, combine, gram
+from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.smooth import angle_per_sine, cos_of_square, sinc_of_square
@@ -29,7 +29,7 @@ class Span:
     The difference of two near points keeps its digits so, which their cosine would lose.
 
     Args:
-        rows: the points (P,), as they are given; or the tensors of models, one for each leaf.
+        rows: the points (P,), as they are given.
         start: $h$.
         lengths: of the segments, one for each sphere and for each run of flat entries.
         tolerances: by how much a model may miss the sphere that a segment is; NaN where it is flat.
@@ -37,15 +37,15 @@ class Span:
             the order of the points.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[Float[Tensor, " P"]]
     start: int
     lengths: tuple[int, ...]
     tolerances: Float64[Tensor, " S"]
     inner: Float64[Tensor, "R k k"]
 
     @staticmethod
-    def of(space: Manifold, rows: Sequence[Row], start: int) -> "Span | None":
-        r"""The span of points of a space, rows; `None` where it is none of such leaves, or no gain.
+    def of(space: Manifold, rows: Sequence[Float[Tensor, " P"]], start: int) -> "Span | None":
+        r"""The span of points of a space, flattened; `None` where it is none of such leaves, or no gain.
 
         It is no gain where a sphere has fewer coordinates than there are points, and no help where a norm is far from
         1, or not finite, or where points of a sphere are more than a right angle apart: squares of coefficients c are
@@ -53,13 +53,7 @@ class Span:
         """
         lengths: list[int] = []
         tolerances: list[float] = []
-        first = rows[0]
-        # Tensors as they lie are of a space of parameters, whose leaves are the same for every point.
-        leaves = space.leaves(first[0] if isinstance(first, tuple) else first.view(space.shape))
-        stored = (
-            [x.dtype for x in first] if isinstance(first, tuple) else [leaf.stored or first.dtype for leaf in leaves]
-        )
-        for leaf, dtype in zip(leaves, stored, strict=True):
+        for leaf in space.leaves(rows[0].view(space.shape)):
             within = leaf.space
             size = leaf.part.stop - leaf.part.start
             while isinstance(within, Power):
@@ -73,10 +67,10 @@ class Span:
             # Of a subclass the formulas may be others.
             elif type(within) is Sphere and within.n >= len(rows):
                 lengths += [within.n] * (size // within.n)
-                tolerances += [math.sqrt(torch.finfo(dtype).eps)] * (size // within.n)
+                tolerances += [math.sqrt(torch.finfo(leaf.stored or rows[0].dtype).eps)] * (size // within.n)
             else:
                 return None
-        allowed = torch.tensor(tolerances, dtype=torch.float64)
+        allowed = torch.tensor(tolerances, dtype=torch.float64, device="cpu")
         found = Span(rows, start, tuple(lengths), allowed, allowed.new_zeros(0, len(rows), len(rows)))
         if found.flat:
             return found
@@ -105,12 +99,12 @@ class Span:
         return [self.start, *(i for i in range(len(self.rows)) if i != self.start)]
 
     @property
-    def lines(self) -> list[Any]:
+    def lines(self) -> list[Tensor]:
         """What the rows are differences of."""
         return [self.rows[i] for i in self.order]
 
     @property
-    def minus(self) -> list[Row | None]:
+    def minus(self) -> list[Tensor | None]:
         """And what is subtracted."""
         return [None, *[self.rows[self.start]] * (len(self.rows) - 1)]
 
@@ -134,16 +128,15 @@ class Span:
     def corners(self) -> Float64[Tensor, "k R k"]:
         """The points' own coefficients on each sphere."""
         k = len(self.rows)
-        corners = torch.eye(k, dtype=torch.float64)
+        corners = torch.eye(k, dtype=torch.float64, device="cpu")
         corners[:, 0] = 1.0
         return corners.unsqueeze(1).expand(k, len(self.inner), k)
 
-    def point(self, weights: Float64[Tensor, " k"], spherical: Float64[Tensor, "R k"]) -> Any:
-        """The weighted mean on flat leaves, and on spheres what the coefficients make, rounded once: a row."""
+    def point(self, weights: Float64[Tensor, " k"], spherical: Float64[Tensor, "R k"]) -> Float[Tensor, " P"]:
+        """The weighted mean on flat leaves, and on spheres what the coefficients make, rounded once."""
         if self.flat:
             # Of the points themselves: no difference overflows where no point does.
-            rows: Sequence[Any] = self.rows
-            return combine(None, rows, weights)
+            return combine(None, self.rows, weights)
         lines = weights[self.order].expand(len(self.lengths), -1).clone()
         lines[:, 0] = 1.0
         lines[~self.tolerances.isnan()] = spherical

@@ -117,8 +117,10 @@ def test_the_kind_comes_back_as_it_went_in():
     assert isinstance(average([(torch.ones(2),), (torch.ones(2),)]), tuple)
     swapped = average([{"w": np.array([1.0, 2.0], ">f8")}, {"w": np.array([3.0, 4.0], ">f8")}])["w"]
     assert (swapped.dtype, swapped.tolist()) == (np.dtype(">f8"), [2.0, 3.0])
-    extra = {"w": torch.ones(2), "_extra_state": "kept"}
-    assert average([extra, {"w": torch.zeros(2)}])["_extra_state"] == "kept"
+    extra = {"w": torch.ones(2), "_extra_state": {"kept": [1]}}
+    kept = average([extra, {"w": torch.zeros(2)}])["_extra_state"]
+    assert kept == {"kept": [1]}
+    assert kept["kept"] is not extra["_extra_state"]["kept"]
 
 
 def test_tied_parameters_count_once_and_stay_tied():
@@ -130,6 +132,8 @@ def test_tied_parameters_count_once_and_stay_tied():
     found = average([one, two])
     assert found["1.weight"] is found["0.weight"]
     torch.testing.assert_close(found["0.weight"], one["0.weight"] + 0.5)
+    eights = {name: x.to(torch.float8_e4m3fn)[:] for name, x in one.items()}
+    assert average([eights, {name: x.clone() for name, x in eights.items()}])["0.weight"].dtype is torch.float8_e4m3fn
     two["1.weight"] = two["0.weight"] + 1
     with pytest.raises(StateDictError, match=r"models\[1\]: 1.weight: tied to 0.weight, but their values differ"):
         average([one, two])
@@ -192,9 +196,23 @@ def test_matrices_of_low_rank_and_subspaces_have_theirs():
 def test_models_opposite_on_a_sphere_have_no_mean_and_leave_the_target_as_it_was():
     models = [{"v": torch.tensor([x, 0.0, 0.0]), "b": torch.ones(2)} for x in (1.0, -1.0)]
     out = {"v": torch.zeros(3), "b": torch.zeros(2)}
-    with pytest.raises(ArgumentError, match="models: expected models nearer to one another on their manifolds"):
+    with pytest.raises(ArgumentError, match="models: v: expected points nearer to one another on Sphere"):
         average(models, manifolds={"v": Sphere(3)}, out=out)
     assert not any(x.any() for x in out.values())
+
+
+def test_a_leaf_has_its_mean_whatever_is_beside_it():
+    """Not what is large, nor NaN in a flat entry of no weight, nor a leaf of another kind."""
+    turn = torch.linalg.matrix_exp(torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double())
+    one = {"far": torch.tensor([1.0, 1.0]).double(), "turn": torch.eye(2).double(), "low": torch.ones(4, 1).double()}
+    two = {"far": torch.tensor([1.0, 3.0]).double(), "turn": turn, "low": torch.ones(4, 1).double()}
+    one["far"][0] = two["far"][0] = 1e200
+    manifolds = {"turn": SpecialOrthogonal(2), "low": LowRank(2, 2, 1)}
+    found = average([one, two], manifolds=manifolds)
+    assert found["far"][1] == 2.0
+    torch.testing.assert_close(found["turn"] @ found["turn"], turn)
+    two["far"][1] = float("nan")
+    torch.testing.assert_close(average([one, two], [1, 0], manifolds=manifolds)["far"], one["far"])
 
 
 @pytest.mark.parametrize("k", [2, 10])
@@ -226,6 +244,9 @@ def test_factors_of_adapters_are_told_apart():
 W = {"w": torch.ones(2)}
 LINE = torch.arange(8.0)
 CUT = {"a": LINE[:2], "b": LINE[2:4]}
+FREED = torch.ones(2)
+FREED.untyped_storage().resize_(0)
+Z = W | {"z": torch.zeros(2, dtype=torch.complex64).conj()}
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -248,7 +269,12 @@ CUT = {"a": LINE[:2], "b": LINE[2:4]}
         (lambda: average([W | {"m": torch.tensor([1, 2])}, W | {"m": torch.tensor([1, 3])}]), r"models\[1\]: m: expected torch.int64 equal to that of models\[0\]"),
         (lambda: average([W, W], [1.0]), "weights: expected one for each of 2 models"),
         (lambda: average([W, W], [1.0, -1.0]), "weights: expected finite numbers >= 0"),
-        (lambda: average([W, W], manifolds={"v": Sphere(2)}), "manifolds: "),
+        (lambda: average([W, W], manifolds={"v": Sphere(2)}), "manifolds: no leaf is called 'v'"),
+        (lambda: average([{0: torch.ones(1), "0": torch.ones(1)}]), r"models\[0\]: expected names that differ as strings, got '0' twice"),
+        (lambda: average([{"r": torch.eye(2)}, {"r": -torch.eye(2)}], manifolds={"r": SpecialOrthogonal(2)}), "models: r: expected points nearer"),
+        (lambda: average([W, W], out={"w": FREED}), "out: w: expected a tensor with memory"),
+        (lambda: average([Z, Z], out=Z), "out: z: expected a tensor to write into, got a conjugated or negated view"),
+        (lambda: average([{"w": torch.ones(2, 2)}], out={"w": LINE.as_strided((2, 2), (1, 1))}), "out: expected tensors with memory of their own"),
         (lambda: average([{"w": torch.ones(40)}] * 2, manifolds={"w": Sphere(40)}), r"models\[0\]: w"),
         (lambda: average([W, W], out={"v": torch.ones(2)}), "out: missing: w"),
         (lambda: average([W, W], out=3), "out: expected a state dict or a list of arrays, got int"),

@@ -4,7 +4,9 @@ import copy
 import itertools
 import math
 import threading
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,8 +21,10 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import (
     Flat,
     Lorentz,
+    LowRank,
     ParameterSpace,
     PoincareBall,
+    Product,
     SpecialOrthogonal,
     Sphere,
     Stiefel,
@@ -230,6 +234,26 @@ def test_a_flat_karcher_mean_is_the_weighted_mean(seed, k):
     assert torch.equal(karcher(Flat(300), list(models), weights.tolist()).point, mean.point)
 
 
+@pytest.mark.parametrize(
+    "weights", [[1e308, 1e308], np.array([1.0, 1.0])[::-1], np.ones(2, ">f8"), np.broadcast_to(1.0, 2)]
+)
+def test_weights_may_be_huge_and_arrays_of_any_kind(weights):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mean = karcher(Flat(2), torch.tensor([[0.0, 2.0], [4.0, 6.0]]), weights)
+    torch.testing.assert_close(mean.point, torch.tensor([2.0, 4.0]))
+
+
+def test_what_is_large_on_one_leaf_is_no_measure_for_another():
+    space = Product({"far": Flat(1), "turn": SpecialOrthogonal(2), "low": LowRank(2, 2, 1)})
+    turn = torch.linalg.matrix_exp(torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double())
+    points = [torch.cat([torch.tensor([1e12]), r.flatten(), torch.ones(4)]) for r in (torch.eye(2).double(), turn)]
+    mean = karcher(space, points)
+    assert mean.converged
+    half = mean.point[1:5].view(2, 2)
+    torch.testing.assert_close(half @ half, turn)
+
+
 def test_a_karcher_mean_of_one_heavy_model_is_that_model():
     space = Sphere(5)
     models = around(space, 0, 3, 0.7)
@@ -411,6 +435,7 @@ def test_the_tolerance_is_on_the_root_mean_square_of_the_residual(space, models,
         (lambda: karcher(Flat(3), [ONE, ONE], [0.0, 0.0]), "weights: expected .* with a positive sum"),
         (lambda: karcher(Flat(3), [ONE, ONE], ["a", "b"]), "weights: expected 2 numbers"),
         (lambda: karcher(Flat(3), [ONE, ONE], [10**400, 1]), "weights: expected 2 numbers"),
+        (lambda: karcher(Flat(3), [ONE, ONE], [10**5000, 1]), "weights: expected 2 numbers, got a huge list"),
         (lambda: karcher(Flat(3), [ONE, ONE], torch.tensor([1 + 2j, 1])), "weights: expected finite numbers >= 0"),
         (lambda: karcher(Flat(1), ONE[0]), "versions: expected at least one model, .* got a number"),
         (lambda: karcher(Flat(3), [ONE], tolerance=-1), "tolerance: expected a finite number >= 0"),

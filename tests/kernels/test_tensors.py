@@ -219,6 +219,13 @@ OUT = "out: expected base or a row itself"
             lambda x, y: combine(None, [(x, y)], [1.0], out=(torch.zeros(1).expand(5), torch.zeros(12))),
             "out: expected tensors with memory of their own",
         ),
+        (
+            lambda x, y: combine(
+                None, [(x, y)], [1.0], out=(torch.zeros(5), torch.zeros(8).as_strided((3, 4), (2, 1)))
+            ),
+            "out: expected tensors with memory of their own",
+        ),
+        (lambda x, y: combine(None, [(x, y)], [1.0], out=(torch.zeros(9)[::2], torch.zeros(3, 8)[:, ::2].T)), None),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(call, words):

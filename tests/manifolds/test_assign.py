@@ -201,6 +201,7 @@ def test_a_parameter_of_geoopt_brings_its_manifold():
             r"manifolds: \*\.weight: expected a Manifold such as Sphere\(3\).*; got the class Sphere",
         ),
         ([Sphere(3)], "manifolds: expected a mapping"),
+        ({0: Sphere(3)}, "manifolds: expected names or patterns, got 0; write '0'"),
     ],
 )
 def test_bad_input_is_refused_by_name(manifolds, words):

@@ -221,3 +221,17 @@ def test_one_element_that_is_not_finite_is_alone():
     y[0] = math.nan
     assert space.log(x, y)[0].isnan().all()
     assert torch.equal(space.log(x, y)[1], space.log(x[1], x[1]))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_at_half_a_turn_log_has_no_value_and_a_mean_is_none(n):
+    space = SpecialOrthogonal(n)
+    x = torch.eye(n, dtype=torch.float64)
+    turned = torch.diag(torch.tensor([-1.0, -1.0] + [1.0] * (n - 2), dtype=torch.float64))
+    near = space.exp(x, space.log(x, space.project(x + 0.1 * draw(0, n, n))))
+    logs = space.log(x.expand(2, n, n), torch.stack([turned, near]))
+    assert logs[0].isnan().all()
+    assert torch.equal(logs[1], space.log(x, near))
+    mean = karcher_mean(space, torch.stack([x, turned]))
+    assert mean.residual.isnan()
+    assert not mean.converged
