@@ -3,6 +3,7 @@
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +120,7 @@ def stepped(
         written = Layout.of_state_dict(given[CURRENT], list(buffers)) if adapters else layout
         target = None if out is None else opened(written, out, given[CURRENT])
         rows = by_rows(rule, space)
-        chosen = policies(layout.carried, buffers)
+        chosen = policies(layout.carried, buffers) if buffers else _unsaid(layout)
         check_parameters("current", layout)
         read: list[Any] = [*(layout.rows(models, own="" if adapters else CURRENT) if rows else space.points(models))]
         here, then, *brought = read
@@ -213,6 +214,12 @@ def _stacked(space: ParameterSpace, given: Given, scaling: Scaling | None, diffe
         _check_flat(space)
         models |= {label: _moved(space.layout, models[BASE], models[label], label) for label in theirs}
     return models
+
+
+@lru_cache(maxsize=64)
+def _unsaid(layout: Layout) -> dict[str, str]:
+    """The policies of buffers of which nobody has said any, asked once of hundreds of them."""
+    return policies(layout.carried, ())
 
 
 def _held(kept: ServerState, after: Snapshot, client: Hashable, memory: Memory | None) -> State | ServerState:

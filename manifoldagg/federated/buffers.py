@@ -37,6 +37,7 @@ VARIANCE = "running_var"
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
+_is_cpu = attrgetter("is_cpu")
 Patterns = Mapping[str, str] | Sequence[str]
 """Policy by name or glob pattern; or patterns alone, that are averaged."""
 
@@ -312,7 +313,8 @@ def _grouped(
 def _vector(tensors: Mapping[str, Tensor], group: Group, device: torch.device) -> Tensor:
     """Copies of the tensors of a group, one after another: one call, as hundreds would take milliseconds."""
     mine = [tensors[name] for name in group.names]
-    mine = [tensor if tensor.device == device else tensor.to(device) for tensor in mine]
+    if device != CPU or not all(map(_is_cpu, mine)):
+        mine = [tensor.to(device) for tensor in mine]
     return torch.cat(mine if group.lines else [tensor.reshape(-1) for tensor in mine])
 
 
