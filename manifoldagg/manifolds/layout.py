@@ -183,6 +183,7 @@ class Layout:
         points = []
         for label, tensors in models.items():
             self.check(tensors, label)
+            _check_memory(self.leaves, [tensors[leaf.name] for leaf in self.leaves], label)
             first = tensors[self.leaves[0].name].device if self.leaves else torch.device("cpu")
             point = in_huge_pages(torch.empty(self.size, dtype=self.dtype, device=device or first))
             with torch.no_grad():
@@ -208,6 +209,7 @@ class Layout:
         for label, tensors in models.items():
             self._check_tied(tensors, label) if label == own else self.check(tensors, label)
             row = Tensors([tensors[leaf.name] for leaf in self.leaves])
+            _check_memory(self.leaves, row, label)
             device = device or row[0].device
             row = row if row.devices == {device} else Tensors([tensor.to(device) for tensor in row])
             row.__dict__.update(self._alike, device=device)
@@ -321,6 +323,24 @@ def _are_same(x: Tensor, y: Tensor) -> bool:
     if x.dtype.itemsize == 1:  # torch compares no numbers of eight bits
         return torch.equal(x.view(torch.uint8), y.view(torch.uint8))
     return torch.equal(x, y)
+
+
+def _check_memory(leaves: Sequence[Entry], tensors: Sequence[Tensor], label: str) -> None:
+    """No tensor's memory was freed, as sharded training frees that of whole parameters.
+
+    Raises:
+        StateDictError: naming one whose was.
+    """
+    try:
+        addresses = tensors.addresses if isinstance(tensors, Tensors) else [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:  # within transforms of torch tensors have none
+        return
+    if 0 not in addresses:
+        return
+    for leaf, tensor in zip(leaves, tensors, strict=True):
+        # Neither what has no entries has an address, nor zeros that torch never wrote down.
+        if tensor.numel() and not tensor.data_ptr() and not torch._is_zerotensor(tensor):
+            raise StateDictError(f"{label}{leaf.name}: expected a tensor with memory, got one whose memory was freed")
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:

@@ -291,3 +291,16 @@ def test_points_move_through_a_model_without_loss_of_sign_or_denormals():
     space.load(model, values[0])
     assert bits({"w": model.weight}) == bits({"w": values})
     assert torch.equal(space.point(model), values[0])
+
+
+def test_memory_that_was_freed_is_named():
+    state = nn.Linear(3, 2).state_dict()
+    space = ParameterSpace.of_state_dict(state)
+    state["bias"].untyped_storage().resize_(0)
+    for call in (
+        lambda: space.point(state),
+        lambda: space.layout.rows({"": state}),
+        lambda: space.layout.rows({"": state}, own=""),
+    ):
+        with pytest.raises(StateDictError, match="bias: expected a tensor with memory, got one whose memory was freed"):
+            call()
