@@ -54,7 +54,7 @@ def average(
 
     Returns:
         The mean: a new model, or `out`. Of models that lie farther apart on a manifold than
-        [`karcher_mean`][manifoldagg.manifolds.karcher_mean] says it is a point of rest, which may be none of the least.
+        [`karcher_mean`][manifoldagg.manifolds.karcher_mean] says it is a point of rest, and the sum need not be least.
 
     Raises:
         ArgumentError: naming the argument, or the model and the tensor in it, that does not fit; or if models lie so
