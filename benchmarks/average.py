@@ -23,7 +23,7 @@ import torch
 from floor import Floor
 from flwr.server.strategy.aggregate import aggregate as flower
 from front_door import lengths
-from timing import beside_the_first, extra, machine, tabled
+from timing import TIMES, beside_the_first, extra, machine, tabled, times
 
 from manifoldagg import ParameterSpace, average
 from manifoldagg.averaging import karcher
@@ -31,10 +31,7 @@ from manifoldagg.averaging import karcher
 HERE = Path(__file__).parent
 MOST = 3 * 10**8
 """More entries than that are not averaged: the models, and what others make of them, are to fit a small machine."""
-HEAD = (
-    f"{'P':>6}{'tensors':>8}{'models':>7}{'threads':>8}  {'way':<10}{'ms':>10}{'x floor':>9}{'quartiles':>17}"
-    f"{'extra models':>13}"
-)
+HEAD = f"{'P':>6}{'tensors':>8}{'models':>7}{'threads':>8}  {'way':<10}{TIMES}"
 
 
 def ways(size: int, count: int, k: int, threads: int, floor: Floor) -> dict[str, Callable[[], Any]]:
@@ -86,11 +83,8 @@ def measure(size: int, count: int, k: int, threads: int, floor: Floor, rounds: i
 
 def shown(row: dict[str, Any]) -> str:
     """A line of the table."""
-    spread = f"{row['low']:.2f} to {row['high']:.2f}"
-    return (
-        f"{row['P']:>6.0e}{row['tensors']:>8}{row['models']:>7}{row['threads']:>8}  {row['way']:<10}{row['ms']:>10.4f}"
-        f"{row['ratio']:>9.2f}{spread:>17}{row['extra']:>13.2f}"
-    )
+    about = f"{row['P']:>6.0e}{row['tensors']:>8}{row['models']:>7}{row['threads']:>8}"
+    return f"{about}  {row['way']:<10}{times(row)}"
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from floor import Floor
-from timing import beside_the_first, extra, machine, tabled
+from timing import TIMES, beside_the_first, extra, machine, tabled, times
 from torch import Tensor
 
 from manifoldagg import aggregate
@@ -179,21 +179,13 @@ def measure(
     return beside_the_first(ways(name, size, count, buffers, threads, floor), rounds, about, 4 * size)
 
 
-HEAD = (
-    f"{'rule':<12}{'P':>6}{'tensors':>8}{'buffers':>8}{'threads':>8}  "
-    f"{'way':<13}{'ms':>10}{'x floor':>9}{'quartiles':>17}"
-    f"{'extra models':>13}"
-)
+HEAD = f"{'rule':<12}{'P':>6}{'tensors':>8}{'buffers':>8}{'threads':>8}  {'way':<13}{TIMES}"
 
 
 def shown(row: dict[str, Any]) -> str:
     """A line of the table."""
-    spread = f"{row['low']:.2f} to {row['high']:.2f}"
-    return (
-        f"{row['rule']:<12}{row['P']:>6.0e}{row['tensors']:>8}{row['buffers']:>8}{row['threads']:>8}  "
-        f"{row['way']:<13}{row['ms']:>10.4f}"
-        f"{row['ratio']:>9.2f}{spread:>17}{row['extra']:>13.2f}"
-    )
+    about = f"{row['rule']:<12}{row['P']:>6.0e}{row['tensors']:>8}{row['buffers']:>8}{row['threads']:>8}"
+    return f"{about}  {row['way']:<13}{times(row)}"
 
 
 def main() -> None:

@@ -118,8 +118,18 @@ def beside_the_first(
     first, *_ = calls
     for way, seconds in taken.items():
         low, middle, high = ratio(seconds, taken[first])
-        times = {"ms": 1e3 * statistics.median(seconds), "ratio": middle, "low": low, "high": high}
-        yield {**about, "way": way, **times, "extra": 0.0 if way == first else extra(calls[way]) / unit}
+        told = {"ms": 1e3 * statistics.median(seconds), "ratio": middle, "low": low, "high": high}
+        yield {**about, "way": way, **told, "extra": 0.0 if way == first else extra(calls[way]) / unit}
+
+
+TIMES = f"{'ms':>10}{'x floor':>9}{'quartiles':>17}{'extra models':>13}"
+"""The head of what `times` says."""
+
+
+def times(row: Mapping[str, Any]) -> str:
+    """What a row of `beside_the_first` says beside the name of the way, in the columns of `TIMES`."""
+    spread = f"{row['low']:.2f} to {row['high']:.2f}"
+    return f"{row['ms']:>10.4f}{row['ratio']:>9.2f}{spread:>17}{row['extra']:>13.2f}"
 
 
 def tabled(

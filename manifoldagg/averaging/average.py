@@ -15,7 +15,7 @@ from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.adapters import first_factor
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.containers import Given, Model, check_separate, like, opened, tensors, write
-from manifoldagg.manifolds.layout import STATISTICS, Entry, Layout
+from manifoldagg.manifolds.layout import Entry, Layout
 
 __all__ = ["average"]
 
@@ -118,8 +118,7 @@ def _space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> Paramet
         space = ParameterSpace.of_state_dict(first, manifolds)
     except StateDictError as error:
         raise StateDictError(f"models[0]: {error}") from None
-    if not space.layout.leaves:
-        raise ArgumentError("models[0]: expected floating parameters, got none")
+    space.layout.check_parameters("models[0]")
     factor = first_factor(first)
     if factor is not None:
         told = f"models[0]: {factor}: factors of adapters are averaged apart; average_adapters averages their products"
@@ -135,8 +134,7 @@ def _others(layout: Layout, given: Given, heaviest: int) -> dict[str, Tensor]:
         if _has_mean(entry):
             continue
         chosen = given[label][entry.name]
-        counts = entry.shape == () or entry.name.rpartition(".")[2] in STATISTICS
-        for other, model in given.items() if not counts else ():
+        for other, model in given.items() if not entry.counts else ():
             if not torch.equal(model[entry.name].to(chosen.device), chosen):
                 told = f"expected {entry.dtype} equal to that of {label.removesuffix(': ')}, as it has no mean"
                 raise StateDictError(f"{other}{entry.name}: {told}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number, check_shape, shown
 from manifoldagg.manifolds import Manifold, Mean, check_point, karcher_mean
-from manifoldagg.manifolds.manifold import Leaf, check_is_manifold
+from manifoldagg.manifolds.manifold import check_is_manifold
 from manifoldagg.manifolds.mean import mean_in_span
 from manifoldagg.manifolds.span import Span
 
@@ -56,26 +56,38 @@ def karcher(
     check_is_manifold(space)
     points = _alike(space, versions)
     shares = check_weights(weights, len(points))
-    allowed = check_number("tolerance", tolerance, at_least=0) * math.sqrt(max(points[0].numel(), 1))
+    check_number("tolerance", tolerance, at_least=0)
     check_count("max_steps", max_steps)
-    span = Span.of(space, [point.flatten() for point in points], start=int(shares.argmax()))
+    span = _span(space, points, shares)
     if span is None or not span.lies_on_space:
         for i, point in enumerate(points):
             _check_values(space, point, f"versions[{i}]")
+    return _mean(space, points, shares, span, tolerance, max_steps)
+
+
+def _span(space: Manifold, points: list[Tensor], shares: Tensor) -> Span | None:
+    """Of the points from the heaviest, if they have one."""
+    return Span.of(space, [point.flatten() for point in points], start=int(shares.argmax()))
+
+
+def _mean(
+    space: Manifold, points: list[Tensor], shares: Tensor, span: Span | None, tolerance: float, max_steps: int
+) -> Mean:
+    """The mean of points that were looked at.
+
+    On a product that has no span it is that of each factor: what is large on one is no measure for another.
+    """
+    allowed = tolerance * math.sqrt(max(points[0].numel(), 1))
     if span is not None:
         return mean_in_span(space, span, shares, tolerance=allowed, max_steps=max_steps)
     leaves = space.leaves(points[0])
-    if len(leaves) > 1:
-        return _of_leaves(leaves, points, shares, tolerance, max_steps)
-    return karcher_mean(space, torch.stack(points), shares.to(points[0].device), tolerance=allowed, max_steps=max_steps)
-
-
-def _of_leaves(leaves: Sequence[Leaf], points: list[Tensor], shares: Tensor, tolerance: float, max_steps: int) -> Mean:
-    """The mean on a product, which is that of each factor: what is large on one is no measure for another."""
+    if len(leaves) == 1:
+        w = shares.to(points[0].device)
+        return karcher_mean(space, torch.stack(points), w, tolerance=allowed, max_steps=max_steps)
     means = []
     for leaf in leaves:
         parts = [point.flatten()[leaf.part].view(leaf.space.shape) for point in points]
-        means.append(karcher(leaf.space, parts, shares, tolerance=tolerance, max_steps=max_steps))
+        means.append(_mean(leaf.space, parts, shares, _span(leaf.space, parts, shares), tolerance, max_steps))
     point = torch.cat([mean.point.flatten() for mean in means]).view(points[0].shape)
     residual = torch.stack([mean.residual for mean in means]).norm()
     return Mean(point, residual, max(mean.steps for mean in means), all(mean.converged for mean in means))

@@ -12,7 +12,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, StateDictError, check_choice, check_count, check_number
 from manifoldagg.federated.buffers import Packed, Patterns, Waiting, check_patterns, policies
 from manifoldagg.federated.contract import Memory, Rule, State, Update, by_rows, check_rule, extras
-from manifoldagg.federated.doubts import check_parameters, warn_of_difference, warn_of_factors, warn_of_integers
+from manifoldagg.federated.doubts import warn_of_difference, warn_of_factors, warn_of_integers
 from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.trees import covers, widened
@@ -121,7 +121,7 @@ def stepped(
         target = None if out is None else opened(written, out, given[CURRENT])
         rows = by_rows(rule, space)
         chosen = policies(layout.carried, buffers) if buffers else _unsaid(layout)
-        check_parameters("current", layout)
+        layout.check_parameters("current")
         read: list[Any] = [*(layout.rows(models, own="" if adapters else CURRENT) if rows else space.points(models))]
         here, then, *brought = read
         label, newest = [*models.items()][-1]

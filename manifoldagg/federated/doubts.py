@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import Patterns
 from manifoldagg.manifolds.adapters import first_factor
-from manifoldagg.manifolds.layout import STATISTICS, Layout, matches
+from manifoldagg.manifolds.layout import Layout, matches
 
-__all__ = ["check_parameters", "warn_of_difference", "warn_of_factors", "warn_of_integers"]
+__all__ = ["warn_of_difference", "warn_of_factors", "warn_of_integers"]
 
 SHRUNK = 0.1
 """Training hardly shrinks all tensors of a model to this part: weight decay of 1e-4 a step alone needs 23,000 steps.
@@ -23,17 +22,6 @@ FEW = 32
 """A model of fewer numbers than this may be trained to nearly 0."""
 LOOKED = 2**12
 """How many numbers of a tensor are looked at first."""
-
-
-def check_parameters(name: str, layout: Layout) -> None:
-    """A model has parameters.
-
-    Raises:
-        ArgumentError: naming the model, and what it has in their place.
-    """
-    if layout.size == 0:
-        first = next((f"; {entry.name} is {entry.dtype}" for entry in layout.carried), "")
-        raise ArgumentError(f"{name}: expected floating parameters, got none{first}")
 
 
 def warn_of_difference(name: str, layout: Layout, update: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> None:
@@ -82,8 +70,7 @@ def warn_of_integers(
     for entry in layout.carried:
         if entry.dtype.is_floating_point or entry.dtype.is_complex or entry.dtype is torch.bool:
             continue
-        counts = entry.shape == () or entry.name.rpartition(".")[2] in STATISTICS
-        if counts or matches(entry.name, buffers):
+        if entry.counts or matches(entry.name, buffers):
             continue
         mine = now[entry.name]
         if not torch.equal(update[entry.name].to(mine.device), mine):

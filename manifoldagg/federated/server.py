@@ -42,7 +42,6 @@ from manifoldagg.federated.contract import (
 )
 from manifoldagg.federated.derivatives import without_derivatives
 from manifoldagg.federated.dispatch import check_base_dtype, message, rounded
-from manifoldagg.federated.doubts import check_parameters
 from manifoldagg.federated.events import Watcher
 from manifoldagg.federated.intake import Form, admit, blame, check_start
 from manifoldagg.federated.lock import Lock
@@ -276,7 +275,7 @@ class Server:
             if not isinstance(model, Mapping):
                 raise ArgumentError(f"model: expected a torch.nn.Module or a state dict, got {type(model).__name__}")
             space = space_of("model", model, None, check_patterns(buffers), adapters, scaling)
-        check_parameters("model", space.layout)
+        space.layout.check_parameters("model")
         carried = space.carried(model)
         start = space.points({"model: ": space.stacked(tensors_of(model))})[0]
         return cls(space, rule, start, carried=carried, buffers=buffers, **server_options)

@@ -12,7 +12,6 @@ from manifoldagg.federated.buffers import Patterns, Waiting, check_patterns, pac
 from manifoldagg.federated.checks import UNLIMITED
 from manifoldagg.federated.contract import Memory, Message, Rule, State
 from manifoldagg.federated.dispatch import message
-from manifoldagg.federated.doubts import check_parameters
 from manifoldagg.federated.intake import check_samples
 from manifoldagg.federated.lock import Lock
 from manifoldagg.federated.record.description import path_of
@@ -92,7 +91,7 @@ class Versions:
         self._adapters = self._space.adapters is not None
         self._scaling = scaling
         layout = self._space.layout
-        check_parameters("model", layout)
+        layout.check_parameters("model")
         policies(layout.carried, self._buffers)
         # Models are kept as they come.
         self._layout = Layout.of_state_dict(first, list(self._buffers)) if self._adapters else layout

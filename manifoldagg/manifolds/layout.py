@@ -42,6 +42,16 @@ class Entry:
         """How many numbers the tensor holds (a 0-dim tensor holds one)."""
         return torch.Size(self.shape).numel()
 
+    @property
+    def is_statistic(self) -> bool:
+        """Whether its name is one of `STATISTICS`."""
+        return self.name.rpartition(".")[2] in STATISTICS
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a counter, if it is an integer: a single number, or a statistic."""
+        return self.shape == () or self.is_statistic
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -130,6 +140,16 @@ class Layout:
         named = self.entries
         shapes = [torch.Size(entry.shape) for entry in named.values()]
         return [*named], shapes, [entry.dtype for entry in named.values()]
+
+    def check_parameters(self, name: str) -> None:
+        """A model of this layout has parameters.
+
+        Raises:
+            ArgumentError: naming the model, and what it has in their place.
+        """
+        if self.size == 0:
+            first = next((f"; {entry.name} is {entry.dtype}" for entry in self.carried), "")
+            raise ArgumentError(f"{name}: expected floating parameters, got none{first}")
 
     def check(self, tensors: Mapping[str, Tensor], label: str = "") -> None:
         """The names, shapes and dtypes of `tensors` must be the layout's, and tied tensors equal.
@@ -373,7 +393,7 @@ def _laid_out(
     owners: dict[str, str | None] = {}
     first: dict[str, str] = {}
     for entry in entries:
-        carried = not entry.dtype.is_floating_point or entry.name.rpartition(".")[2] in STATISTICS
+        carried = not entry.dtype.is_floating_point or entry.is_statistic
         carried = carried or matches(entry.name, buffers)
         place = dict(tied).get(entry.name, entry.name)
         # Of tied tensors the first that is a leaf owns the place: one before it may match a pattern.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from manifoldagg.errors import ArgumentError, ManifoldAggError, nearest
 from manifoldagg.federated import Every, Rule, Server
 from manifoldagg.federated.buffers import check_patterns
-from manifoldagg.federated.doubts import check_parameters
 from manifoldagg.federated.named import resting
 from manifoldagg.federated.record.journal import Journal
 from manifoldagg.federated.repeatable import seeded_model
@@ -92,7 +91,7 @@ def server_of(
             start, carried = space.point(source), space.carried(source)
     except ManifoldAggError as error:
         raise ArgumentError(f"initial_arrays: {error}") from error
-    check_parameters("initial_arrays" if module is None else "model", space.layout)
+    space.layout.check_parameters("initial_arrays" if module is None else "model")
     buffers = options.pop("buffers", ())
     if resume:
         assert checkpoint is not None
