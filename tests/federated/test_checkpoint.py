@@ -557,19 +557,17 @@ def killed(folder, context, seed):
     process.start()
     theirs.close()
     wanted = chance.randint(1, 25)
-    while mine.recv() < wanted:
+    # However slow the disk is, there is a file before the process is killed; the server does not wait for it.
+    while mine.recv() < wanted or not path.exists():
         pass
     # Some way into what it does then: a write, as a rule.
     for _ in range(chance.randint(0, 20_000)):
         pass
     process.kill()
     process.join()
-    if not path.exists():
-        assert wanted <= 2
-        return
     server = Server.resume(path, Flat(lives.LARGE), AsyncBezier(0.5), averaging=SWA(Flat(lives.LARGE), start=3))
     done = len(server.history)
-    assert done > wanted - 25
+    assert done > 0
     straight = large(0)
     script(straight, until=done + 3)
     script(server, until=done + 3)
