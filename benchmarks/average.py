@@ -4,7 +4,7 @@
 
 The floor reads k models and writes one, as streams in C++ and nothing else. In turns with it, in the same run:
 
-- *ours* returns a new state dict; *ours, out=* writes into one of the models;
+- *ours* returns a new state dict; *ours, out=* writes into a state dict at hand;
 - *gathered*: the same mean by `karcher`, of points into which a space gathers each model;
 - *torch*: tensor by tensor, a sum of products, as it is written in most loops;
 - *foreach*: `torch._foreach_*` over whole lists, into one accumulator;

@@ -24,6 +24,7 @@ from manifoldagg.errors import (
 from manifoldagg.manifolds.adapted import learning
 from manifoldagg.manifolds.adapters import Pair, parts_of
 from manifoldagg.manifolds.factors import Truncated, combined, truncated
+from manifoldagg.manifolds.layout import check_memory
 
 __all__ = ["average_adapters"]
 
@@ -225,6 +226,7 @@ def _mean(name: str, states: Sequence[Adapter], coefficients: np.ndarray) -> Ten
             expected = f"{first.dtype} of shape {tuple(first.shape)}" if isinstance(first, Tensor) else "a tensor"
             given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise StateDictError(f"adapters[{i}]: {name}: expected {expected}, got {given}")
+        check_memory({name: x}, f"adapters[{i}]: ")
         if not x.is_floating_point() and not torch.equal(x, first):
             raise StateDictError(f"adapters[{i}]: {name}: expected integers equal to those of adapters[0]")
         if x.is_floating_point():

@@ -276,8 +276,8 @@ class Server:
                 raise ArgumentError(f"model: expected a torch.nn.Module or a state dict, got {type(model).__name__}")
             space = space_of("model", model, None, check_patterns(buffers), adapters, scaling)
         space.layout.check_parameters("model")
-        carried = space.carried(model)
         start = space.points({"model: ": space.stacked(tensors_of(model))})[0]
+        carried = space.carried(model)
         return cls(space, rule, start, carried=carried, buffers=buffers, **server_options)
 
     @classmethod

@@ -11,7 +11,7 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError, StateDictError, is_finite
 from manifoldagg.manifolds.adapters import Pair, parts_of
 from manifoldagg.manifolds.factors import Truncated, truncated
-from manifoldagg.manifolds.layout import Entry, Layout, match_names
+from manifoldagg.manifolds.layout import Entry, Layout, check_memory, match_names
 from manifoldagg.manifolds.lowrank import LowRank
 from manifoldagg.manifolds.manifold import Manifold
 from manifoldagg.manifolds.scaling import Scaled, Scaling, scalings
@@ -277,6 +277,7 @@ class Adapters:
                 raise StateDictError(
                     f"{label}{name}: expected {bias.entry.dtype} of shape {bias.entry.shape}, got {what}"
                 )
+            check_memory({name: given}, label)
             made[name] = (own[bias.of] * given.detach().double()).to(_wide(given.dtype))
         return self._replaced(state, made)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import StateDictError
-from manifoldagg.manifolds.layout import Entry
+from manifoldagg.manifolds.layout import Entry, check_memory
 
 __all__ = ["Pair", "Parts", "first_factor", "parts_of"]
 
@@ -69,6 +69,7 @@ class Pair:
             if x.is_meta or x.layout is not torch.strided:
                 told = "on the meta device" if x.is_meta else str(x.layout)
                 raise StateDictError(f"{where}{name}: expected a dense tensor with values, got one {told}")
+        check_memory({self.first: a, self.second: b}, where)
         if b.shape[1] != a.shape[0] or math.prod(b.shape[2:]) != 1:
             expected = f"expected shape (any, {a.shape[0]}), as {self.first} has {a.shape[0]} rows"
             raise StateDictError(f"{where}{self.second}: {expected}; got {tuple(b.shape)}")

@@ -85,7 +85,7 @@ def _check_writable(target: Mapping[str, Tensor]) -> None:
         if tensor.is_conj() or tensor.is_neg():
             raise ArgumentError(f"out: {name}: expected a tensor to write into, got a conjugated or negated view")
         if tensor.numel() and not tensor.data_ptr():
-            raise ArgumentError(f"out: {name}: expected a tensor with memory, got one whose memory was freed")
+            raise ArgumentError(f"out: {name}: expected a tensor with memory, got zeros that are not written down")
 
 
 def check_separate(layout: Layout, target: Mapping[str, Tensor], models: Given) -> None:

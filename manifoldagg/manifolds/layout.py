@@ -15,7 +15,7 @@ from manifoldagg.kernels import Tensors
 from manifoldagg.kernels.memory import in_huge_pages
 from manifoldagg.manifolds.names import wrapping
 
-__all__ = ["MASTER_DTYPES", "STATISTICS", "Entry", "Layout", "match_names", "matches", "tensors_of"]
+__all__ = ["MASTER_DTYPES", "STATISTICS", "Entry", "Layout", "check_memory", "match_names", "matches", "tensors_of"]
 
 MASTER_DTYPES = (torch.float32, torch.float64)
 OPAQUE = "_extra_state"
@@ -171,7 +171,7 @@ class Layout:
                 raise StateDictError(f"{label}{alias}: tied to {name}, but their values differ")
 
     def match(self, tensors: Mapping[str, Tensor], label: str = "") -> None:
-        """The names, shapes and dtypes of `tensors` must be the layout's, whatever their values.
+        """The names, shapes and dtypes of `tensors` must be the layout's, whatever their values, which are in memory.
 
         Raises:
             StateDictError: as `check`.
@@ -185,6 +185,7 @@ class Layout:
             or not _dense(given)
         ):
             _match(self.entries, tensors, label)
+        check_memory(tensors, label)
 
     def check_carried(self, tensors: Mapping[str, Tensor]) -> None:
         """The names, shapes and dtypes of `tensors` must be those of what is carried.
@@ -193,6 +194,7 @@ class Layout:
             StateDictError: as `check`.
         """
         _match({entry.name: entry for entry in self.carried}, tensors)
+        check_memory(tensors, "")
 
     def read(self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None) -> list[Tensor]:
         """The points (P,) of the tensors of models, by what errors begin with.
@@ -203,7 +205,6 @@ class Layout:
         points = []
         for label, tensors in models.items():
             self.check(tensors, label)
-            _check_memory(self.leaves, [tensors[leaf.name] for leaf in self.leaves], label)
             first = tensors[self.leaves[0].name].device if self.leaves else torch.device("cpu")
             point = in_huge_pages(torch.empty(self.size, dtype=self.dtype, device=device or first))
             with torch.no_grad():
@@ -227,9 +228,9 @@ class Layout:
         rows = []
         device = None
         for label, tensors in models.items():
-            self._check_tied(tensors, label) if label == own else self.check(tensors, label)
+            check_memory(tensors, label) if label == own else self.match(tensors, label)
+            self._check_tied(tensors, label)
             row = Tensors([tensors[leaf.name] for leaf in self.leaves])
-            _check_memory(self.leaves, row, label)
             device = device or row[0].device
             row = row if row.devices == {device} else Tensors([tensor.to(device) for tensor in row])
             row.__dict__.update(self._alike, device=device)
@@ -345,22 +346,21 @@ def _are_same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x, y)
 
 
-def _check_memory(leaves: Sequence[Entry], tensors: Sequence[Tensor], label: str) -> None:
-    """No tensor's memory was freed, as sharded training frees that of whole parameters.
+def check_memory(tensors: Mapping[str, Tensor], label: str) -> None:
+    """No tensor's memory was freed, as sharded training frees that of whole parameters: to read it ends the process.
 
     Raises:
         StateDictError: naming one whose was.
     """
     try:
-        addresses = tensors.addresses if isinstance(tensors, Tensors) else [*map(Tensor.data_ptr, tensors)]
+        if 0 not in [*map(Tensor.data_ptr, tensors.values())]:
+            return
     except RuntimeError:  # within transforms of torch tensors have none
         return
-    if 0 not in addresses:
-        return
-    for leaf, tensor in zip(leaves, tensors, strict=True):
+    for name, tensor in tensors.items():
         # Neither what has no entries has an address, nor zeros that torch never wrote down.
         if tensor.numel() and not tensor.data_ptr() and not torch._is_zerotensor(tensor):
-            raise StateDictError(f"{label}{leaf.name}: expected a tensor with memory, got one whose memory was freed")
+            raise StateDictError(f"{label}{name}: expected a tensor with memory, got one whose memory was freed")
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:

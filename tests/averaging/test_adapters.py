@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg import average_adapters
+from manifoldagg import aggregate, average_adapters
 from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds.adapters import Pair, parts_of
 from tests.support import Largest, draw, rotation, seeds
 
@@ -266,6 +267,20 @@ def test_an_average_that_its_dtype_does_not_hold_is_refused_by_name(states, scal
 def test_other_kinds_of_adapters_are_refused_by_their_names(name):
     with pytest.raises(StateDictError, match=rf"adapters\[0\]: {name}: .* another kind"):
         average_adapters([adapter(0, 1) | {name: torch.ones(2)}], None, 1)
+
+
+@pytest.mark.parametrize("name", [A, B, BIAS, "head"])
+def test_memory_that_was_freed_is_named(name):
+    whole = adapter(0, 2) | {BIAS: draw(0, 8), "head": draw(0, 3)}
+    freed = whole | {name: whole[name].clone()}
+    freed[name].untyped_storage().resize_(0)
+    words = f"{name}: expected a tensor with memory, got one whose memory was freed"
+    with pytest.raises(StateDictError, match=rf"adapters\[1\]: {words}"):
+        average_adapters([whole, freed], None, 1)
+    with pytest.raises(StateDictError, match=f"current: {words}"):
+        aggregate(FedAsync(0.5), None, freed, whole, whole, adapters=True)
+    with pytest.raises(StateDictError, match=f"update: {words}"):
+        aggregate(FedAsync(0.5), None, whole, whole, freed, adapters=True)
 
 
 def test_nothing_has_the_size_of_a_weight():

@@ -304,3 +304,25 @@ def test_memory_that_was_freed_is_named():
     ):
         with pytest.raises(StateDictError, match="bias: expected a tensor with memory, got one whose memory was freed"):
             call()
+
+
+@pytest.mark.parametrize("name", ["weight", "running_mean", "num_batches_tracked", "tied"])
+def test_memory_that_was_freed_is_named_before_anything_is_read(name):
+    whole = nn.BatchNorm1d(3).state_dict()
+    whole["tied"] = whole["weight"]
+    space = ParameterSpace.of_state_dict(whole)
+    state = {key: x.clone() for key, x in whole.items()}
+    state[name].untyped_storage().resize_(0)
+    carried = space.carried(whole)
+    calls = [
+        lambda: space.point(state),
+        lambda: space.carried(state),
+        lambda: space.layout.match(state),
+        lambda: space.layout.rows({"": state}),
+        lambda: space.layout.rows({"": state}, own=""),
+    ]
+    if name in carried:
+        calls.append(lambda: space.state_dict(space.point(whole), carried | {name: state[name]}))
+    for call in calls:
+        with pytest.raises(StateDictError, match=f"{name}: expected a tensor with memory, got one whose memory"):
+            call()
