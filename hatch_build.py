@@ -40,7 +40,7 @@ class Libraries(BuildHookInterface[Any]):
         if version == "editable":
             return
         self.folder = tempfile.TemporaryDirectory()
-        beside = Path("manifoldagg", "kernels")
+        beside = Path("manifoldagg", "kernels", "backends")
         for path in build(Path(self.root, beside, "native.cpp"), Path(self.folder.name)):
             build_data["force_include"][str(path)] = str(beside / path.name)
         build_data["pure_python"] = False

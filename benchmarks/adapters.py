@@ -25,7 +25,7 @@ from timing import extra, in_turns
 from torch import Tensor
 
 from manifoldagg import average_adapters
-from manifoldagg.manifolds.factors import Joint
+from manifoldagg.manifolds.lora.factors import Joint
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import apart

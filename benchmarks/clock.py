@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from timing import quartiles
 
-from manifoldagg.simulation.clocks.delays import (
+from manifoldagg.simulation.availability import Change, Participation, churn
+from manifoldagg.simulation.delays import (
     Delay,
     Deterministic,
     Exponential,
@@ -24,13 +25,12 @@ from manifoldagg.simulation.clocks.delays import (
     LogNormal,
     Uniform,
 )
-from manifoldagg.simulation.clocks.jackson import JacksonNetwork
-from manifoldagg.simulation.clocks.measurements import Empirical
-from manifoldagg.simulation.clocks.participation import Change, Participation, churn
-from manifoldagg.simulation.clocks.priority import PriorityScheduler
-from manifoldagg.simulation.clocks.replay import Replay
-from manifoldagg.simulation.clocks.schedulers import Completion, IndependentClients
-from manifoldagg.simulation.clocks.trace import Record
+from manifoldagg.simulation.empirical_delays import Empirical
+from manifoldagg.simulation.jackson import JacksonNetwork
+from manifoldagg.simulation.priority import PriorityScheduler
+from manifoldagg.simulation.replay import Replay
+from manifoldagg.simulation.schedulers import Completion, IndependentClients
+from manifoldagg.simulation.trace import Record
 
 DELAYS: dict[str, Delay] = {
     "constant": Deterministic(10.0),

@@ -35,8 +35,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from manifoldagg import Bezier, ParameterSpace, fit
 from manifoldagg.curves import Phases, Training
-from manifoldagg.federated import Message, trainers
-from manifoldagg.federated.repeatable import one_thread
+from manifoldagg.federated import Message, clients
+from manifoldagg.federated.clients.determinism import one_thread
 
 RATE = 1e-4
 WIDTH = 2048
@@ -123,7 +123,7 @@ def ours(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
     return steps
 
 
-def trained(trainer: trainers.Local, make: Make, batch: tuple[Tensor, Tensor]) -> Step:
+def trained(trainer: clients.Local, make: Make, batch: tuple[Tensor, Tensor]) -> Step:
     """Steps of a trainer from the model as it is made."""
     model = make()
     space = ParameterSpace.of(model)
@@ -139,12 +139,12 @@ def trained(trainer: trainers.Local, make: Make, batch: tuple[Tensor, Tensor]) -
 
 def local(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
     """Steps of `Local`."""
-    return trained(trainers.Local(rate=RATE), make, batch)
+    return trained(clients.Local(rate=RATE), make, batch)
 
 
 def path(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
     """Steps of `Trajectory`."""
-    return trained(trainers.Trajectory(rate=RATE, degree=degree), make, batch)
+    return trained(clients.Trajectory(rate=RATE, degree=degree), make, batch)
 
 
 def layers(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:

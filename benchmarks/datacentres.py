@@ -27,9 +27,11 @@ from runs import Row, Runs
 
 from manifoldagg.corrections import AutoThreshold
 from manifoldagg.errors import DivergenceError, RuleError
-from manifoldagg.federated import rules, trainers
-from manifoldagg.simulation import Deterministic, Federation, Method, natural_partition, run, task
-from manifoldagg.simulation.evidence import Mean, mean_of
+from manifoldagg.experiments import task
+from manifoldagg.experiments.statistics import Mean, mean_of
+from manifoldagg.federated import clients as trainers
+from manifoldagg.federated import rules
+from manifoldagg.simulation import Deterministic, Federation, Method, natural_partition, run
 
 HERE = Path(__file__).parent
 WORKERS = 4

@@ -36,12 +36,13 @@ from resident import descriptors, megabytes, resident, slope, threads
 from timing import machine
 
 from manifoldagg import ParameterSpace, Server, wire
-from manifoldagg._output import new_figure
+from manifoldagg._io import new_figure
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import CheckpointError, WireError
-from manifoldagg.federated import Checks, Every, Journal, Payload, Receipt, Ticket, trainers
+from manifoldagg.experiments import task
+from manifoldagg.federated import Checks, Every, Journal, Payload, Receipt, Ticket, clients
 from manifoldagg.federated.rules import CA2FL
-from manifoldagg.simulation import Federation, dirichlet_partition, task
+from manifoldagg.simulation import Federation, dirichlet_partition
 
 HERE = Path(__file__).parent
 CLIENTS = 30
@@ -100,7 +101,7 @@ class Hour:
         self.model = self.federation.model()
         self.space = ParameterSpace.of(self.model)
         self.loss = self.space.loss(self.model, torch.nn.functional.cross_entropy)
-        self.trainer = trainers.Local(epochs=1, rate=3e-3)
+        self.trainer = clients.Local(epochs=1, rate=3e-3)
         self.rule = CA2FL(5)
         self.size = 4 * self.space.layout.size
         self.counts: Counter[str] = Counter()

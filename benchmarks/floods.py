@@ -42,14 +42,14 @@ from resident import descriptors, megabytes, resident
 from timing import machine
 
 from manifoldagg import ParameterSpace, Server, wire
-from manifoldagg._output import new_figure
+from manifoldagg._io import new_figure
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, BusyError, WireError
 from manifoldagg.federated import Checks, Every, Journal, Message, Payload, Receipt, Ticket
-from manifoldagg.federated.events import Accepted, Dispatched, Dropped, Event, Expired, Refused
-from manifoldagg.federated.record.archive import packed
-from manifoldagg.federated.record.format import framed
 from manifoldagg.federated.rules import MasFL
+from manifoldagg.federated.server.durability.tensor_file import packed
+from manifoldagg.federated.server.durability.tree_codec import framed
+from manifoldagg.federated.server.events import Accepted, Dispatched, Dropped, Event, Expired, Refused
 
 HERE = Path(__file__).parent
 BOUND = 128e6

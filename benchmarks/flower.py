@@ -40,9 +40,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from simulation import spread
 from timing import by_parts, ratio
 
+from manifoldagg.experiments import task
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.integrations.flower import Asynchronous
-from manifoldagg.simulation import dirichlet_partition, task
+from manifoldagg.simulation import dirichlet_partition
 
 HERE = Path(__file__).parent
 NODES = 8

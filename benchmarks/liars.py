@@ -31,10 +31,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg.experiments import task
 from manifoldagg.federated import Checks, Payload, Server, rules
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.manifolds import Flat
-from manifoldagg.simulation import Federation, dirichlet_partition, task
+from manifoldagg.simulation import Federation, dirichlet_partition
 
 HERE = Path(__file__).parent
 CLIENTS, STEPS, BATCH, LEARNING = 20, 6, 32, 0.3

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from timing import interleaved, machine, ratio, tabled
 
-from manifoldagg.kernels import combine, compiled, gram, set_backend
+from manifoldagg.kernels import combine, gram, set_backend
+from manifoldagg.kernels.backends import cpu
 
 HERE = Path(__file__).parent
 DTYPES = (torch.float32, torch.bfloat16)
@@ -33,15 +34,15 @@ def libraries(wheel: Path | None, folder: Path) -> dict[str, CDLL]:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise SystemExit("a C++ compiler is wanted here: what goes without one is compared with what it builds")
-    compiled._build(compiler, path)
-    found = {OWN: compiled._load(path)}
+    cpu._build(compiler, path)
+    found = {OWN: cpu._load(path)}
     if wheel is not None:
-        features = compiled._features().split()
+        features = cpu._features().split()
         with zipfile.ZipFile(wheel) as archive:
-            for level, needed in compiled.LEVELS.items():
+            for level, needed in cpu.LEVELS.items():
                 if needed.issubset(features):
                     member = archive.extract(f"manifoldagg/kernels/native-{level}.so", folder)
-                    found[level] = compiled._load(Path(member))
+                    found[level] = cpu._load(Path(member))
     return found
 
 
@@ -49,8 +50,8 @@ def by(library: CDLL | None, call: Callable[[], Any]) -> Callable[[], Any]:
     """The call with this library, or with torch alone."""
 
     def made() -> Any:
-        set_backend("reference" if library is None else "compiled")
-        compiled._loaded = lambda: library
+        set_backend("reference" if library is None else "cpu")
+        cpu._loaded = lambda: library
         return call()
 
     return made

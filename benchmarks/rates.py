@@ -1,6 +1,6 @@
 """Line search for the global rates of `manifoldagg compare` on the digits, on seeds that no comparison uses.
 
-It is that of `manifoldagg.simulation.tuning`, but on the held-out samples of these seeds. All methods have as many
+It is that of `manifoldagg.experiments.tuning`, but on the held-out samples of these seeds. All methods have as many
 updates, one client's each, as in a comparison.
 
 Runs that are done are kept in `build/rates`, under all that they follow from, and are not done again.
@@ -11,9 +11,10 @@ import statistics
 from functools import partial
 from pathlib import Path
 
-from manifoldagg.simulation import Federation, Workers, dirichlet_partition, processes, task
-from manifoldagg.simulation.methods import RULES, method
-from manifoldagg.simulation.tuning import tune
+from manifoldagg.experiments import task
+from manifoldagg.experiments.registry import RULES, method
+from manifoldagg.experiments.tuning import tune
+from manifoldagg.simulation import Federation, Workers, dirichlet_partition, processes
 
 HERE = Path(__file__).parent
 CLIENTS = 30

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from manifoldagg.corrections import Gram, OrthoDC
 from manifoldagg.kernels import Row, available_backends, combine, gram, set_backend
-from manifoldagg.kernels.choice import BACKENDS
+from manifoldagg.kernels.backends.selection import BACKENDS
 
 HERE = Path(__file__).parent
 WEIGHTS = (0.42, 0.09)

@@ -33,6 +33,8 @@ import torch
 from peers import apart
 from timing import by_parts, machine, ratio
 
+from manifoldagg.experiments import task
+from manifoldagg.experiments.registry import method
 from manifoldagg.federated import Every, Message, Payload
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.simulation import (
@@ -45,9 +47,7 @@ from manifoldagg.simulation import (
     perform,
     processes,
     run,
-    task,
 )
-from manifoldagg.simulation.methods import method
 
 HERE = Path(__file__).parent
 PEERS = HERE / "peers"

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from manifoldagg import ParameterSpace, Server
 from manifoldagg.averaging import SWA, Subspace, ensemble, fit_subspace
 from manifoldagg.curves import Simplex
-from manifoldagg.federated import Message, Outcome, Update, trainers
+from manifoldagg.experiments import task
+from manifoldagg.federated import Message, Outcome, Update, clients
 from manifoldagg.manifolds import Manifold, Sphere, distance, geodesic
-from manifoldagg.simulation import Federation, dirichlet_partition, task
-from manifoldagg.simulation.clocks.priority import PriorityScheduler
+from manifoldagg.simulation import Federation, dirichlet_partition
+from manifoldagg.simulation.priority import PriorityScheduler
 
 CLIENTS = 10
 CYCLE = 8
@@ -86,7 +87,7 @@ def run(federation: Federation, manifolds: dict[str, Any], versions: int) -> Lat
     space = ParameterSpace.of(model, manifolds)
     loss = space.loss(model, nn.functional.cross_entropy)
     server = Server(space, Geodesic(rate=0.5), space.point(model))
-    trainer = trainers.Local(epochs=2, rate=0.05)
+    trainer = clients.Local(epochs=2, rate=0.05)
     late = {"start": math.ceil(versions / 2), "cycle": CYCLE}
     swa = SWA(space, **late)
     exact = SWA(space, **late, kind="exact")

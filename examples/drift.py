@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from manifoldagg.curves.bernstein import basis
-from manifoldagg.federated import Rule, Server, Update, trainers
+from manifoldagg.federated import Rule, Server, Update, clients
 from manifoldagg.federated.rules import ASGD, AsyncBezier, AsyncKrylov
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import dirichlet_partition
@@ -49,23 +49,23 @@ class Way:
     """
 
     rule: Callable[[Callable[[int], float]], Rule]
-    trainer: Callable[[int], trainers.Local]
+    trainer: Callable[[int], clients.Local]
     fewer: bool = False
 
 
-def local(steps: int) -> trainers.Local:
+def local(steps: int) -> clients.Local:
     """Local training that sends its end."""
-    return trainers.Local(steps=steps, optimizer=torch.optim.SGD, rate=LOCAL_RATE)
+    return clients.Local(steps=steps, optimizer=torch.optim.SGD, rate=LOCAL_RATE)
 
 
-def fitted(degree: int) -> Callable[[int], trainers.Local]:
+def fitted(degree: int) -> Callable[[int], clients.Local]:
     """Local training that sends a Bézier curve."""
-    return lambda steps: trainers.Trajectory(degree=degree, steps=steps, optimizer=torch.optim.SGD, rate=LOCAL_RATE)
+    return lambda steps: clients.Trajectory(degree=degree, steps=steps, optimizer=torch.optim.SGD, rate=LOCAL_RATE)
 
 
-def corners(steps: int) -> trainers.Local:
+def corners(steps: int) -> clients.Local:
     """Local training that sends its path."""
-    return trainers.Trajectory(pieces=LOCAL_STEPS, steps=steps, optimizer=torch.optim.SGD, rate=LOCAL_RATE)
+    return clients.Trajectory(pieces=LOCAL_STEPS, steps=steps, optimizer=torch.optim.SGD, rate=LOCAL_RATE)
 
 
 WAYS = {

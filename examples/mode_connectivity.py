@@ -41,8 +41,8 @@ from manifoldagg.curves import (
     chord_ratio,
     plane,
 )
+from manifoldagg.experiments import images, task
 from manifoldagg.manifolds import Loss
-from manifoldagg.simulation import images, task
 
 BATCH = 64
 TRAINING = Training(rate=2e-3)

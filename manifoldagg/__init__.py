@@ -2,9 +2,9 @@
 
 A stale update is *corrected* into the tangent space of the current model, the model *steps* along the curve
 that the update describes, and the models of a run are *averaged*. The names below and the packages are attributes,
-loaded when they are first touched: `manifoldagg.averaging`, `.corrections`, `.curves`, `.errors`, `.federated`,
-`.integrations`, `.kernels`, `.manifolds`, `.optim`, `.routing`, `.simulation`, `.testing`, and `.rules` for
-`manifoldagg.federated.rules`.
+loaded when they are first touched: `manifoldagg.averaging`, `.corrections`, `.curves`, `.errors`,
+`.experiments`, `.federated`, `.integrations`, `.kernels`, `.manifolds`, `.optim`, `.routing`, `.simulation`,
+`.testing`, and `.rules` for `manifoldagg.federated.rules`.
 """
 
 TYPE_CHECKING = False  # as in `typing`, which takes its time to load
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from manifoldagg import corrections as corrections
     from manifoldagg import curves as curves
     from manifoldagg import errors as errors
+    from manifoldagg import experiments as experiments
     from manifoldagg import federated as federated
     from manifoldagg import integrations as integrations
     from manifoldagg import kernels as kernels
@@ -34,6 +35,7 @@ _PACKAGES = {
     "corrections": "manifoldagg.corrections",
     "curves": "manifoldagg.curves",
     "errors": "manifoldagg.errors",
+    "experiments": "manifoldagg.experiments",
     "federated": "manifoldagg.federated",
     "integrations": "manifoldagg.integrations",
     "kernels": "manifoldagg.kernels",

@@ -8,13 +8,13 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command line."""
     try:
-        from manifoldagg._interrupt import leave_at_once
+        from manifoldagg._signals import leave_at_once
 
         leave_at_once()
     except KeyboardInterrupt:
         os.write(2, b"interrupted\n")
         os._exit(130)
-    from manifoldagg.cli import main as command
+    from manifoldagg.cli.app import main as command
 
     command()
 

@@ -20,15 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, WireError, check_choice, check_number
-from manifoldagg.federated.contract import Message, Payload, Receipt, Ticket
-from manifoldagg.federated.intake import stored
-from manifoldagg.federated.record.format import KNOWN, decoded, dtype_of, encoded, entries, framed, spans
-from manifoldagg.federated.record.raw import bytes_of
-from manifoldagg.kernels.memory import in_huge_pages
+from manifoldagg._validation import check_choice, check_number
+from manifoldagg.errors import ArgumentError, WireError
+from manifoldagg.federated.server.durability.raw_io import bytes_of
+from manifoldagg.federated.server.durability.tree_codec import KNOWN, decoded, dtype_of, encoded, entries, framed, spans
+from manifoldagg.federated.server.validation import stored
+from manifoldagg.federated.types import Message, Payload, Receipt, Ticket
+from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.manifolds import Layout, ParameterSpace
-from manifoldagg.manifolds.names import wrapping
 from manifoldagg.manifolds.spec import digest
+from manifoldagg.manifolds.wrapper_prefixes import wrapping
 
 __all__ = ["RATIO", "pack", "ticket_of", "unpack"]
 

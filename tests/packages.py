@@ -34,23 +34,27 @@ APART = {"dev", "flower", "triton"}
 TOOLS = ("pytest", "hypothesis", "beartype", "sympy", "mpmath", "pymanopt")
 SAME = ("pytest", "hypothesis", "beartype", "click")
 """Of what the gate has where all else is the oldest: newer ones warn of what older packages call; as does pyparsing 3.3."""
-KERNELS = ("tests/kernels/test_native.py", "tests/kernels/test_backends.py")
+KERNELS = ("tests/kernels/backends/test_cpu.py", "tests/kernels/backends/test_selection.py")
 TESTS = (
     *(
-        "tests/kernels/test_backends.py",
-        "tests/kernels/test_tensors.py",
+        "tests/kernels/backends/test_selection.py",
+        "tests/kernels/test_tensor_list.py",
         "tests/manifolds",
         "tests/curves/test_bezier.py",
     ),
     *("tests/curves/test_fit.py", "tests/corrections/test_corrections.py", "tests/averaging", "tests/routing"),
-    *("tests/federated/test_aggregate.py", "tests/federated/test_golden.py", "tests/federated/test_server.py"),
     *(
-        "tests/federated/test_checkpoint.py",
-        "tests/federated/test_private.py",
-        "tests/test_wire.py",
-        "tests/test_cli.py",
+        "tests/federated/server/test_aggregate.py",
+        "tests/federated/rules/test_golden.py",
+        "tests/federated/server/test_server.py",
     ),
-    *("tests/optim/test_outer.py", "tests/simulation/test_run.py", "tests/integrations/test_watching.py"),
+    *(
+        "tests/federated/server/durability/test_checkpoint.py",
+        "tests/federated/rules/test_private.py",
+        "tests/test_wire.py",
+        "tests/cli/test_cli.py",
+    ),
+    *("tests/optim/test_outer.py", "tests/simulation/test_run.py", "tests/integrations/test_monitoring.py"),
 )
 MAY_WARN = (
     *("-W", "ignore::DeprecationWarning"),
@@ -59,13 +63,13 @@ MAY_WARN = (
 )
 BUT = (
     # torch 2.6 leaves a temporary folder of its own to the end of the process, which `-W error` tells.
-    "tests/test_cli.py::test_a_comparison_prints_a_table_and_writes_a_report",
-    "tests/test_cli.py::test_what_is_interrupted_and_killed_goes_on_to_the_same_report",
+    "tests/cli/test_cli.py::test_a_comparison_prints_a_table_and_writes_a_report",
+    "tests/cli/test_cli.py::test_what_is_interrupted_and_killed_goes_on_to_the_same_report",
 )
 """What the oldest versions are not asked for."""
 USES = {
     "cli": "from manifoldagg.__main__ import main; import sys; sys.argv[1:] = ['doctor']; main()",
-    "data": "from manifoldagg.simulation import task; print(task('digits').name)",
+    "data": "from manifoldagg.experiments import task; print(task('digits').name)",
     "flower": (
         "from manifoldagg.federated.rules import FedAsync; from manifoldagg.integrations.flower import Asynchronous\n"
         "from torch import nn; print(Asynchronous(FedAsync(), model=lambda: nn.Linear(2, 1)))"
@@ -77,10 +81,10 @@ USES = {
     "privacy": "from manifoldagg.integrations.accounting import epsilon; print(epsilon(5.0, participations=20, delta=1e-5))",
     "prometheus": (
         "from manifoldagg import Server; from manifoldagg.federated.rules import FedAsync; import torch\n"
-        "from manifoldagg.integrations.watching import to_prometheus; from manifoldagg.manifolds import Flat\n"
+        "from manifoldagg.integrations.monitoring import to_prometheus; from manifoldagg.manifolds import Flat\n"
         "print(Server(Flat(2), FedAsync(), torch.zeros(2)).on_event(to_prometheus()))"
     ),
-    "triton": "from manifoldagg.kernels import triton; said = triton.unavailable(); assert said in (None, 'torch finds no CUDA device'), said",
+    "triton": "from manifoldagg.kernels.backends import triton; said = triton.unavailable(); assert said in (None, 'torch finds no CUDA device'), said",
     "wire": (
         "from manifoldagg.federated import Payload; from manifoldagg.wire import pack, unpack; import torch\n"
         "assert unpack(pack(Payload(torch.ones(1, 999), samples=1), compress=True)).points.sum() == 999"
@@ -162,7 +166,7 @@ class Released:
         """The wheel alone."""
         python = self.environment("core", str(self.linux))
         told = self.run(
-            python, f"{self.snippet}\nfrom manifoldagg.kernels import compiled; print(compiled.origin())", "-W", "error"
+            python, f"{self.snippet}\nfrom manifoldagg.kernels.backends import cpu; print(cpu.origin())", "-W", "error"
         )
         assert "as shipped for x86_64_v" in told, told
         tell(f"core alone: {', '.join(told.split(chr(10))).strip(', ')}")

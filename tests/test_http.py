@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from manifoldagg import ParameterSpace, Server, wire
+from manifoldagg.experiments import task
 from manifoldagg.federated import Payload
 from manifoldagg.federated.rules import AsyncBezier, FedAsync
-from manifoldagg.simulation import task
 
 FOLDER = Path(__file__).parent.parent / "examples" / "http"
 Door = runpy.run_path(str(FOLDER / "server.py"))["Door"]

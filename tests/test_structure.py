@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -15,31 +16,27 @@ import manifoldagg
 
 PACKAGE = Path(manifoldagg.__file__).parent
 ROOT = PACKAGE.parent
-BELOW = {
-    "_interrupt": set(),
-    "_output": {"errors"},
-    "errors": set(),
-    "kernels": {"_output", "errors"},
-    "manifolds": {"errors", "kernels"},
-    "curves": {"_output", "errors", "kernels", "manifolds"},
-    "averaging": {"_output", "errors", "kernels", "manifolds", "curves"},
-    "corrections": {"errors", "kernels", "manifolds", "curves"},
-    "routing": {"_output", "errors"},
-    "federated": {"errors", "kernels", "manifolds", "curves", "averaging", "corrections"},
-}
-BELOW["wire"] = {"errors", "kernels", "manifolds", "federated"}
-BELOW["optim"] = {"errors", "kernels", "manifolds", "corrections", "federated"}
-BELOW["simulation"] = {*BELOW["federated"], "_output", "federated", "routing", "wire"}
+BELOW = {"_signals": set(), "errors": set(), "_threads": set()}
+BELOW["_validation"] = {"_threads", "errors"}
+BELOW["_io"] = {"errors"}
+BASE = {"_io", "_threads", "_validation", "errors"}
+BELOW["kernels"] = BASE
+BELOW["manifolds"] = {*BASE, "kernels"}
+BELOW["curves"] = {*BELOW["manifolds"], "manifolds"}
+BELOW["averaging"] = {*BELOW["curves"], "curves"}
+BELOW["corrections"] = {*BELOW["curves"], "curves"}
+BELOW["routing"] = BASE
+BELOW["federated"] = {*BELOW["averaging"], "averaging", "corrections"}
+BELOW["wire"] = {*BELOW["manifolds"], "manifolds", "federated"}
+BELOW["optim"] = {*BELOW["manifolds"], "manifolds", "corrections", "federated"}
 BELOW["integrations"] = {*BELOW["federated"], "federated", "wire"}
-BELOW["_tables"] = {"routing", "simulation"}
-BELOW["_route_command"] = {"_interrupt", "_tables", "errors", "routing"}
-BELOW["_configured"] = {"errors", "simulation"}
-BELOW["cli"] = {*BELOW["simulation"], "_interrupt", "_tables", "simulation", "integrations", "__init__"}
-BELOW["cli"] |= {"_configured", "_route_command"}
-BELOW["__main__"] = {"_interrupt", "cli"}
-BELOW["testing"] = set(BELOW)
-FOREIGN = {"flwr": "integrations/flower", "geoopt": "manifolds/geoopt.py", "triton": "kernels/triton.py"}
-FOREIGN["dp_accounting"] = "integrations/accounting.py"
+BELOW["simulation"] = {*BELOW["federated"], "federated", "routing", "wire"}
+BELOW["experiments"] = {*BELOW["simulation"], "simulation"}
+BELOW["cli"] = {*BELOW["experiments"], "_signals", "experiments", "integrations", "__init__"}
+BELOW["__main__"] = {"_signals", "cli"}
+BELOW["testing"] = set(BELOW) - {"cli", "experiments"}
+FOREIGN = {"flwr": "integrations/flower", "geoopt": "manifolds/geoopt.py", "pandas": "experiments"}
+FOREIGN |= {"triton": "kernels/backends/triton.py", "dp_accounting": "integrations/accounting.py"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -72,6 +69,54 @@ def test_the_import_rule_catches_an_upward_import(tmp_path):
     bad.write_text("def f():\n    from manifoldagg.federated import Server\n")
     assert [name for name, _ in imports(bad)] == ["manifoldagg.federated"]
     assert "federated" not in BELOW["curves"]
+
+
+def import_graph(paths):
+    """The modules that each module imports, by their dotted names. Imports within functions count."""
+    modules = {dotted(path): path for path in paths}
+    graph = {}
+    for module, path in modules.items():
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported |= {
+                    full if (full := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names
+                }
+        graph[module] = (imported & modules.keys()) - {module}
+    return graph
+
+
+def test_there_are_no_import_cycles():
+    """The package itself is left out: its names are loaded when they are first used."""
+    TopologicalSorter(import_graph([path for path in FILES if path != PACKAGE / "__init__.py"])).prepare()
+
+
+def test_a_cycle_through_a_function_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("def f():\n    import b\n")
+    (tmp_path / "b.py").write_text("import a\n")
+    with pytest.raises(CycleError):
+        TopologicalSorter(import_graph([tmp_path / "a.py", tmp_path / "b.py"])).prepare()
+
+
+def class_names():
+    """Every class of the package with the files that define one of that name."""
+    found = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def test_only_a_rule_and_its_trainer_share_a_class_name():
+    shared = {name: files for name, files in class_names().items() if len(files) > 1}
+    for name, files in list(shared.items()):
+        if sorted(path.rpartition("/")[0] for path in files) == ["federated/clients", "federated/rules"]:
+            del shared[name]
+    assert shared == {}
 
 
 def test_every_room_says_what_it_is_for():
@@ -115,7 +160,8 @@ def test_what_a_type_checker_sees_is_what_there_is():
 
 
 def test_packages_are_found_by_name_and_load_when_they_are_touched():
-    paths = [*(path.parent.name for path in PACKAGE.glob("*/__init__.py")), "errors", "federated.rules"]
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"cli"}
+    paths = [*sorted(packages), "errors", "federated.rules"]
     code = "import sys, manifoldagg\n"
     for path in paths:
         name = path.rpartition(".")[2]
@@ -180,7 +226,7 @@ def homonyms():
 
 
 def test_only_a_rule_and_its_trainer_share_a_name():
-    pair = {"manifoldagg.federated.rules", "manifoldagg.federated.trainers"}
+    pair = {"manifoldagg.federated.rules", "manifoldagg.federated.clients"}
     assert [name for name, packages in homonyms().items() if packages != pair] == []
 
 
@@ -191,7 +237,7 @@ def test_documents_write_the_module_of_a_shared_name(page):
     found = re.findall(r"^```python\n(.*?)^```|`([^`\n]+)`", page.read_text(), flags=re.M | re.S)
     code = "\n".join(block or span for block, span in found)
     for name in homonyms():
-        assert not re.search(rf"(?<!rules\.)(?<!trainers\.)\b{name}\b", code), name
+        assert not re.search(rf"(?<!rules\.)(?<!clients\.)\b{name}\b", code), name
 
 
 CORRECTIONS = [

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated import Message, Payload, Receipt, Ticket
-from manifoldagg.federated.record.format import DEEPEST, WIDEST, framed
 from manifoldagg.federated.rules import FedAsync
+from manifoldagg.federated.server.durability.tree_codec import DEEPEST, WIDEST, framed
 from manifoldagg.manifolds import Flat, Sphere
 from manifoldagg.wire import pack, ticket_of, unpack
-from tests.federated.test_archive import DTYPES, LEAVES, QUANTIZED, alike
+from tests.federated.server.durability.test_tensor_file import DTYPES, LEAVES, QUANTIZED, alike
 from tests.support import draw, seeds
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2).double().half())

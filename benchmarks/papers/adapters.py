@@ -52,12 +52,12 @@ from torch.nn.functional import cross_entropy
 
 import manifoldagg
 from manifoldagg import Server, average_adapters
-from manifoldagg._output import new_figure
+from manifoldagg._io import new_figure
 from manifoldagg.errors import DivergenceError
+from manifoldagg.experiments.models import Signature, transformer
+from manifoldagg.experiments.statistics import Mean, mean_of
 from manifoldagg.federated import Rule, rules
 from manifoldagg.simulation import IndependentClients, LogNormal
-from manifoldagg.simulation.data.models import Signature, transformer
-from manifoldagg.simulation.evidence import Mean, mean_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from runs import Row, Runs

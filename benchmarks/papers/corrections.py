@@ -37,7 +37,7 @@ from records import RESULTS, Parts, cell, markdown, table, write
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from manifoldagg._output import new_figure, whole
+from manifoldagg._io import new_figure, whole
 from manifoldagg.corrections import (
     AutoThreshold,
     Correction,
@@ -52,10 +52,11 @@ from manifoldagg.corrections import (
     rotate_control,
 )
 from manifoldagg.curves.distance import parameter_at_distance
-from manifoldagg.federated import Message, Outcome, Update, rules, trainers
+from manifoldagg.experiments import task
+from manifoldagg.federated import Message, Outcome, Update, clients, rules
 from manifoldagg.federated.schedules import Cosine, rate_at
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation import Errand, Federation, Key, Method, dirichlet_partition, perform, run, task
+from manifoldagg.simulation import Errand, Federation, Key, Method, dirichlet_partition, perform, run
 
 CLIENTS = 30
 PHASES = ("early", "middle", "late")
@@ -130,7 +131,7 @@ class Looks:
         curves: what they would do to send a curve.
     """
 
-    def __init__(self, federation: Federation, every: int, local: trainers.Local, curves: Mapping[str, Any]) -> None:
+    def __init__(self, federation: Federation, every: int, local: clients.Local, curves: Mapping[str, Any]) -> None:
         self._federation = federation
         self._every = every
         self._local = local
@@ -254,10 +255,10 @@ def once(given: argparse.Namespace, carrier: str, falling: bool, seed: int) -> l
     split = partial(dirichlet_partition, concentration=0.5)
     federation = Federation.split(task(source), CLIENTS, partition=split, seed=seed)
     plain: dict[str, Any] = {"rate": 0.01, "proximal": 1e-3}
-    local = trainers.Local(epochs=given.epochs, **plain)
+    local = clients.Local(epochs=given.epochs, **plain)
     curves = {
-        "fitted": trainers.Trajectory(epochs=given.epochs, **plain),
-        "learned": trainers.Curve(epochs=(given.epochs, 5), control_rate=1e-3, **plain),
+        "fitted": clients.Trajectory(epochs=given.epochs, **plain),
+        "learned": clients.Curve(epochs=(given.epochs, 5), control_rate=1e-3, **plain),
     }
     seen = Looks(federation, max(1, given.rounds // given.looks), local, curves)
     rate = Cosine(RATE, 0.0, given.rounds) if falling else RATE

@@ -34,10 +34,11 @@ from torch import Tensor, nn
 
 from manifoldagg.corrections import Correction, OrthoDC, Position, Tangent
 from manifoldagg.errors import DivergenceError, RuleError
-from manifoldagg.federated import Outcome, Update, rules, trainers
+from manifoldagg.experiments import task
+from manifoldagg.experiments.tuning import late, line_search
+from manifoldagg.federated import Outcome, Update, clients, rules
 from manifoldagg.manifolds import Flat, SpecialOrthogonal, Sphere
-from manifoldagg.simulation import Federation, Method, Task, dirichlet_partition, run, task
-from manifoldagg.simulation.tuning import late, line_search
+from manifoldagg.simulation import Federation, Method, Task, dirichlet_partition, run
 
 CLIENTS = 30
 START = 3.0
@@ -153,7 +154,7 @@ def once(
         rule = Geometry(rate, correction=chosen, noted=None if validating else noted)
     else:
         rule = rules.AsyncCorrected(rate, correction=chosen)
-    trainer = trainers.Local(epochs=4, optimizer=torch.optim.SGD, rate=local, proximal=1e-3)
+    trainer = clients.Local(epochs=4, optimizer=torch.optim.SGD, rate=local, proximal=1e-3)
     try:
         found = run(federation, Method(treatment, rule, trainer), rounds=rounds, every=max(1, rounds // 40))
     except (DivergenceError, RuleError) as error:

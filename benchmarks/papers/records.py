@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from manifoldagg._output import whole
-from manifoldagg.simulation.evidence import Mean, mean_of
-from manifoldagg.simulation.settings import versions
+from manifoldagg._io import whole
+from manifoldagg.experiments.statistics import Mean, mean_of
+from manifoldagg.simulation.run_metadata import versions
 
 __all__ = ["RESULTS", "ROOT", "Parts", "cell", "command", "markdown", "table", "write"]
 

@@ -29,9 +29,12 @@ import numpy as np
 import torch
 from records import RESULTS, Parts, cell, markdown, table, write
 
-from manifoldagg._output import new_figure, whole
+from manifoldagg._io import new_figure, whole
 from manifoldagg.errors import DivergenceError, RuleError
-from manifoldagg.federated import rules, trainers
+from manifoldagg.experiments import task
+from manifoldagg.experiments.tuning import line_search
+from manifoldagg.federated import clients as trainers
+from manifoldagg.federated import rules
 from manifoldagg.routing import Bound, ClosedNetwork, TimeBound, UpdateBound, balanced, optimise_routing, uniform
 from manifoldagg.simulation import (
     Evaluation,
@@ -41,11 +44,9 @@ from manifoldagg.simulation import (
     dirichlet_partition,
     iid_partition,
     run,
-    task,
 )
-from manifoldagg.simulation.course import Ask, Lost
-from manifoldagg.simulation.scenario import course_of
-from manifoldagg.simulation.tuning import line_search
+from manifoldagg.simulation.event_loop import Ask, Lost
+from manifoldagg.simulation.workload import course_of
 
 VALIDATION = (100, 101)
 START = 0.04

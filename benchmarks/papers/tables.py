@@ -18,13 +18,13 @@ from typing import Any
 
 from records import RESULTS, ROOT, table
 
-from manifoldagg._output import new_figure
+from manifoldagg._io import new_figure
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.evidence import Mean, compared, mean_of
-from manifoldagg.simulation.joined import Joined, Logged, join
-from manifoldagg.simulation.log import AXES, reached, within
-from manifoldagg.simulation.pictures import draw_accuracy
-from manifoldagg.simulation.summary import write_summary
+from manifoldagg.experiments.plots import draw_accuracy
+from manifoldagg.experiments.report_data import Joined, Logged, join
+from manifoldagg.experiments.report_writer import write_summary
+from manifoldagg.experiments.statistics import Mean, compared, mean_of
+from manifoldagg.simulation.cost import AXES, reached, within
 
 PICTURES = ROOT / "docs" / "assets" / "evidence"
 FORWARD = "AsyncCorrected(correction=autothreshold)"

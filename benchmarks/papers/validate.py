@@ -18,13 +18,14 @@ from typing import Any
 
 import typer
 
-from manifoldagg import cli
-from manifoldagg.simulation import Federation, by_name, processes, task
-from manifoldagg.simulation.configuration import command_lines, options_by_name
-from manifoldagg.simulation.methods import methods
-from manifoldagg.simulation.report import machine
-from manifoldagg.simulation.tuning import Tuning
-from manifoldagg.simulation.workers.pool import serving
+from manifoldagg.cli.app import app
+from manifoldagg.experiments import task
+from manifoldagg.experiments.config_file import command_lines, options_by_name
+from manifoldagg.experiments.registry import methods
+from manifoldagg.experiments.run_report import machine
+from manifoldagg.experiments.tuning import Tuning
+from manifoldagg.simulation import Federation, processes, registry
+from manifoldagg.simulation.executors.executor import serving
 
 HERE = Path(__file__).parent
 SCENARIO = ("scheduler", "delays", "participation")
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, default=HERE.parent / "results" / "papers")
     given = parser.parse_args()
-    command: Any = typer.main.get_command(cli.app)
+    command: Any = typer.main.get_command(app)
     command, out = command.commands["compare"], given.out.resolve()
     only = [given.only] if given.only else []
     lines = command_lines(given.config, options_by_name(command.params, ("config", "only", "name")), only)
@@ -57,7 +58,7 @@ def main() -> None:
 def searched(options: Mapping[str, Any], cache: Path, workers: Any) -> Iterator[dict[str, Any]]:
     """What `compare` would try with these options, one method after the other."""
     problem = task(options["data"], options["model"])
-    partition = by_name.partition(options["partition"])
+    partition = registry.partition(options["partition"])
     split = partial(Federation.split, problem, options["clients"], partition=partition)
     first = max(Tuning.seeds[0], options["seeds"])
     tuning = Tuning(range(first, first + options["tune_seeds"]), cache=cache)

@@ -80,14 +80,14 @@ def read() -> tuple[Work, Rounds]:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Inputs and labels, as `manifoldagg.simulation.task("digits")` has them."""
+    """Inputs and labels, as `manifoldagg.experiments.task("digits")` has them."""
     pixels, labels = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
     return inputs, torch.from_numpy(labels).to(torch.int64)
 
 
 def cnn() -> nn.Module:
-    """`manifoldagg.simulation.data.tasks.data.models.cnn`."""
+    """`manifoldagg.simulation.dataset.data.models.cnn`."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),

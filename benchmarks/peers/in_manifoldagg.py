@@ -5,9 +5,10 @@ from functools import partial
 import equal
 
 import manifoldagg
-from manifoldagg.federated import trainers
+from manifoldagg.experiments import task
+from manifoldagg.federated import clients
 from manifoldagg.federated.rules import FedAvg
-from manifoldagg.simulation import Federation, Method, dirichlet_partition, processes, run, task
+from manifoldagg.simulation import Federation, Method, dirichlet_partition, processes, run
 
 
 def main() -> None:
@@ -19,7 +20,7 @@ def main() -> None:
     )
     if [part.tolist() for part in federation.train] != work.train:
         raise RuntimeError("the work is of another split")
-    method = Method("FedAvg", FedAvg(cohort=work.cohort), trainers.Local(steps=work.steps, rate=work.rate))
+    method = Method("FedAvg", FedAvg(cohort=work.cohort), clients.Local(steps=work.steps, rate=work.rate))
     answered = 0
 
     def progress() -> None:

@@ -3,8 +3,8 @@
 import torch
 from task import federation_of, method_of
 
+from manifoldagg.experiments import task
 from manifoldagg.integrations.flower import client_app
-from manifoldagg.simulation import task
 
 
 def trainer(context):

@@ -2,8 +2,9 @@
 
 from functools import lru_cache, partial
 
-from manifoldagg.simulation import Federation, Method, dirichlet_partition, task
-from manifoldagg.simulation.methods import method
+from manifoldagg.experiments import task
+from manifoldagg.experiments.registry import method
+from manifoldagg.simulation import Federation, Method, dirichlet_partition
 
 
 def federation_of(config, nodes: int) -> Federation:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from manifoldagg import ParameterSpace, wire
-from manifoldagg.federated import trainers, work
-from manifoldagg.simulation import task
-from manifoldagg.simulation.data.tasks import Batches
+from manifoldagg.experiments import task
+from manifoldagg.federated import clients, work
+from manifoldagg.simulation.dataset import Batches
 
 PIECE = 2**16
 
@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     digits = task("digits")
     batches = Batches(digits.inputs[part::parts], digits.labels[part::parts], 32, np.random.default_rng(part))
-    model, trainer, memory = digits.model(), trainers.Curve(degree=2, epochs=(1, 1), rate=0.01), None
+    model, trainer, memory = digits.model(), clients.Curve(degree=2, epochs=(1, 1), rate=0.01), None
     generator = torch.Generator().manual_seed(part)
     with httpx.Client(base_url=options.url, timeout=30.0) as http:
         space = ParameterSpace.of_spec(ask(http, "GET", "/spec").raise_for_status().json())

@@ -25,8 +25,8 @@ from starlette.routing import Route
 
 from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg.errors import ArgumentError, BusyError, ManifoldAggError, WireError
+from manifoldagg.experiments import task
 from manifoldagg.federated.rules import AsyncBezier
-from manifoldagg.simulation import task
 
 
 class Door:

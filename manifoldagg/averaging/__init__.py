@@ -1,9 +1,9 @@
 """Averaging: the mean of the models of a run, the small space they lie near, and ensembles drawn from it."""
 
-from manifoldagg.averaging.adapters import average_adapters
 from manifoldagg.averaging.average import average
 from manifoldagg.averaging.ensemble import Ensemble, Score, ensemble
 from manifoldagg.averaging.karcher import karcher
+from manifoldagg.averaging.lora import average_adapters
 from manifoldagg.averaging.subspace import Subspace, fit_subspace
 from manifoldagg.averaging.swa import SWA
 

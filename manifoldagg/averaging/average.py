@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import is_finite
 from manifoldagg.averaging.karcher import Weights, check_weights, karcher
-from manifoldagg.errors import ArgumentError, StateDictError, is_finite
+from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels import Tensors, combine, gram
 from manifoldagg.manifolds import Manifold, ParameterSpace
-from manifoldagg.manifolds.adapters import first_factor
 from manifoldagg.manifolds.assign import Assignment
-from manifoldagg.manifolds.containers import Given, Model, check_separate, like, opened, tensors, write
 from manifoldagg.manifolds.layout import Entry, Layout
+from manifoldagg.manifolds.lora.peft import first_factor
+from manifoldagg.manifolds.model_io import Given, Model, check_separate, like, opened, tensors, write
 
 __all__ = ["average"]
 

@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from manifoldagg._validation import check_count, check_finite, check_shape
 from manifoldagg.curves import Embedding, refresh_buffers
 from manifoldagg.curves.batchnorm import batch_norms, evaluating
 from manifoldagg.curves.sampling import Sampling
-from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_finite, check_shape
+from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import ParameterSpace
 
 __all__ = ["Ensemble", "Score", "ensemble"]

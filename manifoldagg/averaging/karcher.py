@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number, check_shape, shown
+from manifoldagg._validation import check_count, check_finite, check_number, check_shape, shown
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Manifold, Mean, check_point, karcher_mean
 from manifoldagg.manifolds.manifold import check_is_manifold
 from manifoldagg.manifolds.mean import mean_in_span

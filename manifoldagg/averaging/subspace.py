@@ -8,14 +8,15 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg._output import new_figure
+from manifoldagg._io import new_figure
+from manifoldagg._validation import check_choice, check_count, check_number, check_shape
 from manifoldagg.averaging._curved_fit import descend_curved
 from manifoldagg.averaging._flat_fit import Descent, Search, descend
 from manifoldagg.averaging.karcher import check_versions, check_weights, karcher
 from manifoldagg.curves import Bezier, Embedding, Simplex, Tunnel
 from manifoldagg.curves.plane import View
 from manifoldagg.curves.shape import coordinates
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number, check_shape
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import combine
 
 __all__ = ["Subspace", "fit_subspace"]

@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_count, check_number, check_shape
 from manifoldagg.averaging.karcher import check_model, karcher
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number, check_shape
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import combine
-from manifoldagg.kernels.memory import empty_like
+from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold, Mean
 from manifoldagg.manifolds.ambient import Ambient
 from manifoldagg.manifolds.formulas import geodesic

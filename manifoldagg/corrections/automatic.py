@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from manifoldagg._validation import check_number, check_shape
 from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram, Matrix, untracked
 from manifoldagg.corrections.orthogonal import OrthoDC
-from manifoldagg.errors import check_number, check_shape
-from manifoldagg.kernels.tensors import reals
+from manifoldagg.kernels.tensor_list import reals
 
 __all__ = ["AutoThreshold"]
 

@@ -6,13 +6,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_finite, check_shape
 from manifoldagg.corrections.frame import GRANULARITIES, Frame, require_flat
 from manifoldagg.corrections.gram import Gram
 from manifoldagg.corrections.orthogonal import OrthoDC
 from manifoldagg.corrections.surgery import span_coefficients
-from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_shape
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Row, combine, gram
-from manifoldagg.kernels.rows import is_transformed
+from manifoldagg.kernels.operands import is_transformed
 from manifoldagg.manifolds import Layout, Manifold, ParameterSpace
 
 __all__ = ["calibrate", "calibrated_by"]

@@ -11,12 +11,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg._validation import check_finite
 from manifoldagg.corrections.frame import Frame, Target
 from manifoldagg.corrections.gram import Gram, Matrix, cancelled
 from manifoldagg.corrections.transport import RUNGS
-from manifoldagg.errors import ArgumentError, check_finite
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Row
-from manifoldagg.kernels.rows import is_transformed
+from manifoldagg.kernels.operands import is_transformed
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Composition", "Corrected", "Correction", "by_granularity"]

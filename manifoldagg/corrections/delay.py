@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from manifoldagg._validation import check_number, check_shape, is_finite
 from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram, Matrix
-from manifoldagg.errors import ArgumentError, check_number, check_shape, is_finite
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Row
-from manifoldagg.kernels.rows import is_transformed
-from manifoldagg.kernels.windows import windows
+from manifoldagg.kernels.chunking import windows
+from manifoldagg.kernels.operands import is_transformed
 
 __all__ = ["DelayCompensated", "Position", "Tangent"]
 

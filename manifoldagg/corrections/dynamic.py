@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from manifoldagg._validation import check_choice, check_number, check_shape
 from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.delay import Tangent
 from manifoldagg.corrections.frame import GRANULARITIES, Frame
 from manifoldagg.corrections.gram import Gram, Matrix, untracked
 from manifoldagg.corrections.orthogonal import OrthoGrad, OrthoPos
-from manifoldagg.errors import ArgumentError, check_choice, check_number, check_shape
+from manifoldagg.errors import ArgumentError
 
 __all__ = ["OrthoDyn"]
 

@@ -12,13 +12,14 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from manifoldagg._validation import check_finite, check_number, check_shape, is_finite
 from manifoldagg.corrections.gram import Gram, Matrix, objects, untracked
 from manifoldagg.corrections.transport import RUNGS, Passage, Transport
-from manifoldagg.errors import ArgumentError, check_finite, check_number, check_shape, is_finite
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Row, Tensors
-from manifoldagg.kernels.goals import Goal
-from manifoldagg.kernels.memory import in_huge_pages
-from manifoldagg.kernels.tensors import reals
+from manifoldagg.kernels.alloc import in_huge_pages
+from manifoldagg.kernels.fused import Goal
+from manifoldagg.kernels.tensor_list import reals
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import FLAT, Ambient
 from manifoldagg.manifolds.manifold import check_is_manifold

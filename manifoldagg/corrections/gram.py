@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels.rows import is_transformed
+from manifoldagg.kernels.operands import is_transformed
 
 __all__ = ["Gram", "Matrix", "cancelled", "objects", "untracked"]
 

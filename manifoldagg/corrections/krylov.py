@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_number
 from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.frame import GRANULARITIES
 from manifoldagg.corrections.gram import Gram, Matrix
-from manifoldagg.errors import ArgumentError, check_choice, check_number
+from manifoldagg.errors import ArgumentError
 
 __all__ = ["KrylovDC"]
 
@@ -34,7 +35,7 @@ class KrylovDC(Correction):
     first gradient meets.
 
     One point is no path, and is left as it is. Nothing is asked of a client but where it came by, such as
-    [`Trajectory`][manifoldagg.federated.trainers.Trajectory] sends with `pieces=n`.
+    [`Trajectory`][manifoldagg.federated.clients.Trajectory] sends with `pieces=n`.
 
     Args:
         granularity: `"tensor"`: each named tensor has a span of its own, so that there are n - 1 directions in each;

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from manifoldagg._validation import check_choice, check_number
 from manifoldagg.corrections.correction import Correction, by_granularity
 from manifoldagg.corrections.frame import GRANULARITIES
 from manifoldagg.corrections.gram import Gram, Matrix
-from manifoldagg.errors import ArgumentError, check_choice, check_number
+from manifoldagg.errors import ArgumentError
 
 __all__ = ["OrthoCorrect", "OrthoDC", "OrthoGrad", "OrthoPos", "OrthoStrict"]
 

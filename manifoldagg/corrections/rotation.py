@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg._validation import check_finite, check_shape
 from manifoldagg.corrections.frame import require_flat
-from manifoldagg.errors import check_finite, check_shape
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 

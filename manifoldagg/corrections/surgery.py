@@ -7,10 +7,11 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_finite, check_number, check_shape
 from manifoldagg.corrections.correction import Correction, by_granularity
 from manifoldagg.corrections.frame import GRANULARITIES, Frame
 from manifoldagg.corrections.gram import Gram, Matrix
-from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_number, check_shape
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import check_tangent
 
 __all__ = ["GradientSurgery", "Pairwise"]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite
+from manifoldagg._validation import check_choice, check_count, check_finite
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import gram
 from manifoldagg.manifolds import Manifold, check_point, check_tangent, formulas
 from manifoldagg.manifolds.manifold import Leaf

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, DivergenceError, check_shape
-from manifoldagg.kernels.rows import is_transformed
+from manifoldagg._validation import check_shape
+from manifoldagg.errors import ArgumentError, DivergenceError
+from manifoldagg.kernels.operands import is_transformed
 from manifoldagg.manifolds import Manifold, karcher_mean
 from manifoldagg.manifolds.power import factors
 

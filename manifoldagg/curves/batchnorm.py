@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manifoldagg.errors import ArgumentError, DivergenceError, check_finite, check_shape
+from manifoldagg._validation import check_finite, check_shape
+from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import ModelLoss, ParameterSpace
 from manifoldagg.manifolds.layout import tensors_of
 

@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg._validation import check_count, check_number, check_shape, is_finite
 from manifoldagg.curves.arc import Speed
 from manifoldagg.curves.bernstein import basis, bilinear, least, quadratic_root, weights
 from manifoldagg.curves.path import CurveEmbedding, Parameter, Phi, Points, parameter
-from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape, is_finite
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import geodesic

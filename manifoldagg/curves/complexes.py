@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_count
 from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
 from manifoldagg.curves.embedding import Coordinates
 from manifoldagg.curves.simplex import Hull, Simplex
-from manifoldagg.errors import ArgumentError, check_choice, check_count
-from manifoldagg.kernels.rows import is_transformed
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels.operands import is_transformed
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Complex"]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from manifoldagg._validation import check_choice, check_finite, check_number, check_shape
 from manifoldagg.curves.embedding import Embedding
-from manifoldagg.errors import ArgumentError, check_choice, check_finite, check_number, check_shape
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Manifold, check_point, formulas
 
 __all__ = ["Control", "FreePoints", "begin"]

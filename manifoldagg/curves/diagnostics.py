@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from manifoldagg._output import new_figure
+from manifoldagg._io import new_figure
+from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.curves.arc import arc_length
 from manifoldagg.curves.bezier import Bezier
 from manifoldagg.curves.path import CurveEmbedding, Phi
 from manifoldagg.curves.shape import coordinates, sharpest, slowest
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat
 from manifoldagg.manifolds.formulas import geodesic, norm
 

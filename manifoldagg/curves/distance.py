@@ -15,8 +15,9 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_number, check_shape
 from manifoldagg.curves.bernstein import bilinear, roots
-from manifoldagg.errors import DivergenceError, check_choice, check_number, check_shape
+from manifoldagg.errors import DivergenceError
 from manifoldagg.kernels import gram
 
 __all__ = ["OVERSHOOT", "parameter_at_distance", "parameter_at_distance_of", "squared_distance"]

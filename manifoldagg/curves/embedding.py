@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.errors import check_shape
+from manifoldagg._validation import check_shape
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Coordinates", "Embedding", "rounding"]

@@ -9,20 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg._validation import check_number, check_shape, is_finite, shown
 from manifoldagg.curves.control import Control, FreePoints, begin
 from manifoldagg.curves.embedding import Coordinates, Embedding
 from manifoldagg.curves.phases import Phases, Schedule
 from manifoldagg.curves.sampling import Sampling
 from manifoldagg.curves.sharpness import Sharpness, sharp_gradient
-from manifoldagg.errors import (
-    ArgumentError,
-    DivergenceError,
-    ManifoldAggError,
-    check_number,
-    check_shape,
-    is_finite,
-    shown,
-)
+from manifoldagg.errors import ArgumentError, DivergenceError, ManifoldAggError
 from manifoldagg.manifolds import Loss
 from manifoldagg.manifolds.optimizers import Optimizer, lower, optimizer_on
 

@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from manifoldagg._output import new_figure
+from manifoldagg._io import new_figure
+from manifoldagg._validation import check_number, check_shape
 from manifoldagg.curves.arc import Speed, arc_length, parameter_at_arc_length
 from manifoldagg.curves.bernstein import crossing
 from manifoldagg.curves.embedding import Embedding, rounding
 from manifoldagg.curves.plane import Plane, View
-from manifoldagg.errors import ArgumentError, check_number, check_shape
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.formulas import distance, norm
 
 __all__ = ["CurveEmbedding", "Parameter", "Path", "Phi", "Points", "parameter"]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.errors import ArgumentError
 
 __all__ = ["Phases", "Schedule"]
 

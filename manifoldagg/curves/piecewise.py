@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import check_count
 from manifoldagg.curves.bezier import Bezier, Polygonal, check_space
 from manifoldagg.curves.path import Path, Phi, Points
-from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import geodesic
 

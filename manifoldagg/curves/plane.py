@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg._output import new_figure
+from manifoldagg._io import new_figure
+from manifoldagg._validation import check_count, check_number
 from manifoldagg.curves.embedding import Embedding
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat, Manifold
 from manifoldagg.manifolds.formulas import norm
 

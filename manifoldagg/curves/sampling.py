@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_count
 from manifoldagg.curves.embedding import Coordinates, Embedding
-from manifoldagg.errors import ArgumentError, check_choice, check_count
+from manifoldagg.errors import ArgumentError
 
 __all__ = ["Sampling"]
 

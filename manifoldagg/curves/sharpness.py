@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, DivergenceError, check_number
+from manifoldagg._validation import check_number
+from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import Loss, Manifold, formulas
 from manifoldagg.manifolds.manifold import Point
 from manifoldagg.manifolds.optimizers import carry, lower

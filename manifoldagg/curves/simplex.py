@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from manifoldagg._validation import check_count, check_number, check_shape, is_finite
 from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
 from manifoldagg.curves.embedding import Coordinates, Embedding, rounding
-from manifoldagg.errors import ArgumentError, check_count, check_number, check_shape, is_finite
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import combine, gram
-from manifoldagg.kernels.rows import is_transformed
+from manifoldagg.kernels.operands import is_transformed
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import norm
 from manifoldagg.manifolds.manifold import check_is_manifold

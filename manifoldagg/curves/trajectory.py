@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_count, is_finite
 from manifoldagg.curves.bernstein import basis, weights
 from manifoldagg.curves.bezier import check_space
-from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count, is_finite
+from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import distance, geodesic

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_count, check_finite, check_number, check_shape
 from manifoldagg.curves.arc import arc_length
 from manifoldagg.curves.bernstein import crossing
 from manifoldagg.curves.bezier import Bezier
@@ -24,7 +25,7 @@ from manifoldagg.curves.shape import (
     slowest,
     span,
 )
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number, check_shape
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import gram
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import distance, norm

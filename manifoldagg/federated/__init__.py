@@ -1,13 +1,13 @@
 """Thin federated drivers over the geometry: rules, trainers, the server, and a front door for other codebases."""
 
-from manifoldagg.federated.aggregate import aggregate
-from manifoldagg.federated.checks import Checks
-from manifoldagg.federated.contract import Averaging, Message, Outcome, Payload, Receipt, Rule, Ticket, Trainer, Update
-from manifoldagg.federated.record.checkpoint import Every
-from manifoldagg.federated.record.journal import Journal
-from manifoldagg.federated.server import Server
-from manifoldagg.federated.versions import Versions
-from manifoldagg.federated.work import work
+from manifoldagg.federated.clients.client import work
+from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.server.aggregate import aggregate
+from manifoldagg.federated.server.async_aggregator import Versions
+from manifoldagg.federated.server.durability.checkpoint import Every
+from manifoldagg.federated.server.durability.journal import Journal
+from manifoldagg.federated.server.server import Server
+from manifoldagg.federated.types import Averaging, Message, Outcome, Payload, Receipt, Rule, Ticket, Trainer, Update
 
 __all__ = [
     "Averaging",

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, StateDictError, check_choice
-from manifoldagg.federated.trees import widened
+from manifoldagg._validation import check_choice
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.federated.pytrees import widened
 from manifoldagg.kernels import Tensors
-from manifoldagg.kernels.tensors import CPU
+from manifoldagg.kernels.tensor_list import CPU
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
 

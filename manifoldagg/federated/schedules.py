@@ -8,15 +8,8 @@ from typing import Any, get_args
 import numpy as np
 from torch import Tensor
 
-from manifoldagg.errors import (
-    ArgumentError,
-    ManifoldAggError,
-    RuleError,
-    check_choice,
-    check_count,
-    check_number,
-    shown,
-)
+from manifoldagg._validation import check_choice, check_count, check_number, shown
+from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError
 
 __all__ = ["Cosine", "Cyclic", "Rate", "Weight", "rate_at", "weight_at"]
 

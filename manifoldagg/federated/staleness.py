@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 
-from manifoldagg.errors import check_number
+from manifoldagg._validation import check_number
 from manifoldagg.federated.schedules import check_options
 
 __all__ = ["Constant", "Hinge", "Polynomial"]

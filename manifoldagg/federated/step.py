@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_shape, is_finite
 from manifoldagg.corrections.frame import LATER, Motion
-from manifoldagg.errors import ArgumentError, RuleError, check_choice, check_shape, is_finite
+from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated.buffers import collect, settle
-from manifoldagg.federated.checks import UNLIMITED, Checks
-from manifoldagg.federated.contract import Outcome, Rule, Update, by_rows
-from manifoldagg.federated.snapshot import Snapshot
-from manifoldagg.federated.trees import disjoint, settled, spoils
+from manifoldagg.federated.limits import UNLIMITED, Checks
+from manifoldagg.federated.model_state import Snapshot
+from manifoldagg.federated.pytrees import disjoint, settled, spoils
+from manifoldagg.federated.types import Outcome, Rule, Update, by_rows
 from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Manifold
 

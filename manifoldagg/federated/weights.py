@@ -8,7 +8,8 @@ from typing import Any
 from immutables import Map
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_choice, check_count
+from manifoldagg._validation import check_choice, check_count
+from manifoldagg.errors import ArgumentError
 
 __all__ = ["Weights", "check_client"]
 

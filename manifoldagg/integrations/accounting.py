@@ -8,7 +8,8 @@ random: who answers first is no uniform sample. Needs the extra `privacy`.
 import math
 from typing import Any
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.errors import ArgumentError
 
 __all__ = ["epsilon", "noise_for"]
 

@@ -2,7 +2,7 @@
 
 Everything between the two is algebra on a k x k matrix. Rows are vectors, tuples of tensors, or differences of them; a
 difference is formed in float64, a few entries at a time, and never stored, so that a drift of relative size 1e-4
-keeps its digits. Several backends do the same work: `reference`, `compiled` and `triton`, and `sharded` around them
+keeps its digits. Several backends do the same work: `reference`, `cpu` and `triton`, and `sharded` around them
 for rows of which every rank holds a piece (`DTensor`s, or plain tensors within `across_ranks`).
 """
 
@@ -14,10 +14,10 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import choice, reference, sharded, sums
-from manifoldagg.kernels.choice import available_backends, set_backend
-from manifoldagg.kernels.pieces import across_ranks, guard
-from manifoldagg.kernels.rows import (
+from manifoldagg.kernels import reduction, sharded
+from manifoldagg.kernels.backends import reference, selection
+from manifoldagg.kernels.backends.selection import available_backends, set_backend
+from manifoldagg.kernels.operands import (
     Line,
     Rows,
     Subtrahend,
@@ -30,7 +30,8 @@ from manifoldagg.kernels.rows import (
     is_transformed,
     written,
 )
-from manifoldagg.kernels.tensors import Row, Tensors, reals
+from manifoldagg.kernels.shards import across_ranks, guard
+from manifoldagg.kernels.tensor_list import Row, Tensors, reals
 
 Coefficients = Sequence[float | Tensor] | Sequence[Sequence[float | Tensor]] | Float[Tensor, "*S k"]
 
@@ -77,7 +78,7 @@ def gram(
         with guard(rows, minus):
             lines = Rows.of(rows, minus)
             cuts = bounds(segments, lines.size)
-        return sharded.gram(lines, cuts, choice)
+        return sharded.gram(lines, cuts, selection)
     lines = Rows.of(rows, minus)
     if is_transformed(lines.distinct):
         dense = lines.materialise()
@@ -85,13 +86,13 @@ def gram(
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
     blocks = blocks_of(segments, lines.size)
-    high = sums.total(choice.partials(lines, blocks), blocks)
-    outside = sums.far(lines, high)
+    high = reduction.total(selection.partials(lines, blocks), blocks)
+    outside = reduction.far(lines, high)
     if outside is not None:
-        powers = sums.exponents(lines, blocks, outside)
+        powers = reduction.exponents(lines, blocks, outside)
         if powers.any():  # else what is outside is zero or not finite, whatever it is multiplied by
-            high = sums.restored(high, sums.total(reference.partials(lines, blocks, -powers), blocks), powers)
-    return sums.symmetric(high, len(lines.plus))
+            high = reduction.restored(high, reduction.total(reference.partials(lines, blocks, -powers), blocks), powers)
+    return reduction.symmetric(high, len(lines.plus))
 
 
 @overload
@@ -166,7 +167,7 @@ def combine(
             cuts = bounds(segments, lines.size)
             start, target = _beside(lines, base, out)
             factors = check_coefficients(coefficients, len(cuts), len(lines.plus))
-        new = sharded.combine(start, lines, factors, cuts, target, choice)
+        new = sharded.combine(start, lines, factors, cuts, target, selection)
         return new if out is None else out
     lines = Rows.of(rows, minus)
     start, target = _beside(lines, base, out)
@@ -187,9 +188,9 @@ def combine(
         factors = factors.tolist()
     if out is None or target is None:
         target = fresh(lines.plus[0] if start is None else start)
-        choice.combine(start, lines, factors, blocks, target)
+        selection.combine(start, lines, factors, blocks, target)
         return target
-    choice.combine(start, lines, factors, blocks, target)
+    selection.combine(start, lines, factors, blocks, target)
     written(target)
     return out
 

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels import reference, sums
-from manifoldagg.kernels.pieces import Cuts, Piece, guard
-from manifoldagg.kernels.ranks import Ranks
-from manifoldagg.kernels.rows import Line, Rows, check_target, fresh, written
+from manifoldagg.kernels import reduction
+from manifoldagg.kernels.backends import reference
+from manifoldagg.kernels.collectives import Ranks
+from manifoldagg.kernels.operands import Line, Rows, check_target, fresh, written
+from manifoldagg.kernels.shards import Cuts, Piece, guard
 
 __all__ = ["combine", "gram"]
 
@@ -46,17 +47,17 @@ def gram(rows: Rows, segments: Cuts, backend: Any) -> Tensor:
         lines = piece.rows(rows)
     k = len(rows.plus)
     high = _total(ranks, piece, k, GRAM, lambda: backend.partials(lines, piece.blocks))
-    outside = sums.far(rows, high)  # the same on every rank, as dtypes and sums are
+    outside = reduction.far(rows, high)  # the same on every rank, as dtypes and sums are
     if outside is None:
-        return sums.symmetric(high, k)
+        return reduction.symmetric(high, k)
     with ranks.guard():
-        own = sums.exponents(lines, piece.blocks, outside).astype(np.float64)
+        own = reduction.exponents(lines, piece.blocks, outside).astype(np.float64)
     every = ranks.exchange(piece.terms(RESCALED, k), own)
     # 0 is said of a piece that is zero, and of one whose largest entry is next to 1: then another rank's is far.
     powers = np.where(every != 0, every, -np.inf).max(axis=0)
     powers = np.where(np.isfinite(powers), powers, 0).astype(int)
     scaled = _total(ranks, piece, k, GRAM, lambda: reference.partials(lines, piece.blocks, -powers))
-    return sums.symmetric(sums.restored(high, scaled, powers), k)
+    return reduction.symmetric(reduction.restored(high, scaled, powers), k)
 
 
 def combine(
@@ -108,9 +109,9 @@ def _total(ranks: Ranks, piece: Piece, k: int, call: int, partials: Callable[[],
         pairs = np.zeros((2, len(piece.counted), k * (k + 1) // 2))
         if len(piece.blocks.table) > 0 and any(piece.counted):
             with torch.no_grad():
-                pairs = sums.fold(partials(), piece.blocks)
+                pairs = reduction.fold(partials(), piece.blocks)
             pairs[:, ~np.array(piece.counted)] = 0
     every = ranks.exchange(piece.terms(call, k), pairs)
     with np.errstate(invalid="ignore", over="ignore"):
-        high: np.ndarray = reduce(sums.two_sum, every)[0]
+        high: np.ndarray = reduce(reduction.two_sum, every)[0]
     return high

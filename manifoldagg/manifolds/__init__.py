@@ -6,8 +6,8 @@ from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.grassmann import Grassmann
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
 from manifoldagg.manifolds.layout import Layout
+from manifoldagg.manifolds.lora.lowrank import LowRank
 from manifoldagg.manifolds.loss import Loss, ModelLoss
-from manifoldagg.manifolds.lowrank import LowRank
 from manifoldagg.manifolds.manifold import PRIMITIVES, Leaf, Manifold
 from manifoldagg.manifolds.mean import Mean, RunningMean, karcher_mean
 from manifoldagg.manifolds.operations import distance, geodesic, norm, pole_ladder, schild_ladder

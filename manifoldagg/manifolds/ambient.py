@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_finite, check_shape
+from manifoldagg._validation import check_finite, check_shape
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Row, Tensors, combine, gram
-from manifoldagg.manifolds.factors import Joint, Truncated, combined
-from manifoldagg.manifolds.lowrank import LowRank
+from manifoldagg.manifolds.lora.factors import Joint, Truncated, combined
+from manifoldagg.manifolds.lora.lowrank import LowRank
 from manifoldagg.manifolds.manifold import Leaf, Manifold
 from manifoldagg.manifolds.power import Power
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from manifoldagg.errors import ArgumentError, shown
+from manifoldagg._validation import shown
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.layout import Entry, Layout
 from manifoldagg.manifolds.manifold import Manifold

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from manifoldagg.errors import check_count
+from manifoldagg._validation import check_count
 from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError, check_number, shown
+from manifoldagg._validation import check_number, shown
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent, Tensors

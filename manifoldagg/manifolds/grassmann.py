@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, shown
+from manifoldagg._validation import check_count, shown
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import across, eye, matrix_exp, polar, sym

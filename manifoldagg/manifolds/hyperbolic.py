@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.smooth import dot, joined
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError, StateDictError, check_choice, is_finite
+from manifoldagg._validation import check_choice, is_finite
+from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels import Tensors
-from manifoldagg.kernels.memory import in_huge_pages
-from manifoldagg.manifolds.names import wrapping
+from manifoldagg.kernels.alloc import in_huge_pages
+from manifoldagg.manifolds.wrapper_prefixes import wrapping
 
 __all__ = ["MASTER_DTYPES", "STATISTICS", "Entry", "Layout", "check_memory", "match_names", "matches", "tensors_of"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import check_shape
+from manifoldagg._validation import check_shape
 from manifoldagg.manifolds.layout import Layout, tensors_of
 
 __all__ = ["Loss", "ModelLoss"]

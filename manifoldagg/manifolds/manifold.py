@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_shape, shown
+from manifoldagg._validation import check_shape, shown
+from manifoldagg.errors import ArgumentError
 
 __all__ = ["CHECKED", "PRIMITIVES", "Leaf", "Manifold", "check_is_manifold"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels.rows import is_transformed
+from manifoldagg.kernels.operands import is_transformed
 
 __all__ = ["across", "differentiable_log", "eye", "matrix_exp", "polar", "skew", "sym"]
 

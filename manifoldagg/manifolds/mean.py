@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number, check_shape
-from manifoldagg.kernels.rows import is_transformed
+from manifoldagg._validation import check_count, check_finite, check_number, check_shape
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels.operands import is_transformed
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.ambient import Ambient
 from manifoldagg.manifolds.manifold import Manifold, Point, check_is_manifold

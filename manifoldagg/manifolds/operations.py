@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from manifoldagg.errors import check_count
+from manifoldagg._validation import check_count
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, Scalar, Tangent
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_decay, check_number, check_shape, shown
+from manifoldagg._validation import check_decay, check_number, check_shape, shown
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, check_is_manifold
 from manifoldagg.manifolds.power import factors

@@ -9,17 +9,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError, StateDictError, check_finite, check_shape, is_finite
-from manifoldagg.kernels.memory import clone
-from manifoldagg.manifolds.adapted import Adapters
+from manifoldagg._validation import check_finite, check_shape, is_finite
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.kernels.alloc import clone
 from manifoldagg.manifolds.assign import Assignment, assigned, declared
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.layout import Entry, Layout, tensors_of
+from manifoldagg.manifolds.lora.leaves import Adapters
+from manifoldagg.manifolds.lora.scaling import Scaling
 from manifoldagg.manifolds.loss import ModelLoss
 from manifoldagg.manifolds.manifold import Leaf, Manifold
 from manifoldagg.manifolds.product import Product
-from manifoldagg.manifolds.scaling import Scaling
 from manifoldagg.manifolds.spec import read_spec, spec_of
 from manifoldagg.manifolds.validate import check_point
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg._validation import check_count
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent, check_is_manifold
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, shown
+from manifoldagg._validation import shown
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.delegate import Composite
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import check_count
+from manifoldagg._validation import check_count
 from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import differentiable_log, eye, matrix_exp, polar, skew

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels.rows import is_transformed
+from manifoldagg.kernels.operands import is_transformed
 
 __all__ = ["angle_per_sine", "cos_of_square", "dot", "joined", "sinc_of_square"]
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds.adapted import Adapters, Bias, Factors
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.grassmann import Grassmann
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
 from manifoldagg.manifolds.layout import Entry, Layout
-from manifoldagg.manifolds.lowrank import LowRank
+from manifoldagg.manifolds.lora.leaves import Adapters, Bias, Factors
+from manifoldagg.manifolds.lora.lowrank import LowRank
 from manifoldagg.manifolds.manifold import Manifold
 from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.product import Product

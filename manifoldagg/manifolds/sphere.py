@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manifoldagg.errors import check_count
+from manifoldagg._validation import check_count
 from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.smooth import angle_per_sine, cos_of_square, dot, sinc_of_square

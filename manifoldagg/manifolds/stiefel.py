@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, shown
+from manifoldagg._validation import check_count, shown
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import eye, matrix_exp, polar, skew, sym

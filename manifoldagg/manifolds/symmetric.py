@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count
+from manifoldagg._validation import check_count
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import differentiable_log, eye, matrix_exp, sym
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from manifoldagg.kernels import Row
 from manifoldagg.manifolds.ambient import Ambient, within
-from manifoldagg.manifolds.factors import Joint, Truncated
-from manifoldagg.manifolds.lowrank import LowRank
+from manifoldagg.manifolds.lora.factors import Joint, Truncated
+from manifoldagg.manifolds.lora.lowrank import LowRank
 from manifoldagg.manifolds.manifold import Manifold
 
 __all__ = ["Tangents"]

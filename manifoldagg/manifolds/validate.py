@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_finite
+from manifoldagg._validation import check_finite
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Tangent, Tensors, check_is_manifold

@@ -17,7 +17,7 @@ from torch import Tensor
 from manifoldagg.corrections.frame import Sum
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Rule
-from manifoldagg.federated.record.description import path_of
+from manifoldagg.federated.server.durability.fingerprint import path_of
 from manifoldagg.kernels import Tensors
 
 __all__ = ["RULE", "Bound", "alike", "check_kept", "flattened", "kind_of", "restored", "shared"]

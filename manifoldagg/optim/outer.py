@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import check_count, check_number, is_finite
 from manifoldagg.corrections.frame import LATER, Motion, Sum, room
-from manifoldagg.errors import ArgumentError, check_count, check_number, is_finite
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Update
-from manifoldagg.federated.contract import check_rule, extras
-from manifoldagg.federated.trees import spoils
-from manifoldagg.kernels import Tensors, across_ranks, choice
-from manifoldagg.kernels.memory import empty_like
-from manifoldagg.kernels.rows import meshed
+from manifoldagg.federated.pytrees import spoils
+from manifoldagg.federated.types import check_rule, extras
+from manifoldagg.kernels import Tensors, across_ranks
+from manifoldagg.kernels.alloc import empty_like
+from manifoldagg.kernels.backends import selection
+from manifoldagg.kernels.operands import meshed
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.optim._memory import Memory, check_apart
 from manifoldagg.optim._state import RULE, Bound, alike, check_kept, flattened, kind_of, restored, shared
@@ -304,7 +306,7 @@ class Move:
         goals = [] if self.motion is None else [self.motion.goal(self.here)]
         goals += [one.goal(targets[name]) for name, one in self.sums.items()]
         if goals:
-            choice.combine_each(goals)
+            selection.combine_each(goals)
         columns = [self._column(states, name, targets.get(name, leaf)) for name, leaf in self.leaves.items()]
         for p, values in zip(self.params, zip(*columns, strict=True), strict=True):
             states[p] = dict(zip(self.leaves, values, strict=True))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError, check_vector
+from manifoldagg._validation import check_vector
+from manifoldagg.errors import ArgumentError
 
 __all__ = ["LEAST", "MOST", "ByContent", "positive_vector", "rate_vector", "routing_vector"]
 

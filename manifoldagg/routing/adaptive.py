@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.errors import ArgumentError
 from manifoldagg.routing._arguments import LEAST, MOST, routing_vector
 from manifoldagg.routing.bounds import Bound
 from manifoldagg.routing.optimise import STARTS, Routing, optimise_routing, uniform

@@ -19,7 +19,8 @@ from itertools import islice
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError, DivergenceError, check_count, check_number, check_vector
+from manifoldagg._validation import check_count, check_number, check_vector
+from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.routing._arguments import ByContent, positive_vector, rate_vector, routing_vector
 from manifoldagg.routing.mean_values import directional, mean_values
 

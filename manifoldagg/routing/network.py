@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError, check_choice, check_count
+from manifoldagg._validation import check_choice, check_count
+from manifoldagg.errors import ArgumentError
 from manifoldagg.routing._arguments import ByContent, rate_vector, routing_vector
 from manifoldagg.routing.covariance import covariance, variance
 from manifoldagg.routing.mean_values import mean_values

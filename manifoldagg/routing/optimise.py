@@ -9,7 +9,8 @@ from itertools import islice
 
 import numpy as np
 
-from manifoldagg.errors import ArgumentError, DivergenceError, check_choice, check_count, check_number
+from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.routing._arguments import rate_vector, routing_vector
 from manifoldagg.routing.bounds import Bound, softmax
 

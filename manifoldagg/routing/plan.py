@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from manifoldagg._output import check_plots, new_figure, whole
+from manifoldagg._io import check_plots, new_figure, whole
 from manifoldagg.errors import ArgumentError
 from manifoldagg.routing._arguments import rate_vector
 from manifoldagg.routing.bounds import Bound

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manifoldagg.errors import check_vector
+from manifoldagg._validation import check_vector
 
 __all__ = ["gini", "theil"]
 

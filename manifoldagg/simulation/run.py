@@ -8,26 +8,30 @@ from typing import Any
 
 from immutables import Map
 
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_instance
+from manifoldagg._validation import check_choice, check_count, check_instance
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Every, Rule, Server, Trainer
-from manifoldagg.federated.contract import check_rule, check_trainer
-from manifoldagg.federated.record.description import describe as described
-from manifoldagg.federated.record.persistent import Ordered
+from manifoldagg.federated.server.durability.fingerprint import describe as described
+from manifoldagg.federated.server.durability.persistent_map import Ordered
+from manifoldagg.federated.types import check_rule, check_trainer
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation.clocks.trace import Record
-from manifoldagg.simulation.desk import Desk
-from manifoldagg.simulation.exam import Marks
+from manifoldagg.simulation.availability import Participations
+from manifoldagg.simulation.checkpointing import Keeper
+from manifoldagg.simulation.cost import Evaluation, Spent, reached
+from manifoldagg.simulation.delays import Delays
+from manifoldagg.simulation.engine import Event, UnderWay
+from manifoldagg.simulation.evaluation import Marks
+from manifoldagg.simulation.executors.executor import Executors
+from manifoldagg.simulation.executors.task_runner import Crew
 from manifoldagg.simulation.fairness import gini, theil
-from manifoldagg.simulation.federation import Federation, check_federation
-from manifoldagg.simulation.foresight import Foresight
-from manifoldagg.simulation.keeper import Keeper
-from manifoldagg.simulation.log import Evaluation, Spent, reached
-from manifoldagg.simulation.scenario import Delays, Participations, Schedulers, course_of
-from manifoldagg.simulation.settings import of_run
-from manifoldagg.simulation.stand import Halt, Ledger
-from manifoldagg.simulation.under_way import Event, UnderWay
-from manifoldagg.simulation.workers.crew import Crew
-from manifoldagg.simulation.workers.pool import Executors
+from manifoldagg.simulation.federated_dataset import Federation, check_federation
+from manifoldagg.simulation.in_flight import Desk
+from manifoldagg.simulation.lookahead import Foresight
+from manifoldagg.simulation.run_metadata import of_run
+from manifoldagg.simulation.schedulers import Schedulers
+from manifoldagg.simulation.snapshot import Halt, Ledger
+from manifoldagg.simulation.trace import Record
+from manifoldagg.simulation.workload import course_of
 
 __all__ = ["Method", "Run", "check_method", "run"]
 
@@ -206,10 +210,11 @@ def run(
             run, naming the first difference, or scheduler or participation go otherwise than they went.
 
     Example:
-        >>> from manifoldagg.federated import rules, trainers
-        >>> from manifoldagg.simulation import iid_partition, task
+        >>> from manifoldagg.federated import rules, clients
+        >>> from manifoldagg.experiments import task
+        >>> from manifoldagg.simulation import iid_partition
         >>> federation = Federation.split(task("digits"), 6, partition=iid_partition, seed=0)
-        >>> method = Method("FedAvg", rules.FedAvg(cohort=3), trainers.Local(epochs=1))
+        >>> method = Method("FedAvg", rules.FedAvg(cohort=3), clients.Local(epochs=1))
         >>> found = run(federation, method, rounds=6, every=3)
         >>> found.evaluated, found.staleness
         ([0, 3, 6], [0, 0, 0, 0, 0, 0])

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from manifoldagg.errors import ArgumentError, ManifoldAggError, check_choice, check_count, check_number
+from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.manifolds import Manifold, Validated, norm
 from manifoldagg.testing.laws import LAWS, Setting, reach
 

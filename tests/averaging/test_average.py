@@ -16,7 +16,7 @@ from manifoldagg import ParameterSpace, average
 from manifoldagg.averaging import karcher
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.manifolds import Grassmann, LowRank, SpecialOrthogonal, Sphere
-from tests.federated.words import SIZE, counted
+from tests.federated.rules.memory_traffic import SIZE, counted
 from tests.support import draw, rotation, seeds
 
 counts = st.integers(1, 7) | st.just(33)

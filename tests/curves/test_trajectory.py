@@ -11,7 +11,7 @@ from manifoldagg.curves import Bezier, Phases, Piecewise, Training, fit
 from manifoldagg.curves.trajectory import PathFit, PathPoints
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import Flat, ParameterSpace, PoincareBall, SpecialOrthogonal, Sphere, geodesic
-from tests.federated.words import SIZE, counted
+from tests.federated.rules.memory_traffic import SIZE, counted
 from tests.support import draw, dtypes, relative, rotation, scales, seeds
 
 P = 5

@@ -9,10 +9,10 @@ from manifoldagg import aggregate
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
 from manifoldagg.federated.buffers import Packed
+from manifoldagg.federated.model_state import Snapshot
+from manifoldagg.federated.pytrees import disjoint, tensors
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedOrtho
-from manifoldagg.federated.snapshot import Snapshot
 from manifoldagg.federated.step import Terms, step
-from manifoldagg.federated.trees import disjoint, tensors
 from manifoldagg.manifolds import Flat, ParameterSpace, ambient
 from tests.federated.fingerprint import Gathers, bits
 from tests.support import draw, seeds

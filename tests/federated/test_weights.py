@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import manifoldagg.federated.weights
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server
-from manifoldagg.federated.checks import Checks
+from manifoldagg.federated.limits import Checks
 from manifoldagg.federated.rules import FedAvg
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds import Flat

@@ -10,14 +10,14 @@ from flwr.app import Message as Letter
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, DivergenceError, WireError
-from manifoldagg.federated import Message, Payload, Server, Ticket, rules, trainers
+from manifoldagg.experiments.registry import method
+from manifoldagg.federated import Message, Payload, Server, Ticket, clients, rules
 from manifoldagg.integrations.flower import client_app
 from manifoldagg.integrations.flower.records import KEY, array_record, packed, unpacked
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import Federation, run
-from manifoldagg.simulation.methods import method
 from manifoldagg.wire import pack, ticket_of, unpack
-from tests.simulation.test_errands import dropping, same
+from tests.simulation.executors.test_client_task import dropping, same
 from tests.simulation.test_run import clusters, dirichlet
 
 CLIENTS = 3
@@ -156,7 +156,7 @@ def test_a_trainer_may_follow_from_the_run():
     space = ParameterSpace.of(of.model())
     context = node(**{"partition-id": 0})
     context.run_config = {"degree": 3}
-    app = app_of(of, lambda context: trainers.Curve(degree=context.run_config["degree"], steps=(1, 1)))
+    app = app_of(of, lambda context: clients.Curve(degree=context.run_config["degree"], steps=(1, 1)))
     *_, payload = answer(app, plain_form(Message(space.point(of.model())), space), context, space)
     assert payload.points.shape[0] == 3
 
@@ -171,7 +171,7 @@ def test_half_numbers_and_frozen_parameters_come_back():
     server = Server.of(half(), rules.FedAsync(rate=0.5))
     ticket = server.dispatch("ward-7")
     batches = [(torch.ones(4, 2, dtype=torch.bfloat16), torch.tensor([0, 1, 2, 0]))]
-    app = client_app(trainers.Local(epochs=1), half, lambda context, nth: batches)
+    app = client_app(clients.Local(epochs=1), half, lambda context, nth: batches)
     contents = (
         RecordDict({KEY: packed(pack(ticket))}),
         RecordDict({"arrays": array_record(ticket.state_dict())}),
@@ -191,7 +191,7 @@ def test_mods_are_around_training_and_evaluation():
         seen.append(message.metadata.message_type)
         return call(message, context)
 
-    app = app_of(of, trainers.Local(epochs=1), mods=[mod])
+    app = app_of(of, clients.Local(epochs=1), mods=[mod])
     content = plain_form(Message(space.point(of.model())), space)
     for kind in ("train", "evaluate"):
         app(letter(content, kind), node(**{"partition-id": 0}))
@@ -210,7 +210,7 @@ def test_evaluation_is_of_the_model_that_came(form):
     expected = nn.functional.cross_entropy(model.eval()(inputs), labels).item()
 
     def metrics(**options):
-        app = client_app(trainers.Local(), of.task.model, lambda context, nth: batches, **options)
+        app = client_app(clients.Local(), of.task.model, lambda context, nth: batches, **options)
         return dict(app(letter(form(message, server.space), "evaluate"), node()).content["metrics"])
 
     found = metrics()
@@ -230,7 +230,7 @@ def test_evaluation_is_of_the_model_that_came(form):
 def test_what_is_no_message_is_refused_and_named(kind):
     of = federation()
     space = ParameterSpace.of(of.model())
-    app = app_of(of, trainers.Local(epochs=1))
+    app = app_of(of, clients.Local(epochs=1))
     start = space.point(of.model())
     other = ParameterSpace.of(nn.Linear(2, 2))
     refused = {
@@ -250,7 +250,7 @@ def test_what_is_no_message_is_refused_and_named(kind):
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("trainer", {"trainer": trainers.Local}),
+        ("trainer", {"trainer": clients.Local}),
         ("trainer", {"trainer": 3}),
         ("model", {"model": "resnet"}),
         ("data", {"data": []}),
@@ -261,14 +261,14 @@ def test_what_is_no_message_is_refused_and_named(kind):
     ],
 )
 def test_what_does_not_fit_is_named(name, given):
-    fits = {"trainer": trainers.Local(), "model": clusters().model, "data": lambda context, nth: []}
+    fits = {"trainer": clients.Local(), "model": clusters().model, "data": lambda context, nth: []}
     with pytest.raises(ArgumentError, match=f"^{name}: expected"):
         client_app(**fits | given)
 
 
 @pytest.mark.usefixtures("as_shipped")
 def test_a_function_that_makes_no_module_is_named():
-    app = client_app(trainers.Local(), lambda: 3, lambda context, nth: [])
+    app = client_app(clients.Local(), lambda: 3, lambda context, nth: [])
     with pytest.raises(ArgumentError, match=r"^model: expected a function that makes a module, it made int"):
         app(letter(RecordDict()), node())
 
@@ -278,7 +278,7 @@ def test_batches_that_are_over_after_an_epoch_are_named():
     space = ParameterSpace.of(of.model())
     content = plain_form(Message(space.point(of.model())), space)
     for once in (iter([]), (batch for batch in ())):
-        app = client_app(trainers.Local(epochs=2), of.task.model, lambda context, nth, once=once: once)
+        app = client_app(clients.Local(epochs=2), of.task.model, lambda context, nth, once=once: once)
         for kind in ("train", "evaluate"):
             with pytest.raises(ArgumentError, match=r"^data: expected what can be iterated again .* returned a "):
                 app(letter(content, kind), node())

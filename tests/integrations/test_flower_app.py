@@ -10,9 +10,9 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
+from manifoldagg.experiments.registry import RULES, method
 from manifoldagg.federated import Server
-from manifoldagg.federated.contract import extras
-from manifoldagg.simulation.methods import RULES, method
+from manifoldagg.federated.types import extras
 from tests.integrations.engine import running
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from torch import nn
 
 from manifoldagg import ParameterSpace, Server, aggregate, average_adapters
 from manifoldagg.federated.rules import FedAsync, FedAvg
-from manifoldagg.manifolds.scaling import Scaled, scalings
+from manifoldagg.manifolds.lora.scaling import Scaled, scalings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 peft = pytest.importorskip("peft")

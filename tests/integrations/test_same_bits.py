@@ -10,15 +10,15 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from manifoldagg.experiments.registry import method
 from manifoldagg.federated import Message as Order
 from manifoldagg.federated import Server, work
-from manifoldagg.federated.repeatable import repeatable, task_generator
+from manifoldagg.federated.clients.determinism import repeatable, task_generator
 from manifoldagg.integrations.flower import Asynchronous, client_app
 from manifoldagg.integrations.flower.records import array_record, state_dict
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import Federation, run
-from manifoldagg.simulation.methods import method
-from tests.simulation.test_errands import dropping
+from tests.simulation.executors.test_client_task import dropping
 from tests.simulation.test_run import clusters, dirichlet
 
 CLIENTS = 3

@@ -14,14 +14,15 @@ from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import Every, Payload, Server, rules, trainers
-from manifoldagg.federated.contract import extras
-from manifoldagg.integrations.flower import Asynchronous, campaign, client_app
+from manifoldagg.federated import Every, Payload, Server, rules
+from manifoldagg.federated import clients as trainers
+from manifoldagg.federated.types import extras
+from manifoldagg.integrations.flower import Asynchronous, client_app, dispatcher
 from manifoldagg.integrations.flower.metrics import weighted_mean
 from manifoldagg.integrations.flower.records import KEY, array_record, packed, state_dict
 from manifoldagg.integrations.flower.rounds import Rounds
 from manifoldagg.wire import pack
-from tests.federated.registered import golden
+from tests.federated.rules.registered import golden
 from tests.integrations.engine import running
 
 GOLDEN = golden()
@@ -262,7 +263,7 @@ def test_one_letter_a_node_and_no_more_replies_at_a_time_than_fit(monkeypatch):
         grid = Watched(engine.grid)
         asynchronous().start(grid, first(), num_rounds=3)
         assert (grid.most, max(grid.pulled)) == (1, 4)
-        monkeypatch.setattr(campaign, "AT_ONCE", 3 * sum(len(x.data) for x in first().values()))
+        monkeypatch.setattr(dispatcher, "AT_ONCE", 3 * sum(len(x.data) for x in first().values()))
         grid = Watched(engine.grid)
         asynchronous().start(grid, first(), num_rounds=3)
         # Arrays are packed as they came, so a reply is as large as a message.
@@ -789,7 +790,7 @@ def test_an_answer_that_came_in_time_counts_however_long_the_server_was_busy():
 
 
 def test_an_unreadable_answer_idles_nobody_for_long(monkeypatch):
-    monkeypatch.setattr(campaign, "LOST", 0.2)
+    monkeypatch.setattr(dispatcher, "LOST", 0.2)
     trained = Counter()
 
     def train(state, part):

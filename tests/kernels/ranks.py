@@ -9,11 +9,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import reference, sharded
+from manifoldagg.kernels import sharded
+from manifoldagg.kernels.backends import reference
 from manifoldagg.kernels.blocks import BLOCK, Blocks
-from manifoldagg.kernels.pieces import across_ranks, guard
-from manifoldagg.kernels.rows import Rows, bounds, is_spread
-from manifoldagg.kernels.sums import fold, symmetric
+from manifoldagg.kernels.operands import Rows, bounds, is_spread
+from manifoldagg.kernels.reduction import fold, symmetric
+from manifoldagg.kernels.shards import across_ranks, guard
 from tests.ranks import main
 from tests.support import draw
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import combine, compiled, gram
+from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels.backends import cpu
 from tests.support import draw, relative, scales, seeds, sizes
 
 EPS = 2.0**-52
@@ -91,14 +92,14 @@ def test_a_float64_row_that_is_not_finite_is_not_multiplied_again(value, monkeyp
     rows = draw(0, 3, 50)
     expected = gram(rows[1:])
     rows[0, 7] = value
-    monkeypatch.setattr("manifoldagg.kernels.sums.restored", None)
+    monkeypatch.setattr("manifoldagg.kernels.reduction.restored", None)
     inner = gram(rows)
     assert not inner[0, 0, 0].isfinite()
     assert torch.equal(inner[:, 1:, 1:], expected)
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads(monkeypatch):
-    monkeypatch.setattr(compiled, "SERIAL", 0)
+    monkeypatch.setattr(cpu, "SERIAL", 0)
     rows = draw(0, 3, 1_000_003, dtype=torch.float32)
     before = torch.get_num_threads()
     try:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manifoldagg import ParameterSpace
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import LowRank, Power, Product, Sphere, Validated
-from manifoldagg.manifolds.factors import Joint, balanced, combined, truncated
+from manifoldagg.manifolds.lora.factors import Joint, balanced, combined, truncated
 from manifoldagg.testing import check_manifold
 from tests.support import Largest, draw, rotation, seeds
 

@@ -35,7 +35,7 @@ from manifoldagg.federated.rules import (
     Momentum,
     RadialDirectional,
 )
-from manifoldagg.kernels import compiled
+from manifoldagg.kernels.backends import cpu
 from manifoldagg.optim import Outer
 from tests.support import draw, relative, seeds
 
@@ -142,7 +142,7 @@ def test_a_run_is_the_same_one_by_one_and_goes_on_from_its_state(name, monkeypat
     params = parameters()
     outer = Outer(params, RULES[name])
     whole = run(outer, params, 3, 6)
-    monkeypatch.setattr(compiled, "combine_each", lambda *_: None)
+    monkeypatch.setattr(cpu, "combine_each", lambda *_: None)
     others = parameters()
     first = Outer(others, RULES[name])
     run(first, others, 3, 3)

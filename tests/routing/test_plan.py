@@ -60,7 +60,7 @@ def test_a_name_in_the_table_is_no_markup():
     pytest.importorskip("typer")
     from rich.console import Console
 
-    from manifoldagg._tables import routing_tables
+    from manifoldagg.cli.route import routing_tables
 
     names = ("[/x]", "[red]a", "b\\")
     plan = make_plan(group_clients(("a", "b", "c"), [1.0, 2.0, 3.0], names), TimeBound([1.0, 2.0, 3.0], 4, **CONSTANTS))
@@ -100,7 +100,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_objectives_are_the_two_bounds():
     pytest.importorskip("typer")
-    from manifoldagg._route_command import objective_bound
+    from manifoldagg.cli.route import objective_bound
 
     rates = np.ones(2)
     assert objective_bound("time", rates, 3, rounds=9, **CONSTANTS) == TimeBound(rates, 3, **CONSTANTS)

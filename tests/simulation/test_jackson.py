@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.clocks.jackson import JacksonNetwork
+from manifoldagg.simulation.jackson import JacksonNetwork
 
 
 def states(clients, tasks):

@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from manifoldagg.errors import ArgumentError, CheckpointError, DivergenceError
-from manifoldagg.federated import Every, Payload, Server, rules, trainers
-from manifoldagg.federated import server as server_module
-from manifoldagg.federated.record import archive
-from manifoldagg.federated.record import checkpoint as checkpoints
+from manifoldagg.experiments.compare import compare
+from manifoldagg.experiments.progress_dir import Unfinished, discard
+from manifoldagg.experiments.registry import RULES, method, methods
+from manifoldagg.federated import Every, Payload, Server, rules
+from manifoldagg.federated import clients as trainers
+from manifoldagg.federated.server import server as server_module
+from manifoldagg.federated.server.durability import checkpoint as checkpoints
+from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import (
     Change,
@@ -29,18 +33,15 @@ from manifoldagg.simulation import (
     iid_partition,
     run,
 )
-from manifoldagg.simulation.compare import compare
-from manifoldagg.simulation.course import Course
-from manifoldagg.simulation.exam import Marks
-from manifoldagg.simulation.keeper import SHARE, Keeper
-from manifoldagg.simulation.methods import RULES, method, methods
-from manifoldagg.simulation.unfinished import Unfinished, discard
-from manifoldagg.simulation.workers.crew import Crew
-from tests.simulation import crews
+from manifoldagg.simulation.checkpointing import SHARE, Keeper
+from manifoldagg.simulation.evaluation import Marks
+from manifoldagg.simulation.event_loop import Course
+from manifoldagg.simulation.executors.task_runner import Crew
+from tests.simulation.executors import runners
 from tests.simulation.test_run import clusters
 
 ROUNDS = 9
-FEDERATION = crews.federation()
+FEDERATION = runners.federation()
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ FAILING = [Change(9.0, 0, "fail"), Change(14.0, 0, "return"), Change(20.0, 1, "f
 ENDS = np.cumsum(np.random.default_rng(0).exponential(size=50)).tolist()
 TRACE = [Record(i % 5, 1.0, 0.0, 0.0, end, 0) for i, end in enumerate(ENDS)]
 SCENARIOS = {
-    **crews.SCENARIOS,
+    **runners.SCENARIOS,
     "failing": {"delays": Exponential(3.0), "participation": FAILING},
     "alone": {"scheduler": lambda c, g: IndependentClients({k: Deterministic(1.0 + k % 2) for k in c}, g)},
     "replay": {"scheduler": lambda c, g: Replay(TRACE)},
@@ -124,7 +125,7 @@ WAYS = {
     "remembers": REMEMBERS,
     "drawn": Method("drawn", rules.DeFedAvg(cohort=2), Remembers()),
     "cohorts": Method("cohorts", rules.FedAvg(cohort=3), Remembers()),
-    "routed": Method("routed", crews.uniform, Remembers()),
+    "routed": Method("routed", runners.uniform, Remembers()),
     "buffers": Method("buffers", rules.FedBuff(2), Remembers()),
 }
 
@@ -224,7 +225,7 @@ def test_what_an_executor_has_trained_ahead_is_trained_again(tmp_path):
 
 def test_time_that_a_rule_asks_for_is_remembered(tmp_path):
     rule = rules.AsyncFedED(0.1, gain=1.0, target=3.0, epochs=2, warm_up=0)
-    what = Method("AsyncFedED", rule, trainers.Epochs(crews.LOCAL))
+    what = Method("AsyncFedED", rule, trainers.Epochs(runners.LOCAL))
     like = {"delays": Deterministic(1.0), "work": "dispatched"}
     whole = run(FEDERATION, what, rounds=ROUNDS, **like)
     assert len({task.work for task in whole.trace}) > 1
@@ -257,7 +258,7 @@ def test_a_run_that_is_over_ends_as_it_did(tmp_path):
 
 def test_messages_are_written_once_and_not_where_the_server_keeps_them(tmp_path):
     in_parts(tmp_path / "run", [4])
-    tree = archive.read(tmp_path / "run", "run")
+    tree = tensor_file.read(tmp_path / "run", "run")
     starts = [message[0] for *_, message in tree["out"]]
     assert len(starts) >= 4
     assert set(starts) == {None}
@@ -287,8 +288,8 @@ def test_a_comparison_goes_on_to_the_same_bits(kill, comparison, tmp_path, reque
     """Stopped in the first run, before the curve that is drawn and after it, in the last; no line of the log is twice."""
     if kill:
         request.getfixturevalue("killed")
-        monkeypatch.setattr("manifoldagg.simulation.unfinished.SECONDS", 1e-9)
-        monkeypatch.setattr("manifoldagg.simulation.keeper.SHARE", 0)
+        monkeypatch.setattr("manifoldagg.experiments.progress_dir.SECONDS", 1e-9)
+        monkeypatch.setattr("manifoldagg.simulation.checkpointing.SHARE", 0)
     folder = tmp_path / "some.unfinished"
     for name, seed, round_ in (("FedGS", 0, 3), ("AsyncBezier", 0, 3), ("AsyncBezier", 0, 7), ("AsyncBezier", 1, 5)):
         stop = stopping(round_)
@@ -402,10 +403,10 @@ def test_a_file_that_is_another_by_now_is_refused_by_name(option, words, before,
         ({"delays": Deterministic(1.0)}, "settings: delays: was None, got Deterministic"),
         ({"what": replace(REMEMBERS, rule=rules.FedAsync(0.25))}, "settings: rule: was FedAsync("),
         (
-            {"what": replace(REMEMBERS, trainer=crews.LOCAL)},
+            {"what": replace(REMEMBERS, trainer=runners.LOCAL)},
             "settings: trainer: was Remembers(diverges=0.2), got Local(",
         ),
-        ({"federation": crews.federation(seed=1)}, "settings: split: was "),
+        ({"federation": runners.federation(seed=1)}, "settings: split: was "),
         ({"federation": replace(FEDERATION, batch=16)}, "settings: batch: was 32, got 16"),
         ({"versions": {"torch": "1.0"}}, "settings: versions: torch: was "),
     ],
@@ -418,9 +419,9 @@ def test_other_settings_are_refused_by_name(change, words, tmp_path, monkeypatch
     before = path.read_bytes()
     federation, what = change.pop("federation", FEDERATION), change.pop("what", REMEMBERS)
     if "versions" in change:
-        was = archive.read(path, "run")["about"]["versions"]
+        was = tensor_file.read(path, "run")["about"]["versions"]
         was |= change.pop("versions")
-        monkeypatch.setattr("manifoldagg.simulation.settings.versions", lambda: was)
+        monkeypatch.setattr("manifoldagg.simulation.run_metadata.versions", lambda: was)
     with pytest.raises(CheckpointError, match=f"^{re.escape(f'{path}: {words}')}"):
         run(federation, what, **({"rounds": ROUNDS} | change), checkpoint=Every(path, updates=1), resume=True)
     assert path.read_bytes() == before
@@ -487,7 +488,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(tmp_path, monk
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(archive.os, "fsync", full)
+    monkeypatch.setattr(tensor_file.os, "fsync", full)
     assert once(tmp_path / "run") == run(FEDERATION, REMEMBERS, rounds=ROUNDS)
     assert "No space left on device" in caplog.text
     with pytest.raises(Stop) as stopped:
@@ -519,6 +520,6 @@ def test_seconds_are_waited_for_and_a_slow_disk_is_waited_for_longer(tmp_path, m
 
 def test_what_is_written_is_what_json_could_hold_of_the_log(tmp_path):
     in_parts(tmp_path / "run", [4])
-    rows = archive.read(tmp_path / "run", "run")["rows"]
+    rows = tensor_file.read(tmp_path / "run", "run")["rows"]
     whole = run(FEDERATION, REMEMBERS, rounds=ROUNDS)
     assert json.loads(json.dumps(rows)) == [vars(row) for row in whole.evaluations[: len(rows)]]

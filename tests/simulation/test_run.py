@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, DivergenceError
+from manifoldagg.experiments import task
+from manifoldagg.experiments.compare import compare
+from manifoldagg.experiments.registry import method, methods
+from manifoldagg.experiments.run_report import check_destination, write_report
 from manifoldagg.federated import Payload
-from manifoldagg.federated.repeatable import seeded_model
+from manifoldagg.federated.clients.determinism import seeded_model
 from manifoldagg.federated.rules import FedGS
-from manifoldagg.simulation import Batches, Federation, Method, Partition, Task, dirichlet_partition, run, task
-from manifoldagg.simulation.compare import compare
-from manifoldagg.simulation.methods import method, methods
-from manifoldagg.simulation.report import check_destination, write_report
+from manifoldagg.simulation import Batches, Federation, Method, Partition, Task, dirichlet_partition, run
 from tests.support import draw
 
 
@@ -154,7 +155,7 @@ def test_a_destination_that_cannot_be_is_refused_at_once(tmp_path):
 
 
 def test_a_report_that_fails_leaves_nothing(comparison, tmp_path, monkeypatch):
-    monkeypatch.setattr("manifoldagg.simulation.pictures.draw_planes", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("manifoldagg.experiments.plots.draw_planes", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_report(comparison, tmp_path / "name")
     assert list(tmp_path.iterdir()) == []

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, CheckpointError, ManifoldAggError
 from manifoldagg.simulation import PriorityScheduler
-from manifoldagg.simulation.clocks.delays import Deterministic, Exponential, LogNormal, Uniform
-from manifoldagg.simulation.clocks.jackson import JacksonNetwork
-from manifoldagg.simulation.clocks.replay import Replay
-from manifoldagg.simulation.clocks.schedulers import IndependentClients
-from manifoldagg.simulation.clocks.trace import Record
+from manifoldagg.simulation.delays import Deterministic, Exponential, LogNormal, Uniform
+from manifoldagg.simulation.jackson import JacksonNetwork
+from manifoldagg.simulation.replay import Replay
+from manifoldagg.simulation.schedulers import IndependentClients
+from manifoldagg.simulation.trace import Record
 from tests.support import seeds
 
 CLIENTS = 5

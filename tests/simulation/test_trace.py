@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
+from manifoldagg.experiments.gantt import draw_trace
 from manifoldagg.simulation import PriorityScheduler
-from manifoldagg.simulation.clocks.delays import Deterministic, Uniform
-from manifoldagg.simulation.clocks.gantt import draw_trace
-from manifoldagg.simulation.clocks.replay import Replay
-from manifoldagg.simulation.clocks.schedulers import IndependentClients
-from manifoldagg.simulation.clocks.trace import Record, read_trace, write_trace
+from manifoldagg.simulation.delays import Deterministic, Uniform
+from manifoldagg.simulation.replay import Replay
+from manifoldagg.simulation.schedulers import IndependentClients
+from manifoldagg.simulation.trace import Record, read_trace, write_trace
 from tests.support import seeds
 
 times = st.floats(0, 1e300)

@@ -10,14 +10,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_count
 from manifoldagg.corrections import Frame, Gram
 from manifoldagg.corrections.transport import RUNGS, TRANSPORTS, Passage
-from manifoldagg.errors import ArgumentError, check_choice, check_count
-from manifoldagg.federated.contract import Memory, Message, Outcome, Point, State, Target, Update
-from manifoldagg.federated.rules._curved import arrive, tangents_at
-from manifoldagg.federated.rules._reading import in_float64
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.rules._geometry import in_float64
+from manifoldagg.federated.rules._riemannian_step import arrive, tangents_at
 from manifoldagg.federated.schedules import check_options
-from manifoldagg.kernels.memory import empty_like
+from manifoldagg.federated.types import Memory, Message, Outcome, Point, State, Target, Update
+from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold, check_point
 from manifoldagg.manifolds.manifold import check_is_manifold
 

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import check_number
 from manifoldagg.corrections import Frame, Gram
-from manifoldagg.errors import check_number
-from manifoldagg.federated.contract import Outcome, Point, State, Target, Update
 from manifoldagg.federated.rules._base import TangentRule, follow
-from manifoldagg.federated.rules._noise import Mechanism
-from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root, told_of
+from manifoldagg.federated.rules._gaussian_mechanism import Mechanism
+from manifoldagg.federated.rules._geometry import along, check_points, cosine, frame_of, moved, root, told_of
 from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.federated.types import Outcome, Point, State, Target, Update
 from manifoldagg.kernels import combine
-from manifoldagg.kernels.memory import empty_like
-from manifoldagg.kernels.windows import windows
+from manifoldagg.kernels.alloc import empty_like
+from manifoldagg.kernels.chunking import windows
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["BufferedRule", "Mean"]

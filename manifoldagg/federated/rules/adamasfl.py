@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.federated.contract import State, Update
-from manifoldagg.federated.rules._reading import root
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.rules._geometry import root
 from manifoldagg.federated.rules.masfl import ControlVariates
+from manifoldagg.federated.types import State, Update
 from manifoldagg.kernels import combine, gram
 
 __all__ = ["AdaMasFL"]
@@ -26,7 +27,7 @@ class AdaMasFL(ControlVariates):
     $$\eta = \frac{1}{K \sqrt T}, \qquad \beta = \sqrt{\frac{SK}{T}}, \qquad \gamma = \frac{(SK)^{1/4}}{T^{3/4}}.$$
 
     A client takes K steps of length $\eta$ in the trainer
-    [`Normalised`][manifoldagg.federated.trainers.Normalised], which reads $\eta$ and K from the message. So
+    [`Normalised`][manifoldagg.federated.clients.Normalised], which reads $\eta$ and K from the message. So
     $\|\Delta_i\| \le 1$, T steps go no farther than $T \gamma = (SKT)^{1/4}$, and losses times $\kappa$ change nothing.
     What has gone farther than K steps can, but for rounding, is refused.
 

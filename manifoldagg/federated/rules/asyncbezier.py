@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_number
 from manifoldagg.corrections import AutoThreshold, Correction, Gram, OrthoDC
-from manifoldagg.errors import ArgumentError, check_choice, check_number
-from manifoldagg.federated.contract import Memory, Message, State, Update
-from manifoldagg.federated.rules._course import PULL_BACKS, Course
-from manifoldagg.federated.rules._reading import root
-from manifoldagg.federated.rules._step import ScheduledRule
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.rules._curve_rule import ScheduledRule
+from manifoldagg.federated.rules._geometry import root
+from manifoldagg.federated.rules._step_curve import PULL_BACKS, Course
+from manifoldagg.federated.types import Memory, Message, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncBezier"]
@@ -58,7 +59,7 @@ class AsyncBezier(ScheduledRule):
             run agrees with itself no more.
         normalise: divide $\rho$ by the client's pace $\eta_i K_i$ over the running mean of paces, at which clients
             with different local rates or steps have one say. The message has the number `pace`, and the payload
-            brings the client's, as [`Trajectory`][manifoldagg.federated.trainers.Trajectory] does.
+            brings the client's, as [`Trajectory`][manifoldagg.federated.clients.Trajectory] does.
         polygon: read the points as the corners of a polygon, equally far apart in the parameter, such as the n points
             of `Trajectory(pieces=n)`; else as the control points of a Bézier curve of degree n.
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from manifoldagg.corrections import Correction, Tangent
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.rules._step import ScheduledRule
+from manifoldagg.federated.rules._curve_rule import ScheduledRule
 
 __all__ = ["AsyncCorrected"]
 

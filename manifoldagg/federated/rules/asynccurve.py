@@ -7,18 +7,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import check_count, check_number
 from manifoldagg.averaging.swa import averaged_in
 from manifoldagg.corrections import Corrected, Correction, OrthoDyn, rotate_control
 from manifoldagg.corrections.gram import CANCELLED, Matrix, cancelled
 from manifoldagg.corrections.rotation import turn
-from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, root
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, root
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.federated.types import Memory, Message, Outcome, State, Update
 from manifoldagg.kernels import combine, gram
-from manifoldagg.kernels.memory import empty_like
+from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncCurve"]

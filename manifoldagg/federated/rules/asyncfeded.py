@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manifoldagg.errors import check_count, check_number
-from manifoldagg.federated.contract import Memory, Message, Outcome, State, Target, Update
+from manifoldagg._validation import check_count, check_number
 from manifoldagg.federated.rules._base import TangentRule, follow
-from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, root, told_of
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, root, told_of
 from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.federated.types import Memory, Message, Outcome, State, Target, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncFedED"]
@@ -29,7 +29,7 @@ class AsyncFedED(TangentRule):
       \qquad K_i \leftarrow \max(1,\; K_i + \lfloor \kappa\, (\bar\gamma - \gamma_i) \rfloor),$$
 
     where $K_i$ is the number of epochs that the client trains next: the message's number `epochs`, which the trainer
-    [`Epochs`][manifoldagg.federated.trainers.Epochs] obeys. In the first rounds $\gamma_i = \bar\gamma$.
+    [`Epochs`][manifoldagg.federated.clients.Epochs] obeys. In the first rounds $\gamma_i = \bar\gamma$.
 
     $\gamma_i = 0$ without a drift: the client's step is $\lambda / \epsilon$ of its displacement. A client that has not
     moved says nothing: the model and its $K_i$ stay. Who joins late begins with $K^0$; who comes back finds its $K_i$;

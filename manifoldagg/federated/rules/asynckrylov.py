@@ -5,9 +5,9 @@ from functools import cached_property
 from typing import ClassVar
 
 from manifoldagg.corrections import Correction, KrylovDC
-from manifoldagg.federated.contract import State
-from manifoldagg.federated.rules._course import Course
-from manifoldagg.federated.rules._step import ScheduledRule
+from manifoldagg.federated.rules._curve_rule import ScheduledRule
+from manifoldagg.federated.rules._step_curve import Course
+from manifoldagg.federated.types import State
 
 __all__ = ["AsyncKrylov"]
 
@@ -17,7 +17,7 @@ class AsyncKrylov(ScheduledRule):
     r"""$\Theta^{\tau+1} = \exp_{\Theta^\tau}(\rho\, \pi v_n)$, with the $\pi$ of KrylovDC.
 
     A client sends n points of its path, equally many local steps apart, the last of which is its model: a
-    [`Trajectory`][manifoldagg.federated.trainers.Trajectory] with `pieces=n`. The server goes along the chord; the
+    [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n`. The server goes along the chord; the
     points before the end say how much of the drift the client would have met again. For no further gradient, n models
     are sent instead of one; with n = 1 this is [`ASGD`][manifoldagg.federated.rules.ASGD].
 

@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.corrections import Frame
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_number
-from manifoldagg.federated.contract import Outcome, State, Update
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import along, check_points, cosine, frame_of, moved, root
+from manifoldagg.federated.rules._geometry import along, check_points, cosine, frame_of, moved, root
 from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.federated.types import Outcome, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["CA2FL"]

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
+from manifoldagg._validation import check_choice, check_number
 from manifoldagg.corrections import Correction, DelayCompensated
-from manifoldagg.errors import check_choice, check_number
-from manifoldagg.federated.rules._step import ScheduledRule
+from manifoldagg.federated.rules._curve_rule import ScheduledRule
 
 __all__ = ["DCASGD"]
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from manifoldagg.errors import check_count, check_decay, check_number
-from manifoldagg.federated.contract import Outcome, Point, State, Target, Update
+from manifoldagg._validation import check_count, check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, identity
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, identity
 from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.federated.types import Outcome, Point, State, Target, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["DelayedNesterov"]

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manifoldagg.errors import ArgumentError, check_count
-from manifoldagg.federated.contract import Memory
+from manifoldagg._validation import check_count
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.schedules import check_options
+from manifoldagg.federated.types import Memory
 
 __all__ = ["Dominance"]
 

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import check_choice, check_count, check_decay, check_number
-from manifoldagg.federated.contract import Outcome, State, Update
+from manifoldagg._validation import check_choice, check_count, check_decay, check_number
 from manifoldagg.federated.rules._buffer import BufferedRule, Mean
-from manifoldagg.federated.rules._noise import Mechanism
+from manifoldagg.federated.rules._gaussian_mechanism import Mechanism
 from manifoldagg.federated.rules.fedadam import distance, moments, quotient_step
 from manifoldagg.federated.schedules import Rate
-from manifoldagg.kernels.memory import empty_like
+from manifoldagg.federated.types import Outcome, State, Update
+from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["FADAS"]

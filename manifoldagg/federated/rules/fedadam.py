@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import check_decay, check_number
-from manifoldagg.federated.contract import State
+from manifoldagg._validation import check_decay, check_number
 from manifoldagg.federated.rules._buffer import Mean
-from manifoldagg.federated.rules._reading import root
+from manifoldagg.federated.rules._geometry import root
 from manifoldagg.federated.rules.fedavg import FedAvg
 from manifoldagg.federated.schedules import Rate
+from manifoldagg.federated.types import State
 from manifoldagg.kernels import gram
-from manifoldagg.kernels.memory import empty_like
+from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["FedAdam"]

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from manifoldagg.corrections import Correction, Position
-from manifoldagg.federated.contract import State, Update
-from manifoldagg.federated.rules._step import CurveRule
+from manifoldagg.federated.rules._curve_rule import CurveRule
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Constant
+from manifoldagg.federated.types import State, Update
 
 __all__ = ["FedAsync"]
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from manifoldagg.errors import check_count
-from manifoldagg.federated.contract import Update
+from manifoldagg._validation import check_count
 from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.schedules import Rate
+from manifoldagg.federated.types import Update
 
 __all__ = ["FedAvg"]
 
@@ -17,7 +17,7 @@ class FedAvg(BufferedRule):
 
     $\Delta_i = \Theta_i - \Theta^{t_i}$ against the base of each client, so that a straggler of an earlier round is
     averaged like the others. FedProx is this rule with the trainer
-    [`Proximal`][manifoldagg.federated.trainers.Proximal].
+    [`Proximal`][manifoldagg.federated.clients.Proximal].
 
     With K steps of gradient descent of rate $\eta$ on quadratic losses of Hessians $H_i$ and minimisers $a_i$, and the
     proximal term $\mu$, the fixed point is $(\sum w_i P_i)^{-1} \sum w_i P_i a_i$ with

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from manifoldagg.errors import check_count
-from manifoldagg.federated.contract import Update
+from manifoldagg._validation import check_count
 from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.schedules import Rate, Weight, weight_at
 from manifoldagg.federated.staleness import Polynomial
+from manifoldagg.federated.types import Update
 
 __all__ = ["FedBuff"]
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from manifoldagg._validation import check_choice
 from manifoldagg.corrections import Correction, OrthoDC, Position
-from manifoldagg.errors import check_choice
-from manifoldagg.federated.rules._step import ScheduledRule
+from manifoldagg.federated.rules._curve_rule import ScheduledRule
 
 __all__ = ["FedGS"]
 

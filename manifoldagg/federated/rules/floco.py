@@ -7,12 +7,13 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_finite, check_number
-from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
+from manifoldagg._validation import check_count, check_finite, check_number
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import check_points, root
+from manifoldagg.federated.rules._geometry import check_points, root
+from manifoldagg.federated.types import Memory, Message, Outcome, State, Update
 from manifoldagg.kernels import combine, gram
-from manifoldagg.kernels.memory import empty_like
+from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["FLOCO"]

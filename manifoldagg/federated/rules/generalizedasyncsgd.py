@@ -4,11 +4,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+from manifoldagg._validation import check_number
 from manifoldagg.corrections import Correction, Tangent
-from manifoldagg.errors import ArgumentError, check_number
-from manifoldagg.federated.contract import State, Update
-from manifoldagg.federated.rules._step import CurveRule
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.rules._curve_rule import CurveRule
 from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.federated.types import State, Update
 
 __all__ = ["GeneralizedAsyncSGD"]
 
@@ -44,7 +45,7 @@ class GeneralizedAsyncSGD(CurveRule):
     Tasks are routed: whenever one is completed, the next goes to client i with probability $p_i$, busy or not, and
     waits there first in, first out. Then $\mathbb E_{i \sim p}$ of a step is $-\eta \cdot \frac1n \sum_i g_i$, whatever
     the routing. The gradient comes as the model $\Theta^t - g_i$, one step of gradient descent of rate 1, as the
-    trainer [`Gradient`][manifoldagg.federated.trainers.Gradient] makes it. The step is not clamped. Any staleness has
+    trainer [`Gradient`][manifoldagg.federated.clients.Gradient] makes it. The step is not clamped. Any staleness has
     the same weight.
 
     n is the number of clients in the routing. One that is not in it, or has no share, is refused, so who joins late

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from manifoldagg.errors import check_decay, check_number
-from manifoldagg.federated.contract import Outcome, State, Target, Update
+from manifoldagg._validation import check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, identity, root
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, identity, root
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Constant
+from manifoldagg.federated.types import Outcome, State, Target, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["HeLoCo"]

@@ -6,14 +6,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from manifoldagg._validation import check_count
 from manifoldagg.corrections import Frame, Gram
-from manifoldagg.errors import ArgumentError, check_count
-from manifoldagg.federated.contract import Target, Update
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import follow
-from manifoldagg.federated.rules._held import HeldRule
-from manifoldagg.federated.rules._reading import along, moved, root
+from manifoldagg.federated.rules._geometry import along, moved, root
+from manifoldagg.federated.rules._update_buffer import HeldRule
 from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
+from manifoldagg.federated.types import Target, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Krum"]

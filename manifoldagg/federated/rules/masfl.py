@@ -9,14 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_choice, check_count, check_finite, check_number
-from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
+from manifoldagg._validation import check_choice, check_count, check_finite, check_number
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import check_points, root
+from manifoldagg.federated.rules._geometry import check_points, root
 from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.federated.types import Memory, Message, Outcome, State, Update
 from manifoldagg.kernels import combine, gram
-from manifoldagg.kernels.memory import empty_like
-from manifoldagg.kernels.windows import windows
+from manifoldagg.kernels.alloc import empty_like
+from manifoldagg.kernels.chunking import windows
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["MasFL"]
@@ -198,7 +199,7 @@ class MasFL(ControlVariates):
       \Theta \leftarrow \Theta - \gamma\, g, \qquad c \leftarrow c + \frac1N \sum_{i \in S} (c_i^+ - c_i),$$
 
     the first with the old $c$. A client is sent $\Theta$, $\beta c + (1 - \beta) g$ and its own $c_i$, for the trainer
-    [`ControlVariate`][manifoldagg.federated.trainers.ControlVariate]. Where all gradients of the joint loss
+    [`ControlVariate`][manifoldagg.federated.clients.ControlVariate]. Where all gradients of the joint loss
     $\frac1N \sum f_i$ vanish, $g = c = 0$ and $c_i = \nabla f_i$, nobody moves: no bias, whatever K, delays or data.
 
     Who joins late first sends its $c_i$ (or has $c_i = 0$) and N grows: $c$ stays the mean. Who leaves stays in it

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from manifoldagg.federated.rules._held import OrderedRule
+from manifoldagg.federated.rules._update_buffer import OrderedRule
 from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
 

@@ -9,9 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import check_decay, check_finite, check_number
 from manifoldagg.corrections.frame import LATER, Later
-from manifoldagg.errors import ArgumentError, check_decay, check_finite, check_number
-from manifoldagg.federated.contract import (
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.pytrees import settled
+from manifoldagg.federated.rules._geometry import frame_of, in_float64, root
+from manifoldagg.federated.rules._riemannian_step import arrive, tangents_at
+from manifoldagg.federated.rules._wrapper import RuleAround
+from manifoldagg.federated.schedules import check_options
+from manifoldagg.federated.types import (
     Memory,
     Message,
     Outcome,
@@ -23,12 +29,7 @@ from manifoldagg.federated.contract import (
     by_rows,
     check_rule,
 )
-from manifoldagg.federated.rules._around import RuleAround
-from manifoldagg.federated.rules._curved import arrive, tangents_at
-from manifoldagg.federated.rules._reading import frame_of, in_float64, root
-from manifoldagg.federated.schedules import check_options
-from manifoldagg.federated.trees import settled
-from manifoldagg.kernels.memory import empty_like
+from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import norm
 from manifoldagg.manifolds.optimizers import carry

@@ -6,15 +6,16 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from manifoldagg._validation import check_choice, check_number
 from manifoldagg.corrections import Frame, Gram, calibrate
 from manifoldagg.corrections.calibration import calibrated_by
 from manifoldagg.corrections.frame import GRANULARITIES
-from manifoldagg.errors import ArgumentError, RuleError, check_choice, check_number
-from manifoldagg.federated.contract import Memory, Message, Outcome, State, Update
+from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._reading import check_points, cosine, root
+from manifoldagg.federated.rules._geometry import check_points, cosine, root
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Polynomial
+from manifoldagg.federated.types import Memory, Message, Outcome, State, Update
 from manifoldagg.kernels import Row, combine
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import Ambient
@@ -38,7 +39,7 @@ class OrthoFL(ServerRule):
 
     Who calibrates: with `"server"` a client is sent $W_m^{+}$ and answers with a model, so any trainer will do; the
     server keeps $W_m^{+}$ and $W^{t+}$ for it. With `"client"` it is sent $W^t$ and $\beta_t$, and the trainer
-    [`Calibrated`][manifoldagg.federated.trainers.Calibrated] makes both; the server keeps $W^t$ for it until
+    [`Calibrated`][manifoldagg.federated.clients.Calibrated] makes both; the server keeps $W^t$ for it until
     it comes for it. A function of the client is the hybrid; its answer for a client must not change. Starts are the
     same, bit for bit.
 

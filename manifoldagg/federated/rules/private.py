@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from manifoldagg.errors import ArgumentError, check_count, check_number
-from manifoldagg.federated.contract import Memory, Message, Outcome, Point, Rule, State, Target, Update
-from manifoldagg.federated.rules._around import RuleAround
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._buffer import BufferedRule
-from manifoldagg.federated.rules._noise import Mechanism, key_of
+from manifoldagg.federated.rules._gaussian_mechanism import Mechanism, key_of
+from manifoldagg.federated.rules._wrapper import RuleAround
 from manifoldagg.federated.schedules import check_options
+from manifoldagg.federated.types import Memory, Message, Outcome, Point, Rule, State, Target, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Private"]

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from manifoldagg.errors import check_number
-from manifoldagg.federated.contract import Outcome, State, Target, Update
-from manifoldagg.federated.rules._reading import check_points, cosine, frame_of, identity, root
+from manifoldagg._validation import check_number
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, identity, root
 from manifoldagg.federated.rules.fedavg import FedAvg
+from manifoldagg.federated.types import Outcome, State, Target, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["RadialDirectional"]

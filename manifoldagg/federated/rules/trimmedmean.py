@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from manifoldagg.errors import check_count, check_number
-from manifoldagg.federated.rules._held import OrderedRule
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.federated.rules._update_buffer import OrderedRule
 from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
 

@@ -10,12 +10,13 @@ import flwr.clientapp
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.errors import ArgumentError, WireError, check_count
+from manifoldagg._validation import check_count
+from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated import Message, Payload, Ticket, Trainer, work
-from manifoldagg.federated.contract import Memory
-from manifoldagg.federated.repeatable import repeatable, seeded_model, task_generator
-from manifoldagg.federated.trainers.base import count_samples
-from manifoldagg.federated.trees import replaced
+from manifoldagg.federated.clients.base import count_samples
+from manifoldagg.federated.clients.determinism import repeatable, seeded_model, task_generator
+from manifoldagg.federated.pytrees import replaced
+from manifoldagg.federated.types import Memory
 from manifoldagg.integrations.flower.records import KEY, packed, state_dict, unpacked
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.wire import pack, unpack
@@ -69,9 +70,9 @@ def client_app(
 
     Example:
         >>> import torch
-        >>> from manifoldagg.federated import trainers
+        >>> from manifoldagg.federated import clients
         >>> batches = [(torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))]
-        >>> app = client_app(trainers.Curve(degree=2), lambda: nn.Linear(2, 3), lambda context, nth: batches)
+        >>> app = client_app(clients.Curve(degree=2), lambda: nn.Linear(2, 3), lambda context, nth: batches)
         >>> type(app).__name__
         'ClientApp'
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from manifoldagg.federated.checks import UNLIMITED
+from manifoldagg.federated.limits import UNLIMITED
 
 __all__ = ["bare", "samples_of", "weighted_mean"]
 

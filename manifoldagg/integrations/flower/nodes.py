@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from manifoldagg.federated.asking import Present
+from manifoldagg.federated.server.client_sampling import Present
 
 __all__ = ["Nodes"]
 

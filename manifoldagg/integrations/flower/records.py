@@ -11,8 +11,8 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from manifoldagg.errors import WireError
-from manifoldagg.federated.record.raw import bytes_of
-from manifoldagg.kernels.memory import in_huge_pages
+from manifoldagg.federated.server.durability.raw_io import bytes_of
+from manifoldagg.kernels.alloc import in_huge_pages
 
 __all__ = ["KEY", "array_record", "has_numpy", "packed", "state_dict", "unpacked"]
 

@@ -6,7 +6,7 @@ from typing import Any
 from flwr.app import MetricRecord
 from flwr.serverapp.strategy import Result
 
-from manifoldagg.federated.record import archive
+from manifoldagg.federated.server.durability import tensor_file
 
 __all__ = ["Rounds"]
 
@@ -59,7 +59,7 @@ class Rounds:
         """
         if self._place is not None:
             tables = {name: {n: dict(x) for n, x in getattr(self.result, name).items()} for name in TABLES}
-            archive.write(self._place, KIND, {"ends": self.ends, "tables": tables})
+            tensor_file.write(self._place, KIND, {"ends": self.ends, "tables": tables})
 
     def read(self, updates: int) -> None:
         """Go on from those that were kept, as far as a server with so many accepted updates has come.
@@ -69,7 +69,7 @@ class Rounds:
         """
         if self._place is None or not self._place.exists():
             return  # no round was over
-        kept: Any = archive.read(self._place, KIND)
+        kept: Any = tensor_file.read(self._place, KIND)
         self.ends = [end for end in kept["ends"] if end <= updates]
         for name in TABLES:
             for number, metrics in kept["tables"][name].items():

@@ -14,16 +14,17 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
-from manifoldagg.errors import ArgumentError, CheckpointError, check_choice, check_count, check_number, shown
+from manifoldagg._validation import check_choice, check_count, check_number, shown
+from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Every, Rule, Server
-from manifoldagg.federated.asking import Asking, asking, declared
-from manifoldagg.federated.contract import check_rule, extras
-from manifoldagg.integrations.flower.begin import check_options, server_of
-from manifoldagg.integrations.flower.campaign import Campaign, Exam
-from manifoldagg.integrations.flower.mail import Mail
+from manifoldagg.federated.server.client_sampling import Asking, asking, declared
+from manifoldagg.federated.types import check_rule, extras
+from manifoldagg.integrations.flower.codec import Mail
+from manifoldagg.integrations.flower.dispatcher import Campaign, Exam
 from manifoldagg.integrations.flower.metrics import bare, samples_of, weighted_mean
 from manifoldagg.integrations.flower.records import array_record
 from manifoldagg.integrations.flower.rounds import Rounds
+from manifoldagg.integrations.flower.setup import check_options, server_of
 
 __all__ = ["Asynchronous"]
 

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch.nn.functional import cross_entropy
 
-from manifoldagg.federated.trainers import Local
+from manifoldagg.federated.clients import Local
 from manifoldagg.integrations.flower import client_app
 from manifoldagg.integrations.flower.records import packed
 from trial.digits import TASK, note, part, right

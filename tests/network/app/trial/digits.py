@@ -5,7 +5,7 @@ import os
 import numpy as np
 import torch
 
-from manifoldagg.simulation import task
+from manifoldagg.experiments import task
 
 __all__ = ["EXAM", "TASK", "note", "part", "right"]
 

@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from manifoldagg.federated import Every, Server
-from manifoldagg.federated.events import Accepted, Event, Refused
 from manifoldagg.federated.rules import FedAsync
+from manifoldagg.federated.server.events import Accepted, Event, Refused
 from manifoldagg.integrations.flower import Asynchronous
 from trial.digits import TASK, note, right
 

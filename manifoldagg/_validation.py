@@ -1,0 +1,295 @@
+"""Checks of arguments at the boundary of the library.
+
+Each check takes the *name* of the argument first. Its error names the argument, what was expected, and what was passed.
+"""
+
+import difflib
+import math
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg._threads import is_medium
+from manifoldagg.errors import ArgumentError
+
+__all__ = [
+    "check_choice",
+    "check_count",
+    "check_decay",
+    "check_finite",
+    "check_instance",
+    "check_number",
+    "check_shape",
+    "check_vector",
+    "in_a_line",
+    "is_finite",
+    "nearest",
+    "shown",
+]
+
+LONGEST = 100
+"""The maximum number of characters of a value in a message."""
+HUGE = 128
+"""Integers of at least this many binary digits are not written out in a message. Python may refuse to, too."""
+
+T = TypeVar("T")
+
+
+def shown(value: Any, most: int = LONGEST) -> str:
+    """A value in one line of a message: as `repr` has it, cut where it is long, in words where it cannot be printed.
+
+    Example:
+        >>> shown("32"), shown(b"32"), shown(10**400), shown([-(10**5000)])
+        ("'32'", "b'32'", 'a huge int', 'a huge list')
+    """
+    kind = type(value)
+    if issubclass(kind, int) and int.bit_length(value) > HUGE:
+        return in_a_line(f"a huge {'negative ' if int.__lt__(value, 0) else ''}{kind.__name__}", most)
+    try:
+        text = str.__str__(repr(value))
+    except ValueError:  # more digits than Python writes
+        text = f"a huge {kind.__name__}"
+    except Exception:  # whatever its own code raises
+        text = f"a {kind.__name__}"
+    return in_a_line(" ".join(text.split()) if "\n" in text else text, most)
+
+
+def in_a_line(text: str, most: int = LONGEST) -> str:
+    """A text of no more than `most` characters, all of which can be printed."""
+    if not text.isprintable():
+        text = repr(text[:most])[1:-1]
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def check_number(
+    name: str,
+    value: SupportsFloat,
+    *,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+) -> float:
+    """`value` as a finite float in the stated range.
+
+    Raises:
+        ArgumentError: if `value` is no number, is NaN or infinite, or lies outside the range.
+
+    Example:
+        >>> check_number("rate", 0.5, above=0)
+        0.5
+        >>> check_number("rate", -1, above=0)
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: rate: expected a finite number > 0, got -1
+    """
+    try:
+        # float() reads words, and buffers of them, too.
+        if isinstance(value, str | bytes | bytearray | memoryview | bool):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if math.isfinite(number) and at_least <= number <= at_most and number > above:
+        return number
+    bounds = [f"> {above:g}"] * (above > -math.inf) + [f">= {at_least:g}"] * (at_least > -math.inf)
+    bounds += [f"<= {at_most:g}"] * (at_most < math.inf)
+    expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
+    raise ArgumentError(f"{name}: expected {expected}, got {shown(value)}")
+
+
+def check_decay(name: str, value: SupportsFloat) -> float:
+    """`value` as a float in [0, 1): the share that a moving average keeps.
+
+    Raises:
+        ArgumentError: if `value` is no number, or outside.
+
+    Example:
+        >>> check_decay("beta", 0.9)
+        0.9
+    """
+    if (number := check_number(name, value, at_least=0)) >= 1:
+        raise ArgumentError(f"{name}: expected a number in [0, 1), got {shown(value)}")
+    return number
+
+
+def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
+    """`value` as an int that is at least `at_least`.
+
+    Raises:
+        ArgumentError: if `value` is no integer or too small.
+
+    Example:
+        >>> check_count("clients", 30)
+        30
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {shown(value)}") from None
+    if number < at_least:
+        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {shown(value)}")
+    return number
+
+
+def check_choice(name: str, value: T, choices: Collection[T]) -> T:
+    """`value`, which must be one of `choices`.
+
+    Raises:
+        ArgumentError: naming the choices, and the one that was perhaps meant.
+
+    Example:
+        >>> check_choice("data", "digit", ("digits", "letters"))
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: data: expected one of digits, letters; got 'digit': did you mean digits?
+    """
+    for choice in choices:
+        if isinstance(value, type(choice)) and value == choice:
+            return value
+    near = nearest(value, choices)
+    hint = f": did you mean {near}?" if near is not None else ""
+    raise ArgumentError(f"{name}: expected one of {', '.join(map(str, choices))}; got {shown(value)}{hint}")
+
+
+def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T:
+    """`value`, which must be an instance of `kind`.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        kind: a class.
+        hint: what to write instead.
+
+    Raises:
+        ArgumentError: naming the class, and what to write.
+
+    Example:
+        >>> check_instance("rate", "0.5", float, "0.5")
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: rate: expected a float, got '0.5'; write 0.5
+    """
+    if isinstance(value, kind):
+        return value
+    # Others may be written out at any length, as a task with its tensors.
+    given = shown(value) if isinstance(value, str | bool | type | None) else type(value).__name__
+    raise ArgumentError(f"{name}: expected a {kind.__name__}, got {given}" + (f"; write {hint}" if hint else ""))
+
+
+def nearest(word: object, choices: Collection[object]) -> str | None:
+    """The one of `choices` that is written most like `word`; `None` where none is.
+
+    Example:
+        >>> nearest("fedasink", ("fedgs", "fedasync"))
+        'fedasync'
+    """
+    if not isinstance(word, str):
+        return None
+    known = {choice.lower(): choice for choice in choices if isinstance(choice, str)}
+    found = difflib.get_close_matches(word.lower(), known, n=1)
+    return known[found[0]] if found else None
+
+
+def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: float = -math.inf) -> np.ndarray:
+    """A float64 copy of `values`: a non-empty vector of finite numbers in the stated range.
+
+    Raises:
+        ArgumentError: if `values` are no numbers or no vector, or naming the first entry that does not fit.
+
+    Example:
+        >>> check_vector("rates", [1, 2.5]).tolist()
+        [1.0, 2.5]
+    """
+    try:
+        x = np.array(values)
+        if x.dtype.kind not in "fiu":
+            raise TypeError
+        x = x.astype(np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentError(f"{name}: expected real numbers, got {shown(values)}") from None
+    if x.ndim != 1 or x.size == 0:
+        raise ArgumentError(f"{name}: expected a non-empty vector, got shape {x.shape}")
+    for i in np.flatnonzero(~(np.isfinite(x) & (x >= at_least)))[:1]:
+        check_number(f"{name}[{i}]", float(x[i]), at_least=at_least)
+    return x
+
+
+def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = False) -> Tensor:
+    """`tensor`, whose shape must be `shape`, after any batch dimensions with `batch`; `None` is any length.
+
+    Raises:
+        ArgumentError: if `tensor` is no floating tensor or its shape differs.
+    """
+    # By its type: what an object says of its class may be untrue.
+    real = issubclass(type(tensor), Tensor)
+    if not real or not tensor.dtype.is_floating_point:
+        given = tensor.dtype if real else type(tensor).__name__
+        raise ArgumentError(f"{name}: expected a floating tensor of {_expected(shape, batch)}, got {given}")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "on the meta device" if tensor.is_meta else tensor.layout
+        raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
+    extra = tensor.ndim - len(shape)
+    fits = extra >= 0 if batch else extra == 0
+    for n, m in zip(shape, tensor.shape[max(extra, 0) :], strict=False):
+        fits = fits and n in (None, m)
+    if not fits:
+        raise ArgumentError(f"{name}: expected {_expected(shape, batch)}, got {tuple(tensor.shape)}")
+    return tensor
+
+
+def _expected(shape: tuple[int | None, ...], batch: bool) -> str:
+    listed = ", ".join("any" if n is None else str(n) for n in shape)
+    return f"{'trailing shape' if batch else 'shape'} ({listed})"
+
+
+def check_finite(name: str, tensor: Tensor) -> Tensor:
+    """`tensor`, all of whose entries must be finite: one pass, two where they are not, no temporary of its size.
+
+    Raises:
+        ArgumentError: naming the tensor and the first position.
+    """
+    if not is_finite(tensor):
+        where = _first_odd(tensor)
+        raise ArgumentError(f"{name}: expected finite values, got {tensor[where].item()} at {where}")
+    return tensor
+
+
+def _first_odd(tensor: Tensor) -> tuple[int, ...]:
+    """Where the first entry is that is not finite: halves are asked until what is left is small."""
+    start = [0] * tensor.ndim
+    for dim in range(tensor.ndim):
+        while tensor.shape[dim] > 1 and tensor.numel() > 2**14:
+            half = tensor.shape[dim] // 2
+            first = tensor.narrow(dim, 0, half)
+            if not is_finite(first):
+                tensor = first
+                continue
+            start[dim] += half
+            tensor = tensor.narrow(dim, half, tensor.shape[dim] - half)
+    within = (~tensor.isfinite()).nonzero()[0].tolist()
+    return tuple(map(operator.add, start, within))
+
+
+def is_finite(*tensors: Tensor) -> bool:
+    """Whether every entry is finite (an empty tensor is)."""
+    for tensor in tensors:
+        # The least and the largest are NaN where any entry is, and infinite where one is.
+        if is_medium(tensor):
+            array = tensor.detach().numpy()
+            ends = array.min(), array.max()
+        elif tensor.numel():
+            # torch orders no numbers of eight bits.
+            given = tensor.float() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
+            low, high = given.detach().aminmax()
+            ends = low.item(), high.item()
+        else:
+            continue
+        if not all(map(math.isfinite, ends)):
+            return False
+    return True

@@ -1,0 +1,14 @@
+"""What the commands share: a console for results, one for errors, and the type of a usage error."""
+
+from typing import Any
+
+import typer
+from rich.console import Console
+
+__all__ = ["Misuse", "errors", "screen"]
+
+screen = Console()
+errors = Console(stderr=True, highlight=False)
+
+Misuse: Any = next(kind for kind in typer.BadParameter.__mro__[::-1] if hasattr(kind, "format_message"))
+"""What typer raises for arguments that it does not take: of its own, or of click where it was built on that."""

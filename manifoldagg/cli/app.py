@@ -1,0 +1,75 @@
+"""The application: its commands, each imported when it is used, and its exit codes."""
+
+import sys
+from importlib import import_module
+from typing import Annotated, Any
+
+try:
+    import typer
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: {missing.name} is not installed: pip install 'manifoldagg[cli]'")
+
+from typer.core import TyperGroup
+
+from manifoldagg import __version__
+from manifoldagg.cli._console import Misuse, errors, screen
+from manifoldagg.errors import ManifoldAggError
+
+__all__ = ["app", "main"]
+
+COMMANDS = ("compare", "report", "route", "doctor")
+
+
+class LazyCommands(TyperGroup):
+    """A group that imports the module of a command when the command is used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"manifoldagg.cli.{cmd_name}")
+        command = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        command.command(cmd_name)(getattr(module, f"{cmd_name}_command"))
+        return typer.main.get_command(command)
+
+
+app = typer.Typer(
+    cls=LazyCommands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Read the arguments and do what they say: what is wrong is one line and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except (ManifoldAggError, Misuse) as error:
+        message = error.format_message() if isinstance(error, Misuse) else str(error)
+        if message:
+            errors.print(f"error: {message}", markup=False, soft_wrap=True)
+        code = 2
+    sys.exit(code or 0)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        screen.print(f"manifoldagg {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Geometry for asynchronous federated optimisation.
+
+    A stale update is *corrected* into the tangent space of the current model, the model *steps* along the
+    curve that the update describes, and the models of a run are *averaged*.
+    """

@@ -1,0 +1,339 @@
+"""The command `manifoldagg compare`."""
+
+import hashlib
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from manifoldagg._io import check_plots
+from manifoldagg._signals import unwinding
+from manifoldagg._validation import check_count
+from manifoldagg.cli._config_runner import run_each
+from manifoldagg.cli._console import errors, screen
+from manifoldagg.cli.tables import fold_names, new_table
+from manifoldagg.experiments.compare import Comparison, compare
+from manifoldagg.experiments.datasets import task
+from manifoldagg.experiments.plots import in_percent
+from manifoldagg.experiments.progress_dir import discard
+from manifoldagg.experiments.registry import methods as methods_by_name
+from manifoldagg.experiments.run_report import check_destination, read_report, write_report
+from manifoldagg.experiments.tuning import Tuning
+from manifoldagg.simulation.executors.executor import processes
+from manifoldagg.simulation.stable_repr import describe
+
+__all__ = ["compare_command", "comparison_table", "rates_found", "refusals"]
+
+
+def compare_command(
+    context: typer.Context,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="The data set: `digits` (1,797 handwritten digits, in scikit-learn), `idx:FOLDER` (MNIST and its "
+            "kin), `shakespeare:FILE`, `leaf:FOLDER`, `npz:FILE`, or `module:name`, a Task of your own."
+        ),
+    ] = "digits",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="What learns it: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`.  [default: the data set's]",
+            show_default=False,
+        ),
+    ] = None,
+    clients: Annotated[int, typer.Option(help="Clients that share the data (see --partition).")] = 30,
+    rounds: Annotated[int, typer.Option(help="Answers that the server gets in each run, one client's each.")] = 200,
+    seeds: Annotated[int, typer.Option(help="Repetitions with another split, initial model and order of events.")] = 3,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="What to compare, separated by commas: rules in lower case, with options, such as "
+            "`fedasync,asyncbezier:degree=3,threshold=auto`, or `module:name:option=value`, a rule of your own."
+        ),
+    ] = "fedasync,fedortho,asynckrylov,asyncbezier",
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(help="Global learning rate for all methods (`0.5`) or one (`fedasync=0.5`); may be repeated."),
+    ] = None,
+    partition: Annotated[
+        str, typer.Option(help="How the data are split: `dirichlet`, `iid`, `natural`, `shards`, `cyclic`, `disjoint`.")
+    ] = "dirichlet:concentration=0.5",
+    holdout: Annotated[
+        float | None,
+        typer.Option(
+            help="Which part of each client's samples is the test set.  [default: the data's test split, or 0.2]",
+            show_default=False,
+        ),
+    ] = None,
+    validation: Annotated[
+        float,
+        typer.Option(
+            help="Test on this part of the training samples instead, to choose settings: nobody sees the test set."
+        ),
+    ] = 0.0,
+    batch: Annotated[int, typer.Option(help="Samples a minibatch.")] = 16,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            help="Who finishes when: `priority:workers=2`, `independent`, `jackson:rates=rates.csv`, "
+            "`replay:trace.csv`.  [default: priority]",
+            show_default=False,
+        ),
+    ] = None,
+    delays: Annotated[
+        str | None,
+        typer.Option(help="Clients that work alone, each for so long: `exponential:mean=10`, `csv:measured.csv`, ..."),
+    ] = None,
+    participation: Annotated[
+        str | None,
+        typer.Option(help="Who comes and goes: `churn:up=200,down=40,until=1000`, `file:changes.csv`."),
+    ] = None,
+    work: Annotated[
+        str,
+        typer.Option(
+            help="Of a task: `data`, its client's minibatches for every method, or `dispatched`, the steps that the "
+            "method asks for."
+        ),
+    ] = "data",
+    tasks: Annotated[
+        int | None, typer.Option(help="How many are under way at a time.  [default: one a client]", show_default=False)
+    ] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Search each method's global rate first, alike for all, on other seeds and validation samples. What "
+            "is tried is kept in --out, in `.tuned`.",
+        ),
+    ] = False,
+    tune_seeds: Annotated[int, typer.Option(help="Repetitions of each rate that --tune tries.")] = 3,
+    jobs: Annotated[
+        int, typer.Option(help="Processes that train. The results are the same, however many there are.")
+    ] = 1,
+    every: Annotated[int, typer.Option(help="Evaluate the model after so many rounds, and after the last.")] = 1,
+    target: Annotated[
+        float | None,
+        typer.Option(help="The accuracy in [0, 1] to count rounds to.  [default: the data set's]", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where reports go.")] = Path("runs"),
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="The report's folder in --out; one of that name is replaced.  [default: from the settings]",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on where a comparison of the same settings was interrupted, with the same results."
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON object: what the files hold, and `files`. The rest is said on stderr.",
+        ),
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A TOML file with a table for each comparison, and `[defaults]`: options by their long names. Those "
+            "of the command line go before. Reports are named after the tables.",
+            show_default=False,
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Which tables of --config, separated by commas; may be repeated.")
+    ] = None,
+) -> None:
+    """Compare methods in virtual time, on equal terms.
+
+    Every method sees the same split and the same initial model, and those that ask clients in the same way see the same
+    order of events. By default two workers train the clients' models, out of a queue that favours clients with little
+    data; a client starts again from the server's model as soon as it has answered, and waits in the queue with it: that
+    is where staleness comes from.
+
+    Names take options, `name:option=value,option=value`; what is wrong is answered with the nearest right word.
+
+    Prints a table and writes `results.json` and `log.jsonl`, a line for each evaluation (equal settings give equal
+    bits), `timing.json`, `accuracy.png`, `clients.png` (their accuracies from the worst to the best), `gantt.png` (who
+    trained when) and `plane.png` (the loss over the plane of one learned curve).
+
+    Example: `manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3`
+    """
+    if config is not None:
+        return run_each(context, config, only or [])
+    if only:
+        raise typer.BadParameter("it chooses tables of --config, which is not given", param_hint="--only")
+    # Where a module of the user's is looked for, as by `python -m`.
+    sys.path.insert(0, "")
+    chosen = methods_by_name(methods, rate or [])
+    if name is not None and (os.sep in name or name in ("", ".", "..")):
+        raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
+    problem = task(data, model)
+    check_plots()
+    settings: dict[str, Any] = {
+        "partition": partition,
+        "holdout": holdout,
+        "validation": validation,
+        "batch": batch,
+        "target": target,
+        "scheduler": scheduler,
+        "delays": delays,
+        "participation": participation,
+        "work": work,
+        "tasks": tasks,
+        "every": every,
+    }
+    first = max(Tuning.seeds[0], seeds)
+    apart = range(first, first + check_count("tune-seeds", tune_seeds)) if tune else None
+    digest = hashlib.sha256(repr((data, model, describe(chosen), settings, apart)).encode()).hexdigest()[:8]
+    folder = out / (name or f"{problem.name}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
+    executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
+    say = errors if as_json else screen
+    kept = f" but what was tried, in {out / '.tuned'}" if tune else ""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+
+    def left() -> str:
+        if unfinished.exists():
+            return f"interrupted: what is done is kept in {unfinished}; --resume goes on"
+        return f"interrupted: nothing was written{kept}"
+
+    with unwinding(left):
+        check_destination(folder)
+        for line in _begun(unfinished, resume):
+            say.print(line, highlight=False, markup=False, soft_wrap=True)
+        with ExitStack() as shown:
+            advance = _bars(say, rounds, shown)
+            comparison = compare(
+                problem,
+                chosen,
+                clients=clients,
+                rounds=rounds,
+                seeds=seeds,
+                **settings,
+                executor=executor,
+                progress=advance,
+                tuning=None if apart is None else Tuning(apart, cache=out / ".tuned"),
+                folder=unfinished,
+                resume=resume,
+            )
+        files = write_report(comparison, folder)
+        discard(unfinished)
+    say.print(comparison_table(comparison))
+    for line in [*rates_found(comparison), *refusals(comparison)]:
+        say.print(line, highlight=False, markup=False, soft_wrap=True)
+    if comparison.landscape is None:
+        say.print("No method learned a curve, so there is no plane.png.")
+    names = ", ".join(file.name for file in files)
+    say.print(f"Written to {folder}: {names}", highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps(read_report(folder)), flush=True)
+
+
+def _begun(unfinished: Path, resume: bool) -> list[str]:
+    """What becomes of what an interrupted comparison has left, where that may surprise."""
+    if resume:
+        return [
+            f"Going on with {unfinished}" if unfinished.exists() else f"{unfinished} is not there: from the beginning"
+        ]
+    return [f"{unfinished} is begun anew; --resume would go on"] if unfinished.exists() else []
+
+
+def _bars(say: Console, rounds: int, shown: ExitStack) -> Callable[[str, int], None]:
+    """What moves a bar on for each method and seed; there are bars, until `shown` closes, once one of them moves."""
+    columns = (
+        progress.TextColumn("{task.description:<24}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    bars = progress.Progress(*columns, console=say)
+    tracks: dict[tuple[str, int], progress.TaskID] = {}
+
+    def advance(method: str, seed: int) -> None:
+        if not tracks:
+            shown.enter_context(bars)
+        if (method, seed) not in tracks:
+            tracks[method, seed] = bars.add_task(f"{method}, seed {seed}", total=rounds)
+        bars.advance(tracks[method, seed])
+
+    return advance
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """The summary as a table for the terminal."""
+    settings = comparison.settings
+    timing = comparison.timing()
+    seeds = len(settings["seeds"])
+    counts = (settings["clients"], "client"), (settings["rounds"], "round"), (seeds, "seed")
+    told = ", ".join(f"{count} {word if count == 1 else word + 's'}" for count, word in counts)
+    title = f"{settings['data']['name']}: {told}"
+    numbers = (
+        "final\nacc.",
+        "best\nacc.",
+        f"rounds\nto {in_percent(settings['target'])}",
+        "stale\nmean/max",
+        "Gini",
+        "train\ns",
+        "eval\ns",
+    )
+    grid = new_table("method", *numbers, title=title, caption="accuracies in %, staleness in versions")
+    fold_names(grid, comparison.runs)
+    for name, row in comparison.summary().items():
+        reached = row["rounds_to_target_mean"]
+        share = "" if row["reached_target"] == seeds else f" ({row['reached_target']}/{seeds})"
+        grid.add_row(
+            Text(name),
+            _spread(row["final_mean"], row["final_sd"]),
+            _spread(row["best_mean"], row["best_sd"]),
+            "never" if reached is None else f"{reached:.0f}{share}",
+            f"{row['staleness_mean']:.1f}/{row['staleness_max']}",
+            f"{row['gini_mean']:.3f}",
+            f"{sum(timing['seconds'][name]):.0f}",
+            f"{sum(timing['evaluation_seconds'][name]):.0f}",
+        )
+    return grid
+
+
+def refusals(comparison: Comparison) -> list[str]:
+    """A line for each method of which updates were refused: it may be no bad method, but one that nobody heard."""
+    updates = comparison.settings["rounds"] * len(comparison.settings["seeds"])
+    counted = {name: row["refused"] for name, row in comparison.summary().items()}
+    return [f"{name}: {count} of {updates} updates were refused" for name, count in counted.items() if count]
+
+
+def rates_found(comparison: Comparison) -> list[str]:
+    """A line for each method on the rates that were tried, if they were, and the accuracy with the best."""
+    tuning = comparison.settings["tuning"] or {"methods": {}}
+    return [f"{name}: {_search(told)}" for name, told in tuning["methods"].items()]
+
+
+def _search(told: dict[str, Any] | str | None) -> str:
+    if told is None:
+        return "has no rate to search"
+    if isinstance(told, str):
+        return "its rate was given by hand"
+    late = {one["rate"]: statistics.fmean(one["late"]) for one in told["tried"]}
+    chosen = told["chosen"]
+    end = ", at the end of the search" if chosen in (min(late), max(late)) else ""
+    tried = ", ".join(f"{rate:g}" for rate in late)
+    return f"rate {chosen:g} of {tried} ({100 * late[chosen]:.1f} % of validation samples{end})"
+
+
+def _spread(mean: float | int | None, deviation: float | int | None) -> str:
+    assert mean is not None
+    return f"{100 * mean:.1f}" + ("" if deviation is None else f" ± {100 * deviation:.1f}")

@@ -1,0 +1,32 @@
+"""The command `manifoldagg doctor`."""
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+
+from manifoldagg._signals import unwinding
+from manifoldagg.cli._console import screen
+from manifoldagg.kernels.backends.selection import explain
+
+__all__ = ["doctor_command", "kernel_table"]
+
+
+def doctor_command() -> None:
+    """Say which kernels work on this machine, which one is chosen, and why.
+
+    Builds the compiled kernels if they are not built yet, and times what there is.
+    """
+    with unwinding():
+        rows = explain()
+    screen.print(kernel_table(rows))
+
+
+def kernel_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """What is said of each backend."""
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("backend", no_wrap=True)
+    grid.add_column("", overflow="fold")
+    for name, words in rows:
+        grid.add_row(name, words)
+    return grid

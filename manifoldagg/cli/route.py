@@ -1,0 +1,80 @@
+"""The command `manifoldagg route`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from manifoldagg._signals import unwinding
+from manifoldagg._validation import check_choice
+from manifoldagg.cli._console import screen
+from manifoldagg.cli.tables import new_table
+from manifoldagg.routing import Bound, TimeBound, UpdateBound
+from manifoldagg.routing.plan import Plan, check_out, make_plan, read_rates, write_files
+
+__all__ = ["objective_bound", "route_command", "routing_tables"]
+
+
+def route_command(
+    rates: Annotated[
+        Path,
+        typer.Option(help="A CSV file with a column `rate`, tasks per unit of time; `client` and `group` may follow."),
+    ],
+    tasks: Annotated[int, typer.Option(help="Tasks at the clients at any time, queued or in service.")] = 100,
+    objective: Annotated[
+        str, typer.Option(help="`time`: the bound per unit of time. `update`: the bound after --rounds updates.")
+    ] = "time",
+    rate: Annotated[float, typer.Option(help="The server's learning rate η.")] = 0.01,
+    smoothness: Annotated[float, typer.Option(help="L, the Lipschitz constant of the gradients.")] = 1.0,
+    noise: Annotated[float, typer.Option(help="B = 2M² + σ²: clients that differ, and noisy gradients.")] = 209.0,
+    gap: Annotated[float, typer.Option(help="A: the first loss less the lowest.")] = 15.0,
+    rounds: Annotated[int, typer.Option(help="T, the updates that there will be; for `update`.")] = 3000,
+    out: Annotated[Path, typer.Option(help="Where the routing goes; the picture goes beside it as .png.")] = Path(
+        "routing.csv"
+    ),
+) -> None:
+    """Say where tasks should go, by queueing theory.
+
+    Clients are queues of a closed network. Prints what share of the tasks each group of clients should get, how long
+    its queues are and how stale its updates, and the throughput and the bound beside those of uniform routing and of
+    routing in proportion to speed. Writes routing.csv and routing.png.
+
+    Example: `manifoldagg route --rates rates.csv --tasks 100 --objective time --rate 0.01 --out routing.csv`
+    """
+    constants = {"rate": rate, "smoothness": smoothness, "noise": noise, "gap": gap}
+    with unwinding():
+        check_out(out)
+        clients = read_rates(rates)
+        bound = objective_bound(objective, clients.rates, tasks, rounds=rounds, **constants)
+        plan = make_plan(clients, bound)
+        files = write_files(plan, out)
+    for grid in routing_tables(plan):
+        screen.print(grid)
+    if not plan.found.converged:
+        screen.print(f"The optimiser stopped at a gradient of {plan.found.gradient_norm:.1e}.", highlight=False)
+    screen.print(f"Written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
+
+
+def objective_bound(objective: str, rates: np.ndarray, tasks: int, *, rounds: int, **constants: float) -> Bound:
+    """The bound that an objective's name means: "time" is H, "update" is G."""
+    if check_choice("objective", objective, ("time", "update")) == "time":
+        return TimeBound(rates, tasks, **constants)
+    return UpdateBound(rates, tasks, **constants, rounds=rounds)
+
+
+def routing_tables(plan: Plan) -> tuple[Table, Table]:
+    """Groups of clients under the routing found, and the three routings side by side."""
+    title = f"{len(plan.clients.names)} clients, {plan.bound.tasks} tasks"
+    groups = new_table("group", "clients", "rate", "share of each", "mean queue", "relative delay", title=title)
+    for g in plan.groups():
+        # A name is no markup.
+        groups.add_row(
+            Text(g.name), str(g.clients), f"{g.rate:.4g}", f"{g.share:.5f}", f"{g.queue:.3f}", f"{g.delay:.3f}"
+        )
+    sides = new_table("routing", "throughput", "bound")
+    for name, value in plan.values.items():
+        sides.add_row(name, f"{plan.networks[name].throughput:.5g}", f"{value:.5g}")
+    return groups, sides

@@ -1,0 +1,25 @@
+"""The layout that the tables of all commands share."""
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["fold_names", "new_table"]
+
+
+def new_table(first: str, *numbers: str, title: str | Text | None = None, caption: str | None = None) -> Table:
+    """Make a table with one left-aligned column and right-aligned columns of numbers."""
+    grid = Table(first, title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in numbers:
+        grid.add_column(heading, justify="right")
+    return grid
+
+
+def fold_names(grid: Table, methods: Iterable[str]) -> None:
+    """What is long, and folded in a narrow terminal, is the name of a method with its options."""
+    for column in grid.columns:
+        column.no_wrap = True
+    names = grid.columns[0]
+    names.no_wrap, names.overflow, names.min_width = False, "fold", min(11, max(map(len, methods)))

@@ -1,0 +1,363 @@
+"""Several methods on the same federations: the same data, initial models and order of events, seed by seed."""
+
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manifoldagg._validation import check_choice, check_count, check_instance, check_number
+from manifoldagg.curves import Bezier, Plane, plane
+from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments.progress_dir import Curve, Unfinished
+from manifoldagg.experiments.tuning import Tuning
+from manifoldagg.federated import Server
+from manifoldagg.federated.clients.determinism import one_thread
+from manifoldagg.federated.server.client_sampling import asking
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.simulation import registry
+from manifoldagg.simulation.availability import Participations
+from manifoldagg.simulation.dataset import Task, check_task
+from manifoldagg.simulation.delays import Delays
+from manifoldagg.simulation.engine import Event
+from manifoldagg.simulation.event_loop import Ask
+from manifoldagg.simulation.executors.executor import Executors, serving
+from manifoldagg.simulation.federated_dataset import Federation
+from manifoldagg.simulation.partitions import Partition
+from manifoldagg.simulation.run import WORKS, Method, Run, check_method, run
+from manifoldagg.simulation.run_metadata import files
+from manifoldagg.simulation.schedulers import MakesScheduler, Scheduler
+from manifoldagg.simulation.spec_parser import blamed
+from manifoldagg.simulation.stable_repr import describe
+from manifoldagg.simulation.trace import Record
+from manifoldagg.simulation.workload import course_of
+
+__all__ = ["Comparison", "Landscape", "compare"]
+PICTURED = 0.5
+"""The plane is drawn for the first curve that arrives after this part of the rounds."""
+DRAWN_SAMPLES, DRAWN_LABELS = 400, 8_000
+"""The loss of a plane is taken over so many samples at most, and so many labels."""
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """The planes of one learned curve: the loss of the client's own data, and of everybody's held-out data."""
+
+    method: str
+    round: int
+    client: int
+    local: Plane
+    held_out: Plane
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found.
+
+    Attributes:
+        settings: everything that the results follow from.
+        runs: by method, one run a seed.
+        landscape: of the first method that learns curves; `None` if none does.
+    """
+
+    settings: dict[str, Any]
+    runs: dict[str, list[Run]]
+    landscape: Landscape | None = field(compare=False)
+
+    def summary(self) -> dict[str, dict[str, float | int | None]]:
+        """A row of the table for each method; means and sample standard deviations over the seeds."""
+        return {name: _summarise(runs, self.settings["target"]) for name, runs in self.runs.items()}
+
+    def results(self) -> dict[str, object]:
+        """A tree for JSON, of all but the log; it depends on the settings alone: equal seeds give equal bits."""
+        methods = {
+            name: {"summary": summary, "runs": list(map(_told, self.runs[name]))}
+            for name, summary in self.summary().items()
+        }
+        return {"settings": self.settings, "methods": methods}
+
+    def log(self) -> list[dict[str, object]]:
+        """A row for each evaluation, with its method and seed; likewise."""
+        return [
+            {"method": name, "seed": seed} | asdict(row)
+            for name, runs in self.runs.items()
+            for seed, run_ in zip(self.settings["seeds"], runs, strict=True)
+            for row in run_.evaluations
+        ]
+
+    def timing(self) -> dict[str, dict[str, list[float]]]:
+        """Wall-clock seconds of training, and those of evaluation, by method: one number a seed."""
+        return {
+            "seconds": {name: [run_.seconds for run_ in runs] for name, runs in self.runs.items()},
+            "evaluation_seconds": {
+                name: [run_.evaluation_seconds for run_ in runs] for name, runs in self.runs.items()
+            },
+        }
+
+
+def compare(
+    task: Task,
+    methods: Sequence[Method],
+    *,
+    clients: int = 30,
+    rounds: int = 200,
+    seeds: int = 3,
+    partition: Partition | str = "dirichlet:concentration=0.5",
+    holdout: float | None = None,
+    validation: float = 0.0,
+    batch: int = 16,
+    target: float | None = None,
+    scheduler: MakesScheduler | str | None = None,
+    delays: Delays = None,
+    participation: Participations | str = None,
+    work: str = "data",
+    tasks: int | None = None,
+    every: int = 1,
+    executor: Executors = None,
+    progress: Callable[[str, int], None] | None = None,
+    tuning: Tuning | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+) -> Comparison:
+    """Run every method on every seed's federation, with one torch thread so that results repeat bit for bit.
+
+    Strings say by name what [`by_name`][manifoldagg.simulation.registry] knows, as on the command line.
+
+    Args:
+        task: what is learned.
+        methods: what is compared, with distinct names.
+        clients: how many clients share the data.
+        rounds: answered tasks a run.
+        seeds: how many repetitions; the seeds are 0, 1, ...
+        partition: how the data are split, as in `Federation.split`.
+        holdout: which part is held out, as in `Federation.split`.
+        validation: which part of the rest to hold out in its place.
+        batch: samples a minibatch.
+        target: the accuracy to time; the task's own where not given.
+        scheduler: who finishes when, as in [`run`][manifoldagg.simulation.run]: a function that makes one for each run.
+        delays: of clients that work alone, in place of a scheduler.
+        participation: who comes and goes.
+        work: of a task: `"data"` or `"dispatched"`.
+        tasks: how many are under way at a time.
+        every: evaluate after so many rounds.
+        executor: what trains; one that a function makes serves all runs. Results do not depend on it.
+        progress: called with the method's name and the seed after each round.
+        tuning: searches the methods' rates first.
+        folder: where to keep what is done until all is over: the runs, every half minute where the one that is under
+            way stands, also when something ends it, and the log so far. It is made, and stays for who has the result
+            to remove; what another comparison left there is removed.
+        resume: go on with what is in `folder`, if there is something: a comparison that was interrupted at any point
+            finds what it would have found, bit for bit.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+        CheckpointError: if what is in `folder` is of other settings or versions, naming the first difference, or is not
+            what was kept.
+    """
+    check_count("seeds", seeds)
+    check_count("rounds", rounds)
+    check_count("every", every)
+    check_choice("work", work, WORKS)
+    check_task(task)
+    _check_methods(methods)
+    if tuning is not None:
+        check_instance("tuning", tuning, Tuning, "Tuning(), or None")
+    target = check_number("target", task.target if target is None else target, at_least=0, at_most=1)
+    if resume and folder is None:
+        raise ArgumentError("resume: expected a `folder` to go on from")
+    if isinstance(scheduler, Scheduler):
+        raise ArgumentError(
+            "scheduler: expected a function that makes one for each run, got one, which the first run would use up"
+        )
+    if not (participation is None or callable(participation) or isinstance(participation, str)):
+        participation = tuple(participation)
+    with one_thread(), serving(executor) as workers:
+        divided = partial(Federation.split, task, clients, partition=partition)
+        divided = partial(divided, holdout=holdout, validation=validation, batch=batch)
+        federations = [divided(seed=seed) for seed in range(seeds)]
+        named = files(scheduler, delays, participation)
+        scenario = registry.scenario(scheduler, delays, participation)
+        for federation in federations:
+            for method in methods:
+                _try(federation, method, scenario, tasks)
+        tried: dict[str, object] | None = None
+        if tuning is not None:
+            like = {"rounds": rounds, "work": work, "tasks": tasks, "executor": workers, "progress": progress}
+            like |= {"scheduler": scheduler, "delays": delays, "participation": participation}
+            methods, tried = tuning.apply(methods, divided, validation=validation, used=seeds, **like)
+        settings: dict[str, Any] = {
+            "data": {"name": task.name, "checksum": f"{task.checksum:08x}"},
+            "clients": clients,
+            "rounds": rounds,
+            "seeds": list(range(seeds)),
+            "model": describe(task.model),
+            "partition": describe(partition),
+            "holdout": holdout,
+            "validation": validation,
+            "batch": batch,
+            "target": target,
+            "scheduler": describe(scheduler),
+            "delays": describe(delays),
+            "participation": describe(participation),
+            "files": named,
+            "work": work,
+            "tasks": tasks,
+            "every": every,
+            "tuning": tried,
+            "methods": {
+                method.name: {"rule": describe(method.rule), "trainer": describe(method.trainer)} for method in methods
+            },
+            "not scheduled": [sorted(set(range(clients)) - set(f.scheduled)) for f in federations],
+        }
+        pictured: dict[str, Curve] = {}
+
+        def watch(name: str, event: Event) -> None:
+            is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
+            if name not in pictured and event.round >= PICTURED * rounds and is_curve:
+                phi = torch.cat([event.message.start[None], event.payload.points])
+                pictured[name] = Curve(name, event.round, event.client, phi)
+                if kept is not None:
+                    kept.draw(pictured[name])
+
+        def found(method: Method, federation: Federation) -> Run:
+            log = None if kept is None else partial(kept.log, method.name, federation.seed)
+            over = None if kept is None else kept.finished(method.name, federation.seed)
+            if over is not None and log is not None:
+                for row in over.evaluations:
+                    log(row)
+                return over
+            with blamed(f"methods: {method.name}"):
+                over = run(
+                    federation,
+                    method,
+                    rounds=rounds,
+                    **scenario,
+                    work=work,
+                    tasks=tasks,
+                    every=every,
+                    executor=workers,
+                    watch=partial(watch, method.name) if federation.seed == 0 else None,
+                    progress=progress and partial(progress, method.name, federation.seed),
+                    log=log,
+                    checkpoint=None if kept is None else kept.checkpoint(method.name, federation.seed),
+                    resume=kept is not None,
+                )
+            if kept is not None:
+                kept.finish(method.name, federation.seed, over)
+            return over
+
+        with ExitStack() as held:
+            kept = None if folder is None else held.enter_context(Unfinished(Path(folder), settings, resume=resume))
+            if kept is not None:
+                pictured |= {name: curve for name in settings["methods"] if (curve := kept.curve(name)) is not None}
+            runs = {method.name: [found(method, federation) for federation in federations] for method in methods}
+        drawn = next((pictured[name] for name in runs if name in pictured), None)
+        landscape = None if drawn is None else _landscape(federations[0], drawn)
+    return Comparison(settings, runs, landscape)
+
+
+def _check_methods(methods: Sequence[Method]) -> None:
+    """See that there are methods, in a list, with distinct names.
+
+    Raises:
+        ArgumentError: if not.
+    """
+    given: object = methods
+    if isinstance(given, str):
+        raise ArgumentError(f"methods: expected a list of Methods, got {given!r}; write methods({given!r})")
+    if isinstance(given, Method):
+        raise ArgumentError(f"methods: expected a list of Methods, got one, {given.name!r}; write [method]")
+    if not isinstance(given, Collection):
+        raise ArgumentError(f"methods: expected a list of Methods, got {type(given).__name__}")
+    for place, method in enumerate(methods):
+        check_method(f"methods[{place}]", method)
+    if len({method.name for method in methods}) < len(methods) or not methods:
+        raise ArgumentError("methods: expected at least one, with distinct names")
+
+
+def _try(federation: Federation, method: Method, scenario: Mapping[str, Any], tasks: int | None) -> None:
+    """See that a run can begin: that a method fits the clients, and its trainer what the server sends.
+
+    Raises:
+        ArgumentError: if it cannot.
+    """
+    clients = federation.scheduled
+    with blamed(f"methods: {method.name}"):
+        rule: Any = method.bound(clients).rule
+        asking(rule, clients, tasks, np.random.default_rng(0))
+        sizes = {client: len(federation.train[client]) for client in clients}
+        message = Server.of(federation.model(), rule, weights=sizes).dispatch(clients[0]).message
+        steps = getattr(method.trainer, "steps_of", None)
+        if steps is not None:
+            steps(message, federation.length(clients[0]))
+    course = course_of(federation, rule, **scenario, tasks=tasks)
+    while isinstance(event := course.next(), Ask):
+        with blamed("scheduler"):
+            course.give(event.client, float(federation.length(event.client)))
+
+
+def _landscape(federation: Federation, curve: Curve) -> Landscape:
+    """The planes of a curve that a client sent."""
+    model = federation.model()
+    space = ParameterSpace.of(model)
+    loss = space.loss(model, nn.functional.cross_entropy)
+
+    def over(samples: np.ndarray) -> Plane:
+        most = min(DRAWN_SAMPLES, DRAWN_LABELS * len(federation.task.labels) // federation.task.labels.numel())
+        if len(samples) > most:
+            samples = samples[np.linspace(0, len(samples) - 1, most).astype(np.int64)]
+        batch = federation.task.inputs[samples], federation.task.labels[samples]
+
+        def value(theta: Tensor) -> float:
+            with torch.no_grad():
+                return loss(theta, batch).item()
+
+        return plane(Bezier(space, len(curve.phi) - 1), curve.phi, value)
+
+    everybody = np.concatenate(federation.held_out)
+    return Landscape(curve.method, curve.round, curve.client, over(federation.train[curve.client]), over(everybody))
+
+
+def _told(run_: Run) -> dict[str, object]:
+    """A run for JSON: the trace by columns."""
+    columns = {one.name: [getattr(task, one.name) for task in run_.trace] for one in fields(Record)}
+    return {
+        "trace": columns,
+        "client_accuracy": run_.client_accuracy,
+        "gini": run_.gini,
+        "theil": run_.theil,
+        "refused": run_.refused,
+    }
+
+
+def _summarise(runs: Sequence[Run], target: float) -> dict[str, float | int | None]:
+    last = [run_.evaluations[-1] for run_ in runs]
+    final = [row.accuracy for row in last]
+    best = [max(run_.accuracy) for run_ in runs]
+    reached = [rounds for run_ in runs if (rounds := run_.rounds_to(target)) is not None]
+    late = [x for run_ in runs for x in run_.staleness]
+    return {
+        "final_mean": statistics.fmean(final),
+        "final_sd": _deviation(final),
+        "best_mean": statistics.fmean(best),
+        "best_sd": _deviation(best),
+        "rounds_to_target_mean": statistics.fmean(reached) if reached else None,
+        "reached_target": len(reached),
+        "staleness_mean": statistics.fmean(late),
+        "staleness_max": max(late),
+        "gini_mean": statistics.fmean(run_.gini for run_ in runs),
+        "theil_mean": statistics.fmean(run_.theil for run_ in runs),
+        "refused": sum(run_.refused for run_ in runs),
+        "gradients_mean": statistics.fmean(row.gradients for row in last),
+        "bytes_mean": statistics.fmean(row.bytes for row in last),
+    }
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None

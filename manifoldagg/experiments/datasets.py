@@ -1,0 +1,357 @@
+"""Data sets by name, each with a model that suits it, out of files that a user has: nothing is downloaded."""
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manifoldagg._validation import check_count
+from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments import models
+from manifoldagg.experiments.readers import PARTS, images
+from manifoldagg.federated.clients.determinism import one_thread, seeded_model
+from manifoldagg.simulation.dataset import Signature, Task
+from manifoldagg.simulation.spec_parser import Named, Reader, arguments, blamed, imported, kind, named, pick
+
+__all__ = ["digits", "idx", "leaf", "npz", "shakespeare", "task"]
+
+ARRAYS = ("inputs", "labels", "owners", "test")
+SPEAKERS = ("input.txt", "shakespeare.txt")
+"""Names that a text of plays has in a folder."""
+MOST = 2**31
+"""Labels and tokens are smaller."""
+
+
+def task(source: str | Callable[[], Task], model: str | None = None) -> Task:
+    """The task of that name, or the one that a function makes.
+
+    | name | options |
+    | --- | --- |
+    | `digits` | none: 1,797 handwritten digits of 8 x 8 pixels, which come with scikit-learn |
+    | `idx:folder` | those of [`idx`][manifoldagg.experiments.datasets.idx]: MNIST and sets that use its file names |
+    | `shakespeare:path` | those of [`shakespeare`][manifoldagg.experiments.datasets.shakespeare]: a text of plays |
+    | `leaf:folder` | those of [`leaf`][manifoldagg.experiments.datasets.leaf]: JSON by user |
+    | `npz:file` | those of [`npz`][manifoldagg.experiments.datasets.npz]: arrays of your own |
+    | `module:name` | none: a `Task` in a Python module of your own, or a function that makes one |
+
+    Other processes, those of an executor for instance, are sent the name or the function in place of the data. So it
+    makes the same each time, and can be pickled: a function of a module, or a `functools.partial` of one.
+
+    Args:
+        source: the name, or the function.
+        model: in place of the task's own, `mlp`, `cnn`, `gru` or `transformer` with the options of
+            `manifoldagg.experiments.models`, such as `"cnn:norm=batch"`.
+
+    Raises:
+        ArgumentError: if the name is unknown, the package that carries its data is not installed, a file is not what
+            was expected, the function makes something else, or the model does not suit the task.
+
+    Example:
+        >>> task("digits").inputs.shape
+        torch.Size([1797, 1, 8, 8])
+    """
+    make = _named(source) if isinstance(source, str) else source
+    with one_thread():  # as in a process of an executor: a mean over many values has the same bits
+        made = make()
+    if not isinstance(made, Task):
+        raise ArgumentError(f"task: expected a function that makes a Task, it made {type(made).__name__}")
+    # A task of a module of one's own is not ours to write into.
+    made = replace(made, model=made.model if model is None else _model(model, made.signature))
+    object.__setattr__(made, "origin", partial(task, source, model))
+    return made
+
+
+def digits() -> Task:
+    """The handwritten digits of scikit-learn (UCI, 8 x 8 grey pixels in [0, 1]), with small convolutions.
+
+    Raises:
+        ArgumentError: if scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        raise ArgumentError("they come with scikit-learn: pip install 'manifoldagg[data]'") from None
+    pixels, labels = load_digits(return_X_y=True)
+    inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
+    return _task("digits", inputs, torch.from_numpy(labels).to(torch.int64), models.cnn, target=0.85)
+
+
+def idx(folder: Path | str, part: str | None = None) -> Task:
+    """Images and labels in the IDX format: MNIST, Fashion-MNIST, KMNIST, with convolutions.
+
+    Args:
+        folder: where the files lie, as for [`images`][manifoldagg.experiments.images]. The set is called by its name.
+        part: `"train"` or `"t10k"`, the test images. By default both, with the test images as the test split, or the
+            one that there is.
+
+    Raises:
+        ArgumentError: naming a file that is missing or damaged.
+    """
+    folder = Path(folder)
+    wanted = PARTS if part is None else (part,)
+    here = [one for one in wanted if any(folder.glob(f"{one}-images*"))] or [wanted[-1]]
+    found = [images(folder, one) for one in here]
+    inputs, labels = (torch.cat(pieces) for pieces in zip(*found, strict=True))
+    test = torch.arange(len(labels)) >= len(found[0][1]) if len(found) > 1 else None
+    return _task(_name(folder), inputs, labels, models.cnn, target=0.9, test=test)
+
+
+def shakespeare(path: Path | str, length: int = 80) -> Task:
+    """A text of plays by speaker, with gated recurrent units that tell the next character at every place.
+
+    A speech begins with a line that ends in a colon, the speaker's name; an empty line ends it. What one speaker says
+    is put together and cut into sequences; who says too little for one is left out, and so is the rest after the last.
+    Tokens are the characters that occur, in their order.
+
+    Args:
+        path: of the text, or of a folder with `input.txt` or `shakespeare.txt`.
+        length: of a sequence.
+
+    Raises:
+        ArgumentError: naming the file, if it cannot be read or nobody in it says so much.
+
+    Source: the text of char-rnn, "tiny Shakespeare"; by speaker as McMahan et al. 2017.
+    """
+    check_count("length", length)
+    place = Path(path)
+    if place.is_dir():
+        names = [name for name in SPEAKERS if (place / name).is_file()]
+        if not names:
+            raise ArgumentError(f"path: {place}: expected {' or '.join(SPEAKERS)} in it; none is there")
+        place = place / names[0]
+    text = _text(place)
+    said: dict[str, list[str]] = {}
+    for speech in text.split("\n\n"):
+        name, colon, words = speech.strip("\n").partition(":\n")
+        if colon and "\n" not in name:
+            said.setdefault(name, []).append(words)
+    number = {character: i for i, character in enumerate(sorted(set(text)))}
+    pieces: list[Tensor] = []
+    owners: list[int] = []
+    for speeches in said.values():
+        tokens = torch.tensor([number[character] for character in "\n".join(speeches)], dtype=torch.int64)
+        count = (len(tokens) - 1) // length
+        if count > 0:
+            # One token more than a sequence: the last one is only told.
+            pieces.append(torch.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)]))
+            owners += [len(pieces) - 1] * count
+    if not pieces:
+        raise ArgumentError(f"path: {place}: expected speeches under lines 'Name:', of {length + 1} characters or more")
+    cut = torch.cat(pieces)
+    return _task("shakespeare", cut[:, :-1], cut[:, 1:], models.gru, target=0.4, owners=torch.tensor(owners))
+
+
+def leaf(folder: Path | str) -> Task:
+    """A data set of LEAF by user: images (FEMNIST) with convolutions, text (Shakespeare) with gated recurrent units.
+
+    Args:
+        folder: with `train` and `test`, folders of JSON files, the second of which is the test split; or with JSON
+            files itself. Each has `users` and `user_data`, a mapping from users to `x` and `y`. An `x` is a list of
+            numbers, of pixels where there are 784, or a string of characters; a `y` is a whole number from 0 on, or
+            a character, and all are of one kind.
+
+    Raises:
+        ArgumentError: naming the file and what was expected in it.
+
+    Source: Caldas et al. 2018, LEAF.
+    """
+    folder = Path(folder)
+    parts = [(folder / part, part == "test") for part in ("train", "test") if (folder / part).is_dir()]
+    xs: list[Any] = []
+    ys: list[Any] = []
+    owners: list[int] = []
+    test: list[bool] = []
+    users: dict[str, int] = {}
+    for place, tested in parts or [(folder, False)]:
+        for user, x, y in _leaf_users(place):
+            who = users.setdefault(user, len(users))
+            xs += x
+            ys += y
+            owners += [who] * len(y)
+            test += [tested] * len(y)
+    if not xs:
+        raise ArgumentError(f"folder: {folder}: expected samples in it, got none")
+    characters = sorted({c for text in (*xs, *ys) if isinstance(text, str) for c in text})
+    number = {character: i for i, character in enumerate(characters)}
+    inputs = _leaf_inputs(folder, xs, number)
+    if {type(y) for y in ys} == {str} and all(len(y) == 1 for y in ys):
+        ys = [number[y] for y in ys]
+    if not all(type(y) is int and 0 <= y < MOST for y in ys):
+        raise ArgumentError(
+            f"folder: {folder}: expected each y to be a whole number >= 0 and below 2**31, or each a character"
+        )
+    suits = models.gru if not inputs.is_floating_point() else models.cnn if inputs.ndim == 4 else models.mlp
+    given = torch.tensor(test) if any(test) and len(parts) > 1 else None
+    made = torch.tensor(ys, dtype=torch.int64)
+    return _task(_name(folder), inputs, made, suits, target=0.7, owners=torch.tensor(owners), test=given)
+
+
+def npz(path: Path | str) -> Task:
+    """Arrays of your own, as `numpy.savez(path, inputs=..., labels=...)` writes them.
+
+    Args:
+        path: of the file. It has `inputs`, (samples, ...) of numbers or (samples, length) of whole ones, tokens, and
+            `labels`, (samples,) or (samples, length), whole numbers >= 0; it may have `owners`, (samples,) of numbers
+            or names, and `test`, (samples,) of booleans, the test split. Images are (samples, channels, height,
+            width), and get convolutions; a perceptron takes other numbers, gated recurrent units tokens.
+
+    Raises:
+        ArgumentError: naming the file and what was expected in it.
+    """
+    path = Path(path)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: np.asarray(file[name]) for name in file.files}
+    except OSError as error:
+        raise ArgumentError(f"path: {path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, EOFError, zipfile.BadZipFile, TypeError, AttributeError):
+        raise ArgumentError(f"path: {path}: expected a file of numpy.savez, whole and without objects") from None
+    for name in arrays:
+        pick(f"path: {path}", "array", name, ARRAYS)
+    if missing := [name for name in ARRAYS[:2] if name not in arrays]:
+        raise ArgumentError(f"path: {path}: expected an array {missing[0]!r} in it; there are {', '.join(arrays)}")
+    with blamed(f"path: {path}"):
+        return _of_arrays(path.stem, **arrays)
+
+
+def _of_arrays(
+    name: str, inputs: np.ndarray, labels: np.ndarray, owners: np.ndarray | None = None, test: np.ndarray | None = None
+) -> Task:
+    """A task of NumPy arrays."""
+    if inputs.ndim < 2 or not inputs.size or inputs.dtype.kind not in "fiub":
+        raise ArgumentError(f"inputs: expected numbers (samples, ...), got {inputs.dtype} of shape {inputs.shape}")
+    sequence = inputs.dtype.kind in "iu" and inputs.ndim == 2 and inputs.min() >= 0
+    if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0 or labels.max(initial=0) >= MOST:
+        given = f", the largest {labels.max(initial=0)}" if labels.dtype.kind in "iu" else ""
+        raise ArgumentError(f"labels: expected whole numbers >= 0 and below 2**31, got {labels.dtype}{given}")
+    if test is not None and test.dtype.kind != "b":
+        raise ArgumentError(f"test: expected booleans, got {test.dtype}")
+    if sequence and inputs.max() >= MOST:
+        raise ArgumentError(f"inputs: expected tokens below 2**31, got {inputs.max()}")
+    with np.errstate(over="ignore"):
+        numbers = inputs.astype(np.int64 if sequence else np.float32)
+    if not np.isfinite(numbers).all():
+        raise ArgumentError("inputs: expected finite numbers, also in float32")
+    suits = models.gru if sequence else models.cnn if inputs.ndim == 4 else models.mlp
+    return _task(
+        name,
+        torch.from_numpy(numbers),
+        torch.from_numpy(labels.astype(np.int64)),
+        suits,
+        target=0.8,
+        owners=None if owners is None else torch.from_numpy(np.unique(owners, return_inverse=True)[1].astype(np.int64)),
+        test=None if test is None else torch.from_numpy(test),
+    )
+
+
+def _task(name: str, inputs: Tensor, labels: Tensor, suits: Callable[..., nn.Module], **told: Any) -> Task:
+    """A task with the model that suits it."""
+    made = Task(name, inputs, labels, partial(suits), **told)
+    return replace(made, model=partial(suits, made.signature))
+
+
+def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """Users of the JSON files of a folder, in the order of the files' names, with their samples."""
+    files = sorted(place.glob("*.json"))
+    if not files:
+        raise ArgumentError(f"folder: {place}: expected JSON files in it; there are none")
+    for file in files:
+        try:
+            content = json.loads(_text(file))
+            for user in content["users"]:
+                x, y = content["user_data"][user]["x"], content["user_data"][user]["y"]
+                if not (isinstance(x, list) and isinstance(y, list) and len(x) == len(y)):
+                    raise ArgumentError(f"folder: {file}: {user}: expected lists x and y of one length")
+                yield str(user), x, y
+        except ArgumentError:
+            raise
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            missing = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ArgumentError(
+                f"folder: {file}: expected JSON with users and, by user, x and y in user_data; {missing}"
+            ) from None
+
+
+def _leaf_inputs(folder: Path, xs: Sequence[Any], number: Mapping[str, int]) -> Tensor:
+    """Samples of numbers, or of characters."""
+    if len({(type(x), len(x)) if isinstance(x, list | str) else None for x in xs}) > 1:
+        raise ArgumentError(
+            f"folder: {folder}: expected each x to be a list of numbers, or a string, all of one length"
+        )
+    try:
+        if isinstance(xs[0], str):
+            inputs = torch.tensor([[number[character] for character in x] for x in xs], dtype=torch.int64)
+        else:
+            inputs = torch.tensor(xs, dtype=torch.float32)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ArgumentError(
+            f"folder: {folder}: expected each x to be a list of numbers, or a string; {error}"
+        ) from None
+    if inputs.ndim < 2 or not inputs.numel() or not inputs.isfinite().all():
+        raise ArgumentError(f"folder: {folder}: expected each x to be a list of finite numbers, or a string, not empty")
+    if not inputs.is_floating_point():
+        return inputs
+    return inputs.view(-1, 1, 28, 28) if inputs.shape[1:] == (784,) else inputs
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"path: {path}: expected text in UTF-8; {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise ArgumentError(f"path: {path}: cannot be read: {error.strerror or error}") from None
+
+
+def _name(folder: Path) -> str:
+    """What a folder is called, wherever one stands."""
+    return folder.resolve().name or "data"
+
+
+def _named(source: str) -> Callable[[], Task]:
+    """What makes the task of that name."""
+    chosen = named("data", source)
+    if chosen.name in SETS:
+        read = SETS[chosen.name]
+        return partial(read, f"data: {chosen.name}", chosen.options)
+    if list(chosen.options) == [""]:
+        return partial(_own, chosen)
+    pick("data", "data set", chosen.name, SETS)
+    raise AssertionError
+
+
+def _own(chosen: Named) -> Task:
+    """The task of a module of the user's."""
+    name = chosen.options[""]
+    where = f"data: {chosen.name}:{name}"
+    found = imported(where, chosen.name, name, f"a data set ({', '.join(SETS)})")
+    try:
+        made = found if isinstance(found, Task) or not callable(found) else found()
+    except TypeError as error:
+        raise ArgumentError(
+            f"{where}: expected a Task, or a function without arguments that makes one; {error}"
+        ) from error
+    if not isinstance(made, Task):
+        raise ArgumentError(f"{where}: expected a Task, or a function that makes one; got {type(made).__name__}")
+    return made
+
+
+def _model(text: str, signature: Signature) -> Callable[[], nn.Module]:
+    """What makes the model of that name for a task."""
+    chosen = named("model", text)
+    make = getattr(models, pick("model", "model", chosen.name, MODELS))
+    made = partial(make, signature, **arguments(f"model: {chosen.name}", make, chosen.options, taken=("of",)))
+    with blamed(f"model: {chosen.name}"):
+        seeded_model(made, 0)
+    return made
+
+
+SETS: Mapping[str, Reader] = {make.__name__: kind(make) for make in (digits, idx, shakespeare, leaf, npz)}
+MODELS = [name for name in models.__all__ if name.islower()]

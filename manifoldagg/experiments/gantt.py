@@ -1,0 +1,87 @@
+"""The picture of a trace: who trained when, staleness by colour."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from manifoldagg._io import check_plots, new_figure
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.trace import Record, check_records
+
+__all__ = ["draw_trace"]
+
+LABELS = 30
+"""The most rows with a name beside them: of more clients every second has one, or every third."""
+EDGES = 2000
+"""The most tasks with an edge around their bar."""
+NARROW = 0.01
+"""Of the time shown: so long must half of the bars be for an edge around them."""
+
+
+def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str = "") -> Any:
+    """Draw who trained when: one row a client, a bar from start to answer, its colour the staleness.
+
+    A thin line leads from a task's dispatch to its start. Rows are in order of the clients' names, numbers in
+    them by value.
+
+    Args:
+        records: at least one.
+        axes: of matplotlib; those of a new figure where not given.
+        title: above it.
+
+    Returns:
+        The axes, whose `figure` can be saved.
+
+    Raises:
+        ArgumentError: if there is nothing to draw, or matplotlib is missing.
+    """
+    check_plots()
+    from matplotlib.collections import LineCollection, PolyCollection
+    from matplotlib.ticker import MaxNLocator
+
+    check_records(records)
+    if not records:
+        raise ArgumentError("records: expected at least one, got none")
+    clients = sorted({record.client for record in records}, key=_rank)
+    row = {client: i for i, client in enumerate(clients)}
+    if axes is None:
+        axes = new_figure(10, min(12.0, 1.6 + 0.24 * len(clients))).subplots()
+    y = np.array([row[record.client] for record in records], dtype=float)
+    dispatched, start, end = (
+        np.array([getattr(record, name) for record in records]) for name in ("dispatched", "started", "finished")
+    )
+    waits = [((a, i), (b, i)) for a, b, i in zip(dispatched, start, y, strict=True) if b > a]
+    axes.add_collection(LineCollection(waits, colors="0.6", linewidths=0.8, zorder=1))
+    low = y - 0.38
+    high = y + 0.38
+    corners = np.stack([start, low, start, high, end, high, end, low], axis=-1).reshape(-1, 4, 2)
+    span = end.max() - dispatched.min() or 1.0
+    # Of narrow bars nothing would be left between their edges.
+    few = len(records) <= EDGES and np.median(end - start) > NARROW * span
+    bars = PolyCollection(
+        list(corners), cmap="viridis", edgecolors="white" if few else "none", linewidths=0.4, zorder=2
+    )
+    bars.set_array(np.array([record.staleness for record in records], dtype=float))
+    bars.set_clim(0, max(1, max(record.staleness for record in records)))
+    axes.add_collection(bars)
+    beside = axes.inset_axes((1.02, 0.0, 0.025, 1.0))
+    axes.figure.colorbar(bars, cax=beside, label="staleness, versions", ticks=MaxNLocator(integer=True))
+    axes.set_xlim(dispatched.min() - 0.005 * span, end.max() + 0.005 * span)
+    axes.set_ylim(len(clients) - 0.4, -0.6)
+    every = -(-len(clients) // LABELS)
+    names = [str(client) for client in clients[::every]]
+    axes.set_yticks(range(0, len(clients), every), names, fontsize="small", parse_math=False)
+    axes.set_xlabel("virtual time, s")
+    axes.set_ylabel("client")
+    axes.set_title(title)
+    return axes
+
+
+def _rank(client: int | str) -> tuple[Any, ...]:
+    """Integers first; of strings, `pi-2` before `pi-10`."""
+    if isinstance(client, int):
+        return False, client
+    # Text and digits alternate, so that a number only ever meets a number.
+    return True, [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", client))], client

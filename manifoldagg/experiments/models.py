@@ -1,0 +1,171 @@
+"""Models that suit a task: a multilayer perceptron, convolutions, a recurrent network, a transformer."""
+
+import torch
+from torch import Tensor, nn
+
+from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.dataset import Signature
+
+__all__ = ["cnn", "gru", "mlp", "transformer"]
+
+NORMS = ("none", "batch", "group")
+
+
+def mlp(of: Signature, *, hidden: int = 64) -> nn.Module:
+    """One hidden layer with ReLU, over inputs of any shape.
+
+    Args:
+        of: the task.
+        hidden: its units.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Example:
+        >>> mlp(Signature((4,), classes=3))(torch.zeros(5, 4)).shape
+        torch.Size([5, 3])
+    """
+    _check_numbers(of)
+    check_count("hidden", hidden)
+    size = torch.Size(of.shape).numel()
+    return nn.Sequential(nn.Flatten(), nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, of.classes))
+
+
+def cnn(of: Signature, *, width: int = 16, dense: int = 64, norm: str = "none") -> nn.Module:
+    """Two 3 x 3 convolutions, each with ReLU and pooled by 2, and two dense layers: the shape of Manifold's Figure 5.
+
+    Args:
+        of: the task, of images (channels, height, width) of 4 x 4 pixels or more.
+        width: channels of the first convolution; the second one has twice as many.
+        dense: units of the first dense layer.
+        norm: after each convolution: `"none"`, `"batch"`, whose running statistics are buffers of the model, or
+            `"group"`, of 8 groups at most.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Example:
+        >>> cnn(Signature((1, 28, 28), classes=10), norm="batch")(torch.zeros(5, 1, 28, 28)).shape
+        torch.Size([5, 10])
+    """
+    _check_numbers(of)
+    check_choice("norm", norm, NORMS)
+    check_count("width", width)
+    check_count("dense", dense)
+    if len(of.shape) != 3 or min(of.shape[1:]) < 4:
+        raise ArgumentError(f"task: expected images (channels, height, width) from 4 x 4 on, got {of.shape}")
+    channels, height, across = of.shape
+    layers: list[nn.Module] = []
+    for before, after in ((channels, width), (width, 2 * width)):
+        layers.append(nn.Conv2d(before, after, 3, padding=1))
+        if norm == "batch":
+            layers.append(nn.BatchNorm2d(after))
+        elif norm == "group":
+            layers.append(nn.GroupNorm(max(g for g in range(1, 9) if after % g == 0), after))
+        layers += [nn.ReLU(), nn.MaxPool2d(2)]
+    left = 2 * width * (height // 4) * (across // 4)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(left, dense), nn.ReLU(), nn.Linear(dense, of.classes))
+
+
+def gru(of: Signature, *, embedding: int = 16, hidden: int = 64, layers: int = 1) -> nn.Module:
+    """Tokens embedded, gated recurrent units, a linear layer.
+
+    Args:
+        of: the task, of tokens.
+        embedding: numbers for a token.
+        hidden: units of a layer.
+        layers: how many.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Example:
+        >>> gru(Signature((80,), classes=65, tokens=65, every=True))(torch.zeros(5, 80, dtype=torch.int64)).shape
+        torch.Size([5, 65, 80])
+    """
+    _check_tokens(of)
+    for name, count in (("embedding", embedding), ("hidden", hidden), ("layers", layers)):
+        check_count(name, count)
+    return _Recurrent(of, embedding, hidden, layers)
+
+
+def transformer(of: Signature, *, width: int = 64, heads: int = 4, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    """A causal transformer with learned positions: each place sees itself and what comes before.
+
+    Args:
+        of: the task, of tokens.
+        width: numbers for a token, a multiple of `heads`; the layers between are four times as wide.
+        heads: of the attention.
+        layers: how many.
+        dropout: which part of the numbers is dropped in training.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Example:
+        >>> transformer(Signature((8,), classes=5, tokens=5))(torch.zeros(3, 8, dtype=torch.int64)).shape
+        torch.Size([3, 5])
+    """
+    _check_tokens(of)
+    for name, count in (("width", width), ("heads", heads), ("layers", layers)):
+        check_count(name, count)
+    check_number("dropout", dropout, at_least=0, at_most=0.9)
+    if width % heads:
+        raise ArgumentError(f"width: expected a multiple of {heads} heads, got {width}")
+    return _Transformer(of, width, heads, layers, dropout)
+
+
+class _Classifier(nn.Module):
+    """From features (samples, length, width) to scores (samples, classes, length), or of the last place alone."""
+
+    def __init__(self, of: Signature, width: int) -> None:
+        super().__init__()
+        self.every = of.every
+        self.head = nn.Linear(width, of.classes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores: Tensor = self.head(features if self.every else features[:, -1])
+        return scores.transpose(1, 2) if self.every else scores
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, of: Signature, embedding: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(of.tokens, embedding)
+        self.cells = nn.GRU(embedding, hidden, layers, batch_first=True)
+        self.classifier = _Classifier(of, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        features, _ = self.cells(self.embedding(tokens))
+        scores: Tensor = self.classifier(features)
+        return scores
+
+
+class _Transformer(nn.Module):
+    def __init__(self, of: Signature, width: int, heads: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(of.tokens, width)
+        self.places = nn.Parameter(0.02 * torch.randn(of.shape[0], width))
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.classifier = _Classifier(of, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        features = self.layers(self.embedding(tokens) + self.places[:length], mask=later, is_causal=True)
+        scores: Tensor = self.classifier(features)
+        return scores
+
+
+def _check_numbers(of: Signature) -> None:
+    if of.tokens:
+        raise ArgumentError("task: expected inputs of numbers, got tokens; gru and transformer take these")
+
+
+def _check_tokens(of: Signature) -> None:
+    if not of.tokens or len(of.shape) != 1:
+        raise ArgumentError(f"task: expected sequences of tokens, got numbers {of.shape}; mlp takes these")

@@ -1,0 +1,257 @@
+"""The pictures of a report: accuracy along any axis, clients by accuracy, who trained when, the planes of a curve."""
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manifoldagg._io import new_figure
+from manifoldagg.curves import Plane
+from manifoldagg.experiments.gantt import draw_trace
+from manifoldagg.simulation.cost import Evaluation
+from manifoldagg.simulation.trace import Record
+
+__all__ = ["draw_accuracy", "draw_clients", "draw_planes", "draw_traces", "in_percent", "in_units"]
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+"""Of Okabe and Ito: who sees fewer colours can tell them apart."""
+DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
+"""Lines of one colour differ by them."""
+MARKS = ("o", "s", "^", "D", "v", "P")
+THICK, THIN = 2.6, 1.2
+"""Where lines meet the later one is thinner: both are seen."""
+TURN = 8
+"""Of a line that is the same all the way as another, so many of its widths are seen at a time."""
+LONG = 32
+"""Names are broken into lines of so many characters."""
+WIDTH = 6.4
+"""Inches: at 80 % of a page's width the letters are as large as a footnote's."""
+PANELS = 3
+"""Traces in one picture, at most."""
+UNITS = {
+    "round": ("answers, one client's update each", ((1, ""),)),
+    "time": ("virtual time", ((1, "s"),)),
+    "gradients": ("minibatch gradients computed", ((1, ""), (1e3, "thousands"), (1e6, "millions"), (1e9, "billions"))),
+    "bytes": ("sent down and up", ((1, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB"))),
+}
+
+
+def in_units(axis: str, most: float) -> tuple[float, str, str]:
+    """What an axis is called, in which unit, and how much one is, where its largest value is `most`.
+
+    Example:
+        >>> in_units("bytes", 2.5e6)
+        (1000000.0, 'MB', 'sent down and up')
+    """
+    name, units = UNITS[axis]
+    size, unit = next((pair for pair in reversed(units) if most >= pair[0]), units[0])
+    return float(size), unit, name
+
+
+def in_percent(share: float) -> str:
+    """A share as it was given, with as many digits as it has.
+
+    Example:
+        >>> [in_percent(share) for share in (0.85, 0.925, 0.999)]
+        ['85%', '92.5%', '99.9%']
+    """
+    return f"{100 * share:.10g}%"
+
+
+def draw_accuracy(
+    path: Path,
+    runs: Mapping[str, Sequence[Sequence[Evaluation]]],
+    *,
+    target: float,
+    title: str,
+    axis: str = "round",
+    budget: float | None = None,
+) -> None:
+    """Accuracy along an axis: for each method the mean over its seeds, as far as all of them come.
+
+    Where there are several seeds, and no more methods than colours, a band shows one standard deviation. Between two
+    evaluations a run is worth what it was at the earlier one.
+
+    Args:
+        path: of the picture.
+        runs: by method, the rows of each seed.
+        target: an accuracy to mark.
+        title: above; how many seeds there are is said beside it.
+        axis: of `AXES`.
+        budget: on that axis, to mark.
+    """
+    most = max(rows[-1].along(axis) for seeds in runs.values() for rows in seeds)
+    size, unit, name = in_units(axis, most)
+    several = max(map(len, runs.values())) > 1
+    banded = several and len(runs) <= len(COLOURS)
+    figure, axes = _figure(runs, 3.9)
+    for i, (label, seeds) in enumerate(runs.items()):
+        x, accuracy = _along(seeds, axis)
+        mean = 100 * accuracy.mean(0)
+        step = "default" if axis == "round" else "steps-post"
+        axes.plot(x / size, mean, drawstyle=step, label=_label(label), zorder=3 + i, **_style(i, len(runs), len(x)))
+        if banded and len(seeds) > 1:
+            spread = 100 * accuracy.std(0, ddof=1)
+            shade = {"step": "post"} if axis != "round" else {}
+            axes.fill_between(
+                x / size, mean - spread, mean + spread, color=_style(i)["color"], alpha=0.15, linewidth=0, **shade
+            )
+    axes.axhline(100 * target, color="0.35", linestyle=(0, (1, 2)), linewidth=1, zorder=2)
+    beside = axes.get_yaxis_transform()
+    axes.text(1.01, 100 * target, f"target\n{in_percent(target)}", transform=beside, va="center", fontsize="small")
+    if budget is not None:
+        axes.axvline(budget / size, color="0.35", linestyle=(0, (1, 2)), linewidth=1, zorder=2)
+        said = {"transform": axes.get_xaxis_transform(), "rotation": 90, "fontsize": "small"}
+        paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+        axes.text(budget / size, 0.03, "all come so far", ha="right", va="bottom", zorder=99, bbox=paper, **said)
+    axes.set_xlabel(f"{name}, {unit}" if unit else name)
+    axes.set_ylabel("accuracy on held-out samples, %")
+    few, many = min(map(len, runs.values())), max(map(len, runs.values()))
+    over = f"mean of {many if few == many else f'{few} to {many}'} seeds" if several else "1 seed"
+    axes.set_title(f"{_plain(title)}; {over}{', band ± 1 sd' if banded else ''}", fontsize="medium")
+    axes.set_xlim(0, most / size or 1)
+    axes.set_ylim(0, 100)
+    _legend(figure, runs)
+    _take_turns(axes.lines[: len(runs)])
+    figure.savefig(path)
+
+
+def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> None:
+    """Accuracies of the clients from the worst to the best, for each method the mean of each place over its seeds.
+
+    Args:
+        path: of the picture.
+        clients: by method, the accuracies of each seed. Of a seed with fewer clients than another some stand twice.
+        title: above.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    count = max(len(seed) for seeds in clients.values() for seed in seeds)
+    places = (np.arange(count) + 0.5) / count
+    figure, axes = _figure(clients, 3.6)
+    for i, (label, seeds) in enumerate(clients.items()):
+        ranked = np.array([np.quantile(seed, places, method="inverted_cdf") for seed in seeds])
+        axes.plot(
+            np.arange(1, count + 1),
+            100 * ranked.mean(0),
+            label=_label(label),
+            zorder=3 + i,
+            **_style(i, len(clients), count),
+        )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlim(0.5, count + 0.5)
+    axes.set_ylim(0, 102)
+    axes.set_xlabel("client, from the worst to the best")
+    axes.set_ylabel("accuracy on own held-out samples, %")
+    several = max(map(len, clients.values())) > 1
+    axes.set_title(f"{_plain(title)}; the best model{', mean over seeds' if several else ''}", fontsize="medium")
+    _legend(figure, clients)
+    _take_turns(axes.lines)
+    figure.savefig(path)
+
+
+def draw_traces(path: Path, traces: Mapping[str, Sequence[Record[Any]]], *, title: str) -> None:
+    """Who trained when, a panel for each course of events: methods that ask in the same way share one.
+
+    Args:
+        path: of the picture.
+        traces: by method.
+        title: above.
+    """
+    panels: list[tuple[list[str], Sequence[Record[Any]]]] = []
+    for name, trace in traces.items():
+        same = next((names for names, other in panels if other == trace), None)
+        if same is None:
+            panels.append(([name], trace))
+        else:
+            same.append(name)
+    shown = panels[:PANELS]
+    rows = max(len({record.client for record in trace}) for _, trace in shown)
+    figure = new_figure(WIDTH, 0.5 + len(shown) * min(5.5, 1.3 + 0.14 * rows))
+    for (names, trace), axes in zip(shown, np.atleast_1d(figure.subplots(len(shown))), strict=True):
+        draw_trace(trace, axes, title=_label(", ".join(names), 2 * LONG))
+        axes.title.set_fontsize("small")
+    left_out = sum(len(names) for names, _ in panels[PANELS:])
+    figure.suptitle(_plain(title) + (f"; without {left_out} further methods" if left_out else ""), fontsize="medium")
+    figure.savefig(path)
+
+
+def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
+    """The planes of one curve, one below the other, each with its own scale."""
+    figure = new_figure(WIDTH, 0.6 + 3.7 * len(planes))
+    for i, (plane, axes) in enumerate(zip(planes.items(), figure.subplots(len(planes)), strict=True)):
+        said, drawn = plane
+        drawn.plot(axes, label="cross-entropy")
+        axes.set_title(f"({chr(97 + i)}) {_plain(said)}", fontsize="medium")
+        if i == 0:
+            axes.legend(loc="best", fontsize="small", framealpha=0.9)
+    figure.suptitle(_label(title, 2 * LONG), fontsize="medium")
+    # Where axes are equal the layout does not know how wide a plot will be.
+    figure.savefig(path, bbox_inches="tight")
+
+
+def _along(seeds: Sequence[Sequence[Evaluation]], axis: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where some seed was evaluated, as far as all come, and the accuracies (seeds, places) that each had by then."""
+    places = [np.array([row.along(axis) for row in rows]) for rows in seeds]
+    x = np.unique(np.concatenate(places))
+    x = x[(x >= max(place[0] for place in places)) & (x <= min(place[-1] for place in places))]
+    worth = [np.array([row.accuracy for row in rows]) for rows in seeds]
+    latest = [np.searchsorted(place, x, side="right") - 1 for place in places]
+    return x, np.array([w[i] for w, i in zip(worth, latest, strict=True)])
+
+
+def _figure(names: Mapping[str, object], height: float) -> tuple[Any, Any]:
+    lines = sum(1 + _label(name).count("\n") for name in names)
+    figure = new_figure(WIDTH, height + 0.21 * math.ceil(lines / _columns(names)))
+    axes = figure.subplots()
+    axes.grid(alpha=0.25)
+    return figure, axes
+
+
+def _style(i: int, count: int = 1, points: int = 1) -> dict[str, Any]:
+    """The i-th of so many lines: a colour, a dash and a width of its own, marks where the others have none."""
+    turn, colour = divmod(i, len(COLOURS))
+    every = max(count, points // 8)
+    return {
+        "color": COLOURS[colour],
+        "linestyle": DASHES[turn % len(DASHES)],
+        "linewidth": THICK - (THICK - THIN) * i / max(1, count - 1),
+        "marker": MARKS[i % len(MARKS)],
+        "markersize": 5,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+        "markevery": (i * every // count, every),
+    }
+
+
+def _legend(figure: Any, names: Mapping[str, object]) -> None:
+    figure.legend(loc="outside lower center", ncols=_columns(names), fontsize="small", frameon=False)
+
+
+def _take_turns(lines: Iterable[Any]) -> None:
+    """Lines that are the same all the way: each is drawn where the others pause."""
+    groups: dict[tuple[bytes, ...], list[Any]] = {}
+    for line in lines:
+        groups.setdefault(tuple(np.asarray(x).tobytes() for x in line.get_data()), []).append(line)
+    for same in groups.values():
+        for i, line in enumerate(same if len(same) > 1 else ()):
+            line.set(linewidth=(THICK + THIN) / 2, linestyle=(-i * TURN, (TURN, TURN * (len(same) - 1))))
+
+
+def _columns(names: Mapping[str, object]) -> int:
+    widest = max(len(line) for name in names for line in _label(name).split("\n"))
+    most = max(1, 84 // (widest + 8))
+    return math.ceil(len(names) / math.ceil(len(names) / most))
+
+
+def _label(name: str, width: int = LONG) -> str:
+    """A name for a picture, in lines that are not long."""
+    return _plain(textwrap.fill(name, width))
+
+
+def _plain(text: str) -> str:
+    """As it is: nothing between two `$` is a formula."""
+    return text.replace("$", r"\$")

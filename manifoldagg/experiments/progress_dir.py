@@ -1,0 +1,197 @@
+"""A comparison that is under way, in a folder: runs that are over, where the one that is not stands, the log so far."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Every
+from manifoldagg.federated.server.durability import tensor_file
+from manifoldagg.simulation.cost import Evaluation
+from manifoldagg.simulation.run import Run
+from manifoldagg.simulation.run_metadata import check_same, versions
+from manifoldagg.simulation.trace import Record
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["Curve", "Unfinished", "discard"]
+
+SECONDS = 30.0
+"""So often it is written down where a run stands."""
+OURS = re.compile(
+    r"(lock|settings|log\.jsonl|[0-9a-f]{16}\.curve|[0-9a-f]{16}-\d+\.run(\.checkpoint)?)(\.[0-9a-f]{16}\.tmp)?"
+)
+
+
+class Curve(NamedTuple):
+    """A curve that a client sent, to draw its plane when all is over.
+
+    Attributes:
+        method: whose it is.
+        round: of the answer.
+        client: who sent it.
+        phi: control points (n + 1, P).
+    """
+
+    method: str
+    round: int
+    client: int
+    phi: Tensor
+
+
+class Unfinished:
+    """What a comparison keeps while it is under way. As a context it is let go of, and stays there.
+
+    Args:
+        folder: made where it is not there.
+        settings: that its results follow from.
+        resume: go on with what is there; otherwise it is removed.
+
+    Raises:
+        ArgumentError: if the folder holds something else, cannot be written, or another process is at it.
+        CheckpointError: if what is there is of other settings, naming the first difference, or is not what was written.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
+        _check_ours(folder)
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as held:
+                held.callback(os.close, _claimed(folder))
+                if not resume:
+                    _clear(folder)
+                path = folder / "settings"
+                given = {**settings, "versions": versions()}
+                if path.exists():
+                    check_same(folder, tensor_file.read(path, "comparison"), given)
+                else:
+                    tensor_file.write(path, "comparison", given)
+                self._log = held.enter_context(open(folder / "log.jsonl", "w", encoding="utf-8", buffering=1))
+                self._held = held.pop_all()
+        except OSError as error:
+            raise ArgumentError(f"folder: {folder} cannot be written: {error}") from error
+
+    def __enter__(self) -> "Unfinished":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.close()
+
+    def log(self, method: str, seed: int, row: Evaluation) -> None:
+        """Another line of the log, which is made anew by a comparison that goes on."""
+        self._log.write(json.dumps({"method": method, "seed": seed} | asdict(row), allow_nan=False) + "\n")
+
+    def checkpoint(self, method: str, seed: int) -> Every:
+        """Of a run that is under way."""
+        return Every(f"{self._run(method, seed)}.checkpoint", seconds=SECONDS, keep=1)
+
+    def finished(self, method: str, seed: int) -> Run | None:
+        """A run that is over; `None` if it is not.
+
+        Raises:
+            CheckpointError: if its file is not what was kept, or has another run.
+        """
+        path = self._run(method, seed)
+        if not path.exists():
+            return None
+        tree: Any = tensor_file.read(path, "finished run")
+        check_same(path, tree["of"], {"method": method, "seed": seed})
+        columns = [tree["trace"][one.name].tolist() for one in fields(Record)]
+        return Run(
+            [Evaluation(**row) for row in tree["rows"]],
+            [Record(*task) for task in zip(*columns, strict=True)],
+            tree["client_accuracy"],
+            tree["seconds"],
+            tree["evaluation_seconds"],
+        )
+
+    def finish(self, method: str, seed: int, run: Run) -> None:
+        """Keep a run that is over."""
+        kinds = {"client": torch.int64, "staleness": torch.int64}
+        trace = {
+            one.name: torch.tensor(
+                [getattr(task, one.name) for task in run.trace], dtype=kinds.get(one.name, torch.float64)
+            )
+            for one in fields(Record)
+        }
+        tree = {
+            "of": {"method": method, "seed": seed},
+            "rows": [asdict(row) for row in run.evaluations],
+            "trace": trace,
+            "client_accuracy": run.client_accuracy,
+            "seconds": run.seconds,
+            "evaluation_seconds": run.evaluation_seconds,
+        }
+        tensor_file.write(self._run(method, seed), "finished run", tree)
+        Path(self.checkpoint(method, seed).path).unlink(missing_ok=True)
+
+    def curve(self, method: str) -> Curve | None:
+        """The one of a method that may be drawn, if there is one by now."""
+        path = self._folder / f"{_known(method)}.curve"
+        return Curve(*tensor_file.read(path, "curve")) if path.exists() else None
+
+    def draw(self, curve: Curve) -> None:
+        """Keep a curve that may be drawn."""
+        tensor_file.write(self._folder / f"{_known(curve.method)}.curve", "curve", tuple(curve))
+
+    def _run(self, method: str, seed: int) -> Path:
+        return self._folder / f"{_known(method)}-{seed}.run"
+
+
+def discard(folder: Path) -> None:
+    """Remove what a comparison kept, when all is over; nothing where nothing is.
+
+    Raises:
+        ArgumentError: if the folder holds something else.
+    """
+    _check_ours(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _known(method: str) -> str:
+    """A method in the names of files."""
+    return hashlib.sha256(method.encode()).hexdigest()[:16]
+
+
+def _check_ours(folder: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ArgumentError(f"folder: {folder} exists and is no folder")
+    others = [path.name for path in folder.glob("*") if not OURS.fullmatch(path.name)]
+    if others:
+        raise ArgumentError(f"folder: {folder} exists and is not that of a comparison: it has {min(others)!r}")
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != "lock":
+            path.unlink()
+
+
+def _claimed(folder: Path) -> int:
+    """The lock of a folder, held until it is closed; the system takes it from who was killed."""
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ArgumentError(f"folder: another process is at the comparison in {folder}") from None
+        except OSError:
+            pass  # this file system does not know
+    return lock

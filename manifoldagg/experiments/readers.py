@@ -1,0 +1,134 @@
+"""Readers: image data sets in the IDX format (MNIST and those that came after it), from files that a user has."""
+
+import gzip
+import math
+import os
+import struct
+import zlib
+from io import BufferedIOBase
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+from manifoldagg._validation import check_choice
+from manifoldagg.errors import ArgumentError
+
+__all__ = ["images", "read_idx"]
+
+DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
+"""The third byte of a file, and the numbers that it announces."""
+PARTS = ("train", "t10k")
+SIDE = 28
+DIMENSIONS = 32
+DEFLATION = 1032
+"""No gzip stream is shorter than its contents by more than this factor."""
+
+
+def read_idx(path: str | os.PathLike[str]) -> Tensor:
+    r"""The array of an IDX file, gzipped or not.
+
+    Two zero bytes, one for the type of the numbers, one for how many dimensions there are; then the dimensions as
+    unsigned 32-bit numbers and the numbers themselves, last dimension fastest, all of them big-endian.
+
+    Args:
+        path: of the file; whether it is gzipped is seen from its first bytes, not from its name.
+
+    Returns:
+        A tensor of its dimensions in the dtype of the file: uint8, int8, int16, int32, float32 or float64.
+
+    Raises:
+        ArgumentError: naming the file, what was expected and what is there: if it cannot be read, has another magic
+            number, is cut short, goes on after its last number, or announces more numbers than a file of its size can
+            hold; that is seen before any are read.
+
+    Source: LeCun, Cortes, Burges, The MNIST database, file formats.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "two-by-three")
+        ...     _ = path.write_bytes(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6]))
+        ...     read_idx(path)
+        tensor([[1, 2, 3],
+                [4, 5, 6]], dtype=torch.uint8)
+    """
+    path = Path(path)
+    try:
+        stored = path.stat().st_size
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            if not packed:
+                return _read(path, raw, stored)
+            with gzip.open(raw) as unpacked:
+                return _read(path, unpacked, DEFLATION * stored)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ArgumentError(f"path: {path}: expected a whole gzip file, but: {error}") from None
+    except OSError as error:
+        raise ArgumentError(f"path: {path}: cannot be read: {error.strerror or error}") from None
+
+
+def images(
+    folder: str | os.PathLike[str], part: str = "t10k"
+) -> tuple[Float32[Tensor, "samples 1 28 28"], Int64[Tensor, " samples"]]:
+    r"""The images and labels of MNIST, Fashion-MNIST, KMNIST or any set that uses their file names.
+
+    Args:
+        folder: where `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte` lie, gzipped (`.gz`) or not; a dot in place
+            of the dash before `idx` is a name too.
+        part: `"train"` or `"t10k"`, the test images.
+
+    Returns:
+        Inputs (samples, 1, 28, 28) in [0, 1] and targets (samples,).
+
+    Raises:
+        ArgumentError: if a file is not there, naming those that were looked for; if it is damaged (as
+            [`read_idx`][manifoldagg.experiments.readers.read_idx]); or if it does not hold bytes of the expected
+            shape.
+    """
+    check_choice("part", part, PARTS)
+    pixels, source = _find(Path(folder), f"{part}-images", 3)
+    labels, origin = _find(Path(folder), f"{part}-labels", 1)
+    if pixels.dtype != torch.uint8 or pixels.shape[1:] != (SIDE, SIDE):
+        given = f"{pixels.dtype} of shape {tuple(pixels.shape)}"
+        raise ArgumentError(f"folder: {source}: expected bytes of shape (any, {SIDE}, {SIDE}), got {given}")
+    if labels.dtype != torch.uint8 or labels.shape != pixels.shape[:1]:
+        given = f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise ArgumentError(f"folder: {origin}: expected bytes of shape ({len(pixels)},), one an image, got {given}")
+    return pixels.unsqueeze(1).to(torch.float32).div_(255), labels.to(torch.int64)
+
+
+def _find(folder: Path, stem: str, dimensions: int) -> tuple[Tensor, Path]:
+    """The array that a data set has under one of the usual names, and its file."""
+    names = [f"{stem}{mark}idx{dimensions}-ubyte{suffix}" for mark in "-." for suffix in ("", ".gz")]
+    for name in names:
+        if (folder / name).is_file():
+            return read_idx(folder / name), folder / name
+    raise ArgumentError(f"folder: {folder}: expected one of {', '.join(names)}; none is there")
+
+
+def _read(path: Path, stream: BufferedIOBase, most: int) -> Tensor:
+    """The array of an unpacked stream that can hold no more than `most` bytes."""
+    magic = stream.read(4)
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES or not 1 <= magic[3] <= DIMENSIONS:
+        types = ", ".join(f"{code:02x}" for code in DTYPES)
+        expected = f"00 00, a type ({types}) and 1 to {DIMENSIONS:02x} dimensions"
+        raise ArgumentError(f"path: {path}: expected to begin with {expected}; got {magic.hex(' ') or 'nothing'}")
+    header = stream.read(4 * magic[3])
+    if len(header) < 4 * magic[3]:
+        raise ArgumentError(f"path: {path}: expected {magic[3]} dimensions, but the file ends before they do")
+    dimensions = struct.unpack(f">{magic[3]}I", header)
+    dtype = np.dtype(DTYPES[magic[2]])
+    size = dtype.itemsize * math.prod(dimensions)
+    expected = f"{size} bytes of numbers for dimensions {dimensions}"
+    if size > most - 4 - len(header) or dtype.itemsize * math.prod(max(n, 1) for n in dimensions) >= 2**63:
+        raise ArgumentError(f"path: {path}: expected {expected}; the file is too small for them")
+    numbers = stream.read(size)
+    if len(numbers) < size:
+        raise ArgumentError(f"path: {path}: expected {expected}; the file ends after {len(numbers)}")
+    if stream.read(1):
+        raise ArgumentError(f"path: {path}: expected {expected}; the file goes on after them")
+    return torch.from_numpy(np.frombuffer(numbers, dtype.newbyteorder(">")).astype(dtype).reshape(dimensions))

@@ -1,0 +1,132 @@
+"""The folder that a comparison leaves behind: numbers and pictures, whole or not at all."""
+
+import json
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from manifoldagg._io import check_plots, whole
+from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments import plots
+from manifoldagg.experiments.compare import Comparison
+
+__all__ = ["check_destination", "machine", "read_report", "write_report"]
+
+FILES = ("results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png")
+
+
+def write_report(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write `results.json`, `log.jsonl`, `timing.json`, the pictures, and where a curve was learned `plane.png`.
+
+    The files are made beside `folder` and put in its place at the end: it never holds half a report.
+
+    Returns:
+        The files, in that order.
+
+    Raises:
+        ArgumentError: if `folder` is there but holds something other than a report, or cannot be written.
+    """
+    folder = Path(folder)
+    check_destination(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with whole(folder) as draft:
+            draft.mkdir()
+            _write_json(draft / FILES[0], comparison.results())
+            lines = [json.dumps(row, allow_nan=False) + "\n" for row in comparison.log()]
+            (draft / FILES[1]).write_text("".join(lines), encoding="utf-8")
+            _write_json(draft / FILES[2], comparison.timing() | machine())
+            _draw(comparison, draft)
+    except OSError as error:
+        raise ArgumentError(f"out: {folder} cannot be written: {error}") from error
+    return [folder / file for file in FILES if (folder / file).exists()]
+
+
+def read_report(folder: Path) -> dict[str, object]:
+    """What the files of a report hold, with the log as `log`, times as `timing`, and `files`: as `--json` prints it.
+
+    Raises:
+        OSError: if one cannot be read.
+        ValueError: if one is no JSON.
+    """
+    results, log, timing = ((folder / file).read_text(encoding="utf-8") for file in FILES[:3])
+    rows = [json.loads(line) for line in log.splitlines()]
+    files = [str(folder / file) for file in FILES if (folder / file).exists()]
+    return {**json.loads(results), "log": rows, "timing": json.loads(timing), "files": files}
+
+
+def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str = "name") -> None:
+    """A folder that a report can be written to: nothing is made, and what is there already is a report.
+
+    Args:
+        folder: where.
+        files: what a report may hold, as patterns.
+        option: what says the folder, for the error.
+
+    Raises:
+        ArgumentError: if it holds something else, or cannot be made.
+    """
+    check_plots()
+    try:
+        if folder.is_symlink() or (folder.exists() and not _is_report(folder, files)):
+            raise ArgumentError(f"{option}: {folder} exists and is not a report; choose another")
+        there = next(parent for parent in folder.absolute().parents if parent.exists())
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=there):
+            pass
+    except OSError as error:
+        raise ArgumentError(f"out: {folder} cannot be written: {error}") from None
+
+
+def _is_report(folder: Path, files: Sequence[str]) -> bool:
+    return folder.is_dir() and all(
+        entry.is_file() and any(fnmatchcase(entry.name, file) for file in files) for entry in folder.iterdir()
+    )
+
+
+def _write_json(path: Path, tree: object) -> None:
+    """A tree by lines, with a list of plain values on one: within strings no line ends."""
+    lines = json.dumps(tree, indent=1, allow_nan=False)
+    lists = re.compile(r"\[\n *([^\[\]{}]*?)\n *\]")
+    path.write_text(lists.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", lines) + "\n")
+
+
+def machine() -> dict[str, object]:
+    """The versions and the machine that times are of."""
+    from manifoldagg import __version__
+
+    return {
+        "versions": {
+            "manifoldagg": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
+    }
+
+
+def _draw(comparison: Comparison, folder: Path) -> None:
+    """The pictures: of all seeds, and of the first where one is enough."""
+    settings = comparison.settings
+    title = f"{settings['data']['name']}, {settings['clients']} clients"
+    rows = {name: [run.evaluations for run in runs] for name, runs in comparison.runs.items()}
+    plots.draw_accuracy(folder / "accuracy.png", rows, target=settings["target"], title=title)
+    clients = {name: [run.client_accuracy for run in runs] for name, runs in comparison.runs.items()}
+    plots.draw_clients(folder / "clients.png", clients, title=title)
+    traces = {name: runs[0].trace for name, runs in comparison.runs.items()}
+    plots.draw_traces(folder / "gantt.png", traces, title=f"{title}, seed {settings['seeds'][0]}")
+    landscape = comparison.landscape
+    if landscape is not None:
+        planes = {
+            f"training data of client {landscape.client}": landscape.local,
+            "held-out data of all clients": landscape.held_out,
+        }
+        title = f"{landscape.method}: the curve learned in round {landscape.round}"
+        plots.draw_planes(folder / "plane.png", planes, title=title)

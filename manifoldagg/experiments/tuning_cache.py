@@ -1,0 +1,96 @@
+"""What a search has done already, in a file that is known by all that the search follows from."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from manifoldagg import __version__
+from manifoldagg._io import whole
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.server.durability.raw_io import bytes_of
+from manifoldagg.simulation.federated_dataset import Federation
+from manifoldagg.simulation.run import Method
+from manifoldagg.simulation.run_metadata import files
+from manifoldagg.simulation.stable_repr import describe
+
+
+def known_by(
+    method: Method, federations: Sequence[Federation], options: Mapping[str, object], words: Mapping[str, object]
+) -> dict[str, object]:
+    """All that the runs of a search follow from, but for the rate."""
+    for name, given in words.items():
+        if given is not None and not isinstance(given, str):
+            raise ArgumentError(f"cache: expected a name for {name}, as functions are not told apart; got {given!r}")
+    task = federations[0].task
+    return {
+        "manifoldagg": __version__,
+        "rule": describe(method.rule),
+        "trainer": describe(method.trainer),
+        "rate": method.rate,
+        "data": {"name": task.name, "checksum": f"{task.checksum:08x}", "model": describe(task.model)},
+        "federations": {str(federation.seed): _digest(federation) for federation in federations},
+        **options,
+        **words,
+        "files": files(*words.values()),
+    }
+
+
+def place(folder: Path, method: Method, of: Mapping[str, object]) -> Path:
+    """The file of a search: the rule's name tells a reader which, the digest is of what it follows from."""
+    digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"{''.join(filter(str.isalnum, method.name.partition('(')[0]))}-{digest}.json"
+
+
+class Kept:
+    """The runs of a search that are done, and the file that they are in."""
+
+    def __init__(self, path: Path | None, of: Mapping[str, object]) -> None:
+        self._path = path
+        self._of = of
+        self._late: dict[str, dict[str, float]] = {}
+        if path is not None and path.exists():
+            self._late = self._read(path)
+
+    def late(self, rate: float, seed: int, make: Callable[[], float]) -> float:
+        """What came of a run; it is made where it is not there yet, and kept."""
+        done = self._late.setdefault(repr(rate), {})
+        if str(seed) not in done:
+            done[str(seed)] = make()
+            self._write()
+        return done[str(seed)]
+
+    def _read(self, path: Path) -> dict[str, dict[str, float]]:
+        try:
+            tree = json.loads(path.read_text())
+            late: dict[str, dict[str, float]] = tree["late"]
+            numbers = [value for seeds in late.values() for value in seeds.values()]
+            if tree["of"] != self._of or not all(type(value) is float and 0 <= value <= 1 for value in numbers):
+                raise ValueError
+        except OSError as error:
+            raise ArgumentError(f"cache: {path} cannot be read: {error}") from error
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ArgumentError(f"cache: {path} is not what a search left there; delete it to search anew") from None
+        return late
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with whole(self._path) as draft:
+                draft.write_text(json.dumps({"of": self._of, "late": self._late}, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise ArgumentError(f"cache: {self._path} cannot be written: {error}") from error
+
+
+def _digest(federation: Federation) -> str:
+    """Of the split and of the initial model: its modules, in words, and its weights."""
+    model = federation.model()
+    made = hashlib.sha256(repr((federation.batch, model)).encode())
+    for part in (*federation.train, *federation.held_out):
+        made.update(repr(len(part)).encode() + part.astype("<i8").tobytes())
+    for name, tensor in model.state_dict().items():
+        made.update(repr((name, tensor.dtype, tensor.shape)).encode())
+        made.update(bytes_of(tensor))
+    return made.hexdigest()

@@ -1,0 +1,27 @@
+"""Trainers: what a client does with a model and its data."""
+
+from manifoldagg.federated.clients.asynccurve import AsyncCurve
+from manifoldagg.federated.clients.curve import Curve
+from manifoldagg.federated.clients.floco import FLOCO
+from manifoldagg.federated.clients.local import Epochs, Gradient, Local, Proximal
+from manifoldagg.federated.clients.lorentzproximal import LorentzProximal
+from manifoldagg.federated.clients.masfl import ControlVariate, Normalised
+from manifoldagg.federated.clients.orthofl import Calibrated
+from manifoldagg.federated.clients.scheduled import Scheduled
+from manifoldagg.federated.clients.trajectory import Trajectory
+
+__all__ = [
+    "FLOCO",
+    "AsyncCurve",
+    "Calibrated",
+    "ControlVariate",
+    "Curve",
+    "Epochs",
+    "Gradient",
+    "Local",
+    "LorentzProximal",
+    "Normalised",
+    "Proximal",
+    "Scheduled",
+    "Trajectory",
+]

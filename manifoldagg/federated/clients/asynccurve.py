@@ -1,0 +1,132 @@
+"""The client of AsyncCurve: epochs of the end point and of the control point take turns."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import check_choice, check_count, check_decay, check_number, check_shape
+from manifoldagg.curves import Bezier, Control, Phases, Sharpness, Training
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.clients.lorentzproximal import LorentzProximal
+from manifoldagg.federated.types import Message, Payload
+from manifoldagg.kernels import combine
+from manifoldagg.manifolds.optimizers import Optimizer
+
+__all__ = ["AsyncCurve"]
+
+LONG_AGO = 1e9
+"""A number of steps after which no bias is left to correct."""
+
+
+@dataclass(frozen=True)
+class AsyncCurve(Client):
+    r"""Learn the end $\theta$ and the control point $\varphi$ of a quadratic curve from $\Theta^t$, in turn.
+
+    They take an epoch each. The end by Adam on $\ell(\theta)$ and a proximal term, with the moments $m$, $v$ of the
+    message to begin with; the control point by an Adam that begins anew each epoch, at places $\lambda \sim U[0, 1]$ of
+    the curve:
+
+    $$\varphi = M + \delta - \gamma \operatorname{proj}_{\theta - \Theta^t} \delta, \qquad M = \tfrac12 (\Theta^t +
+      \theta), \qquad \min_\delta\; \mathbb{E}_\lambda\, \ell((1 - \lambda)^2\, \Theta^t + 2 \lambda (1 - \lambda)\,
+      \varphi + \lambda^2\, \theta).$$
+
+    The proximal term is in the epochs of the end alone. Moments from the server are a mean over many steps already:
+    they and what is added to them are divided by no $1 - \beta^k$. With `as_printed` they are, from k = 1, which makes
+    the first step about $\beta_1 / (1 - \beta_1)$ times the server's. A client without moments begins plainly.
+
+    It differs from the printed algorithm where that contradicts its text: the curve has the weight 2 on $\varphi$, and
+    the projected $\varphi$ is returned, which is the one that was trained.
+
+    Args:
+        epochs: of each of the two.
+        rate: of the end.
+        control_rate: of the control point; a tenth of `rate` where not given.
+        betas: $(\beta_1, \beta_2)$ of both Adams.
+        eps: their $\epsilon$.
+        projection: $\gamma \in [0, 1]$.
+        proximal: $\mu$ of $\tfrac{\mu}{2} \|\theta - \Theta^t\|^2$, or a
+            [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal] term.
+        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`: gradients of the loss are taken uphill.
+        as_printed: correct the bias of the server's moments as that of new ones.
+
+    Raises:
+        ArgumentError: naming the option that is out of range.
+
+    Source: Report (24), (28), (30), Algorithm 2.
+
+    Example:
+        >>> AsyncCurve(epochs=2, rate=1e-3, proximal=LorentzProximal(0.01)).proximal.variance
+        1.0
+    """
+
+    epochs: int = 2
+    rate: float = 1e-3
+    control_rate: float | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    projection: float = 1.0
+    proximal: float | LorentzProximal = 0.0
+    sharpness: Sharpness | None = None
+    as_printed: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("epochs", self.epochs)
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2:
+            raise ArgumentError(f"betas: expected a pair of numbers, got {self.betas!r}")
+        for i, beta in enumerate(self.betas):
+            check_decay(f"betas[{i}]", beta)
+        check_number("eps", self.eps, at_least=0)
+        check_number("projection", self.projection, at_least=0, at_most=1)
+        if not isinstance(self.proximal, LorentzProximal):
+            check_number("proximal", self.proximal, at_least=0)
+        check_choice("as_printed", self.as_printed, (False, True))
+        self._options()
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return 2 * self.epochs * length
+
+    def _train(self, given: Assignment) -> Payload:
+        base = given.message.start
+        moments = {name: given.message.tensors[name] for name in ("m", "v") if name in given.message.tensors}
+        if len(moments) == 1:
+            raise ArgumentError(f"message: expected the moments m and v, or none; got {', '.join(moments)}")
+        for name, moment in moments.items():
+            check_shape(f"message: {name}", moment, *given.space.axes)
+
+        def begin(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+            descent = torch.optim.Adam(groups, lr=lr, betas=self.betas, eps=self.eps)
+            end = descent.param_groups[0]["params"][0]
+            if moments:
+                steps = torch.tensor(0.0 if self.as_printed else LONG_AGO)
+                m, v = (moment.detach().clone().to(end) for moment in moments.values())
+                descent.state[end] = {"step": steps, "exp_avg": m, "exp_avg_sq": v}
+            descent.register_step_pre_hook(lambda *_: self._pull(end, base))
+            return descent
+
+        samples = given.samples
+        learned = given.fit(Bezier(given.space, 2), **self._options(begin))
+        passed = len(learned.losses) / (2 * self.epochs)
+        buffers = given.buffers(at=learned.phi[-1])
+        return Payload(learned.phi[1:], samples, numbers={"batches": passed}, buffers=buffers)
+
+    def _options(self, optimizer: Optimizer = torch.optim.Adam) -> dict[str, Any]:
+        return {
+            "phases": Phases((self.epochs, self.epochs), alternate=True),
+            "training": Training(optimizer, self.rate, sharpness=self.sharpness),
+            "control": Control(
+                self.rate / 10 if self.control_rate is None else self.control_rate, projection=self.projection
+            ),
+        }
+
+    @torch.no_grad()
+    def _pull(self, end: Tensor, base: Tensor) -> None:
+        """Add the slope of the proximal term to that of the loss, where the end is about to step."""
+        if end.grad is None:
+            return
+        if isinstance(self.proximal, LorentzProximal):
+            end.grad += self.proximal.gradient(end, base)
+        elif self.proximal:
+            combine(end.grad, [end.detach()], [self.proximal], minus=base, out=end.grad)

@@ -1,0 +1,105 @@
+"""The client of FLOCO: learn all vertices of a simplex from models drawn in a region of it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from manifoldagg._validation import check_number
+from manifoldagg.curves import Control, Phases, Sampling, Sharpness, Simplex, Training
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.types import Message, Payload
+from manifoldagg.manifolds.optimizers import Optimizer
+
+__all__ = ["FLOCO", "Region"]
+
+
+@dataclass(frozen=True)
+class Region(Simplex):
+    r"""A simplex whose places are drawn from $(1 - \lambda)\, c + \lambda\, y$, $y$ uniform in it.
+
+    Args:
+        space: flat.
+        vertices: n.
+        centre: $c$, barycentric coordinates.
+        share: $\lambda \in [0, 1]$: 1 is the whole simplex.
+
+    Example:
+        >>> from manifoldagg.manifolds import Flat
+        >>> x = Region(Flat(2), 3, centre=(1.0, 0.0, 0.0), share=0.1).sample(100)
+        >>> bool((x[:, 0] >= 0.9).all() and (x >= 0).all())
+        True
+    """
+
+    centre: tuple[float, ...]
+    share: float = 1.0
+
+    def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
+        """Places (*batch, n), uniform in the region."""
+        y = super().sample(*batch, generator=generator)
+        return torch.lerp(torch.tensor(self.centre, dtype=y.dtype, device=y.device), y, self.share)
+
+
+@dataclass(frozen=True)
+class FLOCO(Client):
+    r"""Minimise $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices $\Phi_j$, $x$ drawn in the client's region.
+
+    The vertices, the centre of the region and its radius come with the message of the rule
+    [`FLOCO`][manifoldagg.federated.rules.FLOCO]; without a centre $x$ is uniform in the simplex. The vertices go back.
+    A client's own model is that at the centre, `Simplex(space, n)(vertices, centre)`.
+
+    Args:
+        epochs: passes over the client's batches.
+        optimizer: of [`Training`][manifoldagg.curves.Training], as `rate`, `proximal` and `sharpness`.
+        rate: its learning rate.
+        samples: places $x$ for each batch.
+        proximal: $\mu$ of $\tfrac{\mu}{2}\, \|\sum_j x_j \Phi_j - \Theta^t\|^2$.
+        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`.
+
+    Raises:
+        ArgumentError: naming the option that is out of range.
+
+    Source: Grinwald, Wiesner, Nakajima 2024, Algorithm 1.
+
+    Example:
+        >>> FLOCO(epochs=5, rate=0.02).samples
+        1
+    """
+
+    epochs: int = 2
+    optimizer: Optimizer = torch.optim.SGD
+    rate: float = 1e-2
+    samples: int = 1
+    proximal: float = 0.0
+    sharpness: Sharpness | None = None
+
+    def __post_init__(self) -> None:
+        self._options()
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "phases": Phases((0, self.epochs)),
+            "training": Training(self.optimizer, self.rate, self.proximal, self.sharpness),
+            "sampling": Sampling(samples=self.samples),
+        }
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return self.epochs * length
+
+    def _train(self, given: Assignment) -> Payload:
+        if "vertices" not in given.message.tensors:
+            raise ArgumentError("message: expected vertices, as from the rule FLOCO")
+        samples = given.samples
+        vertices = given.message.tensors["vertices"]
+        centre = given.message.tensors.get("centre")
+        n = len(vertices)
+        simplex = Simplex(given.space, n)
+        if centre is not None:
+            share = 0.5 * check_number("message: radius", given.message.numbers["radius"], above=0, at_most=2)
+            simplex = Region(given.space, n, centre=tuple(centre.tolist()), share=share)
+        learned = given.fit(simplex, phi=vertices, control=Control(free=range(n)), **self._options())
+        # Of the vertices the server makes their centroid.
+        return Payload(learned.phi, samples, buffers=given.buffers(at=learned.phi.mean(0)))

@@ -1,0 +1,188 @@
+"""Local training, for every rule that takes a plain model: as it is, held back, for as long as asked, or one step."""
+
+import math
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.curves import Bezier, Phases, Sharpness, Training
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.types import Message, Payload
+from manifoldagg.manifolds.optimizers import Optimizer
+
+__all__ = ["Epochs", "Gradient", "Local", "Proximal"]
+
+
+@dataclass(frozen=True)
+class Local(Client):
+    r"""Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ from the server's model.
+
+    It is the first phase of [`Curve`][manifoldagg.federated.clients.Curve] alone: a curve of degree 1, whose end is
+    the one point that is sent back. The distance is that of the space; on a curved one the steps are Riemannian, and
+    points stay on it.
+
+    Args:
+        epochs: passes over the client's batches.
+        steps: optimiser steps in place of `epochs`.
+        optimizer: of [`Training`][manifoldagg.curves.Training], as all that follow.
+        rate: its learning rate.
+        proximal: $\mu$.
+        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`.
+
+    Raises:
+        ArgumentError: naming the option that is out of range.
+
+    Source: Manifold (6) with S = 1; FedProx (Li et al. 2020).
+
+    Example:
+        >>> Local(epochs=2, rate=1e-3, proximal=1e-3).epochs
+        2
+    """
+
+    epochs: int = 2
+    steps: int | None = None
+    optimizer: Optimizer = torch.optim.Adam
+    rate: float = 1e-3
+    proximal: float = 0.0
+    sharpness: Sharpness | None = None
+
+    def __post_init__(self) -> None:
+        self._options()
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "phases": Phases.first(self.epochs, self.steps),
+            "training": Training(self.optimizer, self.rate, self.proximal, self.sharpness),
+        }
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return self.epochs * length if self.steps is None else self.steps
+
+    def _train(self, given: Assignment) -> Payload:
+        samples = given.samples
+        points = self._points(given)
+        return Payload(points, samples, buffers=self._buffers(given, points[-1]))
+
+    def _buffers(self, given: Assignment, end: Tensor) -> dict[str, Tensor]:
+        # Gradients uphill are taken where the model never is.
+        return given.buffers(at=None if self.sharpness is None else end)
+
+    def _points(self, given: Assignment) -> Tensor:
+        return given.fit(Bezier(given.space, 1), **self._options()).phi[1:]
+
+
+@dataclass(frozen=True)
+class Proximal(Local):
+    r"""Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with $\mu = 0.01$ unless given otherwise.
+
+    It is [`Local`][manifoldagg.federated.clients.Local] with another default. With the rule
+    [`FedAvg`][manifoldagg.federated.rules.FedAvg] it is FedProx.
+
+    Source: Li et al. 2020, whose experiments take $\mu$ from .001, .01, .1 and 1.
+
+    Example:
+        >>> Proximal(steps=10).proximal
+        0.01
+    """
+
+    proximal: float = 0.01
+
+
+@dataclass(frozen=True)
+class Epochs(Client):
+    """[`Local`][manifoldagg.federated.clients.Local] training for the message's number `epochs`.
+
+    Args:
+        local: how to train; its own `epochs` and `steps` do not count.
+        at_most: so many epochs, however many the server asks for.
+
+    Raises:
+        ArgumentError: if `local` is no `Local`, or `at_most` no positive integer.
+
+    Source: Wang et al. 2022 (AsyncFedED), whose server sends K with the model.
+
+    Example:
+        >>> Epochs(Local(rate=0.1), at_most=8).local.rate
+        0.1
+    """
+
+    local: Local = field(default_factory=Local)
+    at_most: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.local, Local):
+            raise ArgumentError(f"local: expected a Local, got {self.local!r}")
+        if self.at_most is not None:
+            check_count("at_most", self.at_most)
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return self._asked(message).steps_of(message, length)
+
+    def _train(self, given: Assignment) -> Payload:
+        return self._asked(given.message)._train(given)
+
+    def _asked(self, message: Message) -> Local:
+        """Training for as long as the message says."""
+        number = message.numbers.get("epochs", math.nan)
+        asked = check_number("message: numbers: epochs", number, at_least=1)
+        if asked != int(asked):
+            raise ArgumentError(f"message: numbers: epochs: expected an integer >= 1, got {asked!r}")
+        epochs = int(asked) if self.at_most is None else min(int(asked), self.at_most)
+        return replace(self.local, epochs=epochs, steps=None)
+
+
+@dataclass(frozen=True)
+class Gradient(Client):
+    r"""$g = \nabla \ell(\Theta^t)$ on one batch, returned as the model $\Theta^t - g$ with the samples of that batch.
+
+    The batch is drawn uniformly where the number of batches is known, else it is the first: a list of batches would
+    answer with the same one every time. A model of rounded numbers keeps a gradient up to
+    $\frac\varepsilon2 \|\Theta\|$, what a step with it is rounded by anyway.
+
+    Args:
+        sharpness: the gradient of `SAM` or `ASAM` of `manifoldagg.curves` in place of the plain one.
+
+    Source: Queue, Algorithm 2.
+
+    Example:
+        >>> from manifoldagg.federated import Message
+        >>> from manifoldagg.manifolds import Flat
+        >>> start, batch = torch.tensor([1.0, 2.0]), (torch.ones(4, 1), torch.ones(4))
+        >>> payload = Gradient().train(
+        ...     Flat(2), Message(start), lambda theta, batch: theta.square().sum(), [batch], None,
+        ...     generator=torch.Generator(),
+        ... )
+        >>> payload.points, payload.samples
+        (tensor([[-1., -2.]]), 4)
+    """
+
+    sharpness: Sharpness | None = None
+
+    def __post_init__(self) -> None:
+        self._step()
+
+    def _step(self) -> Local:
+        return Local(steps=1, optimizer=torch.optim.SGD, rate=1.0, sharpness=self.sharpness)
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return 1
+
+    def _train(self, given: Assignment) -> Payload:
+        count = given.length or 1
+        place = 0
+        if count > 1:
+            place = int(torch.randint(count, (), generator=given.generator, device=given.generator.device))
+        drawn = list(islice(given.batches, place, place + 1))
+        if not drawn:
+            raise ArgumentError("batches: expected at least one, got none")
+        given = replace(given, batches=drawn)
+        samples = given.samples
+        points = self._step()._points(given)
+        # They are a gradient in the form of a model: statistics are those of where it was taken.
+        apart = None if self.sharpness is None else given.message.start
+        return Payload(points, samples, buffers=given.buffers(at=apart))

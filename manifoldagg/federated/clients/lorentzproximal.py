@@ -1,0 +1,98 @@
+r"""The proximal term of FedMRUR: an exponential of the distance between models lifted to a hyperboloid."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from manifoldagg._validation import check_number
+from manifoldagg.errors import DivergenceError
+from manifoldagg.kernels import combine, gram
+
+__all__ = ["LorentzProximal"]
+
+
+@dataclass(frozen=True)
+class LorentzProximal:
+    r"""$\tfrac{\mu}{2} \exp(d^2 / \sigma)$ for the squared Lorentz distance $d^2$ of two lifted models.
+
+    A model is lifted to $\pi(\theta) = (\sqrt{\beta + \|\theta\|^2},\, \theta)$, on which $\langle x, x\rangle_L =
+    -x_0^2 + \sum_i x_i^2 = -\beta$. With $\delta = \theta - \Theta$ and the first coordinates $r$ and $q$ of the two,
+
+    $$d^2 = \|\pi(\theta) - \pi(\Theta)\|_L^2 = \|\delta\|^2 - w^2, \qquad
+      w = r - q = \frac{\langle\delta, \theta + \Theta\rangle}{r + q},$$
+
+    right to $\varepsilon \|\delta\|^2$ also where the models are near to one another and far from 0, unlike $-2\beta -
+    2\langle\pi(\theta), \pi(\Theta)\rangle_L$. The gradient is $\tfrac{\mu}{\sigma} \exp(d^2 / \sigma)\,(\delta -
+    \tfrac{w}{r}\,\theta)$. At $\theta = \Theta$ the value is $\mu / 2$ and the gradient 0.
+
+    To second order it is $\tfrac{\mu}{2}$ more than a proximal term of weight $\mu / \sigma$ in the metric of the
+    hyperboloid, in which radii are short: along $\theta$ a length counts for $\sqrt\beta / r$ of itself.
+
+    Args:
+        weight: $\mu \ge 0$.
+        variance: $\sigma > 0$.
+        offset: $\beta > 0$.
+
+    Raises:
+        ArgumentError: naming the option that is out of range.
+
+    Source: Report (24)-(27), after An et al. 2023 (FedMRUR) and Law et al. 2019.
+
+    Example:
+        >>> import torch
+        >>> term, base = LorentzProximal(weight=0.5), torch.tensor([3.0, 4.0])
+        >>> term(base, base), term.gradient(base, base)
+        (tensor(0.2500, dtype=torch.float64), tensor([0., 0.]))
+    """
+
+    weight: float
+    variance: float = 1.0
+    offset: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("weight", self.weight, at_least=0)
+        check_number("variance", self.variance, above=0)
+        check_number("offset", self.offset, above=0)
+
+    def __call__(self, theta: Float[Tensor, " P"], base: Float[Tensor, " P"]) -> Float64[Tensor, ""]:
+        r"""The value, which has derivatives; infinite where it overflows.
+
+        Args:
+            theta: $\theta$.
+            base: $\Theta$.
+        """
+        square, _, _ = self._parts(theta, base)
+        if self.weight == 0:
+            return 0.0 * square
+        return 0.5 * self.weight * (square / self.variance).exp()
+
+    def gradient(self, theta: Float[Tensor, " P"], base: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+        r"""The gradient in $\theta$, in the dtype of `theta`: one pass that reads and one that writes.
+
+        Raises:
+            DivergenceError: if it overflows: the models are too far apart for this $\sigma$.
+        """
+        theta = theta.detach()
+        base = base.detach()
+        if self.weight == 0:
+            return torch.zeros_like(theta)
+        square, w, r = (float(x) for x in self._parts(theta, base))
+        try:
+            size = self.weight / self.variance * math.exp(square / self.variance)
+        except OverflowError:
+            size = math.inf
+        if not math.isfinite(size):
+            raise DivergenceError(f"the exponent of {self} is {square / self.variance:g}; try a larger variance")
+        return combine(None, [theta, theta], [size, -size * w / r], minus=[base, None])
+
+    def _parts(self, theta: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        r"""$d^2$, $w$ and $r$."""
+        inner = gram([theta, theta, base], minus=[base, None, None])[0]
+        r = (self.offset + inner[1, 1]).sqrt()
+        q = (self.offset + inner[2, 2]).sqrt()
+        # r - q itself would lose the digits that two models near to one another and far from 0 share.
+        w = (inner[0, 1] + inner[0, 2]) / (r + q)
+        return (inner[0, 0] - w.square()).clamp(min=0), w, r

@@ -1,0 +1,156 @@
+"""The clients of MasFL and AdaMasFL: steps with momentum and a control variate, and the mean gradient on the way."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import check_count, check_number, is_finite
+from manifoldagg.corrections.frame import require_flat
+from manifoldagg.curves import Phases, sharp_gradient
+from manifoldagg.curves.phases import Schedule
+from manifoldagg.errors import ArgumentError, DivergenceError
+from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.types import Message, Payload
+from manifoldagg.kernels import combine, gram
+
+__all__ = ["ControlVariate", "Normalised"]
+
+
+@dataclass(frozen=True)
+class ControlVariate(Client):
+    r"""K steps $\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big)$.
+
+    The message brings $\beta c + (1 - \beta) g$, $c_i$ (0 where it has none) and $\beta$; the local model and the mean
+    `gradient` of the K steps go back. Where the rule asks for an `opening`, K gradients are taken at the start and the
+    client stays there.
+
+    Args:
+        epochs: passes over the client's batches.
+        steps: K in place of `epochs`.
+        rate: $\eta$.
+
+    Raises:
+        ArgumentError: naming the option that is out of range.
+
+    Source: MasFL, Algorithm 2.
+
+    Example:
+        >>> ControlVariate(steps=10, rate=0.1).steps
+        10
+    """
+
+    epochs: int = 2
+    steps: int | None = None
+    rate: float = 1e-2
+
+    def __post_init__(self) -> None:
+        check_count("epochs" if self.steps is None else "steps", self.epochs if self.steps is None else self.steps)
+        check_number("rate", self.rate, above=0)
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return self.epochs * length if self.steps is None else self.steps
+
+    def _train(self, given: Assignment) -> Payload:
+        def advance(theta: Tensor, step: Tensor) -> bool:
+            combine(theta, [step], [-self.rate], out=theta)
+            return True
+
+        return _controlled_steps(given, Phases.first(self.epochs, self.steps), advance)
+
+
+@dataclass(frozen=True)
+class Normalised(Client):
+    r"""K steps $\theta \leftarrow \theta - \eta\, g_i / \|g_i\|$, $g_i = \beta (\nabla F - c_i + c) + (1 - \beta) g$.
+
+    K and $\eta$ come with the message, so there is nothing to choose; the local model and the mean `gradient` go back.
+    $\|g_i\| = 0$ ends the local loop, and the mean is over the gradients taken by then. Lengths are measured in powers
+    of 2 of the largest entry: no scale of the loss overflows or vanishes.
+
+    Source: MasFL, Algorithm 4.
+
+    Example:
+        >>> from manifoldagg.federated import Message
+        >>> from manifoldagg.manifolds import Flat
+        >>> start, direction = torch.zeros(2), torch.tensor([3.0, 4.0])
+        >>> numbers = {"opening": 0.0, "beta": 1.0, "rate": 0.5, "steps": 2.0}
+        >>> message = Message(start, {"direction": direction}, numbers)
+        >>> batches = [(torch.zeros(1, 2),)]
+        >>> loss = lambda theta, batch: (batch[0] @ theta).sum()
+        >>> Normalised().train(Flat(2), message, loss, batches, None, generator=torch.Generator()).points
+        tensor([[-0.6000, -0.8000]])
+    """
+
+    def steps_of(self, message: Message, length: int) -> int:
+        return _told(message)[1]
+
+    def _train(self, given: Assignment) -> Payload:
+        rate, steps = _told(given.message)
+
+        def advance(theta: Tensor, step: Tensor) -> bool:
+            low, high = step.aminmax()
+            peak = max(-low.item(), high.item())
+            if not math.isfinite(peak):
+                raise DivergenceError("the direction of a local step is not finite")
+            if peak == 0:
+                return False
+            # A power of 2 rounds nothing. It is at most 2^1000, so that it is finite itself for a subnormal peak.
+            unit = combine(None, [step], [2.0 ** min(1000, -math.frexp(peak)[1])], out=step)
+            combine(theta, [unit], [-rate / math.sqrt(gram([unit])[0, 0, 0].item())], out=theta)
+            return True
+
+        return _controlled_steps(given, Phases.first(0, steps), advance)
+
+
+def _told(message: Message) -> tuple[float, int]:
+    r"""$\eta$ and K of a message of AdaMasFL."""
+    if missing := {"rate", "steps"} - message.numbers.keys():
+        raise ArgumentError(f"message: expected one of AdaMasFL; numbers lack {', '.join(sorted(missing))}")
+    return message.numbers["rate"], int(message.numbers["steps"])
+
+
+def _controlled_steps(given: Assignment, phases: Phases, advance: Callable[[Tensor, Tensor], bool]) -> Payload:
+    r"""Local steps along $\beta (\nabla F - c_i + c) + (1 - \beta) g$, however long `advance` makes them.
+
+    Args:
+        given: with a message of a rule with control variates, on a flat space.
+        phases: how many steps, all in the first.
+        advance: moves its first argument along the second in place; `False` ends the loop.
+
+    Returns:
+        The local model, the mean `gradient`, and whether this was an `opening`.
+
+    Raises:
+        ArgumentError: if the message is of another rule, the loss no scalar, or the space curved.
+        DivergenceError: if a loss or a gradient is not finite.
+    """
+    message = given.message
+    require_flat(given.space)
+    if missing := {"beta", "opening"} - message.numbers.keys():
+        raise ArgumentError(f"message: expected one of MasFL or AdaMasFL; numbers lack {', '.join(sorted(missing))}")
+    opening = message.numbers["opening"]
+    if not opening and "direction" not in message.tensors:
+        raise ArgumentError("message: expected one of MasFL or AdaMasFL; tensors lack direction")
+    theta = message.start.detach().clone()
+    total = torch.zeros_like(theta, dtype=torch.float64)
+    count = 0
+    for _, batch in Schedule(given.batches, phases):
+        value, slope = sharp_gradient(given.space, given.loss, theta, batch)
+        if not (torch.isfinite(value) and is_finite(slope)):
+            raise DivergenceError(f"the loss is {value.item()}, or its gradient not finite, at step {count}")
+        total.add_(slope)
+        count += 1
+        if not opening:
+            rows = [message.tensors["direction"], slope]
+            coefficients = [1.0, message.numbers["beta"]]
+            step = combine(None, rows, coefficients, minus=[None, message.tensors.get("control")])
+            if not advance(theta, step):
+                break
+    if not is_finite(theta):
+        raise DivergenceError("the local model left the finite numbers; try a smaller rate")
+    gradient = combine(None, [total], [1 / count], out=torch.empty_like(theta))
+    if not is_finite(gradient):
+        raise DivergenceError("the mean of the gradients overflows; try a smaller loss")
+    return Payload(theta[None], given.samples, {"gradient": gradient}, {"opening": opening})

@@ -1,0 +1,98 @@
+"""Local training that sends the way it went: a curve for no further gradient."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from manifoldagg._validation import check_count
+from manifoldagg.curves import Bezier
+from manifoldagg.curves.trajectory import PathFit, PathPoints, check_path
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.clients.base import Assignment
+from manifoldagg.federated.clients.local import Local
+from manifoldagg.federated.types import Payload
+
+__all__ = ["Trajectory"]
+
+
+@dataclass(frozen=True)
+class Trajectory(Local):
+    r"""Train as [`Local`][manifoldagg.federated.clients.Local], and send the path of training as a curve.
+
+    The iterates $\theta_0 = \Theta^t, \dots, \theta_K$ are looked at as they come and not kept. The control points
+    $\varphi_1, \dots, \varphi_n$ of a Bézier curve are fitted to them by least squares, its ends to
+    $\theta_0$ and $\theta_K$:
+
+    $$\min_\varphi \sum_k \|\iota_\varphi(u_k) - \theta_k\|^2, \qquad \varphi_0 = \theta_0,\quad \varphi_n = \theta_K;$$
+
+    on a curved space in the tangents at $\Theta^t$. With `pieces` they are instead m points of the path itself, the
+    control points of `Piecewise(space, degree=1, pieces=m)`, for a rule that reads them so.
+
+    $\varphi_n$ is the model that `Local` sends, bit for bit; with `degree=1` nothing else is sent. To a rule whose
+    message has a number `pace`, $\eta K$ goes back under that name, the rate times the steps taken.
+
+    Args:
+        degree: n, at most 10; it does not count with `pieces`.
+        time: what $u_k \in [0, 1]$ is a share of, the `"steps"` or the `"length"` of the path.
+        pieces: m; by steps. Where batches have no length, they are counted in a further pass.
+
+    Raises:
+        ArgumentError: naming the option that is out of range.
+
+    Cost: no gradient. Beside `Local`, n - 1 sums in float64 where it is known how many steps there will be, else n; one
+    vector more by length; m + 1 vectors with `pieces`. For each sum a step reads the model and $\Theta^t$, and the sum,
+    which it writes.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.federated import Message
+        >>> from manifoldagg.manifolds import Flat
+        >>> trainer = Trajectory(degree=2, steps=4, optimizer=torch.optim.SGD, rate=0.5)
+        >>> loss = lambda theta, batch: 0.5 * theta.square().sum()
+        >>> message, batches = Message(torch.ones(1)), [torch.zeros(3, 1)]
+        >>> trainer.train(Flat(1), message, loss, batches, None, generator=torch.Generator()).points
+        tensor([[-0.0423],
+                [ 0.0625]])
+    """
+
+    degree: int = 2
+    time: str = "steps"
+    pieces: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_path(self.degree, self.time)
+        if self.pieces is not None:
+            check_count("pieces", self.pieces)
+            if self.time != "steps":
+                raise ArgumentError(f"time: expected steps with pieces, got {self.time}")
+
+    def _train(self, given: Assignment) -> Payload:
+        samples = given.samples
+        path = self._path(given)
+        end, taken = self._learned(given, path)
+        points = path.points(end)
+        numbers = {"pace": self.rate * taken} if "pace" in given.message.numbers else {}
+        return Payload(points, samples, numbers=numbers, buffers=self._buffers(given, end))
+
+    def _learned(self, given: Assignment, path: PathFit | PathPoints) -> tuple[Tensor, int]:
+        """The local model, and the steps to it; what the optimiser kept is let go before the curve is made."""
+        options = self._options()
+        options["phases"] = replace(options["phases"], watch=path.see)
+        learned = given.fit(Bezier(given.space, 1), **options)
+        return learned.phi[-1], len(learned.losses)
+
+    def _path(self, given: Assignment) -> PathFit | PathPoints:
+        start = given.message.start
+        total = self._total(given)
+        if self.pieces is not None:
+            if total is None:
+                total = self.epochs * sum(1 for _ in given.batches)
+            return PathPoints(given.space, start, self.pieces, total)
+        return PathFit(given.space, start, self.degree, self.time, None if self.time == "length" else total)
+
+    def _total(self, given: Assignment) -> int | None:
+        """How many steps there will be, where that is known."""
+        if self.steps is not None:
+            return self.steps
+        return None if given.length is None else self.epochs * given.length

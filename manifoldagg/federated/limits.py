@@ -1,0 +1,235 @@
+"""Checks: how far an update may go, how many samples are believed, and how an update is scaled back."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import check_count, check_number, shown
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.types import Update
+from manifoldagg.federated.weights import MOST
+from manifoldagg.kernels import combine
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.ambient import Ambient
+from manifoldagg.manifolds.formulas import norm
+
+__all__ = ["UNLIMITED", "Checks", "norm_of", "scaled_back"]
+
+WIDEST = 10**6
+"""The longest window of norms: a median over it is taken with every update."""
+
+
+@dataclass(frozen=True)
+class Checks:
+    r"""Limits on what a client may send; what is beyond them is refused, or scaled back.
+
+    The norm of an update is the largest distance of its points from its base, $\max_i d(\Theta^t, \varphi_i)$. An
+    update of norm r that is clipped to c is $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ with
+    $\lambda = \min(1, c / r)$, one $\lambda$ for all its points: on a flat space
+    $\Theta^t + \lambda (\varphi_i - \Theta^t)$. The rule sees nothing else of it, but for further tensors that it asks
+    for, which no norm is taken of. Its receipt says `clipped`, its row in the history what $\lambda$ was: `clip`.
+
+    The cosine of an update is that of $v = \log_{\Theta^t} \varphi_n$ and the drift $g = \log_{\Theta^t} \Theta^\tau$,
+    which is what other clients did since, in the metric at $\Theta^t$. Of an update that is not late it says nothing:
+    such pass, as do those of no length.
+
+    Args:
+        max_norm: the largest norm.
+        norm_factor: the largest norm in medians of the norms that were accepted lately.
+        norm_window: how many accepted norms are lately; of clipped updates what was left of them.
+        norm_after: how many there must be before `norm_factor` or `clip_factor` holds.
+        clip: scale back to this norm what is longer.
+        clip_factor: scale back to so many of those medians. With both the smaller one counts.
+        min_cosine: the smallest cosine, in [-1, 1].
+        max_samples: the largest sample count.
+        samples_factor: how many medians of what at least five other clients have told a sample count is worth. Of what
+            is beyond, the update's weight knows nothing, and its receipt says `clipped`. `None` for no limit.
+        max_points: how many control points an update may have: the cost of a step grows with their square and more.
+
+    Raises:
+        ArgumentError: naming the limit that is out of range.
+
+    Source: clipping as in Sun et al. 2019 (Can You Really Backdoor Federated Learning?), section 4.
+
+    Cost: where a norm or a cosine is asked for, a reading of the update's points and base (and of the model for
+    `min_cosine`) before the rule reads them; an update that is clipped is read and written once more.
+
+    Example:
+        >>> Checks(norm_factor=10.0).refuse(25.0, accepted=[1.0, 2.0, 3.0, 2.0, 2.0])
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: points: expected a norm <= 20 (10 x the median of those accepted), got 25
+    """
+
+    max_norm: float | None = None
+    norm_factor: float | None = None
+    norm_window: int = 101
+    norm_after: int = 5
+    clip: float | None = None
+    clip_factor: float | None = None
+    min_cosine: float | None = None
+    max_samples: int = 10**9
+    samples_factor: float | None = 100.0
+    max_points: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("max_norm", "norm_factor", "clip", "clip_factor"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), above=0)
+        if self.min_cosine is not None:
+            check_number("min_cosine", self.min_cosine, at_least=-1, at_most=1)
+        if self.samples_factor is not None:
+            check_number("samples_factor", self.samples_factor, at_least=1)
+        for name in ("norm_window", "norm_after", "max_samples", "max_points"):
+            check_count(name, getattr(self, name))
+        if self.max_samples > MOST:
+            raise ArgumentError("max_samples: expected at most 2^53")
+        if self.norm_window > WIDEST:
+            raise ArgumentError(f"norm_window: expected at most {WIDEST}")
+        if self.norm_after > self.norm_window:
+            raise ArgumentError(
+                f"norm_after: expected at most norm_window = {self.norm_window}, got {shown(self.norm_after)}"
+            )
+
+    @cached_property
+    def clips(self) -> bool:
+        """Whether an update may be scaled back."""
+        return self.clip is not None or self.clip_factor is not None
+
+    @cached_property
+    def measured(self) -> bool:
+        """Whether the norm of an update, or its cosine, is asked for."""
+        limits = (self.max_norm, self.norm_factor, self.min_cosine)
+        return self.clips or any(limit is not None for limit in limits)
+
+    def check_space(self, space: Manifold) -> None:
+        """That what is asked for has a meaning on a space.
+
+        Raises:
+            ArgumentError: naming what it lacks.
+        """
+        if space.flat or space.ambient or not self.measured:
+            return
+        lacks = sorted(({"inner", "log"} | ({"exp"} if self.clips else set())) - space.capabilities)
+        if lacks:
+            raise ArgumentError(f"checks: norms need {', '.join(lacks)}, which {space} does not have")
+
+    def passed(
+        self, space: Manifold, update: Update, accepted: tuple[float, ...]
+    ) -> tuple[Update, float, tuple[float, ...]]:
+        r"""The update that a rule is given, $\lambda$, and the norms accepted lately with that of this one.
+
+        Raises:
+            ArgumentError: naming the limit that the update is over.
+        """
+        late = self.min_cosine is not None and update.staleness > 0
+        length, cosine = _reach(space, update.base, update.points, update.current if late else None)
+        self.refuse(length, accepted)
+        if self.min_cosine is not None and cosine < self.min_cosine:
+            raise ArgumentError(f"points: expected a cosine with the drift >= {self.min_cosine:g}, got {cosine:g}")
+        limit = self.limit(accepted)
+        kept = 1.0 if length <= limit else limit / length
+        if kept < 1:
+            update = replace(update, points=scaled_back(space, update.base, update.points, kept))
+        return update, kept, (*accepted, min(length, limit))[-self.norm_window :]
+
+    def limit(self, accepted: Sequence[float]) -> float:
+        """To which norm updates are scaled back, where these were accepted lately; infinite where to none.
+
+        Example:
+            >>> checks = Checks(clip=5.0, clip_factor=2.0, norm_after=3)
+            >>> checks.limit([1.0, 2.0]), checks.limit([1.0, 2.0, 3.0]), checks.limit([1.0, 3.0, 4.0])
+            (5.0, 4.0, 5.0)
+        """
+        fixed = math.inf if self.clip is None else self.clip
+        if self.clip_factor is None or len(accepted) < self.norm_after:
+            return fixed
+        # As in `refuse`: a median of 0 says nothing.
+        return min(fixed, self.clip_factor * float(np.median(accepted)) or math.inf)
+
+    def refuse(self, norm: float, accepted: Sequence[float]) -> None:
+        """Say no to a norm over a limit, or to one that is no number.
+
+        Raises:
+            ArgumentError: naming the limit.
+        """
+        check_number("points: norm", norm)
+        if self.max_norm is not None and norm > self.max_norm:
+            raise ArgumentError(f"points: expected a norm <= {self.max_norm:g}, got {norm:g}")
+        if self.norm_factor is None or len(accepted) < self.norm_after:
+            return
+        limit = self.norm_factor * float(np.median(accepted))
+        # A median of 0 says nothing about what an update of another size should be.
+        if norm > limit > 0:
+            why = f"{self.norm_factor:g} x the median of those accepted"
+            raise ArgumentError(f"points: expected a norm <= {limit:g} ({why}), got {norm:g}")
+
+
+UNLIMITED = Checks()
+
+
+def norm_of(space: Manifold, base: Tensor, points: Tensor) -> float:
+    r"""$\max_i d(\Theta^t, \varphi_i)$; infinite where there is no such number."""
+    return _reach(space, base, points, None)[0]
+
+
+def scaled_back(space: Manifold, base: Tensor, points: Tensor, kept: float) -> Tensor:
+    r"""The points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ of an update that is scaled back.
+
+    On a flat space each number is rounded once. Where leaves are of low rank it is the point nearest to the sum; as
+    that may lie twice as far from the base, $\lambda$ is halved where it is farther than it was to be.
+
+    Args:
+        space: of the points.
+        base: $\Theta^t$ (P,).
+        points: $\varphi_i$ (n, P), which are not written.
+        kept: $\lambda$ in (0, 1).
+    """
+    if space.flat:
+        scaled = torch.empty_like(points, memory_format=torch.contiguous_format)
+        start = base.flatten()
+        for row, out in zip(points.flatten(1), scaled.flatten(1), strict=True):
+            combine(start, [row], [kept], minus=[start], out=out)
+        return scaled
+    if not space.ambient:
+        starts = base.expand_as(points)
+        moved = space._exp(starts, kept * space._log(starts, points))
+        return space._project(moved) if "project" in space.capabilities else moved
+    goal = kept * norm_of(space, base, points)
+    nearest = _nearest(space, base, points, kept)
+    if norm_of(space, base, nearest) > goal * (1 + torch.finfo(points.dtype).eps):
+        nearest = _nearest(space, base, points, kept / 2)
+    return nearest
+
+
+def _nearest(space: Manifold, base: Tensor, points: Tensor, kept: float) -> Tensor:
+    """For each point the one of low rank that is nearest to where it would be scaled back to."""
+    return torch.stack([Ambient.of(space, base).combine(base, [row], [kept], minus=[base]) for row in points])
+
+
+def _reach(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
+    r"""The norm of an update, infinite where there is no such number; and where `current` is given its cosine with the
+    drift, NaN where one of them is zero.
+    """
+    ends = points if current is None else [*points, current]
+    if space.flat or space.ambient:
+        rows = [*ends] if space.ambient else [row.flatten() for row in ends]
+        start = base if space.ambient else base.flatten()
+        inner = Ambient.of(space, base).gram(rows, minus=[start] * len(rows))[0]
+        lengths = inner.diagonal().clamp(min=0).sqrt()
+        product = inner[len(points) - 1, -1]
+    else:
+        stacked = points if current is None else torch.cat([points, current[None]])
+        logs = space._log(base.expand_as(stacked), stacked)
+        lengths = norm(space, base.expand_as(stacked), logs)
+        product = space._inner(base, logs[len(points) - 1], logs[-1])
+    largest = lengths[: len(points)].max().item()
+    both = (lengths[len(points) - 1] * lengths[-1]).item()
+    known = current is not None and both > 0
+    cosine = max(-1.0, min(1.0, product.item() / both)) if known else math.nan
+    return math.inf if math.isnan(largest) else largest, cosine

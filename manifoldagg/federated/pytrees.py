@@ -1,0 +1,203 @@
+"""Trees: nested dicts, lists and tuples whose leaves are tensors, numbers or whatever else a rule keeps."""
+
+from collections.abc import Callable
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg._threads import is_medium
+from manifoldagg._validation import is_finite
+from manifoldagg.corrections.frame import Sum
+from manifoldagg.kernels.alloc import clone, empty_like
+
+__all__ = ["Tree", "copied", "covers", "disjoint", "replaced", "settled", "size_of", "spoils", "tensors", "widened"]
+
+Tree = Any
+
+
+def tensors(tree: Tree) -> list[Tensor]:
+    """The tensors of a tree, in the order in which `replaced` meets them.
+
+    Example:
+        >>> tensors({"m": torch.ones(2), "count": 3})
+        [tensor([1., 1.])]
+    """
+    found = []
+    ahead = [tree]
+    while ahead:
+        branch = ahead.pop()
+        if isinstance(branch, Tensor):
+            found.append(branch)
+        elif isinstance(branch, dict):
+            ahead += reversed(branch.values())
+        elif isinstance(branch, list | tuple):
+            ahead += reversed(branch)
+    return found
+
+
+def replaced(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+    """The tree with `change` applied to its tensors; what does not change is the same object.
+
+    Example:
+        >>> replaced({"m": [torch.ones(2)], "count": 3}, torch.neg)
+        {'m': [tensor([-1., -1.])], 'count': 3}
+    """
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        branches = {name: replaced(branch, change) for name, branch in tree.items()}
+        return tree if all(branches[name] is tree[name] for name in tree) else branches
+    if isinstance(tree, list | tuple):
+        items = [replaced(branch, change) for branch in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree
+
+
+def covers(saved: Tree, fresh: Tree) -> bool:
+    """Whether a state has all that a rule begins with, also that of a rule within, and tensors where it has such.
+
+    Example:
+        >>> covers({"m": torch.ones(2), "count": 3}, {"m": torch.zeros(2)}), covers({"m": 3}, {"m": torch.zeros(2)})
+        (True, False)
+    """
+    if isinstance(fresh, Tensor):
+        return isinstance(saved, Tensor) and saved.shape == fresh.shape
+    if not isinstance(fresh, dict):
+        return True
+    return isinstance(saved, dict) and all(name in saved and covers(saved[name], fresh[name]) for name in fresh)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy, without derivative. One of medium size is made in the caller's thread, which is done before others wake.
+
+    Example:
+        >>> copied(torch.ones(2, requires_grad=True))
+        tensor([1., 1.])
+    """
+    tensor = tensor.detach()
+    if not is_medium(tensor):
+        return clone(tensor)
+    copy = empty_like(tensor)
+    np.copyto(copy.numpy(), tensor.numpy())
+    return copy
+
+
+def disjoint(tree: Tree, others: Tree) -> Tree:
+    """The tree, in which a tensor that shares memory with one of `others` is a copy.
+
+    Example:
+        >>> x = torch.zeros(2)
+        >>> disjoint({"mine": x[:1]}, x)["mine"].data_ptr() == x.data_ptr()
+        False
+    """
+    mine = _storages(tree)
+    if not mine:
+        return tree
+    taken = _storages(others).keys()
+    if taken.isdisjoint(mine):
+        return tree
+    return replaced(tree, lambda x: x if taken.isdisjoint(_storages(x)) else copied(x))
+
+
+def settled(tree: Tree) -> Tree:
+    """The tree with the sums in its dicts formed, which a rule keeps of rows.
+
+    Example:
+        >>> settled({"count": 3, "rule": {"version": 1}})
+        {'count': 3, 'rule': {'version': 1}}
+    """
+    if isinstance(tree, Sum):
+        return tree.formed()
+    return {name: settled(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
+
+
+def size_of(tree: Tree) -> int:
+    """Bytes of memory that the tensors of a tree hold on to, each storage counted once.
+
+    Example:
+        >>> x = torch.zeros(8)
+        >>> size_of([{"a": x[:2], "b": x[2:]}])
+        32
+    """
+    return sum(_storages(tree).values())
+
+
+def spoils(new: Tree, old: Tree) -> bool:
+    """Whether a tensor of `new` has values that are not finite where `old` has none such, or no tensor.
+
+    What is the same object in both is not looked at.
+
+    Example:
+        >>> x = torch.tensor([float("inf")])
+        >>> spoils({"m": x}, {"m": torch.zeros(1)}), spoils({"m": x + 1}, {"m": x})
+        (True, False)
+    """
+    ahead = [(new, old)]
+    while ahead:
+        now, before = ahead.pop()
+        if now is before:
+            continue
+        if isinstance(now, Tensor):
+            if not _is_sound(now) and not (isinstance(before, Tensor) and not _is_sound(before)):
+                return True
+        elif isinstance(now, dict):
+            earlier = before if isinstance(before, dict) else {}
+            ahead += [(branch, earlier.get(name)) for name, branch in now.items()]
+        elif isinstance(now, list | tuple):
+            ahead.extend(
+                zip(now, chain(before if isinstance(before, list | tuple) else (), repeat(None)), strict=False)
+            )
+    return False
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A floating tensor of eight bits in float32, which has the arithmetic that it lacks; others as they are."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
+def _is_sound(tensor: Tensor) -> bool:
+    """Whether a tensor of any dtype and layout has finite values only."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    for part in _parts(tensor.detach()):
+        real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+        if real.is_floating_point() and not real.is_meta and not is_finite(widened(real)):
+            return False
+    return True
+
+
+def _storages(tree: Tree) -> dict[int, int]:
+    """Where the tensors of a tree lie, and how many bytes there; what has no memory lies nowhere.
+
+    Should two devices use one address, what is there is taken for the same.
+    """
+    held: dict[int, int] = {}
+    ahead = [tree]
+    while ahead:
+        branch = ahead.pop()
+        if isinstance(branch, Tensor):
+            for part in (branch,) if branch.layout is torch.strided else _parts(branch):
+                storage = part.untyped_storage()
+                if address := storage.data_ptr():
+                    held[address] = storage.nbytes()
+        elif isinstance(branch, dict):
+            ahead += branch.values()
+        elif isinstance(branch, list | tuple):
+            ahead += branch
+    return held
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that a tensor is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)

@@ -1,0 +1,166 @@
+"""The server step of Manifold (9)-(12), shared by every rule that moves along a corrected curve."""
+
+import abc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from manifoldagg._validation import check_choice, check_number
+from manifoldagg.corrections import Correction, Gram
+from manifoldagg.curves.distance import OVERSHOOT
+from manifoldagg.errors import ArgumentError, RuleError
+from manifoldagg.federated.rules._base import TangentRule
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, length, moved, root, told_of
+from manifoldagg.federated.rules._riemannian_step import tangents_at, travel
+from manifoldagg.federated.rules._step_curve import Course
+from manifoldagg.federated.rules.dominance import Dominance
+from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.federated.types import Memory, Outcome, Point, State, Target, Update
+from manifoldagg.kernels.alloc import empty_like
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["CurveRule", "ScheduledRule", "staleness_penalty"]
+
+
+class CurveRule(TangentRule):
+    """An asynchronous rule: correct the displacements, choose the rate, step along the curve they make.
+
+    One `gram` reads the update, algebra on its few numbers decides, one `combine` writes the new model. Where a
+    correction cancels nearly all of a displacement, a second `gram` reads what is left of it.
+    """
+
+    cohort: ClassVar[int] = 1
+    rows: ClassVar[bool] = True
+    plain: ClassVar[bool] = True
+    no_sum: ClassVar[str] = "every single update moves the model; FedBuff(1) is such a rule that can be"
+    overshoot: str = "clamp"
+
+    @property
+    @abc.abstractmethod
+    def correction(self) -> Correction:
+        """How displacements at the base become tangents at the current model."""
+
+    @abc.abstractmethod
+    def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
+        r"""$\rho$: which part of the way to the candidate to go. `penalty(alpha)` is $S$ of Manifold (10)."""
+
+    def course(self, state: State) -> Course:
+        """Which curve the corrected displacements make, and what the rate means on it."""
+        return Course(self.overshoot)
+
+    def learned(self, state: State, update: Update, came: Gram) -> dict[str, Any]:
+        """What the next state has beside the version and what the correction keeps.
+
+        Args:
+            state: before the step.
+            update: that was taken.
+            came: the inner products of its displacements and the drift.
+        """
+        return {}
+
+    def remember(self, update: Update) -> Memory:
+        """What to keep for the client."""
+        return update.memory
+
+    def init(self, space: Manifold, start: Point) -> State:
+        state = super().init(space, start)
+        if not space.flat:
+            if self.overshoot == "extend" and not self.plain and not space.ambient:
+                curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
+                raise ArgumentError(
+                    f"overshoot: extend follows a polynomial, which needs flat leaves; not so: {curved}"
+                )
+            still = Update(None, start, start, start[None])
+            self.correction.apply(frame_of(space, still, transport=self.transport, rungs=self.rungs))
+        return state
+
+    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+        if self.plain:
+            check_points(self, update)
+        else:
+            check_points(self, update, None, "at least one control point")
+        n = len(update.points)
+        correction = self.correction
+        tensors = correction.granularity == "tensor"
+        frame = frame_of(space, update, transport=self.transport, rungs=self.rungs, tensors=tensors)
+        corrected = correction.apply(frame, state.get("correction"))
+        numbers = {"cosine": cosine(corrected.came)}
+        inner = moved(corrected)
+
+        def penalty(strength: float) -> float:
+            if strength == 0:
+                return 1.0
+            return staleness_penalty(strength, root(inner[-1][-1]), root(corrected.came.matrix[n, n]))
+
+        rho = self.step_size(state, update, penalty)
+        memory = self.remember(update)
+        if not 0 <= rho < math.inf:
+            raise RuleError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
+        numbers["rate"] = rho
+        course = self.course(state)
+        reach = course.rate(rho, corrected.came.matrix[:n, n].tolist())
+        if frame.passage is None:
+            s = course.place(inner, reach)
+            line = course.weights(n, s)
+            model = corrected.move(line, out)
+            norm = length(line, inner)
+            numbers |= {"step": s, "norm": norm} | told_of(frame)
+        else:
+            here = frame.passage.current
+            u = tangents_at(space, here, corrected.displacements())
+            s, reached, norm = travel(space, here, course.bent(u), course, reach)
+            model = empty_like(update.current) if out is None else out
+            model.copy_(reached)
+            numbers |= {"step": s, "norm": norm} | told_of(frame)
+        after = {"version": state["version"] + 1} | self.learned(state, update, corrected.came)
+        if correction.keeps_state:
+            after["correction"] = corrected.state
+        return after, Outcome(model, memory, numbers)
+
+
+@dataclass(frozen=True)
+class ScheduledRule(CurveRule):
+    r"""A `CurveRule` with $\rho = S \cdot w_i \cdot \eta_g(\tau)$.
+
+    What the options mean says [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    """
+
+    rate: Rate = 1.0
+    decay: float = 0.0
+    penalty_limit: float = 10.0
+    overshoot: str = "clamp"
+    dominance: Dominance | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("decay", self.decay, at_least=0, at_most=1)
+        check_number("penalty_limit", self.penalty_limit, above=0)
+        check_choice("overshoot", self.overshoot, OVERSHOOT)
+        if self.dominance is not None and not isinstance(self.dominance, Dominance):
+            raise ArgumentError(f"dominance: expected a Dominance, got {self.dominance!r}")
+
+    def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
+        version = state["version"]
+        rate = rate_at(self.rate, version)
+        if self.dominance is not None:
+            rate = self.dominance.temper(rate, self.dominance.count(update.memory), version + 1)
+        return min(penalty(self.decay), self.penalty_limit) * update.weight * rate
+
+    def remember(self, update: Update) -> Memory:
+        return update.memory if self.dominance is None else self.dominance.memory(update.memory)
+
+
+def staleness_penalty(strength: float, candidate: float, drift: float) -> float:
+    r"""$S = 1 + \alpha\,(\|\Theta^\tau - \hat\Theta\| / \|\Theta^t - \Theta^\tau\| - 1)$: Manifold (10).
+
+    Args:
+        strength: $\alpha$.
+        candidate: $\|\Theta^\tau - \hat\Theta\|$, how far the candidate is.
+        drift: $\|\Theta^t - \Theta^\tau\|$; where it is 0, S is 1 by convention.
+
+    Example:
+        >>> staleness_penalty(1.0, candidate=1.0, drift=4.0)
+        0.25
+    """
+    return 1.0 if drift == 0 else 1 + strength * (candidate / drift - 1)

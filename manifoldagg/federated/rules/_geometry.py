@@ -1,0 +1,160 @@
+"""What a rule reads of an update: a frame of tangents at the current model, corrected, and its inner products."""
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from operator import add, mul
+
+import numpy as np
+from torch import Tensor
+
+from manifoldagg.corrections import Corrected, Frame, Gram
+from manifoldagg.corrections.frame import detached
+from manifoldagg.corrections.gram import Matrix, cancelled
+from manifoldagg.corrections.transport import RUNGS, log_within_reach
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.types import Update
+from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.manifolds import Manifold, check_point
+from manifoldagg.manifolds.ambient import Ambient
+from manifoldagg.manifolds.tangents import Tangents
+
+__all__ = [
+    "along",
+    "check_points",
+    "cosine",
+    "frame_of",
+    "identity",
+    "in_float64",
+    "length",
+    "moved",
+    "root",
+    "told_of",
+]
+
+
+def check_points(rule: object, update: Update, count: int | None = 1, what: str = "one model") -> None:
+    """So many points are in an update; `None`: any number but none.
+
+    Raises:
+        ArgumentError: saying `what` the rule expects.
+    """
+    given = len(update.points)
+    if given == 0 or given != (count or given):
+        expected = f"{type(rule).__name__} expects {what}, ({count or 'n'}, P)"
+        raise ArgumentError(f"points: {expected}; got {given} points")
+
+
+def frame_of(
+    space: Manifold, update: Update, *, transport: str | None = None, rungs: int = RUNGS, tensors: bool = False
+) -> Frame:
+    r"""The rows $v_1, \dots, v_n, g$ of an update, tangent at the current model.
+
+    On a flat space, and where leaves are of low rank, they are differences of the update's own tensors. On a curved one
+    $v_i = \log_{\Theta^t} \varphi_i$, transported to $\Theta^\tau$; where the space has a projection, this is done in
+    float64.
+
+    Args:
+        space: of the points.
+        update: with base, current and points.
+        transport: on a curved space, as in [`Frame.of`][manifoldagg.corrections.Frame.of]; where leaves are of low rank
+            `"projection"` takes what of the differences is tangent at $\Theta^\tau$.
+        rungs: of a ladder.
+        tensors: whether the named tensors of such a space are segments.
+
+    Raises:
+        ArgumentError: if a point is off the space or out of reach, or a derivative is followed.
+    """
+    points = update.points if isinstance(update.points, tuple) else update.points.unbind()
+    rows = (update.base, update.current, *points)
+    if is_transformed(rows):
+        rows = tuple([detached(row) for row in rows])
+        if is_transformed(rows):
+            raise ArgumentError("update: a server step has no derivative; call it outside of functorch transforms")
+    base, current, *points = rows
+    if space.flat or space.ambient:
+        segments = None
+        # Tensors as they lie are of a space of parameters, whose leaves are the same for every point.
+        point = base[0] if isinstance(base, tuple) else base
+        if tensors:
+            segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
+        ambient = Ambient.of(space, point) if transport is None else Tangents.at(space, current)
+        segments = segments or ambient.segments
+        if update.descent:
+            if ambient.leaves:
+                raise ArgumentError("points: expected models: of low-rank leaves there are no pseudo-gradients")
+            return Frame.of_gradients(points, base, current, segments=segments)
+        return Frame.of_points(points, base, current, segments=segments, ambient=ambient)
+    given = {"base": base, "current": current, "points": update.points.detach()}
+    for name, x in given.items():
+        check_point(space, x, name=name)
+    base, current, points = (in_float64(space, x) for x in given.values())
+    displacements = log_within_reach(space, base, points, "points: out of reach of the base")
+    return Frame.of(space, base, current, displacements, transport=transport, rungs=rungs)
+
+
+def identity(k: int) -> Matrix:
+    """For each of k rows the coefficients that make it: sums of these are combinations of the rows."""
+    return np.eye(k, dtype=object)
+
+
+def in_float64(space: Manifold, x: Tensor) -> Tensor:
+    """The point of the space in float64 that `x` is the rounding of; `x` itself where there is no projection."""
+    return space._project(x.double()) if "project" in space.capabilities else x
+
+
+def along(frame: Frame, gram: Gram, line: list[float]) -> Corrected:
+    """One combination of the rows of a frame, as what a correction makes of it."""
+    return Corrected(frame, gram, np.array([line], dtype=object), None, gram)
+
+
+def moved(corrected: Corrected) -> list[list[float]]:
+    r"""Inner products of the corrected rows, n x n; from the rows themselves, in float64, where $C G C^\top$ is lost.
+
+    Raises:
+        ArgumentError: if a row is so long that its square overflows.
+    """
+    parts = corrected.gram.among(corrected.lines)
+    inner: list[list[float]] = (parts[0] if len(parts) == 1 else parts.sum(0)).tolist()
+    n = len(inner)
+    if cancelled(inner, corrected.gram.matrix):
+        inner = corrected.frame.measure([corrected.lines[..., i, :] for i in range(n)]).tolist()
+    for i, row in enumerate(inner):
+        if not math.isfinite(row[i]):
+            raise ArgumentError(f"points[{i}]: squared length of the corrected displacement overflows")
+    return inner
+
+
+def cosine(gram: Gram) -> float:
+    """cos(v_n, g) in [-1, 1]; NaN where one of the two is zero."""
+    n = gram.displacements
+    inner = gram.matrix
+    scale = root(inner[n - 1, n - 1]) * root(inner[n, n])
+    return max(-1.0, min(1.0, inner[n - 1, n] / scale)) if scale > 0 else math.nan
+
+
+def length(line: Sequence[float], inner: Sequence[Sequence[float]]) -> float:
+    r"""$\sqrt{c^\top G\, c}$, of a combination of rows with these inner products.
+
+    Example:
+        >>> length([1.0, 2.0], [[9.0, 0.0], [0.0, 4.0]])
+        5.0
+    """
+    return root(_dot([_dot(line, column) for column in zip(*inner, strict=True)], line))
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    # Not by `sum`, which rounds otherwise from Python 3.12 on.
+    total: float = reduce(add, map(mul, a, b))
+    return total
+
+
+def root(square: float) -> float:
+    """The length with this square, which rounding can leave slightly below zero."""
+    return math.sqrt(max(square, 0.0))
+
+
+def told_of(frame: Frame) -> dict[str, float]:
+    """How many rungs the ladders of a curved space had, and what truncations of low-rank leaves left out."""
+    used = [kind.rungs for kind in frame.transports if kind.method == "ladder"]
+    return ({"rungs": float(max(used))} if used else {}) | frame.ambient.told

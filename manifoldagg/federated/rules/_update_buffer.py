@@ -1,0 +1,152 @@
+"""Rules that wait and hold every displacement by itself, until with the last of them the model moves."""
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.corrections import Frame, Gram
+from manifoldagg.federated.rules._base import TangentRule
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, root, told_of
+from manifoldagg.federated.rules.fedadam import distance
+from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
+from manifoldagg.federated.types import Outcome, Point, State, Target, Update
+from manifoldagg.kernels.alloc import empty_like
+from manifoldagg.kernels.chunking import windows
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["HeldRule", "OrderedRule", "sort"]
+
+
+class HeldRule(TangentRule):
+    r"""Hold K displacements $\Delta_i$ and their $s_i = s(\tau - t_i)$; then one step, to what `reached` makes of them.
+
+    $\Delta_i$ is taken against the client's own base, and on a curved space transported to the current point, which
+    rests while the rule waits. Nothing that a client says of its weight counts. A displacement is refused that is so
+    long that the square of a sum of K such would overflow in the dtype of the model.
+    """
+
+    cohort: ClassVar[int] = 1
+    drifts: ClassVar[bool] = False
+    size: int
+    rate: Rate
+    staleness: Weight
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("size", self.size)
+
+    @abc.abstractmethod
+    def reached(
+        self, space: Manifold, update: Update, frame: Frame, held: Mapping[str, Any], kept: Sequence[float], out: Target
+    ) -> tuple[Any, float, Gram]:
+        r"""The new model, how far it is, and inner products of which the first two are those of the last update.
+
+        Args:
+            space: of the points.
+            update: the last one.
+            frame: of it.
+            held: the displacements before it, in the order in which they came.
+            kept: $\eta_g s_i$ of each of these, then of the last one.
+            out: where the model may go.
+        """
+
+    def init(self, space: Manifold, start: Point) -> State:
+        return super().init(space, start) | {"kept": {}, "held": {}}
+
+    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+        check_points(self, update)
+        share = weight_at(self.staleness, update.staleness)
+        frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
+        held = state["held"]
+        name = f"update {len(held) + 1}"
+        if len(held) + 1 < self.size:
+            gram = self.read(frame)
+            waiting = {
+                "version": state["version"],
+                "kept": state["kept"] | {name: share},
+                "held": held | {name: frame.kept([1.0, 0.0], out)},
+            }
+            numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(len(held) + 1)}
+            # Displacements no longer than the root of the largest number.
+            sound = frame.passage is None
+            return waiting, Outcome(None, update.memory, numbers | frame.ambient.told, sound=sound)
+        rate = rate_at(self.rate, state["version"])
+        kept = [rate * s for s in (*state["kept"].values(), share)]
+        model, norm, gram = self.reached(space, update, frame, held, kept, out)
+        numbers = {"cosine": cosine(gram), "weight": share, "buffered": 0.0, "rate": rate, "step": rate, "norm": norm}
+        after = {"version": state["version"] + 1, "kept": {}, "held": {}}
+        return after, Outcome(model, update.memory, numbers | told_of(frame))
+
+    def read(self, frame: Frame) -> Gram:
+        """Inner products of the rows, of which the first one is no longer than it may be.
+
+        Raises:
+            ArgumentError: if it is.
+        """
+        gram = frame.gram()
+        longest = root(torch.finfo(frame.dtype).max) / self.size
+        check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=longest)
+        return gram
+
+
+class OrderedRule(HeldRule):
+    """A `HeldRule` that of each entry takes the mean of those in the middle, `trim` from either end.
+
+    Windows of all displacements are sorted beside the model: no more is held than K of such.
+    """
+
+    measured: ClassVar[tuple[str, ...]] = ("points",)
+
+    @property
+    @abc.abstractmethod
+    def ends(self) -> int:
+        """How many are left out at either end."""
+
+    def reached(
+        self, space: Manifold, update: Update, frame: Frame, held: Mapping[str, Any], kept: Sequence[float], out: Target
+    ) -> tuple[Any, float, Gram]:
+        gram = self.read(frame)
+        current: Any = update.current
+        model: Any = empty_like(current) if out is None else out
+        middle = slice(self.ends, self.size - self.ends)
+        scratch: list[Tensor] = []
+        for to, start, point, base, *rows in windows(model, current, update.points[0], update.base, *held.values()):
+            if not scratch:
+                scratch = [empty_like(start) for _ in range(self.size + 1)]
+            lines = [line[: len(start)] for line in scratch]
+            torch.sub(point, base, out=lines[len(rows)])
+            for line, row, factor in zip(lines, (*rows, lines[len(rows)]), kept, strict=False):
+                torch.mul(row, factor, out=line)
+            first, *others = sort(lines[:-1], lines[-1])[middle]
+            mean = first.double()
+            for line in others:
+                mean.add_(line)
+            to.copy_(mean.div_(len(others) + 1).add_(start))
+        return model, distance(model, current), gram
+
+
+def sort(lines: Sequence[Tensor], spare: Tensor) -> list[Tensor]:
+    """Vectors with the same numbers, of each entry in order, written over all of these and `spare`.
+
+    By exchanges of neighbours, K rounds of them: vectors are compared at the speed of memory, which for the few that
+    wait is less than a sort of each entry takes.
+
+    Example:
+        >>> rows = [torch.tensor([3.0, 1.0]), torch.tensor([2.0, 2.0]), torch.tensor([1.0, 0.0])]
+        >>> torch.stack(sort(rows, torch.empty(2)))
+        tensor([[1., 0.],
+                [2., 1.],
+                [3., 2.]])
+    """
+    ordered = [*lines]
+    for i in range(len(ordered)):
+        for j in range(i % 2, len(ordered) - 1, 2):
+            low, high = ordered[j], ordered[j + 1]
+            torch.minimum(low, high, out=spare)
+            torch.maximum(low, high, out=high)
+            ordered[j], spare = spare, low
+    return ordered

@@ -1,0 +1,26 @@
+"""Rules around another one: what such a rule takes, and what it needs to know of an update, is what that one does."""
+
+from manifoldagg.federated.types import Rule
+
+__all__ = ["RuleAround"]
+
+
+class RuleAround:
+    """A rule that holds another one, `rule`, and reads models as that does."""
+
+    rule: Rule
+
+    @property
+    def rows(self) -> bool:
+        """As the rule."""
+        return bool(getattr(self.rule, "rows", False))
+
+    @property
+    def drifts(self) -> bool:
+        """As the rule."""
+        return bool(getattr(self.rule, "drifts", True))
+
+    @property
+    def cohort(self) -> int:
+        """That of the rule."""
+        return self.rule.cohort

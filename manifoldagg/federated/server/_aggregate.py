@@ -1,0 +1,301 @@
+"""Inside the front door: one step on models as others hold them, read where they lie, and back as they came."""
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.federated.buffers import Packed, Patterns, Waiting, check_patterns, policies
+from manifoldagg.federated.model_state import Snapshot
+from manifoldagg.federated.pytrees import covers, widened
+from manifoldagg.federated.server.input_warnings import warn_of_difference, warn_of_factors, warn_of_integers
+from manifoldagg.federated.step import Terms, step
+from manifoldagg.federated.types import Memory, Rule, State, Update, by_rows, check_rule, extras
+from manifoldagg.federated.weights import check_client
+from manifoldagg.kernels.alloc import empty_like, stacked
+from manifoldagg.kernels.operands import check_apart
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.layout import Layout
+from manifoldagg.manifolds.lora.scaling import Scaling
+from manifoldagg.manifolds.model_io import Given, Model, check_separate, like, opened, row_of, tensors, write
+
+__all__ = ["Known", "ServerState", "Stepped", "check_models", "space_of", "stepped"]
+
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Integers that torch does not add, and those whose sums have the same bits."""
+CURRENT, BASE = "current: ", "base: "
+POINTS = re.compile(r"^points(\[\d+\])?")
+"""What messages call the points of an update, which came as `update` here."""
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """A rule's state, with what a server keeps beside it.
+
+    Attributes:
+        state: the rule's.
+        buffers: of the updates that wait for the model to move.
+        memory: what is kept for each client.
+    """
+
+    state: State
+    buffers: Waiting | None = None
+    memory: Mapping[Hashable, Memory] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a server knows of an update beside its models.
+
+    Attributes:
+        client: who trained.
+        staleness: in versions.
+        weight: the client's share of the data.
+        samples: that it trained on.
+        share: as in an update: its data in the server's own measure.
+    """
+
+    client: Hashable
+    staleness: int
+    weight: float
+    samples: int
+    share: float | None = None
+
+
+class Stepped(NamedTuple):
+    """What a step has made: the new model, the next state, its numbers, and whether the model has moved."""
+
+    model: Any
+    state: State
+    numbers: dict[str, float]
+    moved: bool
+
+
+def check_models(rule: Rule) -> Rule:
+    """A rule that asks clients for models and for nothing else.
+
+    Raises:
+        ArgumentError: if it is another, or none.
+    """
+    if any(extras(check_rule(rule))):
+        raise ArgumentError(f"rule: {type(rule).__name__} asks clients for more than models; use a Server")
+    return rule
+
+
+def stepped(
+    rule: Rule,
+    state: State,
+    current: Model,
+    base: Model,
+    update: Model | Sequence[Model],
+    known: Known,
+    *,
+    buffers: Patterns = (),
+    manifolds: Assignment | None = None,
+    difference: bool = False,
+    adapters: bool | None = None,
+    scaling: Scaling = 1.0,
+    out: Model | None = None,
+) -> Stepped:
+    """One step, as `aggregate` takes it, and whether it has moved the model."""
+    with torch.no_grad():
+        check_models(rule)
+        _check_known(known)
+        check_choice("difference", difference, (True, False))
+        given = _given(current, base, update)
+        buffers = check_patterns(buffers)
+        ours, theirs = scaling if isinstance(scaling, tuple) and len(scaling) == 2 else (scaling, None)
+        space = space_of("current", given[CURRENT], manifolds, buffers, adapters, ours)
+        if theirs is not None and not adapters:
+            raise ArgumentError("scaling: expected 1 without `adapters`, whose products are scaled, got two")
+        layout = space.layout
+        models = _stacked(space, given, theirs, difference)
+        # What is written is what came, not what is made of it.
+        written = Layout.of_state_dict(given[CURRENT], list(buffers)) if adapters else layout
+        target = None if out is None else opened(written, out, given[CURRENT])
+        rows = by_rows(rule, space)
+        chosen = policies(layout.carried, buffers) if buffers else _unsaid(layout)
+        layout.check_parameters("current")
+        read: list[Any] = [*(layout.rows(models, own="" if adapters else CURRENT) if rows else space.points(models))]
+        here, then, *brought = read
+        label, newest = [*models.items()][-1]
+        name = label.removesuffix(": ")
+        if not difference:
+            warn_of_difference(name, layout, space.sizes(newest), space.sizes(models[BASE]))
+        warn_of_integers(name, layout, newest, models[CURRENT], buffers)
+        kept = state if isinstance(state, ServerState) else ServerState(state)
+        before = Snapshot(
+            current=here,
+            state=rule.init(space, here) if kept.state is None else kept.state,
+            buffers=Packed.of(chosen, models[CURRENT]),
+            waiting=kept.buffers,
+        )
+        taken = Update(
+            client=known.client,
+            base=then if rows else then.to(here.device),
+            current=here,
+            points=tuple(brought) if rows else stacked(brought).to(here.device),
+            staleness=known.staleness,
+            weight=known.weight,
+            samples=known.samples,
+            memory=kept.memory.get(known.client),
+            share=known.share,
+        )
+        blank: Any = empty_like(here) if not rows else None if target is None else row_of(layout, target)
+        if target is not None:
+            there = rows and not adapters and blank[0] is target[layout.leaves[0].name]
+            if there and not layout.carried and not layout.aliases:
+                check_apart(blank, read, layout.sizes)
+            else:
+                check_separate(written, target, given)
+            if there:
+                blank.apart = tuple(read)  # the step need not ask again
+        try:
+            after, outcome = step(Terms(space, rule, chosen, buffers="update"), before, taken, newest, blank)
+        except Exception as error:
+            # Of the models every row is known to fit: one that does not is kept in the state.
+            if state is not None and (str(error).startswith("rows[") or not covers(kept.state, rule.init(space, here))):
+                expected = f"what {type(rule).__name__} returned for such models, or None"
+                raise ArgumentError(f"state: expected {expected}") from error
+            if not isinstance(error, ArgumentError):
+                raise
+            if rows:
+                layout.check_values(models)
+            error.args = (POINTS.sub("update" if len(brought) == 1 else r"update\1", str(error)),)
+            raise
+        new: Mapping[str, Tensor]
+        if outcome.model is not None:
+            named = layout.named if rows else space._state_dict
+            new = named(after.current, after.buffers.copies() if rows and target is None else after.buffers)
+        elif target is None:
+            same = [given[CURRENT][leaf.name].clone() for leaf in written.leaves]
+            new = written.named(same, before.buffers.copies())
+        else:
+            new = given[CURRENT]
+        if target is not None:
+            write(target, new)
+        returned = like(current, new, given[CURRENT]) if out is None else out
+        held = _held(kept, after, known.client, outcome.memory)
+        return Stepped(returned, held, dict(outcome.numbers), outcome.model is not None)
+
+
+def _check_known(known: Known) -> None:
+    check_count("staleness", known.staleness, at_least=0)
+    check_count("samples", known.samples)
+    check_number("weight", known.weight, above=0)
+    check_client(known.client)
+
+
+def _given(current: Model, base: Model, update: Model | Sequence[Model]) -> Given:
+    """The tensors of each model as it came, the client's last."""
+    points = list(update) if _is_curve(current, update) else [update]
+    if not points:
+        raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
+    given = {CURRENT: tensors("current", current), BASE: tensors("base", base)}
+    for i, model in enumerate(points):
+        name = "update" if len(points) == 1 else f"update[{i}]"
+        given[f"{name}: "] = tensors(name, model)
+    return given
+
+
+def _stacked(space: ParameterSpace, given: Given, scaling: Scaling | None, difference: bool) -> Given:
+    """The same with the leaves of the layout in place of factors of adapters, and models in place of differences."""
+    theirs = [label for label in given if label not in (CURRENT, BASE)]
+    models = {
+        label: space.stacked(model, label, scaling if label in theirs else None) for label, model in given.items()
+    }
+    if difference:
+        _check_flat(space)
+        models |= {label: _moved(space.layout, models[BASE], models[label], label) for label in theirs}
+    return models
+
+
+@lru_cache(maxsize=64)
+def _unsaid(layout: Layout) -> dict[str, str]:
+    """The policies of buffers of which nobody has said any, asked once of hundreds of them."""
+    return policies(layout.carried, ())
+
+
+def _held(kept: ServerState, after: Snapshot, client: Hashable, memory: Memory | None) -> State | ServerState:
+    """What is kept until the next step: the rule's state alone where there is nothing beside it."""
+    memories = {name: tree for name, tree in kept.memory.items() if name != client}
+    if memory is not None:
+        memories[client] = memory
+    return ServerState(after.state, after.waiting, memories) if memories or after.waiting is not None else after.state
+
+
+def space_of(
+    name: str,
+    model: Mapping[str, Tensor],
+    manifolds: Assignment | None,
+    buffers: Patterns,
+    adapters: bool | None,
+    scaling: Scaling,
+) -> ParameterSpace:
+    """The space of a model's tensors.
+
+    Raises:
+        ArgumentError: as `ParameterSpace.of_state_dict`; of tensors that are no adapters naming the model too.
+
+    Warns:
+        UserWarning: if `adapters` is `None` and there are some.
+    """
+    kept = {"buffers": list(buffers), "adapters": bool(adapters), "scaling": scaling}
+    try:
+        space = ParameterSpace.of_state_dict(model, manifolds, **kept)
+    except StateDictError as error:
+        if adapters:
+            raise StateDictError(f"{name}: {error}") from None
+        raise
+    if adapters is None:
+        warn_of_factors(name, model)
+    return space
+
+
+def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:
+    """A sequence whose entries are models of the kind of `current`."""
+    if isinstance(update, Mapping) or not isinstance(update, Sequence):
+        return False
+    inner = Mapping if isinstance(current, Mapping) else list | tuple
+    return len(update) == 0 or isinstance(update[0], inner)
+
+
+def _check_flat(space: ParameterSpace) -> None:
+    """That a point and a difference of points have a sum.
+
+    Raises:
+        ArgumentError: naming a leaf where they have none.
+    """
+    for name, curved in space.manifolds:
+        if not curved.flat:
+            raise ArgumentError(f"difference: expected models, as {name} lives on {curved}, where points have no sums")
+
+
+def _moved(
+    layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
+) -> dict[str, Tensor]:
+    """The model that is so far from the base.
+
+    Raises:
+        ArgumentError: if one of them is not of this layout.
+    """
+    layout.match(base, "base: ")
+    layout.match(difference, label)
+    return {name: _sum(base[name], difference[name]) for name in difference}
+
+
+def _sum(start: Tensor, difference: Tensor) -> Tensor:
+    step = difference.to(start.device)
+    if start.dtype is torch.bool:
+        return step
+    signed = SIGNED.get(start.dtype)
+    if signed is not None:
+        return (start.view(signed) + step.view(signed)).view(start.dtype)
+    return (widened(start) + widened(step)).to(start.dtype)

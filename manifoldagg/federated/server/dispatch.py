@@ -1,0 +1,83 @@
+"""Dispatch: what a client leaves with, made without the lock of the server."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import check_choice, check_finite, check_shape, is_finite
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.model_state import Snapshot
+from manifoldagg.federated.pytrees import copied
+from manifoldagg.federated.types import Memory, Message, Rule
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["check_base_dtype", "message", "rounded"]
+
+BASE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_base_dtype(space: Manifold, narrow: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype in which bases are kept: narrower than models of `dtype`; `None` for theirs.
+
+    Raises:
+        ArgumentError: naming `base_dtype`.
+    """
+    if narrow is not None:
+        check_choice("base_dtype", narrow, [d for d in BASE_DTYPES if d.itemsize < dtype.itemsize])
+        if not (space.flat or space.ambient):
+            raise ArgumentError(
+                "base_dtype: expected a flat space or low rank; a rounded point would leave its manifold"
+            )
+    return narrow
+
+
+def rounded(current: Tensor, narrow: torch.dtype | None) -> Tensor | None:
+    """The base in the narrow dtype; `None` where there is none, or where it overflows."""
+    if narrow is None:
+        return None
+    base = current.to(narrow)
+    return base if is_finite(base) else None
+
+
+def message(
+    space: Manifold, rule: Rule, snapshot: Snapshot, memory: Memory, base: Tensor | None
+) -> tuple[Message, bool]:
+    """What the rule sends, in memory of its own; a client starts from exactly what is kept as its base.
+
+    Args:
+        space: of the models.
+        rule: whose message it is.
+        snapshot: from which the client leaves.
+        memory: the client's.
+        base: as it is kept; `None` for the current model.
+
+    Returns:
+        The message, and whether its client starts from elsewhere.
+
+    Raises:
+        ArgumentError: if the rule answers with no message of this space.
+    """
+    start = snapshot.current if base is None else base.to(snapshot.current.dtype)
+    sent = rule.message(space, snapshot.state, start, memory)
+    if not isinstance(sent, Message):
+        raise ArgumentError(f"rule: message: expected a Message, got {type(sent).__name__}")
+    check_shape("rule: message: start", sent.start, *space.axes)
+    check_choice("rule: message: start: dtype", sent.start.dtype, (start.dtype,))
+    if sent.start is not start:
+        check_finite("rule: message: start", sent.start)
+    own = replace(
+        sent,
+        start=copied(sent.start),
+        tensors=_copies(sent.tensors),
+        numbers=dict(sent.numbers),
+        buffers=dict(snapshot.buffers.clone()),
+        asked=snapshot.buffers.asked,
+        version=snapshot.version,
+    )
+    return own, sent.start is not start
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: copied(tensor) for name, tensor in tensors.items()}

@@ -1,0 +1,314 @@
+"""The spill: trees in files of their own, which go with their last reference, and whatever ends the process."""
+
+import ctypes
+import errno
+import itertools
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from io import FileIO
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, SpillError
+from manifoldagg.federated.pytrees import Tree, replaced, size_of, tensors
+from manifoldagg.federated.server.durability.raw_io import appended, bytes_of
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["Filed", "Spill", "trim"]
+
+PREFIX = "manifoldagg-"
+GRAIN = 64
+"""Bytes to a multiple of which each tensor begins, as torch lays them in memory."""
+LOCKLESS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+"""What a system of files says that has no locks."""
+
+
+class Spill:
+    """Files for trees, in a folder of this process alone.
+
+    The folder is made with the first file. It carries a `flock`, which the system takes back when the process ends,
+    however it ends: a new spill removes the folders beside its own that nobody locks. It touches those of this
+    host and user only. After `os.fork` the folder stays its maker's: a child reads what is there, and neither writes
+    nor removes anything. Systems without `flock` (Windows) keep the folders of processes that were killed.
+
+    Args:
+        folder: where the folder goes; `None` for the system's folder of temporary files.
+
+    Raises:
+        ArgumentError: if there is no such folder.
+
+    Example:
+        >>> spill = Spill()
+        >>> filed = spill.write({"m": torch.ones(2), "count": 3})
+        >>> filed.size, filed.load()
+        (8, {'m': tensor([1., 1.]), 'count': 3})
+        >>> path = filed.path
+        >>> del filed
+        >>> path.exists()
+        False
+        >>> spill.close()
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        if folder is not None and not (isinstance(folder, str | Path) and Path(folder).is_dir()):
+            raise ArgumentError(f"spill: expected a folder that exists, got {folder!r}")
+        # The process may change its directory before it writes.
+        self._parent = Path(tempfile.gettempdir() if folder is None else folder).absolute()
+        self._folder: _Folder | None = None
+        self._process = os.getpid()
+        _clean(self._parent)
+
+    def write(self, tree: Tree) -> "Filed":
+        """The tree in a new file. Each tensor is written by itself: views and shared memory come back as values.
+
+        Raises:
+            SpillError: and no file is left. It is `temporary` where the tree could be written later: the disk is full,
+                the folder is not accessible, memory is short. It is not where no file can have such a tree: one with
+                sparse, quantised or meta tensors, or tensors of a subclass.
+
+        Cost: one pass over the tensors, and a copy of those that are not contiguous or on another device.
+        """
+        if os.getpid() != self._process:
+            raise SpillError(f"spill: belongs to process {self._process}, which this one was forked from")
+        for tensor in tensors(tree):
+            if odd := _oddness(tensor):
+                raise SpillError(f"spill: a file cannot have a tensor that is {odd}")
+        try:
+            return Filed(self._home(), tree)
+        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+            raise SpillError(f"spill: {self._parent}: {error}", temporary=True) from error
+        except Exception as error:
+            raise SpillError(f"spill: a file cannot have this tree: {error}") from error
+
+    def close(self) -> None:
+        """Write nothing more into the folder, which goes with the last file that somebody needs."""
+        self._folder = None
+
+    def _home(self) -> "_Folder":
+        """The folder, made where there is none, or none any more."""
+        folder = self._folder
+        # Somebody who cleans may take a new one for a dead one, until it is locked.
+        while folder is None or not folder.path.exists():
+            made = _Folder(self._parent)
+            if made.lock():
+                folder = made
+        self._folder = folder
+        return folder
+
+
+class Filed:
+    """A tree in a file of its own. The file goes with the last reference to this, in the process that made it.
+
+    Args:
+        folder: of the file.
+        tree: to write.
+
+    Attributes:
+        size: bytes of memory that the tree held.
+    """
+
+    __slots__ = ("_checksum", "_devices", "_folder", "_form", "_length", "_name", "size")
+
+    def __init__(self, folder: "_Folder", tree: Tree) -> None:
+        # What removes the file is known before there is one: an interrupt leaves nothing.
+        self._folder = folder
+        self._name = next(folder.names)
+        found = tensors(tree)
+        self.size = size_of(tree)
+        self._devices = tuple(tensor.device for tensor in found)
+        # Tensors on no device say where values go, and what shape and dtype they have.
+        self._form = replaced(tree, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        try:
+            self._length, self._checksum = _written(self.path, found)
+        except BaseException:
+            # The error may keep this, and with it the file, for as long as somebody looks at it.
+            self._remove()
+            raise
+
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self._folder.path / f"{self._name}.tensors"
+
+    def load(self) -> Tree:
+        """The tree, its tensors mapped from the file, on the devices where they were. Maps outlive the file.
+
+        A file that is cut while its maps are read kills the process: no program can hold a map against that.
+
+        Raises:
+            SpillError: naming the file, if it was truncated, altered or deleted; a `temporary` one, if it cannot be
+                read now.
+
+        Cost: one pass over the file, for its checksum.
+        """
+        found = iter(self._mapped())
+        return replaced(self._form, lambda _: next(found))
+
+    def _mapped(self) -> Iterator[Tensor]:
+        data = self._verified()
+        start = 0
+        for form, device in zip(tensors(self._form), self._devices, strict=True):
+            # A storage of its own: whoever keeps one tensor is not taken to keep them all.
+            storage = data[start : start + form.nbytes]
+            yield torch.empty(0, dtype=form.dtype).set_(storage, 0, form.shape, form.stride()).to(device)
+            start += _padded(form.nbytes)
+
+    def _verified(self) -> Any:
+        """The storage of the file, mapped, with the bytes that were written."""
+        try:
+            length = self.path.stat().st_size
+            if length < self._length:
+                raise SpillError(f"spill: {self.path}: was truncated, from {self._length} bytes to {length}")
+            if length > self._length:
+                raise SpillError(f"spill: {self.path}: was altered: it has {length} bytes instead of {self._length}")
+            if not length:
+                return torch.UntypedStorage(0)
+            storage: Any = torch.UntypedStorage.from_file(os.fspath(self.path), shared=False, nbytes=length)
+        except FileNotFoundError:
+            raise SpillError(f"spill: {self.path}: was deleted") from None
+        except (OSError, RuntimeError) as error:
+            raise SpillError(f"spill: {self.path}: cannot be read: {error}", temporary=True) from error
+        values = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (length,), (1,))
+        if zlib.crc32(values.numpy().data) != self._checksum:
+            raise SpillError(f"spill: {self.path}: was altered: its checksum is another")
+        return storage
+
+    def _remove(self) -> None:
+        # A file that cannot be removed goes with the folder; an interrupt may come before there is a name.
+        with suppress(OSError, AttributeError):
+            if os.getpid() == self._folder.process:
+                os.unlink(self.path)
+
+    def __del__(self) -> None:
+        self._remove()
+
+    def __repr__(self) -> str:
+        return f"Filed({str(self.path)!r}, size={self.size})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Filed owns its file: it is not copied or pickled; keep what it loads")
+
+
+class _Folder:
+    """A folder for files, removed when nobody refers to it, or by `remove`, or with the process that made it."""
+
+    def __init__(self, parent: Path) -> None:
+        self.process = os.getpid()
+        self.path = parent / f"{PREFIX}{self.process}-{os.urandom(8).hex()}@{platform.node()}"
+        self.names = itertools.count()
+        # Before there is a folder, so that an interrupt leaves none.
+        weakref.finalize(self, _unless_forked, self.process, shutil.rmtree, self.path, True)
+        self.path.mkdir(mode=0o700)
+
+    def remove(self) -> None:
+        """Remove it now."""
+        _unless_forked(self.process, shutil.rmtree, self.path, True)
+
+    def lock(self) -> bool:
+        """Lock it for the life of the process, where it can be locked at all; whether no one else has locked it."""
+        if sys.platform != "win32":
+            try:
+                folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                weakref.finalize(self, _unless_forked, self.process, os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, FileNotFoundError):
+                return False
+            except OSError as error:
+                if error.errno not in LOCKLESS:
+                    raise
+        return True
+
+
+def _unless_forked(process: int, call: Callable[..., object], *given: object) -> None:
+    """Call in `process`. A fork of it has the same objects, but neither their folder nor the files of their numbers."""
+    if os.getpid() == process:
+        call(*given)
+
+
+def _clean(parent: Path) -> None:
+    """Remove the folders in `parent` that processes of this host and user left when they were killed."""
+    if sys.platform == "win32":
+        return
+    ours = f"@{platform.node()}"
+    with suppress(OSError):
+        for name in os.listdir(parent):
+            if name.startswith(PREFIX) and name.endswith(ours):
+                with suppress(OSError):
+                    _clear(parent / name)
+
+
+def _clear(path: Path) -> None:
+    """Remove a folder of this user that nobody locks.
+
+    Raises:
+        OSError: if it is locked, or no folder.
+    """
+    if sys.platform == "win32":
+        return
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if os.fstat(folder).st_uid == os.geteuid():
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(folder)
+
+
+def _oddness(tensor: Tensor) -> str | None:
+    """Why no file can have a tensor; `None` where one can."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    if tensor.is_meta:
+        return "on the meta device"
+    if tensor.is_quantized:
+        return "quantised"
+    return None
+
+
+def _written(path: Path, found: Sequence[Tensor]) -> tuple[int, int]:
+    """Write tensors one after another to a new file: its bytes, and their checksum."""
+    length = 0
+    checksum = 0
+    with FileIO(path, "x") as file:
+        for tensor in found:
+            data = bytes_of(tensor)
+            checksum = appended(file.write, data, checksum)
+            gap = _padded(data.nbytes) - data.nbytes
+            checksum = appended(file.write, memoryview(bytes(gap)), checksum)
+            length += data.nbytes + gap
+    return length, checksum
+
+
+def _padded(length: int) -> int:
+    return length + -length % GRAIN
+
+
+@cache
+def _returns_memory() -> Callable[[int], int] | None:
+    """What makes an allocator return free memory to the system. Only that of glibc needs to be asked."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+def trim() -> None:
+    """Let go of freed memory.
+
+    Aligned blocks leave holes too small for the next of their size: a process would grow by what it writes to files.
+    """
+    returns = _returns_memory()
+    if returns is not None:
+        returns(0)

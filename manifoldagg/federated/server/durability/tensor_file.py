@@ -1,0 +1,332 @@
+"""The archive: a tree of plain values and tensors in one file, which is written whole or not at all.
+
+A file is a safetensors file. Its metadata are the version of this format, what kind of thing it holds and a checksum
+over all of it; the tree is JSON, in the entry `tree`, and names the other entries where its tensors are. Nothing in
+a file is ever executed.
+"""
+
+import contextlib
+import errno
+import glob
+import json
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from io import BufferedReader
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import check_count
+from manifoldagg.errors import ArgumentError, CheckpointError
+from manifoldagg.federated.pytrees import Tree
+from manifoldagg.federated.server.durability.raw_io import appended, bytes_of
+from manifoldagg.federated.server.durability.tree_codec import decoded, dtype_of, encoded, entries, framed, spans
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["check_path", "packed", "read", "read_from", "settle", "write"]
+
+FORMAT = 1
+HEAD = b'{"__metadata__":{"checksum":"'
+"""How the header of every version begins: eight hexadecimal digits follow, read as zeros where they are computed."""
+BLANK = b"00000000"
+TEMPORARY = ".tmp"
+LINKLESS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""What a system of files says in which no file has two names."""
+
+
+def write(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
+    """Write a tree into a file, in place of the one that is there.
+
+    The file is complete and on the disk when it gets its name: whenever the process is killed or the machine stops, the
+    older one is there, or the new one. What goes wrong leaves the older one and nothing else; where only the folder
+    could not be brought to the disk, the new one.
+
+    Args:
+        path: of the file, in a folder that exists. A link is followed.
+        kind: what the tree is; `read` asks for the same.
+        tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes and `None`.
+            It is not written meanwhile. Tensors that share memory are written one by one.
+        keep: how many files to keep: the last one under `path`, older ones under `path.1`, `path.2`, …
+
+    Raises:
+        ArgumentError: if there is no such folder.
+        CheckpointError: naming what of the tree is of another type, or what the system says.
+
+    Cost: one pass over the tensors, no second copy of them in memory.
+
+    Example:
+        >>> import math, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write(folder + "/one", "sums", {"ward-7": [torch.ones(2), math.inf], 7: (1, None)})
+        ...     read(folder + "/one", "sums")
+        {'ward-7': [tensor([1., 1.]), inf], 7: (1, None)}
+    """
+    place = check_path(path)
+    check_count("keep", keep)
+    parts = _parts(kind, tree)
+    try:
+        _sweep(place)
+        _install(place, parts, keep)
+    except OSError as error:
+        raise CheckpointError(f"{place}: could not be written: {error.strerror or error}") from error
+
+
+def packed(kind: str, tree: Tree) -> bytearray:
+    """The bytes of the file that `write` would write, for `read_from`.
+
+    Raises:
+        CheckpointError: naming what of the tree is of another type.
+
+    Cost: one copy of the tensors, and a pass over it.
+    """
+    data = bytearray().join(_parts(kind, tree))
+    start = 8 + len(HEAD)
+    data[start : start + len(BLANK)] = b"%08x" % zlib.crc32(data)
+    return data
+
+
+def read(path: str | Path, kind: str) -> Tree:
+    """The tree that `write` wrote. Tensors come back on their devices where these are here, else on the CPU.
+
+    Args:
+        path: of the file.
+        kind: what it must hold.
+
+    Raises:
+        CheckpointError: if there is no such file, or it is truncated, altered, not from `write`, from a newer version
+            of this package, or holds another kind. An older file beside it is named, and not read.
+    """
+    if not isinstance(path, str | Path):
+        raise ArgumentError(f"path: expected a path, got {path!r}")
+    try:
+        with open(path, "rb") as file:
+            return read_from(file, kind, os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        why = f"cannot be read: {error.strerror or error}"
+    except CheckpointError as error:
+        why = str(error)
+    raise CheckpointError(f"{path}: {why}{_hint(Path(path))}")
+
+
+def check_path(path: str | Path) -> Path:
+    """Where a file goes: an absolute path, without links, in a folder that exists.
+
+    Raises:
+        ArgumentError: if it cannot be that of a file.
+    """
+    if not isinstance(path, str | Path):
+        raise ArgumentError(f"path: expected a path, got {path!r}")
+    place = Path(os.path.realpath(path))
+    if not place.parent.is_dir() or place.is_dir():
+        raise ArgumentError(f"path: expected that of a file in a folder that exists, got {str(path)!r}")
+    return place
+
+
+def read_from(file: BufferedReader, kind: str, size: int, *, more: bool = False) -> Tree:
+    """The tree that begins where an open file is, which is then behind it.
+
+    Args:
+        file: to read.
+        kind: what it must hold.
+        size: bytes that there are from here on.
+        more: whether something else may follow.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    start = file.read(8 + len(HEAD))
+    if not HEAD.startswith(start[8:]):
+        raise CheckpointError("was not written by this package")
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 8 + len(HEAD) or size < 8 + length:
+        raise CheckpointError(f"is truncated: it has {size} bytes")
+    try:
+        header = start[8:] + bytes(_exactly(file, length - len(HEAD)).numpy())
+        told = header[len(HEAD) :][: len(BLANK)]
+        lines = json.loads(header)
+        metadata = lines.pop("__metadata__")
+        follow = spans(lines)
+        end = follow[-1][1] if follow else 0
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"is altered: {error}") from None
+    missing = 8 + length + end - size
+    if missing > 0 or (missing and not more):
+        what = "truncated" if missing > 0 else "altered"
+        raise CheckpointError(f"is {what}: it has {size} bytes, expected {size + missing}")
+    checksum = zlib.crc32(start[:8] + HEAD + BLANK + header[len(HEAD) + len(BLANK) :])
+    found = {}
+    for begin, end, name in follow:
+        found[name] = _exactly(file, end - begin)
+        checksum = zlib.crc32(found[name].numpy().data, checksum)
+    if b"%08x" % checksum != told:
+        raise CheckpointError("is altered: its checksum is another one")
+    if metadata["format"] != str(FORMAT):
+        raise CheckpointError(f"has format {metadata['format']}, and this version of the package reads {FORMAT}: newer")
+    if metadata["kind"] != kind:
+        raise CheckpointError(f"holds a {metadata['kind']}, expected a {kind}")
+    try:
+        text = bytes(found.pop("tree").numpy())
+        data = {int(name): values for name, values in found.items()}
+
+        def tensor(content: Any) -> Tensor:
+            index, name, shape, device = content
+            values = data.pop(index).view(dtype_of(name)).reshape(shape)
+            return values.to(_at_hand(torch.device(device)))
+
+        return decoded(json.loads(text), tensor)
+    except Exception as error:  # it was written so by somebody who can make a checksum
+        raise CheckpointError(f"was not written by this package: {error!r}") from None
+
+
+def settle(folder: Path) -> None:
+    """Bring the names in a folder to the disk, where the system has that."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _parts(kind: str, tree: Tree) -> Iterator[memoryview]:
+    """What a file consists of, one after another, with a blank checksum."""
+    tensors: list[Tensor] = []
+
+    def listed(tensor: Tensor, way: tuple[str | int, ...]) -> list[Any]:
+        tensors.append(tensor)
+        return [len(tensors) - 1, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), str(tensor.device)]
+
+    text = encoded(tree, listed, CheckpointError).encode()
+    # Readers want each entry to begin at a multiple of the size of its numbers, and no gaps.
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)
+    head = _header(kind, [(str(i), tensors[i]) for i in order], len(text))
+    return chain([head], (bytes_of(tensors[i]) for i in order), [memoryview(text)])
+
+
+def _at_hand(device: torch.device) -> torch.device:
+    """The device where it is here, else the CPU."""
+    kind = getattr(torch, device.type, None)
+    there = kind is not None and kind.is_available() and (device.index or 0) < kind.device_count()
+    return device if there else torch.device("cpu")
+
+
+def _header(kind: str, tensors: list[tuple[str, Tensor]], length: int) -> memoryview:
+    """The header of a file with these tensors and `length` bytes of text, with a blank checksum."""
+    listed = [(name, x.dtype, list(x.shape), x.numel() * x.itemsize) for name, x in tensors]
+    lines = entries([*listed, ("tree", torch.uint8, [length], length)])
+    metadata = f'{BLANK.decode()}","format":"{FORMAT}","kind":{json.dumps(kind)}}}'
+    return memoryview(framed(f"{HEAD.decode()}{metadata},{lines}}}"))
+
+
+def _install(place: Path, parts: Iterable[memoryview], keep: int) -> None:
+    """Write a temporary file beside `place`, bring it to the disk, and give it its name."""
+    with _temporary(place) as (name, file):
+        write = partial(os.write, file)
+        checksum = 0
+        for part in parts:
+            checksum = appended(write, part, checksum)
+        os.lseek(file, 8 + len(HEAD), os.SEEK_SET)
+        appended(write, memoryview(b"%08x" % checksum), 0)
+        os.fsync(file)
+        _rotate(place, keep)
+        os.replace(name, place)
+        settle(place.parent)
+
+
+@contextlib.contextmanager
+def _temporary(place: Path) -> Iterator[tuple[Path, int]]:
+    """A new file beside `place` and its descriptor. It is gone afterwards, unless it has another name by then."""
+    name = _beside(place)
+    file = -1
+    try:
+        while file < 0:
+            file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            _claim(file, patient=True)
+            # Who sweeps may have been first, and taken it for one that was left.
+            if os.fstat(file).st_nlink == 0:
+                os.close(file)
+                file = -1
+        yield name, file
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        if file >= 0:
+            os.close(file)
+
+
+def _beside(place: Path) -> Path:
+    """A name that no other file has."""
+    return place.with_name(f"{place.name}.{os.urandom(8).hex()}{TEMPORARY}")
+
+
+def _claim(file: int, *, patient: bool) -> bool:
+    """Whether this is the only one who holds the file, until it is closed; the system takes it from who was killed."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
+    except OSError:  # somebody else does, or this file system does not know
+        return False
+    return True
+
+
+def _sweep(place: Path) -> None:
+    """Remove the temporary files of processes that were killed."""
+    for name in place.parent.glob(f"{glob.escape(place.name)}.{'[0-9a-f]' * 16}{TEMPORARY}"):
+        # Those of others may go meanwhile, or may not be opened.
+        with contextlib.suppress(OSError):
+            file = os.open(name, os.O_RDWR)
+            try:
+                if _claim(file, patient=False):
+                    os.unlink(name)
+            finally:
+                os.close(file)
+
+
+def _rotate(place: Path, keep: int) -> None:
+    """Give the file under `place` the name of the last but one too, and so on; at no moment is it without its own."""
+    latest = _older(place, 1)
+    if keep == 1 or not place.exists() or (latest.exists() and place.samefile(latest)):
+        return
+    for i in range(keep - 1, 1, -1):
+        if _older(place, i - 1).exists():
+            os.replace(_older(place, i - 1), _older(place, i))
+    link = _beside(place)
+    try:
+        try:
+            os.link(place, link)
+        except OSError as error:
+            if error.errno not in LINKLESS:
+                raise
+            shutil.copyfile(place, link)
+        os.replace(link, latest)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(link)
+
+
+def _older(place: Path, i: int) -> Path:
+    return place.with_name(f"{place.name}.{i}")
+
+
+def _exactly(file: BufferedReader, count: int) -> Tensor:
+    """So many bytes, in memory of their own."""
+    data = torch.empty(max(count, 0), dtype=torch.uint8, device="cpu")
+    if file.readinto(data.numpy().data) != count:
+        raise CheckpointError("is altered: it ends before its header says")
+    return data
+
+
+def _hint(path: Path) -> str:
+    """Which older file there is."""
+    older = [name for name in path.parent.glob(f"{glob.escape(path.name)}.*") if name.suffix[1:].isdecimal()]
+    return f"; an older one is {min(older, key=lambda name: int(name.suffix[1:]))}" if older else ""

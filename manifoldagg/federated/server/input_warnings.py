@@ -1,0 +1,88 @@
+"""Doubts: models that somebody hands in and that fit in shape, and are no models, or not as they were meant."""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from manifoldagg.federated.buffers import Patterns
+from manifoldagg.manifolds.layout import Layout, matches
+from manifoldagg.manifolds.lora.peft import first_factor
+
+__all__ = ["warn_of_difference", "warn_of_factors", "warn_of_integers"]
+
+SHRUNK = 0.1
+"""Training hardly shrinks all tensors of a model to this part: weight decay of 1e-4 a step alone needs 23,000 steps.
+The difference of a few epochs is usually shorter."""
+ALONE = 0.01
+"""The same where one tensor alone tells: it may come from far away."""
+FEW = 32
+"""A model of fewer numbers than this may be trained to nearly 0."""
+LOOKED = 2**12
+"""How many numbers of a tensor are looked at first."""
+
+
+def warn_of_difference(name: str, layout: Layout, update: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> None:
+    """Warn of an update that is far shorter than its base in every tensor: a difference of models, no model.
+
+    Cost: a few numbers of one tensor, where it is none.
+    """
+    if layout.size < FEW:
+        return
+    longest = 0.0
+    where = ""
+    telling = 0
+    for looked in (LOOKED, None):
+        for leaf in layout.leaves:
+            theirs = _norm(update[leaf.name], looked)
+            before = _norm(base[leaf.name], looked)
+            # A tensor that was 0, as biases are at the start, tells nothing; NaN is for others to refuse.
+            part = theirs / before if before else 0.0
+            if not part < SHRUNK:
+                return
+            telling += before > 0
+            if part >= longest and before:
+                longest = part
+                where = leaf.name
+    # Both looks have counted each.
+    if where and longest < (SHRUNK if telling > 2 else ALONE):
+        told = f"as {where} has {longest:.2g} x the norm of its base; expected the model itself"
+        warnings.warn(f"{name}: looks like a difference of models, {told}", UserWarning, stacklevel=4)
+
+
+def warn_of_factors(name: str, model: Iterable[str]) -> None:
+    """Warn of factors of adapters in a model of which nobody has said what they are: they would be averaged apart."""
+    found = first_factor(model)
+    if found is not None:
+        told = "factors of adapters would be averaged apart; say adapters=True for their products, or adapters=False"
+        warnings.warn(f"{name}: {found}: {told}", UserWarning, stacklevel=5)
+
+
+def warn_of_integers(
+    name: str, layout: Layout, update: Mapping[str, Tensor], now: Mapping[str, Tensor], buffers: Patterns
+) -> None:
+    """Warn of integers that change and that nobody has called buffers: parameters would be replaced, not averaged.
+
+    A single integer is a counter.
+    """
+    for entry in layout.carried:
+        if entry.dtype.is_floating_point or entry.dtype.is_complex or entry.dtype is torch.bool:
+            continue
+        if entry.counts or matches(entry.name, buffers):
+            continue
+        mine = now[entry.name]
+        if not torch.equal(update[entry.name].to(mine.device), mine):
+            told = f"{entry.dtype} is not averaged but becomes the client's; name it in `buffers` if it is no parameter"
+            warnings.warn(f"{name}: {entry.name}: {told}", UserWarning, stacklevel=4)
+
+
+def _norm(tensor: Tensor, most: int | None) -> float:
+    """Of the first numbers, or of all."""
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() or most is None else tensor.detach()[:1].reshape(-1)
+    looked = flat[:most]
+    if looked.dtype.itemsize == 1:
+        looked = looked.float()
+    size = float(torch.linalg.vector_norm(looked, dtype=torch.float64))
+    return size if math.isfinite(size) else math.inf

@@ -1,0 +1,971 @@
+"""The server: one owner of the model, its versions and its clients, for every rule."""
+
+import logging
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError, SpillError
+from manifoldagg.federated._autograd import without_derivatives
+from manifoldagg.federated.buffers import Patterns, check_patterns, of_model
+from manifoldagg.federated.limits import UNLIMITED, Checks
+from manifoldagg.federated.model_state import Snapshot
+from manifoldagg.federated.pytrees import copied
+from manifoldagg.federated.server._aggregate import space_of
+from manifoldagg.federated.server.dispatch import check_base_dtype, message, rounded
+from manifoldagg.federated.server.durability.checkpoint import Every, Moment, Saved, Writer, check_name
+from manifoldagg.federated.server.durability.eviction import Overflow
+from manifoldagg.federated.server.durability.fingerprint import called, describe, path_of
+from manifoldagg.federated.server.durability.journal import Appender, Hold, Journal
+from manifoldagg.federated.server.durability.log_format import packed
+from manifoldagg.federated.server.durability.persistent_map import Atomic
+from manifoldagg.federated.server.durability.recovery import UNSAID, Living, Story, recovered
+from manifoldagg.federated.server.durability.spill import Spill
+from manifoldagg.federated.server.durability.store import Kept, Store
+from manifoldagg.federated.server.durability.subscriptions import Watch
+from manifoldagg.federated.server.events import Watcher
+from manifoldagg.federated.server.lock import Lock
+from manifoldagg.federated.server.state import ANYONE, Books, Limits, Open, Row, Taken, row
+from manifoldagg.federated.server.state_dicts import payload_of, resting
+from manifoldagg.federated.server.update_lock import Answering, Turn
+from manifoldagg.federated.server.validation import Form, admit, blame, check_start
+from manifoldagg.federated.step import Terms, step
+from manifoldagg.federated.types import (
+    Averaging,
+    Payload,
+    Receipt,
+    Rule,
+    Ticket,
+    by_rows,
+    check_averaging,
+    check_named,
+    check_rule,
+    extras,
+)
+from manifoldagg.federated.weights import Weights
+from manifoldagg.kernels.alloc import empty_like
+from manifoldagg.manifolds import Manifold, ParameterSpace
+from manifoldagg.manifolds.layout import Entry, tensors_of
+from manifoldagg.manifolds.lora.scaling import Scaling
+
+__all__ = ["Server"]
+
+CLOCK = time.monotonic
+"""What gives the seconds, unless another does."""
+LOG = logging.getLogger("manifoldagg")
+# Who wants to read it adds a handler: a library does not write to the terminal by itself.
+LOG.addHandler(logging.NullHandler())
+
+
+class Server:
+    r"""Drives a rule: hands out models, takes updates, refuses what does not fit.
+
+    A refused update leaves everything as it was. Models that go out are copies and payloads are only read: nobody else
+    holds the server's memory. All that a server knows is one immutable record, replaced in a single instruction: every
+    method may be called from any thread, signal handler or finaliser, takes effect in one moment between its call and
+    its return, and who is interrupted has done it or has not. Updates are taken one at a time; while the arithmetic of
+    one runs nobody else waits for it, and clients that join meanwhile count from the next one on. Rules and averages
+    may read the server, and must not call what waits for the update that calls them. Refusals are logged to
+    `logging.getLogger("manifoldagg")`; `on_event` tells of everything.
+
+    Args:
+        space: where the models live.
+        rule: how the model moves.
+        start: $\Theta^0$ (P,).
+        weights: a client's share of the data $w_i$: a mapping client to samples, for
+            $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`, $|D_i| / (N \cdot$ mean of the
+            $|D|$ seen$)$, with N the clients that were ever dispatched to. Means over a cohort weigh by the samples.
+        max_staleness: refuse what is staler than so many versions.
+        checks: limits on norms, cosines, sample counts and control points.
+        averaging: what listens to every new version, in order; it may keep the models and must not write them.
+        carried: the model's buffers at the start, as from `space.carried`; clients then send theirs, but those that are
+            left. Without it the server keeps none and takes none.
+        buffers: what becomes of them, by name or glob pattern: `"average"` (with the rule's step; the default),
+            `"latest"` or `"leave"`. What is no floating tensor is never averaged: the latest is taken.
+        base_dtype: keep what clients start from in this narrower dtype. They start from the rounded model, and the
+            drift is measured from it: it is never quite zero. Flat spaces only; what overflows is kept as it is.
+        memory_limit: bytes in memory for older versions and client memory. The oldest go to files, mapped when they are
+            needed and removed with their last holder, in the folder `spill` (`None`: the system's temporary one). The
+            memory that they leave goes back to the system, where its allocator would keep it.
+        history: how many of the latest rows `history` keeps; `None` for all.
+        timeout: seconds after which a ticket ends that nobody answers; see `expire`.
+        clock: gives the seconds; that of a simulation, for instance.
+        max_tickets: how many may be out at once. Beyond, `dispatch` raises `BusyError`.
+        max_waiting: how many updates may wait for their turn. Beyond, they get a receipt that says so. Those whose
+            payload is still being made of what came are not counted: how many do so at once is for the host to bound.
+        retries: how many of the latest receipts are kept for clients that ask again.
+        checkpoint: when to write checkpoints beside the work, and where to. Clients are then strings or integers.
+        journal: where everything that is taken is appended before its receipt is given, so that `resume` knows of it;
+            with a [`Journal`][manifoldagg.federated.server.durability.journal.Journal], when that is brought to the
+            disk. Clients as above. One that is there already is not touched, and no other process can have it until
+            `close`.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+        CheckpointError: if the journal cannot be begun.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.federated import Payload
+        >>> from manifoldagg.federated.rules import FedAsync
+        >>> from manifoldagg.manifolds import Flat
+        >>> server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
+        >>> ticket = server.dispatch("ward-7")
+        >>> receipt = server.receive(ticket.id, Payload(torch.tensor([[2.0, 4.0]]), samples=10))
+        >>> receipt.accepted, receipt.version, server.model
+        (True, 1, tensor([1., 2.]))
+        >>> server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)) is receipt
+        True
+        >>> server.receive("of my own making", Payload(torch.tensor([[2.0, 4.0]]), samples=10)).reason
+        'ticket: unknown, or used already'
+    """
+
+    @without_derivatives
+    def __init__(
+        self,
+        space: Manifold,
+        rule: Rule,
+        start: Float[Tensor, " P"],
+        *,
+        weights: str | Mapping[Any, int] = "observed",
+        max_staleness: int | None = None,
+        checks: Checks | None = None,
+        averaging: Averaging | None = None,
+        carried: Mapping[str, Tensor] | None = None,
+        buffers: Patterns = (),
+        base_dtype: torch.dtype | None = None,
+        memory_limit: int | None = None,
+        spill: str | Path | None = None,
+        history: int | None = 10_000,
+        timeout: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        max_tickets: int | None = None,
+        max_waiting: int | None = None,
+        retries: int = 10_000,
+        checkpoint: Every | None = None,
+        journal: str | Path | Journal | None = None,
+    ) -> None:
+        kept_in = None if journal is None else Journal.of(journal)
+        first = check_start(space, start)
+        tensors, numbers = extras(check_rule(rule))
+        checks = UNLIMITED if checks is None else checks
+        if not isinstance(checks, Checks):
+            raise ArgumentError(f"checks: expected Checks, got {checks!r}")
+        checks.check_space(space)
+        kept, policies = of_model(space, carried, buffers)
+        sent = tuple(Entry(name, tuple(x.shape), x.dtype) for name, x in kept.items() if policies[name] != "leave")
+        self.space = space
+        self.rule = rule
+        self._averaging = check_averaging(averaging)
+        self._base_dtype = check_base_dtype(space, base_dtype, first.dtype)
+        rows = by_rows(rule, space)
+        measured = frozenset(getattr(rule, "measured", ())) if space.flat else frozenset()
+        self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks, rows, measured)
+        self._terms = Terms(space, rule, policies, checks)
+        memory_limit = None if memory_limit is None else check_count("memory_limit", memory_limit, at_least=0)
+        files = Spill(spill)
+        if not callable(clock):
+            raise ArgumentError(f"clock: expected a function that returns seconds, got {clock!r}")
+        self._clock = clock
+        self._turn = Turn(None if max_waiting is None else check_count("max_waiting", max_waiting, at_least=0))
+        self._saving = Lock()
+        self._spare: deque[Tensor] = deque(maxlen=1)
+        # What listens may keep models: their memory is not used again.
+        self._freed = self._spare.append if averaging is None else None
+        self._process = os.getpid()
+        limits = Limits(
+            max_staleness=None if max_staleness is None else check_count("max_staleness", max_staleness, at_least=0),
+            timeout=None if timeout is None else check_number("timeout", timeout, above=0),
+            max_tickets=None if max_tickets is None else check_count("max_tickets", max_tickets),
+            history=None if history is None else check_count("history", history, at_least=0),
+            retries=check_count("retries", retries, at_least=0),
+        )
+        now = Snapshot(first, rule.init(space, first.clone()), kept)
+        store = Store().held(("version", 0), Kept(first, self._freed))
+        self._books = Atomic(
+            Books(limits, now, Weights.of(weights, checks.samples_factor), store, averaged=averaging is not None)
+        )
+        self._watch = Watch(self._books)
+        self._overflow = Overflow(self._books, memory_limit, files)
+        self._options = {
+            "checks": asdict(checks),
+            "base_dtype": None if base_dtype is None else str(base_dtype).removeprefix("torch."),
+            "memory_limit": memory_limit,
+            "max_waiting": self._turn.most,
+            "policies": policies,
+        }
+        self._writer = None if checkpoint is None else Writer(checkpoint, self._watch.note)
+        self._journal: Appender | None = None
+        if checkpoint is not None or journal is not None:
+            # What a file cannot hold is told now.
+            describe("space", space)
+            describe("rule", rule)
+            for client in weights if isinstance(weights, Mapping) else ():
+                check_name(client)
+            called("clock", clock)
+        if kept_in is not None:
+            with _held(kept_in) as hold:
+                if kept_in.files():
+                    raise ArgumentError(f"journal: {kept_in.path}: there is one; go on from it with `Server.resume`")
+                self._keep_in(kept_in, Story(os.urandom(16).hex(), 0, 0.0), hold)
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module | Mapping[str, Tensor],
+        rule: Rule,
+        *,
+        buffers: Patterns = (),
+        adapters: bool | None = None,
+        scaling: Scaling = 1.0,
+        **server_options: Any,
+    ) -> "Server":
+        """A server of a module or of a state dict: it starts from its parameters and carries its buffers.
+
+        Args:
+            model: any module, or a state dict. It is not written.
+            rule: how the model moves.
+            buffers: what becomes of them, as in the constructor. Frozen parameters of a module stay as they are unless
+                they match. Of a state dict as in [`aggregate`][manifoldagg.aggregate], like what follows.
+            adapters: of a state dict, whether pairs of factors are one matrix each.
+            scaling: what the model multiplies their products with.
+            **server_options: what the constructor takes by keyword.
+
+        Raises:
+            ArgumentError: if the model has no parameters that learn; and as the constructor.
+
+        Warns:
+            UserWarning: naming factors of adapters of which `adapters` does not say what they are.
+
+        Example:
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> server = Server.of(torch.nn.BatchNorm1d(1), FedAsync(rate=0.5))
+            >>> ticket = server.dispatch("ward-7")
+            >>> model = ticket.state_dict()
+            >>> model["running_mean"] += 2
+            >>> server.receive_model(ticket, model, samples=10).accepted, server.state_dict()["running_mean"]
+            (True, tensor([1.]))
+        """
+        if isinstance(model, torch.nn.Module):
+            if adapters or scaling != 1.0:
+                raise ArgumentError(
+                    "adapters: expected a state dict with them, as PEFT's get_peft_model_state_dict gives"
+                )
+            space = ParameterSpace.of(model)
+            buffers = resting(model, buffers)
+        else:
+            if not isinstance(model, Mapping):
+                raise ArgumentError(f"model: expected a torch.nn.Module or a state dict, got {type(model).__name__}")
+            space = space_of("model", model, None, check_patterns(buffers), adapters, scaling)
+        space.layout.check_parameters("model")
+        start = space.points({"model: ": space.stacked(tensors_of(model))})[0]
+        carried = space.carried(model)
+        return cls(space, rule, start, carried=carried, buffers=buffers, **server_options)
+
+    @classmethod
+    @without_derivatives
+    def resume(
+        cls, path: str | Path | Saved, space: Manifold, rule: Rule, *, replace: bool = False, **options: Any
+    ) -> "Server":
+        """A server that goes on from a checkpoint, bit for bit.
+
+        What was saved are the defaults of `options`. Given again are what files do not hold: `averaging`, whose state
+        goes on, `clock`, `spill`, `checkpoint` and `journal`; and `on_event` is called again. Tickets are as old as
+        they were; the time in which no server ran does not count.
+
+        What a `journal` tells beyond the checkpoint is taken once more, with the options that were saved; nobody hears
+        of it again but `averaging`. What was being written when the machine stopped is cut. Then the journal begins
+        anew with the whole record.
+
+        Args:
+            path: what `save` or `checkpoint=` has written. No other file is ever read. Or what was read of it. With a
+                journal that was begun and not yet cut by a checkpoint there need be none.
+            space: equal to the one that was saved.
+            rule: likewise; functions in it are compared by their names, as is `clock`.
+            replace: take another rule, or another clock. A rule of the same class goes on with the state and what is
+                kept for clients. Otherwise these begin anew, and updates that wait are lost.
+            options: keywords of the constructor.
+
+        Raises:
+            CheckpointError: if the file is truncated, altered or no checkpoint, naming an older one where there is one;
+                if space, rule or clock are others than those that were saved, naming the first difference; if another
+                process has the journal; if that is another server's, does not reach back to the checkpoint, or was
+                altered, naming the change; if a journal was written beside the checkpoint, and nothing is said of it.
+            ArgumentError: naming the option that does not fit.
+
+        Warns:
+            RuntimeWarning: if the backend, the processor or torch are others, which may give other bits; if an update
+                of the journal gives another receipt than it gave.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from manifoldagg.federated import Payload
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> from manifoldagg.manifolds import Flat
+            >>> server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
+            >>> ticket = server.dispatch("ward-7")
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     server.save(folder + "/server")
+            ...     server = Server.resume(folder + "/server", Flat(2), FedAsync(rate=0.5))
+            >>> server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).version, server.model
+            (1, tensor([1., 2.]))
+        """
+        given = options.pop("journal", UNSAID)
+        journal = None if given is None or given is UNSAID else Journal.of(given)
+        with nullcontext() if journal is None else _held(journal) as hold:
+            saved, story = recovered(path, journal, unsaid=given is UNSAID)
+            replace = replace and not (story is not None and story.told)
+            saved.check(space, rule, options.get("clock", CLOCK), replace=replace)
+            if story is not None and story.told:
+                saved = cls._relived(saved, story, space, rule, options)
+            server = cls._of_saved(saved, space, rule, options)
+            if journal is not None and story is not None and hold is not None:
+                server._keep_in(journal, story, hold)
+        if server._writer is not None:
+            server._writer.begin(server.updates)
+        return server
+
+    @classmethod
+    def _of_saved(cls, saved: Saved, space: Manifold, rule: Rule, options: Mapping[str, Any]) -> "Server":
+        """A server with the record that was saved."""
+        server = cls(space, rule, saved.model, **saved.options(options))
+        books = saved.books(server._books.value, server._clock(), options.get("weights"), server._freed)
+        saved.load(server._averaging)
+        server._books.update(lambda _: (books, None))
+        server._overflow.move()
+        return server
+
+    @classmethod
+    def _relived(cls, saved: Saved, story: Story, space: Manifold, rule: Rule, options: Mapping[str, Any]) -> Saved:
+        """The record after all that a journal tells beyond it."""
+        given = {name: options[name] for name in ("averaging", "spill") if name in options}
+        story.time = saved.time
+        server = cls._of_saved(saved, space, rule, {**given, "clock": story.now})
+
+        def take(payload: Payload, was: Mapping[str, Any]) -> Receipt:
+            ticket = server._books.value.find(was["ticket"])
+            if isinstance(ticket, Receipt):
+                raise ArgumentError("ticket: used already")
+            receipt = server._take(was["ticket"], ticket, payload, math.nan, was=was)
+            try:
+                server._settle()
+            except Exception:  # as it was then, which has undone nothing
+                LOG.exception("averaging: raised for version %d", receipt.version)
+            return receipt
+
+        def narrow(model: Tensor) -> Tensor | None:
+            return rounded(model, server._base_dtype)
+
+        story.live(Living(server._books, take, narrow))
+        tree = {**server.moment().tree(), "clock": saved.clock}
+        server.close()
+        return Saved(saved.path, tree)
+
+    @without_derivatives
+    def dispatch(self, client: Hashable, *, keep: bool = True) -> Ticket:
+        """Send a client to work on the current model.
+
+        Args:
+            client: any hashable name that equals itself; no tensor.
+            keep: keep the version that it starts from. Otherwise its payload must bring the base.
+
+        Raises:
+            ArgumentError: if `client` is no such name, or missing from the weights that were given up front; or if
+                `keep` is no truth value.
+            BusyError: if as many tickets are out as may be.
+            CheckpointError: if the journal cannot be written.
+
+        Cost: one copy of the model, which is read once and written once: a client's model is its own.
+        """
+        check_choice("keep", keep, (True, False))
+        self._check_process()
+        self._expire()
+        self._books.value.weights.check(client)
+        if self._writer is not None or self._journal is not None:
+            check_name(client)
+        if self._journal is not None:
+            self._journal.check()
+        # Each turn of the loop but the last is one in which somebody else moved the model on.
+        while (ticket := self._left(client, keep)) is None:
+            pass
+        self._log()
+        self._tell_of_events()
+        return ticket
+
+    def _left(self, client: Hashable, keep: bool) -> Ticket | None:
+        """A ticket for the current model; none, and nothing has changed, where a checkpoint may have been made in the
+        meantime that knows its version no more: a journal would not find it.
+        """
+        books = self._books.value
+        books.check_free()
+        place = books.current
+        kept = books.store.find(place)
+        base = None
+        if keep and self._base_dtype is not None:
+            narrow = ("base", books.now.version)
+            held = books.store.find(narrow)
+            # One that is in a file is rounded again: who starts now needs no file.
+            base = held.tree if isinstance(held, Kept) else rounded(books.now.current, self._base_dtype)
+            if base is not None:
+                place = narrow
+                kept = Kept(base) if held is None else held
+        sent, apart = message(self.space, self.rule, books.now, books.store.load(("client", client)), base)
+        ticket_id = os.urandom(16).hex()
+        ticket = Open(client, books.now.version, place if keep else None, self._clock(), apart)
+
+        def entered(now: Books) -> tuple[Books, bool]:
+            passed = now.now.version != ticket.version and now.store.find(place) is None
+            if keep and passed and self._journal is not None:
+                return now, False
+            return now.dispatched(ticket_id, ticket, kept), True
+
+        if not self._books.update(entered):
+            return None
+        return Ticket(ticket_id, ticket.version, sent, self.space)
+
+    @without_derivatives
+    def receive(
+        self, ticket: str | Ticket, payload: Payload | Callable[[], Payload], *, client: Hashable = ANYONE
+    ) -> Receipt:
+        """Take what a client returns on a ticket. The payload must not be written before this returns.
+
+        Who asks again on a ticket that was answered, because the receipt was lost, gets the same receipt: nothing is
+        taken twice. Of what was sent then nothing is looked at.
+
+        Args:
+            ticket: or its id.
+            payload: what the client returns; or a function that makes it of what came, such as
+                `partial(wire.unpack, data)`. It is called once the ticket is known to be good: a `ManifoldAggError`
+                that it raises is a refusal, anything else comes out.
+            client: who returns it; another than the one that the ticket was issued to is refused.
+
+        Returns:
+            A receipt. With `accepted=False` its `reason` names the field and nothing has changed: the client may try
+            again, unless no update can be taken on this ticket any more, which ends it: one whose version is too old,
+            whose time is over, or whose base was lost. What the rule's own code raises comes out and changes nothing
+            either; what `averaging` raises comes after the update.
+
+        Raises:
+            ArgumentError: if it is called from within an update.
+            RuleError: if the rule, or a schedule in it, gives what cannot be used.
+            CheckpointError: if the journal cannot be written. What was taken stays so, and its receipt comes with a
+                retry, once it can; until then nothing else is taken.
+
+        Cost: what the rule says of its step. With a rule that takes rows nothing else reads or writes a model: its
+        Gram matrix tells whether what came is finite, and what is refused costs no more than what is taken.
+        """
+
+        def brought(_: Open) -> Any:
+            # By its type: what an object says of its class may be untrue, or raise.
+            return payload if issubclass(type(payload), Payload | type) or not callable(payload) else payload()
+
+        return self._receive(ticket, client, brought)
+
+    @without_derivatives
+    def receive_model(
+        self,
+        ticket: str | Ticket,
+        model: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | Callable[[], Any],
+        *,
+        samples: int,
+        client: Hashable = ANYONE,
+        scaling: Scaling | None = None,
+    ) -> Receipt:
+        """Take what a client returns as a state dict, its module's whole one: parameters and buffers.
+
+        Args:
+            ticket: as in `receive`.
+            model: a state dict, or for a curve a sequence of them: the control points, the client's model last, which
+                brings the buffers. Frozen parameters and buffers that are left may be missing and are not read. Or a
+                function that makes either of what came, as in `receive`.
+            samples: how many samples the client trained on.
+            client: as in `receive`.
+            scaling: of the client's adapters, where they have other ranks, or it multiplies them with another number
+                than the server's, as in
+                [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
+
+        Returns:
+            A receipt, as `receive`. A `reason` names the tensor that does not fit, and begins with `model`, or where it
+            is none of the parameters, with `buffers`.
+
+        Raises:
+            ArgumentError: if the space is no `ParameterSpace`, or the rule asks clients for more than models.
+
+        Warns:
+            UserWarning: naming a model that looks like a difference of models. Nothing has changed then.
+        """
+        if any(extras(self.rule)):
+            raise ArgumentError(f"rule: {type(self.rule).__name__} asks clients for more than models; use `receive`")
+        check_named(self.space)
+        books = self._books.value
+
+        def brought(found: Open) -> Payload:
+            base = None if found.apart else found.base
+            if isinstance(model, torch.nn.Module):  # which can be called too
+                raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
+            came = model() if callable(model) else model
+            began = partial(books.store.load, base)
+            return payload_of(self._form, came, samples, books.now.current, began, scaling=scaling)
+
+        return self._receive(ticket, client, brought)
+
+    def _receive(self, ticket: str | Ticket, client: Hashable, brought: Callable[[Open], Any]) -> Receipt:
+        try:
+            receipt = self._received(ticket, client, brought)
+            self._log()
+        except Exception:  # and not who is interrupted
+            self._tell_of_events()
+            raise
+        self._tell_of_events()
+        return receipt
+
+    def _received(self, ticket: str | Ticket, client: Hashable, brought: Callable[[Open], Any]) -> Receipt:
+        self._check_process()
+        self._expire()
+        ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
+        self._check_written()
+        came = self._clock() if self._books.value.watching or self._journal is not None else math.nan
+        answer = Answering(ticket_id if type(ticket_id) is str else "")
+        with answer.lasts:
+            self._turn.come(answer)
+            try:
+                found = self._find(ticket_id, client, came)
+                if isinstance(found, Open):
+                    payload = admit(self._form, brought(found), based=found.base is None)
+                    data = b"" if self._journal is None else packed(payload)
+                    self._turn.admit(answer)
+            except ManifoldAggError as error:
+                return self._refuse(ticket_id, error, came)
+            else:
+                if isinstance(found, Receipt):
+                    self._catch_up()
+                    return found
+                self._turn.check()
+                with self._turn.lock:
+                    # What an interrupt kept from the average comes first.
+                    self._tell()
+                    if self._journal is not None:
+                        self._journal.check()
+                    receipt = self._answer(ticket_id, client, payload, came, data)
+                    self._settle()
+                return receipt
+            finally:
+                self._turn.go(answer)
+
+    def drop(self, ticket: str | Ticket) -> None:
+        """Give a ticket back: nobody will answer on it.
+
+        Args:
+            ticket: or its id.
+
+        Raises:
+            ArgumentError: if the ticket is unknown or was used.
+        """
+        self._check_process()
+        ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
+        self._books.update(lambda now: (now.dropped(ticket_id), None))
+        self._log()
+        self._tell_of_events()
+
+    def expire(self) -> list[str]:
+        """End the tickets that nobody has answered for `timeout` seconds. `dispatch` and `receive` do so too.
+
+        Returns:
+            Their ids, the oldest first; none without a `timeout`.
+        """
+        self._check_process()
+        due = self._expire()
+        self._log()
+        return due
+
+    def on_event(self, callback: Watcher) -> Callable[[], None]:
+        """Tell somebody of everything that happens from now on.
+
+        They hear of one event at a time, in the order in which things took effect, before the call that has brought it
+        about returns; where another thread is telling already, it goes on with that, and nobody waits. They may call
+        whatever they like of the server, and hear next of what that brings about. An `Exception` of theirs is logged to
+        `logging.getLogger("manifoldagg")` and undoes nothing. What is none, `KeyboardInterrupt`, `SystemExit` or
+        `asyncio.CancelledError`, comes out of the call as an interrupt, whoever raises it: what took effect stands, and
+        the next call goes on with those who have not heard of the event to the end. So one who raises such at every
+        event keeps what comes after from the others, until they are ended.
+
+        Args:
+            callback: called with an [`Event`][manifoldagg.federated.server.events.Event]: `Dispatched`, `Accepted`,
+                `Refused`, `Dropped`, `Expired`, `CheckpointWritten`, `CheckpointFailed` or `Closed`. It should take
+                less time than
+                there is between two events: those that wait are kept.
+
+        Returns:
+            A function that ends it.
+
+        Raises:
+            ArgumentError: if `callback` cannot be called.
+
+        Example:
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> from manifoldagg.manifolds import Flat
+            >>> server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
+            >>> stop = server.on_event(lambda event: print(type(event).__name__, event.version))
+            >>> receipt = server.receive(server.dispatch("ward-7"), Payload(torch.ones(1, 2), samples=10))
+            Dispatched 0
+            Accepted 1
+            >>> stop()
+            >>> ticket = server.dispatch("ward-7")
+        """
+        return self._watch.add(callback)
+
+    @property
+    def model(self) -> Float[Tensor, " P"]:
+        """A copy of the current model (P,)."""
+        books = self._books.value
+        return copied(books.now.current)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The current model as a state dict, in the model's own dtypes, with the buffers that the server keeps.
+
+        Raises:
+            ArgumentError: if the space is no `ParameterSpace`.
+        """
+        space = check_named(self.space)
+        books = self._books.value
+        return space.state_dict(books.now.current, books.now.buffers or None)
+
+    def spec(self) -> dict[str, Any]:
+        """Of the server's space, fit for JSON: what a client makes the same space of, with the module or without.
+
+        Raises:
+            ArgumentError: if the space is no `ParameterSpace`, or a leaf lives on a space of another package.
+
+        Example:
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> server = Server.of(torch.nn.BatchNorm1d(1), FedAsync(rate=0.5))
+            >>> ParameterSpace.of_spec(server.spec()) == server.space
+            True
+        """
+        return check_named(self.space).spec()
+
+    def averaged(self) -> Float[Tensor, " P"]:
+        """A copy of the average (P,); of the current model where nothing was averaged. Waits for a running update.
+
+        Raises:
+            ArgumentError: if it is called from within an update, or the writing of the journal.
+        """
+        self._check_waits()
+        with self._turn.lock:
+            self._tell()
+            average = None if self._averaging is None else self._averaging.average
+            return self.model if average is None else copied(average)
+
+    @property
+    def version(self) -> int:
+        """How often the model has moved."""
+        return self._books.value.now.version
+
+    @property
+    def updates(self) -> int:
+        """How many updates were accepted."""
+        return self._books.value.history.count
+
+    @property
+    def tickets(self) -> list[str]:
+        """The ids of the tickets that are out, the oldest first."""
+        return list(self._books.value.tickets)
+
+    @property
+    def history(self) -> list[Row]:
+        """A flat row, fit for a data frame, for each of the latest accepted updates, at most `history=` of them.
+
+        A row has the client, its samples, the receipt and the rule's numbers.
+        """
+        return [dict(row) for row in self._books.value.history.values()]
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many updates were refused, by the field that was wrong."""
+        return dict(self._books.value.refused)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of the `model`, the `state`, older `versions` and `clients` in memory; of both in files: `spilled`."""
+        return self._books.value.usage()
+
+    @without_derivatives
+    def save(self, path: str | Path | None = None) -> None:
+        """Write a checkpoint, in place of the file that is there: whole or not at all.
+
+        It holds the model, its buffers, the rule's state, what is kept for clients, the tickets that are out with what
+        they started from, the receipts, weights, history, and the state of `averaging`. It waits for a running update;
+        while the file is written others go on. The journal keeps what the file of `checkpoint=` needs, and is cut where
+        that is written; without `checkpoint=`, with any that is saved.
+
+        Args:
+            path: where to. `None`, or the same: where `checkpoint=` says, with as many older files as it says, once
+                what is being written there is.
+
+        Raises:
+            ArgumentError: if there is no such folder, or none is said, the server was closed, or it is called from
+                within an update or the writing of the journal.
+            CheckpointError: naming what cannot be saved (a lambda in the rule, a client that is neither a string nor an
+                integer), or with what the system says: then the older file is as it was.
+            SpillError: if what is kept for a client is in a file that is not what was written.
+
+        Cost: one pass over all that is kept.
+        """
+        self._check_waits()
+        writer = self._writer
+        if path is None and writer is None:
+            raise ArgumentError("path: expected one, as the server has no `checkpoint`")
+        ours = writer if writer is not None and (path is None or writer.is_of(path)) else None
+        # From a handler or a finaliser within a save, which then goes on: nobody waits for it.
+        within = self._saving.is_mine() or (writer is not None and writer.is_mine())
+        # One at a time, so that no older record takes the place of a newer one, for which the journal was cut.
+        with nullcontext() if within else self._saving.lock:
+            if ours is not None:
+                self._now(ours.put)
+                ours.finish()
+            elif path is not None:
+                moment = self._now()
+                if writer is not None or within:
+                    moment = moment._replace(written=None)
+                moment.write(path, 1, self._watch.note)
+
+    def moment(self) -> Moment:
+        """What `save` writes, taken in no time and never written: for who keeps more beside it, in one file.
+
+        Raises:
+            ArgumentError: if the server was closed, or it is called from within an update, or from within the writing
+                of its journal.
+        """
+        self._check_waits()
+        return self._now()
+
+    def _now(self, put: Callable[[Moment], None] | None = None) -> Moment:
+        """What a checkpoint is made of, once a running update is over; handed on before the next one begins."""
+        with self._turn.lock:
+            self._tell()
+            moment = self._moment()
+            if moment.books.closed:
+                raise ArgumentError("server: was closed")
+            if put is not None:
+                put(moment)
+        return moment
+
+    def close(self) -> None:
+        """Drop every ticket, forget what was kept for clients and remove all files. The model stays readable.
+
+        It waits for a checkpoint that is being written.
+
+        Raises:
+            ArgumentError: if it is called from within an update, or the writing of the journal.
+            CheckpointError: if the last checkpoint could not be written, or whatever else was in its way. The server is
+                closed then too.
+        """
+        self._check_waits()
+        with self._turn.lock:
+            try:
+                self._tell()
+                if self._journal is not None:
+                    self._journal.close()
+            finally:
+                self._books.update(lambda now: (now.close(), None))
+                self._overflow.close()
+        self._tell_of_events()
+        if self._writer is not None:
+            self._writer.finish()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Server has locks and tickets that are out: it is not copied or pickled; keep its `model`")
+
+    def _moment(self) -> Moment:
+        """What a checkpoint is made of; in a turn, in which the average has heard of everything."""
+        averaging = self._averaging
+        told = None if averaging is None else (path_of(type(averaging)), averaging.state())
+        cut = None if self._journal is None else self._journal.cut
+        return Moment(self._books.value, self.space, self.rule, self._options, self._clock, self._clock(), told, cut)
+
+    def _keep_in(self, journal: Journal, story: Story, hold: Hold) -> None:
+        """Begin a journal anew, with the whole record: nobody else has the server yet."""
+        appender = Appender(journal, self._books, story.name, hold)
+        appender.begin(story.number, self._moment().tree(), story.after)
+        appender.clear(story.number)
+        self._books.update(lambda now: (now._replace(log=appender.log(story.number)), None))
+        self._journal = appender
+
+    def _log(self) -> None:
+        """Write what was entered into the journal, if there is one."""
+        if self._journal is not None:
+            self._journal.write()
+
+    def _find(self, ticket_id: Any, client: Any, came: float) -> Open | Receipt:
+        """The ticket of an update that may be taken, or the receipt that there is for it."""
+        books = self._books.value
+        found = books.find(ticket_id, client)
+        if isinstance(found, Receipt):
+            return found
+        try:
+            books.check_staleness(found)
+        except ArgumentError as error:
+            return self._end(ticket_id, error, came)
+        return found
+
+    def _answer(self, ticket_id: str, client: Any, payload: Payload, came: float, data: bytes | bytearray) -> Receipt:
+        """What becomes of an update whose turn it is."""
+        try:
+            found = self._find(ticket_id, client, came)
+            if isinstance(found, Receipt):
+                return found
+            return self._take(ticket_id, found, payload, came, data)
+        except RuleError:
+            raise
+        except ManifoldAggError as error:
+            return self._refuse(ticket_id, error, came)
+
+    def _take(
+        self,
+        ticket_id: str,
+        ticket: Open,
+        payload: Payload,
+        came: float,
+        data: bytes | bytearray = b"",
+        was: Mapping[str, Any] | None = None,
+    ) -> Receipt:
+        """Take an update; with the weight that it had where it is told by a journal."""
+        books = self._books.value
+        begun = time.perf_counter() if books.watching else math.nan
+        samples = books.weights.believed(ticket.client, payload.samples) if was is None else was["samples"]
+        update = books.update_of(ticket, payload, samples)
+        if was is not None:
+            update = replace(update, weight=was["weight"], share=was["share"])
+        model = self._blank(books.now.current)
+        try:
+            after, outcome = step(self._terms, books.now, update, payload.buffers, model.tree)
+        except Exception:
+            blame(self._form, payload)
+            raise
+        seconds = time.perf_counter() - begun if books.watching else math.nan
+        moved = outcome.model is not None
+        receipt = Receipt(
+            accepted=True,
+            reason="",
+            version=after.version,
+            staleness=update.staleness,
+            weight=update.weight,
+            cosine=outcome.numbers.get("cosine", math.nan),
+            step=outcome.numbers.get("step", math.nan),
+            norm=outcome.numbers.get("norm", math.nan),
+            buffered=not moved,
+            clipped=samples < payload.samples or outcome.numbers.get("clip", 1.0) < 1,
+        )
+        line = row(ticket.client, payload.samples, receipt, outcome.numbers)
+        taken = Taken(model if moved else None, receipt, line, came, seconds, data)
+        self._books.update(lambda now: (now.entered(ticket_id, update, after, outcome, taken), None))
+        return receipt
+
+    def _refuse(self, ticket_id: Any, error: ManifoldAggError, came: float) -> Receipt:
+        """Count a refusal, and end a ticket whose files were lost."""
+        if isinstance(error, SpillError) and not error.temporary:
+            return self._end(ticket_id, error, came)
+        reason = str(error)
+        LOG.warning("refused: %s", reason)
+        return self._books.update(lambda now: now.refusing(ticket_id, reason, came))
+
+    def _end(self, ticket_id: str, error: ManifoldAggError, came: float) -> Receipt:
+        """End a ticket on which no update can be taken any more."""
+        reason = str(error)
+        receipt = self._books.update(lambda now: now.refusing_for_good(ticket_id, reason, came))
+        LOG.warning("refused, and its ticket ended: %s", receipt.reason)
+        return receipt
+
+    def _expire(self) -> list[str]:
+        """End the tickets whose time is over, but those whose answers wait for their turn."""
+        timeout = self._books.value.limits.timeout
+        if timeout is None:
+            return []
+        time = self._clock()
+        due = self._books.update(lambda now: now.expired(time, but=self._turn.tickets))
+        if due:
+            LOG.warning("tickets expired after %g s: %d", timeout, len(due))
+            self._tell_of_events()
+        return due
+
+    def _catch_up(self) -> None:
+        """Do what an interrupt of an update that was entered has left undone."""
+        if self._books.value.untold and not self._turn.is_mine():
+            with self._turn.lock:
+                self._settle()
+
+    def _settle(self) -> None:
+        """What follows an update that is entered."""
+        try:
+            self._tell()
+        finally:
+            self._overflow.move()
+            books = self._books.value
+            if self._writer is not None and not books.untold and not books.closed:
+                self._writer.look(books.history.count, self._moment)
+
+    def _tell(self) -> None:
+        """Tell the average what it has not heard: if it raises an error it has, after an interrupt it is told again."""
+        while self._averaging is not None and (untold := self._books.value.untold):
+            failed = None
+            try:
+                self._averaging.update(untold[0].version, untold[0].model.tree)
+            except Exception as error:
+                failed = error
+            self._books.update(lambda now: (now._replace(untold=now.untold[1:]), None))
+            if failed is not None:
+                raise failed
+
+    def _tell_of_events(self) -> None:
+        """Tell those who watch, if anybody does; during an update that is left to its end."""
+        if self._books.value.watching and not self._turn.is_mine():
+            self._watch.tell()
+
+    def _blank(self, like: Tensor) -> Kept:
+        """Memory for a model, which is used again when nobody has that model any more."""
+        try:
+            blank = self._spare.pop()
+        except IndexError:
+            blank = empty_like(like)
+        return Kept(blank, self._freed)
+
+    def _check_process(self) -> None:
+        """Not in a fork: its books are a copy, of which clients know nothing."""
+        if os.getpid() != self._process:
+            raise ArgumentError(
+                f"server: belongs to process {self._process}, of which this is a fork; it can only be read here"
+            )
+
+    def _check_written(self) -> None:
+        """Not from a handler within the writing of the journal: who has the turn may wait for that."""
+        if self._journal is not None and self._journal.is_mine():
+            raise ArgumentError("server: its journal is being written; call this after that has returned")
+
+    def _check_waits(self) -> None:
+        """Where an update that is running may be waited for."""
+        self._check_process()
+        self._turn.check()
+        self._check_written()
+
+
+@contextmanager
+def _held(journal: Journal) -> Iterator[Hold]:
+    """A journal that nobody else has; whatever goes wrong, it is let go."""
+    hold = Hold(journal)
+    try:
+        yield hold
+    except BaseException:
+        hold.close()
+        raise

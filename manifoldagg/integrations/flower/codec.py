@@ -1,0 +1,84 @@
+"""What goes to a node and what comes back: models as Flower's clients read them, or all of it in the wire's form."""
+
+from functools import partial
+
+import torch
+from flwr.app import ArrayRecord, RecordDict
+from torch import Tensor
+
+from manifoldagg.errors import WireError
+from manifoldagg.federated import Payload, Receipt, Server, Ticket
+from manifoldagg.federated.types import check_named, extras
+from manifoldagg.integrations.flower.metrics import samples_of
+from manifoldagg.integrations.flower.records import KEY, array_record, has_numpy, packed, state_dict, unpacked
+from manifoldagg.wire import pack, ticket_of, unpack
+
+__all__ = ["Mail"]
+
+
+class Mail:
+    """Makes records of a server's tickets, and hands it the records that nodes return.
+
+    Args:
+        server: of a run.
+        wire: whether messages go whole; `None`: where the rule asks for more than models, or a message tells more.
+        compress: them, without loss.
+        key: of a model among the records that go out.
+        weighted_by_key: of the metric that says how many samples a node has.
+    """
+
+    def __init__(self, server: Server, wire: bool | None, compress: bool, *, key: str, weighted_by_key: str) -> None:
+        self._server = server
+        self._space = check_named(server.space)
+        self._more = any(extras(server.rule))
+        self._wire = self._more if wire is None else wire
+        self._as_needed = wire is None
+        self._compress = compress
+        self._key = key
+        self._weighted_by_key = weighted_by_key
+        # What NumPy has no dtype for travels in a wider one, and comes back from it without loss.
+        self._widened = {e.name: e.dtype for e in self._space.entries.values() if not has_numpy(e.dtype)}
+        self._last: tuple[Ticket, ArrayRecord] | None = None
+
+    def sent(self, ticket: Ticket) -> dict[str, ArrayRecord]:
+        """What a node gets. Messages of one version share their arrays."""
+        message = ticket.message
+        if self._wire or (self._as_needed and (message.tensors or message.numbers)):
+            return {KEY: packed(pack(ticket, compress=self._compress))}
+        if self._last is None or not _same(self._last[0], ticket):
+            model = self._space.views(message.start) | dict(message.buffers)
+            self._last = ticket, array_record(model)
+        return {self._key: self._last[1]}
+
+    def receive(self, ticket: str, content: RecordDict) -> Receipt:
+        """Hand the server what came; what cannot be read it refuses."""
+        data = unpacked(content)
+        if data is not None or self._more:
+            return self._server.receive(ticket, partial(self._payload, data, ticket))
+        samples = samples_of(content, self._weighted_by_key) or 0
+        return self._server.receive_model(ticket, partial(self._model, content), samples=samples)
+
+    def _payload(self, data: bytes | None, ticket: str) -> Payload:
+        if data is None:
+            rule = type(self._server.rule).__name__
+            raise WireError(f"wire: expected what `client_app` sends, as {rule} asks for more")
+        if (told := ticket_of(data)) not in (None, ticket):
+            raise WireError(f"ticket: expected that of the task, {ticket}, got {told}")
+        payload: Payload = unpack(data, spec=self._space)
+        return payload
+
+    def _model(self, content: RecordDict) -> dict[str, Tensor]:
+        records = list(content.array_records.values())
+        if len(records) != 1:
+            raise WireError(f"wire: expected one ArrayRecord, a model, got {len(records)}")
+        found = state_dict(records[0])
+        wide = {name for name, tensor in found.items() if tensor.dtype is torch.float32}
+        return found | {name: found[name].to(dtype) for name, dtype in self._widened.items() if name in wide}
+
+
+def _same(a: Ticket, b: Ticket) -> bool:
+    """Whether two tickets bring the same model."""
+    if a.version != b.version or not torch.equal(a.message.start, b.message.start):
+        return False
+    ours, theirs = a.message.buffers, b.message.buffers
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

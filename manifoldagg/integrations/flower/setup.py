@@ -1,0 +1,124 @@
+"""The beginning: a server of the model that a run starts from, or of the checkpoint from which it goes on."""
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
+
+from manifoldagg._validation import nearest
+from manifoldagg.errors import ArgumentError, ManifoldAggError
+from manifoldagg.federated import Every, Rule, Server
+from manifoldagg.federated.buffers import check_patterns
+from manifoldagg.federated.clients.determinism import seeded_model
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.federated.server.durability.journal import Journal
+from manifoldagg.federated.server.state_dicts import resting
+from manifoldagg.integrations.flower.records import state_dict
+from manifoldagg.manifolds import Flat, ParameterSpace
+
+__all__ = ["check_options", "server_of"]
+
+Model = nn.Module | Callable[[], nn.Module] | None
+TASKS = "concurrency says how many tasks are under way"
+COUNTERPARTS = {
+    **dict.fromkeys(("fraction_train", "min_train_nodes"), f"{TASKS}, updates how many answers a round takes"),
+    **dict.fromkeys(("num_rounds", "train_config", "evaluate_config", "evaluate_fn"), "start takes it"),
+    "max_tickets": TASKS,
+    "carried": "the arrays have them",
+}
+"""What there is in place of options of Flower's strategies, and of a server."""
+
+
+def check_options(given: Mapping[str, Any], own: Collection[str]) -> None:
+    """Options for a server: there are such, and all of their values that need no model to be judged are good.
+
+    Args:
+        given: by name.
+        own: the names of options that the strategy has beside them.
+
+    Raises:
+        ArgumentError: naming an option that there is not, with what there is, or one whose value does not fit.
+    """
+    parameters = inspect.signature(Server).parameters.values()
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in {*COUNTERPARTS, *own}]
+    for name in given:
+        if name not in known:
+            listed = [*own, *known]
+            near = nearest(name, listed)
+            meant = COUNTERPARTS.get(name, "" if near is None else f"did you mean {near}?")
+            raise ArgumentError(f"{name}: expected one of the options {', '.join(listed)}{meant and f': {meant}'}")
+    alone = dict(given)
+    check_patterns(alone.pop("buffers", ()))
+    if (journal := alone.pop("journal", None)) is not None:
+        Journal.of(journal)
+    Server(Flat(1), FedAsync(), torch.zeros(1, dtype=torch.float64), **alone)
+
+
+def server_of(
+    rule: Rule,
+    model: Model,
+    arrays: ArrayRecord,
+    *,
+    resume: bool,
+    replace: bool,
+    checkpoint: Every | None,
+    **options: Any,
+) -> Server:
+    """A server that starts from arrays, or goes on from its checkpoint.
+
+    Args:
+        rule: of the server.
+        model: what of the arrays is a parameter; `None`: what their names and dtypes tell.
+        arrays: the whole state dict.
+        resume: from the checkpoint.
+        replace: take another rule, or another clock, than its own.
+        checkpoint: of the server.
+        **options: that the server takes by keyword.
+
+    Raises:
+        ArgumentError: naming the arrays, if they do not fit the model, or what else does not.
+        CheckpointError: if what is there is none, or of another model or rule.
+    """
+    module = None if model is None else _made(model)
+    try:
+        state = state_dict(arrays)
+        source = state if module is None else _loaded(module, state)
+        space = ParameterSpace.of_state_dict(state) if module is None else ParameterSpace.of(module)
+        if not resume:
+            start, carried = space.point(source), space.carried(source)
+    except ManifoldAggError as error:
+        raise ArgumentError(f"initial_arrays: {error}") from error
+    space.layout.check_parameters("initial_arrays" if module is None else "model")
+    buffers = options.pop("buffers", ())
+    if resume:
+        assert checkpoint is not None
+        # What becomes of the buffers is in the file.
+        return Server.resume(checkpoint.path, space, rule, replace=replace, checkpoint=checkpoint, **options)
+    buffers = buffers if module is None else resting(module, buffers)
+    return Server(space, rule, start, carried=carried, buffers=buffers, checkpoint=checkpoint, **options)
+
+
+def _made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """A module of our own."""
+    module = copy.deepcopy(model) if isinstance(model, nn.Module) else seeded_model(model, 0)
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"model: expected a function that makes a module, it made {type(module).__name__}")
+    return module
+
+
+def _loaded(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """The module, with these tensors."""
+    own = module.state_dict()
+    for problem, odd in (("missing", own.keys() - state.keys()), ("unknown", state.keys() - own.keys())):
+        if odd:
+            raise ArgumentError(f"{problem}: {', '.join(sorted(odd)[:5])}")
+    for name, tensor in own.items():
+        if isinstance(tensor, Tensor) and tensor.shape != state[name].shape:
+            raise ArgumentError(f"{name}: expected shape {tuple(tensor.shape)}, got {tuple(state[name].shape)}")
+    with torch.no_grad():
+        module.load_state_dict(state)
+    return module

@@ -1,0 +1,162 @@
+"""Where a server is watched: callbacks of `server.on_event` for `logging`, for TensorBoard, for Prometheus."""
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from manifoldagg.federated.server.events import (
+    Accepted,
+    CheckpointFailed,
+    CheckpointWritten,
+    Dispatched,
+    Dropped,
+    Event,
+    Expired,
+    Refused,
+    Watcher,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["to_logging", "to_prometheus", "to_tensorboard"]
+
+WRONG = (Refused, Expired, CheckpointFailed)
+"""What goes to a log as a warning."""
+VERSIONS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+"""Bounds of the histogram of staleness."""
+SECONDS = tuple(digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5))
+"""Bounds of the histograms of seconds: from a tenth of a millisecond to half a day."""
+
+
+def to_logging(logger: logging.Logger) -> Watcher:
+    """A line for each event: a refusal, a ticket that expired, a checkpoint that failed as a warning, all else as news.
+
+    Handlers that write JSON find the event itself as the record's `event`.
+
+    Args:
+        logger: of your own. To `logging.getLogger("manifoldagg")` the server itself writes what goes wrong.
+
+    Example:
+        >>> import sys, torch
+        >>> from manifoldagg import Server
+        >>> from manifoldagg.federated.rules import FedAsync
+        >>> from manifoldagg.manifolds import Flat
+        >>> logger = logging.getLogger("hospital")
+        >>> logger.setLevel(logging.INFO)
+        >>> handler = logging.StreamHandler(sys.stdout)
+        >>> logger.addHandler(handler)
+        >>> server = Server(Flat(2), FedAsync(), torch.zeros(2))
+        >>> stop = server.on_event(to_logging(logger))
+        >>> server.close()
+        Closed version=0 out=0
+        >>> logger.removeHandler(handler)
+    """
+
+    def watch(event: Event) -> None:
+        level = logging.WARNING if isinstance(event, WRONG) else logging.INFO
+        if logger.isEnabledFor(level):
+            fields = dict(vars(event))
+            if isinstance(event, Accepted):
+                # What is long is in the event.
+                fields |= {"staleness": event.receipt.staleness, "weight": event.receipt.weight}
+                del fields["receipt"], fields["row"], fields["memory"]
+            line = " ".join(
+                f"{name}={x:.4g}" if isinstance(x, float) else f"{name}={x!r}" for name, x in fields.items()
+            )
+            logger.log(level, "%s %s", type(event).__name__, line, extra={"event": event})
+
+    return watch
+
+
+def to_tensorboard(writer: "SummaryWriter") -> Watcher:
+    """Curves over the versions of the model: the numbers of each update, what was refused, tickets out, memory.
+
+    They are called `updates/staleness`, `updates/latency` and so on, one for each number of the history's rows;
+    `refused/points` and so on, counted from here on; `memory/versions` and so on; and `tickets`.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`; who made it closes it.
+    """
+    refused: dict[str, int] = {}
+
+    def watch(event: Event) -> None:
+        values: dict[str, Any] = {"tickets": event.out}
+        if isinstance(event, Accepted):
+            taken = {**event.row, "latency": event.latency, "seconds": event.seconds}
+            values |= {f"updates/{name}": x for name, x in taken.items() if name not in ("client", "version")}
+            values |= {f"memory/{kind}": size for kind, size in event.memory.items()}
+        if isinstance(event, Refused):
+            refused[event.field] = refused.get(event.field, 0) + 1
+            values[f"refused/{event.field}"] = refused[event.field]
+        for name, x in values.items():
+            if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x):
+                writer.add_scalar(name, x, event.version)
+
+    return watch
+
+
+def to_prometheus(registry: "CollectorRegistry | None" = None) -> Watcher:
+    """Metrics under `manifoldagg_…`: counters of what happens, histograms of staleness and seconds, gauges of what is.
+
+    Bytes in memory are those after the last update that was taken.
+
+    Args:
+        registry: of `prometheus_client`, where each name is good once; `None` for its own.
+
+    Raises:
+        ModuleNotFoundError: without `prometheus_client`.
+
+    Example:
+        >>> import torch
+        >>> from prometheus_client import CollectorRegistry
+        >>> from manifoldagg import Server
+        >>> from manifoldagg.federated.rules import FedAsync
+        >>> from manifoldagg.manifolds import Flat
+        >>> registry = CollectorRegistry()
+        >>> server = Server(Flat(2), FedAsync(), torch.zeros(2))
+        >>> stop = server.on_event(to_prometheus(registry))
+        >>> ticket = server.dispatch("ward-7")
+        >>> registry.get_sample_value("manifoldagg_dispatched_total")
+        1.0
+    """
+    try:
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("prometheus_client: pip install 'manifoldagg[prometheus]'", name=error.name) from None
+    where = REGISTRY if registry is None else registry
+    kinds = {Dispatched: "dispatched", Accepted: "accepted", Dropped: "dropped", Expired: "expired"}
+    kinds |= {CheckpointWritten: "checkpoints_written", CheckpointFailed: "checkpoints_failed"}
+    counters = {
+        kind: Counter(f"manifoldagg_{name}", f"{name.replace('_', ' ')}, so far", registry=where)
+        for kind, name in kinds.items()
+    }
+    refused = Counter("manifoldagg_refused", "updates that were refused, by the field", ["field"], registry=where)
+    staleness = Histogram(
+        "manifoldagg_staleness_versions", "of updates that were taken", buckets=VERSIONS, registry=where
+    )
+    latency = Histogram(
+        "manifoldagg_latency_seconds", "from the dispatch to the answer", buckets=SECONDS, registry=where
+    )
+    step = Histogram("manifoldagg_step_seconds", "of the server's own work", buckets=SECONDS, registry=where)
+    version = Gauge("manifoldagg_version", "of the model", registry=where)
+    tickets = Gauge("manifoldagg_tickets", "that are out", registry=where)
+    memory = Gauge("manifoldagg_memory_bytes", "by what they are for", ["kind"], registry=where)
+
+    def watch(event: Event) -> None:
+        version.set(event.version)
+        tickets.set(event.out)
+        if type(event) in counters:
+            counters[type(event)].inc()
+        if isinstance(event, Refused):
+            refused.labels(event.field).inc()
+        if isinstance(event, Accepted):
+            staleness.observe(event.receipt.staleness)
+            for histogram, seconds in ((latency, event.latency), (step, event.seconds)):
+                if not math.isnan(seconds):
+                    histogram.observe(seconds)
+            for kind, size in event.memory.items():
+                memory.labels(kind).set(size)
+
+    return watch

@@ -1,0 +1,303 @@
+"""The compiled backend: `native.cpp`, called without a copy.
+
+Wheels for Linux on x86-64 carry libraries for two levels of the processor. Where there is none for this one it is built
+once, and kept in the user's cache folder under a name that its source, compiler, flags and processor determine: other
+processes find it there.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from struct import Struct
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg._io import whole
+from manifoldagg.kernels.blocks import Blocks
+from manifoldagg.kernels.fused import Goal
+from manifoldagg.kernels.operands import Line, Rows, blocks_of
+from manifoldagg.kernels.tensor_list import CPU, DTYPES, Tensors, edges
+
+__all__ = ["combine", "combine_each", "origin", "partials", "unavailable"]
+
+SOURCE = Path(__file__).with_name("native.cpp")
+# No contraction but the fused operations that are written: every processor rounds alike.
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+LEVELS = {"x86_64_v4": V3 | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}, "x86_64_v3": V3}
+"""What Linux says of a processor for which a library may lie beside the source, the best first."""
+SERIAL = 1 << 22
+"""Up to so many entries read the caller works alone. Two threads would save it a millisecond; on a machine whose cores
+are busy they cost 20, until the other one has got a core (measured: 10^6 entries of three rows)."""
+STREAM = 1 << 22
+"""From so many bytes on, a result is written past the cache."""
+
+
+def unavailable() -> str | None:
+    """Why the backend cannot be used here, in one sentence; `None` if it can. Builds the library at first."""
+    found = _library()
+    return found if isinstance(found, str) else None
+
+
+def origin() -> str:
+    """Where the library came from, in a few words."""
+    path = Path(_loaded()._name)
+    if path.parent == SOURCE.parent:
+        return f"as shipped for {path.stem.removeprefix('native-')}"
+    return "built on this machine"
+
+
+def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
+    r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
+
+    `None` for tensors that are not on the CPU, of another dtype, or no plain memory.
+    """
+    tables = _tables(rows, rows.distinct)
+    if tables is None:
+        return None
+    k = len(rows.plus)
+    count = len(blocks.table)
+    width = k * (k + 1) // 2
+    memory = array("d", bytes(8 * count * width))
+    done = _loaded().manifoldagg_gram(
+        *(k, *_edges(rows), _joined(tables, rows.plus), _joined(tables, rows.minus)),
+        *(count, blocks.address, memory.buffer_info()[0], _threads(rows, count)),
+    )
+    if not done:
+        raise MemoryError("gram: no memory for the scratch of a block")
+    return np.frombuffer(memory).reshape(count, width)
+
+
+def combine(
+    base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line
+) -> Line | None:
+    """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once.
+
+    `None`, and nothing is written, as in `partials`.
+    """
+    read = rows.distinct if base is None else (*rows.distinct, base)
+    tables = _tables(rows, (*read, out))
+    if tables is None:
+        return None
+    count = len(blocks.table)
+    numbers = array("d", [c for line in coefficients for c in line])
+    done = _loaded().manifoldagg_combine(
+        *(len(rows.plus), *_edges(rows), _joined(tables, rows.plus), _joined(tables, rows.minus)),
+        *(tables[id(base)], tables[id(out)], numbers.buffer_info()[0]),
+        *(count, blocks.address, _streams(read, rows.size, out), _threads(rows, count)),
+    )
+    if not done:
+        raise MemoryError("combine: no memory for the scratch of a block")
+    return out
+
+
+def combine_each(goals: Sequence[Goal], apart: Sequence[bool]) -> bool | None:
+    """Each goal, from what was there before any of them was written; `apart`: a later one reads where it goes.
+
+    `None`, and nothing is written, as in `partials`.
+    """
+    like = goals[0].out
+    count = len(like)
+    parts: list[bytes] = []
+    words: list[list[int]] = []
+    numbers = array("d")
+    for goal, aside in zip(goals, apart, strict=True):
+        tables = _tables(goal.rows, (*goal.read, goal.out), like.lengths)
+        if tables is None:
+            return None
+        k = len(goal.rows.plus)
+        stream = not aside and _streams(goal.read, like.size, goal.out)
+        words.append([k, len(goal.coefficients) > 1, aside, stream, len(parts), len(numbers)])
+        parts += [tables[id(row)] for row in (*goal.rows.plus, *goal.rows.minus, goal.base, goal.out)]
+        for line in goal.coefficients:
+            numbers.extend(line)
+    described = b"".join(parts)
+    place = ctypes.cast(ctypes.c_char_p(described), ctypes.c_void_p).value or 0
+    first = numbers.buffer_info()[0]
+    table = array("q")
+    for k, *flags, start, number in words:
+        places = [place + len(NOTHING) * count * (start + row) for row in (0, k, 2 * k, 2 * k + 1)]
+        table.extend([k, *flags, *places, first + 8 * number])
+    blocks = blocks_of(like.lengths, like.size)
+    read = {id(row) for goal in goals for row in goal.read}
+    busy = like.size * len(read) > SERIAL
+    done = _loaded().manifoldagg_combine_each(
+        *(len(goals), table.buffer_info()[0], count, edges(like.lengths).tobytes()),
+        *(len(blocks.table), blocks.address, min(torch.get_num_threads(), len(blocks.table)) if busy else 1),
+    )
+    if not done:
+        raise MemoryError("combine: no memory for the scratch of a block")
+    return True
+
+
+_pair = Struct("2q").pack
+_triple = Struct("3q").pack
+NOTHING = _triple(0, 1, 0)
+"""What describes that nothing is subtracted, or added to."""
+
+
+def _tables(rows: Rows, lines: Sequence[Line], lengths: tuple[int, ...] | None = None) -> dict[int, bytes] | None:
+    """By `id`, what describes each row, or `None`, piece by piece; `None` where the library could not read one."""
+    if rows.device != CPU:
+        return None
+    lengths = lengths or rows.lengths
+    tables = {id(None): NOTHING if lengths is None else NOTHING * len(lengths)}
+    for line in lines:
+        table = line.table if isinstance(line, Tensors) else _vector(line, lengths)
+        if table is None:
+            return None
+        tables[id(line)] = table
+    return tables
+
+
+def _vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes | None:
+    dtype = DTYPES.get(vector.dtype)
+    address = vector.data_ptr()
+    # Zeros that torch never wrote down have no address.
+    if dtype is None or vector.is_neg() or (address == 0 and vector.shape[0] > 0):
+        return None
+    step = vector.stride(0)
+    if lengths is None:
+        return _triple(address, step, dtype)
+    table = np.empty((len(lengths), 3), np.int64)
+    table[:, 0] = address + edges(lengths)[:-1] * (step * vector.itemsize)
+    table[:, 1] = step
+    table[:, 2] = dtype
+    return table.tobytes()
+
+
+def _joined(tables: dict[int, bytes], lines: Sequence[Line | None]) -> bytes:
+    return b"".join([tables[id(line)] for line in lines])
+
+
+def _edges(rows: Rows) -> tuple[int, bytes]:
+    """The number of pieces, and where they begin and end."""
+    if rows.lengths is None:
+        return 1, _pair(0, rows.size)
+    return len(rows.lengths), edges(rows.lengths).tobytes()
+
+
+def _streams(read: Sequence[Line], size: int, out: Line) -> bool:
+    """Whether to write past the cache: a large target that is not read."""
+    if size * max(dtype.itemsize for dtype in _dtypes(out)) < STREAM:
+        return False
+    apart = set(_addresses(out))
+    return all(apart.isdisjoint(_addresses(row)) for row in read)
+
+
+def _dtypes(row: Line) -> Iterable[torch.dtype]:
+    return (row.dtype,) if isinstance(row, Tensor) else row.dtypes
+
+
+def _addresses(row: Line) -> Sequence[int]:
+    return (row.data_ptr(),) if isinstance(row, Tensor) else row.addresses
+
+
+def _threads(rows: Rows, blocks: int) -> int:
+    return min(torch.get_num_threads(), blocks) if rows.size * len(rows.plus) > SERIAL else 1
+
+
+@cache
+def _loaded() -> ctypes.CDLL:
+    found = _library()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    """The library, built if there is none yet for this machine; or why there is none."""
+    shipped = _shipped(SOURCE.parent, _features().split())
+    if shipped is not None:
+        return shipped
+    compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        asked = "g++ or clang++, or the one that CXX names"
+        return f"no C++ compiler was found ({asked}), and no library for this processor came with the package"
+    try:
+        with _folder() as folder:
+            path = folder / f"native-{_key(compiler)}.so"
+            if not path.exists():
+                _build(compiler, path)
+            try:
+                return _load(path)
+            except (OSError, AttributeError):  # a file that was cut short, or meant for another system
+                _build(compiler, path)
+                return _load(path)
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+        words = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        return f"{compiler} could not build native.cpp: {words[-1] if words else error!r}"
+
+
+def _shipped(folder: Path, features: Iterable[str]) -> ctypes.CDLL | None:
+    """The library in a folder that does the most with these features, if one there loads."""
+    for level, needed in LEVELS.items():
+        path = folder / f"native-{level}.so"
+        if needed.issubset(features) and path.exists():
+            with suppress(OSError, AttributeError):
+                return _load(path)
+    return None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    word = ctypes.c_int64
+    address = ctypes.c_void_p
+    flag = ctypes.c_bool
+    library.manifoldagg_gram.argtypes = (word, word, *[address] * 3, word, address, address, word)
+    library.manifoldagg_combine.argtypes = (word, word, *[address] * 6, word, address, flag, word)
+    library.manifoldagg_combine_each.argtypes = (word, address, word, address, word, address, word)
+    for call in (library.manifoldagg_gram, library.manifoldagg_combine, library.manifoldagg_combine_each):
+        call.restype = flag
+    return library
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Where libraries are kept: a folder that is this user's alone; where there is none, one for the moment."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = Path(os.environ.get("MANIFOLDAGG_CACHE") or Path(cache) / "manifoldagg").expanduser()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own = not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
+        usable = own and os.access(folder, os.W_OK)
+    except (OSError, RuntimeError):  # the latter where nobody has a home
+        usable = False
+    if usable:
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory(prefix="manifoldagg-") as moment:
+            yield Path(moment)
+
+
+def _key(compiler: str) -> str:
+    """What a library depends on: source, flags, compiler and processor."""
+    binary = Path(compiler).resolve()
+    system = (platform.machine(), platform.libc_ver(), _features())
+    parts = (SOURCE.read_text(), FLAGS, str(binary), binary.stat().st_mtime_ns, system)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _features() -> str:
+    """What the processor can do, as Linux tells it."""
+    processor = Path("/proc/cpuinfo")
+    lines = processor.read_text().splitlines() if processor.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _build(compiler: str, path: Path) -> None:
+    with whole(path) as draft:
+        command = [compiler, *FLAGS, "-o", str(draft), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)

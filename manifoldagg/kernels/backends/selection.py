@@ -1,0 +1,207 @@
+"""Which backend works: asked for by name, by `MANIFOLDAGG_BACKEND`, or the compiled one wherever it can.
+
+A backend is a module with `partials` and `combine`, which return `None`, and have done nothing, where it cannot read
+the tensors at hand: the reference backend does it then. It gets vectors, and tuples of tensors that lie in one piece.
+"""
+
+import functools
+import importlib
+import os
+import timeit
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import check_choice
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels.backends import reference
+from manifoldagg.kernels.blocks import Blocks
+from manifoldagg.kernels.fused import Goal, apart
+from manifoldagg.kernels.operands import Line, Rows, blocks_of, written
+from manifoldagg.kernels.tensor_list import Tensors
+
+__all__ = ["available_backends", "backend", "combine", "combine_each", "explain", "module", "partials", "set_backend"]
+
+BACKENDS = ("reference", "cpu", "triton")
+AUTOMATIC = "auto"
+VARIABLE = "MANIFOLDAGG_BACKEND"
+PROBE = 1 << 20
+"""The length of the rows on which `explain` times a step."""
+
+_asked: str | None = None
+
+
+def set_backend(name: str) -> str:
+    """Say which backend works from now on, in every thread.
+
+    Tensors that it cannot read (`cpu` reads those on the CPU, `triton` those on a CUDA device) go to the
+    reference backend.
+
+    Args:
+        name: `"reference"`, `"cpu"`, `"triton"`, or `"auto"`: for the tensors at hand `triton` on CUDA and
+            `cpu` on the CPU, where these work.
+
+    Returns:
+        What was asked for before.
+
+    Raises:
+        ArgumentError: if there is none of that name, or it does not work here; nothing changes then.
+
+    Example:
+        >>> before = set_backend("reference")
+        >>> set_backend(before)
+        'reference'
+    """
+    global _asked
+    before = _asked or _wished()
+    check_choice("backend", name, (AUTOMATIC, *BACKENDS))
+    if name != AUTOMATIC and (why := module(name).unavailable()) is not None:
+        raise ArgumentError(f"backend: {name} does not work here: {why}")
+    _asked = name
+    return before
+
+
+def available_backends() -> list[str]:
+    """The backends that work on this machine.
+
+    Example:
+        >>> "reference" in available_backends()
+        True
+    """
+    return [name for name in BACKENDS if module(name).unavailable() is None]
+
+
+def backend(device: torch.device) -> ModuleType:
+    """The backend for tensors on this device.
+
+    Raises:
+        ArgumentError: if `MANIFOLDAGG_BACKEND` names one that there is not, or that does not work here.
+    """
+    name = _asked or _from_environment()
+    return module(_best(device.type) if name == AUTOMATIC else name)
+
+
+def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
+    r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64."""
+    rows = rows.contiguous()
+    found: np.ndarray | None = backend(rows.device).partials(rows, blocks)
+    return reference.partials(rows, blocks) if found is None else found
+
+
+def combine(base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line) -> None:
+    """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
+    rows = rows.contiguous()
+    start = base.contiguous() if isinstance(base, Tensors) else base
+    target = out.fresh() if isinstance(out, Tensors) and not out.whole else out
+    if backend(rows.device).combine(start, rows, coefficients, blocks, target) is None:
+        reference.combine(start, rows, coefficients, blocks, target)
+    if target is not out:
+        for tensor, piece in zip(out, target, strict=True):
+            tensor.copy_(piece)
+
+
+def combine_each(goals: Sequence[Goal]) -> None:
+    """Form each goal where it goes, in one pass over all rows where the backend knows how.
+
+    Args:
+        goals: of rows in tensors of the same lengths. Where one goes is apart from where others go, and from what is
+            read, or the same entries of the same dtype.
+
+    Cost: with the compiled backend every row is read once from memory for all goals; no scratch of size P. With others
+        each goal reads its rows, and what a later one reads is formed in memory of its own first.
+
+    Example:
+        >>> model, velocity, step = (Tensors([torch.full((2,), x)]) for x in (0.0, 4.0, 1.0))
+        >>> terms = [velocity, step], [[0.5, 1.0]], [None, None]
+        >>> combine_each([Goal.of(None, *terms, velocity), Goal.of(model, *terms, model)])
+        >>> velocity, model
+        ((tensor([3., 3.]),), (tensor([3., 3.]),))
+    """
+    aside = apart(goals)
+    rows = [row for goal in goals for row in (goal.out, *goal.read)]
+    together = getattr(backend(goals[0].rows.device), "combine_each", None)
+    whole = all(isinstance(row, Tensor) or row.whole for row in rows)
+    if together is None or not whole or together(goals, aside) is None:
+        _one_by_one(goals, aside)
+    for goal in goals:
+        written(goal.out)
+
+
+def _one_by_one(goals: Sequence[Goal], aside: Sequence[bool]) -> None:
+    held = []
+    for goal, late in sorted(zip(goals, aside, strict=True), key=lambda pair: not pair[1]):
+        target = goal.out.fresh() if late else goal.out
+        blocks = blocks_of(None if len(goal.coefficients) == 1 else goal.out.lengths, goal.rows.size)
+        combine(goal.base, goal.rows, goal.coefficients, blocks, target)
+        held += [pair for pair in zip(goal.out, target, strict=True) if late]
+    for tensor, piece in held:
+        tensor.copy_(piece)
+
+
+def explain() -> list[tuple[str, str]]:
+    """A line for each backend: its name, and whether it works or why not; then which is chosen, and what it takes."""
+    why = {name: module(name).unavailable() for name in BACKENDS}
+    lines = [(name, _works(name) if reason is None else reason) for name, reason in why.items()]
+    if (name := _asked or _wished()) != AUTOMATIC:
+        source = "set_backend" if _asked is not None else VARIABLE
+        known = f"{name}, by {source}" if name in BACKENDS else f"{source} names none of them: {name!r}"
+        return [*lines, ("chosen", known if why.get(name) is None else f"{known}, but it does not work here")]
+    told = ", ".join(f"{name} {1e3 * _seconds(name):.2f} ms" for name in BACKENDS[:2] if why[name] is None)
+    chosen = f"{_best('cpu')} on the CPU: one step of {PROBE} float32 entries took {told}"
+    return [*lines, ("chosen", chosen if why["triton"] is not None else f"triton on CUDA; {chosen}")]
+
+
+@functools.cache
+def module(name: str) -> ModuleType:
+    """The module of a backend."""
+    return reference if name == "reference" else importlib.import_module(f"manifoldagg.kernels.backends.{name}")
+
+
+def _works(name: str) -> str:
+    origin = getattr(module(name), "origin", None)
+    return "works" if origin is None else f"works, {origin()}"
+
+
+def _wished() -> str:
+    return os.environ.get(VARIABLE) or AUTOMATIC
+
+
+@functools.cache
+def _from_environment() -> str:
+    name = _wished()
+    check_choice(VARIABLE, name, (AUTOMATIC, *BACKENDS))
+    if name != AUTOMATIC and (why := module(name).unavailable()) is not None:
+        raise ArgumentError(f"{VARIABLE}: {name} does not work here: {why}")
+    return name
+
+
+@functools.cache
+def _best(device: str) -> str:
+    """The backend for a kind of device. Where a compiler is lacking it says so, once in a process."""
+    name = {"cuda": "triton", "cpu": "cpu"}.get(device, "reference")
+    why = module(name).unavailable()
+    if why is not None and device == "cpu":
+        warnings.warn(
+            f"manifoldagg: the compiled kernels are not at hand, the slower reference kernels work instead: {why}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return name if why is None else "reference"
+
+
+def _seconds(name: str) -> float:
+    """What one gram and one combine take of a backend for the CPU, the best of three."""
+    base, *vectors = [torch.full((PROBE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
+    rows = Rows.of(vectors, base)
+    out = torch.empty_like(base)
+    blocks = Blocks.of(((0, PROBE),))
+
+    def step() -> None:
+        module(name).partials(rows, blocks)
+        module(name).combine(base, rows, [[0.1, 0.2, 0.3]], blocks, out)
+
+    return min(timeit.repeat(step, number=1, repeat=3))

@@ -1,0 +1,467 @@
+r"""The Triton backend: on CUDA, each operation is one launch over the blocks, at the speed of the memory.
+
+`partials` has one program a block, which walks over it tile by tile and writes the sums of that block; `combine` has
+one program a block, which writes that part of `out`. There are no atomics, and the order of every sum is fixed by the
+block alone: the same bits come out each time.
+
+Numerics: entries are widened to float64 before anything else is done with them. Products and sums are rounded
+separately (no fused multiply-add), so `combine` is, bit for bit, $((b + c_1 r_1) + c_2 r_2) + \dots$ in float64,
+rounded once to `out` (by way of float32 for bf16 and fp16). Denormals are kept: no conversion flushes them, and bf16
+is widened and rounded as bits. A tensor that several rows share is read once.
+
+A block is walked over in tiles of the concatenation, whatever tensors it lies in: which entries a lane adds, and so the
+bits, do not depend on how a row is cut. What a block has before its first and after its last multiple of 16 entries is
+one masked tile. There are three variants of each kernel. *Aligned*, where all strides are 1 and all addresses multiples
+of 16 bytes: a thread moves 16 bytes with one instruction. One takes vectors at any address and stride. In the third
+rows are in pieces: tables on the device say where each begins, and a tile takes from each piece that it meets what lies
+there, under a mask; hundreds of tensors are one launch. It takes tuples of one dtype each; rows of several go to the
+reference backend.
+"""
+
+# ruff: noqa: RUF005 (the language of Triton has no unpacking)
+# With annotations as strings, which Triton takes too, this file can say what is missing where Triton is.
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, no_type_check
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg.kernels.backends._triton_launch import Operands, block_table, opaque, opaque_floats, to_device, to_host
+from manifoldagg.kernels.blocks import Blocks
+from manifoldagg.kernels.operands import Line, Rows
+
+try:
+    import triton
+    from triton import language as tl
+    from triton.language import constexpr
+except ImportError:
+    triton = None
+
+__all__ = ["combine", "partials", "unavailable"]
+
+DTYPES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+"""What Triton calls them."""
+
+LANES = 256
+"""The threads of a program."""
+
+WHOLE = 8
+GROUP = 4
+"""Up to `WHOLE` rows make one launch of `partials`; more are taken in pairs of groups of `GROUP` rows."""
+
+
+def unavailable() -> str | None:
+    """Why this backend does not work here, in one sentence; `None` where it does.
+
+    With `TRITON_INTERPRET=1` in the environment before Triton is first imported it works without a GPU, on tensors of
+    the CPU alone, and very slowly: for tests.
+    """
+    if triton is None:
+        return "triton is not installed"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 4):
+        return f"triton 3.4 or newer is needed, and {triton.__version__} is installed"
+    if isinstance(tl.sum, triton.JITFunction) != isinstance(_partials, triton.JITFunction):
+        return "TRITON_INTERPRET was changed after triton had been imported"
+    if _device() == "cuda" and not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    return None
+
+
+def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
+    r"""The sums $\sum_p r_i[p]\, r_j[p]$, $j \le i$, over each block.
+
+    Args:
+        rows: k rows on a CUDA device.
+        blocks: the B blocks.
+
+    Returns:
+        (B, k(k+1)/2) float64, on the host; `None` for rows that are not on a CUDA device or of another dtype.
+
+    Cost: one launch and one copy to the host for up to 8 rows; each distinct tensor is read once. With more rows, one
+    launch for each pair of groups of 4 rows, and each row is read about k/4 times.
+    """
+    if not _takes(rows, rows.distinct):
+        return None
+    k = len(rows.plus)
+    count = len(blocks.table)
+    if count == 0:
+        return np.zeros((0, k * (k + 1) // 2))
+    sums = torch.empty((count, k * (k + 1) // 2), dtype=torch.float64, device=rows.device)
+    group = k if k <= WHOLE else GROUP
+    with torch.cuda.device_of(sums):
+        for i in range(0, k, group):
+            for j in range(0, i + 1, group):
+                # The square of rows i, i+1, ... with rows j, j+1, ...; half of it on the diagonal.
+                right = range(j, j + group) if j < i else range(0)
+                pairs = [(rows.plus[n], rows.minus[n]) for n in (*range(i, min(i + group, k)), *right)]
+                operands = Operands.of([row for pair in pairs for row in pair], rows.lengths, blocks)
+                _partials[(count,)](
+                    block_table(blocks, sums.device),
+                    sums,
+                    (opaque(i), opaque(j), opaque(sums.shape[1])),
+                    operands.addresses,
+                    operands.strides,
+                    PLUS=operands.places[0::2],
+                    MINUS=operands.places[1::2],
+                    RIGHT=len(right),
+                    **_constants(operands),
+                )
+        return to_host(sums).numpy()
+
+
+def combine(
+    base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line
+) -> Line | None:
+    r"""$out[p] = base[p] + \sum_j c^{(s(p))}_j\, r_j[p]$, in float64 and rounded once.
+
+    Args:
+        base: (P,), or `None` for zero.
+        rows: k rows on a CUDA device.
+        coefficients: k for each segment.
+        blocks: the blocks of the segments.
+        out: (P,); it may be `base` or a row.
+
+    Returns:
+        `out`; `None`, and nothing is written, as in `partials`. A row whose coefficient is 0 in a segment is not read
+        there, unless another row reads the same tensor.
+
+    Cost: one launch. The coefficients are arguments of it where all segments have the same, else one small copy to the
+    device goes before.
+    """
+    if not _takes(rows, (*rows.distinct, out) if base is None else (*rows.distinct, base, out)):
+        return None
+    if len(blocks.table) == 0:
+        return out
+    # Segments with coefficients of their own read a table, where a coefficient that is 0 in one segment may be none in
+    # another: every row is then handed over. Where all are alike, rows with 0 are left out here.
+    first = coefficients[0]
+    alike = all(line == first for line in coefficients)
+    used = [j for j, c in enumerate(first) if c != 0 or not alike]
+    wanted = [base, out, *(row for j in used for row in (rows.plus[j], rows.minus[j]))]
+    operands = Operands.of(wanted, rows.lengths, blocks)
+    table = block_table(blocks, rows.device)
+    with torch.cuda.device_of(table):
+        _combine[(len(blocks.table),)](
+            table,
+            opaque_floats([first[j] for j in used])
+            if alike
+            else to_device(torch.tensor(coefficients, dtype=torch.float64, device="cpu"), rows.device),
+            operands.addresses,
+            operands.strides,
+            BASE=operands.places[0],
+            OUT=operands.places[1],
+            PLUS=operands.places[2::2],
+            MINUS=operands.places[3::2],
+            SHARED=operands.shared,
+            SEGMENTED=not alike,
+            **_constants(operands),
+        )
+    return out
+
+
+def _device() -> str:
+    return "cuda" if isinstance(_partials, triton.JITFunction) else "cpu"
+
+
+def _takes(rows: Rows, lines: Sequence[Line]) -> bool:
+    """Whether these are on the device, which gets bare addresses, and of dtypes that the kernels read."""
+    if rows.device.type != _device():
+        return False
+    found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in lines]
+    return all(len(dtypes) == 1 and dtypes <= DTYPES.keys() for dtypes in found)
+
+
+def _constants(operands: Operands) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    kinds = {
+        torch.float64: tl.float64,
+        torch.float32: tl.float32,
+        torch.float16: tl.float16,
+        torch.bfloat16: tl.bfloat16,
+    }
+    return {
+        "DTYPES": tuple(kinds[dtype] for dtype in operands.dtypes),
+        "ALIGNED": operands.aligned,
+        "PIECES": operands.pieces,
+        "WIDTH": operands.width,
+        "LANES": LANES,
+        "num_warps": LANES // 32,
+        # Products and sums are rounded apart: the bits do not depend on what a compiler fuses.
+        "enable_fp_fusion": False,
+    }
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    return function if triton is None else triton.jit(function)
+
+
+@_jit
+@no_type_check
+def _clear(value):
+    """The integer that an opaque one stands for."""
+    return (value >> 1) - (1 << 40)
+
+
+@_jit
+@no_type_check
+def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIGNED: constexpr):
+    """To entries of vector t; bf16 as the bits that it is."""
+    kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
+    pointer = _clear(addresses[t]).to(tl.pointer_type(kind))
+    # An opaque address hides what divides it: without this hint a thread would load entry by entry.
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + (offsets if len(strides) == 0 else offsets * _clear(strides[t]))
+
+
+@_jit
+@no_type_check
+def _piece(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: constexpr):
+    """Row t where it is in this piece: pointers, a mask, and where the next piece begins."""
+    kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
+    count = _clear(strides[0])
+    table = addresses[0] + t * (count + 1)
+    start = tl.load(addresses[1] + piece)
+    stop = tl.load(addresses[1] + piece + 1)
+    pointers = tl.load(table + piece).to(tl.pointer_type(kind)) + (offsets - start) * tl.load(table + count)
+    return pointers, mask & (offsets >= start) & (offsets < stop), stop
+
+
+@_jit
+@no_type_check
+def _skip(piece, addresses, low):
+    """The piece in which `low` lies, from one on that begins before."""
+    while tl.load(addresses[1] + piece + 1) <= low:
+        piece += 1
+    return piece
+
+
+@_jit
+@no_type_check
+def _read(
+    t: constexpr, addresses, strides, span, offsets, mask, DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr
+):  # fmt: skip
+    """Entries of row t in float64; 0 where they are masked. `span`: a piece at or before their first, and their end."""
+    if PIECES:
+        kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
+        value = tl.zeros(offsets.shape, kind)
+        piece, end = span
+        begin = tl.load(addresses[1] + piece)
+        while begin < end:
+            pointers, inside, begin = _piece(t, piece, addresses, strides, offsets, mask, DTYPES)
+            value = tl.load(pointers, mask=inside, other=value)
+            piece += 1
+    else:
+        value = tl.load(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), mask=mask, other=0)
+    # bf16 is the upper half of a float32. As bits no conversion flushes a denormal; the sign that the widening repeats
+    # above is shifted out.
+    if DTYPES[t] == tl.bfloat16:
+        value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float64)
+
+
+@_jit
+@no_type_check
+def _write(
+    t: constexpr, addresses, strides, span, offsets, mask, value, DTYPES: constexpr, ALIGNED: constexpr,
+    PIECES: constexpr,
+):  # fmt: skip
+    """Round float64 to entries of row t."""
+    # By way of float32, as torch rounds and the other backends do; straight from float64 ties can fall otherwise.
+    if DTYPES[t] == tl.float16:
+        value = value.to(tl.float32)
+    if DTYPES[t] == tl.bfloat16:
+        # To nearest, ties to even; a NaN is not to become an infinity.
+        single = value.to(tl.float32)
+        bits = single.to(tl.int32, bitcast=True)
+        rounded = tl.where(single == single, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0).to(tl.int16)
+    else:
+        rounded = value.to(DTYPES[t])
+    if PIECES:
+        piece, end = span
+        begin = tl.load(addresses[1] + piece)
+        while begin < end:
+            pointers, inside, begin = _piece(t, piece, addresses, strides, offsets, mask, DTYPES)
+            tl.store(pointers, rounded, mask=inside)
+            piece += 1
+    else:
+        tl.store(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), rounded, mask=mask)
+
+
+@_jit
+@no_type_check
+def _cut(table, WIDTH: constexpr, LANES: constexpr):
+    """Start and stop of a block; where its middle starts and stops; the entries of a tile."""
+    start = tl.load(table)
+    stop = tl.load(table + 1)
+    # Multiples of 16 entries are multiples of 16 bytes for every dtype. Also where nothing is aligned: the bits of a
+    # sum are not to depend on where a row lies.
+    first = (start + 15) // 16 * 16
+    last = stop // 16 * 16
+    tile = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return start, stop, first, last, tile
+
+
+@_jit
+@no_type_check
+def _ends(start, stop, first, last, tile):
+    """The entries of a block outside its middle, and a mask."""
+    # Fewer than 16 entries lie before the middle and fewer than 16 after it: 32 places hold both. A block within 16
+    # entries has first > last; the last condition keeps its entries from being counted on both sides.
+    offsets = tl.where(tile < 16, start // 16 * 16 + tile, last + tile - 16)
+    mask = (tile < 32) & (offsets >= start) & (offsets < stop) & ((tile < 16) == (offsets < first))
+    return offsets, mask
+
+
+@_jit
+@no_type_check
+def _add_products(
+    sums, addresses, strides, span, offsets, mask, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr,
+    DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
+):  # fmt: skip
+    """The sums, and the products of one tile."""
+    # Each tensor is read once, however many rows it is part of.
+    values = ()
+    for t in tl.static_range(len(DTYPES)):
+        values = values + (_read(t, addresses, strides, span, offsets, mask, DTYPES, ALIGNED, PIECES),)
+    rows = ()
+    for i in tl.static_range(len(PLUS)):
+        row = values[PLUS[i]] if MINUS[i] < 0 else values[PLUS[i]] - values[MINUS[i]]
+        rows = rows + (row,)
+    total = ()
+    for i in tl.static_range(len(PLUS) - RIGHT):
+        for j in tl.static_range(RIGHT if RIGHT > 0 else i + 1):
+            # Over the entries of a thread first: lanes stay apart until the block is done.
+            product = rows[i] * rows[j + (len(PLUS) - RIGHT if RIGHT > 0 else 0)]
+            total = total + (sums[len(total)] + tl.sum(product, axis=1),)
+    return total
+
+
+@_jit
+@no_type_check
+def _partials(
+    table, out, place, addresses, strides, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr, DTYPES: constexpr,
+    ALIGNED: constexpr, PIECES: constexpr, WIDTH: constexpr, LANES: constexpr,
+):  # fmt: skip
+    """Lane by lane the sums of one block, then over the lanes."""
+    # In 64 bits: where its sums lie, block * k(k+1)/2, can pass 2^31.
+    block = tl.program_id(0).to(tl.int64)
+    start, stop, first, last, tile = _cut(table + 3 * block, WIDTH, LANES)
+    piece = tl.load(addresses[2] + block) if PIECES else 0
+    origin = piece
+    sums = ()
+    for i in tl.static_range(len(PLUS) - RIGHT):
+        for _ in tl.static_range(RIGHT if RIGHT > 0 else i + 1):
+            sums = sums + (tl.zeros((LANES,), tl.float64),)
+    for low in range(first, last, LANES * WIDTH):
+        offsets = low + tile
+        if PIECES:
+            piece = _skip(piece, addresses, low)
+        span = (piece, tl.minimum(low + LANES * WIDTH, last))
+        sums = _add_products(
+            sums, addresses, strides, span, offsets, offsets < last, PLUS, MINUS, RIGHT, DTYPES, ALIGNED, PIECES
+        )  # fmt: skip
+    if (first != start) | (last != stop):
+        offsets, mask = _ends(start, stop, first, last, tile)
+        if PIECES:
+            # What lies before the middle begins with the block; without it the pieces of the middle are behind.
+            piece = tl.where(first != start, origin, piece)
+        span = (piece, stop)
+        sums = _add_products(
+            sums, addresses, strides, span, offsets, mask, PLUS, MINUS, RIGHT, DTYPES, False, PIECES
+        )  # fmt: skip
+    row = _clear(place[0])
+    column = _clear(place[1])
+    width = _clear(place[2])
+    # Row i of a lower triangle begins after i(i+1)/2 entries, and the next one is i + 1 further.
+    out += block * width + row * (row + 1) // 2 + column
+    for i in tl.static_range(len(PLUS) - RIGHT):
+        for j in tl.static_range(RIGHT if RIGHT > 0 else i + 1):
+            tl.store(out + j, tl.sum(sums[i * RIGHT + j if RIGHT > 0 else i * (i + 1) // 2 + j], axis=0))
+        out += row + i + 1
+
+
+@_jit
+@no_type_check
+def _add_rows(
+    factors, addresses, strides, span, offsets, mask, BASE: constexpr, OUT: constexpr, PLUS: constexpr,
+    MINUS: constexpr, SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr,
+    PIECES: constexpr,
+):  # fmt: skip
+    """One tile of the combination, read, summed and written."""
+    # Rows that are used repeatedly are the first ones; they stay in registers.
+    kept = ()
+    for t in tl.static_range(SHARED):
+        kept = kept + (_read(t, addresses, strides, span, offsets, mask, DTYPES, ALIGNED, PIECES),)
+    total = tl.zeros(mask.shape, tl.float64)
+    if BASE >= 0:
+        if BASE < SHARED:
+            total = kept[BASE]
+        else:
+            total = _read(BASE, addresses, strides, span, offsets, mask, DTYPES, ALIGNED, PIECES)
+    for j in tl.static_range(len(PLUS)):
+        # By way of an integer: the interpreter broadcasts a comparison of floats as floats.
+        reads = mask & (tl.where(factors[j] != 0, 1, 0) == 1) if SEGMENTED else mask
+        if PLUS[j] < SHARED:
+            row = kept[PLUS[j]]
+        else:
+            row = _read(PLUS[j], addresses, strides, span, offsets, reads, DTYPES, ALIGNED, PIECES)
+        if MINUS[j] >= 0:
+            if MINUS[j] < SHARED:
+                row -= kept[MINUS[j]]
+            else:
+                row -= _read(MINUS[j], addresses, strides, span, offsets, reads, DTYPES, ALIGNED, PIECES)
+        term = factors[j] * row
+        # A row with coefficient 0 may hold NaN or infinity, which times 0 is NaN.
+        total += tl.where(factors[j] != 0, term, 0.0) if SEGMENTED else term
+    _write(OUT, addresses, strides, span, offsets, mask, total, DTYPES, ALIGNED, PIECES)
+
+
+@_jit
+@no_type_check
+def _combine(
+    table, factors, addresses, strides, BASE: constexpr, OUT: constexpr, PLUS: constexpr, MINUS: constexpr,
+    SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
+    WIDTH: constexpr, LANES: constexpr,
+):  # fmt: skip
+    """One block of the combination."""
+    block = tl.program_id(0).to(tl.int64)
+    table += 3 * block
+    start, stop, first, last, tile = _cut(table, WIDTH, LANES)
+    piece = tl.load(addresses[2] + block) if PIECES else 0
+    origin = piece
+    numbers = ()
+    for j in tl.static_range(len(PLUS)):
+        if SEGMENTED:
+            numbers = numbers + (tl.load(factors + tl.load(table + 2) * len(PLUS) + j),)
+        else:
+            # Halves of 32 bits put together: Triton would round a float argument to float32.
+            bits = (_clear(factors[2 * j + 1]) << 32) | _clear(factors[2 * j])
+            numbers = numbers + (bits.to(tl.float64, bitcast=True),)
+    for low in range(first, last, LANES * WIDTH):
+        offsets = low + tile
+        if PIECES:
+            piece = _skip(piece, addresses, low)
+        span = (piece, tl.minimum(low + LANES * WIDTH, last))
+        _add_rows(
+            numbers, addresses, strides, span, offsets, offsets < last, BASE, OUT, PLUS, MINUS, SHARED, SEGMENTED,
+            DTYPES, ALIGNED, PIECES,
+        )  # fmt: skip
+    if (first != start) | (last != stop):
+        offsets, mask = _ends(start, stop, first, last, tile)
+        if PIECES:
+            # What lies before the middle begins with the block; without it the pieces of the middle are behind.
+            piece = tl.where(first != start, origin, piece)
+        span = (piece, stop)
+        _add_rows(
+            numbers, addresses, strides, span, offsets, mask, BASE, OUT, PLUS, MINUS, SHARED, SEGMENTED, DTYPES,
+            False, PIECES,
+        )  # fmt: skip

@@ -1,0 +1,477 @@
+"""Rows: the vectors, or differences of vectors that are never stored, on which the kernels work; their checks."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextvars import ContextVar
+from functools import lru_cache
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from manifoldagg._validation import check_count
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels.alloc import empty_like
+from manifoldagg.kernels.blocks import Blocks
+from manifoldagg.kernels.tensor_list import Row, Tensors, edges, reals
+
+__all__ = [
+    "ACROSS",
+    "Line",
+    "Rows",
+    "Subtrahend",
+    "blocks_of",
+    "bounds",
+    "check_apart",
+    "check_coefficients",
+    "check_target",
+    "flat",
+    "fresh",
+    "is_spread",
+    "is_transformed",
+    "meshed",
+    "places",
+    "written",
+]
+
+Subtrahend = Tensor | Sequence[Row | None] | None
+Line = Tensor | Tensors
+"""A row that was checked."""
+ACROSS: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = ContextVar("across", default=None)
+"""The group of `across_ranks` and its replicated segments, within it."""
+
+_followed = attrgetter("requires_grad")
+
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+"""Of these types no `DTensor` is: tuples of hundreds of tensors are looked through at once."""
+NOWHERE = torch.device("meta")
+"""Where no row can be: rows have values."""
+
+
+class Rows:
+    """k rows of P entries: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
+
+    Attributes:
+        plus: vectors, or tensors that all have the same lengths.
+        minus: likewise.
+        distinct: all of them, each once.
+        shape: (P,), of a vector.
+        device: on which all are.
+        lengths: of the tensors of what is a tuple; `None` as long as all are vectors.
+    """
+
+    __slots__ = ("device", "distinct", "lengths", "minus", "plus", "shape")
+
+    plus: tuple[Line, ...]
+    minus: tuple[Line | None, ...]
+    distinct: tuple[Line, ...]
+    device: torch.device
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] = ()
+        self.device = NOWHERE
+        self.lengths: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Rows":
+        """Check and pair `rows` with `minus`: one vector for all rows, or one row (or `None`) for each.
+
+        Raises:
+            ArgumentError: if a row is no floating vector nor a tuple of floating tensors, or lengths or devices differ.
+        """
+        if isinstance(rows, Tensor) and rows.ndim != 2:
+            raise ArgumentError(f"rows: expected shape (k, P), got {tuple(rows.shape)}")
+        plus = _listed("rows", rows)
+        less = (minus,) * len(plus) if minus is None or isinstance(minus, Tensor) else _listed("minus", minus)
+        if not plus:
+            raise ArgumentError("rows: expected at least one row, got none")
+        if len(less) != len(plus):
+            raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(less)}")
+        found = Rows()
+        lines: dict[int, Line] = {}
+        for i, row in enumerate(plus):
+            if id(row) not in lines:
+                lines[id(row)] = found.line("rows", row, i)
+        for i, row in enumerate(less):
+            if row is not None and id(row) not in lines:
+                lines[id(row)] = found.line("minus", row, i)
+        found.plus = tuple([lines[id(row)] for row in plus])
+        found.minus = tuple([None if row is None else lines[id(row)] for row in less])
+        found.distinct = tuple(lines.values())
+        return found
+
+    def line(self, name: str, row: Any, index: int | None = None) -> Line:
+        """A row beside those before it, of which the first says what the others have to be.
+
+        Raises:
+            ArgumentError: naming the row, or the tensor in it.
+        """
+        if isinstance(row, Tensor):
+            if self.device is NOWHERE and row.ndim == 1 and not row.is_meta:
+                self.shape = row.shape
+                self.device = row.device
+            fits = row.shape == self.shape and row.device == self.device
+            if fits and row.dtype.is_floating_point and row.layout is torch.strided:
+                return row
+        elif isinstance(row, tuple) and row:
+            line = row if isinstance(row, Tensors) else Tensors(row)
+            if self._fits(line):
+                self.lengths = line.lengths
+                return line
+        raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._fault(row)}")
+
+    def _fits(self, line: Tensors) -> bool:
+        try:
+            device = line.device
+            size = line.size
+        except (TypeError, AttributeError):  # not of a tensor
+            return False
+        if device is None:
+            return False
+        if self.device is NOWHERE:
+            self.shape = (size,)
+            self.device = device
+        alike = self.shape == (size,) and self.lengths in (None, line.lengths)
+        return alike and device == self.device and not meshed((line,))
+
+    def _fault(self, row: Any) -> str:
+        """What is wrong with a row, or with the first tensor in it with which something is."""
+        if not isinstance(row, tuple):
+            fault = _fault(row, self.device)
+            real = isinstance(row, Tensor) and row.dtype.is_floating_point
+            if real and (row.ndim != 1 or (self.device is not NOWHERE and row.shape != self.shape)):
+                expected = "one dimension" if self.device is NOWHERE else f"({self.size},)"
+                fault = f"expected shape {expected}, got {tuple(row.shape)}"
+            return f": {fault}"
+        if not row:
+            return ": expected at least one tensor, got an empty tuple"
+        lengths = self.lengths
+        if lengths is not None and len(lengths) != len(row):
+            return f": expected {len(lengths)} tensors, got {len(row)}"
+        for i, tensor in enumerate(row):
+            fault = _fault(tensor, self.device)
+            if fault is None and meshed((tensor,)):
+                fault = "expected a plain tensor, got a DTensor, of which whole vectors alone may be"
+            if fault is None and lengths is not None and tensor.numel() != lengths[i]:
+                fault = f"expected {lengths[i]} entries, got {tensor.numel()}"
+            if fault is not None:
+                return f"[{i}]: {fault}"
+        return f": expected {self.size} entries, got {sum(tensor.numel() for tensor in row)}"
+
+    @property
+    def size(self) -> int:
+        """P, the number of entries of a row."""
+        return self.shape[0]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes that occur."""
+        found: set[torch.dtype] = set()
+        for row in self.distinct:
+            if isinstance(row, Tensor):
+                found.add(row.dtype)
+            else:
+                found |= row.dtypes
+        return found
+
+    def materialise(self) -> Tensor:
+        """The rows as one float64 tensor (k, P): plain torch, so that every transform sees through it."""
+        return torch.stack(
+            [reals(a) if b is None else reals(a) - reals(b) for a, b in zip(self.plus, self.minus, strict=True)]
+        )
+
+    def contiguous(self) -> "Rows":
+        """These rows, tensors that do not lie in one piece replaced by copies."""
+        if self.lengths is None or all(isinstance(row, Tensor) or row.whole for row in self.distinct):
+            return self
+        lines = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
+        found = Rows()
+        found.shape = self.shape
+        found.device = self.device
+        found.lengths = self.lengths
+        found.plus = tuple([lines[id(row)] for row in self.plus])
+        found.minus = tuple([None if row is None else lines[id(row)] for row in self.minus])
+        found.distinct = tuple(lines.values())
+        return found
+
+
+def _fault(tensor: Any, device: torch.device) -> str | None:
+    if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        return f"expected a tensor of a floating dtype, got {kind}"
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return f"expected a dense tensor with values, got {tensor.layout} on {tensor.device}"
+    return f"expected device {device}, got {tensor.device}" if device not in (NOWHERE, tensor.device) else None
+
+
+def fresh(like: Line) -> Line:
+    """A row like this one, not yet written."""
+    return like.fresh() if isinstance(like, Tensors) else empty_like(like)
+
+
+OVERLAP = "out: expected base or a row itself, or memory apart from theirs; got an overlap"
+
+
+def written(out: Line) -> None:
+    """Say that `out` was written behind torch's back: a derivative that saved it must notice."""
+    tensors: Sequence[Tensor] = (out,) if isinstance(out, Tensor) else out
+    if any(map(Tensor.is_inference, tensors)):
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+    torch.autograd.graph.increment_version(tensors)
+
+
+def check_target(out: Line, rows: Rows, base: Line | None) -> None:
+    """`out`, a row, is apart from what is read, or the same entries.
+
+    Raises:
+        ArgumentError: if it shares a part of its memory with itself or what is read.
+    """
+    read = rows.distinct if base is None else (*rows.distinct, base)
+    if rows.lengths is not None:
+        check_apart(out, read, rows.lengths)
+        return
+    assert isinstance(out, Tensor)
+    if out.shape[0] > 1 and out.stride(0) == 0:
+        raise ArgumentError("out: expected entries with memory of their own, got an expanded tensor")
+    low, high, stride = _span(out)
+    for row in read:
+        assert isinstance(row, Tensor)
+        if row is out or row.data_ptr() >= high:
+            continue
+        start, stop, step = _span(row)
+        if low >= stop or (start, step, row.dtype) == (low, stride, out.dtype):
+            continue
+        gap = (start - low) % stride
+        if step != stride or not out.itemsize <= gap <= stride - row.itemsize:  # else between its entries
+            raise ArgumentError(OVERLAP)
+
+
+def blocks_of(segments: Sequence[int] | None, size: int) -> Blocks:
+    """The blocks of `segments`, which are lengths that sum to `size`; `None` is one segment.
+
+    Raises:
+        ArgumentError: if the lengths do not sum to `size`.
+    """
+    if segments is None:
+        return Blocks.of(((0, size),))
+    if isinstance(segments, (list, tuple)) and set(map(type, segments)) <= {int}:
+        return _blocks_of(tuple(segments), size)
+    return Blocks.of(bounds(segments, size))
+
+
+@lru_cache(maxsize=64)
+def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
+    """Kept, as checks and borders of some hundred segments take longer than the step of a small model."""
+    return Blocks.of(bounds(segments, size))
+
+
+def check_apart(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> None:
+    """`check_target` where rows are tensors, or vectors seen as such: each is apart from the others, or the same.
+
+    Raises:
+        ArgumentError: if one shares a part of its memory with itself, another one, or what is read.
+    """
+    if isinstance(out, Tensors) and out.apart and all(any(row is seen for seen in out.apart) for row in read):
+        return
+    starts, stops = places(out, lengths)
+    order = np.argsort(starts, kind="stable")
+    order = order[stops[order] > starts[order]]  # tensors without entries are nowhere
+    low = starts[order]
+    high = stops[order]
+    folded = _is_folded(out) if isinstance(out, Tensor) else not out.whole and any(map(_is_folded, out))
+    if folded or (high[:-1] > low[1:]).any():
+        raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
+    for row in read:
+        if row is out or len(order) == 0 or _are_apart(out, row):
+            continue
+        begin, end = places(row, lengths)
+        # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
+        first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
+        met = np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin))
+        same = (order[first[met]] == met) & (starts[met] == begin[met]) & (stops[met] == end[met])
+        if not same.all() or not _are_alike(out, row, met):
+            raise ArgumentError(OVERLAP)
+
+
+def _are_apart(out: Line, row: Line) -> bool:
+    """Whether one of two rows of tensors ends before the other begins, as is usual of models made one after another."""
+    if isinstance(out, Tensor) or isinstance(row, Tensor):
+        return False
+    return out.extent[1] <= row.extent[0] or row.extent[1] <= out.extent[0]
+
+
+def _is_folded(tensor: Tensor) -> bool:
+    """Whether several entries may lie at one address: a step from one to the next does not lead past those between."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
+
+
+def places(row: Line, lengths: tuple[int, ...]) -> np.ndarray:
+    """(2, n): between which addresses the entries of each piece of a row lie."""
+    if isinstance(row, Tensors):
+        return row.spans
+    borders = edges(lengths)
+    item = row.itemsize
+    step = row.stride(0) * item
+    starts = row.data_ptr() + borders[:-1] * step
+    stops = np.where(borders[1:] > borders[:-1], row.data_ptr() + (borders[1:] - 1) * step + item, starts)
+    return np.stack([starts, stops])
+
+
+def _are_alike(out: Line, row: Line, pieces: np.ndarray) -> bool:
+    """Whether these pieces of two rows have the same dtypes."""
+    ours, theirs = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
+    if len(ours) == 1 and ours == theirs:
+        return True
+    return all(_dtype(out, i) == _dtype(row, i) for i in pieces.tolist())
+
+
+def _dtype(row: Line, piece: int) -> torch.dtype:
+    return row.dtype if isinstance(row, Tensor) else row[piece].dtype
+
+
+def bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
+    """Start and stop of each segment; `segments` are lengths that sum to `size`, `None` is one segment.
+
+    Raises:
+        ArgumentError: if the lengths do not sum to `size`.
+
+    Example:
+        >>> bounds([2, 0, 3], 5)
+        ((0, 2), (2, 2), (2, 5))
+    """
+    if segments is None:
+        return ((0, size),)
+    edges = [0]
+    if not isinstance(segments, Iterable):
+        raise ArgumentError(f"segments: expected a sequence of lengths, got {segments!r}")
+    for i, length in enumerate(segments):
+        edges.append(edges[-1] + check_count(f"segments[{i}]", length, at_least=0))
+    if edges[-1] != size:
+        raise ArgumentError(f"segments: expected lengths that sum to {size}, got a sum of {edges[-1]}")
+    return tuple(pairwise(edges))
+
+
+def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[float]]:
+    """Coefficients of shape (s, k): lists of floats, or a tensor where tensors were given.
+
+    Raises:
+        ArgumentError: if they are no numbers, or not so many.
+    """
+    try:
+        if isinstance(coefficients, np.ndarray):
+            coefficients = coefficients.tolist()
+        if isinstance(coefficients, Tensor):
+            factors = _real(coefficients)
+        else:
+            # Tuples, where unions would do: the compiler of torch 2.6 does not take these.
+            if isinstance(coefficients, (str, bytes, Mapping, Set)):
+                raise TypeError(f"got {coefficients!r}")
+            listed: list[Any] = list(coefficients)
+            if _plain(listed, k):
+                return [[float(c) for c in listed]] * s
+            if len(listed) == s and all(_plain(line, k) for line in listed):
+                return [[float(c) for c in line] for line in listed]
+            factors = _stacked(listed)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ArgumentError(f"coefficients: expected numbers of shape (k,) or (S, k): {error}") from None
+    if factors.ndim == 1:
+        factors = factors.expand(s, -1)
+    if tuple(factors.shape) != (s, k):
+        raise ArgumentError(f"coefficients: expected shape ({s}, {k}), got {tuple(factors.shape)}")
+    return factors
+
+
+def is_transformed(tensors: Iterable[Row]) -> bool:
+    """Whether a derivative or a functorch transform follows any of `tensors`, vectors or tuples of them.
+
+    The fused kernels are inference-only: a custom operator would hand a transform silent zeros, so such
+    calls take the plain torch path. So do calls that `torch.compile` traces, which sees through nothing else.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if torch.is_grad_enabled():
+        for row in tensors:
+            if row.requires_grad if isinstance(row, Tensor) else any(map(_followed, row)):
+                return True
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(row).tangent is not None for row in flat(tensors)):
+        return True
+    within = torch._C._functorch.peek_interpreter_stack() is not None
+    return within and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in flat(tensors))
+
+
+def is_spread(*groups: Subtrahend) -> bool:
+    """Whether this rank holds but pieces: one of these is a `DTensor`, or the call comes from within `across_ranks`."""
+    return not torch.compiler.is_compiling() and (ACROSS.get() is not None or bool(meshed(groups)))
+
+
+def meshed(groups: Iterable[Any]) -> list[Any]:
+    """The `DTensor`s among tensors and sequences of them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return []
+    found = []
+    for group in groups:
+        if isinstance(group, module.DTensor):
+            found.append(group)
+        elif isinstance(group, (tuple, list)) and not PLAIN.issuperset(map(type, group)):
+            found += meshed(group)
+    return found
+
+
+def flat(groups: Iterable[Any]) -> Iterator[Any]:
+    """Tensors, and those in sequences of tensors and of tuples of tensors, one by one."""
+    for group in groups:
+        if isinstance(group, Tensor) or not isinstance(group, Sequence):
+            yield group
+        else:
+            yield from flat(group)
+
+
+def _listed(name: str, vectors: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(vectors)
+    except TypeError:
+        raise ArgumentError(f"{name}: expected a sequence of tensors, got {type(vectors).__name__}") from None
+
+
+def _span(row: Tensor) -> tuple[int, int, int]:
+    """The addresses between which the entries of a vector lie, and from one to the next; all in bytes."""
+    start = row.data_ptr()
+    size = row.shape[0]
+    item = row.itemsize
+    stride = row.stride(0) * item if size > 1 else item
+    return start, start + (size - 1) * stride + item if size else start, stride
+
+
+def _plain(line: Any, k: int) -> bool:
+    return isinstance(line, (list, tuple)) and len(line) == k and all(type(c) is float or type(c) is int for c in line)
+
+
+def _stacked(numbers: Any) -> Tensor:
+    """Nested numbers and tensors as one float64 tensor, which carries their derivatives."""
+    if isinstance(numbers, Tensor):
+        return _real(numbers).to("cpu", torch.float64)
+    if isinstance(numbers, (str, bytes, bool, np.bool_)):
+        raise TypeError(f"got {numbers!r}")
+    if isinstance(numbers, Sequence):
+        return torch.stack([_stacked(c) for c in numbers])
+    return torch.tensor(float(numbers), dtype=torch.float64, device="cpu")
+
+
+def _real(numbers: Tensor) -> Tensor:
+    if numbers.is_complex() or numbers.dtype is torch.bool:
+        raise TypeError(f"got {numbers.dtype}")
+    return numbers

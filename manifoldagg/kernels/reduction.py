@@ -1,0 +1,148 @@
+r"""Sums: how the sums of the blocks become a Gram matrix.
+
+They are folded, always in the same order and with the rounding errors kept: the result does not depend on who computed
+which block, nor on how many threads there were.
+
+Squares of float32, bf16 and fp16 differences always fit, denormal ones too. A float64 row that is below $2^{-450}$ or
+above $2^{500}$ in a segment is multiplied there by $2^{-e}$, with $2^e$ next to its largest entry, which loses nothing;
+the products are multiplied by $2^{e_i + e_j}$ at the end. So what float64 can hold of a Gram matrix is right to the
+last digits, in each segment.
+"""
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg.kernels.blocks import BLOCK, Blocks
+from manifoldagg.kernels.operands import Rows
+from manifoldagg.kernels.tensor_list import reals
+
+__all__ = ["exponents", "far", "fold", "restored", "symmetric", "total", "two_sum"]
+
+Pair = tuple[np.ndarray, np.ndarray] | np.ndarray
+
+# Between them, by Cauchy and Schwarz, no sum of products of two rows overflows, and what denormal squares lose, 2^-1075
+# each, is nothing beside 2^-900.
+SMALLEST = 2.0**-900
+LARGEST = 2.0**1000
+
+
+def fold(partials: np.ndarray, blocks: Blocks) -> np.ndarray:
+    r"""The sums over the blocks of each segment, as unevaluated pairs $h + l$.
+
+    Neighbours are added pairwise, level by level; the rounding error of each addition is computed exactly
+    (Knuth's two-sum) and carried along. So $h + l$ has an error of order $u^2 \sum |x|$, and $h$ is the sum
+    rounded once, but for ties closer than that.
+
+    Args:
+        partials: (B, n) float64, a row for each block.
+        blocks: which segment each belongs to.
+
+    Returns:
+        (2, S, n): $h$ and $l$.
+    """
+    total = np.zeros((2, len(blocks.cuts), partials.shape[1]))
+    if not blocks.levels:
+        total[0, blocks.table[:, 2]] = partials
+        return total
+    parts = np.zeros((2, *partials.T.shape))  # blocks last: numpy runs along them
+    parts[0] = partials.T
+    with np.errstate(invalid="ignore", over="ignore"):
+        for left, right in blocks.levels:
+            parts[0][:, left], parts[1][:, left] = two_sum(parts[..., left], parts[..., right])
+    total[:, blocks.table[blocks.first, 2]] = parts[..., blocks.first].swapaxes(1, 2)
+    return total
+
+
+def total(partials: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """The sums over the blocks of each segment, rounded once: (S, n)."""
+    if len(partials) == len(blocks.cuts) == 1:
+        return partials
+    high: np.ndarray = fold(partials, blocks)[0]
+    return high
+
+
+def two_sum(a: Pair, b: Pair) -> Pair:
+    """The sum of two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0. It may warn of infinities."""
+    high = a[0] + b[0]
+    # Knuth 1969: the error of a[0] + b[0] exactly, whichever is larger, in six operations without a comparison.
+    other = high - a[0]
+    low = (a[0] - (high - other)) + (b[0] - other) + (a[1] + b[1])
+    total = high + low
+    low -= total - high
+    if not np.isfinite(total).all():
+        # Infinity less infinity made the errors NaN: the sum itself says what became of it.
+        low = np.where(np.isfinite(total), low, 0.0)
+        total = np.where(np.isfinite(total), total, high)
+    return total, low
+
+
+def far(rows: Rows, sums: np.ndarray) -> np.ndarray | None:
+    """Where a squared norm is one that float64 may not hold: (S, k); `None` if nowhere.
+
+    Args:
+        rows: the rows.
+        sums: (S, k(k+1)/2), their products as they came out.
+    """
+    k = len(rows.plus)
+    # Of float32 and narrower the least magnitude is 2^-149 and the largest below 2^128: all squares fit.
+    if torch.float64 not in rows.dtypes:
+        return None
+    squares = sums[:, _places(k).diagonal()]
+    # A sum of squares is NaN where an entry is not finite, and only there: then no power of two helps.
+    outside: np.ndarray = (squares < SMALLEST) | (squares > LARGEST)
+    if not outside.any():
+        return None
+    # Differences of a vector from itself are 0 and need no second look; other zeros are found by `exponents`.
+    zero = [plus is minus for plus, minus in zip(rows.plus, rows.minus, strict=True)]
+    outside &= ~np.array(zero)
+    return outside if outside.any() else None
+
+
+def exponents(rows: Rows, blocks: Blocks, outside: np.ndarray) -> np.ndarray:
+    """The $e$ (S, k) where a row is `outside`; 0 elsewhere, and where its segment is zero or not finite."""
+    powers = np.zeros(outside.shape, int)
+    for s, i in np.argwhere(outside).tolist():
+        largest = _largest(rows, i, *blocks.cuts[s])
+        # Powers of two alone: a product with one is exact, and so is its undoing, while the result is a normal number.
+        powers[s, i] = math.frexp(largest)[1] if 0 < largest < math.inf else 0
+    return powers
+
+
+def restored(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.ndarray:
+    r"""`sums` (S, k(k+1)/2), with products of rows multiplied by $2^{-e}$ in place of those that were out of range."""
+    # A product with a row out of range may have left it too, whatever the other row is.
+    i, j = np.tril_indices(powers.shape[1])
+    both = powers[:, i] + powers[:, j]
+    touched = (powers[:, i] != 0) | (powers[:, j] != 0)
+    # What does not fit float64 even then becomes infinity or 0, as it should; what nobody scaled keeps its bits.
+    with np.errstate(over="ignore", under="ignore"):
+        found: np.ndarray = np.where(touched, np.ldexp(scaled, both), sums)
+        return found
+
+
+def symmetric(sums: np.ndarray, k: int) -> Tensor:
+    """The matrices (S, k, k) of whose lower half (S, k(k+1)/2) are the entries."""
+    return torch.from_numpy(sums.take(_places(k), axis=1))
+
+
+@lru_cache(maxsize=64)
+def _places(k: int) -> np.ndarray:
+    """Where each entry of a k x k matrix stands in its lower half, row by row."""
+    low, high = np.sort(np.indices((k, k)), axis=0)
+    return np.asarray(high * (high + 1) // 2 + low)
+
+
+@torch.no_grad()
+def _largest(rows: Rows, i: int, start: int, stop: int) -> float:
+    """The largest magnitude among the entries from `start` to `stop` of row i; NaN where one is NaN."""
+    found = [0.0]
+    minus = rows.minus[i]
+    for low in range(start, stop, BLOCK):
+        window = (low, min(low + BLOCK, stop))
+        line = reals(rows.plus[i], *window)
+        found.append((line if minus is None else line - reals(minus, *window)).abs().max().item())
+    return float(np.max(found))

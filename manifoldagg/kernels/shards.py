@@ -1,0 +1,209 @@
+r"""Pieces: which entries of some vectors this rank holds, and who holds the others.
+
+Either the vectors are `DTensor`s, which know it, or they are plain tensors within
+[`across_ranks`][manifoldagg.kernels.shards.across_ranks].
+"""
+
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manifoldagg._validation import check_count
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels.blocks import Blocks
+from manifoldagg.kernels.collectives import Ranks
+from manifoldagg.kernels.operands import ACROSS, Line, Rows, Subtrahend, flat, is_transformed, meshed
+from manifoldagg.kernels.tensor_list import Row
+
+__all__ = ["Cuts", "Piece", "across_ranks", "guard"]
+
+Cuts = Sequence[tuple[int, int]]
+
+
+@contextmanager
+def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collection[int] = ()) -> Iterator[None]:
+    r"""Within it plain tensors are the pieces that this rank holds: `gram` and `combine` are those of all ranks.
+
+    `segments` are then the lengths of the pieces: as many on every rank, 0 where a rank holds nothing of a tensor.
+    `gram` returns the same bits everywhere; `combine` takes the coefficients of rank 0, then works on its piece alone.
+
+    A model that FSDP2 has sharded is such a set of pieces, with a segment for each parameter:
+    `torch.cat([p.to_local().flatten() for p in model.parameters()])`, of lengths `p.to_local().numel()`. A vector
+    that is a `DTensor` knows its ranks: it needs no context, and heeds none.
+
+    Every rank of the group makes the same calls in the same order, also those that hold nothing. What is refused on
+    one rank is refused on all, and so are calls that differ between ranks. Not noticed: copies that are not equal.
+
+    Args:
+        group: the ranks; `None` is all of them.
+        replicated: the segments that every rank holds as a whole. They are counted once, from rank 0.
+
+    Raises:
+        ArgumentError: if there is no process group, or this rank is not in it.
+
+    Cost: one all-gather a call, of 8 KiB a rank; what exceeds 500 sums (four rows in fifty segments) goes in a
+    second, of 16 bytes each. Rows whose squares leave the range of float64 take two more.
+
+    Example:
+        >>> from manifoldagg.kernels import gram
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with across_ranks():
+        ...     gram([torch.ones(3)])
+        tensor([[[3.]]], dtype=torch.float64)
+        >>> dist.destroy_process_group()
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ArgumentError("group: expected an initialised process group; call torch.distributed.init_process_group")
+    if dist.get_rank(group) < 0:
+        raise ArgumentError(f"group: expected one with rank {dist.get_rank()} in it")
+    copies = tuple(sorted({check_count("replicated", s, at_least=0) for s in replicated}))
+    token = ACROSS.set((group, copies))
+    try:
+        yield
+    finally:
+        ACROSS.reset(token)
+
+
+@contextmanager
+def guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
+    """Around what a rank does before it meets the others: an error in it becomes an error on every rank.
+
+    The others would wait for ever; so they raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names
+    this rank. It is for checks before `sharded.gram` and `sharded.combine`, which have guards of their own: they must
+    not be called within one.
+
+    Raises:
+        ArgumentError: if the tensors are no pieces, or their mesh is without this rank.
+    """
+    placed = meshed(groups)
+    active = ACROSS.get()
+    device = next((tensor.device for tensor in flat(groups) if isinstance(tensor, Tensor)), torch.device("cpu"))
+    if placed:
+        ranks = Ranks.of_mesh(placed[0].device_mesh, device)
+    elif active:
+        ranks = Ranks.of_group(active[0], device)
+    else:
+        raise ArgumentError("rows: expected DTensors, or a call within across_ranks")
+    with ranks.guard():
+        yield ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What this rank holds of some vectors.
+
+    Attributes:
+        blocks: the blocks of the piece.
+        counted: for each segment, whether its entries count here: one rank's do where several hold a copy.
+        cuts: a digest of what must be the same of the segments on every rank.
+        dtypes: a digest of which vectors there are.
+        tensors: the local part of each vector, by its `id`.
+    """
+
+    blocks: Blocks
+    counted: tuple[bool, ...]
+    cuts: int
+    dtypes: int
+    tensors: dict[int, Line]
+
+    @staticmethod
+    def of(rows: Rows, segments: Cuts, **others: Line | None) -> "Piece":
+        """The piece of these vectors; `None` among the others is left out.
+
+        Raises:
+            ArgumentError: if the vectors are not held alike, or in a way that cannot be used.
+        """
+        groups = (("rows", rows.plus), ("minus", rows.minus))
+        listed = {f"{name}[{i}]": row for name, group in groups for i, row in enumerate(group)} | others
+        named = {name: vector for name, vector in listed.items() if vector is not None}
+        if is_transformed(list(named.values())):
+            raise ArgumentError("rows: derivatives are not followed over ranks; use torch.no_grad(), or detach them")
+        return _of_mesh(named, segments) if meshed([*named.values()]) else _of_group(named, segments)
+
+    def here(self, vector: Line) -> Line:
+        """The local part of a vector."""
+        return self.tensors[id(vector)]
+
+    def rows(self, rows: Rows) -> Rows:
+        """The local rows."""
+        minus = tuple(row if row is None else self.here(row) for row in rows.minus)
+        local = Rows.of(tuple(self.here(row) for row in rows.plus), minus)
+        local.lengths = rows.lengths  # also where the base or the target alone is a tuple
+        return local
+
+    def terms(self, call: int, k: int) -> dict[str, int]:
+        """What must be the same on every rank."""
+        counts = {"number of rows": k, "number of segments": len(self.counted)}
+        return {"call": call, **counts, "segments": self.cuts, "dtypes": self.dtypes}
+
+
+def _of_group(named: dict[str, Line], segments: Cuts) -> Piece:
+    group, copies = ACROSS.get() or (None, ())
+    if copies and copies[-1] >= len(segments):
+        raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {copies[-1]}")
+    first = dist.get_rank(group) == 0
+    counted = tuple(first or s not in copies for s in range(len(segments)))
+    tensors = {id(vector): vector for vector in named.values()}
+    return Piece(Blocks.of(tuple(segments)), counted, _digest(copies), _dtypes(named), tensors)
+
+
+def _of_mesh(named: dict[str, Any], segments: Cuts) -> Piece:
+    like = named["rows[0]"]
+    for name, vector in named.items():
+        _check_placed(name, vector, like)
+    mesh = like.device_mesh
+    start = 0
+    stop = like.shape[0]
+    original = True
+    for place, ways, index in zip(like.placements, mesh.shape, mesh.get_coordinate(), strict=True):
+        if place.is_shard():  # as torch.chunk cuts
+            width = -(-(stop - start) // ways)
+            begin = start
+            start = min(stop, begin + index * width)
+            stop = min(stop, begin + (index + 1) * width)
+        else:
+            original = original and index == 0
+    tensors: dict[int, Line] = {}
+    for name, vector in named.items():
+        tensors[id(vector)] = local = _to_local(vector)
+        if local.shape[0] != stop - start:
+            expected = f"{stop - start} entries on rank {dist.get_rank()}"
+            raise ArgumentError(f"{name}: expected {expected}, as torch.chunk cuts, got {local.shape[0]}")
+    cuts = tuple((min(max(a, start), stop) - start, min(max(b, start), stop) - start) for a, b in segments)
+    return Piece(Blocks.of(cuts), (original,) * len(cuts), _digest(segments), _dtypes(named), tensors)
+
+
+def _check_placed(name: str, vector: Any, like: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(vector, DTensor):
+        raise ArgumentError(f"{name}: expected a DTensor, as others are, got a plain tensor")
+    for place in vector.placements:
+        if not (type(place) is Replicate or (type(place) is Shard and place.dim == 0)):
+            raise ArgumentError(f"{name}: expected placements Shard(0) or Replicate(), got {place}")
+    if vector.device_mesh != like.device_mesh or vector.placements != like.placements:
+        expected, given = (f"{v.placements} on {v.device_mesh}" for v in (like, vector))
+        raise ArgumentError(f"{name}: expected the placements of rows[0], {expected}, got {given}")
+
+
+def _to_local(vector: Any) -> Tensor:
+    with torch.no_grad():
+        local = vector.to_local()
+    ready: Tensor = local.wait() if hasattr(local, "wait") else local
+    return ready
+
+
+def _digest(integers: Iterable[int] | Cuts) -> int:
+    return zlib.crc32(np.array([*integers], np.int64).tobytes())
+
+
+def _dtypes(named: dict[str, Line]) -> int:
+    dtypes = [(name, *(tensor.dtype for tensor in flat((vector,)))) for name, vector in named.items()]
+    return zlib.crc32(str(dtypes).encode())

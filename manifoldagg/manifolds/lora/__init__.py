@@ -1,0 +1,3 @@
+"""Low-rank leaves: LoRA adapters, their scaling, and their factors."""
+
+__all__: list[str] = []

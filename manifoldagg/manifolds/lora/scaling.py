@@ -1,0 +1,109 @@
+"""Scalings: what a model multiplies the product of an adapter's factors with, from the adapter's config."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from manifoldagg._validation import check_number
+from manifoldagg.errors import ArgumentError
+
+__all__ = ["Scaled", "Scaling", "scalings"]
+
+Scaling = Any
+"""A number, a mapping from patterns of modules to numbers, or the adapter's config: a `LoraConfig` or its dict."""
+WRAPPED = "base_model.model."
+"""What PEFT puts before the names of modules, which its patterns do not speak of."""
+
+
+class Scaled(NamedTuple):
+    """A pair of factors: the name of its module, and how many rows A has."""
+
+    name: str
+    rank: int
+
+
+def scalings(scaling: Scaling, pairs: Iterable[Scaled], *, where: str = "") -> list[float]:
+    r"""What a model multiplies each of its pairs with: $\alpha / r$, where it is rank-stabilised $\alpha / \sqrt r$.
+
+    Args:
+        scaling: a number for all; a mapping from patterns to numbers, where a pattern is, as in PEFT's `alpha_pattern`,
+            a regular expression for the end of a module's name; or a config, with `lora_alpha`, `r`, `use_rslora`,
+            `alpha_pattern` and `rank_pattern`.
+        pairs: of the adapter.
+        where: what messages begin with.
+
+    Raises:
+        ArgumentError: if a scaling is not above 0, a pair has no pattern or a pattern no pair, or the config is that
+            of another adapter, naming the pair.
+
+    Example:
+        >>> pairs = [Scaled("base_model.model.0.q_proj", 4), Scaled("base_model.model.0.v_proj", 16)]
+        >>> scalings({"lora_alpha": 8, "r": 4, "rank_pattern": {"v_proj": 16}, "use_rslora": True}, pairs)
+        [4.0, 2.0]
+        >>> scalings({"q_proj": 2.0, ".*": 0.5}, pairs)
+        [2.0, 0.5]
+    """
+    config = _config(scaling)
+    if config is not None:
+        return [_of_config(config, pair, where) for pair in pairs]
+    if not isinstance(scaling, Mapping):
+        value = check_number(f"{where}scaling", scaling, above=0)
+        return [value for _ in pairs]
+    values = {key: check_number(f"{where}scaling: {key}", value, above=0) for key, value in scaling.items()}
+    found = []
+    met = set()
+    for pair in pairs:
+        key = _pattern(values, pair.name, f"{where}scaling")
+        if key is None:
+            raise ArgumentError(f"{where}scaling: expected a pattern for {pair.name or 'the adapter'}, got none")
+        met.add(key)
+        found.append(values[key])
+    if odd := [key for key in values if key not in met]:
+        raise ArgumentError(f"{where}scaling: no adapter is at {', '.join(map(repr, odd))}")
+    return found
+
+
+def _config(scaling: Scaling) -> Mapping[str, Any] | None:
+    """The fields of a config; `None` where it is none."""
+    if isinstance(scaling, Mapping):
+        return scaling if "lora_alpha" in scaling else None
+    return vars(scaling) if hasattr(scaling, "lora_alpha") else None
+
+
+def _of_config(config: Mapping[str, Any], pair: Scaled, where: str) -> float:
+    kind = config.get("peft_type") or "LORA"
+    if str(getattr(kind, "value", kind)) != "LORA":
+        raise ArgumentError(f"{where}scaling: expected the config of a LoRA adapter, got one of {kind}")
+    if config.get("target_parameters"):
+        # One pair of tensors holds the factors of as many matrices as there are experts.
+        raise ArgumentError(f"{where}scaling: expected a config of modules, got one with target_parameters")
+    alpha, rank = (_told(config, key, table, pair.name, where) for key, table in NUMBERS)
+    if rank != pair.rank:
+        told = f"expected rank {rank:g} at {pair.name or 'the adapter'}, as this config says, got {pair.rank}"
+        raise ArgumentError(f"{where}scaling: {told}; is it that of another adapter?")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+NUMBERS = (("lora_alpha", "alpha_pattern"), ("r", "rank_pattern"))
+"""Each number of a config, and the table of modules where it is another."""
+
+
+def _told(config: Mapping[str, Any], key: str, table: str, name: str, where: str) -> float:
+    others = config.get(table) or {}
+    if not isinstance(others, Mapping):
+        raise ArgumentError(f"{where}scaling: {table}: expected a mapping, got {type(others).__name__}")
+    pattern = _pattern(others, name, f"{where}scaling: {table}")
+    value: Any = config.get(key) if pattern is None else others[pattern]
+    return check_number(f"{where}scaling: {key}", value, above=0)
+
+
+def _pattern(patterns: Iterable[Any], name: str, where: str) -> str | None:
+    """The first that is that of a module, as PEFT reads them."""
+    for pattern in patterns:
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", name.removeprefix(WRAPPED)):
+                return str(pattern)
+        except (re.error, TypeError) as error:
+            raise ArgumentError(f"{where}: expected regular expressions, got {pattern!r}: {error}") from None
+    return None

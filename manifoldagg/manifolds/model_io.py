@@ -1,0 +1,159 @@
+"""Models as others hold them, state dicts or lists of arrays: read where they lie, and given back as they came."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels import Tensors
+from manifoldagg.kernels.operands import check_apart
+from manifoldagg.manifolds.layout import OPAQUE, Layout
+
+__all__ = ["Array", "Given", "Model", "check_separate", "like", "opened", "row_of", "tensors", "write"]
+
+TENSORS = {Tensor, torch.nn.Parameter}
+"""What most models consist of."""
+_is_cpu = attrgetter("is_cpu")
+
+Array = Tensor | np.ndarray | np.generic
+Model = Mapping[Any, Array] | Sequence[Array]
+"""A state dict, or a list of arrays."""
+Given = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of several models, each by what messages about it begin with."""
+
+
+def tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor]:
+    """The entries of a model as tensors over the same memory, which are `written` or only read."""
+    entries = model if isinstance(model, Mapping) else dict(_entries(name, model))
+    keys = [*entries] if set(map(type, entries)) <= {str} else [*map(str, entries)]
+    found = dict(zip(keys, entries.values(), strict=True))
+    if len(found) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ArgumentError(f"{name}: expected names that differ as strings, got {twice!r} twice")
+    if OPAQUE in "".join(keys):
+        found = {key: x for key, x in found.items() if key.rpartition(".")[2] != OPAQUE}
+    if not set(map(type, found.values())) <= TENSORS:
+        for key, array in found.items():
+            if isinstance(array, np.ndarray | np.generic):
+                found[key] = _over(f"{name}: {key}", array, written)
+            elif not isinstance(array, Tensor):
+                raise ArgumentError(f"{name}: {key}: expected a tensor or an array, got {type(array).__name__}")
+    return found
+
+
+def _over(name: str, array: Any, written: bool) -> Tensor:
+    """A tensor over the memory of an array; over a copy where torch knows no such memory."""
+    apart = not (isinstance(array, np.ndarray) and array.dtype.isnative and min(array.strides, default=0) >= 0)
+    if written and (apart or not array.flags.writeable):
+        raise ArgumentError(f"{name}: expected a writable array in the byte order of this machine")
+    try:
+        if apart:
+            return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
+        # torch has no tensors that are read only, and warns of arrays that are.
+        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Open(array)))
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{name}: expected a numeric array, got dtype {array.dtype}") from None
+
+
+def opened(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model to write into, into which nothing can fail to be written but by an overlap.
+
+    Raises:
+        ArgumentError: if they are not those of the layout, on the devices of `current`.
+    """
+    target = tensors("out", out, written=True)
+    layout.match(target, "out: ")
+    if not (all(map(_is_cpu, target.values())) and all(map(_is_cpu, current.values()))):
+        for name, tensor in target.items():
+            if tensor.device != current[name].device:
+                raise ArgumentError(f"out: {name}: expected device {current[name].device}, got {tensor.device}")
+    asked = (Tensor.is_inference, Tensor.is_conj, Tensor.is_neg)
+    if any(any(map(ask, target.values())) for ask in asked) or not all(map(Tensor.data_ptr, target.values())):
+        _check_writable(target)
+    return target
+
+
+def _check_writable(target: Mapping[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError(f"out: {name}: expected a tensor that was not made in inference mode")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ArgumentError(f"out: {name}: expected a tensor to write into, got a conjugated or negated view")
+        if tensor.numel() and not tensor.data_ptr():
+            raise ArgumentError(f"out: {name}: expected a tensor with memory, got zeros that are not written down")
+
+
+def check_separate(layout: Layout, target: Mapping[str, Tensor], models: Given) -> None:
+    """The tensors of a model to write into share memory neither with one another nor with another entry of `models`.
+
+    Raises:
+        ArgumentError: if they do.
+    """
+    names = [entry.name for entry in (*layout.leaves, *layout.carried)]
+    names += [alias for alias, name in layout.aliases if target[alias].data_ptr() != target[name].data_ptr()]
+    written = Tensors([target[name] for name in names])
+    read = [Tensors([model[name] for name in names]) for model in models.values()]
+    # Adapters of other ranks are copied before anything is written.
+    check_apart(written, [row for row in read if row.lengths == written.lengths], written.lengths)
+
+
+def row_of(layout: Layout, target: Mapping[str, Tensor]) -> Tensors:
+    """The leaves of a model to write into, and where kernels cannot write there, others."""
+    row = Tensors([target[leaf.name] for leaf in layout.leaves])
+    if row.whole and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
+        return row
+    return Tensors([torch.empty(x.shape, dtype=x.dtype, device=row[0].device) for x in row])
+
+
+def write(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Copy what is not there already: nothing can fail any more."""
+    there = [name for name, tensor in target.items() if new[name] is not tensor]
+    if there:  # in one call, as hundreds of them take half the time
+        torch._foreach_copy_([target[name] for name in there], [new[name] for name in there])
+
+
+def like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:
+    """`new` as the kind of `current`: its container, order, devices, arrays where arrays were."""
+    plain = type(current) is dict and [*current] == [*now] and set(map(type, current.values())) <= TENSORS
+    if plain and all(map(_is_cpu, now.values())):
+        return {key: new[str(key)] for key in current}  # on the devices of `now`, as all that is made of it
+    entries: dict[Any, Any] = {}
+    for key, array in _entries("current", current):
+        if str(key) not in new:  # what a module keeps beside its tensors
+            entries[key] = copy.deepcopy(array)
+            continue
+        tensor = new[str(key)]
+        if tensor.device != now[str(key)].device:
+            tensor = tensor.to(now[str(key)].device)
+        entries[key] = tensor if isinstance(array, Tensor) else tensor.numpy().astype(array.dtype, copy=False)
+    if isinstance(current, dict):
+        same = copy.copy(current)
+        same.update(entries)
+        return same
+    if isinstance(current, Mapping):
+        return entries
+    return tuple(entries.values()) if isinstance(current, tuple) else list(entries.values())
+
+
+def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
+    """Key and array of each entry of a model."""
+    if isinstance(model, Mapping):
+        return model.items()
+    if isinstance(model, Sequence) and not isinstance(model, str):
+        return enumerate(model)
+    hint = ": pass its state_dict()" if isinstance(model, torch.nn.Module) else ""
+    raise ArgumentError(f"{name}: expected a state dict or a list of arrays, got {type(model).__name__}{hint}")
+
+
+class _Open:
+    """A read-only array, for those who will not write into it; it lives as long as what is made of it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}

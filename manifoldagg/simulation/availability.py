@@ -1,0 +1,256 @@
+"""Participation: clients that join, leave, fail and come back, declared as events in virtual time."""
+
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+import numpy as np
+
+from manifoldagg._validation import check_choice, check_number
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.clock import check_generator
+from manifoldagg.simulation.delays import Delay, store
+from manifoldagg.simulation.resumable import Resumable
+from manifoldagg.simulation.schedulers import Completion, Scheduler, plain_client, read_client
+
+__all__ = ["Change", "MakesParticipation", "Participation", "Participations", "churn", "read_changes"]
+
+C = TypeVar("C", bound=int | str)
+KINDS = ("join", "leave", "fail", "return")
+COLUMNS = ["time", "client", "kind"]
+
+
+@dataclass(frozen=True)
+class Change(Generic[C]):
+    """A client comes or goes.
+
+    Attributes:
+        time: when, in virtual seconds.
+        client: who.
+        kind: `"join"`: takes part from now on, for the first time. `"leave"`: finishes what it was given and takes
+            no more. `"fail"`: is gone at once, and its tasks are lost. `"return"`: takes part again after either.
+        lost: tasks that failed with it; told when it happens.
+
+    Raises:
+        ArgumentError: naming the field that does not fit.
+    """
+
+    time: float
+    client: C
+    kind: str
+    lost: int = 0
+
+    def __post_init__(self) -> None:
+        store(self, time=check_number("time", self.time, at_least=0), client=plain_client(self.client))
+        check_choice("kind", self.kind, KINDS)
+
+    def __deepcopy__(self, memo: object) -> "Change[C]":
+        return self
+
+
+class Participation(Resumable, Generic[C]):
+    """A scheduler whose clients come and go.
+
+    `next` tells changes as they happen, between the completions; a change comes before a completion at the same time,
+    and changes at one time come in the order of their declaration. Whoever drives it dispatches a client that joins or
+    returns, and gives up the tickets of one that fails. One that left and returns may still be at its last task:
+    `idle` tells.
+
+    Args:
+        scheduler: carries out the tasks; nothing else may use it from now on.
+        changes: in any order. A client whose first change is no `"join"` takes part from the start, as do those in
+            `present`.
+        present: clients that take part from the start.
+
+    Raises:
+        ArgumentError: naming the change that cannot happen, such as one before the scheduler's time, or the return of
+            a client that is here.
+
+    Example:
+        >>> from manifoldagg.simulation.delays import Deterministic
+        >>> from manifoldagg.simulation.schedulers import IndependentClients
+        >>> clients = IndependentClients(Deterministic(2.0), np.random.default_rng(0))
+        >>> crowd = Participation(clients, [Change(1.0, "a", "fail"), Change(5.0, "b", "join")])
+        >>> crowd.dispatch("a", work=1.0)
+        >>> crowd.next()
+        Change(time=1.0, client='a', kind='fail', lost=1)
+        >>> crowd.next().kind, sorted(crowd.present)
+        ('join', ['b'])
+    """
+
+    kind: ClassVar[str] = "participation"
+
+    def __init__(self, scheduler: Scheduler[C], changes: Iterable[Change[C]], *, present: Iterable[C] = ()) -> None:
+        changes = list(changes)
+        for i, change in enumerate(changes):
+            if not isinstance(change, Change):
+                raise ArgumentError(f"changes[{i}]: expected a Change, got {change!r}")
+        self._scheduler = scheduler
+        self._changes = sorted(changes, key=lambda change: change.time)
+        first = {change.client: change.kind for change in reversed(self._changes)}
+        self._begin = set(present) | {client for client, kind in first.items() if kind != "join"}
+        self._done = 0
+        if self._changes and self._changes[0].time < scheduler.now:
+            raise ArgumentError(f"changes: expected times >= {scheduler.now:g}, which is now, got {self._changes[0]}")
+        known = set(self._begin)
+        here = set(self._begin)
+        for change in self._changes:
+            state = "here" if change.client in here else "away" if change.client in known else "unknown"
+            if state != {"join": "unknown", "return": "away"}.get(change.kind, "here"):
+                raise ArgumentError(f"changes: {change} cannot happen to a client that is {state}")
+            known.add(change.client)
+            _apply(change, here)
+        self._present = set(self._begin)
+
+    @property
+    def now(self) -> float:
+        """The virtual time in seconds."""
+        return self._scheduler.now
+
+    @property
+    def present(self) -> frozenset[C]:
+        """The clients that take tasks now."""
+        return frozenset(self._present)
+
+    def idle(self, client: C) -> bool:
+        """Whether a client is here and has nothing to do."""
+        return client in self._present and not self._scheduler.held(client)
+
+    def dispatch(self, client: C, work: float) -> None:
+        """Hand over a task of `work` units.
+
+        Raises:
+            ArgumentError: if the client is not here, or the scheduler does not take it.
+        """
+        if client not in self._present:
+            raise ArgumentError(f"client: {client!r} does not take part at {self.now:g} s")
+        self._scheduler.dispatch(client, work)
+
+    def next(self) -> Completion | Change[C]:
+        """The next task to finish, or change to happen.
+
+        Raises:
+            ManifoldAggError: if neither is left.
+        """
+        change = self._changes[self._done] if self._done < len(self._changes) else None
+        if change is None or self._scheduler.peek() < change.time:
+            return self._scheduler.next()
+        self._scheduler.advance(change.time)
+        self._done += 1
+        _apply(change, self._present)
+        return replace(change, lost=self._scheduler.cancel(change.client)) if change.kind == "fail" else change
+
+    def state(self) -> dict[str, Any]:
+        """All that the future depends on beside the constructor's arguments, as a tree that JSON can hold."""
+        return {"settings": self._settings(), "done": self._done, "scheduler": self._scheduler.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`, bit for bit; this was made with the same arguments.
+
+        Raises:
+            ArgumentError: if `state` is none of this; all stays as it was.
+        """
+        try:
+            settings = state["settings"]
+            done = state["done"]
+            inner = state["scheduler"]
+            fits = settings == self._settings() and type(done) is int and 0 <= done <= len(self._changes)
+            now = check_number("now", inner["clock"]["now"])
+            # In order of time: those up to now are done, and no others.
+            fits = fits and all(change.time <= now for change in self._changes[:done][-1:])
+            fits = fits and all(change.time >= now for change in self._changes[done:][:1])
+        except (KeyError, TypeError, ArgumentError):
+            fits = False
+        if not fits:
+            raise ArgumentError("state: expected the state of a participation with the same clients and changes")
+        self._scheduler.restore(inner)
+        self._done = done
+        self._present = set(self._begin)
+        for change in self._changes[:done]:
+            _apply(change, self._present)
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "present": sorted(self._begin, key=lambda client: (str(type(client)), client)),
+            "changes": [[change.time, change.client, change.kind] for change in self._changes],
+        }
+
+
+def churn(
+    clients: Iterable[C], up: Delay, down: Delay, until: float, generator: np.random.Generator
+) -> list[Change[C]]:
+    """Clients that fail and return in turns, all of them here at time 0.
+
+    Args:
+        clients: who.
+        up: how long a client is here until it fails.
+        down: how long it is gone.
+        until: no change after this time.
+        generator: draws a client's times before those of the one after it.
+
+    Returns:
+        Changes for `Participation`, by client.
+
+    Raises:
+        ArgumentError: if a stay and an absence take no time on average, or `until` is no number >= 0.
+
+    Example:
+        >>> from manifoldagg.simulation.delays import Deterministic
+        >>> up, down = Deterministic(3.0), Deterministic(1.0)
+        >>> [(c.time, c.kind) for c in churn(["a"], up, down, 5.0, np.random.default_rng(0))]
+        [(3.0, 'fail'), (4.0, 'return')]
+    """
+    check_generator(generator)
+    until = check_number("until", until, at_least=0)
+    if not up.expected() + down.expected() > 0:
+        raise ArgumentError("up, down: expected a positive time on average, got 0")
+    changes = []
+    for client in clients:
+        time = up.draw(generator)
+        here = True
+        while time <= until:
+            changes.append(Change(time, client, "fail" if here else "return"))
+            here = not here
+            time += (up if here else down).draw(generator)
+    return changes
+
+
+def read_changes(path: Path | str) -> list[Change[Any]]:
+    """Changes from a CSV file with the columns `time`, `client` and `kind`.
+
+    A client whose name is how an integer is written is that integer.
+
+    Raises:
+        ArgumentError: naming the file and the line that does not fit.
+    """
+    path = Path(path)
+    changes: list[Change[Any]] = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.reader(file, strict=True, skipinitialspace=True)
+            if next(table, None) != COLUMNS:
+                raise ArgumentError(f"path: {path}: expected the columns {', '.join(COLUMNS)}")
+            for row in table:
+                try:
+                    time, client, kind = row
+                    changes.append(Change(float(time), read_client(client), kind))
+                except ValueError as error:
+                    raise ArgumentError(f"path: {path}, line {table.line_num}: {error}") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ArgumentError(f"path: {path} cannot be read: {error}") from None
+    return changes
+
+
+def _apply(change: Change[C], here: set[C]) -> None:
+    if change.kind in ("join", "return"):
+        here.add(change.client)
+    else:
+        here.discard(change.client)
+
+
+MakesParticipation: TypeAlias = Callable[[Sequence[int], np.random.Generator], Iterable[Change[int]]]
+"""A function that makes the changes of availability of these clients."""
+Participations: TypeAlias = Iterable[Change[int]] | MakesParticipation | None
+"""What [`run`][manifoldagg.simulation.run] accepts as availability."""

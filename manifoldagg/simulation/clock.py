@@ -1,0 +1,206 @@
+"""A virtual clock: events in order of time, ties in order of scheduling, and the generator that goes with them."""
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.errors import ArgumentError, ManifoldAggError
+from manifoldagg.simulation.resumable import Resumable
+
+__all__ = ["VirtualClock", "check_generator"]
+
+T = TypeVar("T")
+
+
+class VirtualClock(Resumable, Generic[T]):
+    """An event heap that never sleeps, and one generator for all that happens in its time.
+
+    Args:
+        generator: for those who schedule; the clock itself draws nothing. By default one of seed 0.
+
+    Raises:
+        ArgumentError: if `generator` is none.
+
+    Example:
+        >>> clock = VirtualClock()
+        >>> clock.schedule(2.0, "late"); clock.schedule(1.0, "early"); clock.schedule(1.0, "tie")
+        >>> [clock.next() for _ in range(3)]
+        [(1.0, 'early'), (1.0, 'tie'), (2.0, 'late')]
+    """
+
+    kind: ClassVar[str] = "clock"
+
+    def __init__(self, generator: np.random.Generator | None = None) -> None:
+        self.generator = check_generator(np.random.default_rng(0) if generator is None else generator)
+        self.now = 0.0
+        self._events: list[tuple[float, int, int, T]] = []
+        self._scheduled = 0
+        # Who is not in here was cancelled, but may be in the heap still; never as its first.
+        self._coming: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._coming)
+
+    def schedule(self, delay: float, event: T) -> None:
+        """Let `event` happen `delay` >= 0 from now.
+
+        Raises:
+            ArgumentError: if `delay` is negative or no number.
+        """
+        self.schedule_at(self.now + check_number("delay", delay, at_least=0), event)
+
+    def schedule_at(self, time: float, event: T, *, order: int | None = None) -> int:
+        """Let `event` happen at `time` >= now.
+
+        Args:
+            time: exactly this number is told when the event happens.
+            event: anything; a number, a string or a flat tuple of them where `state` is asked for.
+            order: among events at one time; by default, how many events were scheduled before.
+
+        Returns:
+            How many events were scheduled before: what `cancel` knows this one by.
+
+        Raises:
+            ArgumentError: if `time` is in the past or no finite number.
+        """
+        if not (type(time) is float and self.now <= time < inf):
+            time = check_number("time", time, at_least=self.now)
+        count = self._scheduled
+        heappush(self._events, (time, count if order is None else order, count, event))
+        self._coming.add(count)
+        self._scheduled = count + 1
+        return count
+
+    def peek(self) -> float:
+        """When the earliest event happens; infinity if none is scheduled."""
+        return self._events[0][0] if self._events else inf
+
+    def next(self) -> tuple[float, T]:
+        """Advance to the earliest event: its time and itself.
+
+        Raises:
+            ManifoldAggError: if nothing is scheduled.
+        """
+        if not self._events:
+            raise ManifoldAggError("the clock has no event: schedule one before asking for the next")
+        time, _, count, event = heappop(self._events)
+        self.now = time
+        self._coming.remove(count)
+        self._tidy()
+        return time, event
+
+    def advance(self, time: float) -> None:
+        """Let time pass in which nothing happens.
+
+        Raises:
+            ArgumentError: if `time` is in the past, or after the earliest event.
+        """
+        self.now = check_number("time", time, at_least=self.now, at_most=self.peek())
+
+    def cancel(self, count: int) -> None:
+        """Take back one event that is still to come, by what `schedule_at` returned; no other is looked at.
+
+        Raises:
+            ArgumentError: if it has happened already, was taken back, or is none.
+        """
+        if check_count("count", count, at_least=0) not in self._coming:
+            raise ArgumentError(f"count: expected an event that is still to come, got {count!r}")
+        self._coming.remove(count)
+        self._tidy()
+        if len(self._events) > 2 * len(self):
+            self._sweep()
+
+    def discard(self, test: Callable[[T], bool]) -> list[T]:
+        """Take back the events that pass `test`: they will not happen. Cost: one look at every event."""
+        self._sweep()
+        gone = [entry for entry in self._events if test(entry[3])]
+        self._coming.difference_update(entry[2] for entry in gone)
+        self._sweep()
+        return [entry[3] for entry in sorted(gone, key=_rank)]
+
+    def state(self) -> dict[str, Any]:
+        """All that the future depends on, as a tree that JSON can hold; `restore` takes it back."""
+        self._sweep()
+        events = [
+            [time, order, count, list(event) if isinstance(event, tuple) else event]
+            for time, order, count, event in sorted(self._events, key=_rank)
+        ]
+        generator = _plain(self.generator.bit_generator.state)
+        return {"now": self.now, "scheduled": self._scheduled, "events": events, "generator": generator}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`, bit for bit.
+
+        Raises:
+            ArgumentError: if `state` is none of a clock with the same kind of generator; the clock stays as it was.
+        """
+        try:
+            now = check_number("now", state["now"], at_least=0)
+            scheduled = check_count("scheduled", state["scheduled"], at_least=0)
+            events: list[tuple[float, int, int, Any]] = [
+                (
+                    check_number("time", time, at_least=now),
+                    check_count("order", order, at_least=0),
+                    check_count("count", count, at_least=0),
+                    tuple(event) if isinstance(event, list) else event,
+                )
+                for time, order, count, event in state["events"]
+            ]
+            if any(event[2] >= scheduled for event in events) or len({event[2] for event in events}) < len(events):
+                raise ValueError("events are not counted once each")
+            # A twin takes the state first: half of a bad one must not reach the real generator.
+            twin = type(self.generator.bit_generator)()
+            twin.state = state["generator"]
+            # Positions in a buffer are taken as they are, and read from there.
+            given = _plain(twin.state)
+            position = given.get("buffer_pos", given["state"].get("pos", 0))
+            end = _BUFFERS.get(given["bit_generator"])
+            if given != state["generator"] or (end is not None and not 0 <= position <= end):
+                raise ValueError("the generator cannot have such a state")
+        except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
+            raise ArgumentError(f"state: expected the state of a clock with such a generator, got {error!r}") from None
+        self.generator.bit_generator.state = twin.state
+        self.now = now
+        self._scheduled = scheduled
+        self._events = sorted(events, key=_rank)
+        self._coming = {event[2] for event in events}
+
+    def _tidy(self) -> None:
+        """Drop cancelled events in front of the first one that happens."""
+        while self._events and self._events[0][2] not in self._coming:
+            heappop(self._events)
+
+    def _sweep(self) -> None:
+        """Drop all cancelled events."""
+        if len(self._events) > len(self):
+            self._events = [entry for entry in self._events if entry[2] in self._coming]
+            heapify(self._events)
+
+
+def check_generator(generator: np.random.Generator) -> np.random.Generator:
+    """`generator`, which must be NumPy's.
+
+    Raises:
+        ArgumentError: if it is something else.
+    """
+    if not isinstance(generator, np.random.Generator):
+        raise ArgumentError(f"generator: expected a numpy.random.Generator, got {type(generator).__name__}")
+    return generator
+
+
+def _rank(entry: tuple[float, int, int, Any]) -> tuple[float, int, int]:
+    return entry[:3]
+
+
+_BUFFERS = {"MT19937": 624, "Philox": 4}
+
+
+def _plain(tree: Any) -> Any:
+    """Arrays as lists, throughout a tree of dictionaries."""
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree

@@ -1,0 +1,108 @@
+"""The log of a run: a row for each evaluation, with all that was spent by then; equal terms are ways to read it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manifoldagg._validation import check_choice
+from manifoldagg.errors import ArgumentError
+
+__all__ = ["AXES", "Evaluation", "Spent", "reached", "within"]
+
+AXES = ("round", "time", "gradients", "bytes")
+"""What a run is read along: answers, virtual seconds, gradients of minibatches, bytes sent down and up."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a run has spent so far.
+
+    Attributes:
+        round: answers, one client's each, accepted or not.
+        time: of the last of them, in virtual seconds.
+        gradients: of minibatches, which the answered tasks computed: calls of the criterion whose value can be
+            differentiated, whatever the trainer. A step with `SAM` or `ASAM` has two; one that looks at k places of a
+            curve has k. Of a task that diverged those count that it came to, of one that was lost none.
+        bytes_down: of the tensors of all messages, also of those to clients that went, or have not answered yet.
+        bytes_up: of the tensors of all payloads. What a client keeps for itself does not travel.
+        refused: answers that the server refused, or whose training diverged.
+    """
+
+    round: int = 0
+    time: float = 0.0
+    gradients: int = 0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    refused: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Down and up."""
+        return self.bytes_down + self.bytes_up
+
+    def along(self, axis: str) -> float:
+        """Where this is on an axis: `"round"`, `"time"`, `"gradients"` or `"bytes"`.
+
+        Raises:
+            ArgumentError: if it is another.
+        """
+        value: float = getattr(self, check_choice("axis", axis, AXES))
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Spent):
+    """What the server's model was worth, and what had been spent by then.
+
+    Attributes:
+        accuracy: on the held-out samples of all clients together.
+        loss: the mean cross-entropy on them; `None` where it is not finite.
+        gini: of the clients' accuracies, each on its own held-out samples.
+        theil: likewise.
+        staleness: of the answers since the evaluation before, the mean in versions; 0 where there are none.
+        staleness_max: of them the largest.
+
+    Example:
+        >>> row = Evaluation(round=4, bytes_down=900, bytes_up=800, accuracy=0.5, loss=1.2, gini=0.1, theil=0.05)
+        >>> row.along("bytes"), row.refused
+        (1700, 0)
+    """
+
+    accuracy: float
+    loss: float | None
+    gini: float
+    theil: float
+    staleness: float = 0.0
+    staleness_max: int = 0
+
+
+def within(rows: Sequence[Evaluation], axis: str, budget: float) -> Evaluation:
+    """The last row that had spent no more than `budget`; nothing is interpolated.
+
+    Args:
+        rows: of one run, in order.
+        axis: of what: one of `AXES`.
+        budget: in its units.
+
+    Raises:
+        ArgumentError: if there is none.
+
+    Example:
+        >>> rows = [Evaluation(round=i, gradients=9 * i, accuracy=i / 4, loss=1.0, gini=0, theil=0) for i in range(4)]
+        >>> within(rows, "gradients", 20).accuracy
+        0.5
+    """
+    found = [row for row in rows if row.along(axis) <= budget]
+    if not found:
+        raise ArgumentError(f"budget: expected a row that had spent {budget:g} of {axis} at most, there is none")
+    return found[-1]
+
+
+def reached(rows: Sequence[Evaluation], target: float) -> Evaluation | None:
+    """The first row with an accuracy of at least `target`; `None` if there is none.
+
+    Example:
+        >>> rows = [Evaluation(round=i, accuracy=i / 4, loss=1.0, gini=0, theil=0) for i in range(4)]
+        >>> reached(rows, 0.4).round, reached(rows, 0.8)
+        (2, None)
+    """
+    return next((row for row in rows if row.accuracy >= target), None)

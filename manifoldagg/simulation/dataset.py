@@ -1,0 +1,135 @@
+"""Tasks: a data set, the model that learns it, and batches of it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manifoldagg._validation import check_instance
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.lazy_pickle import checksum, recalled
+
+__all__ = ["Batches", "Task", "check_task"]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a model of a task takes and gives.
+
+    Attributes:
+        shape: of one input: (features,), (channels, height, width), or (length,) of a sequence of tokens.
+        classes: how many there are to tell apart.
+        tokens: how many different ones inputs are made of; 0 where inputs are numbers.
+        every: whether there is a class for every token of a sequence, and not one for all of it.
+    """
+
+    shape: tuple[int, ...]
+    classes: int
+    tokens: int = 0
+    every: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """A classification task: one label for each sample, or one for each token of its sequence.
+
+    Attributes:
+        name: of the data set.
+        inputs: (samples, ...) in float32, or (samples, length) of tokens in int64.
+        labels: (samples,) in int64; or, where inputs are tokens, (samples, length).
+        model: makes an untrained model, whose scores are (samples, classes) or (samples, classes, length).
+        target: an accuracy worth timing how long it takes to reach.
+        owners: (samples,) in int64, whose each sample is, counted from 0; `None` where nobody says.
+        test: (samples,) of booleans, which samples are a test split that came with the data; `None` where none did.
+
+    Raises:
+        ArgumentError: if these have other shapes or dtypes.
+
+    One that [`task`][manifoldagg.experiments.task] made goes to other processes by name: they make it for themselves.
+    """
+
+    name: str
+    inputs: Tensor
+    labels: Tensor
+    model: Callable[[], nn.Module]
+    target: float
+    owners: Tensor | None = None
+    test: Tensor | None = None
+    origin: "Callable[[], Task] | None" = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        samples = len(self.inputs)
+        tokens = self.inputs.dtype == torch.int64 and self.inputs.ndim == 2
+        shapes = ((samples,), self.inputs.shape) if tokens else ((samples,),)
+        if self.labels.dtype != torch.int64 or self.labels.shape not in shapes:
+            given = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
+            each = "samples or tokens" if tokens else "samples"
+            raise ArgumentError(f"labels: expected int64, one for each of {samples} {each}, got {given}")
+        for name, told, dtype in (("owners", self.owners, torch.int64), ("test", self.test, torch.bool)):
+            if told is not None and (told.dtype != dtype or told.shape != (samples,)):
+                given = f"{told.dtype} of shape {tuple(told.shape)}"
+                raise ArgumentError(f"{name}: expected {dtype} of shape ({samples},), got {given}")
+
+    @property
+    def signature(self) -> Signature:
+        """What a model of it takes and gives, as far as the samples show it."""
+        tokens = 0 if self.inputs.is_floating_point() else int(self.inputs.max()) + 1
+        return Signature(tuple(self.inputs.shape[1:]), int(self.labels.max()) + 1, tokens, self.labels.ndim > 1)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return recalled(self, self.origin, attrgetter("checksum"))
+
+    @property
+    def checksum(self) -> int:
+        """Of the samples, their labels and what else is known of them: other data have another one, nearly always."""
+        told = [part for part in (self.owners, self.test) if part is not None]
+        return checksum(torch.tensor(self.inputs.shape), self.inputs, self.labels, *told)
+
+
+def check_task(task: object) -> Task:
+    """A task, and not its name.
+
+    Raises:
+        ArgumentError: if it is none.
+
+    Example:
+        >>> check_task("digits")
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: task: expected a Task, got 'digits'; write task('digits')
+    """
+    return check_instance("task", task, Task, f"task({task!r})" if isinstance(task, str) else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Minibatches of a client's samples, reshuffled at every pass.
+
+    Args:
+        inputs: (samples, ...).
+        labels: (samples,).
+        size: samples a batch; the last one can be smaller.
+        generator: draws the order.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    size: int
+    generator: np.random.Generator
+
+    @property
+    def samples(self) -> int:
+        """How many samples one pass has."""
+        return len(self.labels)
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.from_numpy(self.generator.permutation(self.samples))
+        for index in order.split(self.size):
+            yield self.inputs[index], self.labels[index]

@@ -1,0 +1,156 @@
+"""Measured delays: one profile of computation and communication for each device, from a CSV file, given to clients."""
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from manifoldagg._validation import check_number, check_vector
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.clock import check_generator
+from manifoldagg.simulation.delays import Delay, store
+
+__all__ = ["Empirical", "assign"]
+
+C = TypeVar("C", bound=int | str)
+D = TypeVar("D", bound=Delay)
+COLUMNS = ("client", "computation_s", "round_s")
+
+
+@dataclass(frozen=True)
+class Empirical(Delay):
+    r"""Measured rounds, each as likely: `work` units take $\operatorname{work} \cdot t_i + c_i$ seconds in round i.
+
+    What is computed grows with the work; what is sent does not. Both parts of a draw are of one round.
+
+    Args:
+        computation: $t_i$, seconds for a unit of work, (n,).
+        communication: $c_i$, seconds for a round however much is computed in it, (n,); none by default.
+
+    Raises:
+        ArgumentError: naming the number that does not fit.
+
+    Example:
+        >>> delay = Empirical((1.0, 3.0), (0.5, 0.25))
+        >>> delay.quantile(0.75), delay.expected(), delay.expected(work=2.0)
+        (3.25, 2.375, 4.375)
+    """
+
+    computation: tuple[float, ...]
+    communication: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        computation = check_vector("computation", self.computation, at_least=0)
+        none = isinstance(self.communication, tuple | list) and not self.communication
+        sent = np.zeros_like(computation) if none else check_vector("communication", self.communication, at_least=0)
+        if len(sent) != len(computation):
+            raise ArgumentError(f"communication: expected {len(computation)} rounds as in computation, got {len(sent)}")
+        order = np.argsort(computation + sent, kind="stable")
+        store(self, computation=tuple(computation[order].tolist()), communication=tuple(sent[order].tolist()))
+
+    @property
+    def delays(self) -> tuple[float, ...]:
+        """Of the rounds with one unit of work, ascending, (n,): what other distributions can be made `of`."""
+        return tuple(t + c for t, c in zip(self.computation, self.communication, strict=True))
+
+    def expected(self, work: float = 1.0) -> float:
+        return work * float(np.mean(self.computation)) + float(np.mean(self.communication))
+
+    def draw(self, generator: np.random.Generator, work: float = 1.0) -> float:
+        i = int(generator.random() * len(self.computation))
+        return work * self.computation[i] + self.communication[i]
+
+    def _mean(self) -> float:
+        return float(np.mean(self.delays))
+
+    def _invert(self, share: float) -> float:
+        return self.delays[int(share * len(self.computation))]
+
+    @staticmethod
+    def from_csv(path: Path | str, *, work: float = 1.0, size: float = 1.0) -> "dict[str, Empirical]":
+        """The profiles of measured devices, by the column `client`.
+
+        Other columns are `computation_s` and `round_s`, the seconds of computation alone and of the whole round; more
+        are left unread.
+
+        Args:
+            path: a CSV file with a header.
+            work: how many units one measured round computed; computation is divided by it.
+            size: bytes of the model to be simulated over bytes of the measured one; communication is multiplied by it.
+
+        Returns:
+            One profile a client, in order of their first rows.
+
+        Raises:
+            ArgumentError: naming the file and the line that does not fit.
+
+        Source: OrthoFL D.4.
+        """
+        check_number("work", work, above=0)
+        check_number("size", size, at_least=0)
+        rounds: dict[str, list[tuple[float, float]]] = {}
+        try:
+            with Path(path).open(newline="", encoding="utf-8-sig") as file:
+                rows = csv.DictReader(file, strict=True)
+                columns = rows.fieldnames or ()
+                missing = [name for name in COLUMNS if name not in columns]
+                if missing:
+                    raise ArgumentError(f"path: {path} has no column {', '.join(missing)}")
+                double = [name for name in COLUMNS if list(columns).count(name) > 1]
+                if double:
+                    raise ArgumentError(f"path: {path} has several columns {', '.join(double)}")
+                for row in rows:
+                    if None in row:
+                        raise ArgumentError(f"path: {path}, line {rows.line_num}: expected {len(columns)} fields")
+                    client, computation, whole = (row[name] for name in COLUMNS)
+                    if not client:
+                        raise ArgumentError(f"path: {path}, line {rows.line_num}: client: expected a name, got none")
+                    rounds.setdefault(client, []).append(
+                        _round(f"path: {path}, line {rows.line_num}", computation, whole)
+                    )
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise ArgumentError(f"path: {path} cannot be read: {error}") from None
+        if not rounds:
+            raise ArgumentError(f"path: {path} has no rounds")
+        return {
+            client: Empirical(tuple(t / work for t, _ in parts), tuple(c * size for _, c in parts))
+            for client, parts in rounds.items()
+        }
+
+
+def assign(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random.Generator) -> dict[C, D]:
+    """Give each client a profile at random, each time any of them.
+
+    Args:
+        profiles: as from `Empirical.from_csv`.
+        clients: who gets one.
+        generator: draws one number a client.
+
+    Raises:
+        ArgumentError: if there is no profile.
+
+    Source: OrthoFL §5.1.
+
+    Example:
+        >>> assign({"pi": Empirical((1.0,))}, range(2), np.random.default_rng(0))[1].delays
+        (1.0,)
+    """
+    check_generator(generator)
+    if not profiles:
+        raise ArgumentError("profiles: expected at least one, got none")
+    listed = list(profiles.values())
+    return {client: listed[int(generator.integers(len(listed)))] for client in clients}
+
+
+def _round(where: str, computation: str | None, whole: str | None) -> tuple[float, float]:
+    """Seconds of computation and of communication in a row of text."""
+    try:
+        seconds = float(computation or "")
+        total = float(whole or "")
+    except ValueError:
+        raise ArgumentError(f"{where}: expected two numbers, got {computation!r} and {whole!r}") from None
+    check_number(f"{where}: computation_s", seconds, at_least=0)
+    return seconds, check_number(f"{where}: round_s", total, at_least=seconds) - seconds

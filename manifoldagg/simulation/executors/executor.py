@@ -1,0 +1,196 @@
+"""Workers: an executor that is given, or made and made again where it breaks; processes that go with their parent."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import connection, get_context, parent_process, resource_tracker
+from types import TracebackType
+from typing import TypeAlias
+
+import torch
+
+from manifoldagg._validation import check_count
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.executors.task_transport import Letter, Outcome, attempt
+
+__all__ = ["Executors", "Workers", "processes", "serving"]
+
+PATIENCE = 3
+"""So many new executors in a row may break before one of them finished a task."""
+
+
+class Workers:
+    """An executor, and another one where it breaks. As a context it ends those that were made here.
+
+    Args:
+        source: an executor, or what makes one. A new one is made where that breaks; one that was given is left alone.
+
+    Raises:
+        ArgumentError: if it is neither.
+
+    Example:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> with Workers(partial(ThreadPoolExecutor, 2)) as workers:
+        ...     workers.count
+        2
+    """
+
+    def __init__(self, source: Executor | Callable[[], Executor]) -> None:
+        if isinstance(source, type) or not (isinstance(source, Executor) or callable(source)):
+            raise ArgumentError(f"executor: expected an Executor, or a function that makes one, got {source!r}")
+        self._make = None if isinstance(source, Executor) else source
+        self._executor = source if isinstance(source, Executor) else None
+        self.broken = 0
+        """How many executors have broken since one of them finished a task."""
+
+    @property
+    def count(self) -> int | None:
+        """How many work at a time; `None` where the executor does not say."""
+        count = getattr(self._own(), "_max_workers", None)
+        return count if isinstance(count, int) and count > 0 else None
+
+    def submit(self, letter: Letter) -> "Future[Outcome]":
+        """Hand a letter to the executor.
+
+        Raises:
+            RuntimeError: if it is broken, or takes no more work.
+        """
+        return self._own().submit(attempt, letter)
+
+    def replace(self, error: BaseException, client: int) -> None:
+        """Have another executor from now on: this one broke, as `error` says, with a task of `client`.
+
+        Raises:
+            ArgumentError: if it was given, or as many have broken in a row as are borne with.
+        """
+        self.broken += 1
+        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if self._make is None:
+            raise ArgumentError(
+                f"executor: it broke ({told}); give a function that makes one, and what it was at is done again"
+            ) from error
+        if self.broken > PATIENCE:
+            raise ArgumentError(
+                f"executor: a task of client {client} could not be done: {self.broken} executors in a row broke with "
+                f'it ({told}). For processes, calls of a script stand below `if __name__ == "__main__":`'
+            ) from error
+        self.close()
+
+    def close(self) -> None:
+        """End the executor that was made here, and what it is at; one that was given stays."""
+        executor = self._executor
+        if self._make is None or executor is None:
+            return
+        self._executor = None
+        at_work = list((getattr(executor, "_processes", None) or {}).values())
+        manager = getattr(executor, "_executor_manager_thread", None)
+        if at_work:
+            executor.shutdown(wait=False, cancel_futures=True)
+        else:
+            # Dask's knows no other option.
+            executor.shutdown(wait=True)
+        # A pool stumbles over what was cancelled, aloud, if a process dies before it has put that away.
+        while manager is not None and manager.is_alive() and _cancelled(manager):
+            time.sleep(1e-3)
+        for process in at_work:
+            process.terminate()
+        if manager is not None:
+            manager.join()
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _own(self) -> Executor:
+        if self._executor is None:
+            assert self._make is not None
+            made = self._make()
+            if not isinstance(made, Executor):
+                raise ArgumentError(f"executor: expected a function that makes an Executor, it made {made!r}")
+            self._executor = made
+        return self._executor
+
+
+Executors: TypeAlias = Executor | Callable[[], Executor] | Workers | None
+"""Who trains: an executor, or what makes one; workers, who go on to others after this; `None`: the caller."""
+
+
+@contextmanager
+def serving(executor: Executors) -> Iterator[Executors]:
+    """Workers that serve run after run: what a function makes is made once, and again only where it breaks."""
+    if executor is None or isinstance(executor, Workers):
+        yield executor
+        return
+    with Workers(executor) as workers:
+        yield workers
+
+
+def _cancelled(manager: threading.Thread) -> bool:
+    """Whether the thread of a pool of processes still has cancelled work before it."""
+    items = list(getattr(manager, "pending_work_items", {}).values())
+    return any(item.future.cancelled() for item in items)
+
+
+def processes(jobs: int) -> Callable[[], Executor]:
+    """What makes a pool of so many processes on this machine, for `run(executor=...)`.
+
+    Each has one thread for its arithmetic, leaves Ctrl-C to the process that made it, and ends with it, however that
+    ends. They are started with `spawn`: calls of a script stand below `if __name__ == "__main__":`.
+
+    Raises:
+        ArgumentError: if `jobs` is no positive integer.
+
+    Example:
+        >>> pool = processes(1)()
+        >>> pool.submit(pow, 2, 10).result()
+        1024
+        >>> pool.shutdown()
+    """
+    return partial(_pool, check_count("jobs", jobs))
+
+
+def _pool(jobs: int) -> Executor:
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_settle)
+    with _deaf():
+        for _ in range(jobs):
+            pool.submit(int)
+    return pool
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Who is started inside hears no Ctrl-C; one that comes meanwhile is heard here afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    # It lets signals through again where it starts what it needs.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _settle() -> None:
+    """What a new process does first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    threading.Thread(target=_follow, daemon=True).start()
+
+
+def _follow() -> None:
+    """End with the parent: nobody else would tell a process that it is waiting in vain."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)

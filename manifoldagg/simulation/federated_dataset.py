@@ -1,0 +1,240 @@
+"""A federation: who holds which samples, and all that is random in what they do with them."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from manifoldagg._validation import check_count, check_instance, check_number
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.clients.determinism import seeded_model, task_generator
+from manifoldagg.simulation import registry
+from manifoldagg.simulation.dataset import Batches, Task, check_task
+from manifoldagg.simulation.lazy_pickle import checksum, recalled
+from manifoldagg.simulation.partitions import Partition
+
+__all__ = ["Federation", "Key", "check_federation"]
+
+SPLIT, BATCHES = 0, 2
+"""Independent streams of random numbers under one seed; others are in `scenario` and `federated.repeatable`."""
+
+
+class Key(NamedTuple):
+    """What a task is known by.
+
+    Attributes:
+        client: whose it is.
+        nth: how many tasks that client was given before it.
+    """
+
+    client: int
+    nth: int
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Who holds which samples, for training and held out.
+
+    Attributes:
+        task: what is learned.
+        train: one array of sample positions a client.
+        held_out: likewise, disjoint from `train`; together the test set.
+        batch: samples a minibatch.
+        seed: everything random in a run follows from it.
+
+    One that `split` made goes to other processes as that call, where what it was given can be pickled.
+    """
+
+    task: Task
+    train: list[np.ndarray]
+    held_out: list[np.ndarray]
+    batch: int
+    seed: int
+    origin: "Callable[[], Federation] | None" = field(init=False, default=None, repr=False, compare=False)
+
+    @staticmethod
+    def split(
+        task: Task,
+        clients: int,
+        *,
+        partition: Partition | str,
+        seed: int,
+        holdout: float | None = None,
+        validation: float = 0.0,
+        batch: int = 16,
+    ) -> "Federation":
+        """Split a task over clients, and hold out a part of every client's samples.
+
+        Samples of a test split that came with the data are split with the others, and are what is held out of a
+        client's part.
+
+        Args:
+            task: what is learned.
+            clients: how many clients.
+            partition: called with the labels, `clients` and `generator=`, such as `iid_partition` or
+                `partial(dirichlet_partition, concentration=0.5)`, and with the task's `owners=` where it takes them and
+                has none of its own; or the name of one, such as `"dirichlet:concentration=0.5"`. The label of a
+                sequence is its last.
+            seed: everything random follows from it.
+            holdout: which part is held out; the test split of the task by default, or a fifth where it has none.
+            validation: which part of what is left to train on is held out in place of it: to choose settings by, while
+                nobody sees the test samples.
+            batch: samples a minibatch.
+
+        Raises:
+            ArgumentError: naming the argument that does not fit.
+
+        Example:
+            >>> points = Task("points", torch.zeros(20, 2), torch.arange(20) % 2, lambda: nn.Linear(2, 2), target=1.0)
+            >>> federation = Federation.split(points, 2, partition="iid", seed=0)
+            >>> [len(part) for part in (*federation.train, *federation.held_out)]
+            [8, 8, 2, 2]
+        """
+        given = check_task(task).test is not None
+        if given and holdout is not None:
+            raise ArgumentError(f"holdout: expected None, as {task.name} has a test split; got {holdout!r}")
+        part_out = 0.2 if holdout is None else check_number("holdout", holdout, above=0, at_most=0.9)
+        check_number("validation", validation, at_least=0, at_most=0.9)
+        check_count("batch", batch)
+        check_count("seed", seed, at_least=0)
+        generator = np.random.default_rng([seed, SPLIT])
+        parts = _checked(_split(_divider(partition), task, clients, generator), clients, len(task.labels))
+        shuffled = [generator.permutation(part) for part in parts]
+        if task.test is None:
+            held_out, train = _cut(shuffled, part_out)
+        else:
+            tested = task.test.numpy()
+            held_out = [part[tested[part]] for part in shuffled]
+            train = [part[~tested[part]] for part in shuffled]
+        if validation:
+            held_out, train = _cut(train, validation)
+        if not any(map(len, held_out)):
+            of = (
+                "of the test split" if given and not validation else f"to hold out a part of {validation or part_out:g}"
+            )
+            raise ArgumentError(f"clients: {clients} clients have too few samples each {of}")
+        if not any(map(len, train)):
+            lack = (
+                "no samples to train on but those of the test split"
+                if given and not validation
+                else f"too few samples each to hold out a part of {validation or part_out:g} and train on the rest"
+            )
+            raise ArgumentError(f"clients: {clients} clients have {lack}")
+        made = Federation(
+            task,
+            train=[np.sort(part) for part in train],
+            held_out=[np.sort(part) for part in held_out],
+            batch=batch,
+            seed=seed,
+        )
+        origin = partial(
+            Federation.split,
+            task,
+            clients,
+            partition=partition,
+            seed=seed,
+            holdout=holdout,
+            validation=validation,
+            batch=batch,
+        )
+        # A change of it, as by `replace`, has none.
+        object.__setattr__(made, "origin", origin)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return recalled(self, self.origin, attrgetter("checksum"))
+
+    @property
+    def checksum(self) -> int:
+        """Of who holds which samples."""
+        parts = (*self.train, *self.held_out)
+        return checksum(np.array([len(part) for part in parts]), *parts)
+
+    @property
+    def scheduled(self) -> list[int]:
+        """The clients that have something to train on; the others never take part."""
+        return [client for client, part in enumerate(self.train) if len(part)]
+
+    def length(self, client: int) -> int:
+        """How many minibatches one pass over a client's samples has."""
+        return -(-len(self.train[client]) // self.batch)
+
+    def batches(self, client: int, nth: int) -> Batches:
+        """A client's minibatches for its n-th task, from 0; their order depends on seed, client and `nth` alone."""
+        part = torch.from_numpy(self.train[client])
+        generator = np.random.default_rng([self.seed, BATCHES, client, nth])
+        return Batches(self.task.inputs[part], self.task.labels[part], self.batch, generator)
+
+    def generator(self, client: int, nth: int) -> torch.Generator:
+        """What a client's trainer draws from in its n-th task; it depends on seed, client and `nth` alone."""
+        return task_generator(self.seed, client, nth)
+
+    def model(self) -> nn.Module:
+        """The initial model, the same for every method."""
+        return seeded_model(self.task.model, self.seed)
+
+
+def check_federation(name: str, federation: object) -> Federation:
+    """A federation, and not the task that is split over one.
+
+    Raises:
+        ArgumentError: if it is none.
+    """
+    return check_instance(name, federation, Federation, 'Federation.split(task, clients, partition="iid", seed=0)')
+
+
+def _divider(partition: Partition | str) -> Partition:
+    """A partition, also by its name.
+
+    Raises:
+        ArgumentError: if it is neither.
+    """
+    if isinstance(partition, str):
+        return registry.partition(partition)
+    if not callable(partition):
+        raise ArgumentError(f"partition: expected a function or its name, such as 'iid'; got {partition!r}")
+    return partition
+
+
+def _split(partition: Partition, task: Task, clients: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """What a partition makes of a task."""
+    labels = task.labels if task.labels.ndim == 1 else task.labels[:, -1]
+    owners = None if task.owners is None else task.owners.numpy()
+    bound = isinstance(partition, partial) and partition.keywords.get("owners") is not None
+    parameters = inspect.signature(partition).parameters
+    told = {"owners": owners} if not bound and "owners" in parameters else {}
+    try:
+        return partition(labels.numpy(), clients, generator=generator, **told)
+    except ArgumentError as error:
+        option = str(error).partition(":")[0]
+        if option not in parameters or option in ("labels", "clients", "generator"):
+            raise
+        raise ArgumentError(f"partition: {error}") from error
+
+
+def _cut(parts: list[np.ndarray], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The first share of each part, and the rest of each."""
+    cuts = [round(share * len(part)) for part in parts]
+    first = [part[:cut] for part, cut in zip(parts, cuts, strict=True)]
+    return first, [part[cut:] for part, cut in zip(parts, cuts, strict=True)]
+
+
+def _checked(parts: list[np.ndarray], clients: int, samples: int) -> list[np.ndarray]:
+    """What a partition gave: an array of positions for each client, none of them twice.
+
+    Raises:
+        ArgumentError: if it is something else.
+    """
+    if len(parts) != clients:
+        raise ArgumentError(f"partition: expected {clients} parts, one a client, got {len(parts)}")
+    positions = np.concatenate(parts)
+    inside = positions.dtype.kind in "iu" and ((positions >= 0) & (positions < samples)).all()
+    if not inside or len(np.unique(positions)) < len(positions):
+        raise ArgumentError(f"partition: expected positions from 0 to {samples - 1}, none of them twice")
+    return parts

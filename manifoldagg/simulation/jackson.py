@@ -1,0 +1,150 @@
+r"""A closed Jackson network in virtual time: tasks queue at clients of exponential speed, and are routed by p."""
+
+import bisect
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from manifoldagg._validation import check_count, check_vector
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.delays import MOST, Exponential
+from manifoldagg.simulation.schedulers import Job, Scheduler
+
+__all__ = ["JacksonNetwork"]
+
+SLACK = 1e-6
+LEAST = 2.0**-1022
+
+
+class JacksonNetwork(Scheduler[int]):
+    r"""Clients that each take up the tasks in their queue one by one, first in, first out.
+
+    A task of work 1 takes an exponential time of rate $\mu_i$ at client i, one of work w takes w times as long. While
+    m tasks of work 1 are kept in flight by `dispatch(route())` after each `next()`, the numbers x of tasks at the
+    clients are a Markov chain with stationary law $\pi_{n,m}(x) \propto \prod_i (p_i / \mu_i)^{x_i}$, and the tasks
+    that one finds when it is dispatched have law $\pi_{n,m-1}$.
+
+    Args:
+        routing: p, (n,), shares of the tasks, 1 in sum up to 1e-6.
+        rates: $\mu$, (n,), tasks a second, positive.
+        generator: draws routes and times.
+        tasks: m, the most that can be in flight.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Source: Queue §2.
+
+    Example:
+        >>> network = JacksonNetwork([0.5, 0.5], [1.0, 2.0], np.random.default_rng(0), tasks=3)
+        >>> for _ in range(3): network.dispatch(network.route())
+        >>> for _ in range(100):
+        ...     done = network.next()
+        ...     network.dispatch(network.route())
+        >>> sum(network.lengths), network.in_flight
+        (3, 3)
+    """
+
+    queues = True
+
+    def __init__(
+        self,
+        routing: np.ndarray | list[float],
+        rates: np.ndarray | list[float],
+        generator: np.random.Generator,
+        *,
+        tasks: int,
+    ) -> None:
+        super().__init__(generator)
+        self._rates: list[float] = check_vector("rates", rates, at_least=LEAST).tolist()
+        self._routing: list[float] = check_vector("routing", routing, at_least=0).tolist()
+        if len(self._routing) != len(self._rates):
+            raise ArgumentError(
+                f"routing: expected {len(self._rates)} shares, one for each of the rates, got {len(self._routing)}"
+            )
+        excess = sum(self._routing) - 1
+        if abs(excess) > SLACK:
+            raise ArgumentError(f"routing: expected shares that sum to 1, got {1 + excess:.9g}: off by {excess:+.3g}")
+        self._tasks = check_count("tasks", tasks)
+        self._services = {client: Exponential(1 / rate) for client, rate in enumerate(self._rates)}
+        self._bound(max(service.quantile(MOST) for service in self._services.values()))
+        edges = np.cumsum(self._routing)
+        # 1 at the last client with a share, so that no draw falls behind it.
+        self._edges: list[float] = (edges / edges[-1]).tolist()
+        # Of clients whose tasks wait.
+        self._queues: dict[int, deque[Job[int]]] = {}
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """x, (n,): tasks at each client, the one that it works on included."""
+        return tuple(self._held.get(client, 0) for client in range(len(self._rates)))
+
+    def route(self) -> int:
+        """A client, drawn by p."""
+        return bisect.bisect_right(self._edges, self._generator.random())
+
+    def dispatch(self, client: int, work: float = 1.0) -> None:
+        """Put a task of `work` units at the end of a client's queue.
+
+        Raises:
+            ArgumentError: if there is no such client, all tasks are in flight, or `work` is negative, no number, or
+                might take more than $2^{960}$ seconds.
+        """
+        job = self._job(client, work)
+        client = job[0]
+        service = self._service(client)
+        if self._in_flight >= self._tasks:
+            raise ArgumentError(f"client: no task can be dispatched while all {self._tasks} of `tasks` are in flight")
+        if self._hold(client) == 1:
+            self._run(job, service.draw(self._generator, job[1]))
+        else:
+            self._queue(job)
+
+    def _service(self, client: int) -> Exponential:
+        service = self._services.get(client)
+        if service is None:
+            raise ArgumentError(f"client: expected one of 0 to {len(self._rates) - 1}, got {client!r}")
+        return service
+
+    def _longest(self, client: int, work: float) -> float:
+        return work * self._service(client).quantile(MOST)
+
+    def _queue(self, job: Job[int]) -> None:
+        queue = self._queues.get(job[0])
+        if queue:
+            queue.append(job)
+        else:
+            self._queues[job[0]] = deque((job,))
+
+    def _release(self, client: int) -> None:
+        queue = self._queues.get(client)
+        if queue:
+            job = queue.popleft()
+            if not queue:
+                del self._queues[client]
+            self._run(job, self._services[client].draw(self._generator, job[1]))
+
+    def _forget(self, client: int) -> None:
+        super()._forget(client)
+        self._queues.pop(client, None)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"routing": self._routing, "rates": self._rates, "tasks": self._tasks}
+
+    def _waiting(self) -> list[Job[int]]:
+        return [job for _, queue in sorted(self._queues.items()) for job in queue]
+
+    def _check(self, waiting: list[Job[int]], running: list[Job[int]], state: dict[str, Any]) -> None:
+        for client, work, *_ in waiting + running:
+            self._fits(client, work)
+        busy = [client for client, *_ in running]
+        if len(set(busy)) < len(busy) or not {client for client, *_ in waiting} <= set(busy):
+            raise ValueError("the clients with tasks are not those that work on one")
+        if len(waiting + running) > self._tasks:
+            raise ValueError(f"more than {self._tasks} tasks are in flight")
+
+    def _resume(self, waiting: list[Job[int]], running: list[Job[int]]) -> None:
+        self._queues = {}
+        for job in waiting:
+            self._queue(job)

@@ -1,0 +1,90 @@
+"""Settings: what results follow from, in words and numbers that a later process compares."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from manifoldagg import __version__
+from manifoldagg.errors import CheckpointError
+from manifoldagg.federated.pytrees import Tree
+from manifoldagg.federated.server.durability.fingerprint import difference
+from manifoldagg.simulation.federated_dataset import Federation
+from manifoldagg.simulation.spec_parser import named
+from manifoldagg.simulation.stable_repr import describe
+
+__all__ = ["check_same", "files", "of_run", "versions"]
+
+
+def of_run(federation: Federation, method: Any, **options: object) -> dict[str, object]:
+    """What a run follows from.
+
+    Args:
+        federation: who holds what.
+        method: as it was given, with a `name`, a `rule` and a `trainer`.
+        **options: of `run`.
+    """
+    task = federation.task
+    return {
+        "data": {"name": task.name, "checksum": f"{task.checksum:08x}"},
+        "split": f"{federation.checksum:08x}",
+        "model": describe(task.model),
+        "batch": federation.batch,
+        "seed": federation.seed,
+        "method": method.name,
+        "rule": describe(method.rule),
+        "trainer": describe(method.trainer),
+        **{name: value if isinstance(value, int | None) else describe(value) for name, value in options.items()},
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the programs that the bits of a result depend on.
+
+    Example:
+        >>> list(versions())
+        ['manifoldagg', 'torch', 'numpy']
+    """
+    return {"manifoldagg": __version__, "torch": torch.__version__, "numpy": np.__version__}
+
+
+def files(*given: object) -> dict[str, str]:
+    """The files that words name, such as `csv:measured.csv`, each with the SHA-256 of what is in it.
+
+    Args:
+        *given: settings; those that are no words name no file.
+
+    Example:
+        >>> files("exponential:mean=10", "csv:not-there.csv", None)
+        {}
+    """
+    options = [value for text in given if isinstance(text, str) for value in named("settings", text).options.values()]
+    return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in options if Path(path).is_file()}
+
+
+def check_same(path: Path, was: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """That what is given is what was kept in a file or a folder.
+
+    Raises:
+        CheckpointError: naming the first difference.
+
+    Example:
+        >>> check_same(Path("run"), {"rounds": 200, "methods": {"FedGS": 1}}, {"rounds": 200, "methods": {"FedGS": 2}})
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.CheckpointError: run: settings: methods: FedGS: was 1, got 2
+    """
+    told = difference("settings", _named(was), _named(given))
+    if told is not None:
+        raise CheckpointError(f"{path}: {told}")
+
+
+def _named(settings: Any) -> Tree:
+    """As a description, in which a difference is told by all names on the way to it."""
+    if isinstance(settings, Mapping):
+        return {"fields": {str(name): _named(value) for name, value in settings.items()}}
+    return [_named(value) for value in settings] if isinstance(settings, list | tuple) else settings

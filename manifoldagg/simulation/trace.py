@@ -1,0 +1,146 @@
+"""Traces: who trained when, one record a task, written and read."""
+
+import csv
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass, fields
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from manifoldagg._io import whole
+from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.delays import store
+from manifoldagg.simulation.schedulers import Completion, plain_client, read_client
+
+__all__ = ["Record", "check_records", "read_trace", "write_trace"]
+
+C = TypeVar("C", bound=int | str)
+SUFFIXES = (".csv", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Record(Generic[C]):
+    """One task from dispatch to answer, in virtual seconds.
+
+    Attributes:
+        client: an int or a str.
+        work: units that it had.
+        dispatched: when it was handed to the client.
+        started: when it was taken up, `dispatched` or later.
+        finished: when it was answered, `started` or later.
+        staleness: in versions.
+
+    Raises:
+        ArgumentError: naming the field that does not fit.
+    """
+
+    client: C
+    work: float
+    dispatched: float
+    started: float
+    finished: float
+    staleness: int
+
+    def __post_init__(self) -> None:
+        store(self, client=plain_client(self.client))
+        store(self, work=check_number("work", self.work, at_least=0))
+        store(self, dispatched=check_number("dispatched", self.dispatched, at_least=0))
+        store(self, started=check_number("started", self.started, at_least=self.dispatched))
+        store(self, finished=check_number("finished", self.finished, at_least=self.started))
+        store(self, staleness=check_count("staleness", self.staleness, at_least=0))
+
+    def __deepcopy__(self, memo: object) -> "Record[C]":
+        return self
+
+    @staticmethod
+    def of(done: Completion, staleness: int | None = None) -> "Record[Any]":
+        """A scheduler's completion; `staleness` is its relative delay, or what the server counted."""
+        late = done.relative_delay if staleness is None else staleness
+        return Record(done.client, done.work, done.dispatched, done.started, done.time, late)
+
+
+def write_trace(path: Path | str, records: Iterable[Record[Any]]) -> None:
+    """Write a trace as CSV (`.csv`) or as JSON lines (`.jsonl`); every number comes back as it was.
+
+    The file is put in its place whole.
+
+    Raises:
+        ArgumentError: if the file cannot be written, has another suffix, or is CSV and a client's name is a string
+            that would come back as an integer.
+    """
+    path = Path(path)
+    form = check_choice("path", path.suffix, SUFFIXES)
+    records = check_records(records)
+    try:
+        with whole(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
+            if form == ".jsonl":
+                file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+            else:
+                # Quotes around every name keep a carriage return in it.
+                table = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+                table.writerow(_NAMES)
+                for record in records:
+                    if isinstance(record.client, str) and read_client(record.client) != record.client:
+                        raise ArgumentError(
+                            f"records: client {record.client!r} would come back as an integer: write .jsonl"
+                        )
+                    table.writerow(astuple(record))
+    except (OSError, UnicodeEncodeError) as error:
+        raise ArgumentError(f"path: {path} cannot be written: {error}") from None
+
+
+def read_trace(path: Path | str) -> list[Record[Any]]:
+    """A trace that `write_trace` wrote.
+
+    Raises:
+        ArgumentError: naming the file and the line that does not fit.
+    """
+    path = Path(path)
+    form = check_choice("path", path.suffix, SUFFIXES)
+    records = []
+    line = 0
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            if form == ".jsonl":
+                for text in file:
+                    line += 1
+                    row = json.loads(text)
+                    if not isinstance(row, dict) or set(row) != set(_NAMES):
+                        raise ValueError(f"expected the fields {', '.join(_NAMES)}")
+                    records.append(Record(**row))
+            else:
+                table = csv.reader(file, strict=True)
+                if next(table, None) != list(_NAMES):
+                    raise ValueError(f"expected the columns {', '.join(_NAMES)}")
+                line = 1
+                for row in table:
+                    line = table.line_num
+                    if len(row) != len(_NAMES):
+                        raise ValueError(f"expected {len(_NAMES)} fields, got {len(row)}")
+                    client, *numbers, staleness = row
+                    work, dispatched, started, finished = map(float, numbers)
+                    records.append(Record(read_client(client), work, dispatched, started, finished, int(staleness)))
+    except OSError as error:
+        raise ArgumentError(f"path: {path} cannot be read: {error}") from None
+    except csv.Error as error:
+        raise ArgumentError(f"path: {path}, line {table.line_num}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"path: {path}, line {max(line, 1)}: {error}") from None
+    return records
+
+
+def check_records(records: Iterable[Record[C]]) -> list[Record[C]]:
+    """`records` as a list, of nothing else.
+
+    Raises:
+        ArgumentError: naming the first that is no record.
+    """
+    records = list(records)
+    for i, record in enumerate(records):
+        if not isinstance(record, Record):
+            raise ArgumentError(f"records[{i}]: expected a Record, got {record!r}")
+    return records
+
+
+_NAMES = tuple(field.name for field in fields(Record))

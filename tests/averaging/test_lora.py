@@ -1,0 +1,336 @@
+"""Averages of adapters against dense matrices and SciPy's SVD, under PEFT's names, in every gauge."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg import aggregate, average_adapters
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.manifolds.lora.peft import Pair, parts_of
+from tests.support import Largest, draw, rotation, seeds
+
+EPS = 2.0**-52
+A, B = "model.q_proj.lora_A.weight", "model.q_proj.lora_B.weight"
+ranks = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+
+
+def adapter(seed, rank, *, m=8, n=10, dtype=torch.float64):
+    return {A: draw(seed, rank, n, dtype=dtype), B: draw(seed + 1, m, rank, dtype=dtype)}
+
+
+def turned(state, seed, condition):
+    """The same adapter in another gauge."""
+    rank = state[A].shape[0]
+    values = torch.logspace(0, -1, rank, base=condition, dtype=torch.float64)
+    left, right = rotation(seed, rank), rotation(seed + 1, rank)
+    return state | {A: right.mT / values @ left.mT @ state[A], B: state[B] @ (left * values @ right)}
+
+
+def product(state):
+    return state[B].double() @ state[A].double()
+
+
+def exact(states, weights, scalings):
+    total = sum(weights)
+    return sum(w / total * s * product(x) for x, w, s in zip(states, weights, scalings, strict=True))
+
+
+def best(z, rank):
+    u, values, v = scipy.linalg.svd(z.numpy(), full_matrices=False)
+    near = torch.from_numpy((u[:, :rank] * values[:rank]) @ v[:rank])
+    return near, float(np.linalg.norm(values[rank:]) / np.linalg.norm(values))
+
+
+@given(seeds, ranks, st.integers(1, 6))
+def test_it_is_the_best_adapter_of_the_rank(seed, sizes, rank):
+    states = [adapter(seed + 2 * i, size) for i, size in enumerate(sizes)]
+    weights, scalings = draw(seed, 2, len(states)).abs().add(0.1).tolist()
+    mean = exact(states, weights, scalings)
+    near, expected = best(mean, rank)
+    found, error, rest = average_adapters(states, weights, rank, scaling=scalings, residual="factors")
+    assert [*found] == [*states[0]]
+    assert found[A].shape == (rank, 10)
+    assert found[B].shape == (8, rank)
+    assert (product(found) - near).norm() <= 1e4 * EPS * mean.norm()
+    assert abs(error - expected) <= 100 * EPS
+    # Balanced, as far as there is something, and exact with what was left out.
+    kept = min(rank, sum(sizes), 8)
+    assert (found[B].mT @ found[B] - found[A] @ found[A].mT)[:kept, :kept].abs().max() <= 100 * EPS * mean.norm()
+    whole = product(found) + (product(rest) if rest else 0)
+    assert (whole - mean).norm() <= 100 * EPS * mean.norm()
+    if rank >= min(sum(sizes), 8):
+        assert error <= 20 * EPS
+        assert rest == {}
+    else:
+        assert rest.keys() == {A, B}
+        assert len(rest[A]) == min(sum(sizes), 8) - rank
+
+
+@given(seeds, st.floats(0, 6).map(lambda e: 10.0**e))
+def test_nothing_depends_on_the_gauges(seed, condition):
+    # Orthonormal factors: what is lost is lost to the gauges.
+    states = [adapter(seed + 2 * i, 2) for i in range(3)]
+    states = [{A: torch.linalg.qr(x[A].mT).Q.mT, B: torch.linalg.qr(x[B]).Q} for x in states]
+    gauged = [turned(x, seed + i, condition) for i, x in enumerate(states)]
+    plain, first = average_adapters(states, [1, 2, 3], 6)
+    other, second = average_adapters(gauged, [1, 2, 3], 6)
+    assert (product(plain) - product(other)).norm() <= 100 * EPS * condition
+    assert max(first, second) <= 100 * EPS * condition
+    assert (
+        abs(average_adapters(gauged, [1, 2, 3], 3)[1] - average_adapters(states, [1, 2, 3], 3)[1])
+        <= 100 * EPS * condition
+    )
+
+
+def test_one_adapter_in_ten_gauges_is_itself_and_the_average_of_its_factors_is_not():
+    one = adapter(0, 4)
+    states = [turned(one, i, 10.0) for i in range(10)]
+    found, error = average_adapters(states, None, 4)
+    size = product(one).norm()
+    assert (product(found) - product(one)).norm() <= 100 * EPS * size
+    assert error <= 100 * EPS
+    factors = {name: torch.stack([x[name] for x in states]).mean(0) for name in (A, B)}
+    assert (product(factors) - product(one)).norm() > 0.5 * size
+
+
+def test_in_single_precision_it_is_exact_to_the_rounding_of_its_factors():
+    states = [adapter(2 * i, 4, m=60, n=80, dtype=torch.float32) for i in range(3)]
+    found, error = average_adapters(states, [1, 1, 2], 12)
+    mean = exact(states, [1, 1, 2], [1, 1, 1])
+    assert found[A].dtype == torch.float32
+    assert error <= 100 * EPS
+    assert (product(found) - mean).norm() <= 2.0**-23 * mean.norm()
+
+
+def test_narrow_dtypes_come_back_and_nothing_that_came_in_changes():
+    states = [adapter(2 * i, 2, dtype=torch.bfloat16) for i in range(2)]
+    before = [{name: x.clone() for name, x in state.items()} for state in states]
+    found, _ = average_adapters(states, None, 4)
+    assert {x.dtype for x in found.values()} == {torch.bfloat16}
+    mean = exact(states, [1, 1], [1, 1])
+    assert (product(found) - mean).norm() <= 2.0**-7 * mean.norm()
+    assert all(torch.equal(state[name], old[name]) for state, old in zip(states, before, strict=True) for name in old)
+
+
+def test_every_kind_of_tensor_is_taken_for_what_it_is():
+    def state(seed, rank):
+        return {
+            "base_model.model.q.lora_A.default.weight": draw(seed, rank, 5),
+            "base_model.model.q.lora_B.default.weight": draw(seed + 1, 4, rank),
+            "base_model.model.q.lora_B.default.bias": draw(seed + 2, 4),
+            "base_model.model.q.lora_magnitude_vector": draw(seed + 3, 4),
+            "emb.lora_embedding_A": draw(seed + 4, rank, 11),
+            "emb.lora_embedding_B": draw(seed + 5, 3, rank),
+            "conv.lora_A.weight": draw(seed + 6, rank, 2, 3, 3),
+            "conv.lora_B.weight": draw(seed + 7, 6, rank, 1, 1),
+            "classifier.weight": draw(seed + 8, 2, 4),
+            "steps": torch.tensor(7),
+        }
+
+    one, two = state(0, 1), state(10, 2)
+    found, error = average_adapters([one, two], [1, 3], 3, scaling=[2.0, 0.5])
+    assert [*found] == [*one]
+    assert error <= 100 * EPS
+
+    def mean(name):
+        return 0.25 * one[name] + 0.75 * two[name]
+
+    q, emb = "base_model.model.q.lora_{}.default.weight", "emb.lora_embedding_{}"
+    for pattern in (q, emb):
+        whole = sum(c * x[pattern.format("B")] @ x[pattern.format("A")] for c, x in ((0.5, one), (0.375, two)))
+        assert torch.allclose(found[pattern.format("B")] @ found[pattern.format("A")], whole, rtol=0, atol=1e-13)
+    pixels = draw(1, 1, 2, 5, 5)
+
+    def convolved(x):
+        inside = torch.nn.functional.conv2d(pixels, x["conv.lora_A.weight"])
+        return torch.nn.functional.conv2d(inside, x["conv.lora_B.weight"])
+
+    assert torch.allclose(convolved(found), 0.5 * convolved(one) + 0.375 * convolved(two), rtol=0, atol=1e-12)
+    bias = "base_model.model.q.lora_B.default.bias"
+    assert torch.allclose(found[bias], 0.5 * one[bias] + 0.375 * two[bias], rtol=0, atol=1e-15)
+    for name in ("base_model.model.q.lora_magnitude_vector", "classifier.weight"):
+        assert torch.allclose(found[name], mean(name), rtol=0, atol=1e-15)
+    assert found["steps"] == 7
+
+
+def test_the_pairs_are_named_by_their_modules():
+    parts = parts_of(["a.lora_A.weight", "a.lora_B.weight", "lora_A.x.weight", "lora_B.x.weight", "e.lora_embedding_A.x", "e.lora_embedding_B.x", "h.bias"])  # fmt: skip
+    assert [pair.name for pair in parts.pairs] == ["a", "", "e"]
+    assert parts.pairs[2] == Pair("e.lora_embedding_A.x", "e.lora_embedding_B.x")
+    assert parts.alone == ("h.bias",)
+
+
+def test_what_there_is_not_can_be_learned():
+    state = adapter(0, 2)
+    found, error = average_adapters([state], None, 12)
+    assert found[A].shape == (12, 10)
+    assert (product(found) - product(state)).norm() <= 100 * EPS * product(state).norm()
+    # As where PEFT begins: B is 0 and A is not, so that B has a derivative; and the same each time.
+    assert not found[B][:, 2:].any()
+    assert found[A][2:].abs().amax() <= 10**-0.5
+    assert torch.linalg.matrix_rank(found[A]) == 10
+    assert torch.equal(average_adapters([state], None, 12)[0][A], found[A])
+    zero = {name: torch.zeros_like(x) for name, x in state.items()}
+    found, error, rest = average_adapters([zero, zero], None, 1, residual="factors")
+    assert (error, rest) == (0.0, {})
+    assert not product(found).any()
+    assert found[A].all()
+
+
+def test_a_start_of_a_fine_tuning_is_an_adapter_too():
+    state = adapter(0, 2)
+    start = state | {B: torch.zeros(8, 2).double()}
+    found, error = average_adapters([start, state], [3, 1], 2)
+    assert (product(found) - product(state) / 4).norm() <= 100 * EPS
+    assert error <= 100 * EPS
+
+
+def test_a_tie_at_the_cut_is_told():
+    ties = {A: torch.eye(3), B: torch.eye(3)}
+    with pytest.warns(UserWarning, match=r"at model.q_proj two singular values are equal, .* of rank 2 is one of many"):
+        average_adapters([ties], None, 2)
+
+
+def test_weights_are_shares_and_none_may_have_all():
+    one, two = adapter(0, 2), adapter(2, 2)
+    found, _ = average_adapters([one, two], [0, 5], 2)
+    assert (product(found) - product(two)).norm() <= 100 * EPS * product(two).norm()
+
+
+@given(seeds, st.floats(0.1, 10))
+def test_the_residual_makes_the_weights_exact_times_the_scaling_of_who_gets_it(seed, receiver):
+    states = [adapter(seed, 1), adapter(seed + 2, 2), adapter(seed + 4, 3)]
+    own = [8.0, 4.0, 8 / 3]  # lora_alpha / r
+    weight = draw(seed + 6, 8, 10)
+    found, _, rest = average_adapters(states, None, 2, scaling=[s / receiver for s in own], residual="factors")
+    changed = weight + receiver * product(rest) + receiver * product(found)
+    mean = exact(states, [1, 1, 1], own)
+    assert (changed - (weight + mean)).norm() <= 100 * EPS * (mean.norm() + weight.norm())
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [(torch.float64, torch.bfloat16), (torch.bfloat16, torch.float64), (torch.float16, torch.bfloat16)]
+)
+def test_factors_of_different_dtypes_are_not_rounded_to_each_other(a, b):
+    mixed = adapter(2, 2)
+    mixed = {A: mixed[A].to(a), B: mixed[B].to(b)}
+    states = [adapter(0, 2), mixed]
+    found, _ = average_adapters(states, None, 4)
+    mean = exact(states, [1, 1], [1, 1])
+    assert (product(found) - mean).norm() <= 100 * EPS * mean.norm()
+
+
+def test_a_factor_that_the_dtype_of_the_other_does_not_hold_is_averaged():
+    wide = {A: torch.full((1, 10), 1e5), B: torch.ones(8, 1, dtype=torch.float16)}
+    found, _ = average_adapters([adapter(0, 1), wide], None, 2)
+    mean = exact([adapter(0, 1), wide], [1, 1], [1, 1])
+    assert (product(found) - mean).norm() <= 100 * EPS * mean.norm()
+
+
+@pytest.mark.parametrize("size", [1e-100, 1e100])
+def test_the_error_is_that_of_any_size(size):
+    states = [adapter(2 * i, 2) for i in range(2)]
+    grown = [{name: size * x for name, x in state.items()} for state in states]
+    assert abs(average_adapters(grown, None, 2)[1] - average_adapters(states, None, 2)[1]) <= 100 * EPS
+
+
+BIAS = "model.q_proj.lora_B.bias"
+
+
+@pytest.mark.parametrize(
+    ("states", "scaling", "words"),
+    [
+        ([adapter(0, 2, dtype=torch.float16)] * 2, 1e12, f"{A}: expected a finite average, torch.float16 .* `scaling`"),
+        ([adapter(0, 2, dtype=torch.float16) | {BIAS: torch.full((8,), 6e4).half()}], 2.0, f"{BIAS}: .*torch.float16"),
+        ([adapter(0, 2, dtype=torch.float32)] * 3, [1e308] * 3, f"{A}.*: expected a finite average, .* `scaling`"),
+        ([{name: 1e200 * x for name, x in adapter(0, 2).items()}], 1.0, f"{A}, {B}: .*torch.float64"),
+        ([adapter(0, 2) | {BIAS: torch.full((8,), 1e308, dtype=torch.float64)}], 2.0, f"{BIAS}: .*torch.float64"),
+        ([adapter(0, 2, dtype=torch.float16), {A: torch.full((1, 10), 1e9), B: torch.full((8, 1), 1e9)}], 1.0, f"{A}: "),
+    ],
+)  # fmt: skip
+def test_an_average_that_its_dtype_does_not_hold_is_refused_by_name(states, scaling, words):
+    with pytest.raises(StateDictError, match=words):
+        average_adapters(states, None, 2, scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "k.ia3_l", "k.ia3_l.default", "k.hada_w1_a", "k.lokr_w1", "k.oft_r", "k.oft_R.weight", "k.boft_R", "k.vera_lambda_b",
+        "k.vblora_logits_A", "k.randlora_lambda", "k.fourierft_spectrum", "k.hra_u", "k.lora_ranknum", "k.poly_lora_A",
+    ],
+)  # fmt: skip
+def test_other_kinds_of_adapters_are_refused_by_their_names(name):
+    with pytest.raises(StateDictError, match=rf"adapters\[0\]: {name}: .* another kind"):
+        average_adapters([adapter(0, 1) | {name: torch.ones(2)}], None, 1)
+
+
+@pytest.mark.parametrize("name", [A, B, BIAS, "head"])
+def test_memory_that_was_freed_is_named(name):
+    whole = adapter(0, 2) | {BIAS: draw(0, 8), "head": draw(0, 3)}
+    freed = whole | {name: whole[name].clone()}
+    freed[name].untyped_storage().resize_(0)
+    words = f"{name}: expected a tensor with memory, got one whose memory was freed"
+    with pytest.raises(StateDictError, match=rf"adapters\[1\]: {words}"):
+        average_adapters([whole, freed], None, 1)
+    with pytest.raises(StateDictError, match=f"current: {words}"):
+        aggregate(FedAsync(0.5), None, freed, whole, whole, adapters=True)
+    with pytest.raises(StateDictError, match=f"update: {words}"):
+        aggregate(FedAsync(0.5), None, whole, whole, freed, adapters=True)
+
+
+def test_nothing_has_the_size_of_a_weight():
+    states = [adapter(2 * i, 2, m=3000, n=2000, dtype=torch.float32) for i in range(3)]
+    with Largest() as seen:
+        average_adapters(states, None, 2, residual="factors")
+    assert seen.numel == (3000 + 2000) * 6
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (([], None, 1), ArgumentError, "adapters: expected a sequence of at least one state dict, got none"),
+        ((adapter(0, 1), None, 1), ArgumentError, "adapters: expected a sequence of at least one state dict, got dict"),
+        (([adapter(0, 1)], None, 0), ArgumentError, "rank: expected an integer >= 1, got 0"),
+        (([adapter(0, 1)], [1, 2], 1), ArgumentError, "weights: expected one for each of 1 models"),
+        (([adapter(0, 1)], [-1], 1), ArgumentError, "weights: expected finite numbers >= 0"),
+        (([adapter(0, 1), {A: draw(0, 1, 10)}], None, 1), StateDictError, rf"adapters\[1\]: missing or extra .*{B}"),
+        (([{"w": draw(0, 2, 2)}], None, 1), StateDictError, "expected pairs such as"),
+        (([{A: draw(0, 2, 2)}], None, 1), StateDictError, rf"{A}: there is no {B}"),
+        (([{B: draw(0, 2, 2)}], None, 1), StateDictError, f"{B}: expected pairs"),
+        (([adapter(0, 1) | {"x.hada_w1_a": draw(0, 2, 2)}], None, 1), StateDictError, "x.hada_w1_a: .* another kind"),
+        (([adapter(0, 1) | {"q.lora_E.default": draw(0, 2, 2)}], None, 1), StateDictError, "q.lora_E.default: "),
+        (([adapter(0, 1) | {A: draw(0, 2, 10)}], None, 1), StateDictError, rf"{B}: expected shape \(any, 2\)"),
+        (([adapter(0, 1) | {A: draw(0, 10)}], None, 1), StateDictError, f"{A}: expected floating numbers on two axes"),
+        (([adapter(0, 1) | {A: torch.ones(1, 10).long()}], None, 1), StateDictError, f"{A}: expected floating"),
+        (([adapter(0, 1), adapter(0, 1, n=9)], None, 1), StateDictError, r"adapters\[1\]: .* but for the rank"),
+        (([adapter(0, 1) | {A: draw(0, 1, 10) / 0}], None, 1), ArgumentError, rf"adapters\[0\]: {A}: expected finite"),
+        (([{1: draw(0, 2)} | adapter(0, 1)], None, 1), StateDictError, r"adapters\[0\]: expected names that are strings, got 1"),
+        (([adapter(0, 1), adapter(0, 1) | {None: draw(0, 2)}], None, 1), StateDictError, r"\[1\]: expected names .* got None"),
+        (([adapter(0, 1) | {"h": draw(0, 2)}, adapter(0, 1) | {"h": draw(0, 3)}], None, 1), StateDictError, r"\[1\]: h: "),
+        (([adapter(0, 1) | {"h": torch.tensor(i)} for i in (1, 2)], None, 1), StateDictError, "h: expected integers equal"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(arguments, error, words):
+    with pytest.raises(error, match=words):
+        average_adapters(*arguments)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scaling": "2"}, "scaling: expected a finite number, got '2'"),
+        ({"scaling": [1.0, 2.0]}, "scaling: expected one number, or one for each of 1 adapters, got 2"),
+        ({"scaling": [float("nan")]}, r"scaling\[0\]: expected a finite number"),
+        ({"residual": "merged"}, "residual: expected one of None, factors; got 'merged'"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options, words):
+    with pytest.raises(ArgumentError, match=words):
+        average_adapters([adapter(0, 1)], None, 1, **options)

@@ -1,0 +1,282 @@
+"""The command line, as a user runs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from manifoldagg._signals import leave, unwinding
+
+COMMAND = [sys.executable, "-W", "error", "-m", "manifoldagg"]
+SMALL = ["--clients", "5", "--rounds", "4", "--seeds", "2", "--model", "mlp"]
+WIDE = os.environ | {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+def call(*arguments, folder):
+    return subprocess.run([*COMMAND, *arguments], cwd=folder, env=WIDE, capture_output=True, text=True, timeout=300)
+
+
+def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
+    done = call("compare", *SMALL, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in (
+        "FedAsync",
+        "FedOrtho",
+        "AsyncBezier",
+        "final",
+        "to 85%",
+        "mean/max",
+        "Gini",
+        "train",
+        "eval",
+        "plane.png",
+    ):
+        assert words in done.stdout
+    assert [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith("Written to runs/digits-5-clients-4-rounds-2-seeds-")
+    ]
+    (folder,) = (tmp_path / "runs").iterdir()
+    files = {"results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png"}
+    assert {file.name for file in folder.iterdir()} == files
+    first = [(folder / file).read_bytes() for file in ("results.json", "log.jsonl")]
+    assert json.loads(first[0])["settings"]["clients"] == 5
+    assert call("compare", *SMALL, "--name", "again", "--jobs", "2", folder=tmp_path).returncode == 0
+    assert [(tmp_path / "runs" / "again" / file).read_bytes() for file in ("results.json", "log.jsonl")] == first
+
+
+def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
+    like = ("--delays", "uniform:low=1,high=3", "--partition", "shards:shards=2", "--participation", "file:gone.csv")
+    (tmp_path / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
+    like += ("--methods", "fedgs", "--every", "3", "--work", "dispatched", "--tune", "--tune-seeds", "1")
+    done = call("compare", *SMALL, *like, "--json", "--name", "here", folder=tmp_path)
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert set(found) == {"settings", "methods", "log", "timing", "files"}
+    assert [row["round"] for row in found["log"]] == [0, 3, 4] * 2
+    assert [found["settings"][name] for name in ("partition", "delays", "work")] == [like[3], like[1], "dispatched"]
+    files = [tmp_path / file for file in found["files"]]
+    names = ["results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png"]
+    assert [file.name for file in files] == names
+    assert json.loads(files[0].read_text()) == {key: found[key] for key in ("settings", "methods")}
+    assert list(map(json.loads, files[1].read_text().splitlines())) == found["log"]
+    assert json.loads(files[2].read_text()) == found["timing"]
+    assert "seconds" not in json.dumps(found["methods"])
+    searched = found["settings"]["tuning"]["methods"]["FedGS"]
+    tried = ", ".join(f"{one['rate']:g}" for one in searched["tried"])
+    assert "1.25, 2.5, 5" in tried
+    assert f"FedGS: rate {searched['chosen']:g} of {tried} (" in done.stderr
+    assert [file.name[:6] for file in (tmp_path / "runs" / ".tuned").iterdir()] == ["FedGS-"]
+    for words in ("FedGS, seed 1", "4/4", "to 85%", "no plane.png", "Written to runs/here"):
+        assert words in done.stderr
+
+
+WRONG = [
+    (["--methods", "fedasync,sgd"], "methods: no method 'sgd'; did you mean asgd?"),
+    (["--methods", "asyncbezier:degre=3"], "methods: asyncbezier: no option 'degre'; did you mean degree?"),
+    (["--jobs", "0"], "jobs: expected an integer >= 1, got 0"),
+    (["--data", "imagenet"], "data: no data set 'imagenet'; there are digits"),
+    (["--rate", "-1"], "rate: expected a finite number > 0, got -1.0"),
+    (["--rate", "fedasync=-1"], "rate: expected a finite number > 0, got -1.0"),
+    (["--clients", "2000"], "error: clients: expected at most one for each of 1797 samples, got 2000"),
+    (["--clients", "0"], "clients: expected an integer >= 1, got 0"),
+    (["--rounds", "0"], "rounds: expected an integer >= 1, got 0"),
+    (["--every", "0", "--json"], "every: expected an integer >= 1, got 0"),
+    (["--seeds", "-1"], "seeds: expected an integer >= 1, got -1"),
+    (
+        ["--partition", "dirichlet:concentration=-0.5"],
+        "error: partition: concentration: expected a number >= 0, got -0.5",
+    ),
+    (["--partition", "natural"], "error: partition: owners: expected whose each sample is"),
+    (
+        ["--methods", "fedasync:rate=abc"],
+        "methods: fedasync: rate: expected a number, or one of cyclic, cosine; got 'abc'",
+    ),
+    (["--methods", "fedasync:rate=cosin"], "methods: fedasync: no rate 'cosin'; did you mean cosine?"),
+    (["--methods", "fedasync,fedavg", "--tasks", "2"], "methods: FedAvg: tasks: expected None, as FedAvg waits"),
+    (
+        ["--methods", "fedasync,fedgs:optimizer=sgd,optimizer.momentum=-3"],
+        "methods: fedgs: optimizer: Invalid momentum value: -3",
+    ),
+    (["--methods", "fedasync,fedavg:trainer=normalised"], "methods: FedAvg(trainer=normalised): message: expected one"),
+    (["--methods", "fedasync,nowhere:Signs:rate=1"], "methods: nowhere:Signs: neither a method nor a module"),
+    (["--methods", "asyncbezier:degree=1"], "methods: asyncbezier: epochs: expected none in the second phase"),
+    (["--methods", "fedasync:trainer.=3"], "methods: fedasync: expected an option of the trainer behind the dot"),
+    (["--methods", "fedasync:staleness.=3"], "methods: fedasync: staleness: expected one of its options behind"),
+    (["--methods", "fedasync:staleness.b=5"], "error: methods: fedasync: staleness: no option 'b'"),
+    (["--scheduler", "independent:delays=3"], "scheduler: independent: delays: expected one by name"),
+    (
+        ["--scheduler", "jackson:rates=1,tasks=2"],
+        "scheduler: client: no task can be dispatched while all 2 of `tasks` are",
+    ),
+    (["--partition", "shard"], "partition: no partition 'shard'; did you mean shards?"),
+    (["--scheduler", "priority:worker=2"], "scheduler: priority: no option 'worker'; did you mean workers?"),
+    (["--delays", "exponental:mean=10"], "delays: no delays 'exponental'; did you mean exponential?"),
+    (["--participation", "file:nowhere.csv"], "nowhere.csv"),
+    (["--tune", "--tune-seeds", "0"], "tune-seeds: expected an integer >= 1, got 0"),
+    (["--work", "date"], "work: expected one of data, dispatched; got 'date'"),
+    (["--target", "2"], "target: expected"),
+    (["--name", "a/b"], "--name"),
+    (["--rounds", "many"], "--rounds"),
+    (["--colour", "red"], "--colour"),
+]
+ALL_OF_THEM = """
+import contextlib, io, json, sys
+from manifoldagg.__main__ import main
+
+told = []
+for arguments in json.loads(sys.stdin.read()):
+    sys.argv = ["manifoldagg", "compare", *arguments]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        told.append([None, ""])
+        try:
+            main()
+        except SystemExit as ended:
+            told[-1][0] = ended.code
+    told[-1][1] = errors.getvalue()
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What the command says to each wrong word, and what it leaves; one process for all, as each loads torch first."""
+    folder = tmp_path_factory.mktemp("wrong")
+    command = [sys.executable, "-W", "error", "-c", ALL_OF_THEM]
+    given = json.dumps([arguments for arguments, _ in WRONG])
+    done = subprocess.run(command, cwd=folder, env=WIDE, input=given, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(folder.iterdir()) == []
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("place", range(len(WRONG)), ids=lambda place: " ".join(WRONG[place][0]))
+def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
+    code, errors = told[place]
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert errors.startswith("error: ")
+    assert WRONG[place][1] in errors
+
+
+LONG = [
+    *("compare", "--clients", "12", "--rounds", "20", "--seeds", "1", "--every", "4"),
+    *("--methods", "asyncbezier,fedgs", "--model", "mlp", "--name", "one"),
+]
+
+
+def heard():
+    """In a command that is started: an interrupt is not ignored, as by what is run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def stopped(folder, command, number, lines):
+    """What is said by a command that gets a signal once its log has so many lines."""
+    running = subprocess.Popen(
+        [*COMMAND, *command], cwd=folder, env=WIDE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=heard,
+    )  # fmt: skip
+    log = folder / "runs" / "one.unfinished" / "log.jsonl"
+    while running.poll() is None and (not log.exists() or log.read_text().count("\n") < lines):
+        time.sleep(0.02)
+    os.killpg(running.pid, number)  # as a terminal does: workers hear it too
+    _, errors = running.communicate(timeout=60)
+    assert [path.name for path in (folder / "runs").iterdir()] == ["one.unfinished"]
+    return running.returncode, errors
+
+
+def test_what_is_interrupted_and_killed_goes_on_to_the_same_report(tmp_path):
+    for name in ("whole", "again"):
+        (tmp_path / name).mkdir()
+    assert call(*LONG, folder=tmp_path / "whole").returncode == 0
+    told = "interrupted: what is done is kept in runs/one.unfinished; --resume goes on\n"
+    assert stopped(tmp_path / "again", [*LONG, "--jobs", "2"], signal.SIGINT, 3) == (130, told)
+    assert stopped(tmp_path / "again", [*LONG, "--resume"], signal.SIGKILL, 7) == (-signal.SIGKILL, "")
+    done = call(*LONG, "--resume", folder=tmp_path / "again")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Going on with runs/one.unfinished" in done.stdout
+    assert [path.name for path in (tmp_path / "again" / "runs").iterdir()] == ["one"]
+    found, whole = (
+        {path.name: path.read_bytes() for path in (tmp_path / name / "runs" / "one").iterdir()}
+        for name in ("again", "whole")
+    )
+    assert found.keys() == whole.keys()
+    for name in ("results.json", "log.jsonl", "plane.png"):
+        assert found[name] == whole[name]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_ends_a_process_in_a_finaliser_is_not_lost(number, code):
+    class Ends:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            time.sleep(0.001)
+
+    def waits():
+        with unwinding():
+            Ends()
+            for _ in range(1000):
+                time.sleep(0.01)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            waits()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == code
+
+
+INTERRUPTED = """
+import os, sys, _signal
+
+def press(event, arguments):
+    if event == "import" and arguments[0] == {name!r} and "manifoldagg" in sys.modules:
+        os.kill(os.getpid(), 2)
+
+_signal.signal(2, _signal.default_int_handler)  # pytest itself may run where Ctrl-C is ignored
+sys.addaudithook(press)
+sys.argv = ["manifoldagg", "compare", "--rounds", "100000"]
+"""
+AS_A_SCRIPT = "from manifoldagg.__main__ import main; main()"
+AS_A_MODULE = "import runpy; runpy.run_module('manifoldagg', run_name='__main__', alter_sys=True)"
+
+
+@pytest.mark.parametrize(
+    ("name", "started"),
+    [
+        ("manifoldagg._signals", AS_A_MODULE),
+        ("signal", AS_A_SCRIPT),
+        ("contextlib", AS_A_SCRIPT),
+        ("manifoldagg.cli", AS_A_SCRIPT),
+        ("numpy", AS_A_MODULE),
+        ("numpy._core._multiarray_umath", AS_A_SCRIPT),
+        ("torch", AS_A_MODULE),
+        ("torch._C", AS_A_SCRIPT),
+        ("torch.nn", AS_A_MODULE),
+        ("manifoldagg.simulation", AS_A_SCRIPT),
+        ("sklearn", AS_A_SCRIPT),
+        ("matplotlib", AS_A_MODULE),
+    ],
+)
+def test_ctrl_c_while_it_starts_is_said_in_a_line(name, started, tmp_path):
+    code = INTERRUPTED.format(name=name) + started
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path, env=WIDE, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("arguments", "words"), [(["--help"], "compare"), (["compare", "--help"], "--participation")])
+def test_help_reads_like_documentation(arguments, words, tmp_path):
+    done = call(*arguments, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert words in done.stdout
+    assert call("--version", folder=tmp_path).stdout.startswith("manifoldagg 0.")

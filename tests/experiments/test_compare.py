@@ -1,0 +1,237 @@
+"""Comparisons: what is passed on to runs, settings in words, and pictures in which lines can be told apart."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from torch import nn
+
+from manifoldagg.cli.compare import refusals
+from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments import draw_trace
+from manifoldagg.experiments.compare import compare
+from manifoldagg.experiments.plots import draw_accuracy, draw_clients, draw_traces
+from manifoldagg.experiments.registry import method, methods
+from manifoldagg.experiments.run_report import write_report
+from manifoldagg.simulation import (
+    Change,
+    Exponential,
+    Federation,
+    IndependentClients,
+    PriorityScheduler,
+    Record,
+    iid_partition,
+    registry,
+    run,
+)
+from manifoldagg.simulation.cost import AXES, within
+from tests.simulation.test_run import clusters, dirichlet
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return compare(clusters(), methods(["fedasync"]), clients=6, rounds=10, seeds=2)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that would be saved."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append(figure))
+    return figures
+
+
+def rows(comparison):
+    return [one.evaluations for one in comparison.runs["FedAsync"]]
+
+
+@pytest.mark.parametrize("count", [1, 6, 7, 22])
+def test_every_line_of_the_picture_can_be_told_from_the_others(count, comparison, drawn):
+    seeds = rows(comparison)
+    runs = {
+        f"Method{i}(a=1)": [[*seed[:-1], replace(seed[-1], accuracy=i / 50)] for seed in seeds] for i in range(count)
+    }
+    draw_accuracy(Path("accuracy.png"), runs, target=0.9, title="clusters")
+    (figure,) = drawn
+    (axes,) = figure.axes
+    lines = [line for line in axes.lines if line.get_label() in runs]
+    assert len({(line.get_color(), line.get_linestyle(), line._unscaled_dash_pattern) for line in lines}) == count
+    # In one place each is seen below those that are drawn after it.
+    assert all(a.get_linewidth() > b.get_linewidth() and a.zorder < b.zorder for a, b in pairwise(lines))
+    assert len({line.get_markevery() for line in lines}) == count
+    legend = figure.legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == list(runs)
+
+
+def test_lines_that_are_the_same_all_the_way_take_turns(comparison, drawn):
+    runs = dict.fromkeys("ABC", rows(comparison))
+    draw_accuracy(Path("accuracy.png"), runs, target=0.9, title="clusters")
+    lines = drawn[0].axes[0].lines[:3]
+    assert len({line.get_linewidth() for line in lines}) == 1
+    offsets, dashes = zip(*(line._unscaled_dash_pattern for line in lines), strict=True)
+    (on, off) = dashes[0]
+    assert set(dashes) == {(on, 2 * on)} == {(on, off)}
+    assert {offset % (3 * on) for offset in offsets} == {0, on, 2 * on}
+    # The legend shows what they are elsewhere.
+    assert all(handle.get_linestyle() == "-" for handle in drawn[0].legends[0].get_lines())
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_line_is_worth_what_the_latest_evaluations_were(axis, comparison, drawn):
+    draw_accuracy(Path("accuracy.png"), {"FedAsync": rows(comparison)}, target=0.9, title="clusters", axis=axis)
+    (axes,) = drawn[0].axes
+    line = axes.lines[0]
+    label = axes.get_xlabel()
+    unit = 1e3 if "thousands" in label or "kB" in label else 1.0
+    assert {"round": "answers", "time": "virtual time, s", "gradients": "gradients", "bytes": "sent"}[axis] in label
+    for x, y in zip(*line.get_data(), strict=True):
+        # Places are divided by the unit, which rounds.
+        worth = [within(seed, axis, x * unit * (1 + 1e-12)).accuracy for seed in rows(comparison)]
+        assert y == pytest.approx(100 * np.mean(worth), rel=1e-12)
+    assert line.get_xdata()[-1] * unit == pytest.approx(min(seed[-1].along(axis) for seed in rows(comparison)))
+    assert "2 seeds" in axes.get_title()
+
+
+def test_clients_are_drawn_from_the_worst_to_the_best(drawn):
+    seeds = [[0.5, 0.0, 1.0], [1.0, 0.2, 0.5]]
+    draw_clients(Path("clients.png"), {"FedAsync": seeds, "FedGS": [[1.0, 0.5]]}, title="clusters")
+    (axes,) = drawn[0].axes
+    assert axes.lines[0].get_ydata().tolist() == pytest.approx([10.0, 50.0, 100.0])
+    assert axes.lines[1].get_ydata().tolist() == [50.0, 50.0, 100.0]
+    assert axes.lines[0].get_xdata().tolist() == [1, 2, 3]
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+def test_methods_that_see_one_course_share_a_panel(drawn):
+    one, two, three, four = ([Record(0, 1.0, 0.0, 0.0, float(i), 0)] for i in (1, 2, 3, 4))
+    draw_traces(Path("gantt.png"), {"A": one, "B": two, "C": list(one)}, title="clusters")
+    assert [axes.get_title() for axes in drawn[0].axes] == ["A, C", "B"]
+    draw_traces(Path("gantt.png"), {"A": one, "B": two, "C": three, "D": four}, title="clusters")
+    assert [axes.get_title() for axes in drawn[1].axes] == ["A", "B", "C"]
+    assert "without 1 further" in drawn[1].get_suptitle()
+
+
+def test_colours_of_staleness_begin_at_none_and_are_whole():
+    axes = draw_trace([Record(0, 1.0, 0.0, 0.0, 1.0, 0)])
+    (bars,) = (one for one in axes.collections if isinstance(one, PolyCollection))
+    assert bars.get_clim() == (0, 1)
+    (beside,) = axes.child_axes
+    assert (beside.get_position().y0, beside.get_position().y1) == (axes.get_position().y0, axes.get_position().y1)
+    assert all(tick == int(tick) for tick in beside.get_yticks())
+
+
+def test_settings_are_words_that_json_can_hold(tmp_path):
+    even = compare(clusters(), methods(["fedasync"]), clients=3, rounds=2, seeds=1, partition=dirichlet(math.inf))
+    settings = json.loads(write_report(even, tmp_path / "even")[0].read_text())["settings"]
+    assert settings["partition"] == "dirichlet_partition(concentration=inf)"
+    assert settings["methods"]["FedAsync"]["rule"].startswith("FedAsync(")
+    assert "optimizer=Adam" in settings["methods"]["FedAsync"]["trainer"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"inputs": clusters().inputs + 1},
+        {"inputs": clusters().inputs[:, :, None]},
+        {"labels": clusters().labels.flip(0)},
+        {"owners": clusters().labels},
+    ],
+    ids=["inputs", "shape", "labels", "owners"],
+)
+def test_settings_tell_data_of_one_name_apart(change, comparison):
+    def settings(task):
+        model = partial(nn.Sequential, nn.Flatten(), nn.Linear(2, 3))
+        options = {"clients": 3, "rounds": 1, "seeds": 1, "partition": "iid"}
+        return compare(replace(task, model=model), methods(["fedasync"]), **options).settings["data"]
+
+    same, other = settings(clusters()), settings(replace(clusters(), **change))
+    assert same == comparison.settings["data"]
+    assert other["name"] == same["name"] == "clusters"
+    assert other["checksum"] != same["checksum"]
+
+
+def test_a_comparison_passes_on_what_its_runs_are_like():
+    options = {
+        "scheduler": lambda clients, generator: IndependentClients(Exponential(10.0), generator),
+        "participation": iter([Change(5.0, 1, "leave")]),
+        "work": "dispatched",
+        "every": 4,
+    }
+    found = compare(clusters(), methods(["fedasync", "fedortho"]), clients=6, rounds=10, seeds=2, **options)
+    split = {"partition": dirichlet(0.5), "seed": 1}
+    options["participation"] = [Change(5.0, 1, "leave")]
+    assert found.runs["FedOrtho"][1] == run(
+        Federation.split(clusters(), 6, **split), method("fedortho"), rounds=10, **options
+    )
+    assert found.runs["FedAsync"][0].evaluated == [0, 4, 8, 10]
+    assert (found.settings["every"], found.settings["work"]) == (4, "dispatched")
+    assert "Change(" in found.settings["participation"]
+    assert not re.search("0x[0-9a-f]{6}", json.dumps(found.settings))
+
+
+def test_names_mean_what_run_takes():
+    options = {"delays": "exponential:mean=10", "participation": "churn:up=200,down=40,until=300", "tasks": 3}
+    found = compare(clusters(), methods(["fedasync"]), clients=6, rounds=10, seeds=1, partition="iid", **options)
+    assert {key: found.settings[key] for key in options} == options
+    churned = registry.participation(options["participation"])
+    federation = Federation.split(clusters(), 6, partition=iid_partition, seed=0)
+    like = {"delays": Exponential(10.0), "participation": churned, "tasks": 3}
+    assert found.runs["FedAsync"][0] == run(federation, method("fedasync"), rounds=10, **like)
+    found = compare(clusters(), methods(["fedasync"]), clients=6, rounds=4, seeds=1, scheduler="priority:workers=1")
+    assert found.settings["scheduler"] == "priority:workers=1"
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: compare(clusters(), methods(["fedgs"]), every=0), "every: expected"),
+        (
+            lambda: compare(clusters(), methods(["fedgs"]), scheduler=PriorityScheduler(3, np.random.default_rng(0))),
+            "scheduler: expected a function that makes one for each run",
+        ),
+        (lambda: compare(clusters(), methods(["fedgs"]), scheduler="prority"), "did you mean priority"),
+        (lambda: compare(clusters(), methods(["fedgs"]), partition="dirichlet:c=1"), "partition: dirichlet: no option"),
+        (lambda: compare(clusters(), methods(["fedgs"]), delays="gauss"), "did you mean gaussian"),
+        (lambda: compare(clusters(), methods(["fedgs"]), work="none"), "work: expected"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
+
+
+def test_what_is_wrong_with_a_later_method_is_told_before_one_trains(tmp_path):
+    routing = tmp_path / "routing.csv"
+    routing.write_text("client,share\n0,0.5\n7,0.5\n")
+    told = []
+    wrong = methods(["fedasync", f"generalizedasyncsgd:routing=file,routing.path={routing}"])
+    with pytest.raises(ArgumentError, match=r"^methods: GeneralizedAsyncSGD\(.*rule: routing: expected a share"):
+        compare(clusters(), wrong, clients=6, rounds=2, seeds=1, progress=lambda *_: told.append(1))
+    assert told == []
+
+
+def test_names_stand_in_pictures_as_they_are(comparison, drawn):
+    name = "FedAsync($x, staleness=polynomial, staleness.a=0.5, note=$)"
+    draw_accuracy(Path("accuracy.png"), {name: rows(comparison)}, target=0.9, title="$x$")
+    drawn[0].draw_without_rendering()
+    (legend,) = drawn[0].legends
+    (text,) = legend.get_texts()
+    assert text.get_text().replace("\\$", "$").replace("\n", " ") == name
+    assert max(map(len, text.get_text().split("\n"))) <= 33
+
+
+def test_a_method_that_nobody_heard_is_told_apart_from_a_bad_one(comparison):
+    assert refusals(comparison) == []
+    one = comparison.runs["FedAsync"][0]
+    runs = [replace(one, evaluations=[replace(row, refused=count) for row in one.evaluations]) for count in (2, 10)]
+    refused = replace(comparison, runs={"FedAvg(trainer=curve)": runs})
+    assert refusals(refused) == ["FedAvg(trainer=curve): 12 of 20 updates were refused"]

@@ -1,0 +1,347 @@
+"""Configurations: a table of a file is a command line, whatever options there are."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.cli.app import app
+from manifoldagg.errors import ArgumentError, ManifoldAggError
+from manifoldagg.experiments.config_file import command_lines, options_by_name
+from manifoldagg.experiments.registry import RULES, methods
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = typer.main.get_command(app).commands["compare"]
+OPTIONS = options_by_name(COMMAND.params, ("config", "only", "name"))
+VALUES = {
+    "integer": st.integers(-9, 9),
+    "float": st.floats(-9, 9) | st.integers(-9, 9),
+    "boolean": st.booleans(),
+    "path": st.sampled_from(["runs", "/tmp/a b", "-x"]),
+    "text": st.sampled_from(["digits", "a:b=1,c=-2", "--x", "", "é \"'#"]),
+}
+
+
+def values(name):
+    """Values of an option, as TOML has them."""
+    option = OPTIONS[name]
+    single = VALUES[option.type.name]
+    if option.multiple:
+        one = single | st.floats(0.1, 9)
+        return one | st.lists(one, max_size=3) | st.dictionaries(st.sampled_from(["fedgs", "fedavg"]), one)
+    words = st.lists(single, min_size=1, max_size=3)
+    return single | words if option.type.name == "text" else single
+
+
+TABLES = st.fixed_dictionaries({}, optional={name: values(name) for name in OPTIONS})
+
+
+def toml(value):
+    """As a value in a file."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {toml(one)}" for name, one in value.items()) + "}"
+    return json.dumps(value)
+
+
+def written(path, **tables):
+    """A file with these tables."""
+    lines = [
+        f"[{name}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in table.items())
+        for name, table in tables.items()
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def typed(table):
+    """What someone types who means the same."""
+    for name, value in table.items():
+        if OPTIONS[name].type.name == "boolean":
+            yield from [f"--{name}"] * value
+        elif OPTIONS[name].multiple:
+            listed = value if isinstance(value, list) else [value]
+            if isinstance(value, dict):
+                listed = [f"{method}={number}" for method, number in value.items()]
+            yield from (word for one in listed for word in (f"--{name}", str(one)))
+        else:
+            yield from (f"--{name}", ",".join(value) if isinstance(value, list) else str(value))
+
+
+def parsed(words):
+    return COMMAND.make_context("compare", list(words)).params
+
+
+@given(TABLES, TABLES)
+def test_a_table_is_a_command_line(tmp_path_factory, table, shared):
+    path = tmp_path_factory.getbasetemp() / "drawn.toml"
+    found = command_lines(written(path, defaults=shared, mine=table, other={}), OPTIONS)
+    assert list(found) == ["mine", "other"]
+    assert parsed(found["mine"]) == parsed(typed(shared | table))
+    assert parsed(found["other"]) == parsed(typed(shared))
+
+
+def test_every_option_of_the_command_has_a_place_in_a_file():
+    left = {option.name for option in COMMAND.params} - {option.name for option in OPTIONS.values()}
+    assert left == {"config", "only", "name"}
+    assert {"tune-seeds", "json", "rate"} < set(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [((), ["a", "b", "c"]), (["b"], ["b"]), (["c", "a"], ["a", "c"]), (["c, a", "b"], ["a", "b", "c"])],
+)
+def test_some_tables_can_be_chosen(only, names, tmp_path):
+    path = written(tmp_path / "some.toml", a={}, b={}, c={})
+    assert list(command_lines(path, OPTIONS, only)) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected a table for each comparison, got none"),
+        ("[defaults]\nrounds = 3", "expected a table for each comparison, got none"),
+        ("rounds = 3\n[a]", r"rounds: expected a table; what all share stands in \[defaults\]"),
+        ("[a]\nround = 3", "a: no option 'round'; did you mean rounds?"),
+        ("[defaults]\ntune_seeds = 3\n[a]", "defaults: no option 'tune_seeds'; did you mean tune-seeds?"),
+        ("[a]\nname = 'b'", "a: no option 'name'"),
+        ("[a]\nrounds = 'many'", "a: rounds: expected an integer, got 'many'"),
+        ("[a]\nrounds = 2.5", "a: rounds: expected an integer, got 2.5"),
+        ("[a]\nrounds = true", "a: rounds: expected an integer, got True"),
+        ("[defaults]\nholdout = '0.2'\n[a]", "defaults: holdout: expected a number, got '0.2'"),
+        ("[a]\ntune = 1", "a: tune: expected true or false, got 1"),
+        ("[a]\ndata = 3", "a: data: expected words, or a list of them, got 3"),
+        ("[a]\nmethods = []", r"a: methods: expected words, or a list of them, got \[\]"),
+        ("[a]\nmethods = ['fedgs', 3]", r"a: methods: expected words, or a list of them, got \['fedgs', 3\]"),
+        ("[a]\nout = ['x']", r"a: out: expected words, got \['x'\]"),
+        ("[a]\n[a.rate]\nfedgs = true", "a: rate: fedgs: expected words or a number, got True"),
+        ("[a]\nrate = [[1]]", r"a: rate: expected words or a number, got \[1\]"),
+        ("['a/b']", "expected names of folders, got 'a/b'"),
+        ("[a]\nrounds = x", "is no TOML: Invalid value .*line 2"),
+        (b"[a]\ndata = '\xff'", "is no TOML: "),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_table(text, words, tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ArgumentError, match=f"^config: .*wrong.toml:? {words}"):
+        command_lines(path, OPTIONS)
+
+
+def test_a_file_or_a_table_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ArgumentError, match="^config: .*none.toml cannot be read: "):
+        command_lines(tmp_path / "none.toml", OPTIONS)
+    path = written(tmp_path / "some.toml", mnist={}, digits={}, defaults={})
+    with pytest.raises(ArgumentError, match="^only: .*some.toml: no comparison 'minst'; did you mean mnist"):
+        command_lines(path, OPTIONS, ["digits,minst"])
+    with pytest.raises(ArgumentError, match="no comparison 'defaults'"):
+        command_lines(path, OPTIONS, ["defaults"])
+
+
+@pytest.fixture
+def call(monkeypatch, as_shipped):
+    """The command, in this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def called(*words):
+        return app(["compare", *map(str, words)], standalone_mode=False)
+
+    return called
+
+
+SMALL = {"clients": 4, "rounds": 2, "seeds": 1, "partition": "iid", "every": 2}
+
+
+def settings(folder):
+    return json.loads((folder / "results.json").read_text())["settings"]
+
+
+def test_a_configuration_does_what_its_command_line_does(call, tmp_path, monkeypatch, capsys):
+    papers = tmp_path / "papers"
+    papers.mkdir()
+    (papers / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
+    table = {"methods": ["fedasync", "fedgs:trainer.epochs=1"], "participation": "file:gone.csv"}
+    path = written(
+        papers / "papers.toml", defaults=SMALL, first=table | {"rate": {"fedasync": 2}}, second={"methods": "fedgs"}
+    )
+    monkeypatch.chdir(tmp_path)
+    call("--config", "papers/papers.toml", "--rounds", 3)
+    said = capsys.readouterr().out
+    assert (
+        said.index("first (1 of 2)")
+        < said.index(f"Written to {tmp_path / 'runs' / 'first'}:")
+        < said.index("second (2 of 2)")
+    )
+    monkeypatch.chdir(papers)
+    line = [*typed(SMALL | table), "--rate", "fedasync=2", "--rounds", 3]
+    call(*line, "--name", "typed")
+    assert settings(papers / "runs" / "typed") == settings(tmp_path / "runs" / "first")
+    assert settings(tmp_path / "runs" / "second")["rounds"] == 3
+    written(path, defaults=SMALL | {"out": "there"}, first={"methods": "fedgs"})
+    call("--config", "papers.toml")
+    assert settings(papers / "there" / "first")["rounds"] == 2
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    call("--config", "papers/papers.toml", "--json", "--out", "here")
+    out, errors = capsys.readouterr()
+    assert json.loads(out)["settings"] == settings(tmp_path / "here" / "first") == settings(papers / "there" / "first")
+    assert "first (1 of 1)" in errors
+
+
+def test_a_rule_of_ones_own_lies_beside_the_file_or_here(call, tmp_path, monkeypatch):
+    (tmp_path / "papers").mkdir()
+    for name, folder in (("beside_it", "papers"), ("lies_here", ".")):
+        (tmp_path / folder / f"{name}.py").write_text("from tests.simulation.custom import Signs\n")
+    written(
+        tmp_path / "papers" / "papers.toml",
+        defaults=SMALL,
+        one={"methods": ["fedgs", "beside_it:Signs:rate=0.2,threshold=2"]},
+        two={"methods": "beside_it:Signs", "rate": "beside_it:Signs=0.5"},
+    )
+    monkeypatch.chdir(tmp_path)
+    call("--config", "papers/papers.toml")
+    (_, first), (second,) = (settings(tmp_path / "runs" / name)["methods"].values() for name in ("one", "two"))
+    assert first["rule"] == "Signs(rate=0.2, threshold=2)"
+    assert second["rule"] == "Signs(rate=0.5, threshold=0.0)"
+    call("--config", "papers/papers.toml", "--only", "one", "--methods", "lies_here:Signs")
+    assert list(settings(tmp_path / "runs" / "one")["methods"]) == ["Signs"]
+    call(*typed(SMALL), "--methods", "lies_here:Signs:rate=0.3", "--name", "typed")
+    assert list(settings(tmp_path / "runs" / "typed")["methods"]) == ["Signs(rate=0.3)"]
+
+
+def test_paths_that_are_typed_are_those_of_the_current_folder(call, tmp_path, monkeypatch):
+    """Also where the file's folder has one of that name."""
+    papers = tmp_path / "papers"
+    papers.mkdir()
+    for folder, time in ((tmp_path, 0.2), (papers, 0.1)):
+        (folder / "gone.csv").write_text(f"time,client,kind\n{time},3,leave\n")
+        labels = np.arange(60) % 3
+        np.savez(folder / "mine.npz", inputs=np.eye(3, dtype=np.float32)[labels] * np.float32(time), labels=labels)
+    (papers / "trace.csv").write_text("client,time\n")
+    written(papers / "papers.toml", one=SMALL | {"methods": "fedgs", "participation": "file:gone.csv"})
+    monkeypatch.chdir(tmp_path)
+    line = [*typed(SMALL), "--methods", "fedgs", "--data", "npz:mine.npz", "--participation", "file:gone.csv"]
+    call(*line, "--name", "typed")
+    call("--config", "papers/papers.toml", *line)
+    found, given = (settings(tmp_path / "runs" / name) for name in ("one", "typed"))
+    assert (found["participation"], list(found["files"])) == ("file:../gone.csv", ["../gone.csv"])
+    assert list(found["files"].values()) == list(given["files"].values())
+    assert found["data"] == given["data"]
+    call("--config", "papers/papers.toml", "--data", "npz:mine.npz")
+    mixed = settings(tmp_path / "runs" / "one")
+    assert mixed["data"] == given["data"]
+    assert mixed["files"] != given["files"]
+    with pytest.raises(ManifoldAggError, match="scheduler: replay: .*trace.csv"):
+        call("--config", "papers/papers.toml", "--scheduler", "replay:trace.csv")
+
+
+def test_what_is_finished_is_not_done_again(call, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tables = {
+        "first": {"methods": "fedgs:trainer.epochs=1", "tune": True, "tune-seeds": 1},
+        "second": {"methods": "fedasync:trainer.epochs=1"},
+    }
+    written(tmp_path / "two.toml", defaults=SMALL, **tables)
+
+    def done(*words):
+        """Which comparisons were made, and which were said to be finished."""
+        call("--config", "two.toml", "--resume", *words)
+        out = capsys.readouterr().out
+        made = {name for name in tables if f"Written to runs/{name}:" in out}
+        over = {name for name in tables if f"): is finished, in runs/{name}" in out}
+        assert made | over == set(tables)
+        assert not made & over
+        return made
+
+    assert done() == {"first", "second"}
+    assert done() == set()
+    assert done("--jobs", 1) == set()
+    tables["second"]["rate"] = 2.0
+    written(tmp_path / "two.toml", defaults=SMALL, **tables)
+    assert done() == {"second"}
+    (tmp_path / "runs" / "second" / "results.json").write_text("{")
+    tables["first"]["tune-seeds"] = 2
+    written(tmp_path / "two.toml", defaults=SMALL, **tables)
+    assert done() == {"first", "second"}
+    assert done() == set()
+
+
+def test_what_is_finished_is_of_the_same_files_and_versions(call, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
+    path = written(
+        tmp_path / "one.toml", one=SMALL | {"methods": "fedgs:trainer.epochs=1", "participation": "file:gone.csv"}
+    )
+
+    def printed():
+        """The object, and whether the comparison was made for it."""
+        call("--config", path, "--resume", "--json")
+        out, errors = capsys.readouterr()
+        return json.loads(out), "Written to" in errors
+
+    first, made = printed()
+    assert made
+    assert printed() == (first, False)
+    (tmp_path / "gone.csv").write_text("time,client,kind\n0.2,3,leave\n")
+    second, made = printed()
+    assert made
+    assert first["settings"].pop("files") != second["settings"].pop("files")
+    assert first["settings"] == second["settings"]
+    timing = tmp_path / "runs" / "one" / "timing.json"
+    tree = json.loads(timing.read_text())
+    tree["versions"]["torch"] = "1.0"
+    timing.write_text(json.dumps(tree))
+    third, made = printed()
+    assert made
+    assert third["methods"] == second["methods"]
+    assert printed() == (third, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "two.toml"], "two.toml: second: methods: no method 'fedg'; did you mean fedgs?"),
+        (["--config", "two.toml", "--name", "x"], "name: expected none with --config"),
+        (["--config", "bad.toml"], "bad.toml: first: partition: no partition 'shard'; did you mean shards?"),
+        (["--only", "first"], "--only: it chooses tables of --config"),
+    ],
+)
+def test_all_tables_are_read_before_one_runs(words, message, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "two.toml", defaults=SMALL, first={}, second={"methods": ["fedasync", "fedg"]})
+    written(tmp_path / "bad.toml", first={"rate": 1.0, "partition": "shard"})
+    with pytest.raises((ManifoldAggError, typer.BadParameter)) as caught:
+        call(*words)
+    told = caught.value
+    assert message in (told.format_message() if isinstance(told, typer.BadParameter) else str(told))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_evidence_is_read_whole_and_has_every_rule_on_the_digits():
+    path = ROOT / "benchmarks" / "papers" / "evidence.toml"
+    tried = {name: parsed(words) for name, words in command_lines(path, OPTIONS).items()}
+    given_by_hand = {name for name, options in tried.items() if not options["tune"]}
+    delays = {f"digits-{name}" for name in ("measured", "measured-path", "lognormal", "halfnormal", "uniform")}
+    free = {"digits-masfl-free", "digits-masfl-free-five"}
+    assert given_by_hand == {"digits-two", "digits-ten", "digits-twenty"} | delays | free
+    chosen = {name: methods(options["methods"]) for name, options in tried.items()}
+    digits = [one for name, listed in chosen.items() if tried[name]["data"] == "digits" for one in listed]
+    rules = {type(one.bound(range(5)).rule).__name__.lower() for one in digits}
+    assert rules == set(RULES) | {"asynccorrected"}
+
+
+def test_the_example_is_read_whole_and_runs(call, tmp_path, monkeypatch, capsys):
+    path = ROOT / "examples" / "comparison.toml"
+    lines = command_lines(path, OPTIONS)
+    assert {"digits-small", "mnist"} < set(lines)
+    for words in lines.values():
+        assert parsed(words)["seeds"] >= 2
+    monkeypatch.chdir(tmp_path)
+    call("--config", path, "--only", "digits-small", "--rounds", 2, "--clients", 40, "--seeds", 1)
+    (report,) = (tmp_path / "runs").iterdir()
+    assert report.name == "digits-small"
+    assert list(settings(report)["methods"]) == ["FedAsync", "FedGS", "AsyncBezier(degree=3)"]

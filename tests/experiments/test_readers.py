@@ -1,0 +1,165 @@
+"""IDX files: what is written is read back, and what is damaged is refused by name."""
+
+import gzip
+import itertools
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments.readers import images, read_idx
+from tests.support import seeds
+
+CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
+
+
+def idx(array):
+    """The bytes of an IDX file, as its specification has them."""
+    kind = array.dtype.str[1:]
+    header = bytes([0, 0, CODES[kind], array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
+
+
+def numbers(seed, kind, shape):
+    """Any bit patterns of a dtype, NaNs and infinities among them."""
+    size = int(np.prod(shape)) * np.dtype(kind).itemsize
+    return np.frombuffer(np.random.default_rng(seed).bytes(size), kind).reshape(shape)
+
+
+def packed(data):
+    """Gzipped, the same at every time of day."""
+    return gzip.compress(data, mtime=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("idx")
+
+
+@given(seeds, st.sampled_from(sorted(CODES)), st.lists(st.integers(0, 5), min_size=1, max_size=4), st.booleans())
+def test_reading_is_the_inverse_of_writing_bit_for_bit(folder, seed, kind, shape, gzipped):
+    array = numbers(seed, kind, shape)
+    path = folder / "file"
+    path.write_bytes(packed(idx(array)) if gzipped else idx(array))
+    read = read_idx(path).numpy()
+    assert (read.dtype, read.shape) == (array.dtype, array.shape)
+    assert read.tobytes() == array.tobytes()
+
+
+def test_what_is_read_can_be_written_to(folder):
+    path = folder / "bytes"
+    path.write_bytes(idx(np.zeros(3, "u1")))
+    assert read_idx(str(path)).add_(1).tolist() == [1, 1, 1]
+
+
+@given(seeds, st.booleans(), st.data())
+def test_a_file_cut_anywhere_is_refused_by_name(folder, seed, gzipped, data):
+    whole = idx(numbers(seed, "i2", (2, 3)))
+    whole = packed(whole) if gzipped else whole
+    path = folder / "cut"
+    path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    with pytest.raises(ArgumentError, match=f"path: {path}: expected"):
+        read_idx(path)
+
+
+GOOD = idx(np.arange(6, dtype="u1").reshape(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        (b"", "expected to begin with 00 00, a type .* got nothing"),
+        (b"\x89PNG\r\n", "expected to begin with 00 00, .* got 89 50 4e 47"),
+        (bytes([0, 0, 0x0A, 1, 0, 0, 0, 0]), r"a type \(08, 09, 0b, 0c, 0d, 0e\) .* got 00 00 0a 01"),
+        (bytes([0, 0, 8, 0, 5]), "1 to 20 dimensions; got 00 00 08 00"),
+        (bytes([0, 0, 8, 33]) + bytes(200), "1 to 20 dimensions; got 00 00 08 21"),
+        (bytes([0, 0, 8, 2, 0, 0, 0, 1]), "expected 2 dimensions, but the file ends"),
+        (GOOD[:-1], r"expected 6 bytes of numbers for dimensions \(2, 3\); the file is too small"),
+        (GOOD + b"x", r"expected 6 bytes of numbers for dimensions \(2, 3\); the file goes on"),
+        (packed(GOOD[:-1]), "expected 6 bytes of numbers .* the file ends after 5"),
+        (packed(GOOD + b"x"), "the file goes on"),
+        (packed(GOOD)[:-8] + bytes(8), "expected a whole gzip file, but: CRC check failed"),
+        (packed(GOOD)[:10] + b"\xff" * 20, "expected a whole gzip file"),
+        (packed(GOOD) + b"tail", "expected a whole gzip file"),
+        # 2^96 bytes announced, as they stand and gzipped; a product that an int64 would wrap to 0.
+        (bytes([0, 0, 8, 3]) + b"\xff" * 12, "the file is too small"),
+        (packed(bytes([0, 0, 8, 3]) + b"\xff" * 12), "the file is too small"),
+        (bytes([0, 0, 8, 2]) + struct.pack(">2I", 2**31, 2**31), "the file is too small"),
+        (bytes([0, 0, 14, 4]) + struct.pack(">4I", 2**31, 2**31, 2**31, 0), "the file is too small"),
+    ],
+    ids=itertools.count(),
+)  # fmt: skip
+def test_a_damaged_file_is_refused_by_name(folder, contents, words):
+    path = folder / "damaged"
+    path.write_bytes(contents)
+    with pytest.raises(ArgumentError, match=f"^path: {path}: .*{words}"):
+        read_idx(path)
+
+
+def test_what_is_no_file_is_refused_by_name(folder):
+    with pytest.raises(ArgumentError, match="absent: cannot be read: No such file"):
+        read_idx(folder / "absent")
+    with pytest.raises(ArgumentError, match="cannot be read: Is a directory"):
+        read_idx(folder)
+
+
+def written(folder, part="t10k", mark="-", suffix="", pixels=None, labels=None):
+    """A data set of seven images, the first pixel of each its label times 20."""
+    labels = np.arange(7, dtype="u1") if labels is None else labels
+    if pixels is None:
+        pixels = np.zeros((7, 28, 28), "u1")
+        pixels[:, 0, 0] = 20 * np.arange(7)
+    for name, array, n in (("images", pixels, 3), ("labels", labels, 1)):
+        data = idx(array)
+        (folder / f"{part}-{name}{mark}idx{n}-ubyte{suffix}").write_bytes(packed(data) if suffix else data)
+    return folder
+
+
+@pytest.mark.parametrize("part", ["train", "t10k"])
+@pytest.mark.parametrize("mark", ["-", "."])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_images_are_found_under_each_usual_name(tmp_path, part, mark, suffix):
+    inputs, targets = images(written(tmp_path, part, mark, suffix), part)
+    assert (inputs.dtype, inputs.shape) == (torch.float32, (7, 1, 28, 28))
+    assert (targets.dtype, targets.tolist()) == (torch.int64, list(range(7)))
+    # One division of two float32 numbers, correctly rounded.
+    assert torch.equal(inputs[:, 0, 0, 0], torch.arange(0, 140, 20) / 255)
+    assert inputs[:, :, 1:].count_nonzero() == 0
+
+
+def test_white_is_one(tmp_path):
+    inputs, _ = images(written(tmp_path, pixels=np.full((7, 28, 28), 255, "u1")))
+    assert (inputs == 1).all()
+
+
+def test_a_missing_file_lists_what_was_looked_for(tmp_path):
+    with pytest.raises(ArgumentError) as refused:
+        images(tmp_path)
+    for name in ("images-idx3-ubyte", "images-idx3-ubyte.gz", "images.idx3-ubyte", "images.idx3-ubyte.gz"):
+        assert f"t10k-{name}" in str(refused.value)
+    assert str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"pixels": np.zeros((7, 8, 8), "u1")}, r"images-idx3-ubyte: expected bytes of shape \(any, 28, 28\), got torch.uint8 of shape \(7, 8, 8\)"),
+        ({"pixels": np.zeros((7, 784), "u1")}, "images-idx3-ubyte: expected bytes"),
+        ({"pixels": np.zeros((7, 28, 28), "f4")}, "images-idx3-ubyte: expected bytes .* got torch.float32"),
+        ({"labels": np.zeros(6, "u1")}, r"labels-idx1-ubyte: expected bytes of shape \(7,\), one an image, got torch.uint8 of shape \(6,\)"),
+        ({"labels": np.zeros(7, "i4")}, "labels-idx1-ubyte: expected bytes"),
+        ({"labels": np.zeros((7, 1), "u1")}, "labels-idx1-ubyte: expected bytes"),
+    ],
+)  # fmt: skip
+def test_arrays_of_another_shape_are_refused_by_file(tmp_path, arrays, words):
+    with pytest.raises(ArgumentError, match=words):
+        images(written(tmp_path, **arrays))
+
+
+def test_an_unknown_part_is_refused(tmp_path):
+    with pytest.raises(ArgumentError, match="part: expected one of train, t10k; got 'test'"):
+        images(tmp_path, "test")

@@ -1,0 +1,336 @@
+"""Methods by name: every rule is there, learns, and has the options that its fields and its trainer's are."""
+
+import functools
+import inspect
+import pickle
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifoldagg import corrections, curves
+from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments.registry import KINDS, RATE, RULES, TRAINERS, method, methods
+from manifoldagg.federated import Rule, Trainer, rules
+from manifoldagg.federated import clients as trainers
+from manifoldagg.federated.schedules import Cosine
+from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
+from manifoldagg.manifolds import Sphere
+from manifoldagg.simulation import Federation, Method, run
+from tests.simulation import custom
+from tests.simulation.test_run import clusters, dirichlet
+
+LOCAL = trainers.Local(**TRAINERS["local"])
+CLIENTS = [0, 2, 3, 5, 7, 8, 9, 11, 12, 13]
+
+
+def bound(text, clients=CLIENTS):
+    return method(text).bound(clients)
+
+
+def test_every_rule_says_its_trainer_and_every_trainer_its_options():
+    """A new rule is a method by being exported; here it is told that its trainer is missing."""
+    exported = {name.lower(): getattr(rules, name) for name in rules.__all__}
+    assert set(RULES) == {name for name, made in exported.items() if isinstance(made, type) and hasattr(made, "step")}
+    assert set(exported) - set(RULES) == {"dominance"}
+    able = {name.lower() for name in trainers.__all__ if hasattr(getattr(trainers, name), "train")}
+    assert set(TRAINERS) == able
+    assert {entry.trainer for entry in RULES.values()} <= able
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_method_is_a_rule_and_its_trainer(name):
+    made = bound(name)
+    assert isinstance(made.rule, Rule)
+    assert isinstance(made.trainer, Trainer)
+    assert made.name == type(made.rule).__name__
+    assert type(made.rule).__name__.lower() == name
+    assert type(made.trainer).__name__.lower() == RULES[name].trainer
+    assert pickle.loads(pickle.dumps(made.trainer)) == made.trainer
+    assert method(name) == method(name)
+    assert repr(method(name)) == repr(method(name))
+    assert " at 0x" not in repr(method(name))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_method_learns(name):
+    """Six clients, thirty updates: nobody is refused, and three clouds of points are told apart."""
+    federation = Federation.split(clusters(), 6, partition=dirichlet(0.5), seed=0)
+    # Moments that begin at zero, and one model of two, at the low rates that suit the digits, take twice as many.
+    slow = ("delayednesterov", "fadas", "heloco", "krum")
+    one = run(federation, method(name), rounds=60 if name in slow else 30)
+    assert one.refused == 0
+    assert max(one.accuracy) > max(0.6, one.accuracy[0] + 0.1)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_field_of_a_rule_is_an_option(name):
+    """What it is by default can be written down and is then the same; what cannot be is an object, which has a name."""
+    for field in fields(type(bound(name).rule)):
+        default = getattr(bound(name).rule, field.name)
+        if type(default) in (int, float, bool, str, type(None)) and not isinstance(
+            RULES[name].options.get(field.name), Rule
+        ):
+            word = "none" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+            same = bound(f"{name}:{field.name}={word}")
+            assert same.rule == bound(name).rule, field.name
+            assert same.name == f"{bound(name).name}({field.name}={word})"
+        else:
+            assert field.name in KINDS, field.name
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_field_of_a_trainer_is_an_option(name):
+    made = method(f"fedavg:trainer={name}").trainer
+    for field in fields(type(made)):
+        default = getattr(made, field.name)
+        if type(default) in (int, float, bool, str, type(None), tuple):
+            word = "+".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
+            assert method(f"fedavg:trainer={name},trainer.{field.name}={word}").trainer == made, field.name
+        else:
+            assert field.name in KINDS, field.name
+
+
+def test_options_go_to_the_rule_or_to_its_trainer():
+    made = method("asyncbezier:threshold=auto,degree=3,epochs=2+1,rate=0.5,trainer.rate=0.002")
+    assert (made.rule.threshold, made.rule.rate) == ("auto", 0.5)
+    assert (made.trainer.degree, made.trainer.epochs, made.trainer.rate) == (3, (2, 1), 0.002)
+    prox = method("fedavg:trainer=proximal,proximal=0.1,cohort=3,steps=7")
+    assert prox.trainer == trainers.Proximal(epochs=4, rate=0.01, proximal=0.1, steps=7)
+    assert prox.rule == rules.FedAvg(3)
+    assert prox.name == "FedAvg(trainer=proximal, proximal=0.1, cohort=3, steps=7)"
+    path = method("asyncbezier:trainer=trajectory,pull_back=none")
+    assert isinstance(path.trainer, trainers.Trajectory)
+    assert path.rule.pull_back == "none"
+
+
+def test_objects_have_names():
+    for text, field, value in (
+        ("fedasync:staleness=polynomial", "staleness", Polynomial()),
+        ("fedasync:staleness=hinge,staleness.a=2,staleness.b=3", "staleness", Hinge(2, 3)),
+        ("fedbuff:staleness.a=0.9", "staleness", Polynomial(0.9)),
+        ("orthofl:staleness=constant", "staleness", Constant()),
+        ("asgd:rate=cosine,rate.start=3,rate.end=0.1,rate.period=200", "rate", Cosine(3, 0.1, 200)),
+        ("asynccorrected:correction=orthodyn,correction.upper=0.6", "correction", corrections.OrthoDyn(upper=0.6)),
+        ("asynccurve:correction=tangent", "correction", corrections.Tangent()),
+        ("fedgs:dominance=true", "dominance", rules.Dominance(10)),
+        ("fedgs:dominance=true,dominance.smoothed=false", "dominance", rules.Dominance(10, smoothed=False)),
+        ("fedgs:dominance=none", "dominance", None),
+        ("momentum:rule=fedbuff,rule.size=3", "rule", rules.FedBuff(3)),
+        ("momentum:rule.rate=0.5", "rule", rules.FedAsync(0.5, weighted=True)),
+        ("asyncbezier:bend=auto", "bend", "auto"),
+        ("masfl:initial=zero", "initial", "zero"),
+    ):
+        assert getattr(bound(text).rule, field) == value, text
+    for text, field, value in (
+        ("fedavg:optimizer=sgd", "optimizer", torch.optim.SGD),
+        ("fedavg:sharpness=sam,sharpness.radius=0.1", "sharpness", curves.SAM(0.1)),
+        ("asyncbezier:sharpness=asam", "sharpness", curves.ASAM()),
+        ("asynccurve:proximal=lorentzproximal,proximal.weight=0.5", "proximal", trainers.LorentzProximal(0.5)),
+        ("asyncfeded:local.rate=0.1", "local", trainers.Local(epochs=4, rate=0.1, proximal=1e-3)),
+    ):
+        assert getattr(bound(text).trainer, field) == value, text
+    momentum = method("fedavg:optimizer=sgd,optimizer.momentum=0.9").trainer.optimizer
+    assert isinstance(momentum, functools.partial)
+    assert (momentum.func, momentum.keywords) == (torch.optim.SGD, {"momentum": 0.9})
+
+
+def test_a_correction_that_needs_nothing_has_a_name():
+    plain = {
+        "tangent",
+        "position",
+        "orthodc",
+        "orthocorrect",
+        "orthodyn",
+        "orthograd",
+        "delaycompensated",
+        "autothreshold",
+    }
+    assert plain <= set(KINDS["correction"])
+    for name in KINDS["correction"]:
+        assert isinstance(bound(f"asynccorrected:correction={name}").rule.correction, corrections.Correction), name
+
+
+def test_rules_are_made_for_the_clients_who_take_part():
+    assert bound("asynccurve").rule.clients == 10
+    assert bound("asynccurve:clients=40").rule.clients == 40
+    assert bound("masfl").rule.clients == bound("ca2fl").rule.clients == 10
+    for text in ("generalizedasyncsgd", "generalizedasyncsgd:routing=uniform"):
+        assert dict(bound(text).rule.routing) == dict.fromkeys(CLIENTS, 0.1)
+    assert bound("momentum:rule=masfl").rule.rule.clients == 10
+    assert isinstance(bound("momentum:rule=masfl").trainer, trainers.ControlVariate)
+
+
+def test_a_client_that_calibrates_has_the_trainer_for_it():
+    assert isinstance(method("orthofl").trainer, trainers.Local)
+    assert isinstance(method("orthofl:protocol=client").trainer, trainers.Calibrated)
+
+
+def test_a_routing_comes_from_a_file(tmp_path):
+    path = tmp_path / "routing.csv"
+    path.write_text("client,group,share\n0,slow,0.25\n1,fast,0.75\n")
+    made = bound(f"generalizedasyncsgd:routing=file,routing.path={path}", [0, 1])
+    assert dict(made.rule.routing) == {0: 0.25, 1: 0.75}
+
+
+def test_rates_are_those_of_the_server():
+    for name in RULES:
+        option = RATE.get(name, "rate")
+        if option.partition(".")[0] not in inspect.signature(type(bound(name).rule)).parameters:
+            assert name == "floco"
+            continue
+        rule = method(name, rate=0.125).bound(CLIENTS).rule
+        assert functools.reduce(getattr, option.split("."), rule) == 0.125, name
+    assert [m.rule.rate for m in methods("fedasync,fedgs:rate=3,fedortho", ["0.5", "fedortho=0.25"])] == [0.5, 3, 0.25]
+    assert [m.rule.rate for m in methods("fedgs,fedgs:reading=position", ["fedgs=0.25"])] == [0.25, 0.25]
+    assert methods("floco,fedgs", ["fedgs=2"])[1].rule.rate == 2
+
+
+def test_one_rule_comes_several_times():
+    names = [m.name for m in methods("asyncbezier,asyncbezier:threshold=auto,degree=3,fedgs")]
+    assert names == ["AsyncBezier", "AsyncBezier(threshold=auto, degree=3)", "FedGS"]
+    assert [m.name for m in methods(["fedavg:cohort=3", "fedavg"])] == ["FedAvg(cohort=3)", "FedAvg"]
+
+
+OWN = "tests.simulation.custom"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "rule", "trainer", "rate"),
+    [
+        ("Signs", "Signs", custom.Signs(), LOCAL, "rate"),
+        ("Signs:", "Signs", custom.Signs(), LOCAL, "rate"),
+        ("Signs:threshold=2", "Signs(threshold=2)", custom.Signs(threshold=2), LOCAL, "rate"),
+        ("Signs:rate=0.2,epochs=1", "Signs(rate=0.2, epochs=1)", custom.Signs(0.2), replace(LOCAL, epochs=1), None),
+        ("Signs:trainer=proximal", "Signs(trainer=proximal)", custom.Signs(), trainers.Proximal(epochs=4, rate=0.01), "rate"),
+        ("slow:factor=0.5", "slow(factor=0.5)", custom.Signs(0.25), LOCAL, "rate"),
+        ("signs:threshold=1", "signs(threshold=1)", custom.Signs(0.2, 1), LOCAL, "rate"),
+        ("ready", "Ready", custom.Signs(0.4), trainers.Local(epochs=3), "rate"),
+        ("ready:trainer.rate=2,threshold=1", "Ready(trainer.rate=2, threshold=1)", custom.Signs(0.4, 1), trainers.Local(epochs=3, rate=2), "rate"),
+        ("bound:epochs=2", "Bound(epochs=2)", custom.Signs(0.1), trainers.Local(epochs=2), "rate"),
+    ],
+)  # fmt: skip
+def test_a_rule_of_ones_own_has_the_name_of_its_module(text, name, rule, trainer, rate):
+    assert bound(f"{OWN}:{text}") == Method(name, rule, trainer, rate)
+
+
+def test_a_rule_of_ones_own_need_not_be_a_dataclass():
+    made = method(f"{OWN}:Plain:rate=0.3")
+    assert isinstance(made.rule, custom.Plain)
+    assert made.rule.rate == 0.3
+
+
+def test_a_rule_by_its_module_is_the_one_by_its_name():
+    for name in ("asyncbezier", "fedadam", "orthofl"):
+        label = bound(name).name
+        given = ",".join(f"{option}={value}" for option, value in RULES[name].options.items())
+        assert bound(f"manifoldagg.federated.rules:{label}:{given}").rule == bound(name).rule
+
+
+def test_rules_of_ones_own_stand_among_others():
+    names = f"fedgs, {OWN}:Signs : rate=0.1 , threshold=2,{OWN}:slow,fedbuff:size=3"
+    found = methods(names)
+    assert [one.name for one in found] == ["FedGS", "Signs(rate=0.1, threshold=2)", "slow", "FedBuff(size=3)"]
+    assert methods(["fedgs", f"{OWN}:Signs:rate=0.1,threshold=2", f"{OWN}:slow", "fedbuff:size=3"]) == found
+    rated = methods(f"fedgs,{OWN}:Signs,{OWN}:ready", ["0.5", f"{OWN}:Signs=0.25"])
+    assert [one.rule.rate for one in rated] == [0.5, 0.25, 0.5]
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: method(f"{OWN}:Plan"), f"methods: {OWN}:Plan: the module has nothing of that name; did you mean Plain?"),
+        (lambda: method(f"{OWN}:number"), f"methods: {OWN}:number: expected a rule, what makes one, or a Method; got int"),
+        (lambda: method(f"{OWN}:Signs:rat=1"), f"methods: {OWN}:Signs: no option 'rat'; did you mean rate?"),
+        (lambda: method(f"{OWN}:Signs:rate=2"), f"methods: {OWN}:Signs: too fast"),
+        (lambda: method(f"{OWN}:Signs:rate=1,rate=2"), f"methods: {OWN}:Signs: rate is given twice"),
+        (lambda: method(f"{OWN}:Signs:trainer=locl"), f"methods: {OWN}:Signs: no trainer 'locl'; did you mean local?"),
+        (lambda: method("nowhere:Signs"), "methods: nowhere:Signs: neither a method nor a module that can be imported"),
+        (lambda: method("./own:Signs"), "methods: ./own:Signs: neither a method nor a module that can be imported"),
+        (lambda: method("fedbuff:5"), "methods: fedbuff: no option ''"),
+        (lambda: methods(f"{OWN}:Signs,{OWN}:Signs"), f"methods: {OWN}:Signs is given twice"),
+        (lambda: methods([f"{OWN}:bound"], [f"{OWN}:bound=1"]), f"rate: {OWN}:bound has none"),
+        (lambda: method("fedasink"), "methods: no method 'fedasink'; did you mean fedasync?"),
+        (lambda: method("sgd"), "methods: no method 'sgd'; did you mean asgd?"),
+        (lambda: method("xyz"), "methods: no method 'xyz'; there are asgd, "),
+        (lambda: method("dominance:clients=3"), "methods: no method 'dominance'; "),
+        (lambda: method("asyncbezier:treshold=1"), "methods: asyncbezier: no option 'treshold'; did you mean threshold?"),
+        (lambda: method("asyncbezier:threshold=2"), "methods: asyncbezier: threshold: expected a finite number >= -1 and <= 1, got 2"),
+        (lambda: method("asyncbezier:trainer=trajectry"), "methods: asyncbezier: no trainer 'trajectry'; did you mean trajectory?"),
+        (lambda: method("asyncbezier:trainer.degre=2"), "methods: asyncbezier: no option 'degre'; did you mean degree?"),
+        (lambda: method("fedasync:staleness=hing"), "methods: fedasync: no staleness 'hing'; did you mean hinge?"),
+        (lambda: method("fedasync:staleness=hinge,staleness.c=1"), "methods: fedasync: staleness: no option 'c'; there are a, b"),
+        (lambda: method("momentum:rule=fedbuf"), "methods: momentum: no rule 'fedbuf'; did you mean fedbuff?"),
+        (lambda: method("momentum:rule=fedbuff,rule.sise=1"), "methods: momentum: rule: no option 'sise'; did you mean size?"),
+        (lambda: method("fedavg:optimizer=adm"), "methods: fedavg: no optimizer 'adm'; did you mean adam?"),
+        (lambda: method("fedavg:cohort=0"), "methods: fedavg: cohort: expected an integer >= 1, got 0"),
+        (lambda: method("masfl:size=0"), "methods: masfl: size: expected an integer >= 1, got 0"),
+        (lambda: method("generalizedasyncsgd:routing=file,routing.path=no.csv"), "methods: generalizedasyncsgd: routing: path: no.csv cannot be read: "),
+        (lambda: method("fedgs,fedasync"), "methods: expected one name with its options, got a second one: fedasync"),
+        (lambda: method("fedgs", rate=-1), "rate: expected a finite number > 0, got -1"),
+        (lambda: methods([]), "methods: expected some of asgd, "),
+        (lambda: methods(""), "methods: expected a name, got ''"),
+        (lambda: methods("fedgs,fedgs"), "methods: fedgs is given twice"),
+        (lambda: methods(["fedgs"], ["fast"]), "rate: expected a number or METHOD=NUMBER, got 'fast'"),
+        (lambda: methods(["fedgs"], ["-1"]), "rate: expected a finite number > 0, got -1.0"),
+        (lambda: methods(["fedgs"], ["fedasync=1"]), "rate: no method 'fedasync'; did you mean fedgs?"),
+        (lambda: methods(["floco"], ["floco=1"]), "rate: floco has none"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_line(call, words):
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
+
+
+def page(name):
+    return (Path(__file__).parents[2] / "docs" / "guide" / name).read_text()
+
+
+def plain(entry):
+    """The options of an entry that do not follow from the clients, as one writes them."""
+    written = {}
+    for name, value in entry.options.items():
+        if isinstance(value, int | float | str):
+            written[name] = str(value).lower()
+        elif isinstance(value, Rule):
+            written |= {name: type(value).__name__.lower(), f"{name}.rate": str(value.rate)}
+    written |= {f"trainer.{name}": str(value) for name, value in entry.training.items()}
+    return ", ".join(f"`{name}={text}`" for name, text in written.items())
+
+
+def test_the_page_lists_every_method_as_it_is():
+    rows = [line for line in page("compare.md").splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    listed = {row[0].strip("`"): (row[1].strip("`"), row[2]) for row in cells if row[0].strip("`") in RULES}
+    assert listed == {name: (entry.trainer, plain(entry)) for name, entry in RULES.items()}
+
+
+def refuses(rule):
+    try:
+        rule.init(Sphere(3), torch.eye(3)[0])
+    except ArgumentError as error:
+        return "flat" in str(error)
+    return False
+
+
+def test_the_page_lists_the_rules_that_curved_leaves_refuse():
+    text = " ".join(page("rules.md").split())
+    sentence = re.search(r"What has no meaning there is refused and names the leaf: (.*?)\. ", text).group(1)
+    whole, options = sentence.split(";")
+    listed = {name.lower().removeprefix("rules.") for name in re.findall(r"`([\w.]+)`", whole)}
+    assert listed == {name for name in RULES if refuses(bound(name).rule)}
+    assert '`threshold="auto"`' in options
+    assert refuses(bound("asyncbezier:threshold=auto").rule)
+    assert '`overshoot="extend"`' in options
+    assert refuses(bound("asyncbezier:overshoot=extend").rule)
+
+
+def test_the_page_promises_no_average_that_is_not_there():
+    (row,) = [line for line in page("rules.md").splitlines() if line.startswith("| `rules.AsyncCurve")]
+    assert "`periodic=" in row
+    assert bound("asynccurve").rule.periodic is None

@@ -1,0 +1,386 @@
+"""Tuning: the search finds a peak, is the same for all, and does nothing twice."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from manifoldagg.errors import ArgumentError, RuleError
+from manifoldagg.experiments import tuning
+from manifoldagg.experiments.compare import compare
+from manifoldagg.experiments.registry import RULES, method, methods
+from manifoldagg.experiments.tuning import Tuning, late, line_search, tune, with_rate
+from manifoldagg.federated import clients as trainers
+from manifoldagg.federated import rules
+from manifoldagg.federated.schedules import Cosine
+from manifoldagg.simulation import Exponential, Federation, Method, iid_partition, run
+from tests.simulation.custom import Plain, Signs
+from tests.simulation.test_run import clusters
+
+LOCAL = trainers.Local(epochs=1, rate=0.01)
+SCORES = st.floats(0, 1)
+
+
+def split(**changes):
+    options = {"partition": iid_partition, "validation": 0.2, "seed": 100} | changes
+    return Federation.split(clusters(), 4, **options)
+
+
+@pytest.fixture(scope="module")
+def federations():
+    return [split(), split(seed=101)]
+
+
+def searched(scores, **options):
+    """A search of powers with these scores, from the lowest on, and what it asked for."""
+    asked = []
+    middle = len(scores) // 2
+
+    def score(rate):
+        asked.append(rate)
+        power = next(k for k in range(-middle, middle + 1) if 3 * 2.0**k == rate)
+        return [scores[power + middle]]
+
+    return line_search(score, 3.0, **options), asked
+
+
+@given(st.lists(SCORES, min_size=11, max_size=11))
+def test_a_search_ends_where_a_rate_is_no_worse_than_its_neighbours(scores):
+    found, asked = searched(scores)
+    means = {power: score for power, (score,) in found.scores.items()}
+    assert means[found.best] == max(means.values())
+    assert found.rate == 3 * 2.0**found.best
+    assert {-1, 0, 1, *(power for power in (found.best - 1, found.best + 1) if abs(power) <= 5)} <= set(means)
+    assert list(means) == list(range(min(means), max(means) + 1))
+    assert len(asked) == len(set(asked)) == len(means)
+    assert found.is_open == (abs(found.best) == 5)
+
+
+@given(st.integers(-5, 5), st.lists(st.floats(1e-3, 1), min_size=11, max_size=11))
+def test_a_search_finds_the_only_peak(peak, steps):
+    height = [0.0] * 11
+    for k in range(-5, 6):
+        height[k + 5] = -sum(steps[min(k, peak) + 5 : max(k, peak) + 5])
+    found, _ = searched([20 + value for value in height])
+    assert found.best == peak
+
+
+@pytest.mark.parametrize(
+    ("scores", "best", "asked"),
+    [
+        ([0.5] * 11, 0, 3),
+        ([0.0] * 11, -5, 7),  # nothing learned: on to lower rates
+        ([0, 0, 0, 0.3, 0, 0, 0, 0, 0, 0, 0], -2, 5),
+        ([0, 0, 0, 0, 0.4, 0.3, 0.4, 0, 0, 0, 0], -1, 4),  # of two as near the lower
+        ([0, 0, 0, 0, 0.1, 0.2, 0.4, 0.4, 0, 0, 0], 1, 4),
+    ],
+)
+def test_of_equal_rates_the_nearest_to_the_start_is_taken(scores, best, asked):
+    found, calls = searched(scores)
+    assert (found.best, len(calls)) == (best, asked)
+
+
+def test_a_search_is_told_how_far_it_may_go():
+    found, _ = searched([float(k) for k in range(11)], farthest=2)
+    assert (found.best, found.is_open) == (2, True)
+    with pytest.raises(ArgumentError, match="farthest: expected an integer >= 1"):
+        line_search(lambda rate: [0.0], 1.0, farthest=0)
+
+
+def test_a_search_runs_what_run_runs(federations):
+    fedasync = method("fedasync:trainer.epochs=1")
+    found = tune(fedasync, federations, rounds=8, delays="exponential:mean=10", tasks=3)
+    for power, scores in found.scores.items():
+        rated = replace(fedasync, rule=replace(fedasync.rule, rate=3 * 2.0**power))
+        runs = [run(one, rated, rounds=8, delays=Exponential(10.0), tasks=3) for one in federations]
+        assert list(scores) == [sum(one.accuracy[-2:]) / 2 for one in runs]
+
+
+def test_the_last_quarter_counts_however_few_rounds_there_are(federations):
+    for rounds, every, counted in ((1, 1, 1), (3, 1, 1), (8, 1, 2), (8, 3, 1), (9, 2, 2)):
+        found = run(federations[0], Method("FedAsync", rules.FedAsync(1.0), LOCAL), rounds=rounds, every=every)
+        assert late(found) == pytest.approx(sum(found.accuracy[-counted:]) / counted, rel=1e-15)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rate_that_there_is_can_be_changed(name):
+    chosen = method(name)
+    clients = range(6)
+    start = tuning._rate(chosen.bound(clients).rule, chosen.rate)
+    if name == "floco":
+        assert start is None
+        return
+    assert start > 0
+    changed = with_rate(chosen, start / 2)
+    assert tuning._rate(changed.bound(clients).rule, changed.rate) == start / 2
+    assert with_rate(changed, start).bound(clients).rule == with_rate(chosen, start).bound(clients).rule
+    by_name = method(name, rate=start / 2)
+    assert by_name.bound(clients).rule == changed.bound(clients).rule
+    assert by_name.rate is None
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("fedasync:rate=2", None),
+        ("fedasync:rate=cosine,rate.start=3,rate.end=0.1,rate.period=200", None),
+        ("fedasync:trainer.rate=2", "rate"),
+        ("momentum:rule.rate=2", None),
+        ("momentum:rule=fedbuff,rule.size=3", "rule.rate"),
+        ("momentum:rule=masfl", "rule.rate"),
+        ("adamasfl:gamma=0.2", None),
+        ("adamasfl:eta=0.2", "gamma"),
+    ],
+)
+def test_a_rate_that_is_given_by_hand_stays(text, rate):
+    assert method(text).rate == rate
+
+
+def test_of_a_shape_alone_the_height_is_searched():
+    chosen = method("fedasync:rate=cosine,rate.end=0,rate.period=200")
+    assert chosen.rate == "rate.start"
+    assert chosen.rule.rate == Cosine(method("fedasync").rule.rate, 0, 200)
+    assert with_rate(chosen, 0.7).rule.rate == Cosine(0.7, 0, 200)
+    inner = method("momentum:rule=fedbuff,rule.rate=cosine,rule.rate.end=0,rule.rate.period=40")
+    assert with_rate(inner, 0.7).rule.rule.rate == Cosine(0.7, 0, 40)
+
+
+def test_one_search_for_all_methods_whatever_their_order_and_what_trains():
+    names = [
+        "fedasync:trainer.epochs=1",
+        "floco:cohort=2,epochs=1",
+        "fedgs:rate=2,trainer.epochs=1",
+        "momentum:trainer.epochs=1",
+    ]
+    options = {"clients": 4, "rounds": 2, "seeds": 1, "partition": "iid", "tuning": Tuning(seeds=(100,))}
+    found = compare(clusters(), methods(names), **options)
+    with ThreadPoolExecutor(2) as executor:
+        other = compare(clusters(), methods(names[::-1]), **options, executor=executor)
+    assert found.runs == other.runs
+    told = found.settings["tuning"]
+    assert json.loads(json.dumps(told)) == other.settings["tuning"]
+    assert (told["seeds"], told["validation"]) == ([100], 0.2)
+    assert told["methods"]["FLOCO(cohort=2, epochs=1)"] is None
+    assert told["methods"]["FedGS(rate=2, trainer.epochs=1)"] == "by hand"
+    alone = tune(method(names[0]), [split()], rounds=2)
+    assert told["methods"]["FedAsync(trainer.epochs=1)"] == alone.told()
+    assert f"rate={alone.rate}" in found.settings["methods"]["FedAsync(trainer.epochs=1)"]["rule"]
+    assert compare(clusters(), methods(names), **options | {"tuning": None}).settings["tuning"] is None
+
+
+def test_a_comparison_that_validates_tunes_on_as_much():
+    options = {"clients": 4, "rounds": 1, "seeds": 1, "partition": "iid", "validation": 0.4}
+    found = compare(clusters(), [method("fedasync")], **options, tuning=Tuning(seeds=(100,)))
+    assert found.settings["tuning"]["validation"] == 0.4
+    alone = tune(method("fedasync"), [split(validation=0.4)], rounds=1)
+    assert found.settings["tuning"]["methods"]["FedAsync"] == alone.told()
+
+
+@dataclass(frozen=True)
+class Picky(rules.FedAsync):
+    """Takes no rate above 1, and falls over at one below."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rate > 1:
+            raise ArgumentError("rate: expected at most 1")
+
+    def step(self, *arguments, **options):
+        if self.rate < 1:
+            raise RuleError("rate: too low")
+        return super().step(*arguments, **options)
+
+
+def test_what_fails_scores_nothing(federations):
+    found = tune(Method("Picky", Picky(1.0), LOCAL), federations, rounds=3)
+    assert found.scores[-1] == found.scores[1] == [0.0, 0.0]
+    assert (found.rate, min(found.scores[0]) > 0) == (1.0, True)
+
+
+def test_what_is_done_is_not_done_again(federations, tmp_path, monkeypatch):
+    fedasync = Method("FedAsync(a/b)", rules.FedAsync(2.0), LOCAL)
+    plain = tune(fedasync, federations, rounds=6)
+    first = tune(fedasync, federations, rounds=6, cache=tmp_path / "new" / "tuned")
+    (file,) = (tmp_path / "new" / "tuned").iterdir()
+    assert file.name.startswith("FedAsync-")
+    monkeypatch.setattr(tuning, "run", None)
+    assert tune(fedasync, federations, rounds=6, cache=tmp_path / "new" / "tuned") == first == plain
+
+
+@pytest.mark.parametrize("rounds", [1, 7, 30])
+def test_an_interrupted_search_goes_on(rounds, federations, tmp_path, monkeypatch):
+    fedasync = Method("FedAsync", rules.FedAsync(2.0), LOCAL)
+    left = iter(range(rounds))
+    done = []
+
+    def interrupt(name, seed):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(fedasync, federations, rounds=6, cache=tmp_path, progress=interrupt)
+    counted = partial(tune, fedasync, federations, rounds=6, progress=lambda name, seed: done.append((name, seed)))
+    found = counted(cache=tmp_path)
+    again = len(done)
+    assert counted() == found
+    assert again == len(done) - again - rounds // 6 * 6
+    assert {seed for _, seed in done} == {100, 101}
+    assert {name for name, _ in done} >= {"FedAsync, rate 1", "FedAsync, rate 2", "FedAsync, rate 4"}
+
+
+CHANGES = {
+    "rounds": {"rounds": 2},
+    "work": {"work": "dispatched"},
+    "tasks": {"tasks": 2},
+    "scheduler": {"scheduler": "priority:workers=1"},
+    "delays": {"delays": "exponential:mean=10"},
+    "participation": {"participation": "file:changes.csv"},
+    "rate": {"method": Method("FedAsync", rules.FedAsync(1.0), LOCAL)},
+    "rule": {"method": Method("FedAsync", rules.FedAsync(2.0, weighted=True), LOCAL)},
+    "trainer": {"method": Method("FedAsync", rules.FedAsync(2.0), replace(LOCAL, rate=0.02))},
+    "seeds": {"federations": [split(seed=102)]},
+    "more seeds": {"federations": [split(), split(seed=102)]},
+    "partition": {"partition": "other"},
+    "validation": {"federations": [split(validation=0.3)]},
+    "holdout": {"federations": [split(holdout=0.4)]},
+    "batch": {"federations": [split(batch=8)]},
+    "data": {"federations": [replace(split(), task=replace(clusters(), inputs=clusters().inputs * 2))]},
+    "model": {"federations": [replace(split(), task=replace(clusters(), model=lambda: nn.Linear(2, 3)))]},
+}
+CHANGES["partition"] = {
+    "federations": [
+        split(partition=lambda labels, clients, generator: iid_partition(labels[:100], clients, generator=generator))
+    ]
+}
+
+
+def test_another_search_is_another_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = tmp_path / "changes.csv"
+    changes.write_text("time,client,kind\n900,1,leave\n")
+    plain = {"method": Method("FedAsync", rules.FedAsync(2.0), LOCAL), "federations": [split()], "rounds": 1}
+
+    def files(**options):
+        merged = plain | options
+        tune(merged.pop("method"), merged.pop("federations"), **merged, cache=tmp_path / "tuned")
+        return set((tmp_path / "tuned").iterdir())
+
+    seen = files()
+    for name, change in CHANGES.items():
+        now = files(**change)
+        assert len(now) == len(seen) + 1, name
+        assert files(**change) == now
+        seen = now
+    changes.write_text("time,client,kind\n901,1,leave\n")
+    assert len(files(**CHANGES["participation"])) == len(seen) + 1
+    monkeypatch.setattr("manifoldagg.experiments.tuning_cache.__version__", "9")
+    assert len(files()) == len(seen) + 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[:-20],
+        lambda text: "[]",
+        lambda text: text.replace('"late"', '"early"'),
+        lambda text: text.replace('"rounds": 1', '"rounds": 2'),
+        lambda text: json.dumps(json.loads(text) | {"late": {"2.0": {"100": 7.0}}}),
+        lambda text: json.dumps(json.loads(text) | {"late": {"2.0": {"100": "much"}}}),
+        lambda text: json.dumps(json.loads(text) | {"late": {"2.0": 0.5}}),
+    ],
+    ids=["empty", "cut", "list", "key", "other", "number", "word", "tree"],
+)
+def test_a_damaged_file_is_refused(damage, federations, tmp_path):
+    fedasync = Method("FedAsync", rules.FedAsync(2.0), LOCAL)
+    tune(fedasync, federations[:1], rounds=1, cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage(file.read_text()))
+    with pytest.raises(ArgumentError, match=r"^cache: .*FedAsync-.*json is not what a search left there; delete it"):
+        tune(fedasync, federations[:1], rounds=1, cache=tmp_path)
+
+
+def test_a_rule_of_ones_own_is_tuned():
+    names = [f"tests.simulation.custom:{name}" for name in ("Signs", "slow", "Plain", "bound", "Signs:rate=1")]
+    chosen = compare(clusters(), methods(names), clients=4, rounds=2, seeds=1, tuning=Tuning(seeds=(100,)))
+    told = chosen.settings["tuning"]["methods"]
+    starts = {name: one["start"] if isinstance(one, dict) else one for name, one in told.items()}
+    assert starts == {"Signs": 0.1, "slow": 0.05, "Plain": None, "Bound": 0.25, "Signs(rate=1)": "by hand"}
+    for name in ("Signs", "slow", "Bound"):
+        assert f"rate={told[name]['chosen']}" in chosen.settings["methods"][name]["rule"]
+
+
+def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
+    assert tune(Method("Signs", Signs(1.0), LOCAL), federations[:1], rounds=3).scores[1] == [0.0]
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda path: tune(Method("Mine", rules.FedGS(), LOCAL, "rat"), [split()], rounds=3),
+            "methods: Mine: rate: expected one of .*; got 'rat': did you mean rate",
+        ),
+        (
+            lambda path: tune(Method("Mine", rules.FedGS(), LOCAL, "rule.rate"), [split()], rounds=3),
+            "methods: Mine: rate: expected one of .*; got 'rule'",
+        ),
+        (
+            lambda path: tune(Method("Mine", Plain(), LOCAL, "speed"), [split()], rounds=3),
+            "methods: Mine: rate: expected a dataclass with a field 'speed', got Plain",
+        ),
+        (
+            lambda path: with_rate(Method("Mine", rules.FedGS(), LOCAL, "rat"), 2.0),
+            "rate: expected one of .*; got 'rat'",
+        ),
+        (
+            lambda path: tune("fedgs", [split()], rounds=3),
+            r"method: expected a Method, got 'fedgs'; write method\('fedgs'\)",
+        ),
+        (
+            lambda path: tune(method("fedgs"), split(), rounds=3),
+            "federations: expected a list of Federations, got Federation",
+        ),
+        (
+            lambda path: tune(method("fedgs"), [clusters()], rounds=3),
+            r"federations\[0\]: expected a Federation, got Task; write Federation.split\(",
+        ),
+        (lambda path: tune(method("fedgs"), [], rounds=3), "federations: expected at least one, got none"),
+        (lambda path: tune(method("fedgs"), [split()], rounds=0), "rounds: expected"),
+        (lambda path: tune(method("fedavg"), [split()], rounds=3, tasks=2), "methods: FedAvg: tasks: expected None"),
+        (lambda path: tune(method("fedgs"), [split()], rounds=3, delays="gauss"), "did you mean gaussian"),
+        (
+            lambda path: tune(method("fedgs"), [split()], rounds=3, delays=Exponential(1.0), cache=path),
+            r"cache: expected a name for delays, as functions are not told apart; got Exponential\(",
+        ),
+        (
+            lambda path: tune(method("fedgs"), [split()], rounds=3, cache=path / "file" / "cache"),
+            "cache: .* cannot be written: ",
+        ),
+        (lambda path: with_rate(method("fedgs:rate=2"), 2.0), "method: expected one with a rate"),
+        (
+            lambda path: compare(
+                clusters(), [method("fedgs")], clients=4, rounds=2, seeds=2, tuning=Tuning(seeds=(1,))
+            ),
+            "tuning: seeds: expected an integer >= 2, got 1",
+        ),
+        (
+            lambda path: compare(clusters(), [method("fedgs")], clients=4, rounds=2, tuning=Tuning(seeds=())),
+            "tuning: seeds: expected at least one, got none",
+        ),
+        (
+            lambda path: compare(clusters(), [method("fedgs")], clients=4, rounds=2, tuning=Tuning(validation=1)),
+            "tuning: validation: expected a finite number",
+        ),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(call, words, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentError, match=words):
+        call(tmp_path)

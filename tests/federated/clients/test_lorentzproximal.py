@@ -1,0 +1,108 @@
+"""FedMRUR's proximal term against 50 digits."""
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifoldagg.errors import ArgumentError, DivergenceError
+from manifoldagg.federated.clients.lorentzproximal import LorentzProximal
+from tests.support import draw, relative, seeds
+
+EPS = 2**-52
+TERM = LorentzProximal(0.3, 0.7, 1.5)
+
+
+def exactly(term, theta, base):
+    """Value and gradient as printed: the Minkowski form of the difference of two lifted points."""
+    with mpmath.workdps(50):
+        mu, sigma, beta = (mpmath.mpf(x) for x in (term.weight, term.variance, term.offset))
+        x, y = ([mpmath.mpf(v) for v in t.tolist()] for t in (theta, base))
+        r, q = (mpmath.sqrt(beta + sum(v * v for v in t)) for t in (x, y))
+        square = -((r - q) ** 2) + sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
+        value = mu / 2 * mpmath.exp(square / sigma)
+        slope = [2 * value / sigma * (a - b - (r - q) * a / r) for a, b in zip(x, y, strict=True)]
+        return float(value), torch.tensor([float(v) for v in slope], dtype=torch.float64)
+
+
+def radial(seed):
+    """Along a ray, where the two squares cancel."""
+    base = draw(seed, 7)
+    return (1 + 1e-3) * base, base
+
+
+CASES = {
+    "apart": lambda seed: tuple(0.4 * draw(seed, 2, 7)),
+    "near, and far from 0": lambda seed: (1e3 * draw(seed, 7) + 1e-4 * draw(seed + 1, 7), 1e3 * draw(seed, 7)),
+    "radial": radial,
+    "at 0": lambda seed: (draw(seed, 7), torch.zeros(7, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=10)
+@given(seeds)
+def test_value_and_gradient_are_those_of_50_digits(case, seed):
+    theta, base = CASES[case](seed)
+    value, slope = exactly(TERM, theta, base)
+    square = float((theta - base).square().sum())
+    # d² is right to about ten roundings of ‖δ‖², which the exponential turns into relative errors; θ − Θ is exact to ε.
+    slack = 16 * EPS * (1 + square / TERM.variance)
+    assert float(TERM(theta, base)) == pytest.approx(value, rel=slack)
+    scale = TERM.weight / TERM.variance * 2 * value / TERM.weight * square**0.5
+    assert (TERM.gradient(theta, base) - slope).norm() <= slack * scale
+
+
+@given(seeds, st.floats(-3, 3))
+def test_at_the_base_it_is_half_the_weight_and_flat(seed, exponent):
+    base = 10.0**exponent * draw(seed, 9)
+    assert TERM(base, base) == 0.15
+    assert not TERM.gradient(base, base).any()
+
+
+@settings(max_examples=10)
+@given(seeds)
+def test_the_gradient_is_the_derivative_of_the_value(seed):
+    theta, base = draw(seed, 2, 6)
+    leaf = theta.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(TERM(leaf, base), leaf)
+    assert relative(slope, TERM.gradient(theta, base)) <= 1e-14
+    assert TERM(theta, base) > 0.15
+
+
+@settings(max_examples=10)
+@given(seeds)
+def test_nearby_it_is_a_proximal_term_in_which_radii_are_short(seed):
+    """To second order; the next is of third order in the step."""
+    base, step = draw(seed, 6), draw(seed + 1, 6)
+    for h in (1e-3, 1e-4):
+        square = (step @ step - (step @ base) ** 2 / (TERM.offset + base @ base)) * h * h
+        rest = float(TERM(base + h * step, base) - 0.15 - 0.15 / TERM.variance * square)
+        assert abs(rest) <= 10 * (h * float(step.norm())) ** 3
+
+
+def test_narrow_models_have_the_gradient_of_their_own_values():
+    theta, base = draw(1, 9, dtype=torch.float32), draw(2, 9, dtype=torch.float32)
+    wide = TERM.gradient(theta.double(), base.double())
+    assert TERM.gradient(theta, base).dtype == torch.float32
+    assert torch.equal(TERM.gradient(theta, base), wide.float())
+
+
+def test_without_a_weight_there_is_no_term_however_far():
+    theta, base = 1e3 * draw(0, 2, 5)
+    theta.requires_grad_()
+    none = LorentzProximal(0.0, 1e-3)
+    (slope,) = torch.autograd.grad(none(theta, base), theta)
+    assert (none(theta, base).item(), slope.abs().max(), none.gradient(theta, base).abs().max()) == (0, 0, 0)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_doors():
+    for options, name in (((-1.0,), "weight"), ((1.0, 0.0), "variance"), ((1.0, 1.0, 0.0), "offset")):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            LorentzProximal(*options)
+    far = 1e3 * draw(0, 2, 5)
+    with pytest.raises(DivergenceError, match="try a larger variance"):
+        LorentzProximal(1.0).gradient(*far)
+    assert LorentzProximal(1.0)(*far) == float("inf")

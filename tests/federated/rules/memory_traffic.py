@@ -1,0 +1,158 @@
+"""What a call reads and writes of vectors as long as a model, in words of 32 bits a parameter, and how many it makes.
+
+Kernels and torch operations are counted alike: a vector of the length of a model that an operation reads or writes is
+counted once for it, whatever the dtype by its bytes. What is touched again in the same window of entries, as long as it
+is the last one, is in cache and counts no more.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manifoldagg.kernels import chunking
+from manifoldagg.kernels.backends import selection
+
+SIZE = 1 << 12
+"""Of the model that is counted on."""
+WINDOW = SIZE // 8
+
+
+@dataclass
+class Words:
+    """The entries read, written and made, in words a parameter, and the passes of the kernels."""
+
+    read: float = 0.0
+    written: float = 0.0
+    made: float = 0.0
+    grams: int = 0
+    combines: int = 0
+    places: dict = field(default_factory=dict)
+    held: list = field(default_factory=list)
+
+    @property
+    def counts(self):
+        return round(self.read, 2), round(self.written, 2), round(self.made, 2)
+
+    def touch(self, tensor, *, write):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < 2 * SIZE or tensor.numel() < 2:
+            return
+        place = (tensor.storage_offset(), tensor.numel())
+        last, ways = self.places.get(storage.data_ptr(), (None, set()))
+        if place != last or tensor.numel() >= SIZE:
+            ways = set()
+        self.places[storage.data_ptr()] = (place, ways)
+        # What was read or written in the same window lies in cache; it has to be written back once.
+        if ("written" if write else "any") not in ways:
+            share = tensor.numel() * tensor.itemsize / (4 * SIZE)
+            if write:
+                self.written += share
+            else:
+                self.read += share
+        ways.add("any")
+        if write:
+            ways.add("written")
+
+    def make(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= 2 * SIZE:
+            # Held, so that no later one has its address.
+            self.held.append(tensor)
+            self.made += storage.nbytes() / (4 * SIZE)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, words):
+        super().__init__()
+        self.words = words
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        schema = function._schema
+        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        result = function(*args, **kwargs)
+        views = any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
+        if views or "empty" in schema.name:
+            if not views:
+                self.words.make(result)
+            return result
+        own = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        overwrites = (
+            schema.name in ("aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::fill_") or "out" in own
+        )
+        for name, value in given.items():
+            for tensor in _each(value):
+                if isinstance(tensor, Tensor) and (name not in own or not overwrites):
+                    self.words.touch(tensor, write=False)
+        for name in own:
+            for tensor in _each(given[name]):
+                self.words.touch(tensor, write=True)
+        if not own:
+            for tensor in _each(result):
+                if isinstance(tensor, Tensor):
+                    self.words.make(tensor)
+                    self.words.touch(tensor, write=True)
+        return result
+
+
+def _each(value):
+    return value if isinstance(value, tuple | list) else [value]
+
+
+def _parts(line):
+    return [] if line is None else [line] if isinstance(line, Tensor) else [*line]
+
+
+def _distinct(lines):
+    """The tensors of rows, each piece of memory once."""
+    return {(t.data_ptr(), t.numel()): t for line in lines for t in _parts(line)}.values()
+
+
+@contextmanager
+def counted():
+    """Count what happens within, on models of `SIZE` parameters."""
+    words = Words()
+    plain = {name: getattr(selection, name) for name in ("partials", "combine", "combine_each")}
+
+    def partials(rows, *rest):
+        words.grams += 1
+        for tensor in {
+            id(t): t for line in (*rows.plus, *rows.minus) if line is not None for t in _parts(line)
+        }.values():
+            words.touch(tensor, write=False)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return plain["partials"](rows, *rest)
+
+    def combine(base, rows, coefficients, blocks, out):
+        words.combines += 1
+        used = [j for j in range(len(rows.plus)) if any(line[j] != 0 for line in coefficients)]
+        for tensor in _distinct([base, *(rows.plus[j] for j in used), *(rows.minus[j] for j in used)]):
+            words.touch(tensor, write=False)
+        for tensor in _parts(out):
+            words.touch(tensor, write=True)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return plain["combine"](base, rows, coefficients, blocks, out)
+
+    def combine_each(goals):
+        # Without the compiled backend each goal is a combination by itself, and counted so.
+        if selection.backend(goals[0].rows.device).__name__.endswith("cpu"):
+            words.combines += 1
+            for tensor in _distinct([row for goal in goals for row in goal.read]):
+                words.touch(tensor, write=False)
+            for tensor in _distinct([goal.out for goal in goals]):
+                words.touch(tensor, write=True)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return plain["combine_each"](goals)
+
+    with (
+        patch.object(selection, "partials", partials),
+        patch.object(selection, "combine_each", combine_each),
+        patch.object(selection, "combine", combine),
+        patch.object(chunking, "WINDOW", WINDOW // torch.get_num_threads()),
+        _Watch(words),
+    ):
+        yield words

@@ -1,0 +1,448 @@
+"""AsyncBezier's curves and rates: where a step ends on a bent curve or a polygon, and what stops it or scales it."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifoldagg.corrections import OrthoDC
+from manifoldagg.curves import Bezier, Piecewise
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Payload, Server, Update
+from manifoldagg.federated.clients import Trajectory
+from manifoldagg.federated.rules import ASGD, AsyncBezier, AsyncCorrected, FedOrtho
+from manifoldagg.federated.rules._step_curve import Course
+from manifoldagg.manifolds import Flat, Sphere, distance
+from tests.federated.mutants import Catalogue
+from tests.federated.rules.memory_traffic import SIZE, counted
+from tests.support import draw, relative, seeds
+
+GOLDEN = {
+    "AsyncBezier by the parameter": AsyncBezier(0.5, threshold=0.0, pull_back="none", bend=0.5),
+    "AsyncBezier of corners": AsyncBezier(0.5, threshold=-1.0, polygon=True),
+    "AsyncBezier while it agrees": AsyncBezier(0.5, threshold=-1.0, pull_back="agreement", polygon=True),
+    "AsyncBezier that bends": AsyncBezier(0.5, threshold=-1.0, pull_back="none", bend="auto"),
+    "AsyncBezier of one pace": AsyncBezier(0.5, threshold=-1.0, pull_back="none", normalise=True),
+}
+
+pytestmark = pytest.mark.usefixtures("as_shipped")
+
+P = 6
+SPACE = Flat(P)
+CATALOGUE = Catalogue({"AsyncBezier": AsyncBezier})
+LAWS, MUTANTS, law, caught_by = CATALOGUE.laws, CATALOGUE.mutants, CATALOGUE.law, CATALOGUE.caught_by
+
+
+def update(seed, n=2, **known):
+    base, current = draw(seed, 2, P)
+    return Update(0, base, current, base + draw(seed + 1, n, P), **known)
+
+
+def step(rule, given_, state=None, space=SPACE):
+    state = rule.init(space, given_.current) if state is None else state
+    return rule.step(space, state, given_)
+
+
+def legs(along):
+    return [after - before for before, after in itertools.pairwise([0.0, *along])]
+
+
+def chords(rows, kappa):
+    """The points of the bent curve, formed."""
+    n = len(rows)
+    return torch.stack([kappa * row + (1 - kappa) * (i + 1) / n * rows[-1] for i, row in enumerate(rows)])
+
+
+def path(space, rows, polygon):
+    phi = torch.cat([torch.zeros(1, P, dtype=torch.float64), rows])
+    curve = Piecewise(space, degree=1, pieces=len(rows)) if polygon else Bezier(space, len(rows))
+    return curve.at(phi)
+
+
+options = {
+    "n": st.integers(1, 5),
+    "rho": st.floats(0.01, 1.5),
+    "kappa": st.sampled_from([0.0, 0.3, 1.0]),
+    "polygon": st.booleans(),
+    "threshold": st.sampled_from([-1.0, 0.0, 1.0]),
+}
+
+
+@given(seed=seeds, **options)
+def test_without_a_pull_back_the_rate_is_the_parameter(seed, n, rho, kappa, polygon, threshold):
+    given_ = update(seed, n, weight=0.5)
+    rows = OrthoDC(threshold)(SPACE, given_.base, given_.current, given_.points - given_.base)
+    rule = AsyncBezier(2 * rho, threshold=threshold, pull_back="none", bend=kappa, polygon=polygon)
+    _, outcome = step(rule, given_)
+    s = min(rho, 1.0)
+    expected = given_.current + path(SPACE, chords(rows, kappa), polygon)(s)
+    assert outcome.numbers["step"] == s
+    assert relative(outcome.model, expected) <= 1e-13
+    assert outcome.numbers["norm"] == pytest.approx((expected - given_.current).norm().item(), rel=1e-9)
+
+
+@given(seed=seeds, **options)
+def test_a_pulled_back_rate_is_where_the_curve_is_first_as_far(seed, n, rho, kappa, polygon, threshold):
+    given_ = update(seed, n)
+    rows = OrthoDC(threshold)(SPACE, given_.base, given_.current, given_.points - given_.base)
+    _, outcome = step(AsyncBezier(rho, threshold=threshold, bend=kappa, polygon=polygon), given_)
+    curve = path(SPACE, chords(rows, kappa), polygon)
+    goal = min(rho, 1.0) * rows[-1].norm().item()
+    s = outcome.numbers["step"]
+    assert relative(outcome.model, given_.current + curve(s)) <= 1e-13
+    assert (outcome.model - given_.current).norm().item() == pytest.approx(goal, rel=1e-9)
+    earlier = curve(s * torch.linspace(0, 1, 200, dtype=torch.float64)[:-1]).norm(dim=-1)
+    # Of a curve that touches the distance, or runs along it, rounding chooses the place.
+    assert earlier.max().item() <= goal * (1 + 1e-9)
+
+
+@given(seed=seeds, **options)
+def test_agreement_goes_its_part_of_the_legs_before_one_that_disagrees(seed, n, rho, kappa, polygon, threshold):
+    given_ = update(seed, n)
+    v = given_.points - given_.base
+    products = legs((chords(v, kappa) @ (given_.current - given_.base)).tolist())
+    agreeing = len(list(itertools.takewhile(lambda product: product >= 0, products)))
+    rule = AsyncBezier(rho, threshold=threshold, pull_back="agreement", bend=kappa, polygon=polygon)
+    _, outcome = step(rule, given_)
+    if kappa > 0:  # the legs of a chord are equal to rounding, and so are their products
+        assert outcome.numbers["step"] == pytest.approx(min(rho, 1.0) * max(agreeing, 1) / n, rel=1e-15)
+    rows = OrthoDC(threshold)(SPACE, given_.base, given_.current, v)
+    expected = given_.current + path(SPACE, chords(rows, kappa), polygon)(outcome.numbers["step"])
+    assert relative(outcome.model, expected) <= 1e-13
+
+
+def test_a_fresh_update_agrees_to_its_end():
+    base = draw(0, P)
+    _, outcome = step(AsyncBezier(0.5, threshold=0.5, pull_back="agreement"), Update(0, base, base, draw(1, 3, P)))
+    assert outcome.numbers["step"] == 0.5
+
+
+@given(seeds, st.integers(1, 5), st.floats(0.01, 1.5), st.sampled_from(["chord", "none"]), st.booleans())
+def test_a_curve_bent_to_its_chord_is_the_linear_step(seed, n, rate, pull_back, polygon):
+    given_ = update(seed, n, weight=0.7)
+    end = replace(given_, points=given_.points[-1:])
+    for threshold, linear in ((-1.0, ASGD), (1.0, FedOrtho)):
+        rule = AsyncBezier(rate, threshold=threshold, pull_back=pull_back, bend=0, polygon=polygon)
+        assert torch.equal(step(rule, given_)[1].model, step(linear(rate), end)[1].model)
+
+
+@given(seeds, st.floats(0.01, 1))
+def test_points_of_a_line_are_a_chord_however_they_are_read(seed, rate):
+    given_ = update(seed, 1)
+    line = torch.stack([torch.lerp(given_.base, given_.points[0], (i + 1) / 4) for i in range(4)])
+    for pull_back in ("chord", "none"):
+        for polygon in (False, True):
+            rule = AsyncBezier(rate, threshold=-1.0, pull_back=pull_back, polygon=polygon)
+            _, outcome = step(rule, replace(given_, points=line))
+            assert relative(outcome.model, step(ASGD(rate), given_)[1].model) <= 1e-12
+
+
+def test_a_rate_past_one_follows_a_curve_where_it_may():
+    given_ = update(4)
+    curve = path(SPACE, given_.points - given_.base, polygon=False)
+    rule = AsyncBezier(1.5, threshold=-1.0, pull_back="none", overshoot="extend")
+    weights = torch.tensor([2 * 1.5 * -0.5, 1.5**2], dtype=torch.float64)
+    assert relative(step(rule, given_)[1].model, given_.current + weights @ (given_.points - given_.base)) <= 1e-13
+    clamped = step(replace(rule, overshoot="clamp"), given_)[1].model
+    assert relative(clamped, given_.current + curve(1.0)) <= 1e-13
+
+
+@pytest.mark.parametrize("inner", [[[0.0]], [[0.0, 0.0], [0.0, 0.0]], [[4.0, 0.0], [0.0, 0.0]]])
+def test_a_polygon_that_ends_where_it_starts_moves_nothing(inner):
+    assert Course(polygon=True).place(inner, 0.5) == 0
+
+
+def test_a_polygon_can_wait_at_its_start_or_at_a_corner():
+    rows = torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 4.0], [6.0, 8.0]])
+    course = Course(polygon=True)
+    inner = (rows @ rows.T).tolist()
+    assert course.place(inner, 0.25) == pytest.approx(0.375)
+    assert course.place(inner, 0.5) == pytest.approx(0.5)
+    assert course.place(inner, 0.75) == pytest.approx(0.875)
+    assert course.place([[1e300, 0.0], [0.0, 1e300]], 1e-160) == 0
+
+
+@pytest.mark.parametrize("polygon", [False, True])
+@pytest.mark.parametrize("pull_back", ["chord", "none", "agreement"])
+@pytest.mark.parametrize("kappa", [0.0, 0.4, 1.0])
+def test_on_a_sphere_the_step_is_along_its_own_curve(polygon, pull_back, kappa):
+    space = Sphere(P)
+    here, *points = (draw(9, 4, P) / draw(9, 4, P).norm(dim=1, keepdim=True)).unbind()
+    points = space.exp(here.expand(3, -1), 0.3 * space.log(here.expand(3, -1), torch.stack(points)))
+    given_ = Update(0, here, here, points)
+    bent = space.exp(here.expand(3, -1), chords(space.log(here.expand(3, -1), points), kappa))
+    curve = (Piecewise(space, degree=1, pieces=3) if polygon else Bezier(space, 3)).at(torch.cat([here[None], bent]))
+    rule = AsyncBezier(0.5, threshold=-1.0, pull_back=pull_back, bend=kappa, polygon=polygon)
+    _, outcome = step(rule, given_, space=space)
+    # Of a geodesic, formed in one step there and by three here, a few roundings.
+    assert relative(outcome.model, curve(outcome.numbers["step"])) <= 1e-12
+    if pull_back == "chord":
+        assert float(distance(space, here, outcome.model) / distance(space, here, points[-1])) == pytest.approx(0.5)
+    else:
+        assert outcome.numbers["step"] == 0.5
+
+
+def test_agreement_on_a_sphere_is_with_the_drift_there():
+    space = Sphere(3)
+    base = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    u = torch.tensor([[0.1, 0.0, 0.0], [0.2, 0.1, 0.0], [0.1, 0.2, 0.0]], dtype=torch.float64)
+    ahead, back = (space.exp(base, x * u[0]) for x in (1.0, -1.0))
+    points = space.exp(base.expand(3, -1), u)
+    rule = AsyncBezier(0.6, threshold=-1.0, pull_back="agreement", polygon=True)
+    assert step(rule, Update(0, base, ahead, points), space=space)[1].numbers["step"] == pytest.approx(0.4)
+    assert step(rule, Update(0, base, back, points), space=space)[1].numbers["step"] == pytest.approx(0.2)
+
+
+@given(seeds)
+def test_an_automatic_bend_is_what_the_mean_cosine_leaves(seed):
+    rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", bend="auto")
+    state = None
+    products, lengths = [], []
+    for i in range(5):
+        given_ = update(seed + 7 * i)
+        kappa = 1 - sum(products) / sum(lengths) if lengths else 0.0
+        fixed = AsyncBezier(0.5, threshold=-1.0, pull_back="none", bend=min(max(kappa, 0.0), 1.0))
+        state, outcome = step(rule, given_, state)
+        assert relative(outcome.model, step(fixed, given_)[1].model) <= 1e-12
+        v = given_.points[-1] - given_.base
+        g = given_.current - given_.base
+        products = [0.98 * x for x in products] + [(v @ g).item()]
+        lengths = [0.98 * x for x in lengths] + [(v.norm() * g.norm()).item()]
+
+
+def test_a_run_without_staleness_stays_on_its_chords():
+    rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", bend="auto")
+    server = Server(SPACE, rule, draw(0, P))
+    straight = Server(SPACE, ASGD(0.5), draw(0, P))
+    for i in range(4):
+        points = server.model + draw(i + 1, 3, P)
+        assert server.receive(server.dispatch("a"), Payload(points, 1)).accepted
+        assert straight.receive(straight.dispatch("a"), Payload(points[-1:], 1)).accepted
+        assert torch.equal(server.model, straight.model)
+
+
+@law
+def paces_are_divided_by_the_mean_of_those_before(k):
+    rule = k.AsyncBezier(0.1, threshold=-1.0, pull_back="none", normalise=True)
+    state = None
+    paces = [2.0, 1.0, 6.0, 3.0]
+    for i, pace in enumerate(paces):
+        given_ = update(i, 2, numbers={"pace": pace})
+        state, outcome = step(rule, given_, state)
+        mean = sum(paces[:i]) / i if i else pace
+        assert outcome.numbers["step"] == pytest.approx(0.1 * mean / pace, rel=1e-12)
+        assert state["pace"] == pytest.approx(sum(paces[: i + 1]) / (i + 1), rel=1e-12)
+
+
+@law
+def the_mean_pace_follows_a_run_that_slows_down(k):
+    rule = k.AsyncBezier(0.1, threshold=-1.0, pull_back="none", normalise=True)
+    given_ = update(0, numbers={"pace": 1.0})
+    state, _ = step(rule, given_, {"version": 5000, "pace": 2.0})
+    assert state["pace"] == pytest.approx(1.99)
+
+
+@law
+def the_rate_is_the_parameter(k):
+    given_ = update(2)
+    assert step(k.AsyncBezier(0.3, threshold=-1.0, pull_back="none"), given_)[1].numbers["step"] == 0.3
+
+
+@law
+def whoever_disagrees_from_the_start_takes_one_leg(k):
+    base, current = draw(3, 2, P)
+    points = base - torch.outer(torch.arange(1.0, 5.0), current - base)
+    rule = k.AsyncBezier(0.5, threshold=-1.0, pull_back="agreement", polygon=True)
+    _, outcome = step(rule, Update(0, base, current, points))
+    assert outcome.numbers["step"] == 0.125
+
+
+@law
+def corners_are_reached_one_after_the_other(k):
+    given_ = update(5, 4)
+    for i in range(4):
+        rule = k.AsyncBezier((i + 1) / 4, threshold=-1.0, pull_back="none", polygon=True)
+        expected = given_.current + given_.points[i] - given_.base
+        assert relative(step(rule, given_)[1].model, expected) <= 1e-14
+
+
+@law
+def a_bend_of_one_half_is_halfway_to_the_chord(k):
+    given_ = update(6, 3)
+    curve, half, chord = (
+        step(k.AsyncBezier(0.4, threshold=-1.0, pull_back="none", bend=bend), given_)[1].model
+        for bend in (1.0, 0.5, 0.0)
+    )
+    assert relative(half, (curve + chord) / 2) <= 1e-14
+
+
+@law
+def a_run_that_agrees_with_itself_is_not_bent(k):
+    rule = k.AsyncBezier(0.4, threshold=-1.0, pull_back="none", bend="auto")
+    base = draw(8, P)
+    ahead = torch.stack([draw(9, P), torch.ones(P, dtype=torch.float64)])
+    agreeing = Update(0, base, base + 1, base + ahead)
+    opposed = Update(0, base, base - 1, base + ahead)
+    for given_, bend in ((agreeing, 0.0), (opposed, 1.0)):
+        state, _ = step(rule, given_)
+        fixed = AsyncBezier(0.4, threshold=-1.0, pull_back="none", bend=bend)
+        assert relative(step(rule, given_, state)[1].model, step(fixed, given_)[1].model) <= 1e-12
+
+
+@caught_by("AsyncBezier", "paces_are_divided_by_the_mean_of_those_before")
+class CountsItsOwnPaceInTheMean(AsyncBezier):
+    def step_size(self, state, update, penalty):
+        own = self.learned(state, update, None) if self.normalise else {}
+        return super().step_size(state | own, update, penalty)
+
+
+@caught_by("AsyncBezier", "paces_are_divided_by_the_mean_of_those_before")
+class MultipliesByThePace(AsyncBezier):
+    def step_size(self, state, update, penalty):
+        pace = update.numbers.get("pace", 1.0)
+        return super().step_size(state, replace(update, numbers={"pace": state.get("pace", pace) ** 2 / pace}), penalty)
+
+
+@caught_by("AsyncBezier", "the_mean_pace_follows_a_run_that_slows_down")
+class RemembersEveryPace(AsyncBezier):
+    def learned(self, state, update, came):
+        pace = update.numbers.get("pace", 1.0)
+        count = state["version"] + 1
+        return {"pace": state.get("pace", 0.0) * (count - 1) / count + pace / count} if self.normalise else {}
+
+
+@caught_by("AsyncBezier", "the_rate_is_the_parameter", "corners_are_reached_one_after_the_other")
+class AlwaysPullsBack(AsyncBezier):
+    def course(self, state):
+        course = super().course(state)
+        return replace(course, pull_back="chord") if course.pull_back == "none" and course.bend == 1 else course
+
+
+class Stops(Course):
+    def agreed(self, along):
+        return super().agreed(along) if legs(along)[0] >= 0 else 0.0
+
+
+@caught_by("AsyncBezier", "whoever_disagrees_from_the_start_takes_one_leg")
+class StopsAtOnce(AsyncBezier):
+    def course(self, state):
+        return Stops(**vars(super().course(state)))
+
+
+@caught_by("AsyncBezier", "corners_are_reached_one_after_the_other", "whoever_disagrees_from_the_start_takes_one_leg")
+class ForgetsHowPointsAreRead(AsyncBezier):
+    def course(self, state):
+        course = super().course(state)
+        return replace(course, polygon=False, pull_back="none")
+
+
+@caught_by("AsyncBezier", "a_bend_of_one_half_is_halfway_to_the_chord", "a_run_that_agrees_with_itself_is_not_bent")
+class BendsTheOtherWay(AsyncBezier):
+    def course(self, state):
+        course = super().course(state)
+        return (
+            course if course.bend == 1 and not isinstance(self.bend, str) else replace(course, bend=1 - course.bend**2)
+        )
+
+
+test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_step_reads_once_and_writes_once(name):
+    rule = GOLDEN[name]
+    server = Server(Flat(SIZE), rule, draw(0, SIZE, dtype=torch.float32))
+    tickets = [server.dispatch(client) for client in "ab"]
+    for i, ticket in enumerate(tickets):
+        points = ticket.message.start + draw(i, 2, SIZE, dtype=torch.float32)
+        with counted() as words:
+            receipt = server.receive(ticket, Payload(points, 1, numbers=dict(ticket.message.numbers)))
+        assert receipt.accepted, receipt.reason
+        assert (words.grams, words.combines) == (1, 1)
+
+
+def test_paces_are_asked_for_and_checked():
+    server = Server(SPACE, AsyncBezier(0.5, threshold=-1.0, pull_back="none", normalise=True), draw(0, P))
+    ticket = server.dispatch("a")
+    assert ticket.message.numbers == {"pace": 1.0}
+    points = draw(1, 2, P)
+    for wrong in ({}, *({"pace": pace} for pace in (0.0, -1.0, math.nan, math.inf, 1e-200, 1e200))):
+        receipt = server.receive(ticket, Payload(points, 1, numbers=wrong))
+        assert not receipt.accepted
+        assert "pace" in receipt.reason
+    assert server.receive(ticket, Payload(points, 1, numbers={"pace": 1e-100})).accepted
+    assert server.receive(server.dispatch("b"), Payload(points, 1, numbers={"pace": 1e100})).accepted
+    assert Server(SPACE, AsyncBezier(), draw(0, P)).dispatch("a").message.numbers == {}
+
+
+@pytest.mark.parametrize("lie", [1e-100, 1e100])
+def test_one_lie_about_a_pace_is_no_more_than_one_odd_client(lie):
+    rule = AsyncBezier(0.1, threshold=-1.0, pull_back="none", normalise=True)
+    server = Server(SPACE, rule, draw(0, P), weights=dict.fromkeys(range(10), 1))
+
+    def send(client, pace):
+        ticket = server.dispatch(client)
+        points = ticket.message.start + draw(client, 2, P)
+        return server.receive(ticket, Payload(points, 1, numbers={"pace": pace})).check().step
+
+    assert [send(client % 10, 1.0) for client in range(100)] == pytest.approx([0.01] * 100)
+    assert send(9, lie) == pytest.approx(0.01 * (100 if lie < 1 else 0.01))
+    # The mean of a hundred has one in it that counts for a hundred, or for nothing.
+    assert send(0, 1.0) == pytest.approx(0.01 * (1.98 if lie > 1 else 0.99), rel=0.02)
+
+
+def test_paces_that_are_asked_for_later_begin_with_the_first():
+    rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", normalise=True)
+    start = draw(0, P)
+    update = Update(client="a", base=start, current=start, points=(draw(1, P),), numbers={"pace": 4.0})
+    state, outcome = rule.step(SPACE, {"version": 500}, update)
+    assert (state["pace"], outcome.numbers["step"]) == (4.0, 0.5)
+
+
+def test_a_trajectory_brings_its_pace_and_its_corners():
+    rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", polygon=True, normalise=True)
+    start = draw(0, P)
+    server = Server(SPACE, rule, start)
+    trainer = Trajectory(pieces=4, steps=8, optimizer=torch.optim.SGD, rate=0.1)
+    ticket = server.dispatch("a")
+    data = [(torch.zeros(1, P), torch.zeros(1))]
+    payload = trainer.train(
+        SPACE, ticket.message, lambda x, batch: x.square().sum() / 2, data, None, generator=torch.Generator()
+    )
+    assert payload.numbers == {"pace": pytest.approx(0.8)}
+    server.receive(ticket, payload).check()
+    # Halfway along the path are four of its eight steps.
+    assert relative(server.model, 0.9**4 * start) <= 1e-14
+
+
+@settings(max_examples=5)
+@given(seeds)
+def test_the_defaults_are_those_of_the_paper(seed):
+    given_ = update(seed, 3)
+    plain = step(AsyncCorrected(0.7, correction=OrthoDC(0.0)), given_)[1]
+    assert torch.equal(step(AsyncBezier(0.7, threshold=0.0), given_)[1].model, plain.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pull_back": "arc"}, "pull_back: expected one of"),
+        ({"bend": -0.1}, "bend: expected"),
+        ({"bend": 1.5}, "bend: expected"),
+        ({"bend": "none"}, r"bend: expected a number in \[0, 1\] or 'auto', got 'none'"),
+        ({"normalise": None}, "normalise: expected"),
+        ({"polygon": "yes"}, "polygon: expected"),
+        (
+            {"overshoot": "extend", "polygon": True},
+            "overshoot: expected 'clamp', as nothing follows the end of a polygon",
+        ),
+        ({"overshoot": "extend", "pull_back": "agreement"}, "overshoot: expected 'clamp'.*the part that agrees"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        AsyncBezier(**options)

@@ -1,0 +1,98 @@
+"""Rules that work window by window, and bounds in place of trials: the bits and the refusals of one piece at a time."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifoldagg.corrections import OrthoDyn
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Update
+from manifoldagg.federated.rules import FADAS, AdaMasFL, AsyncCurve, FedAdam, MasFL
+from manifoldagg.kernels import chunking
+from manifoldagg.manifolds import Flat
+from tests.support import draw, relative, seeds
+
+P = 300
+SPACE = Flat(P)
+
+
+def walked(rule, dtype, count=6):
+    """The states and models of a rule whose clients answer in turn."""
+    start = draw(0, P, dtype=dtype)
+    state, current, memories, seen = rule.init(SPACE, start), start, {}, []
+    for i in range(count):
+        base, current = current, current + 0.01 * draw(i, P, dtype=dtype)
+        points = base + 1e-3 * draw(i + 20, 1, P, dtype=dtype)
+        tensors = {"gradient": draw(i + 40, P, dtype=dtype)} if rule.__class__.__name__.endswith("MasFL") else {}
+        numbers = {"opening": 0.0} if tensors else {}
+        given_ = Update(i % 2, base, current, points, tensors=tensors, numbers=numbers, memory=memories.get(i % 2))
+        state, outcome = rule.step(SPACE, state, given_)
+        memories[i % 2] = outcome.memory
+        current = current if outcome.model is None else outcome.model
+        seen += [current, *(x for x in state.values() if isinstance(x, torch.Tensor))]
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "rule",
+    [FADAS(2), FedAdam(2), MasFL(2, initial="zero"), AdaMasFL(2, steps=50, rounds=100, initial="zero")],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_windows_change_no_bit(rule, dtype, monkeypatch):
+    whole = walked(rule, dtype)
+    monkeypatch.setattr(chunking, "WINDOW", 64)
+    pieces = walked(rule, dtype)
+    assert len(whole) == len(pieces)
+    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+
+
+@settings(max_examples=40)
+@given(seeds, st.floats(20, 38.5), st.floats(20, 38.5), st.booleans(), st.floats(-3, 3))
+def test_an_update_waits_exactly_where_a_step_with_it_has_numbers(seed, first, second, large, rate):
+    """Of MasFL in float32, on gradients of any length: what bounds settle and what a trial does."""
+    rule = MasFL(3, 10.0**rate, 0.9, initial="zero")
+    start = torch.full((P,), 3e38) if large else draw(seed, P, dtype=torch.float32)
+    state, total = rule.init(SPACE, start), torch.zeros(P).double()
+    for i, exponent in enumerate((first, second)):
+        gradient = (draw(seed + i + 1, P) * min(10.0**exponent, 3e37)).float()
+        given_ = Update(i, start, start, start[None], tensors={"gradient": gradient}, numbers={"opening": 0.0})
+        after = total + gradient.double()
+        g = (0.9 * after / 3).float()
+        model = (start.double() - 10.0**rate * g.double()).float()
+        fits = bool(g.isfinite().all() and model.isfinite().all())
+        if not fits:
+            with pytest.raises(ArgumentError, match="^tensors: gradient: "):
+                rule.step(SPACE, state, given_)
+            continue
+        state, outcome = rule.step(SPACE, state, given_)
+        assert outcome.model is None
+        total = after
+    assert bool(total.any()) == bool(state["waiting"])
+
+
+@given(seeds, st.floats(-9, -1))
+def test_chords_that_are_nearly_opposite_turn_in_their_plane(seed, exponent):
+    """Corrected to the position, the chord is v - g: with a drift of twice v and a little, nearly -v."""
+    base, v, aside, x = draw(seed, 4, 9)
+    v = v / v.norm()
+    aside = aside - (aside @ v) * v
+    aside = 10.0**exponent * aside / aside.norm()
+    current = base + 2 * v - aside
+    rule = AsyncCurve(1, 0.5, correction=OrthoDyn(schedule=lambda _: "position"))
+    control = base + v / 2 + x
+    given_ = Update(0, base, current, torch.stack([control, base + v]), numbers={"batches": 1.0})
+    _, outcome = rule.step(Flat(9), rule.init(Flat(9), base), given_)
+    unit = aside / aside.norm()
+    chord = -v + aside
+    cosine, sine = (chord @ v) / chord.norm(), (chord @ unit) / chord.norm()
+    p, q = x @ v, x @ unit
+    turned = x + ((cosine - 1) * p - sine * q) * v + (sine * p + (cosine - 1) * q) * unit
+    s = 0.5
+    expected = current + 2 * s * (1 - s) * (chord / 2 + turned) + s * s * chord
+    # The plane of two chords at angle t is known to ε/t.
+    assert relative(outcome.model, expected) <= 1e-13 / math.sin(10.0**exponent)
+    assert outcome.numbers["norm"] == pytest.approx((outcome.model - current).norm().item(), rel=1e-9)

@@ -1,0 +1,85 @@
+"""What `Server.receive` reads, writes and makes of vectors as long as a model, for every rule, is what its docstring says."""
+
+import re
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from manifoldagg.federated import Payload, Server, rules
+from manifoldagg.federated.types import extras
+from manifoldagg.manifolds import Flat
+from tests.federated.rules.memory_traffic import SIZE, counted
+from tests.federated.rules.registered import RULES, golden
+from tests.support import draw
+
+CASES = golden()
+WARM = 18
+"""Updates after which memories, buffers and versions are what they are in the long run."""
+MOVES = re.compile(
+    r"Cost: an update that moves the model reads ([\d.]+) words a parameter, writes (\d+) and makes (\d+)"
+)
+KEEPING = {"Momentum": {(1, 1), (2, 2)}, "HeLoCo": {(1, 2)}, "DelayedNesterov": {(1, 2)}, "Private": {(1, 1), (2, 2)}}
+"""The passes of rules that keep a momentum: one more that writes it; `Momentum` reads the rows of its rule again. One with
+noise looks at the sum first."""
+WAITS = re.compile(r"one that waits reads ([\d.]+), writes (\d+) and makes (\d+)")
+
+
+def received(rule):
+    """The largest counts of updates that move the model and of those that wait; and of the two kernels' passes.
+
+    In float32, from clients in turn that come late; of curves, two control points; of what waits, three updates.
+    """
+    sizes = {field.name: 3 for field in fields(rule) if field.name in ("size", "cohort")}
+    rule = replace(rule, **sizes)
+    clients = ["heavy", "light"] if hasattr(rule, "routing") else ["heavy", "light", "other"]
+    server = Server(Flat(SIZE), rule, draw(0, SIZE, dtype=torch.float32), weights=dict.fromkeys(clients, 1))
+    tensors, names = extras(rule)
+    count = getattr(rule, "vertices", 1 if getattr(rule, "plain", "AsyncCurve" not in type(rule).__name__) else 2)
+    tickets = [server.dispatch(client) for client in 3 * clients]
+    seen = {}
+    passes = {}
+    for i in range(2 * WARM):
+        ticket = tickets.pop(0)
+        points = ticket.message.start + 1e-4 * draw(i, count, SIZE, dtype=torch.float32)
+        brought = {
+            name: draw(i + 100, *([] if k is None else [k]), SIZE, dtype=torch.float32) for name, k in tensors.items()
+        }
+        numbers = {name: ticket.message.numbers.get(name, 1.0) for name in names}
+        payload = Payload(points, 5, brought, numbers)
+        with counted() as words:
+            receipt = server.receive(ticket.id, payload)
+        assert receipt.accepted, receipt.reason
+        tickets.append(server.dispatch(clients[i % len(clients)]))
+        if i >= WARM:
+            kind = "waits" if receipt.buffered else "moves"
+            seen[kind] = tuple(map(max, zip(words.counts, seen.get(kind, words.counts), strict=True)))
+            passes.setdefault(kind, set()).add((words.grams, words.combines))
+    return seen, passes
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_costs_what_its_docstring_says(name):
+    seen, passes = received(CASES[name])
+    words = " ".join(getattr(rules, name).__doc__.split())
+    for kind, pattern in (("moves", MOVES), ("waits", WAITS)):
+        said = pattern.search(words)
+        assert (said is not None) == (kind in seen), f"{name}: {kind}: expected the cost in its docstring: {seen}"
+        if said:
+            assert tuple(map(float, said.groups())) == seen[kind], f"{name}: {kind}"
+    if getattr(CASES[name], "rows", False):
+        # One pass that reads, one that reads and writes: nothing else touches the parameters.
+        assert set().union(*passes.values()) == KEEPING.get(name, {(1, 1)})
+
+
+def test_what_is_counted():
+    a, b = torch.ones(2, SIZE)
+    with counted() as words:
+        c = a.clone()
+        c.add_(b)
+        c.double()
+        c[:10].add_(1)
+    # Ten entries of a vector are a part of a word each.
+    assert words.read == pytest.approx(4 + 10 / SIZE)
+    assert words.written == pytest.approx(4 + 10 / SIZE)
+    assert words.made == 3

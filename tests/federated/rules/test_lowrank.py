@@ -1,0 +1,391 @@
+"""Rules on leaves of low rank: every step is that of the same rule on the matrices, and one truncation."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifoldagg.corrections import DelayCompensated, OrthoDC, OrthoDyn, Pairwise, Position
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Payload, Server, Update, aggregate
+from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.rules import (
+    ASGD,
+    CA2FL,
+    DCASGD,
+    FADAS,
+    FLOCO,
+    AdaMasFL,
+    AsyncBezier,
+    AsyncCorrected,
+    AsyncCurve,
+    AsyncFedED,
+    AsyncKrylov,
+    DeFedAvg,
+    DelayedNesterov,
+    FedAdam,
+    FedAsync,
+    FedAvg,
+    FedBuff,
+    FedGS,
+    FedOrtho,
+    GeneralizedAsyncSGD,
+    HeLoCo,
+    MasFL,
+    Momentum,
+    OrthoFL,
+    RadialDirectional,
+)
+from manifoldagg.manifolds import Flat, LowRank, ParameterSpace, Power, Product, Sphere
+from manifoldagg.manifolds.ambient import Ambient
+from tests.manifolds.test_lowrank import best, conditions, gauge, turned
+from tests.support import Largest, draw, relative, seeds
+
+pytestmark = pytest.mark.usefixtures("as_shipped")
+
+EPS = 2.0**-52
+FULL = {"q": LowRank(5, 4, 4), "head": Flat(3), "both": Power(LowRank(3, 4, 3), (2,))}
+THIN = {"q": LowRank(6, 5, 2), "head": Flat(3), "both": Power(LowRank(4, 3, 1), (2,))}
+RULES = [
+    FedAsync(0.5),
+    ASGD(0.5),
+    FedOrtho(0.5),
+    FedGS(0.5),
+    FedGS(0.5, reading="position"),
+    AsyncKrylov(0.5),
+    AsyncBezier(rate=0.5),
+    AsyncBezier(rate=0.5, threshold=0.0, pull_back="none", bend="auto"),
+    AsyncCorrected(0.5, correction=OrthoDC(0.5, granularity="tensor")),
+    AsyncCorrected(0.5, correction=OrthoDyn()),
+    AsyncCorrected(0.5, correction=Position() >> OrthoDyn()),
+    FedBuff(3, 0.5),
+    FedAvg(2, 0.5),
+    DeFedAvg(2, 0.5),
+    CA2FL(2, 0.5),
+    CA2FL(3, 0.5, unknown="mean"),
+    AsyncFedED(warm_up=1),
+    OrthoFL(),
+    OrthoFL(calibration="pairwise", granularity="model"),
+    OrthoFL(moving_average=False),
+    Momentum(ASGD(0.5)),
+    Momentum(FedBuff(2)),
+    HeLoCo(0.5),
+    DelayedNesterov(2, 0.5, activation=0.25),
+    RadialDirectional(2, 0.5),
+]
+
+
+def named(rule):
+    return f"{type(rule).__name__}-{RULES.index(rule)}"
+
+
+def many(rule):
+    """How many points an update of it has here."""
+    return {AsyncBezier: 2, AsyncKrylov: 3}.get(type(rule), 1)
+
+
+def dense_space(leaves):
+    """The space of the matrices that the leaves stand for."""
+    sizes = {name: leaf.invariant(torch.zeros(leaf.shape)).numel() for name, leaf in leaves.items()}
+    return Product({name: Flat(size) for name, size in sizes.items()})
+
+
+def dense(space, x):
+    """The matrices, as a point of that space."""
+    return space.invariant(x)
+
+
+def drawn(space, seed, *batch):
+    return space.random_point(*batch, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def played(rule, space, seed, turns=6, seen=lambda x: x, on=None):
+    """What a rule makes of updates of a space, as `seen`, on the space `on`."""
+    on = on or space
+    models = [drawn(space, seed)]
+    here = seen(models[0])
+    state, memory, outcomes, after = rule.init(on, here), {}, [], [here]
+    for turn in range(turns):
+        client, late = turn % 3, turn % 2 if len(after) > 1 else 0
+        base = after[-1 - late]
+        count = many(rule)
+        points = torch.stack([seen(drawn(space, seed + 7 * turn + i)) for i in range(count)])
+        given_ = Update(client, base, after[-1], points, staleness=late, memory=memory.get(client))
+        state, outcome = rule.step(on, state, given_)
+        memory[client] = outcome.memory
+        outcomes.append(outcome)
+        if outcome.model is not None:
+            after.append(outcome.model)
+    return outcomes, memory
+
+
+@pytest.mark.parametrize("rule", RULES, ids=named)
+@settings(max_examples=2)
+@given(seed=seeds)
+def test_a_step_is_that_of_the_rule_on_the_matrices(rule, seed):
+    space = Product(FULL)
+    outcomes, memory = played(rule, space, seed)
+    expected, kept = played(rule, space, seed, seen=lambda x: dense(space, x), on=dense_space(FULL))
+    for mine, theirs in zip(outcomes, expected, strict=True):
+        assert (mine.model is None) == (theirs.model is None)
+        told = {name: value for name, value in mine.numbers.items() if name in theirs.numbers}
+        # Lengths and cosines of displacements of size 10, after six steps.
+        assert told == pytest.approx(theirs.numbers, rel=1e-10, abs=1e-12, nan_ok=True)
+        assert set(mine.numbers) - set(told) == {"truncated", "state_truncated", "tied"}
+        if mine.model is not None:
+            assert relative(dense(space, mine.model), theirs.model) <= 1e-12
+    for client, tree in memory.items():
+        if isinstance(tree, dict) and "start" in tree:
+            assert relative(dense(space, tree["start"]), kept[client]["start"]) <= 1e-12
+
+
+@pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), AsyncBezier(rate=0.5), FedBuff(1, 0.5)], ids=str)
+@settings(max_examples=5)
+@given(seed=seeds)
+def test_where_the_rank_is_too_small_it_is_the_nearest_matrix_of_the_rank(rule, seed):
+    space = LowRank(6, 5, 2)
+    (outcome,), _ = played(rule, space, seed, turns=1)
+    whole = Flat(30)
+    (expected,), _ = played(rule, space, seed, turns=1, seen=lambda x: dense(space, x).flatten(-2), on=whole)
+    near, error = best(expected.model.view(6, 5), 2)
+    assert relative(dense(space, outcome.model), near) <= 1e-10
+    assert outcome.numbers["truncated"] == pytest.approx(error, rel=1e-10)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=named)
+@settings(max_examples=3)
+@given(seed=seeds, condition=conditions)
+def test_nothing_depends_on_the_gauge(rule, seed, condition):
+    space = LowRank(6, 5, 4)
+    count = many(rule)
+    base, current, *points = drawn(space, seed, count + 2)
+    turn = [gauge(seed + i, space.rank, condition) for i in range(count + 2)]
+    other = [turned(space, x, *g) for x, g in zip((base, current, *points), turn, strict=True)]
+    models = []
+    for b, c, p in ((base, current, points), (other[0], other[1], other[2:])):
+        state, outcome = rule.step(space, rule.init(space, c), Update(0, b, c, torch.stack([*p])))
+        while outcome.model is None:
+            state, outcome = rule.step(space, state, Update(0, b, c, torch.stack([*p])))
+        models.append(dense(space, outcome.model))
+    size = max(dense(space, x).norm() for x in (base, current, *points))
+    # The matrices that the turned factors stand for, rounded as they are, differ by that much already.
+    assert (models[0] - models[1]).norm() <= 100 * EPS * condition * size + 100 * EPS * size
+
+
+@settings(max_examples=5)
+@given(seed=seeds)
+def test_leaves_that_nothing_ties_together_move_as_if_alone(seed):
+    space = Product(THIN)
+    rule = FedAsync(0.5)
+    base, current, point = drawn(space, seed, 3)
+    _, outcome = rule.step(space, rule.init(space, base), Update(0, base, current, point[None]))
+    parts = [space.split(x) for x in (base, current, point, outcome.model)]
+    for name, leaf in THIN.items():
+        b, c, p, model = (part[name] for part in parts)
+        alone = rule.step(leaf, rule.init(leaf, b), Update(0, b, c, p[None]))[1].model
+        assert torch.equal(alone, model)
+
+
+def test_a_leaf_that_nobody_moves_keeps_its_bits_and_a_model_that_is_taken_whole_those_of_the_client():
+    space = Product(THIN)
+    base, current, point = drawn(space, 3, 3)
+    still = {**space.split(point), "q": space.split(base)["q"]}
+    point, current = space.join(still), space.join({**space.split(current), "q": still["q"]})
+    rule = FedOrtho(0.5)
+    outcome = rule.step(space, rule.init(space, base), Update(0, base, current.clone(), point[None]))[1]
+    assert torch.equal(space.split(outcome.model)["q"], still["q"])
+    rule = FedAsync(1.0)
+    model = rule.step(space, rule.init(space, base), Update(0, base, current, point[None]))[1].model
+    for name in ("q", "both"):
+        assert torch.equal(space.split(model)[name], space.split(point)[name])
+
+
+@pytest.mark.parametrize("rule", [FedOrtho(0.5), AsyncBezier(rate=0.5, threshold=0.0), AsyncFedED(warm_up=0)], ids=str)
+def test_without_a_drift_there_is_none_and_not_its_rounding(rule):
+    """An adapter as it begins, B = 0, and in general: equal factors have a difference of 0."""
+    space = LowRank(6, 5, 2)
+    for start in (drawn(space, 1), torch.cat([torch.zeros(6, 2), draw(1, 5, 2)]).double()):
+        point = drawn(space, 2)
+        _, outcome = rule.step(space, rule.init(space, start), Update(0, start, start.clone(), point[None]))
+        assert outcome.numbers["cosine"] != outcome.numbers["cosine"]
+        s = outcome.numbers["step"]
+        if not isinstance(rule, AsyncBezier):
+            near, _ = best(dense(space, start) + s * (dense(space, point) - dense(space, start)), 2)
+            assert relative(dense(space, outcome.model), near) <= 1e-12
+
+
+def test_nothing_of_the_size_of_a_matrix_is_formed():
+    space = Product({"q": LowRank(10**5, 10**5, 2), "head": Flat(10)})
+    base, current, *points = drawn(space, 0, 5)
+    for rule in (FedOrtho(0.5), AsyncBezier(rate=0.5), Momentum(FedBuff(1))):
+        n = 3 if isinstance(rule, AsyncBezier) else 1
+        with Largest() as largest:
+            rule.step(space, rule.init(space, base), Update(0, base, current, torch.stack(points[:n])))
+        # Five points and their differences side by side, rank 2 each, of 10^5 rows.
+        assert largest.numel <= 2 * 10**5 * 2 * 6
+
+
+@pytest.mark.parametrize("rule", [Momentum(FedAsync(0.5)), CA2FL(2), FedBuff(7), AsyncCorrected(correction=OrthoDyn())])
+def test_ranks_do_not_grow(rule):
+    space = Product({"q": LowRank(40, 30, 2, state_rank=5), "head": Flat(3)})
+    current = drawn(space, 0)
+    state, memory, left_out = rule.init(space, current), {}, 0.0
+    for turn in range(50):
+        point = current + 0.1 * drawn(space, turn)
+        given_ = Update(turn % 3, current, current, point[None], memory=memory.get(turn % 3))
+        state, outcome = rule.step(space, state, given_)
+        memory[turn % 3] = outcome.memory
+        left_out += outcome.numbers["state_truncated"]
+        current = current if outcome.model is None else outcome.model
+    assert current.shape == space.shape
+    pieces = [x for x in tensors([state, memory]) if x.ndim == 2]
+    assert pieces
+    assert all(x.shape == (70, x.shape[1]) and x.shape[1] <= 5 for x in pieces)
+    assert left_out > 0
+
+
+def tensors(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [x for branch in branches for x in tensors(branch)]
+
+
+SPACE = ParameterSpace.of_state_dict(
+    {"q": torch.zeros(9, 2), "head": torch.zeros(3, 2), "both": torch.zeros(2, 7, 2)},
+    {"q": LowRank(5, 4, 2), "both": LowRank(4, 3, 2)},
+)
+
+
+def driven(server, turns, seed):
+    for turn in range(turns):
+        ticket = server.dispatch(turn % 2)
+        points = ticket.message.start + 0.1 * draw(seed + turn, 1, *SPACE.shape, dtype=torch.float32)
+        receipt = server.receive(ticket, Payload(points, 1))
+        assert receipt.accepted, receipt.reason
+
+
+@pytest.mark.parametrize("rule", [FedBuff(2), CA2FL(2), Momentum(ASGD(0.5)), OrthoFL(calibration="pairwise")], ids=str)
+def test_a_server_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
+    start = draw(0, *SPACE.shape, dtype=torch.float32)
+    server = Server(SPACE, rule, start, checks=Checks(norm_factor=100.0), base_dtype=torch.bfloat16)
+    driven(server, 5, 0)
+    server.save(tmp_path / "server")
+    other = Server.resume(tmp_path / "server", SPACE, rule)
+    for each in (server, other):
+        driven(each, 5, 10)
+    assert torch.equal(server.model, other.model)
+    assert server.history == other.history
+    assert {"truncated", "state_truncated", "tied"} <= set(server.history[-1])
+
+
+@pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), FedBuff(1), AsyncBezier(rate=0.5)], ids=str)
+def test_the_front_door_takes_the_step_of_a_server(rule):
+    start = draw(0, *SPACE.shape, dtype=torch.float32)
+    server = Server(SPACE, rule, start, weights="uniform")
+    ticket = server.dispatch(0)
+    points = start + draw(1, 1, *SPACE.shape, dtype=torch.float32)
+    assert server.receive(ticket, Payload(points, 1)).accepted
+    now, theirs = SPACE.state_dict(start), SPACE.state_dict(points[0])
+    kept = copy.deepcopy(now)
+    new, _, numbers = aggregate(rule, None, now, now, theirs, manifolds=dict(SPACE.manifolds))
+    assert all(torch.equal(x, kept[name]) for name, x in now.items())
+    assert all(torch.equal(x, new[name]) for name, x in server.state_dict().items())
+    assert numbers["truncated"] == server.history[-1]["truncated"]
+
+
+def test_points_may_come_leaf_by_leaf_in_ranks_of_their_own():
+    """Clients of several ranks: nothing is cut but the sum."""
+    leaves = {"q": LowRank(6, 5, 2), "head": Flat(3)}
+    space, wide = Product(leaves), Product({**leaves, "q": LowRank(6, 5, 4)})
+    current, point = drawn(space, 0), drawn(wide, 1)
+    rule = FedAsync(0.5)
+    given_ = Update(0, current, current, (tuple(wide.split(point).values()),))
+    model = rule.step(space, rule.init(space, current), given_)[1].model
+    q, head = space.split(model).values()
+    mean = (dense(space, current) + dense(wide, point)) / 2
+    near, _ = best(mean[:30].view(6, 5), 2)
+    assert relative(dense(leaves["q"], q), near) <= 1e-12
+    assert relative(head, mean[30:]) <= 1e-15
+
+
+@given(seeds)
+def test_equal_values_at_the_cut_are_told(seed):
+    space = LowRank(3, 3, 1)
+    x, y = (torch.cat([e, e])[:, None] for e in torch.eye(3, dtype=torch.float64)[:2])
+    rule = FedAsync(0.5)
+    numbers = rule.step(space, rule.init(space, x), Update(0, x, x, y[None]))[1].numbers
+    assert numbers["tied"] == 1
+    assert numbers["truncated"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (DCASGD(), "space: products by coordinates, of DCASGD, need flat leaves"),
+        (FedAdam(2), "space: elementwise squares, of FedAdam, need flat leaves"),
+        (FADAS(2), "space: elementwise squares, of FADAS, need flat leaves"),
+        (FLOCO(2), "space: simplices of models, of FLOCO, need flat leaves"),
+        (MasFL(2), "space: control variates, of MasFL, need flat leaves"),
+        (AdaMasFL(2), "space: control variates, of AdaMasFL, need flat leaves"),
+        (AsyncCurve(2), "space: rotated control points, of AsyncCurve, need flat leaves"),
+        (GeneralizedAsyncSGD([1.0]), "space: gradients, of GeneralizedAsyncSGD, need flat leaves"),
+        (Momentum(FedAdam(2)), "space: elementwise squares, of FedAdam, need flat leaves"),
+        (AsyncBezier(threshold="auto"), "space: AutoThreshold, .* needs flat leaves"),
+        (AsyncCorrected(correction=DelayCompensated()), "space: DelayCompensated, .* needs flat leaves"),
+        (AsyncCorrected(correction=Pairwise(torch.ones(1, 52))), "space: Pairwise, .* needs flat leaves"),
+        (OrthoFL(protocol="client"), "protocol: expected 'server' where leaves are of low rank, got 'client'"),
+        (
+            ASGD(transport="parallel"),
+            "transport: expected None or 'projection' where leaves are of low rank, got 'parallel'",
+        ),
+    ],
+    ids=lambda x: type(x).__name__ if not isinstance(x, str) else "",
+)
+def test_what_needs_entries_is_refused_by_name(rule, words):
+    with pytest.raises(ArgumentError, match=words) as refused:
+        Server(SPACE, rule, torch.ones(SPACE.shape))
+    if "leaves;" in words or words.endswith("flat leaves"):
+        assert "q: LowRank(m=5, n=4, rank=2" in str(refused.value)
+
+
+def test_what_is_not_finite_is_refused_by_name():
+    space = LowRank(4, 3, 2)
+    x = drawn(space, 0)
+    rule = FedAsync(0.5)
+    state = rule.init(space, x)
+    for bad, words in ((float("nan"), r"points\[0\]: squared distance"), (1e200, r"points\[0\]: squared distance")):
+        with pytest.raises(ArgumentError, match=words):
+            rule.step(space, state, Update(0, x, x, torch.full_like(x, bad)[None]))
+    rule, narrow = FedBuff(1, rate=1e60), x.float()
+    with pytest.raises(ArgumentError, match="points: the new model would not be finite"):
+        rule.step(space, rule.init(space, narrow), Update(0, narrow, narrow, torch.full_like(narrow, 1e9)[None]))
+    with pytest.raises(ArgumentError, match="points: a sum would not be finite at LowRank"):
+        Ambient.of(space, x).combine(x, [drawn(space, 1)], [float("nan")])
+
+
+def test_a_leaf_of_low_rank_within_another_or_beside_a_curved_one_is_refused():
+    pair = Product({"a": LowRank(3, 2, 1), "b": Flat(2)})
+    nested = ParameterSpace.of_state_dict({"w": torch.zeros(2, 7)}, {"w": pair})
+    with pytest.raises(
+        ArgumentError, match=r"space: expected leaves that are flat, or of low rank themselves.*w: Power"
+    ):
+        FedAsync().init(nested, torch.zeros(nested.shape))
+    mixed = Product({"a": LowRank(3, 2, 1), "b": Sphere(3)})
+    with pytest.raises(ArgumentError, match="a: LowRank.* does not have"):
+        FedAsync().init(mixed, mixed.random_point(generator=torch.Generator()))
+
+
+@given(st.sampled_from([0, -1]), st.integers(-3, 0))
+def test_a_state_rank_is_a_positive_integer(a, b):
+    with pytest.raises(ArgumentError, match="state_rank"):
+        LowRank(3, 2, 1, state_rank=min(a, b))
+
+
+def test_flat_spaces_have_no_ambient_of_their_own():
+    assert Ambient.of(Flat(3), torch.zeros(3)).leaves == ()
+    assert not Flat(3).ambient
+    assert Product(THIN).ambient
+    assert not Product({"x": Sphere(3), "y": LowRank(3, 2, 1)}).ambient

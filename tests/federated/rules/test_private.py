@@ -1,0 +1,337 @@
+"""Private: bounded updates, noise of the stated size on their sum, participations counted, refusals by name."""
+
+import math
+import re
+from dataclasses import replace
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifoldagg.errors import ArgumentError, RuleError
+from manifoldagg.federated import Checks, Payload, Server, Update, aggregate, rules
+from manifoldagg.federated.rules import FADAS, DeFedAvg, FedAdam, FedAvg, FedBuff, Momentum, Private
+from manifoldagg.federated.staleness import Constant
+from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
+from tests.federated.mutants import Catalogue
+from tests.federated.rules.registered import RULES, golden
+from tests.support import draw, relative, seeds
+
+P = 9
+SPACE = Flat(P)
+SUMS = [
+    FedAvg(3, 0.7, weighted=False),
+    DeFedAvg(3),
+    FedBuff(3, 0.7),
+    FedBuff(3, normalise=True),
+    FADAS(3, 0.1),
+    FedAdam(3, 0.1, weighted=False),
+]
+GOLDEN = {"Private": Private(FedBuff(3, rate=0.5), clip=0.2, noise=0.3, seed=1)}
+CATALOGUE = Catalogue({"Private": Private, "FedBuff": FedBuff})
+LAWS, MUTANTS, law, caught_by = CATALOGUE.laws, CATALOGUE.mutants, CATALOGUE.law, CATALOGUE.caught_by
+
+
+def play(rule, seed, rounds, clients=range(4), space=SPACE):
+    """Models, states and numbers of some stale updates, each client's memory kept."""
+    models, states, told, memories = [draw(seed, P)], [], [], {}
+    state = rule.init(space, models[0])
+    for i in range(rounds):
+        client = clients[i % len(clients)]
+        base = models[max(0, len(models) - 1 - i % 3)]
+        late = min(i % 3, len(models) - 1)
+        brought = Update(client, base, models[-1], base[None] + draw(seed + i + 1, 1, P), late, memory=memories.get(client))  # fmt: skip
+        state, outcome = rule.step(space, state, brought)
+        memories[client] = outcome.memory
+        states.append(state)
+        told.append(outcome.numbers)
+        if outcome.model is not None:
+            models.append(outcome.model)
+    return models, states, told
+
+
+@law
+def one_update_moves_a_sum_by_no_more_than_its_bound(kit):
+    """Of however long an update, beside the same run with a zero in its place; less for a late one."""
+    rule = kit.Private(kit.FedBuff(2), clip=0.5, noise=0.0)
+    base, other = draw(0, P), 0.1 * draw(1, P)
+    for late, share in ((0, 1.0), (3, 0.5)):
+        for scale in (1e-3, 1.0, 1e6):
+            models = []
+            for mine in (scale * draw(2, P), torch.zeros(P).double()):
+                state, _ = rule.step(SPACE, rule.init(SPACE, base), Update(0, base, base, (base + mine)[None], late))
+                models.append(rule.step(SPACE, state, Update(1, base, base, (base + other)[None]))[1].model)
+            moved = 2 * (models[0] - models[1]).norm().item()
+            expected = share * min(0.5, scale * draw(2, P).norm().item())
+            assert moved == pytest.approx(expected, rel=1e-9)
+
+
+@law
+def noise_has_the_stated_size(kit):
+    """By coordinate a normal number of deviation sigma C / K, of another key another one."""
+    n = 40_000
+    zero = torch.zeros(n).double()
+    found = []
+    for seed in range(2):
+        rule = kit.Private(kit.FedBuff(2, staleness=Constant()), clip=0.5, noise=3.0, seed=seed)
+        state, _ = rule.step(Flat(n), rule.init(Flat(n), zero), Update(0, zero, zero, zero[None]))
+        found.append(rule.step(Flat(n), state, Update(1, zero, zero, zero[None]))[1].model / 0.75)
+    for z in (*found, (found[0] - found[1]) / math.sqrt(2)):
+        # Of n normal numbers: five deviations of the mean, the variance, the fourth moment and the next one's product.
+        root = 5 / math.sqrt(n)
+        assert abs(z.mean().item()) <= root
+        assert abs(z.square().mean().item() - 1) <= math.sqrt(2) * root
+        assert abs(z.pow(4).mean().item() - 3) <= math.sqrt(96) * root
+        assert abs((z[1:] * z[:-1]).mean().item()) <= root
+
+
+@law
+def another_sum_has_another_noise(kit):
+    """With the same key, version and client: who goes on from an older checkpoint releases no difference without any."""
+    rule = kit.Private(kit.FedBuff(1), clip=1.0, noise=1.0, seed=0)
+    base = torch.zeros(1000).double()
+    state = rule.init(Flat(1000), base)
+    sums = [torch.full((1, 1000), x, dtype=torch.float64) for x in (1e-9, 2e-9)]
+    one, two, again = (rule.step(Flat(1000), state, Update(0, base, base, x))[1].model for x in (*sums, sums[0]))
+    assert torch.equal(one, again)
+    assert (one - two).norm() >= 0.9 * math.sqrt(2000)
+
+
+@caught_by("Private", "one_update_moves_a_sum_by_no_more_than_its_bound", "noise_has_the_stated_size")
+class NoiseByTheOtherBound(rules.Private):
+    def __init__(self, rule, clip, noise, **options):
+        super().__init__(rule, 2 * clip, noise, **options)
+
+
+@caught_by("FedBuff", "one_update_moves_a_sum_by_no_more_than_its_bound", "noise_has_the_stated_size")
+class NobodyBinds(rules.FedBuff):
+    def take(self, space, state, update, out, mechanism):
+        return super().take(space, state, update, out, None)
+
+
+@caught_by("FedBuff", "another_sum_has_another_noise")
+class NoiseOfTheVersionAlone(rules.FedBuff):
+    def take(self, space, state, update, out, mechanism):
+        zero = update.base[None]
+        noise = super().take(space, state, Update(0, update.base, update.current, zero), out, mechanism)[1].model
+        after, outcome = super().take(space, state, update, out, None)
+        if outcome.model is None or mechanism.noise == 0 or noise is None:
+            return super().take(space, state, update, out, mechanism)
+        return after, type(outcome)(outcome.model + noise - update.current, outcome.memory, outcome.numbers)
+
+
+test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()
+
+
+@pytest.mark.parametrize("rule", SUMS, ids=lambda rule: type(rule).__name__)
+def test_without_noise_and_bound_it_is_the_rule_bit_for_bit(rule):
+    plain, private = play(rule, 3, 7), play(Private(rule, math.inf, 0.0), 3, 7)
+    assert all(map(torch.equal, plain[0], private[0]))
+    assert len(plain[0]) == 3
+    for mine, theirs in zip(plain[2], private[2], strict=True):
+        assert {**theirs, **mine} == theirs
+
+
+@pytest.mark.parametrize("rule", SUMS[1:], ids=lambda rule: type(rule).__name__)
+def test_what_a_rule_does_follows_from_the_noised_mean(rule):
+    """As with one update more, which is the noise: nothing reads the sum without it."""
+    models, states, _ = play(Private(rule, 1e6, 1e-6, seed=5), 3, 3)
+    plain = play(rule, 3, 3)
+    assert relative(models[1], plain[0][1]) >= 1e-3
+    noise_free = play(Private(rule, 1e6, 1e-12, seed=5), 3, 3)[0]
+    assert relative(noise_free[1], plain[0][1]) <= 1e-4
+    assert "buffer" not in states[2]["rule"]
+
+
+@settings(max_examples=10)
+@given(seeds, st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
+def test_participations_are_the_largest_sum_of_squares(seed, clients):
+    told = play(Private(FedBuff(3), 1.0, 0.0), seed, len(clients), clients)[2]
+    for count, numbers in enumerate(told, 1):
+        taken = {}
+        for i, client in enumerate(clients[:count]):
+            taken.setdefault(client, {}).setdefault(i // 3, 0)
+            taken[client][i // 3] += 1
+        assert numbers["participations"] == max(sum(m * m for m in mine.values()) for mine in taken.values())
+
+
+def test_who_has_taken_part_often_enough_is_refused_and_others_go_on():
+    server = Server(SPACE, Private(FedBuff(2), 1.0, 1.0, participations=2), torch.zeros(P))
+    answers = [server.receive(server.dispatch(client), Payload(torch.ones(1, P), 1)) for client in "abaccab"]
+    assert [answer.accepted for answer in answers] == [True] * 5 + [False, True]
+    assert answers[5].reason == "client: expected at most 2 participations, got 3 with this update"
+    assert server.history[-1]["participations"] == 2.0
+
+
+@pytest.mark.parametrize("rule", [SUMS[2], FADAS(2), Momentum(Private(FedBuff(2), 0.5, 1.0))], ids=str)
+def test_resumed_it_goes_on_bit_for_bit(rule, tmp_path):
+    rule = rule if isinstance(rule, Momentum) else Private(rule, 0.5, 1.0)
+    one = Server(SPACE, rule, torch.zeros(P), journal=tmp_path / "journal")
+    for i in range(3):
+        one.receive(one.dispatch("abc"[i]), Payload(draw(i, 1, P, dtype=torch.float32), 1))
+    one.save(tmp_path / "saved")
+    rest = [(one.dispatch("ab"[i % 2]), Payload(draw(9 + i, 1, P, dtype=torch.float32), 1)) for i in range(3)]
+    one.save(tmp_path / "saved")
+    for ticket, payload in rest:
+        one.receive(ticket, payload)
+    expected, told = one.model, one.history[-1]["participations"]
+    two = Server.resume(tmp_path / "saved", SPACE, rule, journal=None)
+    for ticket, payload in rest:
+        two.receive(ticket, payload)
+    assert torch.equal(two.model, expected)
+    assert (two.history[-1]["participations"], two.version) == (told, one.version)
+    one.close()
+    # The journal tells of all that came since.
+    three = Server.resume(tmp_path / "saved", SPACE, rule, journal=tmp_path / "journal")
+    assert torch.equal(three.model, expected)
+    three.close()
+
+
+def test_every_server_has_a_secret_of_its_own():
+    zero = torch.zeros(P)
+    rule = Private(FedBuff(1), 1.0, 1.0)
+    models = [rule.step(SPACE, rule.init(SPACE, zero), Update(0, zero, zero, zero[None]))[1].model for _ in range(2)]
+    assert not torch.equal(*models)
+    seeded = [Private(FedBuff(1), 1.0, 1.0, seed=seed).init(SPACE, zero)["key"] for seed in (0, 0, 1)]
+    assert seeded[0] == seeded[1] != seeded[2]
+
+
+def test_the_front_door_keeps_count_of_clients():
+    rule, model = Private(FedBuff(1), 1.0, 1.0), {"w": torch.zeros(4, dtype=torch.bfloat16)}
+    state, told = None, []
+    for client in "aab":
+        model, state, numbers = aggregate(rule, state, model, model, {"w": model["w"] + 1}, client=client)
+        told.append(numbers["participations"])
+    assert told == [1.0, 2.0, 2.0]
+    assert model["w"].isfinite().all()
+
+
+WHY = {
+    "FedAsync": "every single update moves the model",
+    "AsyncBezier": "every single update moves the model",
+    "DelayedNesterov": "every single update moves the model",
+    "CA2FL": "it keeps what each client sent and adds it again",
+    "MasFL": "it keeps a control variate of each client",
+    "OrthoFL": "clients start from what they sent themselves",
+    "RadialDirectional": "it divides each tensor of an update by its length",
+    "Momentum": "write Momentum(Private(rule))",
+    "Private": "it is private already",
+    "AsyncFedED": "its step is no sum of updates",
+    "HeLoCo": "its step is no sum of updates",
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_is_taken_or_refused_by_name_with_the_reason(name):
+    (rule, *_) = [rule for rule in golden().values() if type(rule).__name__ == name]
+    if name in {type(rule).__name__ for rule in SUMS}:
+        if getattr(rule, "weighted", False):
+            rule = replace(rule, weighted=False)
+        assert Private(rule, 1.0, 1.0).rule == rule
+        return
+    why = re.escape(WHY.get(name, ""))
+    with pytest.raises(ArgumentError, match=rf"^rule: {name} cannot be private: (.*; )?{why}"):
+        Private(rule, 1.0, 1.0)
+
+
+def descended(rule):
+    """A step on a pseudo-gradient."""
+    zero = torch.zeros(P)
+    return rule.step(SPACE, rule.init(SPACE, zero), Update(0, zero, zero, (zero,), descent=True))
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Private(FedAvg(2), 1.0, 1.0), r"rule: expected FedAvg\(weighted=False\): sample counts"),
+        (lambda: Private(FedBuff(2), 0.0, 1.0), "clip: expected a finite number > 0, got 0.0"),
+        (lambda: Private(FedBuff(2), math.inf, 1.0), "clip: expected a finite number > 0, got inf"),
+        (lambda: Private(FedBuff(2), 1.0, -1.0), "noise: expected a finite number >= 0, got -1.0"),
+        (lambda: Private(FedBuff(2), 1.0, 1.0, participations=0), "participations: expected an integer >= 1, got 0"),
+        (lambda: Private("fedbuff", 1.0, 1.0), "rule: str cannot be private"),
+        (
+            lambda: Server(Sphere(3), Private(FedBuff(2), 1.0, 1.0), torch.eye(3)[0]),
+            r"space: clipping and noise, of Private, need flat leaves; these are curved: .*Sphere",
+        ),
+        (
+            lambda: Server(SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), checks=Checks(norm_factor=10.0)),
+            "checks: norm_factor: expected None with Private: what some clients send would decide on others",
+        ),
+        (
+            lambda: Server(SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), checks=Checks(clip_factor=2.0)),
+            "checks: clip_factor: expected None with Private",
+        ),
+        (
+            lambda: Server.of(torch.nn.BatchNorm1d(2), Momentum(Private(FedBuff(2), 1.0, 1.0))),
+            "buffers: running_mean: expected 'leave' with Private, which adds no noise to them",
+        ),
+        (lambda: descended(Private(FedBuff(1), 1.0, 1.0)), "which an outer optimiser has not"),
+    ],
+)
+def test_what_would_break_the_promise_is_refused(make, words):
+    with pytest.raises(ArgumentError, match=words):
+        make()
+
+
+def test_receipts_say_how_much_was_left_of_an_update():
+    server = Server(SPACE, Private(FedBuff(2), 0.5, 1.0), torch.zeros(P), checks=Checks(clip=1.0))
+    for length, clip in ((0.25, 1.0), (0.75, 2 / 3), (4.0, 1 / 8)):
+        point = torch.zeros(1, P)
+        point[0, 0] = length
+        ticket = server.dispatch("a")
+        receipt = server.receive(ticket, Payload(ticket.message.start + point, 1))
+        assert receipt.clipped is (clip < 1)
+        assert server.history[-1]["clip"] == pytest.approx(clip, rel=1e-6)
+
+
+def test_buffers_may_be_left():
+    server = Server.of(torch.nn.BatchNorm1d(2), Private(FedBuff(1), 1.0, 1.0), buffers={"*": "leave"})
+    assert isinstance(server.space, ParameterSpace)
+    ticket = server.dispatch("a")
+    assert server.receive_model(ticket, ticket.state_dict(), samples=1).accepted
+
+
+def test_a_weight_above_one_is_the_rules_fault():
+    rule = Private(FedBuff(1, staleness=lambda late: 2.0), 1.0, 1.0)
+    with pytest.raises(RuleError, match="staleness: expected a weight of at most 1 under Private, got 2"):
+        rule.step(SPACE, rule.init(SPACE, draw(0, P)), Update(0, draw(0, P), draw(0, P), draw(1, 1, P)))
+
+
+def delta_of(epsilon, mu):
+    """Balle and Wang 2018, Theorem 8, in 30 digits."""
+    with mpmath.workdps(30):
+        low, high = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
+        return mpmath.ncdf(low) - mpmath.exp(epsilon) * mpmath.ncdf(high)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.1, 5.0])
+@pytest.mark.parametrize("n", [1, 20, 1000])
+def test_the_accountant_says_what_the_closed_form_says(sigma, n):
+    accounting = pytest.importorskip("manifoldagg.integrations.accounting")
+    dp_accounting = pytest.importorskip("dp_accounting")
+    epsilon = accounting.epsilon(sigma, participations=n, delta=1e-5)
+    assert float(delta_of(epsilon, math.sqrt(n) / sigma)) == pytest.approx(1e-5, rel=1e-6)
+    assert accounting.noise_for(epsilon, participations=n, delta=1e-5) == pytest.approx(sigma, rel=1e-6)
+    # The library's own composition of n of them, an upper bound by Rényi divergences.
+    composed = dp_accounting.rdp.RdpAccountant().compose(
+        dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(sigma), n)
+    )
+    assert epsilon <= composed.get_epsilon(1e-5) <= 1.35 * epsilon + 0.1
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_the_accountant_names_what_is_out_of_range(monkeypatch):
+    accounting = pytest.importorskip("manifoldagg.integrations.accounting")
+    for options, words in (
+        ({"noise": 0.0}, "noise: expected a finite number > 0"),
+        ({"participations": 0}, "participations: expected an integer >= 1"),
+        ({"delta": 1.0}, r"delta: expected a number in \(0, 1\), got 1.0"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            accounting.epsilon(**{"noise": 1.0, "participations": 1, "delta": 1e-5, **options})
+    monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
+    with pytest.raises(ModuleNotFoundError, match=r"dp_accounting: pip install 'manifoldagg\[privacy\]'"):
+        accounting.epsilon(1.0, participations=1, delta=1e-5)

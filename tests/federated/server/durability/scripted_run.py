@@ -1,0 +1,135 @@
+"""The life of a server as a script: what happens next is told by how much has happened, in whichever process."""
+
+import signal
+from dataclasses import replace
+
+import torch
+
+from manifoldagg.averaging import SWA
+from manifoldagg.federated import Every, Payload, Server
+from manifoldagg.federated.rules import AsyncBezier
+from manifoldagg.federated.types import extras
+from manifoldagg.manifolds import Flat
+from tests.federated.fingerprint import bits
+from tests.support import draw
+
+SIZE = 6
+CLIENTS = ["heavy", 7, "light"]
+LAG = 4
+"""So many tickets are out when the first is answered."""
+
+
+def payload(rule, ticket, seed):
+    """What a client answers to a message: near where it started, with whatever its rule asks for."""
+    start = ticket.message.start
+    tensors, names = extras(rule)
+    count = getattr(rule, "vertices", 1 if getattr(rule, "plain", "AsyncCurve" not in type(rule).__name__) else 2)
+
+    def noise(i, k):
+        return draw(seed + i, *([] if k is None else [k]), *start.shape, dtype=start.dtype)
+
+    brought = {name: noise(i, k) for i, (name, k) in enumerate(tensors.items(), 100)}
+    numbers = {name: ticket.message.numbers.get(name, 1.0) for name in names}
+    return Payload(start + 0.1 * noise(0, count), 1 + seed % 9, brought, numbers)
+
+
+def carrying(rule, ticket, seed):
+    """The same with buffers, but counters of batches, which the server leaves."""
+    buffers = {
+        name: x + draw(seed, *x.shape, dtype=x.dtype).abs()
+        for name, x in ticket.message.buffers.items()
+        if "tracked" not in name
+    }
+    return replace(payload(rule, ticket, seed), buffers=buffers)
+
+
+class Wall:
+    """A clock that shows what it is set to."""
+
+    def __init__(self, now=0.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+class Life:
+    """Dispatches and answers in turns, the answers late; one ticket in seven is dropped, one answer in five is bad."""
+
+    def __init__(self, server):
+        self.server = server
+        self.out = []
+        self.events = 0
+
+    def go(self, events, answer=payload):
+        """So many events more; the receipts as they were."""
+        told = []
+        for _ in range(events):
+            i = self.events
+            self.events += 1
+            self.out.append(self.server.dispatch(CLIENTS[(i * i) % len(CLIENTS)]))
+            if len(self.out) < LAG:
+                continue
+            ticket = self.out.pop(i % LAG)
+            if i % 7 == 6:
+                self.server.drop(ticket)
+                continue
+            if i % 5 == 4:
+                bad = Payload(torch.full_like(ticket.message.start, torch.nan)[None], 1)
+                told.append(repr(self.server.receive(ticket, bad)))
+            told.append(repr(self.server.receive(ticket, answer(self.server.rule, ticket, i))))
+        return told
+
+    def on(self, server):
+        """The same life on another server."""
+        other = Life(server)
+        other.out = [*self.out]
+        other.events = self.events
+        return other
+
+
+def content(server):
+    """All that a server knows, as values that compare; tickets without their ids."""
+    books = server._books.value
+    return {
+        "now": bits(books.now),
+        "weights": books.weights,
+        "kept": {key: (holders, bits(books.store.load(key))) for key, (_, holders) in books.store.places.items()},
+        "tickets": [(ticket.client, ticket.version, ticket.base) for ticket in books.tickets.values()],
+        "answered": [repr(answer) for answer in books.answered.values()],
+        "history": bits(server.history),
+        "updates": server.updates,
+        "refused": server.refused,
+        "averaged": bits(server.averaged()),
+        "limits": books.limits,
+    }
+
+
+LARGE = 2**14
+"""So large that writing it takes about as long as an update."""
+
+
+def large(updates, **options):
+    """A server for `script`."""
+    space = Flat(LARGE)
+    return Server(
+        space, AsyncBezier(0.5), torch.zeros(LARGE), averaging=SWA(space, start=3), memory_limit=LARGE * 10, **options
+    )
+
+
+def script(server, until=None, told=lambda updates: None):
+    """Clients that answer in the order in which they left; how far they are is told by the server's record."""
+    for i in range(len(server.history), until or 10**9):
+        while len(server._books.value.tickets) < LAG:
+            issued = i + len(server._books.value.tickets)
+            server.dispatch(issued % 5)
+        oldest = next(iter(server._books.value.tickets))
+        server.receive(oldest, Payload(draw(i, 2, LARGE, dtype=torch.float32), 1 + i % 3)).check()
+        told(i + 1)
+
+
+def run_until_killed(path, channel):
+    """The script with a checkpoint after every update, in a process of its own."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    script(large(0, checkpoint=Every(path, updates=1)), told=channel.send)

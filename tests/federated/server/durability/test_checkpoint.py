@@ -1,0 +1,694 @@
+"""Checkpoints: a server that was saved goes on bit for bit, whatever happened to the process, and says what does not fit."""
+
+import errno
+import logging
+import multiprocessing
+import os
+import random
+import re
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from manifoldagg.averaging import SWA
+from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
+from manifoldagg.federated import Checks, Every, Payload, Server
+from manifoldagg.federated.rules import AsyncBezier, FedAdam, FedAsync, FedBuff, Momentum
+from manifoldagg.federated.server import server as server_module
+from manifoldagg.federated.server.durability import checkpoint, tensor_file
+from manifoldagg.kernels import set_backend
+from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
+from tests.federated.faults import each
+from tests.federated.fingerprint import Adds, Gathers, Listens
+from tests.federated.rules.registered import golden
+from tests.federated.server.durability import scripted_run
+from tests.federated.server.durability.scripted_run import (
+    LAG,
+    SIZE,
+    Life,
+    Wall,
+    carrying,
+    content,
+    large,
+    payload,
+    script,
+)
+from tests.support import draw
+
+SPACE = Flat(SIZE)
+RULES = golden()
+FILE = "server"
+
+
+def fresh(rule=None, **options):
+    return Server(SPACE, rule or Adds(), draw(0, SIZE, dtype=torch.float32), **options)
+
+
+def resumed(folder, server, **options):
+    """A second server, from what the first one saves."""
+    server.save(folder / FILE)
+    return Server.resume(folder / FILE, server.space, server.rule, **options)
+
+
+def goes_on(life, other, events=12, answer=payload):
+    """Whether two servers live alike from here on."""
+    mine = content(life.server)
+    assert content(other) == mine
+    twin = life.on(other)
+    told = life.go(events, answer)
+    assert twin.go(events, answer) == told
+    assert content(twin.server) == content(life.server)
+    assert told
+
+
+VARIANTS = {
+    "within a memory limit": lambda: {"memory_limit": 0},
+    "with SWA": lambda: {"averaging": SWA(SPACE, start=2)},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_goes_on_bit_for_bit(tmp_path, name, variant):
+    options = VARIANTS[variant]
+    life = Life(fresh(RULES[name], **options()))
+    life.go(8)
+    other = resumed(tmp_path, life.server, **options())
+    assert other.memory == life.server.memory
+    assert (other.memory["spilled"] > 0) == ("memory_limit" in options())
+    goes_on(life, other, 5)
+
+
+def test_exact_averages_go_on_too(tmp_path):
+    life = Life(fresh(averaging=SWA(SPACE, kind="exact", cycle=2)))
+    life.go(12)
+    goes_on(life, resumed(tmp_path, life.server, averaging=SWA(SPACE, kind="exact", cycle=2)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "uniform"},
+        {"weights": {"heavy": 5, 7: 3, "light": 1}},
+        {"checks": Checks(norm_factor=50.0, max_norm=90.0, samples_factor=3.0, clip_factor=1.2, min_cosine=-0.9)},
+        {"base_dtype": torch.bfloat16, "memory_limit": 60},
+        {"base_dtype": torch.float16},
+        {"max_staleness": 2, "history": 3, "retries": 4},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+@pytest.mark.parametrize("rule", [FedBuff(3), Gathers(2, patient=False)], ids=lambda r: type(r).__name__)
+def test_options_go_on_too(tmp_path, rule, options):
+    life = Life(fresh(rule, **options))
+    life.go(10)
+    goes_on(life, resumed(tmp_path, life.server))
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize("manifolds", [None, {"0.weight": Sphere(3)}], ids=["flat", "curved"])
+@pytest.mark.parametrize("rule", [FedBuff(3), AsyncBezier(0.5)], ids=lambda r: type(r).__name__)
+def test_buffers_and_curved_leaves_go_on_too(tmp_path, rule, manifolds):
+    net = network()
+    net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
+    space = ParameterSpace.of(net, manifolds)
+    policies = {"*running_mean": "average", "*running_var": "latest", "*tracked": "leave"}
+    server = Server(space, rule, space.point(net), carried=space.carried(net), buffers=policies)
+
+    def answer(rule, ticket, seed):
+        given = carrying(rule, ticket, seed)
+        return given if space.flat else replace(given, points=space.project(given.points))
+
+    life = Life(server)
+    life.go(LAG, answer)
+    assert (server._books.value.now.waiting is not None) == isinstance(rule, FedBuff)
+    other = resumed(tmp_path, server)
+    goes_on(life, other, 4, answer)
+    assert all(torch.equal(x, server.state_dict()[name]) for name, x in other.state_dict().items())
+
+
+def test_tickets_without_a_base_and_models_that_are_still_out_go_on(tmp_path):
+    server = fresh()
+    bare = server.dispatch("a", keep=False)
+    kept = server.dispatch("b")
+    server.receive(server.dispatch("c"), Payload(torch.ones(1, SIZE), 1)).check()
+    other = resumed(tmp_path, server)
+    answers = [
+        (bare, Payload(torch.ones(1, SIZE), 1, base=bare.message.start)),
+        (kept, Payload(torch.ones(1, SIZE), 1)),
+    ]
+    for ticket, answer in answers:
+        assert repr(other.receive(ticket, answer)) == repr(server.receive(ticket, answer))
+        assert torch.equal(other.model, server.model)
+    assert other.memory == server.memory
+
+
+def test_who_asks_again_after_a_crash_gets_the_same_receipt(tmp_path):
+    server = fresh(max_staleness=0)
+    tickets = [server.dispatch("a"), server.dispatch("b")]
+    told = [server.receive(ticket, Payload(torch.ones(1, SIZE), 1)) for ticket in tickets]
+    assert [receipt.accepted for receipt in told] == [True, False]
+    other = resumed(tmp_path, server)
+    before = content(other)
+    again = [other.receive(ticket, Payload(torch.ones(1, SIZE), 1)) for ticket in tickets]
+    assert repr(again) == repr(told)
+    assert content(other) == before
+    assert (
+        "another" in other.receive(tickets[0], Payload(torch.ones(1, SIZE), 1), client="b").reason
+        or not other.receive(tickets[0], Payload(torch.ones(1, SIZE), 1), client="b").accepted
+    )
+
+
+def test_tickets_are_as_old_as_they_were(tmp_path):
+    wall = Wall(100.0)
+    server = fresh(timeout=10.0, clock=wall)
+    old = server.dispatch("a")
+    wall.now = 106.0
+    young = server.dispatch("b")
+    server.save(tmp_path / FILE)
+    for later, gone in ((3.0, []), (4.5, [old.id]), (10.5, [young.id])):
+        now = Wall(6000.0)
+        other = Server.resume(tmp_path / FILE, SPACE, server.rule, clock=now)
+        if gone == [young.id]:
+            other.drop(old)
+        now.now += later
+        assert other.expire() == gone
+
+
+def test_saved_options_are_the_defaults_and_given_ones_go_before(tmp_path):
+    server = fresh(max_tickets=3, max_waiting=5, timeout=9.0, history=7, weights={"a": 1, "b": 3})
+    assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).weight == 0.25
+    other = resumed(tmp_path, server)
+    assert other._books.value.limits == server._books.value.limits
+    assert other._turn.most == 5
+    other = resumed(tmp_path, server, max_tickets=4, history=0, memory_limit=0, weights={"a": 1, "b": 1})
+    assert other._books.value.limits == server._books.value.limits._replace(max_tickets=4, history=0)
+    assert other.history == []
+    assert other.receive(other.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).weight == 0.5
+    with pytest.raises(ArgumentError, match="history: expected"):
+        resumed(tmp_path, server, history=-1)
+    with pytest.raises(TypeError, match="hystory"):
+        resumed(tmp_path, server, hystory=3)
+
+
+def slowing(version):
+    return 1 / (version + 1)
+
+
+def halving(version):
+    return 0.5**version
+
+
+def test_another_rule_is_refused_unless_it_is_to_replace_the_one_that_was_saved(tmp_path):
+    server = fresh(FedAdam(3, rate=slowing))
+    life = Life(server)
+    life.go(8)
+    server.save(tmp_path / FILE)
+    Server.resume(tmp_path / FILE, SPACE, FedAdam(3, rate=slowing))
+    with pytest.raises(
+        CheckpointError, match=f"rule: rate: was {__name__}.slowing, got {__name__}.halving; .*replace=True"
+    ):
+        Server.resume(tmp_path / FILE, SPACE, FedAdam(3, rate=halving))
+    other = Server.resume(tmp_path / FILE, SPACE, FedAdam(3, rate=halving), replace=True)
+    assert content(other) == content(server)
+    with pytest.raises(CheckpointError, match="rule: was .*FedAdam, got .*FedAsync"):
+        Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5))
+    other = Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), replace=True)
+    assert (other.version, other._books.value.now.state) == (server.version, {"version": 0})
+    assert torch.equal(other.model, server.model)
+    assert other.receive(life.out[0], Payload(torch.ones(1, SIZE), 1)).accepted
+
+
+def test_what_was_kept_for_clients_goes_with_its_rule(tmp_path):
+    server = fresh()
+    server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
+    server.save(tmp_path / FILE)
+    assert Server.resume(tmp_path / FILE, SPACE, Adds()).memory["clients"] == server.memory["clients"] > 0
+    assert Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), replace=True).memory["clients"] == 0
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_model_in_place_of_its_space_is_answered_with_what_to_write(tmp_path):
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    Server.of(network, FedAsync(0.5)).save(tmp_path / "server")
+    with pytest.raises(ArgumentError, match=r"space: expected .* got Sequential: write ParameterSpace.of\(model\)"):
+        Server.resume(tmp_path / "server", network, FedAsync(0.5))
+    with pytest.raises(ArgumentError, match=r"got OrderedDict: write ParameterSpace.of_state_dict\(model, buffers="):
+        Server.resume(tmp_path / "server", network.state_dict(), FedAsync(0.5))
+    longer = torch.nn.Sequential(*network, torch.nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="space: layout: leaves: was 4 entries, got 6"):
+        Server.resume(tmp_path / "server", ParameterSpace.of(longer), FedAsync(0.5))
+
+
+def test_another_space_is_refused(tmp_path):
+    fresh().save(tmp_path / FILE)
+    with pytest.raises(CheckpointError, match=r"server: space: n: was 6, got 7|server: space: .*was 6, got 7"):
+        Server.resume(tmp_path / FILE, Flat(7), Adds(), replace=True)
+
+
+def test_what_averages_is_given_again(tmp_path):
+    server = fresh(averaging=SWA(SPACE))
+    server.save(tmp_path / FILE)
+    with pytest.raises(
+        ArgumentError, match=r"averaging: expected a manifoldagg\..*SWA, whose state was saved, got None"
+    ):
+        Server.resume(tmp_path / FILE, SPACE, Adds())
+
+    class Other(Listens):
+        def update(self, version, model):
+            pass
+
+    with pytest.raises(ArgumentError, match="averaging: expected a .*SWA.*, got .*Other"):
+        Server.resume(tmp_path / FILE, SPACE, Adds(), averaging=Other())
+    fresh().save(tmp_path / FILE)
+    assert Server.resume(tmp_path / FILE, SPACE, Adds(), averaging=SWA(SPACE)).version == 0
+
+
+def test_what_has_no_name_is_told_when_it_is_saved(tmp_path):
+    server = fresh(FedAsync(lambda version: 0.5))
+    with pytest.raises(CheckpointError, match=r"^rule: rate: expected a function of a module.*<lambda>"):
+        server.save(tmp_path / FILE)
+    with pytest.raises(CheckpointError, match="^rule: rate"):
+        fresh(server.rule, checkpoint=Every(tmp_path / FILE, updates=1))
+    server = fresh()
+    server.dispatch(("ward", 7))
+    with pytest.raises(CheckpointError, match=r"key \('ward', 7\) cannot be saved"):
+        server.save(tmp_path / FILE)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("client", [("ward", 7), 1.5, None, True, frozenset(), b"x"])
+def test_clients_are_strings_or_integers_where_checkpoints_are_written(tmp_path, client):
+    server = fresh(checkpoint=Every(tmp_path / FILE, updates=1))
+    before = content(server)
+    with pytest.raises(ArgumentError, match="^client: expected a string or an integer"):
+        server.dispatch(client)
+    assert content(server) == before
+    fresh().dispatch(client)
+
+
+def test_damaged_and_foreign_files_are_told_by_what_is_wrong_with_them(tmp_path):
+    server = fresh()
+    path = tmp_path / FILE
+    server.save(path)
+    os.rename(path, f"{path}.1")
+    server.save(path)
+    whole = path.read_bytes()
+    for content_, told in [
+        (whole[:-1], "is truncated"),
+        (whole[:99] + bytes([whole[99] ^ 1]) + whole[100:], "is altered"),
+        (b"PK" + whole, "was not written by this package"),
+        (None, "No such file"),
+    ]:
+        path.unlink(missing_ok=True)
+        if content_ is not None:
+            path.write_bytes(content_)
+        with pytest.raises(CheckpointError, match=rf"{told}.*; an older one is .*server\.1$"):
+            Server.resume(path, SPACE, Adds())
+    tensor_file.write(path, "clock", {})
+    with pytest.raises(CheckpointError, match="holds a clock, expected a server"):
+        Server.resume(path, SPACE, Adds())
+    assert Server.resume(f"{path}.1", SPACE, Adds()).version == 0
+
+
+def test_another_backend_warns(tmp_path, monkeypatch):
+    server = fresh()
+    server.save(tmp_path / FILE)
+    before = set_backend("reference")
+    try:
+        with pytest.warns(RuntimeWarning, match="backend: was .*, is reference here: the same bits are not promised"):
+            Server.resume(tmp_path / FILE, SPACE, Adds())
+    finally:
+        set_backend(before)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ABACUS")
+    with pytest.warns(RuntimeWarning, match="processor: was .*, is .*ABACUS here"):
+        Server.resume(tmp_path / FILE, SPACE, Adds())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "updates, seconds: expected at least one"),
+        ({"updates": 0}, "updates: expected an integer >= 1"),
+        ({"seconds": 0.0}, "seconds: expected a finite number > 0"),
+        ({"updates": 1, "keep": 0}, "keep: expected an integer >= 1"),
+        ({"updates": 1, "path": "nowhere/at/all"}, "path: expected that of a file in a folder that exists"),
+    ],
+)
+def test_when_to_write_is_checked_at_the_door(tmp_path, given, told):
+    with pytest.raises(ArgumentError, match=told):
+        Every(**{"path": tmp_path / FILE, **given})
+
+
+def test_a_server_takes_every_and_nothing_else(tmp_path, as_shipped):
+    with pytest.raises(ArgumentError, match="checkpoint: expected Every, got '"):
+        fresh(checkpoint=str(tmp_path / FILE))
+
+
+def test_every_so_many_updates_a_checkpoint_is_written(tmp_path):
+    server = fresh(checkpoint=Every(tmp_path / FILE, updates=3, keep=2))
+    seen = []
+    for i in range(10):
+        server.receive(server.dispatch(i), Payload(torch.ones(1, SIZE), 1)).check()
+        server._writer.finish()
+        seen.append(sorted(os.listdir(tmp_path)))
+        if (i + 1) % 3 == 0:
+            assert content(Server.resume(tmp_path / FILE, SPACE, Adds())) == content(server)
+    assert seen == [[]] * 2 + [[FILE]] * 3 + [[FILE, f"{FILE}.1"]] * 5
+    assert [Server.resume(tmp_path / name, SPACE, Adds()).version for name in (FILE, f"{FILE}.1")] == [9, 6]
+
+
+def test_every_so_many_seconds_a_checkpoint_is_written(tmp_path, monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    server = fresh(checkpoint=Every(tmp_path / FILE, seconds=10.0), clock=Wall())
+    for now, version in [(9.0, None), (10.0, 2), (19.0, 2), (25.0, 4), (34.0, 4)]:
+        seconds[0] = now
+        server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
+        server._writer.finish()
+        path = tmp_path / FILE
+        there = Server.resume(path, SPACE, Adds(), clock=Wall()).version if path.exists() else None
+        assert there == version
+
+
+def test_a_clock_is_given_again_and_compared_by_name(tmp_path):
+    path = tmp_path / FILE
+    fresh(clock=Wall()).save(path)
+    assert Server.resume(path, SPACE, Adds(), clock=Wall()).version == 0
+    told = "with replace=True it takes over"
+    with pytest.raises(CheckpointError, match=f"clock: was .*Wall, got time.monotonic; {told}"):
+        Server.resume(path, SPACE, Adds())
+    other = Server.resume(path, SPACE, Adds(), clock=lambda: 0.0, replace=True)
+    with pytest.raises(CheckpointError, match="clock: expected a function of a module"):
+        other.save(path)
+    with pytest.raises(CheckpointError, match="clock: expected a function of a module"):
+        fresh(clock=lambda: 0.0, checkpoint=Every(path, updates=1))
+    fresh(clock=Wall().__call__).save(path)
+    assert Server.resume(path, SPACE, Adds(), clock=Wall(7.0).__call__).version == 0
+
+
+def test_updates_do_not_wait_for_a_file_and_no_two_are_written_at_once(tmp_path, monkeypatch):
+    begun = threading.Semaphore(0)
+    go_on = threading.Semaphore(0)
+    writing = []
+    write = tensor_file.write
+
+    def slow(path, kind, tree, *, keep):
+        assert not writing
+        writing.append(path)
+        begun.release()
+        assert go_on.acquire(timeout=60)
+        writing.clear()
+        write(path, kind, tree, keep=keep)
+
+    monkeypatch.setattr(checkpoint.archive, "write", slow)
+    server = fresh(checkpoint=Every(tmp_path / FILE, updates=1, keep=9))
+    for i in range(5):
+        server.receive(server.dispatch(i), Payload(torch.ones(1, SIZE), 1)).check()
+        if i == 0:
+            assert begun.acquire(timeout=60)
+    assert server.version == 5
+    go_on.release(2)
+    server._writer.finish()
+    monkeypatch.undo()
+    # What came between the one that was being written and the latest is not written.
+    assert [Server.resume(tmp_path / name, SPACE, Adds()).version for name in (FILE, f"{FILE}.1")] == [5, 1]
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_what_goes_wrong_beside_is_logged_and_raised_when_the_server_is_closed(tmp_path, monkeypatch, caplog):
+    def full(path, kind, tree, *, keep):
+        raise CheckpointError("disk full")
+
+    folder = tmp_path / "there"
+    folder.mkdir()
+    server = fresh(checkpoint=Every(folder / FILE, updates=1))
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "manifoldagg"):
+        patch.setattr(checkpoint.archive, "write", full)
+        assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).accepted
+        with pytest.raises(CheckpointError, match="disk full"):
+            server._writer.finish()
+        assert "checkpoint: disk full" in caplog.text
+        assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).accepted
+        with pytest.raises(CheckpointError, match="disk full"):
+            server.close()
+    server.close()
+    server = fresh(checkpoint=Every(folder / FILE, updates=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.archive, "write", full)
+        server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
+        server._writer._work()
+    server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
+    server.close()
+    assert Server.resume(folder / FILE, SPACE, Adds()).version == 2
+
+
+def test_without_threads_the_last_checkpoint_is_written_when_the_server_is_closed(tmp_path, monkeypatch):
+    def none(thread):
+        raise RuntimeError("can't start new thread")
+
+    server = fresh(checkpoint=Every(tmp_path / FILE, updates=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).accepted
+    assert os.listdir(tmp_path) == []
+    server.close()
+    assert Server.resume(tmp_path / FILE, SPACE, Adds()).version == 1
+
+
+def test_a_server_that_was_closed_or_is_being_updated_is_not_saved(tmp_path):
+    class Saves(Adds):
+        def step(self, *given, **named):
+            server.save(tmp_path / FILE)
+
+    server = fresh(Saves())
+    assert (
+        "an update cannot wait for itself"
+        in server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).reason
+    )
+    server.close()
+    with pytest.raises(ArgumentError, match="server: was closed"):
+        server.save(tmp_path / FILE)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_moment_is_written_later_beside_what_else_its_owner_keeps(tmp_path):
+    life = Life(fresh(Gathers(3)))
+    life.go(9)
+    moment = life.server.moment()
+    then = content(life.server)
+    twin = Life(life.server)
+    twin.out, twin.events = [*life.out], life.events
+    told = life.go(6)
+    tensor_file.write(tmp_path / "hour", "hour", {"server": moment.tree(), "events": twin.events})
+    tree = tensor_file.read(tmp_path / "hour", "hour")
+    twin.server = Server.resume(checkpoint.Saved(tmp_path / "hour", tree["server"]), SPACE, Gathers(3))
+    assert content(twin.server) == then
+    assert (tree["events"], twin.go(6)) == (9, told)
+    with pytest.raises(CheckpointError, match="hour: rule: was .*Gathers, got .*Adds"):
+        Server.resume(checkpoint.Saved(tmp_path / "hour", tree["server"]), SPACE, Adds())
+    life.server.close()
+    with pytest.raises(ArgumentError, match="server: was closed"):
+        life.server.moment()
+
+
+def test_tickets_whose_base_was_lost_are_left_out_and_a_lost_memory_is_told(tmp_path):
+    (tmp_path / "spill").mkdir()
+    server = fresh(memory_limit=0, spill=tmp_path / "spill")
+    lost = server.dispatch("a")
+    server.receive(server.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).check()
+    kept = server.dispatch("c")
+    filed = {key: what for key, (what, _) in server._books.value.store.places.items() if hasattr(what, "path")}
+    filed["version", 0].path.unlink()
+    other = resumed(tmp_path, server)
+    assert other.receive(lost, Payload(torch.ones(1, SIZE), 1)).reason == "ticket: unknown, or used already"
+    assert other.receive(kept, Payload(torch.ones(1, SIZE), 1)).accepted
+    filed["client", "b"].path.unlink()
+    with pytest.raises(SpillError, match="was deleted"):
+        server.save(tmp_path / FILE)
+
+
+def test_a_save_beside_updates_holds_one_moment(tmp_path):
+    server = fresh(Gathers(2, patient=False), weights="uniform")
+
+    def work(name):
+        for _ in range(40):
+            ticket = server.dispatch(name)
+            server.receive(ticket, Payload(ticket.message.start[None] + 1, 1)).check()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(2)]
+    for thread in threads:
+        thread.start()
+    versions = []
+    while any(thread.is_alive() for thread in threads):
+        server.save(tmp_path / FILE)
+        books = Server.resume(tmp_path / FILE, SPACE, server.rule)._books.value
+        versions.append(books.now.version)
+        assert len(books.history) == 2 * books.now.version + len(books.now.state["waiting"])
+        assert [row["version"] for row in books.history.values()][-1:] in ([], [books.now.version])
+        assert len(books.tickets) <= 2
+    assert versions == sorted(versions)
+
+
+def test_a_fault_at_any_call_of_a_save_leaves_the_older_server(tmp_path, monkeypatch):
+    life = Life(fresh(AsyncBezier(0.5), memory_limit=50))
+    life.go(6)
+    life.server.save(tmp_path / FILE)
+    old = (tmp_path / FILE).read_bytes()
+    life.go(6)
+    mine = content(life.server)
+
+    def run(disk):
+        (tmp_path / FILE).write_bytes(old)
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor_file, "os", disk)
+            life.server.save(tmp_path / FILE)
+
+    for disk, call, error in each(run, faults=(errno.ENOSPC, "torn")):
+        assert content(life.server) == mine
+        found = content(Server.resume(tmp_path / FILE, SPACE, life.server.rule))
+        new = error is None and not disk.dead
+        assert (found == mine) == new or (call in ("open", "fsync", "unlink", "close") and found == mine)
+
+
+def killed(folder, context, seed):
+    """Resume what a process leaves that is killed at some moment, and compare with a run that was not."""
+    chance = random.Random(seed)
+    path = folder / FILE
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=scripted_run.run_until_killed, args=(path, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    wanted = chance.randint(1, 25)
+    # However slow the disk is, there is a file before the process is killed; the server does not wait for it.
+    while mine.recv() < wanted or not path.exists():
+        pass
+    # Some way into what it does then: a write, as a rule.
+    for _ in range(chance.randint(0, 20_000)):
+        pass
+    process.kill()
+    process.join()
+    server = Server.resume(
+        path, Flat(scripted_run.LARGE), AsyncBezier(0.5), averaging=SWA(Flat(scripted_run.LARGE), start=3)
+    )
+    done = len(server.history)
+    assert done > 0
+    straight = large(0)
+    script(straight, until=done + 3)
+    script(server, until=done + 3)
+    assert content(server) == content(straight)
+    server.save(path)
+    assert [name for name in os.listdir(folder) if not re.fullmatch(rf"{FILE}(\.1)?", name)] == []
+
+
+def forks():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.federated.server.durability.scripted_run"])
+    return context
+
+
+def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
+    for seed in range(5):
+        (tmp_path / str(seed)).mkdir()
+        killed(tmp_path / str(seed), forks(), seed)
+
+
+@pytest.mark.soak
+def test_a_hundred_runs_that_are_killed_go_on_as_if_nothing_had_happened(tmp_path):
+    for seed in range(100, 200):
+        (tmp_path / str(seed)).mkdir()
+        killed(tmp_path / str(seed), forks(), seed)
+
+
+def test_a_server_that_closes_leaves_files_to_the_checkpoint_that_needs_them(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    kept = checkpoint._kept
+
+    def slow(books):
+        assert go_on.wait(60)
+        return kept(books)
+
+    monkeypatch.setattr(checkpoint, "_kept", slow)
+    server = fresh(memory_limit=0, checkpoint=Every(tmp_path / FILE, updates=2), spill=tmp_path)
+    tickets = [server.dispatch("a")]
+    for _ in range(2):
+        tickets.append(server.dispatch("b"))
+        server.receive(server.dispatch("c"), Payload(torch.ones(1, SIZE), 1)).check()
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    while not server._books.value.closed:
+        time.sleep(0.001)
+    go_on.set()
+    closing.join(60)
+    other = Server.resume(tmp_path / FILE, SPACE, Adds())
+    assert set(other._books.value.tickets) == {ticket.id for ticket in tickets}
+    del server, closing
+    assert not [*tmp_path.glob("manifoldagg-*")]
+
+
+def test_who_waits_while_a_server_closes_writes_no_checkpoint_of_nothing(tmp_path, monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    server = fresh(checkpoint=Every(tmp_path / FILE, seconds=1.0, keep=1))
+    tickets = [server.dispatch("a") for _ in range(3)]
+    server.receive(tickets[0], Payload(torch.ones(1, SIZE), 1)).check()
+    server.save(tmp_path / FILE)
+    admit = server_module.admit
+
+    def closes(*given, **named):
+        admitted = admit(*given, **named)
+        server.close()
+        return admitted
+
+    seconds[0] = 2.0
+    monkeypatch.setattr(server_module, "admit", closes)
+    assert not server.receive(tickets[1], Payload(torch.ones(1, SIZE), 1)).accepted
+    server._writer.finish()
+    assert len(Server.resume(tmp_path / FILE, SPACE, Adds())._books.value.tickets) == 2
+
+
+def test_a_wrapper_round_another_rule_begins_anew(tmp_path):
+    server = fresh(Momentum(FedAsync(0.5)))
+    server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
+    server.save(tmp_path / FILE)
+    other = Server.resume(tmp_path / FILE, SPACE, Momentum(FedBuff(size=2)), replace=True)
+    assert other.version == 1
+    assert other.receive(other.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).buffered
+
+
+def test_names_that_no_file_can_hold_are_told_with_the_weights(tmp_path):
+    with pytest.raises(ArgumentError, match="client: expected a string or an integer"):
+        fresh(weights={("ward", 7): 10}, checkpoint=Every(tmp_path / FILE, updates=1))
+
+
+def test_an_average_of_other_options_does_not_go_on(tmp_path):
+    server = fresh(averaging=SWA(SPACE, start=2))
+    with pytest.raises(ArgumentError, match=r"state: expected that of a SWA with .*'start': 3"):
+        resumed(tmp_path, server, averaging=SWA(SPACE, start=3))
+
+
+def test_a_receipt_that_says_nothing_of_the_cosine_comes_back_equal(tmp_path):
+    server = fresh(FedAsync(0.5))
+    ticket = server.dispatch("a")
+    receipt = server.receive(ticket, Payload(torch.ones(1, SIZE), 1))
+    assert receipt.cosine != receipt.cosine
+    assert resumed(tmp_path, server).receive(ticket, Payload(torch.ones(1, SIZE), 1)) == receipt
+
+
+def test_older_files_are_kept_where_none_has_two_names(tmp_path, monkeypatch):
+    def refuses(*names):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuses)
+    server = fresh(checkpoint=Every(tmp_path / FILE, updates=1))
+    for _ in range(2):
+        server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
+        server._writer.finish()
+    assert [Server.resume(tmp_path / name, SPACE, Adds()).version for name in (f"{FILE}.1", FILE)] == [1, 2]

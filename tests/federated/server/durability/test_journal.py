@@ -1,0 +1,889 @@
+"""The journal: what got a receipt is there after whatever happened, bit for bit, and what was altered is told."""
+
+import errno
+import itertools
+import logging
+import os
+import shutil
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from manifoldagg.averaging import SWA
+from manifoldagg.errors import ArgumentError, CheckpointError
+from manifoldagg.federated import Checks, Every, Journal, Payload, Server
+from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, Momentum
+from manifoldagg.federated.server.durability import journal, log_format, recovery, tensor_file
+from manifoldagg.manifolds import Flat, ParameterSpace
+from tests.federated.faults import Disk, Killed, each
+from tests.federated.fingerprint import Adds, Gathers
+from tests.federated.rules.registered import golden
+from tests.federated.server.durability.scripted_run import SIZE, Life, Wall, carrying, content, payload
+from tests.support import draw
+
+SPACE = Flat(SIZE)
+RULES = golden()
+FILE, LINES = "server", "lines"
+
+
+def fresh(rule=None, **options):
+    return Server(SPACE, rule or Adds(), draw(0, SIZE, dtype=torch.float32), **options)
+
+
+def state(server):
+    """All that a server knows, with the ids of its tickets."""
+    books = server._books.value
+    return content(server) | {"ids": [[*books.tickets], [*books.answered]]}
+
+
+def known(states):
+    """But for how many were refused, which is told with the next change."""
+    return [{name: what for name, what in one.items() if name != "refused"} for one in states]
+
+
+def crash(server):
+    """What the system does for a process that was killed."""
+    close = server._journal._close
+    if close.detach():
+        with suppress(OSError):
+            os.close(server._journal._at.file)
+    hold = server._journal._hold
+    if hold.close.detach():
+        os.close(hold.file)
+
+
+def back(folder, server, **options):
+    """What a later process makes of the files."""
+    options = {"journal": folder / LINES, **options}
+    return Server.resume(folder / FILE, server.space, server.rule, **options)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_comes_back_bit_for_bit(tmp_path, name, as_shipped):
+    life = Life(fresh(RULES[name], averaging=SWA(SPACE, start=2), journal=tmp_path / LINES))
+    twin = Life(fresh(RULES[name], averaging=SWA(SPACE, start=2)))
+    for events, fsync in [(7, "batch"), (5, "always")]:
+        assert life.go(events) == twin.go(events)
+        before = state(life.server)
+        crash(life.server)
+        averaging = SWA(SPACE, start=2)
+        life.server = back(
+            tmp_path, life.server, averaging=averaging, journal=Journal(tmp_path / LINES, fsync, every=3)
+        )
+        assert known([state(life.server), content(life.server)]) == known([before, content(twin.server)])
+    assert life.go(4) == twin.go(4)
+    assert known([content(life.server)]) == known([content(twin.server)])
+
+
+STEPS = st.lists(st.sampled_from(["go", "go", "go", "save", "crash", "elsewhere"]), min_size=2, max_size=9)
+SOME = {
+    "FedBuff": (FedBuff(3), {}),
+    "narrow": (AsyncBezier(0.5), {"base_dtype": torch.bfloat16, "memory_limit": 60}),
+    "Momentum": (Momentum(FedAsync(0.5)), {"checks": Checks(clip_factor=1.2, samples_factor=3.0), "max_staleness": 2}),
+    "bounded": (Gathers(2, patient=False), {"history": 3, "retries": 2, "weights": "uniform"}),
+}
+
+
+@pytest.mark.parametrize("name", SOME)
+@settings(max_examples=max(settings().max_examples // 3, 8))
+@given(steps=STEPS)
+def test_any_order_of_work_checkpoints_and_crashes_is_a_life_without_them(tmp_path_factory, name, steps):
+    folder = tmp_path_factory.mktemp("life")
+    rule, options = SOME[name]
+    life = Life(fresh(rule, journal=folder / LINES, **options))
+    twin = Life(fresh(rule, **options))
+    for step in [*steps, "crash", "go"]:
+        if step == "go":
+            assert life.go(5) == twin.go(5)
+        elif step == "save":
+            life.server.save(folder / FILE)
+            assert len(life.server._journal.journal.files()) == 1
+        else:
+            before = state(life.server)
+            crash(life.server)
+            if step == "elsewhere":  # without the checkpoint, where a resume has begun the journal anew
+                (folder / FILE).unlink(missing_ok=bool(journal.Journal(folder / LINES).files()))
+                with suppress(CheckpointError):
+                    life.server = back(folder, life.server)
+                    assert state(life.server) == before
+                    continue
+                return
+            life.server = back(folder, life.server)
+            assert state(life.server) == before
+    assert content(life.server) == content(twin.server)
+
+
+def test_buffers_come_back(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    space = ParameterSpace.of(net)
+    policies = {"*running_mean": "average", "*running_var": "latest", "*tracked": "leave"}
+
+    life = Life(Server.of(net, FedBuff(3), buffers=policies, journal=tmp_path / LINES))
+    life.go(9, carrying)
+    before = state(life.server)
+    crash(life.server)
+    other = back(tmp_path, life.server)
+    assert state(other) == before
+    assert other.space == space
+    assert all(torch.equal(x, life.server.state_dict()[name]) for name, x in other.state_dict().items())
+
+
+def answer(seed, base=None):
+    return Payload(draw(seed, 1, SIZE, dtype=torch.float32), 1 + seed % 5, base=base)
+
+
+SAVES = 5
+"""The step of a script that saves."""
+
+
+class Script:
+    """A fixed day of a server; `told` has what each step left, by how many steps were over."""
+
+    def __init__(self, server, folder):
+        self.server = server
+        self.folder = folder
+        self.over = 0
+        self.out = []
+
+    def steps(self):
+        yield lambda: self.out.append(self.server.dispatch("a"))
+        yield lambda: self.out.append(self.server.dispatch("b", keep=False))
+        yield lambda: self.server.receive(self.out[0], answer(1)).check()
+        yield lambda: self.server.receive(self.out[1], Payload(torch.full((1, SIZE), torch.nan), 1))
+        yield lambda: self.server.receive(self.out[1], answer(2, self.out[1].message.start)).check()
+        yield lambda: self.server.save(self.folder / FILE)
+        yield lambda: self.out.append(self.server.dispatch("a"))
+        yield lambda: self.server.receive(self.out[2], answer(3)).check()
+        yield lambda: self.out.append(self.server.dispatch("c"))
+        yield lambda: self.server.drop(self.out[3])
+
+    def run(self):
+        for step in itertools.islice(self.steps(), self.over, None):
+            step()
+            self.over += 1
+
+
+def seen():
+    """What a day leaves after each of its steps."""
+    script = Script(fresh(FedBuff(2)), None)
+    states = [content(script.server)]
+    for i, step in enumerate(script.steps()):
+        if i != SAVES:
+            step()
+        states.append(content(script.server))
+    return states
+
+
+@contextmanager
+def disked(monkeypatch, disk):
+    with monkeypatch.context() as patch:
+        for module in (journal, log_format, recovery, tensor_file):
+            patch.setattr(module, "os", disk)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Nobody stops the machine: a sync that is called is as good as one that is waited for."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+def test_a_fault_at_any_call_loses_nothing_that_was_answered(tmp_path, monkeypatch, as_shipped):
+    states = known(seen())
+    scripts = []
+
+    def run(disk):
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        script = Script(fresh(FedBuff(2), journal=tmp_path / LINES), tmp_path)
+        scripts[:] = [script]
+        with disked(monkeypatch, disk):
+            try:
+                script.run()
+            except Killed:
+                # The disk has closed its own files; the first was opened before.
+                crash(script.server)
+                disk._open.discard(script.server._journal._at.file)
+                raise
+
+    met = set()
+    for disk, call, error in each(run, faults=(errno.ENOSPC, "short", "killed", "torn")):
+        (script,) = scripts
+        met.add((call, disk.fault))
+        if disk.dead:
+            (now,) = known([content(back(tmp_path, script.server))])
+            assert now in states[script.over : script.over + 2], (disk.at, call)
+            continue
+        if error is not None:
+            assert isinstance(error, CheckpointError)
+            assert "could not be written" in str(error) or "cannot be opened" in str(error)
+            if script.over + 1 < len(states) and not script.out[: script.over]:
+                script.out.append(script.server.dispatch("a"))
+        server = script.server
+        left = server.dispatch("d")
+        server.receive(left, answer(9)).check()
+        before = state(server)
+        crash(server)
+        assert state(back(tmp_path, server)) == before, (disk.at, call)
+    assert {("write", "torn"), ("write", errno.ENOSPC), ("fsync", "killed"), ("replace", "killed")} <= met
+    assert ("unlink", "killed") in met
+
+
+def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, as_shipped):
+    left, folder = tmp_path / "left", tmp_path / "resumed"
+    left.mkdir()
+    script = Script(fresh(FedBuff(2), journal=left / LINES), left)
+    script.run()
+    crash(script.server)
+    before = content(script.server)
+
+    def run(disk):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(left, folder)
+        # What is open stays so until the process is buried.
+        with disked(monkeypatch, disk), monkeypatch.context() as patch:
+            patch.setattr(journal, "_closed", lambda file: None)
+            try:
+                back(folder, script.server)
+            finally:
+                disk.bury()
+                disk._open.clear()
+
+    met = set()
+    for disk, call, error in each(run, faults=(errno.ENOSPC, "short", "killed", "torn")):
+        met.add((call, disk.fault))
+        assert error is None or isinstance(error, CheckpointError), (disk.at, call)
+        server = back(folder, script.server)
+        assert known([content(server)]) == known([before]), (disk.at, call)
+        crash(server)
+    assert {("write", "torn"), ("fsync", "killed"), ("replace", "killed"), ("unlink", "killed")} <= met
+
+
+def worked(server, steps):
+    """Steps of all kinds, one after another."""
+    for i in range(steps):
+        if i % 2:
+            server.receive(server.tickets[0], answer(i)).check()
+        else:
+            server.dispatch(i)
+        yield
+
+
+def ended(folder, steps=6):
+    """The files of a server after some steps, what it was after each, and where their frames end."""
+    server = fresh(journal=folder / LINES)
+    (path,) = folder.glob("*.journal")
+    states, ends = [state(server)], [path.stat().st_size]
+    for _ in worked(server, steps):
+        states.append(state(server))
+        ends.append(path.stat().st_size)
+    crash(server)
+    return path, states, ends
+
+
+def test_a_torn_tail_of_any_length_is_cut(tmp_path, caplog, as_shipped):
+    path, states, ends = ended(tmp_path)
+    whole = path.read_bytes()
+    for length in [*range(ends[-3], ends[-3] + 60, 3), *range(ends[-3], ends[-1], 41), *ends[-3:], ends[-1] - 1]:
+        other = tmp_path / str(length)
+        other.mkdir(exist_ok=True)
+        for name in other.iterdir():
+            name.unlink()
+        (other / path.name).write_bytes(whole[:length])
+        over = max(i for i, end in enumerate(ends) if end <= length)
+        server = back(other, fresh())
+        assert state(server) == states[over], length
+        # And once more: what was cut does not come back.
+        crash(server)
+        assert state(back(other, server)) == states[over]
+    assert "which was being written" in caplog.text or "are no change" in caplog.text
+
+
+@pytest.mark.parametrize("mask", [0x01, 0xFF])
+def test_a_bit_that_is_another_is_cut_at_the_end_and_told_before_it(tmp_path, mask, as_shipped):
+    path, states, ends = ended(tmp_path)
+    whole = path.read_bytes()
+    for i in [
+        *range(ends[-3], ends[-3] + 60, 5),
+        *range(ends[-3], ends[-1], 67),
+        ends[-1] - 1,
+        *range(0, ends[-3], 509),
+    ]:
+        other = tmp_path / str(i)
+        other.mkdir(exist_ok=True)
+        altered = bytearray(whole)
+        altered[i] ^= mask
+        (other / path.name).write_bytes(altered)
+        if i >= ends[-2]:
+            assert state(back(other, fresh())) == states[-2]
+            continue
+        number = sum(end <= i for end in ends) - 1
+        told = rf"lines\.0\.journal: (change {number} is altered|change {number} was not written)"
+        with pytest.raises(CheckpointError, match=told if i >= ends[0] else r"lines\.0\.journal"):
+            back(other, fresh())
+        assert sorted(name.name for name in other.iterdir()) == [path.name, f"{LINES}.lock"]
+        assert (other / path.name).read_bytes() == altered
+
+
+@pytest.mark.parametrize("junk", ["cut", "zeros", "noise in the first", "noise in the last"])
+def test_a_batch_loses_at_most_what_it_says_when_the_machine_stops(tmp_path, monkeypatch, junk):
+    every = 4
+    server = fresh(journal=Journal(tmp_path / LINES, "batch", every=every))
+    (path,) = tmp_path.glob("*.journal")
+    synced, states = [path.stat().st_size], [state(server)]
+    sizes = [path.stat().st_size]
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.stat().st_size))
+    for _ in worked(server, 10):
+        states.append(state(server))
+        sizes.append(path.stat().st_size)
+    assert len(synced) == 1 + 10 // every
+    crash(server)
+    whole = path.read_bytes()
+    kept = synced[-1]
+    # Where the process alone ends, nothing is lost.
+    (tmp_path / "copy").mkdir()
+    shutil.copy(path, tmp_path / "copy")
+    assert state(back(tmp_path / "copy", server)) == states[-1]
+    left = bytearray(whole if junk.startswith("noise") else whole[:kept])
+    if junk == "zeros":
+        left += bytes(len(whole) - kept)
+    elif junk == "noise in the first":
+        left[kept + 50] ^= 1
+    elif junk == "noise in the last":
+        left[-20] ^= 1
+    path.write_bytes(left)
+    found = states.index(state(back(tmp_path, server)))
+    assert found == (len(states) - 2 if junk == "noise in the last" else sizes.index(kept))
+    assert len(states) - 1 - found < every
+
+
+def test_threads_are_written_in_the_order_in_which_they_were_taken(tmp_path):
+    server = fresh(AsyncBezier(0.5), journal=tmp_path / LINES, checkpoint=Every(tmp_path / FILE, updates=7))
+
+    def work(name):
+        for i in range(12):
+            ticket = server.dispatch(name)
+            if i % 5 == 4:
+                server.drop(ticket)
+            else:
+                server.receive(ticket, payload(server.rule, ticket, 100 * name + i)).check()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    server._writer.finish()
+    before = state(server)
+    crash(server)
+    other = back(tmp_path, server)
+    assert state(other) == before
+    assert [row["version"] for row in other.history] == [*range(1, other.version + 1)]
+
+
+MEANWHILE = []
+
+
+class Overtaken(FedAsync):
+    """While somebody is dispatched the model moves on."""
+
+    def message(self, *given):
+        if MEANWHILE:
+            MEANWHILE.pop()()
+        return super().message(*given)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("held", [False, True])
+def test_who_leaves_with_a_version_that_moves_on_finds_it(tmp_path, dtype, held):
+    server = fresh(Overtaken(0.5), journal=tmp_path / LINES, base_dtype=dtype)
+    first = server.dispatch("a")
+    if held:
+        server.dispatch("c")
+    MEANWHILE.append(lambda: server.receive(first, answer(1)).check())
+    late = server.dispatch("b")
+    # A version that nobody has any more may be in no checkpoint: who leaves then has the next one.
+    assert (late.version, server.version) == (0 if held else 1, 1)
+    before = state(server)
+    crash(server)
+    other = back(tmp_path, server)
+    assert state(other) == before
+    assert repr(other.receive(late, answer(2))) == repr(fresh_twin(server, late))
+
+
+def fresh_twin(server, ticket):
+    """What the server itself would have said."""
+    server._journal = None
+    return server.receive(ticket, answer(2))
+
+
+def test_tickets_are_as_old_as_they_were_and_what_expired_stays_so(tmp_path):
+    wall = Wall(100.0)
+    server = fresh(timeout=10.0, clock=wall, journal=tmp_path / LINES)
+    old = server.dispatch("a")
+    wall.now = 106.0
+    young = server.dispatch("b")
+    wall.now = 111.0
+    assert server.expire() == [old.id]
+    crash(server)
+    later = Wall(6000.0)
+    other = back(tmp_path, server, clock=later)
+    assert other.receive(old, answer(1)).reason.startswith("ticket: expired")
+    later.now += 4.9
+    assert other.expire() == []
+    later.now += 0.2
+    assert other.expire() == [young.id]
+
+
+def test_who_asks_again_after_a_crash_gets_the_same_receipt_and_no_second_step(tmp_path):
+    server = fresh(max_staleness=0, journal=tmp_path / LINES)
+    tickets = [server.dispatch("a"), server.dispatch("b")]
+    told = [server.receive(ticket, answer(1)) for ticket in tickets]
+    assert [receipt.accepted for receipt in told] == [True, False]
+    crash(server)
+    other = back(tmp_path, server)
+    assert repr([other.receive(ticket, answer(2)) for ticket in tickets]) == repr(told)
+    assert other.version == 1
+
+
+def test_a_full_disk_takes_one_update_and_gives_its_receipt_when_there_is_room(tmp_path, monkeypatch, caplog):
+    server = fresh(journal=tmp_path / LINES)
+    one, two = server.dispatch("a"), server.dispatch("b")
+    mine = answer(1)
+    as_sent = mine.points.clone()
+
+    def full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "write", full)
+        with pytest.raises(CheckpointError, match="^journal: .*lines: could not be written: No space left on device"):
+            server.receive(one, mine)
+        assert server.version == 1
+        with pytest.raises(CheckpointError, match="No space left"):
+            server.receive(one, mine)
+        before = content(server)
+        with pytest.raises(CheckpointError, match="No space left"):
+            server.receive(two, answer(2))
+        assert content(server) == before
+        with pytest.raises(CheckpointError, match="No space left"):
+            server.dispatch("c")
+        assert len(server.tickets) == 1
+    # What came belongs to its sender again.
+    mine.points.zero_()
+    assert server.receive(one, mine).accepted
+    assert server.receive(two, answer(2)).accepted
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server)) == before
+    assert torch.equal(server._books.value.store.load(("client", "a"))["last"], as_sent[0])
+    assert "No space left" in caplog.text
+
+
+def test_a_batch_that_may_be_lost_stops_the_server_until_there_is_a_checkpoint(tmp_path, monkeypatch):
+    server = fresh(journal=Journal(tmp_path / LINES, "batch", every=2))
+
+    def broken(file):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    first = server.dispatch("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "fsync", broken)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            server.receive(first, answer(1))
+    with pytest.raises(CheckpointError, match="may be lost; a checkpoint begins a new file"):
+        server.dispatch("b")
+    server.save(tmp_path / FILE)
+    assert server.receive(first, answer(1)).accepted
+    server.receive(server.dispatch("b"), answer(2)).check()
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server)) == before
+
+
+def test_a_handler_within_the_writing_is_told_so_or_leaves_its_change_to_it(tmp_path, monkeypatch):
+    server = fresh(journal=tmp_path / LINES)
+    ticket, other = server.dispatch("a"), server.dispatch("b")
+    said = []
+
+    def handler(file):
+        if not said:
+            said.append(server.dispatch("c").id)
+            server.drop(other)
+            with pytest.raises(ArgumentError, match="its journal is being written"):
+                server.receive(ticket, answer(1))
+
+    monkeypatch.setattr(journal.os, "fsync", handler)
+    server.receive(ticket, answer(1)).check()
+    assert server.tickets == said
+    server.dispatch("d")
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server)) == before
+
+
+def test_a_handler_within_the_writing_does_not_wait_for_who_waits_for_that(tmp_path, monkeypatch):
+    server = fresh(journal=tmp_path / LINES)
+    told = []
+
+    def handler(file):
+        for waits in (lambda: server.save(tmp_path / FILE), server.moment, server.averaged, server.close):
+            with pytest.raises(ArgumentError, match="its journal is being written") as error:
+                waits()
+            told.append(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "fsync", handler)
+        server.dispatch("a")
+    assert len(told) == 4
+    server.receive(server.tickets[0], answer(1)).check()
+
+
+def test_an_interrupt_of_the_writing_costs_no_receipt(tmp_path, monkeypatch):
+    for at, name in enumerate(("lseek", "write", "write", "fsync")):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        server = fresh(journal=folder / LINES)
+        ticket = server.dispatch("a")
+
+        class Interrupted(Disk):
+            def _call(self, called, call, given, name=name):
+                result = call(*given)
+                if called == name:
+                    raise KeyboardInterrupt
+                return result
+
+        with disked(monkeypatch, Interrupted()), pytest.raises(KeyboardInterrupt):
+            server.receive(ticket, answer(1))
+        assert server.receive(ticket, answer(1)).version == 1
+        before = state(server)
+        crash(server)
+        assert state(back(folder, server)) == before
+
+
+def test_other_options_hold_from_the_resume_on(tmp_path):
+    life = Life(fresh(Gathers(2, patient=False), journal=tmp_path / LINES))
+    life.go(12)
+    crash(life.server)
+    before = content(life.server)
+    options = {"checks": Checks(max_norm=1e-9), "history": 1, "weights": "uniform"}
+    other = back(tmp_path, life.server, **options)
+    assert torch.equal(other.model, life.server.model)
+    assert other.history == life.server.history[-1:]
+    assert not other.receive(life.out[0], payload(other.rule, life.out[0], 1)).accepted
+    other.dispatch("a")
+    now = state(other)
+    crash(other)
+    assert state(back(tmp_path, other)) == now
+    assert before["updates"] == now["updates"]
+
+
+def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
+    server = fresh(journal=tmp_path / LINES)
+    server.dispatch("a")
+    server.save(tmp_path / FILE)
+    shutil.copy(tmp_path / FILE, tmp_path / "older")
+    server.receive(server.tickets[0], answer(1)).check()
+    with pytest.raises(CheckpointError, match=r"lines: another process has this journal"):
+        back(tmp_path, server)
+    crash(server)
+    with pytest.raises(ArgumentError, match=r"^journal: .*lines: there is one; go on from it with `Server\.resume`"):
+        fresh(journal=tmp_path / LINES)
+    with pytest.raises(CheckpointError, match="give it as `journal`, or journal=None"):
+        Server.resume(tmp_path / FILE, SPACE, Adds())
+    assert Server.resume(tmp_path / FILE, SPACE, Adds(), journal=None).version == 0
+    with pytest.raises(CheckpointError, match="mine: there is no journal, and one was written beside"):
+        back(tmp_path, server, journal=tmp_path / "mine")
+    with pytest.raises(CheckpointError, match="space: n: was 6, got 7|space: .*was 6, got 7"):
+        Server.resume(tmp_path / FILE, Flat(7), Adds(), journal=tmp_path / LINES)
+    with pytest.raises(CheckpointError, match="rule: was .*Adds, got .*FedAsync"):
+        Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), journal=tmp_path / LINES, replace=True)
+    (tmp_path / FILE).rename(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="is not there, and .*lines does not begin with the whole record"):
+        back(tmp_path, server)
+    fresh().save(tmp_path / FILE)
+    with pytest.raises(CheckpointError, match="lines: is the journal of another server than"):
+        back(tmp_path, server)
+    (tmp_path / "away").rename(tmp_path / FILE)
+    other = back(tmp_path, server)
+    assert other.version == 1
+    other.save(tmp_path / FILE)
+    crash(other)
+    with pytest.raises(CheckpointError, match="begins with change 2, and the checkpoint holds what was before 1"):
+        Server.resume(tmp_path / "older", SPACE, Adds(), journal=gone(tmp_path, other))
+    # With nothing beyond the checkpoint another rule may take over.
+    new = Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), journal=tmp_path / LINES, replace=True)
+    assert new.version == 1
+
+
+def gone(folder, server):
+    """The journal, where no file of it begins with the record: as after a checkpoint with something new."""
+    server = back(folder, server)
+    server.dispatch("z")
+    server.save(folder / FILE)
+    crash(server)
+    (folder / "other").mkdir()
+    for path in folder.glob(f"{LINES}.*"):
+        shutil.copy(path, folder / "other" / path.name.replace(".3.", ".2."))
+    tree, _ = log_format.opened(next((folder / "other").glob("*.journal")))
+    tensor_file.write(folder / "other" / f"{LINES}.2.journal", log_format.KIND, {**tree, "first": 2})
+    return folder / "other" / LINES
+
+
+def test_a_server_that_had_no_journal_gets_one_with_a_resume(tmp_path):
+    life = Life(fresh())
+    life.go(6)
+    life.server.save(tmp_path / FILE)
+    life.server = back(tmp_path, life.server)
+    for _ in range(2):
+        life.go(3)
+        before = state(life.server)
+        crash(life.server)
+        life.server = back(tmp_path, life.server)
+        assert state(life.server) == before
+
+
+def test_a_closed_server_leaves_its_journal(tmp_path):
+    server = fresh(journal=Journal(tmp_path / LINES, "batch"))
+    server.receive(server.dispatch("a"), answer(1)).check()
+    server.dispatch("b")
+    before = state(server)
+    server.close()
+    server.close()
+    assert state(back(tmp_path, server)) == before
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_of_two_that_want_a_journal_at_once_one_has_it_and_loses_nothing(tmp_path, new):
+    server = fresh(FedAsync(0.5), **({} if new else {"journal": tmp_path / LINES}))
+    server.receive(server.dispatch("a"), answer(1)).check()
+    server.save(tmp_path / FILE)
+    server.close()
+    start = threading.Barrier(2)
+    found, refused = [], []
+
+    def work():
+        start.wait()
+        try:
+            found.append(back(tmp_path, server))
+        except CheckpointError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = found
+    (told,) = refused
+    assert told == f"{tmp_path / LINES}: another process has this journal, or another server of this one"
+    # Also after the files were begun anew, and of a new server.
+    winner.receive(winner.dispatch("b"), answer(2)).check()
+    winner.save(tmp_path / FILE)
+    for make in (lambda: back(tmp_path, server), lambda: fresh(journal=tmp_path / LINES)):
+        with pytest.raises(CheckpointError, match="another process has this journal"):
+            make()
+    winner.receive(winner.dispatch("c"), answer(3)).check()
+    before = state(winner)
+    winner.close()
+    assert state(back(tmp_path, server)) == before
+
+
+def test_a_new_journal_is_held_before_anybody_looks_for_its_files(tmp_path, monkeypatch):
+    begin = journal.Appender.begin
+
+    def late(appender, *given):
+        with pytest.raises(CheckpointError, match="another process has this journal"):
+            fresh(journal=tmp_path / LINES)
+        begin(appender, *given)
+
+    monkeypatch.setattr(journal.Appender, "begin", late)
+    server = fresh(journal=tmp_path / LINES)
+    assert server.dispatch("a").version == 0
+
+
+def test_a_checkpoint_elsewhere_leaves_the_journal_to_that_of_the_server(tmp_path):
+    server = fresh(journal=tmp_path / LINES, checkpoint=Every(tmp_path / FILE, updates=100))
+    server.receive(server.dispatch("a"), answer(1)).check()
+    server.save()
+    for seed in (2, 3):
+        server.receive(server.dispatch("a"), answer(seed)).check()
+        server.save(tmp_path / "elsewhere")
+    files = server._journal.journal.files()
+    before = state(server)
+    crash(server)
+    assert files == [2]
+    other = back(tmp_path, server, checkpoint=Every(tmp_path / FILE, updates=100))
+    assert state(other) == before
+    (tmp_path / "link").symlink_to(tmp_path)
+    other.save(tmp_path / "link" / FILE)
+    assert other._journal.journal.files() == [6]
+
+
+class Slow:
+    """Writes files as it did, but that the first waits until it is told to go on, or for a moment."""
+
+    def __init__(self, monkeypatch, moment=60.0):
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.moment = moment
+        self._install = tensor_file._install
+        monkeypatch.setattr(tensor_file, "_install", self)
+
+    def __call__(self, place, parts, keep):
+        if place.name == FILE and not self.begun.is_set():
+            self.begun.set()
+            self.go_on.wait(self.moment)
+        self._install(place, parts, keep)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("named", [True, False])
+def test_no_checkpoint_that_was_begun_earlier_takes_the_place_of_one_for_which_the_journal_was_cut(
+    tmp_path, monkeypatch, keep, named
+):
+    slow = Slow(monkeypatch)
+    every = Every(tmp_path / FILE, updates=1, keep=keep)
+    server = fresh(journal=tmp_path / LINES, checkpoint=every)
+    server.receive(server.dispatch("a"), answer(1)).check()
+    assert slow.begun.wait(60)
+    server.dispatch("b")
+    saving = threading.Thread(target=server.save, args=(tmp_path / FILE if named else None,))
+    saving.start()
+    # The one that is held up would be over by then, were it not waited for.
+    saving.join(0.2)
+    server.dispatch("c")
+    slow.go_on.set()
+    saving.join(60)
+    server._writer.finish()
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server, checkpoint=every)) == before
+
+
+def test_of_two_that_save_at_once_the_later_record_stays(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch, moment=0.2)
+    server = fresh(journal=tmp_path / LINES)
+    server.receive(server.dispatch("a"), answer(1)).check()
+    early = threading.Thread(target=server.save, args=(tmp_path / FILE,))
+    early.start()
+    assert slow.begun.wait(60)
+    server.dispatch("b")
+    server.save(tmp_path / FILE)
+    early.join(60)
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server)) == before
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("every", [None, Every])
+def test_a_handler_that_saves_within_a_save_loses_nothing(tmp_path, monkeypatch, every, elsewhere):
+    options = {} if every is None else {"checkpoint": Every(tmp_path / FILE, updates=100)}
+    server = fresh(journal=tmp_path / LINES, **options)
+    server.receive(server.dispatch("a"), answer(1)).check()
+    install = tensor_file._install
+    said = []
+
+    def handled(place, parts, keep):
+        if place.name == FILE and not said:
+            said.append(server.dispatch("b").id)
+            server.save(tmp_path / ("other" if elsewhere else FILE))
+        install(place, parts, keep)
+
+    monkeypatch.setattr(tensor_file, "_install", handled)
+    server.save(tmp_path / FILE)
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server, **options)) == before
+    assert server.tickets == said
+
+
+@pytest.mark.parametrize("call", ["listdir", "open", "payload"])
+def test_what_the_system_does_not_read_is_told_and_nothing_is_cut(tmp_path, monkeypatch, call):
+    path, states, _ = ended(tmp_path)
+    whole = path.read_bytes()
+
+    def broken(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        if call == "listdir":
+            patch.setattr(journal.os, "listdir", broken)
+        elif call == "open":
+            patch.setattr(log_format.mmap, "mmap", broken)
+        else:
+            patch.setattr(recovery, "payload_of", broken)
+        with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+            back(tmp_path, fresh())
+    assert path.read_bytes() == whole
+    assert state(back(tmp_path, fresh())) == states[-1]
+
+
+COUNT = itertools.count()
+
+
+class Forgets(Adds):
+    def step(self, *given, **named):
+        state, outcome = super().step(*given, **named)
+        return state, replace(outcome, numbers={"step": float(next(COUNT))})
+
+
+def test_a_rule_that_does_not_repeat_itself_is_told(tmp_path):
+    server = fresh(Forgets(), journal=tmp_path / LINES)
+    server.receive(server.dispatch("a"), answer(1)).check()
+    crash(server)
+    with pytest.warns(RuntimeWarning, match="change 1: its receipt was .*the rule does not repeat itself here"):
+        back(tmp_path, server)
+
+
+def test_a_flood_of_refusals_writes_nothing(tmp_path):
+    server = fresh(journal=tmp_path / LINES)
+    ticket = server.dispatch("a")
+    (path,) = tmp_path.glob("*.journal")
+    size = path.stat().st_size
+    for _ in range(50):
+        assert not server.receive(ticket, Payload(torch.ones(1, SIZE + 1), 1)).accepted
+        assert not server.receive("of my own making", answer(1)).accepted
+    assert path.stat().st_size == size
+    server.drop(ticket)
+    crash(server)
+    assert back(tmp_path, server).refused == {"points": 50, "ticket": 50}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"fsync": "never"}, "fsync: expected"),
+        ({"every": 0}, "every: expected an integer >= 1"),
+        ({"path": "nowhere/at/all"}, "path: expected that of a file in a folder that exists"),
+    ],
+)
+def test_where_and_how_is_checked_at_the_door(tmp_path, given, told, as_shipped):
+    with pytest.raises(ArgumentError, match=told):
+        Journal(**{"path": tmp_path / LINES, **given})
+    with pytest.raises(ArgumentError, match="journal: expected a path or a Journal, got 3"):
+        fresh(journal=3)
+
+
+def test_clients_are_strings_or_integers_and_rules_have_names(tmp_path):
+    server = fresh(journal=tmp_path / LINES)
+    with pytest.raises(ArgumentError, match="^client: expected a string or an integer"):
+        server.dispatch(("ward", 7))
+    with pytest.raises(CheckpointError, match="rule: rate: expected a function of a module"):
+        fresh(FedAsync(lambda version: 0.5), journal=tmp_path / "other")
+
+
+def test_a_cut_is_told_to_the_log(tmp_path, caplog):
+    path, states, ends = ended(tmp_path)
+    path.write_bytes(path.read_bytes()[:-3])
+    with caplog.at_level(logging.WARNING, "manifoldagg"):
+        assert state(back(tmp_path, fresh())) == states[-2]
+    assert f"{ends[-1] - 3 - ends[-2]} bytes after change 4 are no change" in caplog.text

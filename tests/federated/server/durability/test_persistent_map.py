@@ -1,0 +1,169 @@
+"""Persistent values: maps against dictionaries, and a place that no interruption, thread or re-entry tears."""
+
+import gc
+import signal
+import sys
+import threading
+import weakref
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.federated.server.durability.persistent_map import Atomic, Ordered
+
+KEYS = st.integers(0, 9)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "without", "latest"]), KEYS)))
+def test_an_ordered_map_is_a_dictionary_that_keeps_its_past(steps):
+    mine, theirs, past = Ordered(), {}, []
+    for turn, (step, key) in enumerate(steps):
+        past.append((mine, dict(theirs)))
+        if step == "put":
+            mine = mine.put(key, turn)
+            theirs[key] = turn
+        elif step == "latest":
+            mine = mine.latest(key)
+            theirs = dict([*theirs.items()][max(len(theirs) - key, 0) :])
+        elif key in theirs:
+            mine = mine.without(key)
+            del theirs[key]
+    for ordered, plain in [*past, (mine, theirs)]:
+        assert [*ordered.items()] == [*plain.items()]
+        assert len(ordered) == len(plain)
+        if plain:
+            assert ordered.oldest == next(iter(plain))
+
+
+def test_what_is_missing_is_a_key_error():
+    for ask in (lambda m: m["a"], lambda m: m.without("a"), lambda m: m.oldest):
+        with pytest.raises(KeyError):
+            ask(Ordered())
+
+
+def test_what_left_takes_its_places_with_it():
+    ordered = Ordered().put("first", 0)
+    for i in range(1000):
+        ordered = ordered.put(i, i).without(i)
+    assert ordered.count == 1001
+    assert ordered.oldest == "first"
+    ordered = ordered.without("first").put("next", 1)
+    assert [*ordered.items()] == [("next", 1)]
+    assert ordered.oldest == "next"
+
+
+def counted(value):
+    return value + 1, value
+
+
+def test_threads_lose_no_change():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    place, seen = Atomic(0), []
+    try:
+        threads = [
+            threading.Thread(target=lambda: seen.extend([place.update(counted) for _ in range(2000)])) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert place.value == 16_000
+    assert sorted(seen) == [*range(16_000)]
+
+
+def test_a_change_within_a_change_comes_first():
+    place, within = Atomic(()), []
+
+    def change(now):
+        if not within:
+            within.append(place.update(lambda now: ((*now, "inner"), len(now))))
+        return (*now, "outer"), len(now)
+
+    assert place.update(change) == 1
+    assert within == [0]
+    assert place.value == ("inner", "outer")
+
+
+def test_what_a_change_raises_changes_nothing():
+    place = Atomic(3)
+    with pytest.raises(ZeroDivisionError):
+        place.update(lambda now: (now // 0, None))
+    assert place.value == 3
+    assert place.update(lambda now: (now, "same")) == "same"
+
+
+def test_values_that_were_replaced_are_let_go():
+    class Held:
+        pass
+
+    alive = weakref.WeakSet()
+
+    def fresh(_):
+        held = Held()
+        alive.add(held)
+        return held, None
+
+    place = Atomic(Held())
+    gc.disable()
+    try:
+        for _ in range(5):
+            place.update(fresh)
+        assert [*alive] == [place.value]
+    finally:
+        gc.enable()
+
+
+def test_an_error_that_somebody_keeps_keeps_no_later_value():
+    class Held:
+        pass
+
+    place, alive, kept = Atomic(Held()), weakref.WeakSet(), []
+    try:
+        place.update(lambda now: now.missing)
+    except AttributeError as error:
+        kept.append(error)
+    for _ in range(5):
+        held = Held()
+        alive.add(held)
+        place.update(lambda _, held=held: (held, None))
+    del held
+    assert kept
+    assert len(alive) == 1
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_signals_tear_nothing():
+    """A handler that raises: each change has happened or has not, and nothing is lost after it."""
+    place, done, raised = Atomic((0, 0)), 0, 0
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        for i in range(2000):
+            reached = place.value[0]
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + i % 50))
+                for _ in range(50):
+                    place.update(lambda now: ((now[0] + 1, now[1] - 1), None))
+                    reached += 1
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Stop:
+                raised += 1
+            value = place.value
+            assert value[0] == -value[1]
+            assert value[0] - reached in (0, 1)
+            done += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert done == 2000
+    assert raised > 100

@@ -1,0 +1,362 @@
+"""Versions and client memory: counted, accounted, narrowed, spilled, and gone at once."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.errors import SpillError
+from manifoldagg.federated import Outcome, Payload, Server
+from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff
+from manifoldagg.federated.server.durability.spill import Spill
+from manifoldagg.federated.server.durability.store import Kept, Store
+from manifoldagg.manifolds import Flat
+from tests.federated.fingerprint import Adds, bits, fingerprint, versions
+from tests.support import draw, seeds
+
+P = 6
+SPACE = Flat(P)
+MODEL = 4 * P
+
+
+def server(rule=None, start=None, **options):
+    return Server(SPACE, rule or Adds(), torch.zeros(P) if start is None else start, weights="uniform", **options)
+
+
+def forward(s, name="walker", by=1.0):
+    """One fresh update."""
+    ticket = s.dispatch(name)
+    receipt = s.receive(ticket.id, Payload(ticket.message.start[None] + by, 1))
+    assert receipt.accepted
+    return receipt
+
+
+class Forgetful(Adds):
+    """Keeps nothing for its clients."""
+
+    def message(self, space, state, current, memory):
+        return super().message(space, state, current, None)
+
+    def step(self, space, state, update, *, out=None):
+        state, outcome = super().step(space, state, update, out=out)
+        return state, Outcome(outcome.model, None, outcome.numbers)
+
+
+def test_a_version_is_kept_once_and_freed_with_its_last_ticket():
+    s = server(Forgetful())
+    tickets = [s.dispatch(i) for i in range(20)]
+    assert s.memory["versions"] == 0
+    forward(s)
+    assert s.memory["versions"] == MODEL
+    for ticket in tickets[:19]:
+        s.drop(ticket.id)
+    assert s.memory["versions"] == MODEL
+    assert s.receive(tickets[19].id, Payload(torch.ones(1, P), 1)).accepted
+    assert s.memory == {"model": MODEL, "state": 0, "versions": 0, "clients": 0, "spilled": 0}
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_ten_thousand_clients_on_fifty_versions_cost_fifty_models():
+    s = server(Forgetful())
+    held = []
+    for version in range(50):
+        held += [s.dispatch((version, i)).id for i in range(200)]
+        if version < 49:
+            forward(s)
+    assert (len(held), s.version) == (10_000, 49)
+    assert s.memory == {"model": MODEL, "state": 0, "versions": 49 * MODEL, "clients": 0, "spilled": 0}
+    for ticket in held:
+        s.drop(ticket)
+    assert s.memory["versions"] == 0
+    assert versions(s) == [49]
+
+
+def test_a_steady_run_allocates_one_model():
+    s = server(Forgetful())
+    places = set()
+    for _ in range(20):
+        forward(s)
+        places.add(s._books.value.now.current.data_ptr())
+    assert len(places) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@given(seeds)
+def test_a_client_starts_from_exactly_the_base_that_is_kept(dtype, seed):
+    seen = []
+
+    class Watches(Adds):
+        def step(self, space, state, update, *, out=None):
+            seen.append(update)
+            return super().step(space, state, update, out=out)
+
+    start = draw(seed, P, dtype=torch.float32)
+    s = server(Watches(), start, base_dtype=dtype)
+    one, two, brings = s.dispatch("a"), s.dispatch("b"), s.dispatch("c", keep=False)
+    assert torch.equal(one.message.start, start.to(dtype).float())
+    assert torch.equal(brings.message.start, start)
+    assert s.memory["versions"] == 2 * P
+    forward(s)
+    assert s.memory["versions"] == 2 * P
+    for ticket in (one, two):
+        assert s.receive(ticket.id, Payload(ticket.message.start[None] + 1, 1)).accepted
+        assert torch.equal(seen[-1].base, ticket.message.start)
+        assert seen[-1].current.dtype == seen[-1].base.dtype == torch.float32
+    assert s.memory["versions"] == 0
+    forward(s)
+    assert s.model.dtype == torch.float32
+
+
+def test_rounded_bases_leave_a_drift():
+    """What the narrow dtype costs: a fresh update has a drift, the rounding of its base."""
+    start = torch.full((P,), 1.0 + 2**-12)
+    receipts = []
+    for dtype in (None, torch.bfloat16):
+        s = server(FedAsync(0.5), start, base_dtype=dtype)
+        receipts.append(s.receive(s.dispatch("a").id, Payload(torch.full((1, P), 2.0), 1)))
+    exact, rounded = (receipt.cosine for receipt in receipts)
+    assert exact != exact
+    assert rounded == pytest.approx(1.0)
+
+
+def test_a_version_that_overflows_the_narrow_dtype_is_kept_as_it_is():
+    start = torch.full((P,), 1e6)
+    s = server(Forgetful(), start, base_dtype=torch.float16)
+    ticket = s.dispatch("a")
+    assert torch.equal(ticket.message.start, start)
+    forward(s)
+    assert s.memory["versions"] == MODEL
+    assert s.receive(ticket.id, Payload(start[None] + 1, 1)).accepted
+
+
+@given(
+    seeds,
+    st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=25),
+    st.sampled_from([0, 30, 60]),
+)
+def test_a_memory_limit_changes_where_things_are_and_nothing_else(seed, script, limit):
+    plain, tight, open_ = server(AsyncMemory(0.5)), server(AsyncMemory(0.5), memory_limit=limit), {}
+    for i, (client, answers, keep) in enumerate(script):
+        if client not in open_:
+            open_[client] = [s.dispatch(client, keep=keep) for s in (plain, tight)], keep
+            continue
+        tickets, kept = open_.pop(client)
+        assert bits(tickets[0].message) == bits(tickets[1].message)
+        if not answers:
+            for s, ticket in zip((plain, tight), tickets, strict=True):
+                s.drop(ticket.id)
+            continue
+        payload = Payload(draw(seed + i, 2, P, dtype=torch.float32), 1, base=None if kept else tickets[0].message.start)
+        receipts = [s.receive(ticket.id, payload) for s, ticket in zip((plain, tight), tickets, strict=True)]
+        assert bits(receipts[0]) == bits(receipts[1])
+        used = tight.memory
+        assert used["versions"] + used["clients"] <= limit
+        assert (
+            used["versions"] + used["clients"] + used["spilled"] == plain.memory["versions"] + plain.memory["clients"]
+        )
+    before, after = fingerprint(plain), fingerprint(tight)
+    assert all(before[name] == after[name] for name in ("model", "state", "contents", "history", "weights"))
+
+
+class AsyncMemory(AsyncBezier):
+    """Hands a client the point it sent last."""
+
+    def message(self, space, state, current, memory):
+        message = super().message(space, state, current, memory)
+        return message if memory is None else type(message)(current, {"last": memory["last"]})
+
+    def step(self, space, state, update, *, out=None):
+        state, outcome = super().step(space, state, update, out=out)
+        same = update.memory is not None and bool((update.points[0] < 0).all())
+        return state, Outcome(outcome.model, update.memory if same else {"last": update.points[-1]}, outcome.numbers)
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_files_are_mapped_and_go_with_their_last_holder(tmp_path):
+    s = server(memory_limit=0, spill=tmp_path)
+    old = [s.dispatch(name) for name in "ab"]
+    forward(s)
+    # The version that both hold, and the memory of the client that has moved on.
+    assert len(files(tmp_path)) == 2
+    assert s.memory["spilled"] == 2 * MODEL
+    if (maps := Path("/proc/self/maps")).exists():
+        base = s._books.value.store.load(("version", 0))
+        assert str(files(tmp_path)[0]) in maps.read_text()
+        del base
+    s.drop(old[0].id)
+    assert len(files(tmp_path)) == 2
+    s.drop(old[1].id)
+    assert len(files(tmp_path)) == 1
+    forward(s)
+    assert len(files(tmp_path)) == 1
+    forward(s, "another")
+    assert len(files(tmp_path)) == 2
+
+
+def test_closing_removes_every_file(tmp_path):
+    s = server(memory_limit=0, spill=tmp_path)
+    s.dispatch("a")
+    forward(s)
+    assert files(tmp_path)
+    s.close()
+    assert list(tmp_path.iterdir()) == []
+    assert s.model.tolist() == [1.0] * P
+
+
+def test_a_server_that_is_gone_leaves_no_file(tmp_path):
+    s = server(memory_limit=0, spill=tmp_path)
+    s.dispatch("a")
+    forward(s)
+    assert files(tmp_path)
+    del s
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_stays_in_memory_until_it_can(tmp_path, caplog, monkeypatch):
+    s = server(memory_limit=0, spill=tmp_path)
+    ticket = s.dispatch("a")
+
+    def full(self, tree):
+        raise SpillError("spill: no space left", temporary=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spill, "write", full)
+        forward(s)
+        assert s.memory["versions"] == MODEL
+        assert "('version', 0) stays in memory: spill: no space left" in caplog.text
+        assert s.receive(ticket.id, Payload(torch.ones(1, P), 1)).accepted
+    assert s.model.tolist() == [2.0] * P
+    assert s.memory["clients"] == 2 * MODEL
+    forward(s)
+    assert (s.memory["clients"], s.memory["spilled"]) == (0, 2 * MODEL)
+
+
+def test_one_tree_that_no_file_can_have_blocks_no_other(tmp_path, caplog):
+    class Odd(Adds):
+        def step(self, space, state, update, *, out=None):
+            state, outcome = super().step(space, state, update, out=out)
+            memory = outcome.memory | ({"odd": torch.ones(4).to_sparse()} if update.client == "odd" else {})
+            return state, Outcome(outcome.model, memory, outcome.numbers)
+
+    s = server(Odd(), memory_limit=0, spill=tmp_path)
+    for name in ("odd", "a", "b"):
+        forward(s, name)
+    assert "('client', 'odd') stays in memory" in caplog.text
+    # Four values of 4 bytes, four indices of 8, and what the others have too.
+    assert (s.memory["clients"], s.memory["spilled"]) == (48 + MODEL, 2 * MODEL)
+    assert s._books.value.store.load(("client", "odd"))["odd"].is_sparse
+
+
+def test_a_dispatch_whose_file_is_gone_leaves_no_trace_and_stops_nobody_else(tmp_path):
+    s = server(memory_limit=0, spill=tmp_path)
+    forward(s)
+    late = s.dispatch("walker")
+    (path,) = files(tmp_path)
+    path.unlink()
+    before = s._books.value
+    with pytest.raises(SpillError, match=f"{path}.* deleted"):
+        s.dispatch("walker")
+    assert s._books.value is before
+    receipt = s.receive(late.id, Payload(torch.ones(1, P), 1))
+    assert not receipt.accepted
+    assert str(path) in receipt.reason
+    assert s.receive(late.id, Payload(torch.ones(1, P), 1)) is receipt
+    assert s.refused == {"spill": 1}
+    forward(s, "another")
+
+
+def test_a_base_that_is_lost_stops_no_dispatch_of_the_same_version(tmp_path):
+    s = server(FedBuff(size=2), memory_limit=0, spill=tmp_path, base_dtype=torch.bfloat16)
+    late = s.dispatch("late")
+    forward(s)
+    assert s.version == 0
+    (path,) = files(tmp_path)
+    path.unlink()
+    again = s.dispatch("again")
+    assert torch.equal(again.message.start, late.message.start)
+    assert "deleted" in s.receive(late, Payload(torch.ones(1, P), 1)).reason
+
+
+def test_a_tree_that_goes_while_it_is_written_leaves_no_file(tmp_path, monkeypatch):
+    s = server(Forgetful(), memory_limit=0, spill=tmp_path)
+    ticket, write = s.dispatch("a"), Spill.write
+
+    def vanishing(self, tree):
+        filed = write(self, tree)
+        s.drop(ticket.id)
+        return filed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spill, "write", vanishing)
+        forward(s)
+    assert (versions(s), files(tmp_path), s.memory["spilled"]) == ([1], [], 0)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_spilling_asks_nobody_but_who_goes():
+    """However many are in files already, or have nothing to write."""
+    counts = []
+    filed = Spill().write(torch.ones(1))
+    for clients in (10, 300):
+        store = Store()
+        for i in range(clients):
+            store = store.held(("client", i), Kept({"count": i})).held(("client", -1 - i), Kept(torch.ones(1)))
+        lines = []
+
+        def each(frame, event, arg, lines=lines):
+            lines.append(event)
+            return each
+
+        while (over := store.over(0, without=("version", 0))) is not None:
+            lines.clear()
+            sys.settrace(each)
+            try:
+                assert store.over(0, without=("version", 0)) == over
+                store = store.moved(*over, filed)
+            finally:
+                sys.settrace(None)
+        assert store.usage(("version", 0))["spilled"] == 4 * clients
+        counts.append(len(lines))
+    assert counts[0] == counts[1]
+
+
+RESIDENT = """
+import sys, torch
+from manifoldagg import Server
+from manifoldagg.federated import Payload
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.manifolds import Flat
+
+def resident():
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
+
+P = 250_000
+server = Server(Flat(P), FedAsync(0.5), torch.zeros(P), memory_limit=2 * 10**6, spill=sys.argv[1])
+for i in range(100):
+    if i == 10:
+        before = resident()
+    server.dispatch(("away", i))
+    ticket = server.dispatch("here")
+    assert server.receive(ticket.id, Payload(ticket.message.start[None] + torch.randn(1, P), 1)).accepted
+print(resident() - before, server.memory["spilled"] / 2**20)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux says what is resident")
+def test_the_limit_bounds_the_process_and_not_only_the_books(tmp_path):
+    """Ninety versions of one million bytes go to files; without returning what they leave the process holds most."""
+    command = [sys.executable, "-c", RESIDENT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    grown, spilled = map(float, done.stdout.split())
+    assert spilled > 80
+    assert grown < spilled / 4

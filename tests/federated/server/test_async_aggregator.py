@@ -1,0 +1,398 @@
+"""Versions: the server's bits in a loop of one's own, whatever clients do."""
+
+import copy
+import io
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifoldagg import Server, Versions
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Message, Payload
+from manifoldagg.federated.rules import (
+    ASGD,
+    FLOCO,
+    AsyncBezier,
+    AsyncFedED,
+    Dominance,
+    FedAdam,
+    FedAsync,
+    FedBuff,
+    FedOrtho,
+    Momentum,
+    OrthoFL,
+)
+from manifoldagg.manifolds import ParameterSpace, Sphere
+from tests.federated.fingerprint import Gathers
+from tests.federated.rules import test_golden
+from tests.federated.rules.test_golden import BEYOND, POLICIES, network, policies, trained
+from tests.federated.server.durability.test_tensor_file import alike
+from tests.support import seeds
+
+
+class Waits(Gathers):
+    """Sends models and nothing else."""
+
+    def message(self, space, state, current, memory):
+        return Message(current)
+
+
+TOLD = {"AsyncFedED", "FLOCO"}
+"""They tell clients more than models."""
+RULES = {name: rule for name, rule in test_golden.RULES.items() if name not in TOLD} | {"a rule that waits": Waits(2)}
+CURVED = [name for name in test_golden.CURVED if name not in TOLD]
+CLIENTS = ["heavy", "light"]
+WEIGHTS = {"observed": "observed", "uniform": "uniform", "given": {"heavy": 3, "light": 1}}
+events = st.tuples(
+    st.sampled_from(CLIENTS),
+    st.sampled_from(["send", "send", "take", "take", "take", "drop", "again", "junk", "resume"]),
+    st.integers(0, 9),
+)
+
+
+def through_a_file(state):
+    """As torch reads it by default: tensors and plain values only."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def agree(name, seed, weights, script, manifolds=None):
+    """The same life in a server and in `Versions`; how many answers were taken."""
+    rule = RULES[name]
+    net = network()
+    if manifolds:
+        net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
+    first = net.state_dict()
+    space = ParameterSpace.of_state_dict(first, manifolds, buffers=list(POLICIES))
+    options = {"weights": WEIGHTS[weights], "buffers": policies(rule)}
+    server = Server(space, rule, space.point(first), carried=space.carried(first), **options)
+    versions = Versions(rule, first, manifolds=manifolds, **options)
+    count = getattr(rule, "vertices", 1 if getattr(rule, "plain", True) else 2)
+    out, taken = [], 0
+    for i, (client, what, place) in enumerate(script):
+        if what == "resume":
+            saved = through_a_file(versions.state())
+            versions = Versions(rule, first, manifolds=manifolds, **options)
+            versions.load(saved)
+        elif what == "send" or not out:
+            ticket = server.dispatch(client)
+            # The first task of a client needs no name.
+            task = None if (client, None) not in versions.tasks else i
+            base = versions.send(client, task)
+            assert alike(dict(base), ticket.state_dict())
+            out.append((ticket, client, task))
+        elif what == "again":
+            ticket, client, task = out.pop(place % len(out))
+            server.drop(ticket)
+            out.append((server.dispatch(client), client, task))
+            versions.send(client, task, again=True)
+        elif what == "drop":
+            ticket, client, task = out.pop(place % len(out))
+            server.drop(ticket)
+            versions.drop(client, task)
+        else:
+            ticket, client, task = out[place % len(out)]
+            pairs = [trained(space, seed + 31 * i + j, ticket.message.start, server.state_dict()) for j in range(count)]
+            carried = {entry.name: pairs[-1][1][entry.name] for entry in space.layout.carried}
+            models = [space.state_dict(point, carried) for point, _ in pairs]
+            if what == "junk":
+                before = versions.state()
+                models[-1]["1.bias"] = torch.full((3,), float("nan"))
+                with pytest.raises(ArgumentError, match="1.bias: expected finite"):
+                    versions.take(client, models if count > 1 else models[0], samples=5, task=task)
+                assert alike(versions.state(), before)
+                continue
+            del out[place % len(out)]
+            samples = 1 + (seed + i) % 9
+            points = torch.stack([point for point, _ in pairs])
+            brought = carried if options["buffers"] is POLICIES else {}
+            receipt = server.receive(ticket, Payload(points, samples, buffers=brought)).check()
+            numbers = versions.take(client, models if count > 1 else models[0], samples=samples, task=task)
+            told = [(numbers[key], getattr(receipt, key)) for key in ("version", "staleness", "weight")]
+            told += [(numbers[key], getattr(receipt, key)) for key in ("cosine", "step", "norm") if key in numbers]
+            assert all(repr(float(mine)) == repr(float(theirs)) for mine, theirs in told)
+            taken += 1
+        assert alike(dict(versions.model), server.state_dict())
+        assert versions.version == server.version
+        # A version is there as long as somebody has it.
+        assert len(versions.state()["models"]) == len({server.version, *(t.version for t, *_ in out)})
+        assert sorted(versions.tasks.values()) == sorted(server.version - t.version for t, *_ in out)
+    return taken
+
+
+@pytest.mark.parametrize("name", RULES)
+@settings(max_examples=4)
+@given(seed=seeds, weights=st.sampled_from(list(WEIGHTS)), script=st.lists(events, min_size=10, max_size=24))
+def test_it_agrees_with_the_server_bit_for_bit(name, seed, weights, script):
+    agree(name, seed % 10**6, weights, script)
+
+
+@pytest.mark.parametrize("name", CURVED)
+@settings(max_examples=2)
+@given(seed=seeds, weights=st.sampled_from(list(WEIGHTS)), script=st.lists(events, min_size=8, max_size=12))
+def test_it_agrees_on_a_curved_space(name, seed, weights, script):
+    agree(name, seed % 10**6, weights, script, {"0.weight": Sphere(3)})
+
+
+def test_the_traces_are_answered():
+    script = [("heavy", "send", 0), ("light", "send", 0), ("heavy", "send", 0), ("light", "take", 1)]
+    assert agree("FedBuff", 3, "observed", [*script, ("light", "resume", 0), *script, ("light", "take", 0)] * 3) >= 6
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_asks_for_more_than_models_needs_a_server(name):
+    with pytest.raises(ArgumentError, match="asks clients for more than models; use a Server"):
+        Versions(BEYOND[name], {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("rule", "more"),
+    [(FLOCO(2), "vertices, radius"), (AsyncFedED(), "epochs"), (Momentum(AsyncFedED()), "epochs")],
+    ids=["FLOCO", "AsyncFedED", "inside another"],
+)
+def test_what_sends_clients_more_than_models_needs_a_server(rule, more):
+    with pytest.raises(ArgumentError, match=f"sends clients more than models, {more}; use a Server"):
+        made(rule)
+
+
+def test_what_sends_one_client_more_than_a_model_is_told_before_it_leaves():
+    versions = made(OrthoFL(0.5, protocol=lambda client: "client" if client == "a" else "server"))
+    for client in "ab":
+        versions.take(client, {"w": versions.send(client)["w"] + 1}, samples=1)
+    unchanged(versions, "rule: OrthoFL sends clients more than models, rate, turn", versions.send, "a")
+    versions.send("b")
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_difference_from_what_the_rule_let_a_client_begin_with_is_refused():
+    """Its version is not what it is new minus; the same answer as a model is taken."""
+    versions = made(OrthoFL(0.5))
+    first = versions.send("a"), versions.send("b")
+    for client, base, step in zip("ab", first, (torch.tensor([1.0, 2, 0]), torch.tensor([1.0, 0, 3])), strict=True):
+        # So far all begin with the model.
+        assert torch.equal(base["w"], torch.zeros(3))
+        versions.take(client, {"w": step}, samples=1, difference=True)
+    base = versions.send("a")
+    assert not torch.equal(base["w"], versions.model["w"])
+    step = {"w": torch.ones(3)}
+    words = "difference: expected a model, as OrthoFL let 'a' begin with one of its own"
+    unchanged(versions, words, versions.take, "a", step, samples=1, difference=True)
+    again = made(OrthoFL(0.5))
+    again.load(through_a_file(versions.state()))
+    unchanged(again, words, again.take, "a", step, samples=1, difference=True)
+    for each in (versions, again):
+        each.take("a", {"w": base["w"] + 1}, samples=1)
+    assert alike(versions.state(), again.state())
+
+
+def made(rule=None, **options):
+    return Versions(rule or FedAsync(0.5), {"w": torch.zeros(3)}, **options)
+
+
+def unchanged(versions, words, call, *args, **named):
+    before = versions.state()
+    with pytest.raises(ArgumentError, match=words):
+        call(*args, **named)
+    assert alike(versions.state(), before)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_what_a_host_does_wrong_is_told_and_changes_nothing():
+    versions = made()
+    base = versions.send("a")
+    update = {"w": torch.ones(3)}
+    unchanged(
+        versions, "client: 'a' has a task already; drop it, send `again`, or name this `task`", versions.send, "a"
+    )
+    unchanged(versions, "client: 'b' has no task: it was sent none, or has", versions.take, "b", update, samples=1)
+    unchanged(versions, "client: 'a' has no task 3", versions.take, "a", update, samples=1, task=3)
+    unchanged(versions, "client: 'b' has no task", versions.drop, "b")
+    unchanged(versions, "client: expected a hashable name", versions.send, torch.ones(1))
+    unchanged(versions, "^task: expected a hashable name", versions.send, "b", [1])
+    unchanged(versions, "^task: expected a hashable name", versions.drop, "a", torch.ones(1))
+    unchanged(versions, "^task: expected a name that equals", versions.take, "a", update, samples=1, task=float("nan"))
+    for odd in (0, 10**9 + 1, 10**300, 10**400, 10**5000, True, 1.0):
+        unchanged(
+            versions, "^samples: expected an integer from 1 to 1000000000", versions.take, "a", update, samples=odd
+        )
+    unchanged(versions, "version: nobody has 1 any more", versions.send, "b", version=1)
+    unchanged(versions, "version: expected an integer >= 0", versions.send, "b", version=-1)
+    for odd in ({"w": torch.ones(2)}, {"v": torch.ones(3)}, {"w": torch.tensor([1.0, 2.0, float("nan")])}, [], 3):
+        unchanged(versions, "^update: ", versions.take, "a", odd, samples=1)
+    assert versions.take("a", update, samples=1)["version"] == 1
+    unchanged(versions, "client: 'a' has no task: it was sent none, or has", versions.take, "a", update, samples=1)
+    assert torch.equal(base["w"], torch.zeros(3))
+    only = made(weights={"a": 3})
+    unchanged(only, "client: 'b' has no entry in the weights", only.send, "b")
+
+
+def test_several_tasks_of_a_client_are_told_apart_by_name():
+    versions = made(FedAsync(1.0))
+    for task in ("x", "y", None):
+        versions.send("a", task)
+        versions.send("b")
+        versions.take("b", {"w": torch.full((3,), 2.0)}, samples=1)
+    assert versions.tasks == {("a", "x"): 3, ("a", "y"): 2, ("a", None): 1}
+    assert versions.take("a", {"w": torch.ones(3)}, samples=1, task="y")["staleness"] == 2
+    assert versions.tasks == {("a", "x"): 4, ("a", None): 2}
+
+
+def test_a_version_that_somebody_has_can_be_begun_with_later():
+    """A host that hands out a model under no name learns with the answer who began with it."""
+    versions = made(FedOrtho(0.5))
+    versions.send("round")
+    began = versions.version
+    for client in "abc":
+        versions.send(client, version=began)
+        numbers = versions.take(client, {"w": torch.ones(3)}, samples=1)
+    assert (numbers["staleness"], versions.tasks) == (2, {("round", None): 3})
+    assert versions.send("round", again=True)["w"].tolist() == versions.model["w"].tolist()
+    assert list(versions.state()["models"]) == [3]
+    # Who alone has a version can begin with it again.
+    versions.send("late", version=3)
+    versions.drop("round")
+    versions.send("a")
+    versions.take("a", {"w": torch.ones(3)}, samples=1)
+    versions.send("late", version=3, again=True)
+    assert versions.tasks == {("late", None): 1}
+
+
+def test_nothing_that_is_handed_out_or_in_is_the_models_own():
+    first = {"w": torch.zeros(3)}
+    versions = Versions(FedAsync(0.5), first)
+    first["w"].fill_(9.0)
+    base = versions.send("a")
+    base["w"].fill_(9.0)
+    versions.model["w"].fill_(9.0)
+    saved = versions.state()
+    for model in saved["models"].values():
+        model["w"].fill_(9.0)
+    update = {"w": torch.full((3,), 2.0)}
+    versions.take("a", update, samples=1)
+    update["w"].fill_(9.0)
+    assert versions.model["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_model_may_be_written_in_place_by_a_client_that_trains_here():
+    """The base stays what it was, though the client's model is the one that it was given."""
+    versions = made(FedOrtho(1.0))
+    base = versions.send("a")
+    base["w"] += 2
+    versions.take("a", base, samples=1)
+    assert versions.model["w"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_differences_and_curves_are_taken_as_aggregate_takes_them():
+    plain, short = made(FedOrtho(0.5)), made(FedOrtho(0.5))
+    for client in "abc":
+        base = plain.send(client), short.send(client)
+        step = {"w": torch.arange(3.0) + ord(client)}
+        plain.take(client, {"w": base[0]["w"] + step["w"]}, samples=1)
+        short.take(client, step, samples=1, difference=True)
+    assert alike(plain.model, short.model)
+    curve = made(AsyncBezier(0.5))
+    base = curve.send("a")
+    curve.take("a", [{"w": base["w"] + 1}, {"w": base["w"] + 2}], samples=1)
+    assert curve.version == 1
+
+
+def test_arrays_come_back_as_arrays_and_tied_ones_tied():
+    shared = np.zeros((2, 2), np.float32)
+    model = {"in": shared, "out": shared, "b": np.ones(2, ">f4")}
+    versions = Versions(FedAsync(0.5), model)
+    base = versions.send("a")
+    assert base["in"].base is base["out"].base or np.shares_memory(base["in"], base["out"])
+    assert base["b"].dtype.str == ">f4"
+    versions.take("a", copy.deepcopy(base), samples=1)
+    saved = through_a_file(versions.state())
+    again = Versions(FedAsync(0.5), model)
+    again.load(saved)
+    assert all(np.array_equal(again.model[key], versions.model[key]) for key in model)
+    assert isinstance(Versions(FedAsync(0.5), (np.ones(2),)).send("a"), tuple)
+
+
+def test_what_is_kept_for_clients_and_what_waits_outlives_the_process():
+    for rule in (ASGD(0.5, dominance=Dominance(4)), FedBuff(3)):
+        whole, first = made(rule), made(rule)
+        for i, client in enumerate("aabab"):
+            if i == 2:
+                saved = through_a_file(first.state())
+                first = made(rule)
+                first.load(saved)
+            for versions in (whole, first):
+                base = versions.send(client)
+                numbers = versions.take(client, {"w": base["w"] + i + 1}, samples=i + 1)
+            assert numbers["staleness"] == 0
+        assert alike(whole.state(), first.state())
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_state_of_something_else_is_refused():
+    versions = made()
+    versions.send("a")
+    saved = versions.state()
+    for change, words in [
+        ({"rule": "x.Y"}, "state: rule: expected .*FedAsync, got x.Y"),
+        ({"models": {0: {"w": torch.ones(2)}}}, "state: models: 0: w: expected shape"),
+        ({"models": {}}, "state: expected what"),
+        ({"tasks": [("a", None, 5, False)]}, "state: tasks: "),
+        ({"tasks": [("a", None, 0)]}, "state: expected what"),
+        ({"tasks": [("a", None, 0, 3)]}, "state: tasks: "),
+        ({"tasks": [("a", None, 0, False)] * 2}, "state: tasks: "),
+        ({"tasks": [("b", None, 0, False)]}, "state: tasks: "),
+        ({"tasks": [("a", [1], 0, False)]}, "task: expected a hashable"),
+        ({"state": 17}, "state: state: expected one of FedAsync"),
+        ({"state": torch.zeros(99)}, "state: state: expected one of FedAsync"),
+        ({"state": {}}, "state: state: expected one of FedAsync"),
+        ({"version": -1}, "state: version"),
+        ({"weights": 3}, "weights: state: expected"),
+    ]:
+        unchanged(versions, words, versions.load, saved | change)
+    unchanged(versions, "state: expected what Versions.state", versions.load, {})
+    unchanged(versions, "state: expected what Versions.state", versions.load, 3)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_state_of_tensors_of_another_shape_is_refused():
+    rule = FedAdam(2)
+    saved = made(rule).state()
+    odd = {name: torch.ones(9) if isinstance(kept, torch.Tensor) else kept for name, kept in saved["state"].items()}
+    assert not alike(odd, saved["state"])
+    versions = made(rule)
+    unchanged(versions, "state: state: expected one of FedAdam", versions.load, saved | {"state": odd})
+    versions.load(saved)
+
+
+def test_a_claim_counts_at_most_a_hundred_medians():
+    server = Server.of(torch.nn.Linear(2, 1), FedAsync(0.5))
+    versions = Versions(FedAsync(0.5), server.state_dict())
+    for i, samples in enumerate([3, 5, 4, 6, 2, 3, 10**9]):
+        receipt = server.receive_model(server.dispatch(i), server.state_dict(), samples=samples).check()
+        versions.send(i)
+        assert versions.take(i, versions.model, samples=samples)["weight"] == receipt.weight
+    assert receipt.clipped
+
+
+def test_threads_take_turns():
+    versions = made(FedBuff(4), weights="uniform")
+    names = range(32)
+    barrier = threading.Barrier(8)
+
+    def work(mine):
+        barrier.wait()
+        for name in mine:
+            base = versions.send(name)
+            versions.take(name, {"w": base["w"] + 1}, samples=1)
+
+    threads = [threading.Thread(target=work, args=(names[i::8],)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (versions.version, versions.tasks) == (8, {})

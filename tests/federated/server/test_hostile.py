@@ -1,0 +1,298 @@
+"""A hostile hour: forks, forged ids, lost receipts, full disks; a server goes on as if nothing had been."""
+
+import atexit
+import errno
+import gc
+import os
+import queue
+import signal
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+
+from manifoldagg.averaging import SWA
+from manifoldagg.errors import ArgumentError, BusyError, ManifoldAggError
+from manifoldagg.federated import Payload
+from manifoldagg.manifolds import Flat
+from tests.federated.fingerprint import Adds, versions
+from tests.federated.server.hostile import PATIENCE, P, files, forked, outside, quiet, scene, watched
+
+ONE = torch.ones(1, P, dtype=torch.float64)
+
+pytestmark = pytest.mark.usefixtures("as_shipped", "watchful")
+
+
+@pytest.fixture
+def watchful():
+    """Whatever waits for ever is woken."""
+    with watched():
+        yield
+
+
+class Paused(Adds):
+    """Stops in the middle of a step until it is told to go on."""
+
+    def __init__(self):
+        self.inside = threading.Event()
+        self.go = threading.Event()
+        self.stops = False
+
+    def step(self, space, state, update, *, out=None):
+        if self.stops:
+            self.inside.set()
+            assert self.go.wait(PATIENCE)
+        return super().step(space, state, update, out=out)
+
+
+@pytest.fixture
+def busy():
+    """A scene in the middle of an update in another thread, and what to call for its receipt."""
+    rule = Paused()
+    made = scene(lambda: rule, max_waiting=1)
+    rule.stops = True
+    receipts = []
+    thread = threading.Thread(target=lambda: receipts.append(made.receive()), daemon=True)
+    thread.start()
+    assert rule.inside.wait(PATIENCE)
+
+    def finish():
+        rule.go.set()
+        thread.join(PATIENCE)
+        return receipts[0]
+
+    yield made, finish
+    finish()
+
+
+def test_a_child_that_was_forked_during_an_update_is_told_so(busy):
+    made, finish = busy
+    other = made.server.dispatch("b")
+
+    def child():
+        words = []
+        for call in (
+            lambda: made.receive(other),
+            lambda: made.server.dispatch("c"),
+            lambda: made.server.drop(other.id),
+            made.server.averaged,
+            made.server.expire,
+        ):
+            with pytest.raises(ManifoldAggError) as error:
+                call()
+            words.append(str(error.value))
+        return words, made.server.model.tolist(), made.server.version
+
+    words, model, version = forked(child)
+    assert all("process" in each for each in words)
+    assert (model, version) == ([2.0] * P, 2)
+    assert finish().accepted
+    assert made.receive(other).accepted
+    quiet(made)
+
+
+def test_a_forked_child_removes_none_of_its_parents_files(tmp_path):
+    made = scene(memory_limit=0, spill=tmp_path)
+    before = files(tmp_path)
+    assert before
+
+    def child():
+        # As at the end of a process, but without what the test run itself has to say then.
+        made.server._books = None
+        gc.collect()
+        atexit._run_exitfuncs()
+
+    forked(child)
+    assert files(tmp_path) == before
+    assert made.receive().accepted
+    quiet(made)
+    made.server.close()
+
+
+def test_a_server_removes_the_files_of_one_that_was_killed(tmp_path):
+    def child():
+        made = scene(memory_limit=0, spill=tmp_path)
+        assert made.server.memory["spilled"] > 0
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(EOFError):
+        forked(child)
+    assert files(tmp_path)
+    made = scene(spill=tmp_path, memory_limit=10**6)
+    assert not files(tmp_path)
+    made.server.close()
+
+
+def test_a_receipt_that_was_lost_is_given_again():
+    made = scene()
+    receipt = made.receive()
+    after = outside(made.server)
+    for ticket in (made.ticket.id, made.ticket):
+        for payload in (made.payload(), Payload(ONE * 9, 5), Payload(ONE * float("nan"), 1), None):
+            assert made.server.receive(ticket, payload) is receipt
+            assert made.server.receive(ticket, payload, client="a") is receipt
+    assert outside(made.server) == after
+
+
+def test_what_another_client_sends_is_refused_and_the_ticket_stays_open():
+    made = scene()
+    for client in ("b", None, ["a"], torch.zeros(1)):
+        refused = made.server.receive(made.ticket.id, made.payload(), client=client)
+        assert refused.reason.startswith("client: ")
+    receipt = made.server.receive(made.ticket.id, made.payload(), client="a")
+    assert receipt.accepted
+    assert made.server.receive(made.ticket.id, made.payload(), client="b").reason.startswith("client: ")
+    assert made.server.receive(made.ticket.id, made.payload(), client="a") is receipt
+    assert made.server.version == 3
+
+
+def test_an_id_cannot_be_counted_up():
+    server = scene().server
+    ids = [server.dispatch(i).id for i in range(64)]
+    # Of 64 random digits that two share by chance there are few.
+    heads = {each[:8] for each in ids}
+    tails = {each[-8:] for each in ids}
+    assert len(heads) == len(tails) == len(ids)
+    forged = [ids[0][:-1] + digit for digit in "0123456789abcdef"]
+    assert all(guess in ids or "unknown" in server.receive(guess, None).reason for guess in forged)
+
+
+def test_receipts_are_remembered_up_to_a_bound():
+    made = scene(retries=3)
+    tickets = [made.server.dispatch("a") for _ in range(5)]
+    receipts = [made.receive(ticket) for ticket in tickets]
+    again = [made.receive(ticket) for ticket in tickets]
+    assert again[2:] == receipts[2:]
+    assert all(receipt.reason == "ticket: unknown, or used already" for receipt in again[:2])
+    assert made.server.version == 7
+
+
+def test_a_ticket_that_is_too_stale_is_over():
+    made = scene(max_staleness=0)
+    version = made.server.version
+    late = made.server.dispatch("late")
+    assert made.receive().accepted
+    receipt = made.receive(late)
+    assert receipt.reason == "staleness: expected at most 0, got 1"
+    assert version not in versions(made.server)
+    assert made.receive(late) is receipt
+    with pytest.raises(ArgumentError, match="ticket: unknown"):
+        made.server.drop(late.id)
+    assert made.server.refused == {"staleness": 1}
+
+
+def test_a_ticket_that_nobody_answers_expires_on_the_servers_clock():
+    made = scene()
+    made.clock.now = 59.0
+    late = made.server.dispatch("late")
+    made.clock.now = 60.5
+    made.server.expire()
+    refused = made.receive()
+    assert refused.reason == "ticket: expired: nobody answered within 60 s"
+    assert made.receive() is refused
+    assert versions(made.server) == [2]
+    assert made.receive(late).accepted
+    assert made.server.memory["versions"] == 0
+
+
+def test_a_ticket_whose_time_is_over_is_refused_though_nobody_has_called_expire():
+    made = scene()
+    made.clock.now = 60.5
+    assert made.receive().reason.startswith("ticket: expired")
+    made.server.expire()
+    assert versions(made.server) == [2]
+
+
+def test_so_many_tickets_and_no_more():
+    made = scene(max_tickets=4)
+    more = [made.server.dispatch("b"), made.server.dispatch("c")]
+    before = outside(made.server)
+    with pytest.raises(BusyError, match="server: busy: 4 tickets are out, of at most 4"):
+        made.server.dispatch("d")
+    assert outside(made.server) == before
+    made.server.drop(more[0].id)
+    assert made.receive(made.server.dispatch("d")).accepted
+
+
+def test_so_many_wait_and_no_more(busy):
+    made, finish = busy
+    others = [made.server.dispatch(name) for name in "bc"]
+    receipts = queue.Queue()
+    for ticket in others:
+        threading.Thread(target=lambda ticket=ticket: receipts.put(made.receive(ticket)), daemon=True).start()
+    # One at least does not wait, and keeps its ticket.
+    refused = receipts.get(timeout=PATIENCE)
+    assert refused.reason == "server: busy: 2 updates wait for their turn, of at most 1"
+    finish()
+    receipts.get(timeout=PATIENCE)
+    assert all(made.receive(ticket).accepted for ticket in others)
+    assert made.server.version == 5
+    quiet(made)
+
+
+class Fails(SWA):
+    """An average that cannot be formed of one version."""
+
+    def update(self, version, model):
+        if version == 3:
+            raise OSError("no average today")
+        super().update(version, model)
+
+
+def test_what_a_listener_raises_costs_no_receipt():
+    made = scene(averaging=Fails(Flat(P)))
+    with pytest.raises(OSError, match="no average today"):
+        made.receive()
+    receipt = made.receive()
+    assert (receipt.accepted, receipt.version) == (True, 3)
+    assert made.server.version == 3
+    assert [row["version"] for row in made.told] == [1, 2, 3]
+    quiet(made)
+
+
+def full_disk(patch):
+    """No file can be written any more."""
+
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr("manifoldagg.federated.server.durability.spill.appended", write)
+
+
+def test_warnings_that_are_errors_cost_no_receipt(tmp_path, monkeypatch):
+    made = scene(memory_limit=0, spill=tmp_path)
+    full_disk(monkeypatch)
+    with suppress(RuntimeWarning):
+        made.receive()
+    receipt = made.receive()
+    assert (receipt.accepted, receipt.version) == (True, 3)
+    assert made.server.memory["clients"] > 0
+    monkeypatch.undo()
+    # With room on the disk everything goes there again.
+    quiet(made)
+    assert made.server.memory["clients"] == 0
+
+
+FAULTS = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "altered": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_file_ends_the_tickets_that_need_it_and_no_others(fault, tmp_path):
+    made = scene(memory_limit=0, spill=tmp_path)
+    late = made.server.dispatch("late")
+    assert made.receive(made.server.dispatch("c")).accepted
+    good = made.server.dispatch("good")
+    for path in files(tmp_path):
+        FAULTS[fault](path)
+    receipt = made.receive(late)
+    assert fault in receipt.reason
+    assert str(tmp_path) in receipt.reason
+    assert made.receive(late) is receipt
+    assert made.receive(good).accepted
+    assert made.server.refused == {"spill": 1}
+    assert made.server.version == 4

@@ -1,0 +1,26 @@
+"""Signals at every instant, without the shape checks of the tests: their own calls would be most of what is interrupted."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_the_hour(marks):
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider", "-m", marks]
+    hour = subprocess.run(
+        [*command, "tests/federated/server/hostile_hour.py"], cwd=ROOT, capture_output=True, text=True, timeout=3600
+    )
+    assert hour.returncode == 0, hour.stdout
+
+
+def test_an_hour_of_signals():
+    run_the_hour("not soak")
+
+
+@pytest.mark.soak
+def test_a_long_hour_of_signals():
+    run_the_hour("soak")

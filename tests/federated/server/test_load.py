@@ -1,0 +1,86 @@
+"""Floods of bad messages, and clients that fail, return and lie: what the benchmarks do, and fail at, for some seconds."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def measured(script, folder, *options):
+    """What a benchmark writes, which fails where anything grows, gets out or gets in."""
+    command = [sys.executable, f"benchmarks/{script}.py", *options, "--out", folder]
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=6 * 3600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (folder / f"{script}.png").stat().st_size > 0
+    return json.loads((folder / f"{script}.json").read_text())
+
+
+def flooded(folder, messages):
+    made = measured("floods", folder, "--messages", str(messages))
+    assert made["faults"] == []
+    rows = {row["kind"]: row for row in made["rows"]}
+    assert sum(row["came"] for row in rows.values()) == made["settings"]["messages"] == messages
+    for kind in ("valid", "valid, as bytes", "valid, compressed", "valid, odd tensors", "sent again"):
+        assert rows[kind]["taken"] > 0.8 * rows[kind]["came"] > 0
+    for kind in ("bytes: cut", "bytes: bombs", "bytes: huge sizes", "numbers", "shapes", "fields", "ticket of another"):
+        assert rows[kind]["came"] > rows[kind]["taken"] == 0
+
+
+def lasted(folder, seconds, restart):
+    made = measured("endurance", folder, "--seconds", str(seconds), "--restart", str(restart))
+    assert len(made["restarts"]) >= 2
+    assert made["counts"]["honest: taken"] > 0
+    assert "lie: taken" not in made["counts"]
+
+
+def test_a_flood_leaves_what_its_valid_messages_make(tmp_path):
+    flooded(tmp_path, 4000)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_in_threads_every_message_is_handed_on_and_a_source_that_fails_is_told(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    floods = importlib.import_module("floods")
+    look = floods.Look()
+    intake = floods.flooded("four threads", 10, look, threads=4)
+    assert intake.faults == []
+    assert sum(map(len, intake.seconds.values())) == look.count == 10
+
+    def fails(source):
+        raise LookupError("no message")
+
+    monkeypatch.setattr(floods.Source, "next", fails)
+    with pytest.raises(LookupError, match="no message"):
+        floods.flooded("four threads", 10, look, threads=4)
+
+
+def test_liars_may_be_told_of_one_seed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    liars = importlib.import_module("liars")
+    monkeypatch.setattr(liars, "HERE", tmp_path / "benchmarks")
+    out = tmp_path / "liars.txt"
+    options = ["--rounds", "1", "--seeds", "0", "--rate-seeds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["liars.py", *options])
+    liars.main()
+    assert " nan" in out.read_text()
+
+
+@pytest.mark.soak
+def test_a_million_messages_leave_what_the_valid_ones_make(tmp_path):
+    flooded(tmp_path, 10**6)
+
+
+def test_clients_that_fail_return_and_lie(tmp_path):
+    lasted(tmp_path, 8, 2)
+
+
+@pytest.mark.soak
+def test_an_hour_of_clients_that_fail_return_and_lie(tmp_path):
+    lasted(tmp_path, 3600, 180)

@@ -1,0 +1,618 @@
+"""The server: tickets, receipts, history, waiting rules and rules that misbehave."""
+
+import copy
+import csv
+import io
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.averaging import SWA
+from manifoldagg.errors import ArgumentError, RuleError
+from manifoldagg.federated import Message, Outcome, Payload, Server
+from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.rules import FedAsync, FedOrtho
+from manifoldagg.federated.server import server as server_module
+from manifoldagg.federated.server.state import Books
+from manifoldagg.federated.server.validation import admit
+from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
+from tests.federated.fingerprint import Adds, Gathers, Listens, fingerprint, versions
+from tests.support import draw, relative, seeds
+
+
+class Elsewhere(FedAsync):
+    def step(self, space, state, update):
+        raise AssertionError("never asked")
+
+
+SPACE = Flat(4)
+
+
+def server(rule=None, **options):
+    return Server(SPACE, rule or FedAsync(0.5), torch.zeros(4), **options)
+
+
+def payload(value=1.0, samples=1, n=1):
+    return Payload(torch.full((n, 4), value), samples)
+
+
+def test_staleness_is_the_servers_own_count():
+    s = server()
+    early, late = s.dispatch("a"), s.dispatch("b")
+    assert (early.version, late.version) == (0, 0)
+    assert s.receive(early.id, payload()).staleness == 0
+    assert s.receive(late.id, payload()).staleness == 1
+    assert s.dispatch("a").version == 2
+
+
+@given(seeds, st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
+def test_it_is_the_rule_folded_over_the_updates(seed, script):
+    """Against an oracle that keeps every version."""
+    s, history, open_ = server(FedOrtho(0.7), weights="uniform"), [torch.zeros(4)], {}
+    registered = set()
+    for i, (client, answers) in enumerate(script):
+        if client not in open_:
+            open_[client] = s.dispatch(client)
+            registered.add(client)
+            continue
+        ticket = open_.pop(client)
+        if not answers:
+            s.drop(ticket.id)
+            continue
+        points = draw(seed + i, 1, 4, dtype=torch.float32)
+        receipt = s.receive(ticket.id, Payload(points, 1))
+        assert receipt.accepted
+        assert receipt.staleness == len(history) - 1 - ticket.version
+        v, g = (points[0] - history[ticket.version]).double(), (history[-1] - history[ticket.version]).double()
+        along = (v @ g) / (g @ g) if g.any() else 0.0
+        history.append((history[-1].double() + 0.7 / len(registered) * (v - along * g)).float())
+        assert relative(s.model, history[-1]) <= 1e-5
+    assert s.version == len(history) - 1
+    assert len(s.history) == s.version
+
+
+def test_a_receipt_says_what_happened():
+    s = server(FedAsync(0.5))
+    first, second = s.dispatch("a"), s.dispatch("b")
+    receipt = s.receive(first.id, payload(2.0))
+    assert (receipt.accepted, receipt.reason, receipt.version, receipt.step, receipt.norm) == (True, "", 1, 0.5, 2.0)
+    assert math.isnan(receipt.cosine)
+    assert not receipt.buffered
+    assert s.receive(second.id, payload(-2.0)).cosine == pytest.approx(-1)
+    assert [row["client"] for row in s.history] == ["a", "b"]
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_rule_that_waits_says_so(patient):
+    s = server(Gathers(3, patient))
+    receipts = [s.receive(s.dispatch(name).id, payload()) for name in "abcd"]
+    assert all(receipt.accepted and not receipt.reason for receipt in receipts)
+    assert [receipt.buffered for receipt in receipts] == [True, True, False, True]
+    assert [receipt.version for receipt in receipts] == [0, 0, 1, 1]
+    assert s.model.tolist() == [3.0] * 4
+    assert [row["waiting"] for row in s.history] == [1, 2, 0, 1]
+    assert [row["buffered"] for row in s.history] == [True, True, False, True]
+
+
+def test_history_is_a_table_of_plain_values():
+    s = server(FedOrtho(0.5))
+    for name in "ab":
+        s.receive(s.dispatch(name).id, payload(samples=3))
+    rows = s.history
+    plain = {str, int, float, bool}
+    assert all({type(value) for value in row.values()} <= plain for row in rows)
+    columns = ["client", "samples", "accepted", "reason", "version", "staleness", "weight", "cosine", "step", "norm"]
+    assert all(list(row)[:13] == [*columns, "buffered", "clipped", "waiting"] for row in rows)
+    assert rows[1]["rate"] == pytest.approx(0.25)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+    assert [row["client"] for row in csv.DictReader(io.StringIO(text.getvalue()))] == ["a", "b"]
+    assert json.loads(json.dumps(rows))[1]["version"] == 2
+    rows[0]["client"] = "changed"
+    assert s.history[0]["client"] == "a"
+
+
+def after(updates, **options):
+    """A server that has taken so many updates."""
+    s = server(Adds(), **options)
+    for i in range(updates):
+        assert s.receive(s.dispatch(i).id, payload(samples=i + 1)).accepted
+    return s
+
+
+@pytest.mark.parametrize(("history", "kept"), [(3, [4, 5, 6]), (0, []), (None, [1, 2, 3, 4, 5, 6])])
+def test_history_keeps_the_latest_rows(history, kept):
+    s = after(6, history=history)
+    assert [row["version"] for row in s.history] == kept
+    assert s.version == 6
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_history_is_bounded_unless_it_is_asked_for():
+    assert [row["version"] for row in after(10_003).history] == list(range(4, 10_004))
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_tickets_are_used_once_and_only_here():
+    s, other = server(), server()
+    ticket, foreign = s.dispatch("a"), other.dispatch("a")
+    receipt = s.receive(ticket.id, payload())
+    assert receipt.accepted
+    before = fingerprint(s)
+    for used in (ticket, ticket.id):
+        assert s.receive(used, payload(2.0), client="a") is receipt
+        assert s.receive(used, payload(), client="b").reason.startswith("client: expected the one")
+        with pytest.raises(ArgumentError, match="ticket: unknown"):
+            s.drop(used)
+    for id_ in (foreign.id, "nonsense", None, 0, foreign, ["a"]):
+        assert s.receive(id_, payload()).reason == "ticket: unknown, or used already"
+        with pytest.raises(ArgumentError, match="ticket: unknown"):
+            s.drop(id_)
+    assert fingerprint(s) == before
+    assert s.refused == {"client": 2, "ticket": 6}
+
+
+def test_a_ticket_survives_a_refusal():
+    s = server()
+    ticket = s.dispatch("a")
+    assert not s.receive(ticket.id, payload(float("inf"))).accepted
+    assert s.receive(ticket.id, payload()).accepted
+
+
+def test_what_is_too_stale_is_refused():
+    s = server(max_staleness=1)
+    late = s.dispatch("a")
+    for _ in range(2):
+        assert s.receive(s.dispatch("b").id, payload()).accepted
+    assert sorted(versions(s)) == [0, 2]
+    model = s.model
+    receipt = s.receive(late.id, payload())
+    assert receipt.reason == "staleness: expected at most 1, got 2"
+    # No update can be taken on it any more: it pins no version.
+    assert versions(s) == [2]
+    assert torch.equal(s.model, model)
+    assert s.receive(late.id, payload()) is receipt
+    with pytest.raises(ArgumentError, match="ticket: unknown"):
+        s.drop(late.id)
+    assert s.receive(s.dispatch("a").id, payload()).accepted
+
+
+def test_an_update_may_grow_stale_while_it_is_checked(monkeypatch):
+    """Younger than the limit when it comes, older when its turn comes."""
+    s = server(max_staleness=0)
+    late, quick = s.dispatch("a"), s.dispatch("b")
+    taken = []
+
+    def slow(form, brought, *, based):
+        if not taken:
+            taken.append(None)
+            taken[0] = s.receive(quick.id, payload()).accepted
+        return admit(form, brought, based=based)
+
+    monkeypatch.setattr("manifoldagg.federated.server.admit", slow)
+    assert s.receive(late.id, payload()).reason == "staleness: expected at most 0, got 1"
+    assert taken == [True]
+
+
+def test_nobody_else_holds_the_servers_memory():
+    start = torch.zeros(4)
+    s = Server(SPACE, FedAsync(1.0), start)
+    start.fill_(9)
+    ticket = s.dispatch("a")
+    ticket.message.start.fill_(9)
+    s.model.fill_(9)
+    assert s.model.tolist() == [0.0] * 4
+    points = torch.ones(1, 4)
+    s.receive(ticket.id, Payload(points, 1))
+    points.fill_(9)
+    s.averaged().fill_(9)
+    assert s.model.tolist() == [1.0] * 4
+
+
+class Careless:
+    """A rule that gives back and keeps what it was given."""
+
+    cohort = 1
+
+    def init(self, space, start):
+        return {"start": start}
+
+    def message(self, space, state, current, memory):
+        return Message(current, tensors={"current": current, "memory": current if memory is None else memory["points"]})
+
+    def step(self, space, state, update, *, out=None):
+        kept = {"points": update.points, "part": [update.points[0, :2]], "current": update.current, "base": update.base}
+        return {**kept, "out": out, "n": 1}, Outcome(update.points[0], memory={"points": update.points[0], "out": out})
+
+
+def test_a_careless_rule_cannot_tie_the_server_to_a_client():
+    s = Server(SPACE, Careless(), torch.zeros(4))
+    ticket = s.dispatch("a")
+    ticket.message.tensors["current"].fill_(9)
+    points = torch.ones(1, 4)
+    s.receive(ticket.id, Payload(points, 7))
+    points.fill_(9)
+    assert s.model.tolist() == [1.0] * 4
+    state = s._books.value.now.state
+    assert state["points"].tolist() == [[1.0] * 4]
+    assert state["part"][0].tolist() == [1.0] * 2
+    again = s.dispatch("a")
+    assert again.message.tensors["memory"].tolist() == [1.0] * 4
+    again.message.tensors["memory"].fill_(9)
+    assert s.dispatch("a").message.tensors["memory"].tolist() == [1.0] * 4
+
+
+def test_what_a_rule_keeps_is_not_recycled():
+    """Freed models lend their memory to later ones."""
+    s = Server(SPACE, Careless(), torch.zeros(4))
+    for value in (1.0, 2.0, 3.0):
+        s.receive(s.dispatch("a").id, payload(value))
+        kept = s._books.value.now.state
+        before = [kept[name].tolist() for name in ("current", "base")]
+        s.receive(s.dispatch("a").id, payload(value + 0.5))
+        assert [kept[name].tolist() for name in ("current", "base")] == before
+
+
+def test_a_payload_that_lies_in_the_servers_memory_is_copied():
+    """Nothing that goes out lies there, so the test reaches in."""
+    s = Server(SPACE, Adds(), torch.zeros(4), weights="uniform")
+    late = s.dispatch("a")
+    for _ in range(2):
+        assert s.receive(s.dispatch("b").id, payload()).accepted
+    s.drop(s.dispatch("b").id)
+    spare = torch.full((4,), 5.0)
+    s._spare.append(spare)
+    assert s.receive(late.id, Payload(spare[None], 1)).accepted
+    # Where the model was made the points were read to the end, and what was kept of them is not the model.
+    assert s.model.tolist() == [6.0] * 4
+    assert s._books.value.store.load(("client", "a"))["last"].tolist() == [5.0] * 4
+    current = s._books.value.now.current
+    assert s.receive(s.dispatch("a").id, Payload(current[None], 1)).accepted
+    assert s.model.tolist() == [6.0] * 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), ArgumentError("rate: broken"), KeyboardInterrupt()])
+def test_a_rule_that_fails_changes_nothing(error):
+    class Broken(Careless):
+        def step(self, space, state, update, *, out=None):
+            out.fill_(float("nan"))
+            raise error
+
+    s = Server(SPACE, Broken(), torch.zeros(4))
+    ticket = s.dispatch("a")
+    before = fingerprint(s)
+    if isinstance(error, ArgumentError):
+        assert s.receive(ticket.id, payload()).reason == "rate: broken"
+        assert s.refused == {"rate": 1}
+    else:
+        with pytest.raises(type(error)):
+            s.receive(ticket.id, payload())
+    assert fingerprint(s) == before
+    s.rule.__class__.step = Careless.step
+    assert s.receive(ticket.id, payload()).accepted
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("model", [torch.zeros(1), torch.zeros(4).double(), torch.zeros(1, 4), type(None)])
+def test_a_rule_that_answers_with_no_point_is_its_owners_to_mend(model):
+    class Odd(Careless):
+        def step(self, space, state, update, *, out=None):
+            return state, Outcome(model)
+
+    s = Server(SPACE, Odd(), torch.zeros(4))
+    ticket = s.dispatch("a")
+    before = fingerprint(s)
+    with pytest.raises(RuleError, match="^rule: new model"):
+        s.receive(ticket.id, payload())
+    assert fingerprint(s) == before
+    assert s.refused == {}
+
+
+def test_a_model_that_is_not_finite_is_refused():
+    class Blows(Careless):
+        def step(self, space, state, update, *, out=None):
+            return state, Outcome(torch.full((4,), float("nan")))
+
+    s = Server(SPACE, Blows(), torch.zeros(4))
+    ticket = s.dispatch("a")
+    before = fingerprint(s)
+    assert s.receive(ticket.id, payload()).reason == "points: the new model would not be finite"
+    assert fingerprint(s) == before
+
+
+def test_a_state_that_would_overflow_is_refused():
+    r"""A buffered sum of $2 \cdot 3 \times 10^{38}$ would be there for ever."""
+
+    class Sums(Gathers):
+        def message(self, space, state, current, memory):
+            return Message(current)
+
+        def step(self, space, state, update, *, out=None):
+            total = state.get("sum", 0) + update.points[0]
+            return {"sum": total}, Outcome(None, {"last": [total, total]}, {"buffered": 1})
+
+    class Remembers(Sums):
+        def step(self, space, state, update, *, out=None):
+            memory = {"sum": update.points[0] + (update.memory or {"sum": 0})["sum"]}
+            return state, Outcome(None, memory, {"buffered": 1})
+
+    for rule in (Sums(3), Remembers(3)):
+        s = server(rule)
+        assert s.receive(s.dispatch("a").id, payload(3e38)).accepted
+        ticket = s.dispatch("a")
+        before = fingerprint(s)
+        assert s.receive(ticket.id, payload(3e38)).reason == "points: the rule's state would not be finite"
+        assert fingerprint(s) == before
+        assert s.receive(ticket.id, payload()).accepted
+
+
+def test_an_update_is_entered_whole_or_not_at_all(monkeypatch):
+    class Fills(Adds):
+        def step(self, space, state, update, *, out=None):
+            state, outcome = super().step(space, state, update, out=out)
+            return state, Outcome(outcome.model, None, {"buffered": float("nan")})
+
+    s = server(Fills())
+    tickets = [s.dispatch("a") for _ in range(2)]
+
+    def interrupted(*values, **named):
+        raise KeyboardInterrupt
+
+    before = fingerprint(s)
+    for place in ("row", "Taken", "step"):
+        with monkeypatch.context() as patch:
+            patch.setattr(server_module, place, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                s.receive(tickets[0].id, payload())
+        assert fingerprint(s) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(Books, "entered", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            s.receive(tickets[0].id, payload())
+    assert fingerprint(s) == before
+    for ticket in tickets:
+        assert s.receive(ticket.id, payload()).accepted
+    assert s.history[-1]["waiting"] == 0
+
+
+def test_no_memory_for_the_next_model_leaves_no_trace(monkeypatch):
+    s = server()
+    ticket = s.dispatch("a")
+    before = fingerprint(s)
+
+    def empty(*values, **options):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", empty)
+        with pytest.raises(torch.OutOfMemoryError):
+            s.receive(ticket.id, payload())
+    assert fingerprint(s) == before
+    assert s.receive(ticket.id, payload()).accepted
+
+
+def test_a_server_is_neither_copied_nor_pickled():
+    for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a Server has locks and tickets"):
+            copies(server())
+
+
+def test_a_model_that_would_overflow_is_refused():
+    s = Server(SPACE, FedOrtho(1.0, overshoot="extend", decay=0.0), torch.full((4,), 3e38), weights="uniform")
+    first = s.dispatch("a")
+    assert not s.receive(first.id, Payload(torch.full((1, 4), -3e38), 1)).reason
+    blown = Server(SPACE, FedOrtho(9.0, overshoot="extend"), torch.full((4,), -3e38), weights="uniform")
+    receipt = blown.receive(blown.dispatch("a").id, Payload(torch.full((1, 4), 3e38), 1))
+    assert receipt.reason == "points: the new model would not be finite in torch.float32"
+    assert blown.model.tolist() == torch.full((4,), -3e38).tolist()
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    "message",
+    [
+        RuntimeError,
+        None,
+        Message(torch.zeros(3)),
+        Message(torch.zeros(4).double()),
+        Message(torch.tensor([0.0, 0.0, float("nan"), 0.0])),
+    ],
+)
+def test_a_client_counts_once_its_message_is_out(message):
+    class Mute(Careless):
+        def message(self, space, state, current, memory):
+            if message is RuntimeError:
+                raise RuntimeError("mute")
+            return message
+
+    s = Server(SPACE, Mute(), torch.zeros(4))
+    before = fingerprint(s)
+    with pytest.raises(RuntimeError if message is RuntimeError else ArgumentError, match="mute|rule: message"):
+        s.dispatch("a")
+    assert fingerprint(s) == before
+
+
+def test_grad_modes_of_the_caller_do_not_matter():
+    s, points = server(FedOrtho(0.5), weights="uniform"), torch.ones(1, 4, requires_grad=True)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):
+        ticket = s.dispatch("a")
+        with mode():
+            assert s.receive(ticket.id, Payload(points + 1, 1)).reason == ""
+            s.dispatch("b")
+        assert not s.model.requires_grad
+        assert not s._books.value.now.current.is_inference()
+    assert s.version == 5
+    with torch.inference_mode():
+        s = server(Gathers(1))
+        early = s.dispatch("a")
+    for ticket in (early, s.dispatch("a"), s.dispatch("a")):
+        assert s.receive(ticket.id, payload()).reason == ""
+    assert not early.message.start.is_inference()
+
+
+class Listener(Listens):
+    """Averages by hand, and keeps what it saw."""
+
+    def __init__(self):
+        self.seen = []
+
+    @property
+    def average(self):
+        return torch.stack([model for _, model in self.seen]).mean(0) if len(self.seen) > 1 else None
+
+    def update(self, version, model):
+        self.seen.append((version, model))
+
+
+def test_averaging_sees_every_new_version_in_order():
+    listener = Listener()
+    s = server(Gathers(2), averaging=listener)
+    for name in "abcdef":
+        assert torch.equal(s.averaged(), s.model) or s.version > 1
+        ticket = s.dispatch(name)
+        s.receive(ticket.id, Payload(ticket.message.start[None] + 1, 1))
+    # What it has kept is not recycled.
+    assert [(version, model.tolist()) for version, model in listener.seen] == [(i, [2.0 * i] * 4) for i in (1, 2, 3)]
+    assert s.averaged().tolist() == [4.0] * 4
+    assert server().averaged().tolist() == [0.0] * 4
+
+
+def test_a_listener_that_fails_comes_after_the_update():
+    class Deaf(Listener):
+        def update(self, version, model):
+            raise ArgumentError("model: too loud")
+
+    s = server(averaging=Deaf())
+    ticket = s.dispatch("a")
+    with pytest.raises(ArgumentError, match="too loud"):
+        s.receive(ticket.id, payload())
+    assert (s.version, s.refused, len(s.history)) == (1, {}, 1)
+    assert s.receive(ticket.id, payload()).version == 1
+
+
+def test_a_client_may_bring_its_own_base():
+    s, kept = server(Adds()), server(Adds())
+    mine, theirs = s.dispatch("a", keep=False), kept.dispatch("a")
+    for each in (s, kept):
+        assert each.receive(each.dispatch("b").id, payload(5.0)).accepted
+    assert s.memory["versions"] == 0
+    assert kept.memory["versions"] == 16
+    assert s.receive(mine.id, payload()).reason.startswith("base: expected the point that the client started from")
+    based = Payload(torch.full((1, 4), 2.0), 1, base=mine.message.start)
+    receipt = s.receive(mine.id, based)
+    assert (receipt.accepted, receipt.staleness) == (True, 1)
+    assert kept.receive(theirs.id, based).reason == "base: expected none, the server has kept it"
+    assert kept.receive(theirs.id, payload(2.0)).accepted
+    assert torch.equal(s.model, kept.model)
+    gone = s.dispatch("a", keep=False)
+    s.drop(gone.id)
+    assert len(versions(s)) == 1
+
+
+def test_client_memory_is_handed_back_and_forgotten():
+    s = server(Adds())
+    for answers in range(3):
+        ticket = s.dispatch("a")
+        assert ticket.message.numbers == {"steps": answers, "memory": answers}
+        assert s.receive(ticket.id, payload()).accepted
+    assert s.dispatch("b").message.numbers["memory"] == 0
+    assert s.memory["clients"] == 16
+
+    class Forgets(Adds):
+        def step(self, space, state, update, *, out=None):
+            state, outcome = super().step(space, state, update, out=out)
+            return state, Outcome(outcome.model, None)
+
+    s.rule.__class__ = Forgets
+    assert s.receive(s.dispatch("a").id, payload()).accepted
+    assert s.memory["clients"] == 0
+
+
+def test_a_model_on_manifolds():
+    net = torch.nn.Linear(3, 2)
+    net.weight.data /= net.weight.data.norm(dim=-1, keepdim=True)
+    space = ParameterSpace.of(net, {"weight": Sphere(3)})
+    s = Server(space, Careless(), space.point(net))
+    off = space.point(net) * 1.5
+    ticket = s.dispatch("a")
+    assert s.receive(ticket.id, Payload(off[None], 1)).reason.startswith("points: weight: expected a point of Sphere")
+    moved = off.clone()
+    moved[:6] = off[:6] / 1.5
+    assert s.receive(ticket.id, Payload(moved[None], 1)).accepted
+    assert torch.equal(s.state_dict()["bias"], moved[6:])
+
+
+def test_after_closing_only_the_model_is_there():
+    s = server(Adds())
+    ticket, dropped = s.dispatch("a"), s.dispatch("a")
+    s.receive(s.dispatch("a").id, payload())
+    s.close()
+    assert s.receive(ticket.id, payload()).reason == "server: was closed"
+    with pytest.raises(ArgumentError, match="server: was closed"):
+        s.drop(dropped.id)
+    with pytest.raises(ArgumentError, match="server: was closed"):
+        s.dispatch("a")
+    assert s.model.tolist() == [1.0] * 4
+    assert len(s.history) == 1
+    assert s.memory["versions"] == s.memory["clients"] == 0
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Server(SPACE, Elsewhere(), torch.zeros(4)), r"rule: step: expected \(space, state, update, \*, out=None\); that of .* takes no `out`"),
+        (lambda: Server(SPACE, "FedAsync", torch.zeros(4)), r"rule: expected an instance of .*did you mean rules\.FedAsync"),
+        (lambda: Server(SPACE, FedAsync, torch.zeros(4)), r"rule: expected an instance, got the class FedAsync; write FedAsync\(\)"),
+        (lambda: server(Gathers(0)), "rule: cohort: expected an integer >= 1, got 0"),
+        (lambda: server(type("Wants", (Adds,), {"tensors": ["control"]})()), "rule: tensors: expected a mapping"),
+        (lambda: server(type("Wants", (Adds,), {"tensors": {"control": 0}})()), "rule: tensors: control: expected an integer >= 1"),
+        (lambda: server(type("Wants", (Adds,), {"numbers": "epochs"})()), "rule: numbers: expected names"),
+        (lambda: Server(None, FedAsync(), torch.zeros(4)), "space: expected a Manifold, got None"),
+        (lambda: Server(torch.nn.Linear(1, 1), FedAsync(), torch.zeros(2)), r"space: .* Linear: write Server.of\(model, rule\)"),
+        (lambda: Server(Flat(2), FedAsync(), torch.nn.Linear(1, 1)), r"start: .* Linear: write .*space.point\(model\)"),
+        (lambda: Server(SPACE, FedAsync(), torch.zeros(4).half()), "start: dtype: expected one of torch.float32, torch.float64"),
+        (lambda: Server(SPACE, FedAsync(), torch.zeros(4, device="meta")), "start: expected a dense tensor"),
+        (lambda: Server(SPACE, FedAsync(), torch.zeros(5)), "start: expected shape"),
+        (lambda: Server(SPACE, FedAsync(), torch.full((4,), float("nan"))), "start: expected finite"),
+        (lambda: Server(SPACE, FedAsync(), torch.zeros(1, 4)), "start: expected shape"),
+        (lambda: Server(Sphere(4), Adds(), torch.zeros(4)), "start: expected a point of Sphere"),
+        (lambda: server(weights="heavy"), "weights: expected one of observed, uniform"),
+        (lambda: server(max_staleness=-1), "max_staleness: expected"),
+        (lambda: server(checks={"max_norm": 1.0}), "checks: expected Checks"),
+        (lambda: server(averaging=torch.zeros(4)), "averaging: expected `average`, `update`, `state` and `load`"),
+        (lambda: server(averaging=SWA(SPACE, periodic=3)), "averaging: expected periodic=None"),
+        (lambda: server(carried={}), "carried: expected a ParameterSpace"),
+        (lambda: server(buffers={"*": "latest"}), "carried: expected the buffers to start from"),
+        (lambda: server(base_dtype=torch.float32), "base_dtype: expected one of torch.bfloat16, torch.float16; got"),
+        (lambda: Server(Sphere(4), Adds(), torch.eye(4)[0], base_dtype=torch.float16), "base_dtype: expected a flat space or low rank"),
+        (lambda: server(memory_limit=-1), "memory_limit: expected an integer >= 0"),
+        (lambda: server(history=-1), "history: expected an integer >= 0, got -1"),
+        (lambda: server().on_event("print"), "callback: expected a function of an event, got 'print'"),
+        (lambda: server(spill="/no/such/folder"), "spill: expected a folder that exists"),
+        (lambda: server(checks=Checks(max_norm=0)), "max_norm: expected a finite number > 0"),
+        (lambda: server(checks=Checks(norm_factor=-1)), "norm_factor: expected"),
+        (lambda: server(checks=Checks(norm_after=9, norm_window=5)), "norm_after: expected at most norm_window = 5"),
+        (lambda: server(checks=Checks(max_samples=2**53 + 1)), r"max_samples: expected at most 2\^53"),
+        (lambda: server(checks=Checks(max_samples=0)), "max_samples: expected"),
+        (lambda: server(checks=Checks(samples_factor=0.5)), "samples_factor: expected a finite number >= 1"),
+        (lambda: server(checks=Checks(max_points=0)), "max_points: expected"),
+        (lambda: server(checks=Checks(norm_window=10**30)), "norm_window: expected at most 1000000"),
+        (lambda: server(weights={"a": 1}).dispatch("b"), "client: 'b' has no entry in the weights"),
+        (lambda: server().dispatch("a", keep="no"), "keep: expected one of True, False; got 'no'"),
+        (lambda: Server.of({"w": torch.full((2,), float("nan"))}, FedAsync()), "^model: w: expected finite"),
+        (lambda: server().dispatch(["a"]), "client: expected a hashable name"),
+        (lambda: server().dispatch(type("Odd", (), {"__hash__": lambda self: 1 // 0})()), "client: expected a hashable name, got one of type Odd"),
+        (lambda: server().state_dict(), "space: expected a ParameterSpace, got Flat"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()

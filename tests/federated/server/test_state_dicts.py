@@ -1,0 +1,298 @@
+"""A server that speaks state dicts: of a module, and of what its clients return by names."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Checks, Payload, Server, rules
+from manifoldagg.federated.types import extras
+from manifoldagg.manifolds import Flat, ParameterSpace
+from tests.federated.fingerprint import bits
+from tests.federated.rules.registered import golden
+
+CASES = {name: rule for name, rule in golden().items() if not getattr(rule, "private", False)}
+PLAIN = {name: rule for name, rule in CASES.items() if extras(rule) == ({}, ())}
+
+
+def net(seed=0):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2).bfloat16())
+    model[2].requires_grad_(False)
+    model.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+    return model
+
+
+def moved(model, seed):
+    """What a client might make of a state dict."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, tensor in model.items():
+        noise = 0.1 * torch.rand(tensor.shape, generator=generator)
+        if name.endswith("num_batches_tracked"):
+            state[name] = tensor + 1 + seed
+        elif name.startswith("2.") or name == "mask":
+            state[name] = tensor.clone()
+        else:
+            state[name] = (tensor + noise).to(tensor.dtype)
+    return state
+
+
+def as_payload(space, states, asked, samples, start):
+    """What a client that starts from the rounded model returns, as one that starts from the model itself would."""
+    rounded = space.state_dict(start) | {name: states[-1][name] for name in space.carried(states[-1])}
+    lost = start - space.point(rounded)
+    points = torch.stack([space.point(state) + lost for state in states])
+    return Payload(points, samples, buffers={name: states[-1][name] for name in asked})
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_state_dicts_are_the_payload_that_they_name(name):
+    rule = PLAIN[name]
+    twins = [Server.of(net(), rule, weights="uniform") for _ in range(2)]
+    space = twins[0].space
+    counts = [rule.vertices] if hasattr(rule, "vertices") else [1, 1] if getattr(rule, "plain", True) else [1, 2]
+    for turn, count in enumerate(counts):
+        here = twins[1].model
+        tickets = [server.dispatch("heavy") for server in twins]
+        # Who is sent elsewhere, as by OrthoFL, starts from what it is sent.
+        start = here if torch.equal(tickets[1].message.start, here) else space.point(tickets[1].state_dict())
+        states = [moved(tickets[0].state_dict(), 10 * turn + i) for i in range(count)]
+        kept = bits(states[-1])
+        given = states[0] if count == 1 else states
+        receipts = [
+            twins[0].receive_model(tickets[0], given, samples=4),
+            twins[1].receive(tickets[1], as_payload(space, states, tickets[1].message.asked, 4, start)),
+        ]
+        assert receipts[0].reason == ""
+        assert repr(receipts[0]) == repr(receipts[1])
+        assert bits(twins[0].state_dict()) == bits(twins[1].state_dict())
+        assert bits(states[-1]) == kept
+    if not receipts[0].buffered:
+        assert twins[0].state_dict()["1.num_batches_tracked"] == states[-1]["1.num_batches_tracked"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in PLAIN])
+def test_what_asks_for_more_than_models_is_refused_to_the_owner(name):
+    server = Server.of(net(), CASES[name])
+    ticket = server.dispatch("a")
+    with pytest.raises(ArgumentError, match="rule: .* asks clients for more than models; use `receive`"):
+        server.receive_model(ticket, ticket.state_dict(), samples=1)
+    server.drop(ticket)
+
+
+def test_a_server_of_a_module_carries_what_it_carries():
+    """Its buffers follow the clients'; its frozen parameters stay, and nobody sends them."""
+    model = net()
+    server = Server.of(model, rules.FedAsync(0.5), history=3)
+    assert bits(server.state_dict()) == bits(model.state_dict())
+    message = server.dispatch("a").message
+    assert message.asked == ("mask", "1.running_mean", "1.running_var", "1.num_batches_tracked")
+    assert message.buffers.keys() == {*message.asked, "2.weight", "2.bias"}
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    assert server.state_dict()["1.running_var"].tolist() == [1.0] * 8
+    named = Server.of(net(), rules.FedAsync(0.5), buffers={"1.*": "leave", "2.bias": "latest"})
+    assert named.dispatch("a").message.asked == ("mask", "2.bias")
+    listed = Server.of(net(), rules.FedAsync(0.5), buffers=["2.*"])
+    assert "2.weight" in listed.dispatch("a").message.asked
+
+
+def test_clients_of_narrow_models_start_from_what_they_are_sent():
+    """Ten clients; nine change nothing, and one adds the last bit of bfloat16: a tenth of it is the mean, each round."""
+    model = nn.Linear(4, 1, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    server = Server.of(model, rules.ASGD(rate=1.0), weights=dict.fromkeys(range(10), 1))
+    for _ in range(20):
+        tickets = [server.dispatch(client) for client in range(10)]
+        for client, ticket in enumerate(tickets):
+            state = ticket.state_dict()
+            state["weight"] = state["weight"] + (2**-7 if client == 0 else 0)
+            server.receive_model(ticket, state, samples=1).check()
+    torch.testing.assert_close(server.model, torch.full((4,), 1 + 2 * 2**-7))
+    ticket = server.dispatch(0)
+    assert server.receive_model(ticket, ticket.state_dict(), samples=1).norm < 1e-7
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_names_are_no_patterns_and_one_string_is_no_list():
+    model = nn.ModuleDict({"head[0]": nn.Linear(2, 2), "tail": nn.Linear(2, 2)})
+    model["head[0]"].requires_grad_(False)
+    server = Server.of(model, rules.FedAsync(0.5))
+    assert server._terms.policies["head[0].weight"] == "leave"
+    for buffers in ("latest", "*mask", 3, None):
+        with pytest.raises(ArgumentError, match="^buffers: expected a sequence of glob patterns"):
+            Server.of(net(), rules.FedAsync(0.5), buffers=buffers)
+
+
+def test_no_client_can_make_a_variance_negative():
+    server = Server.of(net(), rules.FedAsync(1.0))
+    ticket = server.dispatch("a")
+    state = ticket.state_dict()
+    state["1.running_var"] = state["1.running_var"] - 5
+    reason = server.receive_model(ticket, state, samples=1).reason
+    assert reason.startswith("buffers: 1.running_var: expected finite values >= 0")
+    assert (server.state_dict()["1.running_var"] >= 0).all()
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_modules_that_are_none_are_refused():
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    for model, words in (
+        (nn.ReLU(), "model: expected floating parameters, got none$"),
+        (frozen, "model: expected floating parameters, got none; weight is torch.float32"),
+        ([net()], "model: expected a torch.nn.Module or a state dict, got list"),
+        ({0: torch.ones(2)}, "source: expected names, got 0"),
+        ({"steps": torch.tensor(3)}, "model: expected floating parameters, got none; steps is torch.int64"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            Server.of(model, rules.FedAsync())
+    with pytest.raises(ArgumentError, match="start: expected a model with parameters, got an empty one"):
+        Server(ParameterSpace.of(nn.ReLU()), rules.FedAsync(), torch.zeros(0))
+
+
+def test_a_state_dict_is_a_model_too():
+    model = nn.BatchNorm1d(2)
+    one, other = (Server.of(each, rules.FedAsync(0.5)) for each in (model, model.state_dict()))
+    assert one.space == other.space
+    assert torch.equal(one.model, other.model)
+    assert [*one.state_dict()] == [*other.state_dict()] == [*model.state_dict()]
+
+
+def test_what_the_server_has_not_asked_for_may_be_missing_and_is_not_read():
+    server = Server.of(net(), rules.FedAsync(0.5))
+    before = bits(server.state_dict())
+    ticket = server.dispatch("a")
+    state = {name: tensor for name, tensor in ticket.state_dict().items() if not name.startswith("2.")}
+    assert server.receive_model(ticket.id, state, samples=1).accepted
+    ticket = server.dispatch("a")
+    state = ticket.state_dict() | {"2.weight": torch.full((1,), float("nan")), "_extra_state": {"version": 3}}
+    assert server.receive_model(ticket.id, state, samples=1).reason == ""
+    after = bits(server.state_dict())
+    assert all(after[name] == before[name] for name in ("2.weight", "2.bias"))
+    # Without buffers of its own it takes none.
+    bare = Server(server.space, rules.FedAsync(0.5), server.model)
+    assert bare.receive_model(bare.dispatch("a"), net().state_dict(), samples=1).accepted
+
+
+class Hostile(dict):
+    def items(self):
+        raise RuntimeError
+
+    keys = __iter__ = __getitem__ = items
+
+
+STATE = net().state_dict()
+FREED = torch.ones(8, 3)
+FREED.untyped_storage().resize_(0)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({}, "model: missing: 0.bias, 0.weight"),
+        ([], "model: expected a state dict, or from 1 to 16 of them, got 0"),
+        ([STATE] * 17, "model: expected a state dict, or from 1 to 16 of them, got 17"),
+        (type("Odd", (list,), {"__iter__": 3})([STATE]), "model: expected a state dict or a sequence of them, got Odd"),
+        (None, "model: expected a state dict or a sequence of them, got NoneType"),
+        (torch.ones(3), "model: expected a state dict or a sequence of them, got Tensor"),
+        ([STATE, 3], "model[1]: expected a mapping from names, got int"),
+        (STATE | {"extra": torch.ones(2)}, "model: unknown: extra"),
+        (STATE | {3: torch.ones(2)}, "model: unknown: 3"),
+        (STATE | {"0.weight": 3}, "model: 0.weight: expected a tensor, got int"),
+        (STATE | {"0.weight": torch.ones(3, 8)}, "model: 0.weight: expected shape (8, 3), got (3, 8)"),
+        (STATE | {"0.weight": torch.ones(8, 3).double()}, "model: 0.weight: expected torch.float32, got torch.float64"),
+        (STATE | {"0.weight": torch.full((8, 3), float("nan"))}, "model: 0.weight: expected finite values"),
+        (STATE | {"0.weight": torch.ones(8, 3, device="meta")}, "model: 0.weight: expected a dense tensor with values"),
+        (
+            lambda: STATE | {"0.weight": FREED},
+            "model: 0.weight: expected a dense tensor with values, got one whose storage",
+        ),
+        ({n: x for n, x in STATE.items() if "1." not in n}, "model: missing: 1.bias, 1.weight"),
+        ({n: x for n, x in STATE.items() if n != "1.running_var"}, "buffers: missing: 1.running_var"),
+        (STATE | {"1.running_var": torch.full((8,), float("nan"))}, "buffers: 1.running_var: expected finite values"),
+        (Hostile(STATE), "model: expected one that can be read; its code raised RuntimeError"),
+        ([STATE, STATE], "points: FedAsync expects one model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_and_may_be_sent_again(model, words):
+    server = Server.of(net(), rules.FedAsync(0.5))
+    ticket = server.dispatch("a")
+    before = bits(server.state_dict())
+    # Who prints a tensor without memory ends the process.
+    receipt = server.receive_model(ticket, model() if callable(model) else model, samples=2)
+    assert not receipt.accepted
+    assert receipt.reason.startswith(words)
+    assert bits(server.state_dict()) == before
+    assert server.refused == {words.partition(":")[0].partition("[")[0]: 1}
+    assert server.receive_model(ticket, STATE, samples=2).accepted
+
+
+def test_a_model_that_looks_like_a_difference_is_named():
+    server = Server.of(net(), rules.FedAsync(0.5))
+    ticket = server.dispatch("a")
+    start = ticket.state_dict()
+    difference = {name: 0.05 * tensor if tensor.is_floating_point() else tensor for name, tensor in start.items()}
+    difference["mask"] = start["mask"]
+    before = bits(server.state_dict())
+    with pytest.raises(UserWarning, match="model: looks like a difference of models"):
+        server.receive_model(ticket, difference, samples=1)
+    assert bits(server.state_dict()) == before
+    with pytest.warns(UserWarning, match="model: looks like a difference of models"):
+        assert server.receive_model(ticket, difference, samples=1).accepted
+
+
+def test_state_dicts_are_for_named_tensors_alone():
+    server = Server(Flat(2), rules.FedAsync(), torch.zeros(2))
+    with pytest.raises(ArgumentError, match="space: expected a ParameterSpace, got Flat"):
+        server.receive_model(server.dispatch("a"), {}, samples=1)
+
+
+def test_who_returns_a_model_is_checked_and_gets_the_receipt_again():
+    server = Server.of(net(), rules.FedAsync(0.5), checks=Checks(max_samples=9))
+    ticket = server.dispatch("a")
+    assert "client" in server.receive_model(ticket, STATE, samples=1, client="b").reason
+    assert server.receive_model(ticket, STATE, samples=10, client="a").reason.startswith("samples: expected")
+    receipt = server.receive_model(ticket, STATE, samples=1, client="a")
+    assert receipt.accepted
+    # Of what comes with a retry nothing is looked at.
+    assert server.receive_model(ticket, {}, samples=0, client="a") is receipt
+    assert server.version == 1
+
+
+def test_a_loop_of_plain_torch_learns_through_a_server():
+    """Clients that know nothing but modules: load, train, return the state dict."""
+    server = Server.of(net(), rules.FedAsync(0.5), weights="uniform")
+    inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+    labels = (inputs[:, 0] > 0).long()
+    client = net()
+
+    def loss(state):
+        copy_ = copy.deepcopy(client).eval()
+        copy_.load_state_dict(state)
+        with torch.no_grad():
+            return float(nn.functional.cross_entropy(run(copy_, inputs), labels))
+
+    def run(model, x):
+        return model[3](model[:3](x).bfloat16()).float()
+
+    before = loss(server.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(10):
+            ticket = server.dispatch("a")
+            client.load_state_dict(ticket.state_dict())
+            descent = torch.optim.SGD([p for p in client.parameters() if p.requires_grad], lr=0.1)
+            for part in range(0, 64, 16):
+                descent.zero_grad()
+                nn.functional.cross_entropy(run(client, inputs[part : part + 16]), labels[part : part + 16]).backward()
+                descent.step()
+            assert server.receive_model(ticket, client.state_dict(), samples=64, client="a").accepted
+    assert loss(server.state_dict()) < 0.8 * before
+    assert server.state_dict()["1.num_batches_tracked"] == 40

@@ -1,0 +1,85 @@
+"""Trees: walked in one order, each storage counted once, set apart where memory is shared."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manifoldagg._validation import is_finite
+from manifoldagg.federated import Server
+from manifoldagg.federated.pytrees import copied, disjoint, replaced, size_of, spoils, tensors
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.manifolds import Flat
+from tests.federated.fingerprint import bits
+
+
+def test_trees_are_walked_compared_and_set_apart():
+    x = torch.zeros(8)
+    y = torch.ones(2)
+    tree = {"a": [x[:2], 3], "b": (x[2:], {"c": y, "d": None}), "e": "word"}
+    assert [tensor.shape[0] for tensor in tensors(tree)] == [2, 6, 2]
+    assert size_of([tree, tree]) == 40
+    assert replaced(tree, lambda tensor: tensor) is tree
+    apart = disjoint(tree, {"elsewhere": [x]})
+    assert apart["b"][1] is tree["b"][1]
+    assert not {t.untyped_storage().data_ptr() for t in tensors(apart)} & {x.untyped_storage().data_ptr()}
+    assert bits(apart) == bits(tree)
+    inf = torch.tensor([float("inf")])
+    assert [
+        spoils(x, y) for x, y in (([inf], []), ({"a": inf + 0}, {"a": inf}), ((inf.half().to_sparse(),), None))
+    ] == [True, False, True]
+    assert spoils(torch.tensor([complex(1, float("nan"))]), None)
+    assert not spoils({"n": float("inf"), "i": torch.tensor(3), "e": torch.zeros(0), "f": torch.ones(1)}, None)
+    # Neither has memory that the other could share.
+    assert disjoint([torch.zeros(0), torch.zeros(2).to_sparse()], [torch.zeros(0)])[1].is_sparse
+
+
+class Pool(TorchDispatchMode):
+    """What of torch's work on many entries is shared among its threads: the operators that take or give that many."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [tensor.numel() for tensor in tensors([list(args), kwargs, result])]
+        if not func.is_view and func is not torch.ops.aten.empty_like.default and max(sizes, default=0) >= 2**15:
+            self.shared.append(str(func))
+        return result
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_medium_tensors_are_copied_and_checked_in_the_callers_thread(dtype):
+    x = torch.arange(2.0**16, dtype=dtype)
+    with Pool() as pool:
+        y = copied(x)
+        assert is_finite(x)
+    assert pool.shared == []
+    assert bits(y) == bits(x)
+    assert y.data_ptr() != x.data_ptr()
+    for value in (float("nan"), float("inf"), -float("inf")):
+        y[50_000] = value
+        assert not is_finite(y)
+    # What NumPy does not take goes as it went.
+    for odd in (x.bfloat16(), x.view(256, 256).mT, x[::2]):
+        assert bits(copied(odd)) == bits(odd)
+        assert is_finite(odd)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_client_of_a_medium_model_gets_it_without_waking_threads():
+    server = Server(Flat(2**16), FedAsync(0.5), torch.zeros(2**16))
+    with Pool() as pool:
+        ticket = server.dispatch("a")
+        assert ticket.message.start.eq(0).all()
+        assert server.model.eq(0).all()
+    assert pool.shared == ["aten.eq.Scalar", "aten.all.default"] * 2

@@ -1,0 +1,113 @@
+"""Memory for results: asked for in huge pages where it is large, and where the system has them."""
+
+import mmap
+
+import pytest
+import torch
+
+from manifoldagg.federated.pytrees import copied
+from manifoldagg.kernels import Tensors, combine
+from manifoldagg.kernels.alloc import HUGE, _madvise, empty_like, in_huge_pages
+
+MANY = HUGE // 4 + 1000
+
+
+def middle(tensor):
+    return tensor.data_ptr() + tensor.nbytes // 2
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Whether the system was asked for huge pages, since the test began, in the middle of a tensor."""
+    ranges, advise = [], _madvise()
+
+    def told(start, size, advice):
+        ranges.append((start, start + size))
+        if advise(start, size, advice) != 0:
+            pytest.skip("the system takes no such advice")
+
+    monkeypatch.setattr("manifoldagg.kernels.alloc._madvise", lambda: told)
+    return lambda tensor: any(start <= middle(tensor) < stop for start, stop in ranges)
+
+
+needs_pages = pytest.mark.skipif(_madvise() is None, reason="no such advice on this system")
+
+
+@needs_pages
+@pytest.mark.parametrize(
+    "make",
+    [
+        empty_like,
+        copied,
+        lambda x: combine(None, [x], [1.0]),
+        lambda x: combine(None, [(x[:1000], x[1000:])], [1.0])[1],
+        lambda x: Tensors([x.repeat(2).view(-1, 4)[:, :2]]).fresh()[0],
+    ],
+)
+def test_large_results_are_asked_for_in_huge_pages(asked, make):
+    assert asked(make(torch.zeros(MANY)))
+
+
+@needs_pages
+@pytest.mark.parametrize("make", [empty_like, copied, lambda x: Tensors([x] * 3).fresh()[0]])
+def test_small_results_are_not(asked, make):
+    assert not asked(make(torch.zeros(HUGE // 8 - 1)))
+
+
+@needs_pages
+def test_the_system_knows_of_it():
+    with open("/sys/kernel/mm/transparent_hugepage/enabled") as words:
+        if "[never]" in words.read():
+            pytest.skip("the system has no huge pages")
+    tensor = empty_like(torch.zeros(1 << 24))  # more than glibc keeps and hands out again
+    within = False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            first, *rest = line.split()
+            if first == "VmFlags:" and within:
+                assert "hg" in rest
+                return
+            if not first.endswith(":"):
+                low, high = (int(part, 16) for part in first.split("-"))
+                within = low <= middle(tensor) < high
+    raise AssertionError("no such mapping")
+
+
+@needs_pages
+def test_no_page_is_asked_for_that_is_not_wholly_the_tensors(monkeypatch):
+    calls = []
+    monkeypatch.setattr("manifoldagg.kernels.alloc._madvise", lambda: lambda *words: calls.append(words))
+    memory = torch.empty(MANY + 5000, dtype=torch.uint8).repeat(4)
+    for first in (0, 1, 4095, 4096, 4097):
+        tensor = memory[first : first + HUGE + first]
+        assert in_huge_pages(tensor) is tensor
+        start, size, _ = calls.pop()
+        assert start % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
+        assert 0 <= start - tensor.data_ptr() < mmap.PAGESIZE
+        assert 0 <= tensor.data_ptr() + tensor.nbytes - start - size < mmap.PAGESIZE
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.empty(MANY, device="meta"), lambda: torch.empty(0), lambda: torch.empty(7)]
+)
+def test_what_is_no_large_memory_is_left_alone(make, monkeypatch):
+    def never(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("manifoldagg.kernels.alloc._madvise", lambda: never)
+    tensor = make()
+    assert in_huge_pages(tensor) is tensor
+    assert empty_like(tensor).shape == tensor.shape
+
+
+def test_transforms_and_the_compiler_pass_through():
+    x = torch.zeros(2, MANY)
+    assert torch.func.vmap(lambda row: in_huge_pages(row) + 1)(x).shape == x.shape
+    assert torch.compile(in_huge_pages, backend="eager")(x).shape == x.shape
+
+
+def test_where_there_is_no_such_advice_results_are_the_same(monkeypatch):
+    monkeypatch.setattr("manifoldagg.kernels.alloc._madvise", lambda: None)
+    x = torch.arange(MANY, dtype=torch.float32)
+    assert torch.equal(copied(x), x)

@@ -1,0 +1,145 @@
+"""Workers in processes: the same bits, and nobody and nothing left behind, whoever dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.simulation import Method, Workers, processes, run
+from tests.simulation.executors import runners
+from tests.simulation.executors.runners import METHODS, SCENARIOS, federation
+
+ROOT = Path(__file__).parents[3]
+CASES = [("fedasync", "churn"), ("routed", "queues"), ("orthofl", "plain"), ("remembers, drawn", "plain")]
+SHARED = Path("/dev/shm")
+
+
+def trained(method, scenario, executor=None):
+    seen = []
+    one = run(federation(), METHODS[method], rounds=10, executor=executor, watch=seen.append, **SCENARIOS[scenario])
+    return one, torch.cat([event.payload.points for event in seen])
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Workers(processes(2)) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_processes_give_the_same_bits(pool, case):
+    expected, points = trained(*case)
+    one, others = trained(*case, pool)
+    assert one == expected
+    assert torch.equal(points, others)
+
+
+def test_processes_compute_as_this_one_does(pool):
+    """Whatever torch's default dtype is here."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        method = Method("plain", FedAsync(0.5), runners.Fixed())
+        assert run(federation(), method, rounds=2, executor=pool) == run(federation(), method, rounds=2)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_what_training_raises_in_a_process_is_raised_here(pool):
+    of = federation()
+    sizes = tuple(len(part) for part in of.train)
+    method = Method("fails", FedAsync(0.5), runners.Fails(KeyError("a bug"), sizes))
+    with pytest.raises(KeyError, match="a bug") as raised:
+        run(of, method, rounds=2, executor=pool)
+    assert "in another process" in raised.value.__notes__[0]
+
+
+def test_a_task_whose_process_was_killed_is_done_again(tmp_path):
+    of = federation()
+    size = len(of.train[2])
+    expected = run(of, Method("dies", FedAsync(0.5), runners.LOCAL), rounds=10)
+    dies = runners.Dies(size, str(tmp_path / "died"))
+    assert run(of, Method("dies", FedAsync(0.5), dies), rounds=10, executor=processes(1)) == expected
+    assert (tmp_path / "died").exists()
+
+
+@pytest.mark.soak
+def test_a_task_that_kills_every_process_is_told_by_its_client():
+    of = federation()
+    method = Method("dies", FedAsync(0.5), runners.Dies(len(of.train[2])))
+    with pytest.raises(ArgumentError, match=r"a task of client 2 could not be done: 4 executors .*__main__"):
+        run(of, method, rounds=10, executor=processes(2))
+
+
+SCRIPT = """
+    import signal
+    from manifoldagg.federated.rules import FedAsync
+    from manifoldagg.simulation import Method, processes, run
+    from tests.simulation.executors.runners import Sleeps, federation
+
+    if __name__ == "__main__":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run(federation(), Method("sleeps", FedAsync(0.5), Sleeps({folder!r})), rounds=5, executor=processes(2))
+"""
+
+
+@pytest.fixture
+def asleep(tmp_path):
+    """A script that waits for two processes, and the ids of these."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(folder=str(folder)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            wait_for(lambda: len(list(folder.iterdir())) == 2 or process.poll() is not None)
+            yield process, [int(file.name) for file in folder.iterdir()]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes as Linux shows them")
+def test_an_interrupt_leaves_no_process_and_no_file(asleep):
+    process, pids = asleep
+    assert len(pids) == 2
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert told.count("KeyboardInterrupt") == 1
+    assert not any(map(is_alive, pids))
+    assert not list(SHARED.glob(f"manifoldagg-{process.pid}-*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes as Linux shows them")
+def test_processes_end_with_the_one_that_made_them(asleep):
+    process, pids = asleep
+    assert len(pids) == 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(is_alive, pids)))

@@ -1,0 +1,262 @@
+"""Participation: who is here when, and what is lost with those who fail."""
+
+import collections
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg.errors import ArgumentError, ManifoldAggError
+from manifoldagg.simulation import PriorityScheduler
+from manifoldagg.simulation.availability import Change, Participation, churn
+from manifoldagg.simulation.delays import Deterministic, Exponential
+from manifoldagg.simulation.jackson import JacksonNetwork
+from manifoldagg.simulation.schedulers import Completion, IndependentClients
+from tests.support import seeds
+
+
+def constant(seconds=2.0):
+    return IndependentClients(Deterministic(seconds), np.random.default_rng(0))
+
+
+def crowd(*changes, scheduler=None, present=()):
+    return Participation(scheduler or constant(), [Change(*change) for change in changes], present=present)
+
+
+def test_a_client_that_leaves_finishes_its_task_and_takes_no_more():
+    clients = crowd((1.0, "a", "leave"), (9.0, "a", "return"))
+    clients.dispatch("a", 1.0)
+    assert clients.next() == Change(1.0, "a", "leave", lost=0)
+    with pytest.raises(ArgumentError, match="client: 'a' does not take part at 1 s"):
+        clients.dispatch("a", 1.0)
+    assert clients.next().time == 2.0
+    assert clients.next() == Change(9.0, "a", "return")
+    clients.dispatch("a", 1.0)
+    assert clients.next().time == 11.0
+
+
+def test_a_client_that_returns_at_its_last_task_is_not_idle():
+    clients = crowd((0.5, "a", "leave"), (1.0, "a", "return"), present=["b"])
+    assert clients.idle("b")
+    assert not clients.idle("c")
+    clients.dispatch("a", 1.0)
+    assert [(clients.next().time, clients.idle("a")) for _ in range(3)] == [(0.5, False), (1.0, False), (2.0, True)]
+
+
+def test_what_a_failed_client_did_is_lost():
+    clients = crowd((1.0, "a", "fail"), (1.5, "a", "return"))
+    clients.dispatch("a", 1.0)
+    assert clients.next() == Change(1.0, "a", "fail", lost=1)
+    assert clients.next().kind == "return"
+    clients.dispatch("a", 1.0)
+    done = clients.next()
+    assert (done.time, done.dispatched, done.relative_delay) == (3.5, 1.5, 0)
+    with pytest.raises(ManifoldAggError, match="no task"):
+        clients.next()
+
+
+def test_a_client_joins_when_it_is_declared_and_not_before():
+    clients = crowd((4.0, "b", "join"), present=["a"])
+    assert clients.present == {"a"}
+    with pytest.raises(ArgumentError, match="client: 'b' does not take part"):
+        clients.dispatch("b", 1.0)
+    assert clients.next() == Change(4.0, "b", "join")
+    assert clients.present == {"a", "b"}
+    assert clients.now == 4.0
+
+
+def test_changes_come_before_completions_at_the_same_time_and_in_order_of_declaration():
+    clients = crowd((2.0, "b", "leave"), (2.0, "a", "fail"), (1.0, "c", "leave"))
+    clients.dispatch("a", 1.0)
+    clients.dispatch("b", 1.0)
+    seen = [clients.next() for _ in range(4)]
+    assert [event.client for event in seen] == ["c", "b", "a", "b"]
+    assert seen[2].lost == 1
+    assert isinstance(seen[3], Completion)
+
+
+def test_a_worker_is_free_when_the_client_on_it_fails():
+    """Manifold's scheduler: one worker, and the client that it trains fails after 1 s."""
+    scheduler = PriorityScheduler(2, np.random.default_rng(0), workers=1, speed=1.0)
+    clients = crowd((1.0, "a", "fail"), scheduler=scheduler, present=["b"])
+    clients.dispatch("a", 5.0)
+    assert not isinstance(clients.next(), Completion)
+    clients.dispatch("b", 5.0)
+    done = clients.next()
+    assert (done.client, done.started, done.time) == ("b", 1.0, 6.0)
+
+
+def test_a_whole_queue_is_lost_and_the_tasks_can_be_routed_again():
+    network = JacksonNetwork([0.5, 0.5], [1.0, 1e-9], np.random.default_rng(0), tasks=3)
+    clients = crowd((0.0, 1, "fail"), scheduler=network, present=[0])
+    for _ in range(3):
+        clients.dispatch(1, 1.0)
+    assert clients.next().lost == 3
+    assert network.lengths == (0, 0)
+    for _ in range(3):
+        clients.dispatch(0, 1.0)
+    assert [clients.next().client for _ in range(3)] == [0, 0, 0]
+
+
+def drive(clients, steps):
+    """Dispatch whoever answers, joins or returns; what happened."""
+    seen = []
+    for _ in range(steps):
+        event = clients.next()
+        seen.append(event)
+        back = isinstance(event, Change) and event.kind in ("join", "return")
+        if back or (isinstance(event, Completion) and event.client in clients.present):
+            clients.dispatch(event.client, 1.0)
+    return seen
+
+
+def unsteady(seed, scheduler):
+    changes = churn(range(4), Exponential(5.0), Exponential(2.0), 30.0, np.random.default_rng([seed, 1]))
+    changes += [Change(3.0, "late", "join"), Change(8.0, "late", "leave")]
+    return Participation(scheduler, changes, present=range(4))
+
+
+SCHEDULERS = [
+    lambda seed: IndependentClients(Exponential(1.0), np.random.default_rng(seed)),
+    lambda seed: PriorityScheduler(4, np.random.default_rng(seed), speed=1.0),
+]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@given(seeds)
+def test_every_task_finishes_is_lost_or_is_in_flight_and_only_those_here_get_one(scheduler, seed):
+    inner = scheduler(seed)
+    clients = unsteady(seed, inner)
+    for client in range(4):
+        clients.dispatch(client, 1.0)
+    seen = drive(clients, 60)
+    assert [event.time for event in seen] == sorted(event.time for event in seen)
+    finished = sum(isinstance(event, Completion) for event in seen)
+    lost = sum(event.lost for event in seen if isinstance(event, Change))
+    back = sum(isinstance(event, Change) and event.kind in ("join", "return") for event in seen)
+    here, refused = set(range(4)), 0
+    for event in seen:
+        if isinstance(event, Completion):
+            refused += event.client not in here
+            # Of those away, only one that left may answer; a failed one never does.
+            assert event.client in here or event.client == "late"
+        elif event.kind in ("join", "return"):
+            here.add(event.client)
+        else:
+            here.discard(event.client)
+    assert here == clients.present
+    assert 4 + finished - refused + back == finished + lost + inner.in_flight
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@given(seeds, st.integers(0, 30))
+def test_a_state_goes_through_json_and_on_as_if_nothing_had_happened(scheduler, seed, before):
+    clients, other = unsteady(seed, scheduler(seed)), unsteady(seed, scheduler(seed + 1))
+    for client in range(4):
+        clients.dispatch(client, 1.0)
+    drive(clients, before)
+    state = json.loads(json.dumps(clients.state()))
+    assert state == clients.state()
+    other.restore(state)
+    assert other.present == clients.present
+    assert drive(other, 20) == drive(clients, 20)
+
+
+def test_a_saved_participation_goes_on_in_another_one(tmp_path):
+    clients, other = (unsteady(3, SCHEDULERS[0](seed)) for seed in (3, 4))
+    clients.dispatch(0, 1.0)
+    drive(clients, 12)
+    clients.save(tmp_path / "clients")
+    other.resume(tmp_path / "clients")
+    assert other.present == clients.present
+    assert drive(other, 20) == drive(clients, 20)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda state: state.clear(),
+        lambda state: state.update(done=99),
+        lambda state: state.update(done=None),
+        lambda state: state["settings"]["changes"].pop(),
+        lambda state: state["scheduler"].clear(),
+        lambda state: state.update(done=1),
+        lambda state: state["scheduler"]["clock"].update(now=1.5),
+        lambda state: state["scheduler"]["clock"].update(now=math.nan),
+        lambda state: state.update(scheduler=None),
+    ],
+)
+def test_a_bad_state_is_refused_and_changes_nothing(spoil):
+    clients = crowd((1.0, "a", "fail"), (2.0, "a", "return"))
+    state = json.loads(json.dumps(clients.state()))
+    spoil(state)
+    clients.next()
+    before = clients.state()
+    with pytest.raises(ArgumentError, match="state: expected"):
+        clients.restore(state)
+    assert clients.state() == before
+
+
+@given(seeds)
+def test_churn_turns_failures_and_returns(seed):
+    changes = churn(["a", "b"], Exponential(2.0), Exponential(1.0), 30.0, np.random.default_rng(seed))
+    by_client = collections.defaultdict(list)
+    for change in changes:
+        by_client[change.client].append(change)
+    for mine in by_client.values():
+        assert [change.kind for change in mine] == [("fail", "return")[i % 2] for i in range(len(mine))]
+        assert [change.time for change in mine] == sorted(change.time for change in mine)
+        assert mine[-1].time <= 30.0
+    Participation(constant(), changes)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_churn_is_here_for_its_part_of_the_time():
+    """A renewal process: the share of time here tends to up / (up + down)."""
+    count, until = 200, 40.0
+    changes = churn(range(count), Exponential(3.0), Exponential(1.0), until, np.random.default_rng(0))
+    # At time 40 the chance to be here is 3/4 + exp(−40·(1/3 + 1))/4: stationary to 1e-23.
+    here = set(range(count))
+    for change in changes:
+        (here.add if change.kind == "return" else here.discard)(change.client)
+    # Six standard deviations of a binomial count.
+    assert abs(len(here) - count * 0.75) <= 6 * math.sqrt(count * 3 / 16)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Change(-1.0, "a", "join"), "time: expected"),
+        (lambda: Change(1.0, "a", "vanish"), "kind: expected one of join, leave, fail, return; got 'vanish'"),
+        (lambda: Change(1.0, 2.5, "join"), "client: expected an int or a str"),
+        (lambda: Participation(constant(), [(1.0, "a", "fail")]), r"changes\[0\]: expected a Change, got \(1.0"),
+        (lambda: crowd((1.0, "a", "return")), "cannot happen to a client that is here"),
+        (lambda: crowd((1.0, "a", "fail"), (2.0, "a", "leave")), "cannot happen to a client that is away"),
+        (lambda: crowd((1.0, "a", "join"), present=["a"]), "cannot happen to a client that is here"),
+        (lambda: crowd((1.0, "a", "fail"), (2.0, "a", "join")), "cannot happen to a client that is away"),
+        (
+            lambda: churn(["a"], Deterministic(0.0), Deterministic(0.0), 1.0, np.random.default_rng(0)),
+            "up, down: expected",
+        ),
+        (
+            lambda: churn(["a"], Deterministic(1.0), Deterministic(0.0), math.inf, np.random.default_rng(0)),
+            "until: expected",
+        ),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
+
+
+def test_changes_before_now_are_refused():
+    scheduler = constant()
+    scheduler.dispatch("a", 1.0)
+    scheduler.next()
+    with pytest.raises(ArgumentError, match="changes: expected times >= 2"):
+        crowd((1.0, "a", "fail"), scheduler=scheduler)

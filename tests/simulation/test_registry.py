@@ -1,0 +1,189 @@
+"""Schedulers, delays, who takes part and partitions by name: each is what its constructor makes of the same options."""
+
+import numpy as np
+import pytest
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation import (
+    Change,
+    Deterministic,
+    Empirical,
+    Exponential,
+    IndependentClients,
+    JacksonNetwork,
+    PriorityScheduler,
+    Record,
+    Replay,
+    Uniform,
+    assign,
+    churn,
+    cyclic_partition,
+    dirichlet_partition,
+    registry,
+    write_trace,
+)
+from manifoldagg.simulation import delays as distributions
+from manifoldagg.simulation import partitions as partitions_module
+from manifoldagg.simulation.availability import read_changes
+from manifoldagg.simulation.schedulers import Scheduler
+
+CLIENTS = [0, 1, 3]
+LABELS = np.tile(np.arange(6), 9)
+MEASURED = "client,computation_s,round_s\npi,1.0,2.0\npi,3.0,4.0\nphone,0.5,0.75\n"
+
+
+def generator():
+    return np.random.default_rng(7)
+
+
+def course(scheduler, rounds=40):
+    """Who finishes when, everybody asked again at once."""
+    for client in CLIENTS:
+        scheduler.dispatch(client, 4.0)
+    seen = []
+    for _ in range(rounds):
+        done = scheduler.next()
+        seen.append((done.client, done.time))
+        scheduler.dispatch(done.client, 4.0)
+    return seen
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "delays.csv").write_text(MEASURED)
+    (tmp_path / "rates.csv").write_text("rate\n1.0\n2.0\n4.0\n0.5\n")
+    (tmp_path / "named.csv").write_text("client,rate\n3,0.5\n1,2.0\n0,1.0\n")
+    (tmp_path / "changes.csv").write_text("time,client,kind\n5.0,3,fail\n9.5,3,return\n1,late,join\n")
+    write_trace(tmp_path / "trace.csv", [Record(c, 1.0, 0.0, 0.0, t, 0) for c, t in ((3, 1.5), (0, 2.0), (1, 4.0))])
+
+
+def test_a_scheduler_is_made_for_the_clients(files):
+    third = [1 / 4] * 4
+    for text, direct in (
+        ("priority", PriorityScheduler(3, generator())),
+        ("priority:workers=1,k=0.5", PriorityScheduler(3, generator(), workers=1, k=0.5)),
+        ("priority:speed=2", PriorityScheduler(3, generator(), speed=2)),
+        ("independent", IndependentClients(Deterministic(1.0), generator())),
+        ("independent:delays=exponential,delays.mean=3", IndependentClients(Exponential(3.0), generator())),
+        ("jackson:rates=2", JacksonNetwork(third, [2.0] * 4, generator(), tasks=9)),
+        ("jackson:rates=rates.csv,tasks=3", JacksonNetwork(third, [1.0, 2.0, 4.0, 0.5], generator(), tasks=3)),
+        ("jackson:rates=named.csv", JacksonNetwork(third, [1.0, 2.0, 1.0, 0.5], generator(), tasks=9)),
+    ):
+        make = registry.scheduler(text)
+        assert course(make(CLIENTS, generator())) == course(direct), text
+        # Made anew each time, for each run its own.
+        assert course(make(CLIENTS, generator())) == course(make(CLIENTS, generator()))
+
+
+def test_a_trace_is_replayed_by_name(files):
+    replay = registry.scheduler("replay:trace.csv")(CLIENTS, generator())
+    assert isinstance(replay, Replay)
+    for client in CLIENTS:
+        replay.dispatch(client, 1.0)
+    assert [replay.next().client for _ in CLIENTS] == [3, 0, 1]
+
+
+def test_measured_delays_are_given_to_clients(files):
+    profiles = Empirical.from_csv("delays.csv", work=2.0, size=0.5)
+    assert registry.delays("csv:delays.csv,work=2,size=0.5")(CLIENTS, generator()) == assign(
+        profiles, CLIENTS, generator()
+    )
+    among = registry.scheduler("independent:delays=csv,delays.path=delays.csv")(CLIENTS, generator())
+    assert isinstance(among, IndependentClients)
+
+
+def test_every_distribution_has_a_name():
+    options = {"deterministic": "seconds=2", "gaussian": "location=2,scale=1", "lognormal": "mean=2,deviation=1", "uniform": "low=1,high=3"}  # fmt: skip
+    kinds = {name.lower() for name in distributions.__all__} - {"delay", "store"}
+    assert set(registry.DELAYS) == kinds
+    for name in kinds:
+        delay = registry.delays(f"{name}:{options.get(name, 'mean=2')}")
+        assert type(delay).__name__.lower() == name
+        assert delay.expected() == pytest.approx(2.0, rel=0.1)
+    assert registry.delays("uniform:low=1,high=3") == Uniform(1.0, 3.0)
+
+
+def test_who_takes_part(files):
+    for text, up, down in (
+        ("churn:up=20,down=4,until=90", Exponential(20.0), Exponential(4.0)),
+        ("churn:up=uniform,up.low=1,up.high=3,down=4,until=90", Uniform(1.0, 3.0), Exponential(4.0)),
+    ):
+        assert registry.participation(text)(CLIENTS, generator()) == churn(CLIENTS, up, down, 90.0, generator())
+    changes = [Change(5.0, 3, "fail"), Change(9.5, 3, "return"), Change(1.0, "late", "join")]
+    assert registry.participation("file:changes.csv") == changes
+
+
+def test_partitions_have_the_names_of_their_functions():
+    for text, direct in (
+        ("dirichlet:concentration=0.5", dirichlet_partition(LABELS, 5, 0.5, generator())),
+        ("dirichlet:concentration=inf,remainder=drop", dirichlet_partition(LABELS, 5, np.inf, generator(), remainder="drop")),
+        ("cyclic:each=2", cyclic_partition(LABELS, 5, 2, generator())),
+    ):  # fmt: skip
+        parts = registry.partition(text)(LABELS, 5, generator=generator())
+        assert all(np.array_equal(a, b) for a, b in zip(parts, direct, strict=True)), text
+    options = {"dirichlet": "concentration=1", "shards": "shards=2", "cyclic": "each=1"}
+    names = [name.removesuffix("_partition") for name in partitions_module.__all__ if name.endswith("_partition")]
+    assert {"iid", "shards", "cyclic", "disjoint", "dirichlet"} <= set(names)
+    for name in names:
+        told = {"owners": LABELS} if name == "natural" else {}
+        split = registry.partition(f"{name}:{options.get(name, '')}")
+        assert len(split(LABELS, 5, generator=generator(), **told)) == 5
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: registry.scheduler("prioritty"), "scheduler: no scheduler 'prioritty'; did you mean priority\\?"),
+        (lambda: registry.scheduler("priority:worker=1"), "scheduler: priority: no option 'worker'; did you mean workers\\?"),
+        (lambda: registry.scheduler("priority:workers=0"), "scheduler: priority: workers: expected an integer >= 1, got 0"),
+        (lambda: registry.scheduler("priority:clients=3"), "scheduler: priority: no option 'clients'; .*"),
+        (lambda: registry.scheduler("priority,replay"), "scheduler: expected one name .*"),
+        (lambda: registry.scheduler("jackson"), "scheduler: jackson: expected rates=..."),
+        (lambda: registry.scheduler("jackson:rates=-1"), "scheduler: jackson: rates\\[0\\]: .*"),
+        (lambda: registry.scheduler("jackson:rates=no.csv"), "scheduler: jackson: rates: no.csv cannot be read: .*"),
+        (lambda: registry.scheduler("replay:no.csv"), "scheduler: replay: path: no.csv cannot be read: .*"),
+        (lambda: registry.scheduler("independent:delays=exponentail"), "scheduler: independent: no delays 'exponentail'; did you mean exponential\\?"),
+        (lambda: registry.delays("expo:mean=3"), "delays: no delays 'expo'; .*"),
+        (lambda: registry.delays("exponential:mean=-3"), "delays: exponential: mean: expected a finite number > 0, got -3"),
+        (lambda: registry.delays("csv:no.csv"), "delays: csv: path: no.csv cannot be read: .*"),
+        (lambda: registry.participation("churn:up=1"), "participation: churn: expected down=..., until=..."),
+        (lambda: registry.participation("churn:up=1,down=-1,until=9"), "participation: churn: mean: expected a finite number > 0, got -1"),
+        (lambda: registry.participation("churn:up=1,down=1,until=soon"), "participation: churn: until: .*"),
+        (lambda: registry.participation("file:no.csv"), "participation: file: path: no.csv cannot be read: .*"),
+        (lambda: registry.partition("dirichlett"), "partition: no partition 'dirichlett'; did you mean dirichlet\\?"),
+        (lambda: registry.partition("dirichlet"), "partition: dirichlet: expected concentration=..."),
+        (lambda: registry.partition("cyclic:eech=3"), "partition: cyclic: no option 'eech'; did you mean each\\?"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_line(call, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=f"^{words}$") as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("when,client,kind\n", "expected the columns time, client, kind"),
+        ("time,client,kind\n1,2\n", "line 2: "),
+        ("time,client,kind\n1,2,fail\nsoon,2,return\n", "line 3: "),
+        ("time,client,kind\n1,2,die\n", "line 2: kind: expected one of join, leave, fail, return"),
+    ],
+)
+def test_a_file_of_changes_that_does_not_fit_is_refused_by_line(text, words, tmp_path):
+    path = tmp_path / "changes.csv"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=words):
+        read_changes(path)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_rates_are_there_for_everybody(files):
+    make = registry.scheduler("jackson:rates=named.csv")
+    assert isinstance(make([0, 1], generator()), Scheduler)
+    with pytest.raises(ArgumentError, match="rates: named.csv has none for client 2"):
+        make([0, 1, 2], generator())

@@ -1,0 +1,114 @@
+"""Names with options: what is written comes back, and what is wrong is one line with the nearest right word."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldagg._validation import check_choice
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
+from manifoldagg.simulation.spec_parser import Named, arguments, build, kind, named, pick, split, value
+
+words = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=8)
+texts = st.text("abcdefghijklmnopqrstuvwxyz0123456789_./:=+-", min_size=1, max_size=8)
+names = st.builds(Named, words, st.dictionaries(words, texts, max_size=3))
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Something with options of every sort."""
+
+    size: int
+    rate: float = 0.5
+    mode: str = "plain"
+    path: Path | str = "here"
+    span: tuple[int, int] = (1, 2)
+    weight: Polynomial | Hinge = field(default_factory=Polynomial)
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, ("plain", "none", "3"))
+
+
+KINDS = {"weight": {"hinge": kind(Hinge), "constant": kind(Constant), "gentle": kind(Polynomial, a=0.1)}}
+
+
+@given(st.lists(names, min_size=1, max_size=4))
+def test_a_list_is_split_where_it_was_joined(given_):
+    assert split("words", ",".join(map(str, given_))) == given_
+    assert split("words", " , ".join(map(str, given_))) == given_
+
+
+@given(st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.none()))
+def test_values_come_back(given_):
+    read = value(str(given_))
+    assert read == given_
+    assert type(read) is type(given_)
+
+
+@given(st.lists(st.one_of(st.integers(0), st.floats(0, 1e9)), min_size=2, max_size=4))
+def test_numbers_in_a_row_come_back(given_):
+    assert value("+".join(map(str, given_))) == tuple(given_)
+
+
+@given(texts)
+def test_an_annotation_of_text_leaves_it_as_it_is(text):
+    assert arguments("tool", Tool, {"size": "1", "path": text})["path"] == text
+    assert type(value(text)) in (int, float, tuple, str, bool, type(None))
+
+
+def test_a_value_is_built_of_what_is_written():
+    options = {"size": "3", "rate": "1e-3", "mode": "none", "path": "3", "span": "4+2"}
+    assert build("tool", Tool, options) == Tool(3, 1e-3, "none", "3", (4, 2))
+    assert build("tool", Tool, {"": "3"}) == Tool(3)
+    assert build("tool", Tool, {"rate": "inf"}, defaults={"size": 7}) == Tool(7, math.inf)
+    assert arguments("tool", Tool, {"rate": "2"}, taken=("size",)) == {"rate": 2}
+
+
+def test_a_value_can_have_options_of_its_own():
+    for options, weight in (
+        ({"weight.a": "2"}, Polynomial(2)),
+        ({"weight": "hinge"}, Hinge()),
+        ({"weight.b": "7", "weight": "hinge"}, Hinge(b=7)),
+        ({"weight": "constant"}, Constant()),
+        ({"weight": "gentle"}, Polynomial(0.1)),
+        ({"weight": "gentle", "weight.a": "3"}, Polynomial(3)),
+    ):
+        assert build("tool", Tool, {"size": "1", **options}, kinds=KINDS).weight == weight
+
+
+def test_foreign_callables_have_options_too():
+    found = arguments("sgd", torch.optim.SGD, {"momentum": "0.9"}, taken=("params", "lr"))
+    assert found == {"momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: split("methods", " , "), "methods: expected a name, got ' , '"),
+        (lambda: split("methods", "rate=3"), "methods: expected a name before its options, got 'rate=3'"),
+        (lambda: split("methods", ":rate=3"), "methods: expected a name before the colon, got ':rate=3'"),
+        (lambda: split("methods", "a:b=1,b=2"), "methods: a: b is given twice"),
+        (lambda: named("delays", "uniform,low=1,exponential"), "delays: expected one name .* a second one: exponential"),
+        (lambda: pick("methods", "method", "FedAsink", ("fedasync", "fedgs")), "methods: no method 'FedAsink'; did you mean fedasync\\?"),
+        (lambda: pick("methods", "method", "xyz", ("fedasync", "fedgs")), "methods: no method 'xyz'; there are fedasync, fedgs"),
+        (lambda: build("tool", Tool, {"sise": "1"}), "tool: no option 'sise'; did you mean size\\?"),
+        (lambda: build("tool", Tool, {}), "tool: expected size=\\.\\.\\."),
+        (lambda: build("tool", Tool, {"": "1", "size": "2"}), "tool: size is given twice"),
+        (lambda: build("tool", Tool, {"size": "1", "mode": "plane"}), "tool: mode: expected one of plain, none, 3; got 'plane': did you mean plain\\?"),
+        (lambda: build("tool", Tool, {"size": "1", "size.a": "1"}), "tool: size: 1 has no options of its own"),
+        (lambda: build("tool", Tool, {"size": "1", "rate.a": "1"}), "tool: rate: expected its name"),
+        (lambda: build("tool", Tool, {"size": "1", "weight": "hing"}, kinds=KINDS), "tool: no weight 'hing'; did you mean hinge\\?"),
+        (lambda: build("tool", Tool, {"size": "1", "weight": "hinge", "weight.c": "1"}, kinds=KINDS), "tool: weight: no option 'c'; there are a, b"),
+        (lambda: build("tool", Tool, {"size": "1", "weight.a": "-1"}), "tool: weight: a: expected a finite number >= 0, got -1"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("as_shipped")
+def test_what_is_wrong_is_said_in_one_line(call, words):
+    with pytest.raises(ArgumentError, match=f"^{words}$") as caught:
+        call()
+    assert "\n" not in str(caught.value)
