@@ -16,7 +16,7 @@ FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 ]
-SHOWN = ["", "guide/step/", "guide/corrections/", "guide/rules/", "reference/curves/"]
+SHOWN = ["", "guide/server_update/", "guide/corrections/", "guide/rules/", "reference/curves/"]
 WRONG = "<!doctype html><title>w</title><math><msub><mrow><mo>(</mo><mi>C</mi></mrow><mo>)</mo></msub></math>"
 WRONG += '<script src="http://elsewhere.invalid/a.js"></script><script>undefined.name</script><img src="none.png">'
 
@@ -183,7 +183,7 @@ def test_every_page_is_shown_without_fault(server, site, tmp_path):
 
 
 def test_formulas_have_the_font_of_the_site(seen):
-    step = seen["guide/step/"]
+    step = seen["guide/server_update/"]
     assert step["math"] > 30
     assert len(step["scripts"]) > 20
     assert len(step["fences"]) > 10
@@ -211,10 +211,10 @@ def test_screenshots_are_not_blank(server, tmp_path):
 @pytest.mark.parametrize(
     ("word", "page"),
     [
-        ("aggregate", "guide/front_door/"),
+        ("aggregate", "guide/training_loop/"),
         ("flower", "guide/flower/"),
-        ("checkpoint", "guide/reliability/"),
-        ("rate", "guide/rates/"),
+        ("checkpoint", "guide/fault_tolerance/"),
+        ("rate", "guide/choosing_a_rule/"),
         ("geoopt", "guide/geoopt/"),
         ("install", "guide/install/"),
     ],

@@ -44,7 +44,7 @@ SHOWN = (
     *("AsyncBezier(trainer=trajectory, pull_back=none, threshold=auto)", "FedOrtho(trainer=scheduled, steps=0.5)"),
     *("GeneralizedAsyncSGD", "ASGD(trainer=local, steps=1)"),
 )
-"""Of which docs/evidence.md has numbers."""
+"""Of which docs/benchmark_results.md has numbers."""
 PICTURED = {name: f"{name}/accuracy-gradients.png" for name in (*TASKS, "digits-long")} | {"underway": "underway.png"}
 UNDERWAY = {2: "digits-two", 5: "digits-five", 10: "digits-ten", 20: "digits-twenty", 30: "digits"}
 COUNTED = (FORWARD, "ASGD", "FedAsync", "OrthoFL", "FedBuff")
