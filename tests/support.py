@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import iter_modules, walk_packages
 from types import ModuleType
 from typing import Any
 
@@ -45,8 +45,9 @@ def numbers(gram) -> Tensor:
 
 def exported(package: ModuleType) -> dict[str, Any]:
     """What the public modules of a package have in `__all__`: a new file is found without being listed anywhere."""
-    names = [info.name for info in iter_modules(package.__path__) if not info.name.startswith("_")]
-    modules = [import_module(f"{package.__name__}.{name}") for name in names]
+    prefix = f"{package.__name__}."
+    names = [info.name for info in walk_packages(package.__path__, prefix) if "._" not in info.name]
+    modules = [import_module(name) for name in names]
     return {name: getattr(module, name) for module in modules for name in getattr(module, "__all__", ())}
 
 

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE.parent / "results" / "papers")
     given = parser.parse_args()
     command: Any = typer.main.get_command(app)
-    command, out = command.commands["compare"], given.out.resolve()
+    command, out = command.get_command(None, "compare"), given.out.resolve()
     only = [given.only] if given.only else []
     lines = command_lines(given.config, options_by_name(command.params, ("config", "only", "name")), only)
     folder = out / "validation"

@@ -14,6 +14,8 @@ from manifoldagg.simulation.run import Method
 from manifoldagg.simulation.run_metadata import files
 from manifoldagg.simulation.stable_repr import describe
 
+__all__ = ["Kept", "known_by", "place"]
+
 
 def known_by(
     method: Method, federations: Sequence[Federation], options: Mapping[str, object], words: Mapping[str, object]

@@ -42,7 +42,7 @@ __all__ = [
     "by_rows",
     "check_averaging",
     "check_named",
-    "check_rule",
+    "check_rule_protocol",
     "check_trainer",
     "extras",
 ]
@@ -337,14 +337,12 @@ def _bytes_of(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def check_rule(rule: Rule) -> Rule:
+def check_rule_protocol(rule: Rule) -> Rule:
     """A rule: an instance that has `cohort`, `init`, `message` and `step`.
 
     Raises:
         ArgumentError: if something is missing, `step` takes no `out`, or a class or a name was given for an instance.
     """
-    if isinstance(rule, str):
-        raise ArgumentError(f"rule: expected an instance, such as manifoldagg.rules.FedAsync(), got {rule!r}")
     if isinstance(rule, type):
         raise ArgumentError(f"rule: expected an instance, got the class {rule.__name__}; write {rule.__name__}()")
     # By name: a look at the protocol takes longer than a step of a small model.

@@ -17,7 +17,8 @@ from manifoldagg.corrections.frame import LATER, Motion, Sum, room
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Update
 from manifoldagg.federated.pytrees import spoils
-from manifoldagg.federated.types import check_rule, extras
+from manifoldagg.federated.server.validation import check_rule
+from manifoldagg.federated.types import extras
 from manifoldagg.kernels import Tensors, across_ranks
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.backends import selection

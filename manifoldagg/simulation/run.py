@@ -13,7 +13,8 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Every, Rule, Server, Trainer
 from manifoldagg.federated.server.durability.fingerprint import describe as described
 from manifoldagg.federated.server.durability.persistent_map import Ordered
-from manifoldagg.federated.types import check_rule, check_trainer
+from manifoldagg.federated.server.validation import check_rule
+from manifoldagg.federated.types import check_trainer
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.availability import Participations
 from manifoldagg.simulation.checkpointing import Keeper

@@ -16,7 +16,7 @@ from manifoldagg.experiments.config_file import command_lines, options_by_name
 from manifoldagg.experiments.registry import RULES, methods
 
 ROOT = Path(__file__).parent.parent.parent
-COMMAND = typer.main.get_command(app).commands["compare"]
+COMMAND = typer.main.get_command(app).get_command(None, "compare")
 OPTIONS = options_by_name(COMMAND.params, ("config", "only", "name"))
 VALUES = {
     "integer": st.integers(-9, 9),

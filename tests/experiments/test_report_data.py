@@ -14,7 +14,7 @@ from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
 
-from manifoldagg.app import app
+from manifoldagg.cli.app import app
 from manifoldagg.cli.compare import comparison_table
 from manifoldagg.cli.report import joined_tables
 from manifoldagg.errors import ArgumentError

@@ -27,7 +27,7 @@ from manifoldagg.federated.types import (
     Target,
     Update,
     by_rows,
-    check_rule,
+    check_rule_protocol,
 )
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
@@ -77,7 +77,7 @@ class Momentum(RuleAround):
 
     def __post_init__(self) -> None:
         check_options(self)
-        check_rule(self.rule)
+        check_rule_protocol(self.rule)
         check_decay("beta", self.beta)
         if self.nesterov and not self.rows:
             raise ArgumentError(f"nesterov: expected a rule that works on rows, got {type(self.rule).__name__}")

@@ -15,8 +15,9 @@ from manifoldagg.federated.buffers import Packed, Patterns, Waiting, check_patte
 from manifoldagg.federated.model_state import Snapshot
 from manifoldagg.federated.pytrees import covers, widened
 from manifoldagg.federated.server.input_warnings import warn_of_difference, warn_of_factors, warn_of_integers
+from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.step import Terms, step
-from manifoldagg.federated.types import Memory, Rule, State, Update, by_rows, check_rule, extras
+from manifoldagg.federated.types import Memory, Rule, State, Update, by_rows, extras
 from manifoldagg.federated.weights import check_client
 from manifoldagg.kernels.alloc import empty_like, stacked
 from manifoldagg.kernels.operands import check_apart

@@ -40,7 +40,7 @@ from manifoldagg.federated.server.lock import Lock
 from manifoldagg.federated.server.state import ANYONE, Books, Limits, Open, Row, Taken, row
 from manifoldagg.federated.server.state_dicts import payload_of, resting
 from manifoldagg.federated.server.update_lock import Answering, Turn
-from manifoldagg.federated.server.validation import Form, admit, blame, check_start
+from manifoldagg.federated.server.validation import Form, admit, blame, check_rule, check_start
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.types import (
     Averaging,
@@ -51,7 +51,6 @@ from manifoldagg.federated.types import (
     by_rows,
     check_averaging,
     check_named,
-    check_rule,
     extras,
 )
 from manifoldagg.federated.weights import Weights

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_finite, check_shape, in_a_line, shown
+from manifoldagg._validation import check_choice, check_finite, check_shape, in_a_line, nearest, shown
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.limits import Checks
-from manifoldagg.federated.types import Payload
+from manifoldagg.federated.types import Payload, Rule, check_rule_protocol
 from manifoldagg.kernels.operands import is_transformed
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
@@ -29,6 +29,7 @@ __all__ = [
     "blame",
     "by_name",
     "check_names",
+    "check_rule",
     "check_samples",
     "check_start",
     "stored",
@@ -45,6 +46,22 @@ FIELDS = attrgetter("points", "samples", "tensors", "numbers", "buffers", "base"
 WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 
 T = TypeVar("T")
+
+
+def check_rule(rule: Rule) -> Rule:
+    """Return `rule` if it is an instance of a rule.
+
+    Raises:
+        ArgumentError: if it is a name, naming the class that was probably meant, or if it does not have the methods of
+            a [`Rule`][manifoldagg.federated.Rule].
+    """
+    if isinstance(rule, str):
+        from manifoldagg.federated import rules  # a few dozen modules, which only this message needs
+
+        near = nearest(rule, rules.__all__)
+        hint = "" if near is None else f": did you mean rules.{near}(...)?"
+        raise ArgumentError(f"rule: expected an instance of one of manifoldagg.federated.rules, got {rule!r}{hint}")
+    return check_rule_protocol(rule)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from manifoldagg._validation import check_choice, check_count, check_number, sho
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Every, Rule, Server
 from manifoldagg.federated.server.client_sampling import Asking, asking, declared
-from manifoldagg.federated.types import check_rule, extras
+from manifoldagg.federated.server.validation import check_rule
+from manifoldagg.federated.types import extras
 from manifoldagg.integrations.flower.codec import Mail
 from manifoldagg.integrations.flower.dispatcher import Campaign, Exam
 from manifoldagg.integrations.flower.metrics import bare, samples_of, weighted_mean

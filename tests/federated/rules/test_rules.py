@@ -145,7 +145,7 @@ class Counting:
 
     def __init__(self, monkeypatch):
         self.calls = {"gram": 0, "combine": 0}
-        for module in ("manifolds.ambient", "federated.rules._reading"):
+        for module in ("manifolds.ambient", "federated.rules._geometry"):
             for name in self.calls:
                 original = getattr(importlib.import_module(f"manifoldagg.{module}"), name, None)
                 if original is not None:

@@ -285,7 +285,7 @@ def test_the_fold_is_rounded_once():
         (lambda x: combine(x[:4], [x[4:8]], [1.0], out=x[2:6]), "out: expected base or a row itself"),
         (lambda x: combine(None, [x[:4]], [1.0], out=x[0:8:2]), "out: expected base or a row itself"),
         (lambda x: combine(None, [x], [1.0], out=torch.zeros(1).expand(9)), "out: expected entries with memory"),
-        (lambda x: set_backend("numpy"), "backend: expected one of auto, reference, compiled, triton"),
+        (lambda x: set_backend("numpy"), "backend: expected one of auto, reference, cpu, triton"),
         (lambda x: combine(None, [x], [float("nan"), 1.0]), "coefficients: expected shape"),
     ],
 )

@@ -408,7 +408,7 @@ def test_updates_do_not_wait_for_a_file_and_no_two_are_written_at_once(tmp_path,
         writing.clear()
         write(path, kind, tree, keep=keep)
 
-    monkeypatch.setattr(checkpoint.archive, "write", slow)
+    monkeypatch.setattr(checkpoint.tensor_file, "write", slow)
     server = fresh(checkpoint=Every(tmp_path / FILE, updates=1, keep=9))
     for i in range(5):
         server.receive(server.dispatch(i), Payload(torch.ones(1, SIZE), 1)).check()
@@ -431,7 +431,7 @@ def test_what_goes_wrong_beside_is_logged_and_raised_when_the_server_is_closed(t
     folder.mkdir()
     server = fresh(checkpoint=Every(folder / FILE, updates=1))
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "manifoldagg"):
-        patch.setattr(checkpoint.archive, "write", full)
+        patch.setattr(checkpoint.tensor_file, "write", full)
         assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).accepted
         with pytest.raises(CheckpointError, match="disk full"):
             server._writer.finish()
@@ -442,7 +442,7 @@ def test_what_goes_wrong_beside_is_logged_and_raised_when_the_server_is_closed(t
     server.close()
     server = fresh(checkpoint=Every(folder / FILE, updates=1))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.archive, "write", full)
+        patch.setattr(checkpoint.tensor_file, "write", full)
         server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
         server._writer._work()
     server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
