@@ -37,9 +37,9 @@ def libraries(wheel: Path | None, folder: Path) -> dict[str, CDLL]:
     cpu._build(compiler, path)
     found = {OWN: cpu._load(path)}
     if wheel is not None:
-        features = cpu._features().split()
+        features = cpu._cpu_features().split()
         with zipfile.ZipFile(wheel) as archive:
-            for level, needed in cpu.LEVELS.items():
+            for level, needed in cpu.CPU_LEVELS.items():
                 if needed.issubset(features):
                     member = archive.extract(f"manifoldagg/kernels/native-{level}.so", folder)
                     found[level] = cpu._load(Path(member))
@@ -51,7 +51,7 @@ def by(library: CDLL | None, call: Callable[[], Any]) -> Callable[[], Any]:
 
     def made() -> Any:
         set_backend("reference" if library is None else "cpu")
-        cpu._loaded = lambda: library
+        cpu._require_library = lambda: library
         return call()
 
     return made

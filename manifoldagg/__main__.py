@@ -8,9 +8,9 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command line."""
     try:
-        from manifoldagg._signals import leave_at_once
+        from manifoldagg._signals import exit_on_sigint
 
-        leave_at_once()
+        exit_on_sigint()
     except KeyboardInterrupt:
         os.write(2, b"interrupted\n")
         os._exit(130)

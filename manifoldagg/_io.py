@@ -9,11 +9,11 @@ from typing import Any
 
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["check_plots", "new_figure", "whole"]
+__all__ = ["atomic_write", "check_matplotlib", "new_figure"]
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A draft beside `path`, to make a file or a folder of; it takes its place once the block ends without an error.
 
     Whoever reads `path` sees what was there before or all that is new, after a crash as well; of a block that fails
@@ -46,7 +46,7 @@ def whole(path: Path) -> Iterator[Path]:
                 os.replace(before, path)
 
 
-def check_plots() -> None:
+def check_matplotlib() -> None:
     """Fail early where matplotlib is missing.
 
     Raises:
@@ -70,7 +70,7 @@ def new_figure(width: float = 6.4, height: float = 4.8) -> Any:
         >>> pyplot.get_fignums()
         []
     """
-    check_plots()
+    check_matplotlib()
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=150, layout="constrained")

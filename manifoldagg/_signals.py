@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["leave_at_once", "unwinding"]
+__all__ = ["exit_on_sigint", "graceful_shutdown"]
 
-INTERRUPTED = 130
+SIGINT_EXIT_CODE = 130
 """The exit code of what Ctrl-C ended: 128 and the number of the signal."""
-SOON = 0.01
+FINALISER_DELAY = 0.01
 """Seconds in which a finaliser is over."""
 
 
@@ -20,64 +20,64 @@ class Interrupt(KeyboardInterrupt):
     """Ctrl-C in a block that unwinds. (A plain one that passes through an `exec` makes Python end by the signal.)"""
 
 
-def leave(*_: object) -> NoReturn:
+def exit_immediately(*_: object) -> NoReturn:
     """Say so and end the process, wherever it is: in the middle of an import too, where an exception would get lost."""
     os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
+    os._exit(SIGINT_EXIT_CODE)
 
 
-def leave_at_once() -> None:
+def exit_on_sigint() -> None:
     """From now on Ctrl-C leaves; a process that was started to ignore it, in the background, goes on doing so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGINT, exit_immediately)
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
     """Raise where the process is; not within a finaliser, where it would get lost, but soon after."""
-    if not _postponed(number, frame):
+    if not _postpone_in_finaliser(number, frame):
         raise Interrupt
 
 
-def terminate(number: int, frame: FrameType | None) -> None:
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
     """End the process where it is, likewise."""
-    if not _postponed(number, frame):
+    if not _postpone_in_finaliser(number, frame):
         sys.exit(128 + number)
 
 
-def _postponed(number: int, frame: FrameType | None) -> bool:
+def _postpone_in_finaliser(number: int, frame: FrameType | None) -> bool:
     """Whether the process is in a finaliser; the signal comes again then."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     if frame is not None:
         import threading  # whose import at the start would be one more that Ctrl-C may meet
 
-        threading.Timer(SOON, os.kill, (os.getpid(), number)).start()
+        threading.Timer(FINALISER_DELAY, os.kill, (os.getpid(), number)).start()
     return frame is not None
 
 
 @contextmanager
-def unwinding(said: str | Callable[[], str] = "interrupted") -> Iterator[None]:
+def graceful_shutdown(message: str | Callable[[], str] = "interrupted") -> Iterator[None]:
     """In this block Ctrl-C is a `KeyboardInterrupt`, and a polite kill unwinds too: neither leaves half a file.
 
     Once all is undone, `said`, or what it says then, goes to stderr, and the process ends as one does that was
     interrupted.
 
     Example:
-        >>> with unwinding():
+        >>> with graceful_shutdown():
         ...     signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
         Traceback (most recent call last):
             ...
         SystemExit: 143
     """
     outside = signal.getsignal(signal.SIGINT)
-    before = signal.signal(signal.SIGTERM, terminate)
-    if outside is leave:
-        signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGTERM, exit_on_signal)
+    if outside is exit_immediately:
+        signal.signal(signal.SIGINT, raise_interrupt)
     try:
         yield
     except KeyboardInterrupt:
-        print(said if isinstance(said, str) else said(), file=sys.stderr, flush=True)
-        sys.exit(INTERRUPTED)
+        print(message if isinstance(message, str) else message(), file=sys.stderr, flush=True)
+        sys.exit(SIGINT_EXIT_CODE)
     finally:
         signal.signal(signal.SIGINT, outside)
         signal.signal(signal.SIGTERM, before)

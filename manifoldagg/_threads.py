@@ -3,20 +3,24 @@
 import torch
 from torch import Tensor
 
-__all__ = ["is_medium"]
+__all__ = ["prefers_numpy"]
 
-GRAIN = 2**15
+GRAIN_SIZE = 2**15
 """The number of entries from which torch shares the work among its threads."""
-LARGE = 2**22
+MIN_PARALLEL_SIZE = 2**22
 """The number of entries from which threads pay off on a busy machine. Below it, one thread is faster."""
 
 
-def is_medium(tensor: Tensor) -> bool:
+def prefers_numpy(tensor: Tensor) -> bool:
     """Whether torch would share the work on a tensor among threads although one, with NumPy, is as good.
 
     On a machine with other things to do its pool keeps the caller waiting, for ten milliseconds rather than for 20 µs.
     """
-    if torch.get_num_threads() == 1 or not GRAIN <= tensor.numel() < LARGE or type(tensor) is not Tensor:
+    if (
+        torch.get_num_threads() == 1
+        or not GRAIN_SIZE <= tensor.numel() < MIN_PARALLEL_SIZE
+        or type(tensor) is not Tensor
+    ):
         return False
     # NumPy takes no other.
     return tensor.is_cpu and tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._threads import is_medium
+from manifoldagg._threads import prefers_numpy
 from manifoldagg.errors import ArgumentError
 
 __all__ = [
@@ -25,21 +25,21 @@ __all__ = [
     "check_number",
     "check_shape",
     "check_vector",
-    "in_a_line",
+    "closest_match",
     "is_finite",
-    "nearest",
-    "shown",
+    "one_line",
+    "short_repr",
 ]
 
-LONGEST = 100
+MAX_REPR_LENGTH = 100
 """The maximum number of characters of a value in a message."""
-HUGE = 128
+HUGE_INT_BITS = 128
 """Integers of at least this many binary digits are not written out in a message. Python may refuse to, too."""
 
 T = TypeVar("T")
 
 
-def shown(value: Any, most: int = LONGEST) -> str:
+def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
     """A value in one line of a message: as `repr` has it, cut where it is long, in words where it cannot be printed.
 
     Example:
@@ -47,22 +47,22 @@ def shown(value: Any, most: int = LONGEST) -> str:
         ("'32'", "b'32'", 'a huge int', 'a huge list')
     """
     kind = type(value)
-    if issubclass(kind, int) and int.bit_length(value) > HUGE:
-        return in_a_line(f"a huge {'negative ' if int.__lt__(value, 0) else ''}{kind.__name__}", most)
+    if issubclass(kind, int) and int.bit_length(value) > HUGE_INT_BITS:
+        return one_line(f"a huge {'negative ' if int.__lt__(value, 0) else ''}{kind.__name__}", max_length)
     try:
         text = str.__str__(repr(value))
     except ValueError:  # more digits than Python writes
         text = f"a huge {kind.__name__}"
     except Exception:  # whatever its own code raises
         text = f"a {kind.__name__}"
-    return in_a_line(" ".join(text.split()) if "\n" in text else text, most)
+    return one_line(" ".join(text.split()) if "\n" in text else text, max_length)
 
 
-def in_a_line(text: str, most: int = LONGEST) -> str:
+def one_line(text: str, max_length: int = MAX_REPR_LENGTH) -> str:
     """A text of no more than `most` characters, all of which can be printed."""
     if not text.isprintable():
-        text = repr(text[:most])[1:-1]
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+        text = repr(text[:max_length])[1:-1]
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 def check_number(
@@ -98,7 +98,7 @@ def check_number(
     bounds = [f"> {above:g}"] * (above > -math.inf) + [f">= {at_least:g}"] * (at_least > -math.inf)
     bounds += [f"<= {at_most:g}"] * (at_most < math.inf)
     expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
-    raise ArgumentError(f"{name}: expected {expected}, got {shown(value)}")
+    raise ArgumentError(f"{name}: expected {expected}, got {short_repr(value)}")
 
 
 def check_decay(name: str, value: SupportsFloat) -> float:
@@ -112,7 +112,7 @@ def check_decay(name: str, value: SupportsFloat) -> float:
         0.9
     """
     if (number := check_number(name, value, at_least=0)) >= 1:
-        raise ArgumentError(f"{name}: expected a number in [0, 1), got {shown(value)}")
+        raise ArgumentError(f"{name}: expected a number in [0, 1), got {short_repr(value)}")
     return number
 
 
@@ -131,9 +131,9 @@ def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {shown(value)}") from None
+        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {short_repr(value)}") from None
     if number < at_least:
-        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {shown(value)}")
+        raise ArgumentError(f"{name}: expected an integer >= {at_least}, got {short_repr(value)}")
     return number
 
 
@@ -152,9 +152,9 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
     for choice in choices:
         if isinstance(value, type(choice)) and value == choice:
             return value
-    near = nearest(value, choices)
+    near = closest_match(value, choices)
     hint = f": did you mean {near}?" if near is not None else ""
-    raise ArgumentError(f"{name}: expected one of {', '.join(map(str, choices))}; got {shown(value)}{hint}")
+    raise ArgumentError(f"{name}: expected one of {', '.join(map(str, choices))}; got {short_repr(value)}{hint}")
 
 
 def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T:
@@ -178,11 +178,11 @@ def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T
     if isinstance(value, kind):
         return value
     # Others may be written out at any length, as a task with its tensors.
-    given = shown(value) if isinstance(value, str | bool | type | None) else type(value).__name__
+    given = short_repr(value) if isinstance(value, str | bool | type | None) else type(value).__name__
     raise ArgumentError(f"{name}: expected a {kind.__name__}, got {given}" + (f"; write {hint}" if hint else ""))
 
 
-def nearest(word: object, choices: Collection[object]) -> str | None:
+def closest_match(word: object, choices: Collection[object]) -> str | None:
     """The one of `choices` that is written most like `word`; `None` where none is.
 
     Example:
@@ -212,7 +212,7 @@ def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: f
             raise TypeError
         x = x.astype(np.float64)
     except (TypeError, ValueError, RuntimeError):
-        raise ArgumentError(f"{name}: expected real numbers, got {shown(values)}") from None
+        raise ArgumentError(f"{name}: expected real numbers, got {short_repr(values)}") from None
     if x.ndim != 1 or x.size == 0:
         raise ArgumentError(f"{name}: expected a non-empty vector, got shape {x.shape}")
     for i in np.flatnonzero(~(np.isfinite(x) & (x >= at_least)))[:1]:
@@ -230,7 +230,7 @@ def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = Fal
     real = issubclass(type(tensor), Tensor)
     if not real or not tensor.dtype.is_floating_point:
         given = tensor.dtype if real else type(tensor).__name__
-        raise ArgumentError(f"{name}: expected a floating tensor of {_expected(shape, batch)}, got {given}")
+        raise ArgumentError(f"{name}: expected a floating tensor of {_describe_shape(shape, batch)}, got {given}")
     if tensor.layout is not torch.strided or tensor.is_meta:
         what = "on the meta device" if tensor.is_meta else tensor.layout
         raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
@@ -239,11 +239,11 @@ def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = Fal
     for n, m in zip(shape, tensor.shape[max(extra, 0) :], strict=False):
         fits = fits and n in (None, m)
     if not fits:
-        raise ArgumentError(f"{name}: expected {_expected(shape, batch)}, got {tuple(tensor.shape)}")
+        raise ArgumentError(f"{name}: expected {_describe_shape(shape, batch)}, got {tuple(tensor.shape)}")
     return tensor
 
 
-def _expected(shape: tuple[int | None, ...], batch: bool) -> str:
+def _describe_shape(shape: tuple[int | None, ...], batch: bool) -> str:
     listed = ", ".join("any" if n is None else str(n) for n in shape)
     return f"{'trailing shape' if batch else 'shape'} ({listed})"
 
@@ -255,12 +255,12 @@ def check_finite(name: str, tensor: Tensor) -> Tensor:
         ArgumentError: naming the tensor and the first position.
     """
     if not is_finite(tensor):
-        where = _first_odd(tensor)
+        where = _first_nonfinite(tensor)
         raise ArgumentError(f"{name}: expected finite values, got {tensor[where].item()} at {where}")
     return tensor
 
 
-def _first_odd(tensor: Tensor) -> tuple[int, ...]:
+def _first_nonfinite(tensor: Tensor) -> tuple[int, ...]:
     """Where the first entry is that is not finite: halves are asked until what is left is small."""
     start = [0] * tensor.ndim
     for dim in range(tensor.ndim):
@@ -280,7 +280,7 @@ def is_finite(*tensors: Tensor) -> bool:
     """Whether every entry is finite (an empty tensor is)."""
     for tensor in tensors:
         # The least and the largest are NaN where any entry is, and infinite where one is.
-        if is_medium(tensor):
+        if prefers_numpy(tensor):
             array = tensor.detach().numpy()
             ends = array.min(), array.max()
         elif tensor.numel():

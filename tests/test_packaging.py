@@ -53,8 +53,8 @@ def test_the_libraries_that_are_shipped_are_built_and_chosen_by_one_table():
     pytest.importorskip("hatchling")
     spec = spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     spec.loader.exec_module(hook := module_from_spec(spec))
-    assert set(hook.LEVELS) == set(cpu.LEVELS)
-    assert {*hook.FLAGS} - {"-s"} == {*cpu.FLAGS} - {"-march=native"}
+    assert set(hook.LEVELS) == set(cpu.CPU_LEVELS)
+    assert {*hook.FLAGS} - {"-s"} == {*cpu.COMPILER_FLAGS} - {"-march=native"}
 
 
 def test_the_first_snippet_runs_where_only_the_wheel_is_installed(released, tmp_path):

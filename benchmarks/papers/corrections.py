@@ -37,7 +37,7 @@ from records import RESULTS, Parts, cell, markdown, table, write
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from manifoldagg._io import new_figure, whole
+from manifoldagg._io import atomic_write, new_figure
 from manifoldagg.corrections import (
     AutoThreshold,
     Correction,
@@ -443,7 +443,7 @@ def draw(found: Mapping[str, dict[str, Any]], path: Path) -> None:
     axes[0, 0].set_ylabel("test loss less tangent, 1e-3")
     axes[1, 0].set_ylabel("test loss less tangent, 1e-3")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
-    with whole(path) as draft:
+    with atomic_write(path) as draft:
         figure.savefig(draft, dpi=110)
 
 

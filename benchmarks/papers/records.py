@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from manifoldagg._io import whole
+from manifoldagg._io import atomic_write
 from manifoldagg.experiments.statistics import Mean, mean_of
 from manifoldagg.simulation.run_metadata import versions
 
@@ -41,7 +41,7 @@ class Parts:
             return json.loads(path.read_text())["result"]
         result = make()
         self._folder.mkdir(parents=True, exist_ok=True)
-        with whole(path) as draft:
+        with atomic_write(path) as draft:
             draft.write_text(json.dumps({**known, "result": result}))
         print(" ".join(f"{key}={value}" for key, value in settings.items()), flush=True)
         return result
@@ -80,9 +80,9 @@ def write(out: Path, result: Mapping[str, Any], settings: Mapping[str, Any], pag
     out.parent.mkdir(parents=True, exist_ok=True)
     about = {"command": command(), "settings": dict(settings)}
     about |= {"versions": {"python": platform.python_version(), **versions()}, "threads": torch.get_num_threads()}
-    with whole(out.with_suffix(".json")) as draft:
+    with atomic_write(out.with_suffix(".json")) as draft:
         draft.write_text(json.dumps(_short({**about, **result})) + "\n")
-    with whole(out.with_suffix(".md")) as draft:
+    with atomic_write(out.with_suffix(".md")) as draft:
         draft.write_text(page)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from records import RESULTS, Parts, cell, markdown, table, write
 
-from manifoldagg._io import new_figure, whole
+from manifoldagg._io import atomic_write, new_figure
 from manifoldagg.errors import DivergenceError, RuleError
 from manifoldagg.experiments import task
 from manifoldagg.experiments.tuning import line_search
@@ -236,7 +236,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         panel.set_ylabel("accuracy, %")
     handles = {h.get_label(): h for panel in axes.flat for h in panel.get_lines()}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
-    with whole(path) as draft:
+    with atomic_write(path) as draft:
         figure.savefig(draft, dpi=110)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from manifoldagg._validation import is_finite
 from manifoldagg.averaging.karcher import Weights, check_weights, karcher
 from manifoldagg.errors import ArgumentError, StateDictError
-from manifoldagg.kernels import Tensors, combine, gram
+from manifoldagg.kernels import TensorList, combine, gram
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import Entry, Layout
@@ -150,7 +150,7 @@ def _means(layout: Layout, given: Given, shares: Tensor) -> dict[str, Tensor]:
         return {}
     first, *_ = given.values()
     device = first[entries[0].name].device
-    rows = [Tensors([_real(model[entry.name]).to(device) for entry in entries]) for model in given.values()]
+    rows = [TensorList([_real(model[entry.name]).to(device) for entry in entries]) for model in given.values()]
     found = zip(entries, combine(None, rows, shares), strict=True)
     return {entry.name: torch.view_as_complex(x) if entry.dtype.is_complex else x for entry, x in found}
 
@@ -163,7 +163,7 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
 
 
-def _leaves(space: ParameterSpace, given: Given, rows: Sequence[Tensors], shares: Tensor) -> tuple[Tensor, ...]:
+def _leaves(space: ParameterSpace, given: Given, rows: Sequence[TensorList], shares: Tensor) -> tuple[Tensor, ...]:
     """The mean of the parameters, new tensors: of a product it is that of each factor."""
     leaves = space.layout.leaves
     curved = dict(space.manifolds)
@@ -172,7 +172,7 @@ def _leaves(space: ParameterSpace, given: Given, rows: Sequence[Tensors], shares
     flat = [i for i, leaf in enumerate(leaves) if leaf.name not in curved]
     found: dict[int, Tensor] = {}
     if flat:
-        found |= zip(flat, combine(None, [Tensors([row[i] for i in flat]) for row in rows], shares), strict=True)
+        found |= zip(flat, combine(None, [TensorList([row[i] for i in flat]) for row in rows], shares), strict=True)
     for i, leaf in enumerate(leaves):
         if leaf.name in curved:
             points = {f"{label}{leaf.name}": row[i].detach() for label, row in zip(given, rows, strict=True)}

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_finite, check_number, check_shape, shown
+from manifoldagg._validation import check_count, check_finite, check_number, check_shape, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Manifold, Mean, check_point, karcher_mean
 from manifoldagg.manifolds.manifold import check_is_manifold
@@ -158,11 +158,11 @@ def check_weights(weights: Weights, k: int) -> Float[Tensor, " k"]:
         given = np.array(given, np.complex128, order="C") if isinstance(given, np.ndarray) else given
         z = torch.as_tensor(given, dtype=torch.complex128, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ArgumentError(f"weights: expected {k} numbers, got {shown(weights)}") from None
+        raise ArgumentError(f"weights: expected {k} numbers, got {short_repr(weights)}") from None
     if z.shape != (k,):
         raise ArgumentError(f"weights: expected one for each of {k} models, got shape {tuple(z.shape)}")
     w = z.real
     if not bool((z.isfinite() & (w >= 0) & (z.imag == 0)).all()) or not bool((w > 0).any()):
-        raise ArgumentError(f"weights: expected finite numbers >= 0 with a positive sum, got {shown(weights)}")
+        raise ArgumentError(f"weights: expected finite numbers >= 0 with a positive sum, got {short_repr(weights)}")
     w = w / w.max() if float(w.sum()) == math.inf else w
     return w / w.sum()

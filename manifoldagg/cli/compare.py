@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from manifoldagg._io import check_plots
-from manifoldagg._signals import unwinding
+from manifoldagg._io import check_matplotlib
+from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_count
 from manifoldagg.cli._config_runner import run_each
 from manifoldagg.cli._console import errors, screen
@@ -183,7 +183,7 @@ def compare_command(
     if name is not None and (os.sep in name or name in ("", ".", "..")):
         raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
     problem = task(data, model)
-    check_plots()
+    check_matplotlib()
     settings: dict[str, Any] = {
         "partition": partition,
         "holdout": holdout,
@@ -211,7 +211,7 @@ def compare_command(
             return f"interrupted: what is done is kept in {unfinished}; --resume goes on"
         return f"interrupted: nothing was written{kept}"
 
-    with unwinding(left):
+    with graceful_shutdown(left):
         check_destination(folder)
         for line in _begun(unfinished, resume):
             say.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from rich import box
 from rich.table import Table
 
-from manifoldagg._signals import unwinding
+from manifoldagg._signals import graceful_shutdown
 from manifoldagg.cli._console import screen
-from manifoldagg.kernels.backends.selection import explain
+from manifoldagg.kernels.backends.selection import describe_backends
 
 __all__ = ["doctor_command", "kernel_table"]
 
@@ -17,8 +17,8 @@ def doctor_command() -> None:
 
     Builds the compiled kernels if they are not built yet, and times what there is.
     """
-    with unwinding():
-        rows = explain()
+    with graceful_shutdown():
+        rows = describe_backends()
     screen.print(kernel_table(rows))
 
 

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from manifoldagg._signals import unwinding
+from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_choice
 from manifoldagg.cli._console import screen
 from manifoldagg.cli.tables import fold_names, new_table
@@ -50,7 +50,7 @@ def report_command(
     Example: `manifoldagg report runs/digits runs/mnist --axis gradients --out joined`
     """
     check_choice("axis", axis, AXES)
-    with unwinding("interrupted: nothing was written"):
+    with graceful_shutdown("interrupted: nothing was written"):
         check_destination(out, FILES, option="out")
         joined = join(folders)
         files = write_summary(joined, out, axis=axis, against=against)

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from manifoldagg._signals import unwinding
+from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_choice
 from manifoldagg.cli._console import screen
 from manifoldagg.cli.tables import new_table
@@ -45,7 +45,7 @@ def route_command(
     Example: `manifoldagg route --rates rates.csv --tasks 100 --objective time --rate 0.01 --out routing.csv`
     """
     constants = {"rate": rate, "smoothness": smoothness, "noise": noise, "gap": gap}
-    with unwinding():
+    with graceful_shutdown():
         check_out(out)
         clients = read_rates(rates)
         bound = objective_bound(objective, clients.rates, tasks, rounds=rounds, **constants)

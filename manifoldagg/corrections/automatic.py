@@ -10,7 +10,7 @@ from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram, Matrix, untracked
 from manifoldagg.corrections.orthogonal import OrthoDC
-from manifoldagg.kernels.tensor_list import reals
+from manifoldagg.kernels.tensor_list import as_float64
 
 __all__ = ["AutoThreshold"]
 
@@ -117,7 +117,7 @@ class AutoThreshold(Correction):
             return state
         frame = frame.detached()
         wide = torch.promote_types(frame.dtype, torch.float32)
-        seen = {"displacement": frame.row(n - 1), "base": reals(frame.base)}
+        seen = {"displacement": frame.row(n - 1), "base": as_float64(frame.base)}
         if "base" not in state:
             # A copy: the caller may write into the tensors that were handed in.
             means = {name: value.to(wide, copy=True) for name, value in seen.items()}

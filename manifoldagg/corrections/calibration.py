@@ -13,7 +13,7 @@ from manifoldagg.corrections.orthogonal import OrthoDC
 from manifoldagg.corrections.surgery import span_coefficients
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Row, combine, gram
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Layout, Manifold, ParameterSpace
 
 __all__ = ["calibrate", "calibrated_by"]
@@ -84,7 +84,9 @@ def calibrate(
     moved = []
     for i, ((model, *rows), part) in enumerate(zip(pieces, _grams(inner, granularity, extra), strict=True)):
         piece = combine(model, rows, _weights(part, pairwise=against is not None))
-        moved.append(piece if is_transformed([piece]) else check_finite(f"the calibrated start: tensor {i}", piece))
+        moved.append(
+            piece if needs_autograd_path([piece]) else check_finite(f"the calibrated start: tensor {i}", piece)
+        )
     result: Model = joined(moved)
     return result
 

@@ -17,7 +17,7 @@ from manifoldagg.corrections.gram import Gram, Matrix, cancelled
 from manifoldagg.corrections.transport import RUNGS
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Row
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Composition", "Corrected", "Correction", "by_granularity"]
@@ -75,7 +75,7 @@ class Corrected:
         rows = [form(self.lines[..., i, :]) for i in range(self.lines.shape[-2])]
         for row in rows:
             for piece in row if isinstance(row, tuple) else (row,):
-                if not is_transformed([piece]):
+                if not needs_autograd_path([piece]):
                     check_finite("corrected displacements", piece)
         return rows
 

@@ -12,8 +12,8 @@ from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram, Matrix
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Row
-from manifoldagg.kernels.chunking import windows
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.chunking import chunks
+from manifoldagg.kernels.operands import needs_autograd_path
 
 __all__ = ["DelayCompensated", "Position", "Tangent"]
 
@@ -125,7 +125,7 @@ class DelayCompensated(Correction):
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         frame.require_flat("DelayCompensated, an elementwise product,")
         n = frame.displacements
-        if is_transformed([tensor for row in (*frame.rows, *frame.minus) for tensor in _tensors(row)]):
+        if needs_autograd_path([tensor for row in (*frame.rows, *frame.minus) for tensor in _tensors(row)]):
             rows = self._products(frame, state)
         else:
             rows = [frame.blank(torch.float64) for _ in range(n)]
@@ -191,7 +191,7 @@ def _windows(
         start = here.stop
         rows = [_of(row, j, here) for row in frame.rows]
         less = [_of(row, j, here) for row in frame.minus if row is not None]
-        for parts in windows(*rows, *less, *(vector[here] for vector in (*known, *others))):
+        for parts in chunks(*rows, *less, *(vector[here] for vector in (*known, *others))):
             taken = iter(parts[k:])
             minus = tuple(None if row is None else next(taken) for row in frame.minus)
             before = {"mean_square": next(taken)} if known else None

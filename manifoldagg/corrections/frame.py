@@ -16,10 +16,10 @@ from manifoldagg._validation import check_finite, check_number, check_shape, is_
 from manifoldagg.corrections.gram import Gram, Matrix, objects, untracked
 from manifoldagg.corrections.transport import RUNGS, Passage, Transport
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Row, Tensors
+from manifoldagg.kernels import Row, TensorList
 from manifoldagg.kernels.alloc import in_huge_pages
-from manifoldagg.kernels.fused import Goal
-from manifoldagg.kernels.tensor_list import reals
+from manifoldagg.kernels.fused import LinearCombination
+from manifoldagg.kernels.tensor_list import as_float64
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import FLAT, Ambient
 from manifoldagg.manifolds.manifold import check_is_manifold
@@ -217,8 +217,8 @@ class Frame:
     def row(self, i: int) -> Float64[Tensor, " P"]:
         """One row, formed in float64."""
         less = self.minus[i]
-        full = reals(self.rows[i])
-        return full if less is None else full - reals(less)
+        full = as_float64(self.rows[i])
+        return full if less is None else full - as_float64(less)
 
     @property
     def size(self) -> int:
@@ -251,7 +251,7 @@ class Frame:
             aside: whether nothing but lengths are asked of it: tensors that know how long they are at most, by their
                 `bound`, are not read then. Their inner products are NaN.
         """
-        bound = plus.bound if aside and minus is None and isinstance(plus, Tensors) else None
+        bound = plus.norm_bound if aside and minus is None and isinstance(plus, TensorList) else None
         unread = self.unread if bound is None else {**self.unread, len(self.rows): bound}
         rows = (*self.rows, plus)
         made = replace(self, rows=rows, minus=(*self.minus, minus), extra=(*self.extra, name), unread=unread)
@@ -427,10 +427,10 @@ class Frame:
             return self.ambient.exact(self.rows, lines, minus=minus)
         return self.combine(None, coefficients, out=self.blank(torch.float64))
 
-    def goal(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Tensors) -> Goal:
+    def goal(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: TensorList) -> LinearCombination:
         """What `combine` makes, to be formed in `out` together with others."""
         lines, _, minus = self._read(coefficients)
-        return Goal.of(base, self.rows, lines if isinstance(lines[0], list) else [lines], minus, out)
+        return LinearCombination.of(base, self.rows, lines if isinstance(lines[0], list) else [lines], minus, out)
 
     def kept(self, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
         r"""$\sum_j c_j\, r_j$ for a state to keep: a new vector (P,); with `LATER` a `Sum`, which is formed later.
@@ -483,7 +483,7 @@ class Motion:
         """The new point, a row: `out` where it is given."""
         return self.frame.combine(self.frame.current, self._line, out=out)
 
-    def goal(self, out: Tensors) -> Goal:
+    def goal(self, out: TensorList) -> LinearCombination:
         """The new point, to be formed in `out` together with what else there is."""
         return self.frame.goal(self.frame.current, self._line, out)
 
@@ -516,7 +516,7 @@ class Sum:
             return self.frame.formed(self.coefficients)
         return self.frame.combine(None, self.coefficients, out=out)
 
-    def goal(self, out: Tensors) -> Goal:
+    def goal(self, out: TensorList) -> LinearCombination:
         """The sum, to be formed in `out` together with what else there is."""
         return self.frame.goal(None, self.coefficients, out)
 
@@ -543,7 +543,7 @@ def _piece(row: Row, j: int, here: slice) -> Tensor:
 
 def detached(row: Row) -> Row:
     """A row that no derivative follows."""
-    return Tensors([piece.detach() for piece in row]) if isinstance(row, tuple) else row.detach()
+    return TensorList([piece.detach() for piece in row]) if isinstance(row, tuple) else row.detach()
 
 
 def room(point: Row) -> float:

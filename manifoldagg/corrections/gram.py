@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 
 __all__ = ["Gram", "Matrix", "cancelled", "objects", "untracked"]
 
@@ -170,7 +170,7 @@ def _identity(n: int, k: int) -> Matrix:
 def objects(numbers: Any) -> Matrix:
     """An object array of plain floats where no derivative follows them, and of what they are elsewhere."""
     if isinstance(numbers, Tensor):
-        if not is_transformed([numbers]):
+        if not needs_autograd_path([numbers]):
             return numbers.detach().numpy().astype(object)
         # One by one: NumPy would take a tensor for a sequence, or for an array.
         array = np.empty(numbers.numel(), dtype=object)

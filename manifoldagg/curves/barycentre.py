@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_shape
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold, karcher_mean
 from manifoldagg.manifolds.power import factors
 
@@ -26,7 +26,7 @@ def check_barycentric(place: Any, n: int) -> Tensor:
     x = check_shape("x", place, n, batch=True)
     values = x.detach().double()
     slack = math.sqrt(torch.finfo(x.dtype).eps)
-    if is_transformed([values]):
+    if needs_autograd_path([values]):
         return x
     sums = values.sum(-1)
     for what, found, wrong in (
@@ -64,7 +64,7 @@ def _mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     # The mean is that of the projections, which differ from the points by rounding: no derivative is lost.
     points = points + (space._project(points.detach()) - points).detach()
     mean: Tensor = _Solution.apply(space, points.detach(), weights.detach())  # type: ignore[no-untyped-call]
-    if not is_transformed([points, weights]):
+    if not needs_autograd_path([points, weights]):
         return mean
 
     def equation(u: Tensor, points: Tensor, factor: Tensor) -> Tensor:

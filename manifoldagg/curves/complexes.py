@@ -14,7 +14,7 @@ from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
 from manifoldagg.curves.embedding import Coordinates
 from manifoldagg.curves.simplex import Hull, Simplex
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Complex"]
@@ -201,7 +201,7 @@ class Complex(Hull):
         place = check_barycentric(x, self.size)
         outside = (place.detach().double().abs().unsqueeze(-2) * ~self._members(place.device)).sum(-1)
         least, face = outside.min(-1)
-        if not is_transformed([least]):
+        if not needs_autograd_path([least]):
             wrong = least > math.sqrt(torch.finfo(place.dtype).eps)
             if bool(wrong.any()):
                 where = tuple(wrong.nonzero()[0].tolist())

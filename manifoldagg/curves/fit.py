@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg._validation import check_number, check_shape, is_finite, shown
+from manifoldagg._validation import check_number, check_shape, is_finite, short_repr
 from manifoldagg.curves.control import Control, FreePoints, begin
 from manifoldagg.curves.embedding import Coordinates, Embedding
 from manifoldagg.curves.phases import Phases, Schedule
@@ -52,7 +52,9 @@ class Training:
 
     def __post_init__(self) -> None:
         if not callable(self.optimizer):
-            raise ArgumentError(f"optimizer: expected a class such as torch.optim.Adam, got {shown(self.optimizer)}")
+            raise ArgumentError(
+                f"optimizer: expected a class such as torch.optim.Adam, got {short_repr(self.optimizer)}"
+            )
         check_number("rate", self.rate, above=0)
         check_number("proximal", self.proximal, at_least=0)
         given = self.sharpness

@@ -13,7 +13,7 @@ from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
 from manifoldagg.curves.embedding import Coordinates, Embedding, rounding
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import combine, gram
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import norm
 from manifoldagg.manifolds.manifold import check_is_manifold
@@ -273,7 +273,7 @@ class Simplex(Hull):
         self._check_phi(phi)
         rows = phi.flatten(1)
         inner = gram(rows[1:], minus=rows[0])[0] if len(rows) > 1 else rows.new_zeros(0, 0, dtype=torch.float64)
-        if not is_transformed([inner.detach()]) and not is_finite(inner):
+        if not needs_autograd_path([inner.detach()]) and not is_finite(inner):
             raise ArgumentError("phi: expected finite vertices, with edges whose squared lengths are finite")
         return inner
 

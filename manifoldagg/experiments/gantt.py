@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from manifoldagg._io import check_plots, new_figure
+from manifoldagg._io import check_matplotlib, new_figure
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.trace import Record, check_records
 
@@ -37,7 +37,7 @@ def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str =
     Raises:
         ArgumentError: if there is nothing to draw, or matplotlib is missing.
     """
-    check_plots()
+    check_matplotlib()
     from matplotlib.collections import LineCollection, PolyCollection
     from matplotlib.ticker import MaxNLocator
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from manifoldagg._io import whole
+from manifoldagg._io import atomic_write
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.plots import draw_accuracy, draw_clients, in_percent, in_units
@@ -57,7 +57,7 @@ def write_summary(joined: Joined, folder: Path | str, *, axis: str = "round", ag
     check_destination(folder, FILES, option="out")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with whole(folder) as draft:
+        with atomic_write(folder) as draft:
             draft.mkdir()
             rows = joined.rows()
             pairs = joined.pairs(axis)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from manifoldagg._io import check_plots, whole
+from manifoldagg._io import atomic_write, check_matplotlib
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import plots
 from manifoldagg.experiments.compare import Comparison
@@ -37,7 +37,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
     check_destination(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with whole(folder) as draft:
+        with atomic_write(folder) as draft:
             draft.mkdir()
             _write_json(draft / FILES[0], comparison.results())
             lines = [json.dumps(row, allow_nan=False) + "\n" for row in comparison.log()]
@@ -73,7 +73,7 @@ def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str
     Raises:
         ArgumentError: if it holds something else, or cannot be made.
     """
-    check_plots()
+    check_matplotlib()
     try:
         if folder.is_symlink() or (folder.exists() and not _is_report(folder, files)):
             raise ArgumentError(f"{option}: {folder} exists and is not a report; choose another")

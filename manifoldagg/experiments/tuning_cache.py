@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from manifoldagg import __version__
-from manifoldagg._io import whole
+from manifoldagg._io import atomic_write
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.server.durability.raw_io import bytes_of
 from manifoldagg.simulation.federated_dataset import Federation
@@ -80,7 +80,7 @@ class Kept:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with whole(self._path) as draft:
+            with atomic_write(self._path) as draft:
                 draft.write_text(json.dumps({"of": self._of, "late": self._late}, indent=1, allow_nan=False) + "\n")
         except OSError as error:
             raise ArgumentError(f"cache: {self._path} cannot be written: {error}") from error

@@ -15,7 +15,7 @@ from torch import Tensor
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.federated.pytrees import widened
-from manifoldagg.kernels import Tensors
+from manifoldagg.kernels import TensorList
 from manifoldagg.kernels.tensor_list import CPU
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
@@ -84,7 +84,7 @@ class Packed(Mapping[str, Tensor]):
     @classmethod
     def of(cls, chosen: Mapping[str, str], tensors: Mapping[str, Tensor]) -> "Packed":
         """Copies of `tensors`, which the policies `chosen` name."""
-        held = Tensors([tensors[name] for name in chosen])
+        held = TensorList([tensors[name] for name in chosen])
         devices = CPU if held.devices <= {CPU} else tuple(map(_device, held))
         groups = _grouped(tuple(chosen.items()), tuple(map(_shape, held)), tuple(map(_dtype, held)), devices)
         vectors = tuple(_vector(tensors, group, tensors[group.names[0]].device) for group in groups)

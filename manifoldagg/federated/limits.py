@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_number, shown
+from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.types import Update
 from manifoldagg.federated.weights import MOST
@@ -93,7 +93,7 @@ class Checks:
             raise ArgumentError(f"norm_window: expected at most {WIDEST}")
         if self.norm_after > self.norm_window:
             raise ArgumentError(
-                f"norm_after: expected at most norm_window = {self.norm_window}, got {shown(self.norm_after)}"
+                f"norm_after: expected at most norm_window = {self.norm_window}, got {short_repr(self.norm_after)}"
             )
 
     @cached_property

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._threads import is_medium
+from manifoldagg._threads import prefers_numpy
 from manifoldagg._validation import is_finite
 from manifoldagg.corrections.frame import Sum
 from manifoldagg.kernels.alloc import clone, empty_like
@@ -80,7 +80,7 @@ def copied(tensor: Tensor) -> Tensor:
         tensor([1., 1.])
     """
     tensor = tensor.detach()
-    if not is_medium(tensor):
+    if not prefers_numpy(tensor):
         return clone(tensor)
     copy = empty_like(tensor)
     np.copyto(copy.numpy(), tensor.numpy())

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import numpy as np
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, check_number, shown
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError
 
 __all__ = ["Cosine", "Cyclic", "Rate", "Weight", "rate_at", "weight_at"]
@@ -134,7 +134,7 @@ def _value(name: str, function: Callable[[int], float], place: int) -> float:
     """What a function says, which is its owner's fault where it cannot be used."""
     try:
         given = function(place)
-        where = f"{name}({shown(place)})"
+        where = f"{name}({short_repr(place)})"
         _check_plain(where, given)
         return check_number(where, given, at_least=0)
     except ManifoldAggError as error:
@@ -150,7 +150,7 @@ def check_function(name: str, function: Callable[[int], float]) -> None:
     if isinstance(function, type):
         raise ArgumentError(f"{name}: expected an instance, got the class {function.__name__}")
     if not callable(function):
-        raise ArgumentError(f"{name}: expected a function of an int, got {shown(function)}")
+        raise ArgumentError(f"{name}: expected a function of an int, got {short_repr(function)}")
 
 
 def check_options(options: Any) -> None:
@@ -176,4 +176,4 @@ def check_options(options: Any) -> None:
 
 def _check_plain(name: str, value: Any) -> None:
     if isinstance(value, Tensor | np.ndarray):
-        raise ArgumentError(f"{name}: expected a plain number, got {shown(value)}")
+        raise ArgumentError(f"{name}: expected a plain number, got {short_repr(value)}")

@@ -18,26 +18,26 @@ from manifoldagg.kernels import reduction, sharded
 from manifoldagg.kernels.backends import reference, selection
 from manifoldagg.kernels.backends.selection import available_backends, set_backend
 from manifoldagg.kernels.operands import (
-    Line,
-    Rows,
+    Operand,
+    Operands,
     Subtrahend,
     blocks_of,
-    bounds,
+    bump_version,
     check_coefficients,
     check_target,
-    fresh,
-    is_spread,
-    is_transformed,
-    written,
+    empty_like_row,
+    is_sharded,
+    needs_autograd_path,
+    segment_bounds,
 )
-from manifoldagg.kernels.shards import across_ranks, guard
-from manifoldagg.kernels.tensor_list import Row, Tensors, reals
+from manifoldagg.kernels.shards import across_ranks, collective_guard
+from manifoldagg.kernels.tensor_list import Row, TensorList, as_float64
 
 Coefficients = Sequence[float | Tensor] | Sequence[Sequence[float | Tensor]] | Float[Tensor, "*S k"]
 
 R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
-__all__ = ["Row", "Tensors", "across_ranks", "available_backends", "combine", "gram", "set_backend"]
+__all__ = ["Row", "TensorList", "across_ranks", "available_backends", "combine", "gram", "set_backend"]
 
 
 def gram(
@@ -74,25 +74,27 @@ def gram(
         tensor([[[25., -8.],
                  [-8.,  4.]]], dtype=torch.float64)
     """
-    if is_spread(rows, minus):
-        with guard(rows, minus):
-            lines = Rows.of(rows, minus)
-            cuts = bounds(segments, lines.size)
+    if is_sharded(rows, minus):
+        with collective_guard(rows, minus):
+            lines = Operands.of(rows, minus)
+            cuts = segment_bounds(segments, lines.size)
         return sharded.gram(lines, cuts, selection)
-    lines = Rows.of(rows, minus)
-    if is_transformed(lines.distinct):
+    lines = Operands.of(rows, minus)
+    if needs_autograd_path(lines.distinct):
         dense = lines.materialise()
-        squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in bounds(segments, lines.size)]
+        squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in segment_bounds(segments, lines.size)]
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
     blocks = blocks_of(segments, lines.size)
-    high = reduction.total(selection.partials(lines, blocks), blocks)
-    outside = reduction.far(lines, high)
+    high = reduction.segment_sums(selection.block_products(lines, blocks), blocks)
+    outside = reduction.out_of_range(lines, high)
     if outside is not None:
-        powers = reduction.exponents(lines, blocks, outside)
+        powers = reduction.scaling_exponents(lines, blocks, outside)
         if powers.any():  # else what is outside is zero or not finite, whatever it is multiplied by
-            high = reduction.restored(high, reduction.total(reference.partials(lines, blocks, -powers), blocks), powers)
-    return reduction.symmetric(high, len(lines.plus))
+            high = reduction.rescaled(
+                high, reduction.segment_sums(reference.block_products(lines, blocks, -powers), blocks), powers
+            )
+    return reduction.unpack_symmetric(high, len(lines.plus))
 
 
 @overload
@@ -161,52 +163,54 @@ def combine(
         >>> combine(torch.ones(2), [torch.tensor([2.0, 4.0])], [0.5], minus=torch.ones(2))
         tensor([1.5000, 2.5000])
     """
-    if is_spread(rows, minus, base, out):
-        with guard(rows, minus, base, out):
-            lines = Rows.of(rows, minus)
-            cuts = bounds(segments, lines.size)
-            start, target = _beside(lines, base, out)
+    if is_sharded(rows, minus, base, out):
+        with collective_guard(rows, minus, base, out):
+            lines = Operands.of(rows, minus)
+            cuts = segment_bounds(segments, lines.size)
+            start, target = _check_base_and_out(lines, base, out)
             factors = check_coefficients(coefficients, len(cuts), len(lines.plus))
         new = sharded.combine(start, lines, factors, cuts, target, selection)
         return new if out is None else out
-    lines = Rows.of(rows, minus)
-    start, target = _beside(lines, base, out)
-    involved: list[Line] = [*lines.distinct]
+    lines = Operands.of(rows, minus)
+    start, target = _check_base_and_out(lines, base, out)
+    involved: list[Operand] = [*lines.distinct]
     if start is not None:
         involved.append(start)
     if target is not None:
         check_target(target, lines, start)
         involved.append(target)
-    if is_transformed(involved):
-        cuts = bounds(segments, lines.size)
-        return _differentiable(start, lines, check_coefficients(coefficients, len(cuts), len(lines.plus)), cuts, target)
+    if needs_autograd_path(involved):
+        cuts = segment_bounds(segments, lines.size)
+        return _combine_autograd(
+            start, lines, check_coefficients(coefficients, len(cuts), len(lines.plus)), cuts, target
+        )
     blocks = blocks_of(segments, lines.size)
-    factors = check_coefficients(coefficients, len(blocks.cuts), len(lines.plus))
+    factors = check_coefficients(coefficients, len(blocks.segment_bounds), len(lines.plus))
     if isinstance(factors, Tensor):
-        if is_transformed((factors,)):
-            return _differentiable(start, lines, factors, blocks.cuts, target)
+        if needs_autograd_path((factors,)):
+            return _combine_autograd(start, lines, factors, blocks.segment_bounds, target)
         factors = factors.tolist()
     if out is None or target is None:
-        target = fresh(lines.plus[0] if start is None else start)
+        target = empty_like_row(lines.plus[0] if start is None else start)
         selection.combine(start, lines, factors, blocks, target)
         return target
     selection.combine(start, lines, factors, blocks, target)
-    written(target)
+    bump_version(target)
     return out
 
 
-def _beside(lines: Rows, base: Row | None, out: Row | None) -> tuple[Line | None, Line | None]:
+def _check_base_and_out(lines: Operands, base: Row | None, out: Row | None) -> tuple[Operand | None, Operand | None]:
     """The base and the target, checked."""
-    start = None if base is None else lines.line("base", base)
-    return start, None if out is None else lines.line("out", out)
+    start = None if base is None else lines.as_operand("base", base)
+    return start, None if out is None else lines.as_operand("out", out)
 
 
-def _differentiable(
-    base: Line | None,
-    lines: Rows,
+def _combine_autograd(
+    base: Operand | None,
+    lines: Operands,
     factors: Tensor | list[list[float]],
     cuts: Sequence[tuple[int, int]],
-    out: Line | None,
+    out: Operand | None,
 ) -> Row:
     """Plain torch. A row is left out where its coefficient is the number 0; a tensor's derivative needs the row."""
     if out is not None:
@@ -219,9 +223,9 @@ def _differentiable(
         else:
             used = [j for j, c in enumerate(factors[s]) if c != 0]
             parts.append(dense.new_tensor([factors[s][j] for j in used]) @ dense[used, a:b])
-    total = torch.cat(parts) if base is None else reals(base) + torch.cat(parts)
+    total = torch.cat(parts) if base is None else as_float64(base) + torch.cat(parts)
     like = lines.plus[0] if base is None else base
     if isinstance(like, Tensor):
         return total.to(like.dtype)
     pieces = zip(total.split(like.lengths), like, strict=True)
-    return Tensors(piece.view(tensor.shape).to(tensor.dtype) for piece, tensor in pieces)
+    return TensorList(piece.view(tensor.shape).to(tensor.dtype) for piece, tensor in pieces)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HUGE", "clone", "empty_like", "in_huge_pages", "stacked"]
+__all__ = ["HUGE_PAGE_BYTES", "clone", "empty_like", "in_huge_pages", "stack"]
 
-HUGE = 1 << 21
+HUGE_PAGE_BYTES = 1 << 21
 """The bytes of a huge page: what is smaller holds none."""
 
 
@@ -37,10 +37,10 @@ def clone(tensor: Tensor) -> Tensor:
         >>> clone(torch.ones(2))
         tensor([1., 1.])
     """
-    return tensor.clone() if tensor.numel() * tensor.itemsize < HUGE else empty_like(tensor).copy_(tensor)
+    return tensor.clone() if tensor.numel() * tensor.itemsize < HUGE_PAGE_BYTES else empty_like(tensor).copy_(tensor)
 
 
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
+def stack(tensors: Sequence[Tensor]) -> Tensor:
     """`torch.stack` of tensors like one another, in huge pages where that is much; of one tensor a view.
 
     Example:
@@ -62,12 +62,12 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
         >>> in_huge_pages(x) is x
         True
     """
-    if tensor.numel() * tensor.itemsize >= HUGE and not torch.compiler.is_compiling():
-        _ask(tensor)
+    if tensor.numel() * tensor.itemsize >= HUGE_PAGE_BYTES and not torch.compiler.is_compiling():
+        _advise_huge_pages(tensor)
     return tensor
 
 
-def _ask(tensor: Tensor) -> None:
+def _advise_huge_pages(tensor: Tensor) -> None:
     """An advice: where it cannot be followed nothing is lost."""
     advise = _madvise()
     plain = type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -14,9 +14,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-__all__ = ["BLOCK", "Blocks"]
+__all__ = ["BLOCK_SIZE", "Blocks"]
 
-BLOCK = 1 << 14
+BLOCK_SIZE = 1 << 14
 """The length of a block, in entries; the last one of a segment may be shorter."""
 
 Index = slice | np.ndarray
@@ -31,12 +31,12 @@ class Blocks:
         table: (B, 3), int64: start, stop and segment of each block. An empty segment has none.
     """
 
-    cuts: tuple[tuple[int, int], ...]
+    segment_bounds: tuple[tuple[int, int], ...]
     table: np.ndarray
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def of(cuts: tuple[tuple[int, int], ...]) -> "Blocks":
+    def of(segment_bounds: tuple[tuple[int, int], ...]) -> "Blocks":
         """The blocks of segments with these borders.
 
         Example:
@@ -44,42 +44,42 @@ class Blocks:
             [[0, 16384, 0], [16384, 20000, 0], [20000, 20001, 2]]
         """
         lines = [np.zeros((0, 3), np.int64)]
-        for s, (start, stop) in enumerate(cuts):
-            low = np.arange(start, stop, BLOCK, dtype=np.int64)
-            lines.append(np.stack([low, np.minimum(low + BLOCK, stop), np.full_like(low, s)], axis=1))
+        for s, (start, stop) in enumerate(segment_bounds):
+            low = np.arange(start, stop, BLOCK_SIZE, dtype=np.int64)
+            lines.append(np.stack([low, np.minimum(low + BLOCK_SIZE, stop), np.full_like(low, s)], axis=1))
         table = np.concatenate(lines)
         table.setflags(write=False)
-        return Blocks(cuts, table)
+        return Blocks(segment_bounds, table)
 
     @cached_property
-    def address(self) -> int:
+    def table_address(self) -> int:
         """Where `table` lies in memory."""
         return self.table.ctypes.data
 
     @cached_property
-    def levels(self) -> list[tuple[Index, Index]]:
+    def reduction_levels(self) -> list[tuple[Index, Index]]:
         """The tree of `fold`: at each level, which parts take another one, and which those are."""
         here = np.arange(len(self.table))
         levels = []
         segment = self.table[:, 2]
-        while len(here) > len(self.first):
+        while len(here) > len(self.first_blocks):
             rank = np.arange(len(here)) - np.searchsorted(segment, segment)
             taken = np.flatnonzero(rank % 2)
-            levels.append((_regular(here[taken - 1]), _regular(here[taken])))
+            levels.append((_as_slice(here[taken - 1]), _as_slice(here[taken])))
             here = here[rank % 2 == 0]
             segment = segment[rank % 2 == 0]
         return levels
 
     @cached_property
-    def first(self) -> np.ndarray:
+    def first_blocks(self) -> np.ndarray:
         """The first block of each segment that has one."""
         return np.flatnonzero(np.diff(self.table[:, 2], prepend=-1))
 
 
-def _regular(places: np.ndarray) -> Index:
+def _as_slice(positions: np.ndarray) -> Index:
     """Places at one distance as a slice, which needs no copy."""
-    gaps = np.diff(places, prepend=places[0] - 1)[1:]
+    gaps = np.diff(positions, prepend=positions[0] - 1)[1:]
     if len(gaps) and (gaps != gaps[0]).any():
-        return places
+        return positions
     step = int(gaps[0]) if len(gaps) else 1
-    return slice(int(places[0]), int(places[-1]) + 1, step)
+    return slice(int(positions[0]), int(positions[-1]) + 1, step)

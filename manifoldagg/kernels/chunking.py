@@ -5,27 +5,27 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels.operands import is_spread
+from manifoldagg.kernels.operands import is_sharded
 
-__all__ = ["windows"]
+__all__ = ["chunks"]
 
-WINDOW = 1 << 18
+CHUNK_SIZE = 1 << 18
 """Entries for each thread: a dozen vectors fit a last cache, and what calls cost, a tenth of a millisecond in all, is
 small beside their work. Of a quarter of that, on one thread, they took longer than of whole vectors."""
 
 
-def windows(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def chunks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of the same entries of vectors (P,), one after the other; on a device or over ranks the vectors themselves.
 
     Example:
         >>> model, mean = torch.zeros(10), torch.ones(10)
-        >>> for part, other in windows(model, mean):
+        >>> for part, other in chunks(model, mean):
         ...     _ = part.add_(other)
         >>> model.sum()
         tensor(10.)
     """
-    width = WINDOW * torch.get_num_threads()
-    if not vectors[0].is_cpu or is_spread(vectors):
+    width = CHUNK_SIZE * torch.get_num_threads()
+    if not vectors[0].is_cpu or is_sharded(vectors):
         yield vectors
         return
     yield from zip(*(vector.split(width) for vector in vectors), strict=True)

@@ -18,10 +18,10 @@ from manifoldagg.errors import ArgumentError
 
 __all__ = ["Ranks"]
 
-PACKET = 1 << 10
+PACKET_SIZE = 1 << 10
 """The length of the first message, in float64 numbers."""
 
-SENDER = ("accepted", "position", "rank")
+PACKET_HEADER = ("accepted", "position", "rank")
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ class Ranks:
         return Ranks(groups, int(np.ravel_multi_index(coordinate, mesh.shape)), device)
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
+    def propagate_errors(self) -> Iterator[None]:
         """Around all that is done before an exchange: what is raised in it is told to the others."""
         try:
             yield
         except Exception:
-            self._gather(_packet([0, self.position, dist.get_rank()]))
+            self._gather(_make_packet([0, self.position, dist.get_rank()]))
             raise
 
-    def exchange(self, terms: Mapping[str, int], numbers: np.ndarray) -> np.ndarray:
+    def all_gather_checked(self, invariants: Mapping[str, int], numbers: np.ndarray) -> np.ndarray:
         """The numbers of all ranks, in the order of their positions.
 
         Args:
-            terms: what must be the same on every rank, at most `PACKET - 3` small integers by name.
+            terms: what must be the same on every rank, at most `PACKET_SIZE - 3` small integers by name.
             numbers: float64; their shape must follow from the terms.
 
         Returns:
@@ -78,12 +78,12 @@ class Ranks:
         Raises:
             ArgumentError: on every rank, if the terms of one differ, or one was refused in its `guard`.
         """
-        head = [1, self.position, dist.get_rank(), *terms.values()]
+        head = [1, self.position, dist.get_rank(), *invariants.values()]
         flat = numbers.reshape(-1)
-        packets = self._gather(_packet([*head, *flat[: PACKET - len(head)]]))
+        packets = self._gather(_make_packet([*head, *flat[: PACKET_SIZE - len(head)]]))
         order = np.argsort(packets[:, 1])
-        rest = flat[PACKET - len(head) :]
-        _agree(packets[order], tuple(terms))
+        rest = flat[PACKET_SIZE - len(head) :]
+        _check_agreement(packets[order], tuple(invariants))
         parts = [packets[order, len(head) : len(head) + flat.size]]
         if rest.size:
             more = self._gather(np.array([self.position, *rest])[None])
@@ -100,19 +100,19 @@ class Ranks:
         return parts
 
 
-def _packet(numbers: list[float]) -> np.ndarray:
-    packet = np.zeros((1, PACKET))
+def _make_packet(numbers: list[float]) -> np.ndarray:
+    packet = np.zeros((1, PACKET_SIZE))
     packet[0, : len(numbers)] = numbers
     return packet
 
 
-def _agree(packets: np.ndarray, terms: tuple[str, ...]) -> None:
+def _check_agreement(packets: np.ndarray, names: tuple[str, ...]) -> None:
     accepted = packets[:, 0]
     ranks = packets[:, 2].astype(int).tolist()
     refused = [rank for rank, well in zip(ranks, accepted, strict=True) if not well]
     if refused:
         raise ArgumentError(f"ranks: expected arguments that every rank can use; refused on {refused}, which say why")
-    for column, name in enumerate(terms, len(SENDER)):
+    for column, name in enumerate(names, len(PACKET_HEADER)):
         given = packets[:, column].astype(int).tolist()
         if len(set(given)) > 1:
             listed = dict(zip(ranks, given, strict=True))

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from manifoldagg.kernels.operands import Line, Rows, places
-from manifoldagg.kernels.tensor_list import Row, Tensors
+from manifoldagg.kernels.operands import Operand, Operands, address_ranges
+from manifoldagg.kernels.tensor_list import Row, TensorList
 
-__all__ = ["Goal", "apart"]
+__all__ = ["LinearCombination", "must_defer"]
 
 
 @dataclass(frozen=True, eq=False)
-class Goal:
+class LinearCombination:
     r"""A row plus a linear combination of rows, and where it goes: what [`combine`][manifoldagg.kernels.combine] makes.
 
     Attributes:
@@ -22,10 +22,10 @@ class Goal:
         out: where it goes.
     """
 
-    base: Line | None
-    rows: Rows
+    base: Operand | None
+    rows: Operands
     coefficients: list[list[float]]
-    out: Tensors
+    out: TensorList
 
     @staticmethod
     def of(
@@ -33,32 +33,34 @@ class Goal:
         rows: Sequence[Row],
         coefficients: Sequence[Sequence[float]],
         minus: Sequence[Row | None],
-        out: Tensors,
-    ) -> "Goal":
+        out: TensorList,
+    ) -> "LinearCombination":
         """Leaves out the rows whose coefficients are 0.
 
         Raises:
             ArgumentError: if a row is no row, or lengths or devices differ.
         """
         used = [j for j in range(len(rows)) if any(line[j] != 0 for line in coefficients)] or [0]
-        lines = Rows.of([rows[j] for j in used], [minus[j] for j in used])
+        lines = Operands.of([rows[j] for j in used], [minus[j] for j in used])
         numbers = [[float(line[j]) for j in used] for line in coefficients]
-        start = None if base is None else lines.line("base", base)
-        lines.line("out", out)  # of which vectors are seen as such pieces
-        return Goal(start, lines, numbers, out)
+        start = None if base is None else lines.as_operand("base", base)
+        lines.as_operand("out", out)  # of which vectors are seen as such pieces
+        return LinearCombination(start, lines, numbers, out)
 
     @property
-    def read(self) -> tuple[Line, ...]:
+    def inputs(self) -> tuple[Operand, ...]:
         """The rows that are read."""
         return self.rows.distinct if self.base is None else (*self.rows.distinct, self.base)
 
 
-def apart(goals: Sequence[Goal]) -> list[bool]:
+def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
     """Of each goal whether a later one reads what is where it goes."""
     later: set[int] = set()
     found = []
-    for goal in reversed(goals):
+    for goal in reversed(combinations):
         found.append(not later.isdisjoint(goal.out.addresses))
-        for row in goal.read:
-            later.update(places(row, goal.out.lengths)[0].tolist() if isinstance(row, Tensor) else row.addresses)
+        for row in goal.inputs:
+            later.update(
+                address_ranges(row, goal.out.lengths)[0].tolist() if isinstance(row, Tensor) else row.addresses
+            )
     return found[::-1]

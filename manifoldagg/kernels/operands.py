@@ -18,43 +18,45 @@ from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.tensor_list import Row, Tensors, edges, reals
+from manifoldagg.kernels.tensor_list import Row, TensorList, as_float64, edges
 
 __all__ = [
-    "ACROSS",
-    "Line",
-    "Rows",
+    "SHARD_GROUP",
+    "Operand",
+    "Operands",
     "Subtrahend",
+    "address_ranges",
     "blocks_of",
-    "bounds",
-    "check_apart",
+    "bump_version",
     "check_coefficients",
+    "check_no_alias",
     "check_target",
-    "flat",
-    "fresh",
-    "is_spread",
-    "is_transformed",
-    "meshed",
-    "places",
-    "written",
+    "dtensors_in",
+    "empty_like_row",
+    "is_sharded",
+    "iter_tensors",
+    "needs_autograd_path",
+    "segment_bounds",
 ]
 
 Subtrahend = Tensor | Sequence[Row | None] | None
-Line = Tensor | Tensors
+Operand = Tensor | TensorList
 """A row that was checked."""
-ACROSS: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = ContextVar("across", default=None)
+SHARD_GROUP: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = ContextVar(
+    "shard_group", default=None
+)
 """The group of `across_ranks` and its replicated segments, within it."""
 
-_followed = attrgetter("requires_grad")
+_requires_grad = attrgetter("requires_grad")
 
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+NON_DTENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Of these types no `DTensor` is: tuples of hundreds of tensors are looked through at once."""
-NOWHERE = torch.device("meta")
+NO_DEVICE = torch.device("meta")
 """Where no row can be: rows have values."""
 
 
-class Rows:
+class Operands:
     """k rows of P entries: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
 
     Attributes:
@@ -68,18 +70,18 @@ class Rows:
 
     __slots__ = ("device", "distinct", "lengths", "minus", "plus", "shape")
 
-    plus: tuple[Line, ...]
-    minus: tuple[Line | None, ...]
-    distinct: tuple[Line, ...]
+    plus: tuple[Operand, ...]
+    minus: tuple[Operand | None, ...]
+    distinct: tuple[Operand, ...]
     device: torch.device
 
     def __init__(self) -> None:
         self.shape: tuple[int, ...] = ()
-        self.device = NOWHERE
+        self.device = NO_DEVICE
         self.lengths: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Rows":
+    def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Operands":
         """Check and pair `rows` with `minus`: one vector for all rows, or one row (or `None`) for each.
 
         Raises:
@@ -87,66 +89,66 @@ class Rows:
         """
         if isinstance(rows, Tensor) and rows.ndim != 2:
             raise ArgumentError(f"rows: expected shape (k, P), got {tuple(rows.shape)}")
-        plus = _listed("rows", rows)
-        less = (minus,) * len(plus) if minus is None or isinstance(minus, Tensor) else _listed("minus", minus)
+        plus = _as_tuple("rows", rows)
+        less = (minus,) * len(plus) if minus is None or isinstance(minus, Tensor) else _as_tuple("minus", minus)
         if not plus:
             raise ArgumentError("rows: expected at least one row, got none")
         if len(less) != len(plus):
             raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(less)}")
-        found = Rows()
-        lines: dict[int, Line] = {}
+        found = Operands()
+        lines: dict[int, Operand] = {}
         for i, row in enumerate(plus):
             if id(row) not in lines:
-                lines[id(row)] = found.line("rows", row, i)
+                lines[id(row)] = found.as_operand("rows", row, i)
         for i, row in enumerate(less):
             if row is not None and id(row) not in lines:
-                lines[id(row)] = found.line("minus", row, i)
+                lines[id(row)] = found.as_operand("minus", row, i)
         found.plus = tuple([lines[id(row)] for row in plus])
         found.minus = tuple([None if row is None else lines[id(row)] for row in less])
         found.distinct = tuple(lines.values())
         return found
 
-    def line(self, name: str, row: Any, index: int | None = None) -> Line:
+    def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
         """A row beside those before it, of which the first says what the others have to be.
 
         Raises:
             ArgumentError: naming the row, or the tensor in it.
         """
         if isinstance(row, Tensor):
-            if self.device is NOWHERE and row.ndim == 1 and not row.is_meta:
+            if self.device is NO_DEVICE and row.ndim == 1 and not row.is_meta:
                 self.shape = row.shape
                 self.device = row.device
             fits = row.shape == self.shape and row.device == self.device
             if fits and row.dtype.is_floating_point and row.layout is torch.strided:
                 return row
         elif isinstance(row, tuple) and row:
-            line = row if isinstance(row, Tensors) else Tensors(row)
-            if self._fits(line):
+            line = row if isinstance(row, TensorList) else TensorList(row)
+            if self._is_compatible(line):
                 self.lengths = line.lengths
                 return line
-        raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._fault(row)}")
+        raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._describe_error(row)}")
 
-    def _fits(self, line: Tensors) -> bool:
+    def _is_compatible(self, operand: TensorList) -> bool:
         try:
-            device = line.device
-            size = line.size
+            device = operand.device
+            size = operand.size
         except (TypeError, AttributeError):  # not of a tensor
             return False
         if device is None:
             return False
-        if self.device is NOWHERE:
+        if self.device is NO_DEVICE:
             self.shape = (size,)
             self.device = device
-        alike = self.shape == (size,) and self.lengths in (None, line.lengths)
-        return alike and device == self.device and not meshed((line,))
+        alike = self.shape == (size,) and self.lengths in (None, operand.lengths)
+        return alike and device == self.device and not dtensors_in((operand,))
 
-    def _fault(self, row: Any) -> str:
+    def _describe_error(self, row: Any) -> str:
         """What is wrong with a row, or with the first tensor in it with which something is."""
         if not isinstance(row, tuple):
-            fault = _fault(row, self.device)
+            fault = _tensor_error(row, self.device)
             real = isinstance(row, Tensor) and row.dtype.is_floating_point
-            if real and (row.ndim != 1 or (self.device is not NOWHERE and row.shape != self.shape)):
-                expected = "one dimension" if self.device is NOWHERE else f"({self.size},)"
+            if real and (row.ndim != 1 or (self.device is not NO_DEVICE and row.shape != self.shape)):
+                expected = "one dimension" if self.device is NO_DEVICE else f"({self.size},)"
                 fault = f"expected shape {expected}, got {tuple(row.shape)}"
             return f": {fault}"
         if not row:
@@ -155,8 +157,8 @@ class Rows:
         if lengths is not None and len(lengths) != len(row):
             return f": expected {len(lengths)} tensors, got {len(row)}"
         for i, tensor in enumerate(row):
-            fault = _fault(tensor, self.device)
-            if fault is None and meshed((tensor,)):
+            fault = _tensor_error(tensor, self.device)
+            if fault is None and dtensors_in((tensor,)):
                 fault = "expected a plain tensor, got a DTensor, of which whole vectors alone may be"
             if fault is None and lengths is not None and tensor.numel() != lengths[i]:
                 fault = f"expected {lengths[i]} entries, got {tensor.numel()}"
@@ -183,15 +185,18 @@ class Rows:
     def materialise(self) -> Tensor:
         """The rows as one float64 tensor (k, P): plain torch, so that every transform sees through it."""
         return torch.stack(
-            [reals(a) if b is None else reals(a) - reals(b) for a, b in zip(self.plus, self.minus, strict=True)]
+            [
+                as_float64(a) if b is None else as_float64(a) - as_float64(b)
+                for a, b in zip(self.plus, self.minus, strict=True)
+            ]
         )
 
-    def contiguous(self) -> "Rows":
+    def contiguous(self) -> "Operands":
         """These rows, tensors that do not lie in one piece replaced by copies."""
-        if self.lengths is None or all(isinstance(row, Tensor) or row.whole for row in self.distinct):
+        if self.lengths is None or all(isinstance(row, Tensor) or row.is_contiguous for row in self.distinct):
             return self
         lines = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
-        found = Rows()
+        found = Operands()
         found.shape = self.shape
         found.device = self.device
         found.lengths = self.lengths
@@ -201,24 +206,24 @@ class Rows:
         return found
 
 
-def _fault(tensor: Any, device: torch.device) -> str | None:
+def _tensor_error(tensor: Any, device: torch.device) -> str | None:
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         return f"expected a tensor of a floating dtype, got {kind}"
     if tensor.layout is not torch.strided or tensor.is_meta:
         return f"expected a dense tensor with values, got {tensor.layout} on {tensor.device}"
-    return f"expected device {device}, got {tensor.device}" if device not in (NOWHERE, tensor.device) else None
+    return f"expected device {device}, got {tensor.device}" if device not in (NO_DEVICE, tensor.device) else None
 
 
-def fresh(like: Line) -> Line:
+def empty_like_row(like: Operand) -> Operand:
     """A row like this one, not yet written."""
-    return like.fresh() if isinstance(like, Tensors) else empty_like(like)
+    return like.new_empty() if isinstance(like, TensorList) else empty_like(like)
 
 
-OVERLAP = "out: expected base or a row itself, or memory apart from theirs; got an overlap"
+OVERLAP_ERROR = "out: expected base or a row itself, or memory apart from theirs; got an overlap"
 
 
-def written(out: Line) -> None:
+def bump_version(out: Operand) -> None:
     """Say that `out` was written behind torch's back: a derivative that saved it must notice."""
     tensors: Sequence[Tensor] = (out,) if isinstance(out, Tensor) else out
     if any(map(Tensor.is_inference, tensors)):
@@ -226,7 +231,7 @@ def written(out: Line) -> None:
     torch.autograd.graph.increment_version(tensors)
 
 
-def check_target(out: Line, rows: Rows, base: Line | None) -> None:
+def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
     """`out`, a row, is apart from what is read, or the same entries.
 
     Raises:
@@ -234,22 +239,22 @@ def check_target(out: Line, rows: Rows, base: Line | None) -> None:
     """
     read = rows.distinct if base is None else (*rows.distinct, base)
     if rows.lengths is not None:
-        check_apart(out, read, rows.lengths)
+        check_no_alias(out, read, rows.lengths)
         return
     assert isinstance(out, Tensor)
     if out.shape[0] > 1 and out.stride(0) == 0:
         raise ArgumentError("out: expected entries with memory of their own, got an expanded tensor")
-    low, high, stride = _span(out)
+    low, high, stride = _address_range(out)
     for row in read:
         assert isinstance(row, Tensor)
         if row is out or row.data_ptr() >= high:
             continue
-        start, stop, step = _span(row)
+        start, stop, step = _address_range(row)
         if low >= stop or (start, step, row.dtype) == (low, stride, out.dtype):
             continue
         gap = (start - low) % stride
         if step != stride or not out.itemsize <= gap <= stride - row.itemsize:  # else between its entries
-            raise ArgumentError(OVERLAP)
+            raise ArgumentError(OVERLAP_ERROR)
 
 
 def blocks_of(segments: Sequence[int] | None, size: int) -> Blocks:
@@ -262,51 +267,55 @@ def blocks_of(segments: Sequence[int] | None, size: int) -> Blocks:
         return Blocks.of(((0, size),))
     if isinstance(segments, (list, tuple)) and set(map(type, segments)) <= {int}:
         return _blocks_of(tuple(segments), size)
-    return Blocks.of(bounds(segments, size))
+    return Blocks.of(segment_bounds(segments, size))
 
 
 @lru_cache(maxsize=64)
 def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
     """Kept, as checks and borders of some hundred segments take longer than the step of a small model."""
-    return Blocks.of(bounds(segments, size))
+    return Blocks.of(segment_bounds(segments, size))
 
 
-def check_apart(out: Line, read: Sequence[Line], lengths: tuple[int, ...]) -> None:
+def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ...]) -> None:
     """`check_target` where rows are tensors, or vectors seen as such: each is apart from the others, or the same.
 
     Raises:
         ArgumentError: if one shares a part of its memory with itself, another one, or what is read.
     """
-    if isinstance(out, Tensors) and out.apart and all(any(row is seen for seen in out.apart) for row in read):
+    if (
+        isinstance(out, TensorList)
+        and out.disjoint_from
+        and all(any(row is seen for seen in out.disjoint_from) for row in read)
+    ):
         return
-    starts, stops = places(out, lengths)
+    starts, stops = address_ranges(out, lengths)
     order = np.argsort(starts, kind="stable")
     order = order[stops[order] > starts[order]]  # tensors without entries are nowhere
     low = starts[order]
     high = stops[order]
-    folded = _is_folded(out) if isinstance(out, Tensor) else not out.whole and any(map(_is_folded, out))
+    folded = _self_overlaps(out) if isinstance(out, Tensor) else not out.is_contiguous and any(map(_self_overlaps, out))
     if folded or (high[:-1] > low[1:]).any():
         raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
     for row in read:
-        if row is out or len(order) == 0 or _are_apart(out, row):
+        if row is out or len(order) == 0 or _are_disjoint(out, row):
             continue
-        begin, end = places(row, lengths)
+        begin, end = address_ranges(row, lengths)
         # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
         first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
         met = np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin))
         same = (order[first[met]] == met) & (starts[met] == begin[met]) & (stops[met] == end[met])
-        if not same.all() or not _are_alike(out, row, met):
-            raise ArgumentError(OVERLAP)
+        if not same.all() or not _have_same_dtypes(out, row, met):
+            raise ArgumentError(OVERLAP_ERROR)
 
 
-def _are_apart(out: Line, row: Line) -> bool:
+def _are_disjoint(out: Operand, row: Operand) -> bool:
     """Whether one of two rows of tensors ends before the other begins, as is usual of models made one after another."""
     if isinstance(out, Tensor) or isinstance(row, Tensor):
         return False
-    return out.extent[1] <= row.extent[0] or row.extent[1] <= out.extent[0]
+    return out.address_bounds[1] <= row.address_bounds[0] or row.address_bounds[1] <= out.address_bounds[0]
 
 
-def _is_folded(tensor: Tensor) -> bool:
+def _self_overlaps(tensor: Tensor) -> bool:
     """Whether several entries may lie at one address: a step from one to the next does not lead past those between."""
     if tensor.is_contiguous():
         return False
@@ -318,10 +327,10 @@ def _is_folded(tensor: Tensor) -> bool:
     return False
 
 
-def places(row: Line, lengths: tuple[int, ...]) -> np.ndarray:
+def address_ranges(row: Operand, lengths: tuple[int, ...]) -> np.ndarray:
     """(2, n): between which addresses the entries of each piece of a row lie."""
-    if isinstance(row, Tensors):
-        return row.spans
+    if isinstance(row, TensorList):
+        return row.address_ranges
     borders = edges(lengths)
     item = row.itemsize
     step = row.stride(0) * item
@@ -330,7 +339,7 @@ def places(row: Line, lengths: tuple[int, ...]) -> np.ndarray:
     return np.stack([starts, stops])
 
 
-def _are_alike(out: Line, row: Line, pieces: np.ndarray) -> bool:
+def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
     """Whether these pieces of two rows have the same dtypes."""
     ours, theirs = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
     if len(ours) == 1 and ours == theirs:
@@ -338,11 +347,11 @@ def _are_alike(out: Line, row: Line, pieces: np.ndarray) -> bool:
     return all(_dtype(out, i) == _dtype(row, i) for i in pieces.tolist())
 
 
-def _dtype(row: Line, piece: int) -> torch.dtype:
+def _dtype(row: Operand, piece: int) -> torch.dtype:
     return row.dtype if isinstance(row, Tensor) else row[piece].dtype
 
 
-def bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
+def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
     """Start and stop of each segment; `segments` are lengths that sum to `size`, `None` is one segment.
 
     Raises:
@@ -374,17 +383,17 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
         if isinstance(coefficients, np.ndarray):
             coefficients = coefficients.tolist()
         if isinstance(coefficients, Tensor):
-            factors = _real(coefficients)
+            factors = _check_real(coefficients)
         else:
             # Tuples, where unions would do: the compiler of torch 2.6 does not take these.
             if isinstance(coefficients, (str, bytes, Mapping, Set)):
                 raise TypeError(f"got {coefficients!r}")
             listed: list[Any] = list(coefficients)
-            if _plain(listed, k):
+            if _is_number_list(listed, k):
                 return [[float(c) for c in listed]] * s
-            if len(listed) == s and all(_plain(line, k) for line in listed):
+            if len(listed) == s and all(_is_number_list(line, k) for line in listed):
                 return [[float(c) for c in line] for line in listed]
-            factors = _stacked(listed)
+            factors = _stack_numbers(listed)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ArgumentError(f"coefficients: expected numbers of shape (k,) or (S, k): {error}") from None
     if factors.ndim == 1:
@@ -394,7 +403,7 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
     return factors
 
 
-def is_transformed(tensors: Iterable[Row]) -> bool:
+def needs_autograd_path(tensors: Iterable[Row]) -> bool:
     """Whether a derivative or a functorch transform follows any of `tensors`, vectors or tuples of them.
 
     The fused kernels are inference-only: a custom operator would hand a transform silent zeros, so such
@@ -404,20 +413,22 @@ def is_transformed(tensors: Iterable[Row]) -> bool:
         return True
     if torch.is_grad_enabled():
         for row in tensors:
-            if row.requires_grad if isinstance(row, Tensor) else any(map(_followed, row)):
+            if row.requires_grad if isinstance(row, Tensor) else any(map(_requires_grad, row)):
                 return True
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(row).tangent is not None for row in flat(tensors)):
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(row).tangent is not None for row in iter_tensors(tensors)
+    ):
         return True
     within = torch._C._functorch.peek_interpreter_stack() is not None
-    return within and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in flat(tensors))
+    return within and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in iter_tensors(tensors))
 
 
-def is_spread(*groups: Subtrahend) -> bool:
+def is_sharded(*groups: Subtrahend) -> bool:
     """Whether this rank holds but pieces: one of these is a `DTensor`, or the call comes from within `across_ranks`."""
-    return not torch.compiler.is_compiling() and (ACROSS.get() is not None or bool(meshed(groups)))
+    return not torch.compiler.is_compiling() and (SHARD_GROUP.get() is not None or bool(dtensors_in(groups)))
 
 
-def meshed(groups: Iterable[Any]) -> list[Any]:
+def dtensors_in(groups: Iterable[Any]) -> list[Any]:
     """The `DTensor`s among tensors and sequences of them."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
@@ -426,28 +437,28 @@ def meshed(groups: Iterable[Any]) -> list[Any]:
     for group in groups:
         if isinstance(group, module.DTensor):
             found.append(group)
-        elif isinstance(group, (tuple, list)) and not PLAIN.issuperset(map(type, group)):
-            found += meshed(group)
+        elif isinstance(group, (tuple, list)) and not NON_DTENSOR_TYPES.issuperset(map(type, group)):
+            found += dtensors_in(group)
     return found
 
 
-def flat(groups: Iterable[Any]) -> Iterator[Any]:
+def iter_tensors(groups: Iterable[Any]) -> Iterator[Any]:
     """Tensors, and those in sequences of tensors and of tuples of tensors, one by one."""
     for group in groups:
         if isinstance(group, Tensor) or not isinstance(group, Sequence):
             yield group
         else:
-            yield from flat(group)
+            yield from iter_tensors(group)
 
 
-def _listed(name: str, vectors: Any) -> tuple[Any, ...]:
+def _as_tuple(name: str, vectors: Any) -> tuple[Any, ...]:
     try:
         return tuple(vectors)
     except TypeError:
         raise ArgumentError(f"{name}: expected a sequence of tensors, got {type(vectors).__name__}") from None
 
 
-def _span(row: Tensor) -> tuple[int, int, int]:
+def _address_range(row: Tensor) -> tuple[int, int, int]:
     """The addresses between which the entries of a vector lie, and from one to the next; all in bytes."""
     start = row.data_ptr()
     size = row.shape[0]
@@ -456,22 +467,26 @@ def _span(row: Tensor) -> tuple[int, int, int]:
     return start, start + (size - 1) * stride + item if size else start, stride
 
 
-def _plain(line: Any, k: int) -> bool:
-    return isinstance(line, (list, tuple)) and len(line) == k and all(type(c) is float or type(c) is int for c in line)
+def _is_number_list(values: Any, k: int) -> bool:
+    return (
+        isinstance(values, (list, tuple))
+        and len(values) == k
+        and all(type(c) is float or type(c) is int for c in values)
+    )
 
 
-def _stacked(numbers: Any) -> Tensor:
+def _stack_numbers(numbers: Any) -> Tensor:
     """Nested numbers and tensors as one float64 tensor, which carries their derivatives."""
     if isinstance(numbers, Tensor):
-        return _real(numbers).to("cpu", torch.float64)
+        return _check_real(numbers).to("cpu", torch.float64)
     if isinstance(numbers, (str, bytes, bool, np.bool_)):
         raise TypeError(f"got {numbers!r}")
     if isinstance(numbers, Sequence):
-        return torch.stack([_stacked(c) for c in numbers])
+        return torch.stack([_stack_numbers(c) for c in numbers])
     return torch.tensor(float(numbers), dtype=torch.float64, device="cpu")
 
 
-def _real(numbers: Tensor) -> Tensor:
+def _check_real(numbers: Tensor) -> Tensor:
     if numbers.is_complex() or numbers.dtype is torch.bool:
         raise TypeError(f"got {numbers.dtype}")
     return numbers

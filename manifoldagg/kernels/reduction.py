@@ -16,21 +16,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels.blocks import BLOCK, Blocks
-from manifoldagg.kernels.operands import Rows
-from manifoldagg.kernels.tensor_list import reals
+from manifoldagg.kernels.blocks import BLOCK_SIZE, Blocks
+from manifoldagg.kernels.operands import Operands
+from manifoldagg.kernels.tensor_list import as_float64
 
-__all__ = ["exponents", "far", "fold", "restored", "symmetric", "total", "two_sum"]
+__all__ = [
+    "out_of_range",
+    "pairwise_sum",
+    "rescaled",
+    "scaling_exponents",
+    "segment_sums",
+    "two_sum",
+    "unpack_symmetric",
+]
 
-Pair = tuple[np.ndarray, np.ndarray] | np.ndarray
+CompensatedSum = tuple[np.ndarray, np.ndarray] | np.ndarray
 
 # Between them, by Cauchy and Schwarz, no sum of products of two rows overflows, and what denormal squares lose, 2^-1075
 # each, is nothing beside 2^-900.
-SMALLEST = 2.0**-900
-LARGEST = 2.0**1000
+MIN_SQUARED_NORM = 2.0**-900
+MAX_SQUARED_NORM = 2.0**1000
 
 
-def fold(partials: np.ndarray, blocks: Blocks) -> np.ndarray:
+def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
     r"""The sums over the blocks of each segment, as unevaluated pairs $h + l$.
 
     Neighbours are added pairwise, level by level; the rounding error of each addition is computed exactly
@@ -44,28 +52,28 @@ def fold(partials: np.ndarray, blocks: Blocks) -> np.ndarray:
     Returns:
         (2, S, n): $h$ and $l$.
     """
-    total = np.zeros((2, len(blocks.cuts), partials.shape[1]))
-    if not blocks.levels:
-        total[0, blocks.table[:, 2]] = partials
+    total = np.zeros((2, len(blocks.segment_bounds), block_sums.shape[1]))
+    if not blocks.reduction_levels:
+        total[0, blocks.table[:, 2]] = block_sums
         return total
-    parts = np.zeros((2, *partials.T.shape))  # blocks last: numpy runs along them
-    parts[0] = partials.T
+    parts = np.zeros((2, *block_sums.T.shape))  # blocks last: numpy runs along them
+    parts[0] = block_sums.T
     with np.errstate(invalid="ignore", over="ignore"):
-        for left, right in blocks.levels:
+        for left, right in blocks.reduction_levels:
             parts[0][:, left], parts[1][:, left] = two_sum(parts[..., left], parts[..., right])
-    total[:, blocks.table[blocks.first, 2]] = parts[..., blocks.first].swapaxes(1, 2)
+    total[:, blocks.table[blocks.first_blocks, 2]] = parts[..., blocks.first_blocks].swapaxes(1, 2)
     return total
 
 
-def total(partials: np.ndarray, blocks: Blocks) -> np.ndarray:
+def segment_sums(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
     """The sums over the blocks of each segment, rounded once: (S, n)."""
-    if len(partials) == len(blocks.cuts) == 1:
-        return partials
-    high: np.ndarray = fold(partials, blocks)[0]
+    if len(block_sums) == len(blocks.segment_bounds) == 1:
+        return block_sums
+    high: np.ndarray = pairwise_sum(block_sums, blocks)[0]
     return high
 
 
-def two_sum(a: Pair, b: Pair) -> Pair:
+def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
     """The sum of two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0. It may warn of infinities."""
     high = a[0] + b[0]
     # Knuth 1969: the error of a[0] + b[0] exactly, whichever is larger, in six operations without a comparison.
@@ -80,7 +88,7 @@ def two_sum(a: Pair, b: Pair) -> Pair:
     return total, low
 
 
-def far(rows: Rows, sums: np.ndarray) -> np.ndarray | None:
+def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
     """Where a squared norm is one that float64 may not hold: (S, k); `None` if nowhere.
 
     Args:
@@ -91,9 +99,9 @@ def far(rows: Rows, sums: np.ndarray) -> np.ndarray | None:
     # Of float32 and narrower the least magnitude is 2^-149 and the largest below 2^128: all squares fit.
     if torch.float64 not in rows.dtypes:
         return None
-    squares = sums[:, _places(k).diagonal()]
+    squares = sums[:, _triangle_indices(k).diagonal()]
     # A sum of squares is NaN where an entry is not finite, and only there: then no power of two helps.
-    outside: np.ndarray = (squares < SMALLEST) | (squares > LARGEST)
+    outside: np.ndarray = (squares < MIN_SQUARED_NORM) | (squares > MAX_SQUARED_NORM)
     if not outside.any():
         return None
     # Differences of a vector from itself are 0 and need no second look; other zeros are found by `exponents`.
@@ -102,17 +110,17 @@ def far(rows: Rows, sums: np.ndarray) -> np.ndarray | None:
     return outside if outside.any() else None
 
 
-def exponents(rows: Rows, blocks: Blocks, outside: np.ndarray) -> np.ndarray:
+def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
     """The $e$ (S, k) where a row is `outside`; 0 elsewhere, and where its segment is zero or not finite."""
-    powers = np.zeros(outside.shape, int)
-    for s, i in np.argwhere(outside).tolist():
-        largest = _largest(rows, i, *blocks.cuts[s])
+    powers = np.zeros(is_out_of_range.shape, int)
+    for s, i in np.argwhere(is_out_of_range).tolist():
+        largest = _max_abs(rows, i, *blocks.segment_bounds[s])
         # Powers of two alone: a product with one is exact, and so is its undoing, while the result is a normal number.
         powers[s, i] = math.frexp(largest)[1] if 0 < largest < math.inf else 0
     return powers
 
 
-def restored(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.ndarray:
+def rescaled(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.ndarray:
     r"""`sums` (S, k(k+1)/2), with products of rows multiplied by $2^{-e}$ in place of those that were out of range."""
     # A product with a row out of range may have left it too, whatever the other row is.
     i, j = np.tril_indices(powers.shape[1])
@@ -124,25 +132,25 @@ def restored(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.nda
         return found
 
 
-def symmetric(sums: np.ndarray, k: int) -> Tensor:
+def unpack_symmetric(sums: np.ndarray, k: int) -> Tensor:
     """The matrices (S, k, k) of whose lower half (S, k(k+1)/2) are the entries."""
-    return torch.from_numpy(sums.take(_places(k), axis=1))
+    return torch.from_numpy(sums.take(_triangle_indices(k), axis=1))
 
 
 @lru_cache(maxsize=64)
-def _places(k: int) -> np.ndarray:
+def _triangle_indices(k: int) -> np.ndarray:
     """Where each entry of a k x k matrix stands in its lower half, row by row."""
     low, high = np.sort(np.indices((k, k)), axis=0)
     return np.asarray(high * (high + 1) // 2 + low)
 
 
 @torch.no_grad()
-def _largest(rows: Rows, i: int, start: int, stop: int) -> float:
+def _max_abs(rows: Operands, i: int, start: int, stop: int) -> float:
     """The largest magnitude among the entries from `start` to `stop` of row i; NaN where one is NaN."""
     found = [0.0]
     minus = rows.minus[i]
-    for low in range(start, stop, BLOCK):
-        window = (low, min(low + BLOCK, stop))
-        line = reals(rows.plus[i], *window)
-        found.append((line if minus is None else line - reals(minus, *window)).abs().max().item())
+    for low in range(start, stop, BLOCK_SIZE):
+        window = (low, min(low + BLOCK_SIZE, stop))
+        line = as_float64(rows.plus[i], *window)
+        found.append((line if minus is None else line - as_float64(minus, *window)).abs().max().item())
     return float(np.max(found))

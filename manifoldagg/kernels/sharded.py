@@ -23,51 +23,51 @@ from torch import Tensor
 from manifoldagg.kernels import reduction
 from manifoldagg.kernels.backends import reference
 from manifoldagg.kernels.collectives import Ranks
-from manifoldagg.kernels.operands import Line, Rows, check_target, fresh, written
-from manifoldagg.kernels.shards import Cuts, Piece, guard
+from manifoldagg.kernels.operands import Operand, Operands, bump_version, check_target, empty_like_row
+from manifoldagg.kernels.shards import LocalShard, SegmentBounds, collective_guard
 
 __all__ = ["combine", "gram"]
 
 GRAM, RESCALED, COMBINE = range(3)
 
 
-def gram(rows: Rows, segments: Cuts, backend: Any) -> Tensor:
+def gram(rows: Operands, segments: SegmentBounds, backend: Any) -> Tensor:
     """The Gram matrices (S, k, k) of rows of which this rank holds a piece; the same bits on every rank.
 
     Args:
         rows: pieces, or vectors that are `DTensor`s, all `Shard(0)` or replicated alike in each dimension of a mesh.
         segments: start and stop of each: in the piece, but in the whole vector if that is a `DTensor`.
-        backend: what has `partials` and `combine`, for local rows.
+        backend: what has `block_products` and `combine`, for local rows.
 
     Raises:
         ArgumentError: on every rank, if the rows of one cannot be used or the ranks disagree.
     """
-    with guard(rows.distinct) as ranks:
-        piece = Piece.of(rows, segments)
-        lines = piece.rows(rows)
+    with collective_guard(rows.distinct) as ranks:
+        piece = LocalShard.of(rows, segments)
+        lines = piece.local_operands(rows)
     k = len(rows.plus)
-    high = _total(ranks, piece, k, GRAM, lambda: backend.partials(lines, piece.blocks))
-    outside = reduction.far(rows, high)  # the same on every rank, as dtypes and sums are
+    high = _sum_over_ranks(ranks, piece, k, GRAM, lambda: backend.block_products(lines, piece.blocks))
+    outside = reduction.out_of_range(rows, high)  # the same on every rank, as dtypes and sums are
     if outside is None:
-        return reduction.symmetric(high, k)
-    with ranks.guard():
-        own = reduction.exponents(lines, piece.blocks, outside).astype(np.float64)
-    every = ranks.exchange(piece.terms(RESCALED, k), own)
+        return reduction.unpack_symmetric(high, k)
+    with ranks.propagate_errors():
+        own = reduction.scaling_exponents(lines, piece.blocks, outside).astype(np.float64)
+    every = ranks.all_gather_checked(piece.invariants(RESCALED, k), own)
     # 0 is said of a piece that is zero, and of one whose largest entry is next to 1: then another rank's is far.
     powers = np.where(every != 0, every, -np.inf).max(axis=0)
     powers = np.where(np.isfinite(powers), powers, 0).astype(int)
-    scaled = _total(ranks, piece, k, GRAM, lambda: reference.partials(lines, piece.blocks, -powers))
-    return reduction.symmetric(reduction.restored(high, scaled, powers), k)
+    scaled = _sum_over_ranks(ranks, piece, k, GRAM, lambda: reference.block_products(lines, piece.blocks, -powers))
+    return reduction.unpack_symmetric(reduction.rescaled(high, scaled, powers), k)
 
 
 def combine(
-    base: Line | None,
-    rows: Rows,
+    base: Operand | None,
+    rows: Operands,
     coefficients: Tensor | Sequence[Sequence[float]],
-    segments: Cuts,
-    out: Line | None,
+    segments: SegmentBounds,
+    out: Operand | None,
     backend: Any,
-) -> Line:
+) -> Operand:
     """The linear combination with the coefficients of rank 0, written into the piece of `out` that is here.
 
     Args:
@@ -85,33 +85,35 @@ def combine(
         ArgumentError: on every rank, before anything is written, if the arguments of one cannot be used.
     """
     k = len(rows.plus)
-    with guard(rows.distinct) as ranks:
+    with collective_guard(rows.distinct) as ranks:
         if out is None:
-            out = fresh(rows.plus[0] if base is None else base)
-        piece = Piece.of(rows, segments, base=base, out=out)
-        lines = piece.rows(rows)
-        target = piece.here(out)
-        start = None if base is None else piece.here(base)
+            out = empty_like_row(rows.plus[0] if base is None else base)
+        piece = LocalShard.of(rows, segments, base=base, out=out)
+        lines = piece.local_operands(rows)
+        target = piece.local(out)
+        start = None if base is None else piece.local(base)
         check_target(target, lines, start)
         listed = coefficients.tolist() if isinstance(coefficients, Tensor) else coefficients
         own = np.array(listed, np.float64).reshape(len(segments), k)
-    shared = ranks.exchange(piece.terms(COMBINE, k), own)[0].tolist()
+    shared = ranks.all_gather_checked(piece.invariants(COMBINE, k), own)[0].tolist()
     if len(piece.blocks.table) > 0:
         with torch.no_grad():
             backend.combine(start, lines, shared, piece.blocks, target)
-        written(target)
+        bump_version(target)
     return out
 
 
-def _total(ranks: Ranks, piece: Piece, k: int, call: int, partials: Callable[[], np.ndarray]) -> np.ndarray:
+def _sum_over_ranks(
+    ranks: Ranks, shard: LocalShard, k: int, call: int, compute_products: Callable[[], np.ndarray]
+) -> np.ndarray:
     """The sums of all ranks: (S, k(k+1)/2)."""
-    with ranks.guard():
-        pairs = np.zeros((2, len(piece.counted), k * (k + 1) // 2))
-        if len(piece.blocks.table) > 0 and any(piece.counted):
+    with ranks.propagate_errors():
+        pairs = np.zeros((2, len(shard.is_counted), k * (k + 1) // 2))
+        if len(shard.blocks.table) > 0 and any(shard.is_counted):
             with torch.no_grad():
-                pairs = reduction.fold(partials(), piece.blocks)
-            pairs[:, ~np.array(piece.counted)] = 0
-    every = ranks.exchange(piece.terms(call, k), pairs)
+                pairs = reduction.pairwise_sum(compute_products(), shard.blocks)
+            pairs[:, ~np.array(shard.is_counted)] = 0
+    every = ranks.all_gather_checked(shard.invariants(call, k), pairs)
     with np.errstate(invalid="ignore", over="ignore"):
         high: np.ndarray = reduce(reduction.two_sum, every)[0]
     return high

@@ -19,12 +19,20 @@ from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.collectives import Ranks
-from manifoldagg.kernels.operands import ACROSS, Line, Rows, Subtrahend, flat, is_transformed, meshed
+from manifoldagg.kernels.operands import (
+    SHARD_GROUP,
+    Operand,
+    Operands,
+    Subtrahend,
+    dtensors_in,
+    iter_tensors,
+    needs_autograd_path,
+)
 from manifoldagg.kernels.tensor_list import Row
 
-__all__ = ["Cuts", "Piece", "across_ranks", "guard"]
+__all__ = ["LocalShard", "SegmentBounds", "across_ranks", "collective_guard"]
 
-Cuts = Sequence[tuple[int, int]]
+SegmentBounds = Sequence[tuple[int, int]]
 
 
 @contextmanager
@@ -64,15 +72,15 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
     if dist.get_rank(group) < 0:
         raise ArgumentError(f"group: expected one with rank {dist.get_rank()} in it")
     copies = tuple(sorted({check_count("replicated", s, at_least=0) for s in replicated}))
-    token = ACROSS.set((group, copies))
+    token = SHARD_GROUP.set((group, copies))
     try:
         yield
     finally:
-        ACROSS.reset(token)
+        SHARD_GROUP.reset(token)
 
 
 @contextmanager
-def guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
+def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
     """Around what a rank does before it meets the others: an error in it becomes an error on every rank.
 
     The others would wait for ever; so they raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names
@@ -82,21 +90,21 @@ def guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
     Raises:
         ArgumentError: if the tensors are no pieces, or their mesh is without this rank.
     """
-    placed = meshed(groups)
-    active = ACROSS.get()
-    device = next((tensor.device for tensor in flat(groups) if isinstance(tensor, Tensor)), torch.device("cpu"))
+    placed = dtensors_in(groups)
+    active = SHARD_GROUP.get()
+    device = next((tensor.device for tensor in iter_tensors(groups) if isinstance(tensor, Tensor)), torch.device("cpu"))
     if placed:
         ranks = Ranks.of_mesh(placed[0].device_mesh, device)
     elif active:
         ranks = Ranks.of_group(active[0], device)
     else:
         raise ArgumentError("rows: expected DTensors, or a call within across_ranks")
-    with ranks.guard():
+    with ranks.propagate_errors():
         yield ranks
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class LocalShard:
     """What this rank holds of some vectors.
 
     Attributes:
@@ -108,13 +116,13 @@ class Piece:
     """
 
     blocks: Blocks
-    counted: tuple[bool, ...]
-    cuts: int
-    dtypes: int
-    tensors: dict[int, Line]
+    is_counted: tuple[bool, ...]
+    segments_checksum: int
+    dtypes_checksum: int
+    local_tensors: dict[int, Operand]
 
     @staticmethod
-    def of(rows: Rows, segments: Cuts, **others: Line | None) -> "Piece":
+    def of(rows: Operands, segments: SegmentBounds, **others: Operand | None) -> "LocalShard":
         """The piece of these vectors; `None` among the others is left out.
 
         Raises:
@@ -123,41 +131,41 @@ class Piece:
         groups = (("rows", rows.plus), ("minus", rows.minus))
         listed = {f"{name}[{i}]": row for name, group in groups for i, row in enumerate(group)} | others
         named = {name: vector for name, vector in listed.items() if vector is not None}
-        if is_transformed(list(named.values())):
+        if needs_autograd_path(list(named.values())):
             raise ArgumentError("rows: derivatives are not followed over ranks; use torch.no_grad(), or detach them")
-        return _of_mesh(named, segments) if meshed([*named.values()]) else _of_group(named, segments)
+        return _shard_of_mesh(named, segments) if dtensors_in([*named.values()]) else _shard_of_group(named, segments)
 
-    def here(self, vector: Line) -> Line:
+    def local(self, vector: Operand) -> Operand:
         """The local part of a vector."""
-        return self.tensors[id(vector)]
+        return self.local_tensors[id(vector)]
 
-    def rows(self, rows: Rows) -> Rows:
+    def local_operands(self, rows: Operands) -> Operands:
         """The local rows."""
-        minus = tuple(row if row is None else self.here(row) for row in rows.minus)
-        local = Rows.of(tuple(self.here(row) for row in rows.plus), minus)
+        minus = tuple(row if row is None else self.local(row) for row in rows.minus)
+        local = Operands.of(tuple(self.local(row) for row in rows.plus), minus)
         local.lengths = rows.lengths  # also where the base or the target alone is a tuple
         return local
 
-    def terms(self, call: int, k: int) -> dict[str, int]:
+    def invariants(self, call: int, k: int) -> dict[str, int]:
         """What must be the same on every rank."""
-        counts = {"number of rows": k, "number of segments": len(self.counted)}
-        return {"call": call, **counts, "segments": self.cuts, "dtypes": self.dtypes}
+        counts = {"number of rows": k, "number of segments": len(self.is_counted)}
+        return {"call": call, **counts, "segments": self.segments_checksum, "dtypes": self.dtypes_checksum}
 
 
-def _of_group(named: dict[str, Line], segments: Cuts) -> Piece:
-    group, copies = ACROSS.get() or (None, ())
+def _shard_of_group(vectors: dict[str, Operand], segments: SegmentBounds) -> LocalShard:
+    group, copies = SHARD_GROUP.get() or (None, ())
     if copies and copies[-1] >= len(segments):
         raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {copies[-1]}")
     first = dist.get_rank(group) == 0
     counted = tuple(first or s not in copies for s in range(len(segments)))
-    tensors = {id(vector): vector for vector in named.values()}
-    return Piece(Blocks.of(tuple(segments)), counted, _digest(copies), _dtypes(named), tensors)
+    tensors = {id(vector): vector for vector in vectors.values()}
+    return LocalShard(Blocks.of(tuple(segments)), counted, _checksum(copies), _dtypes_checksum(vectors), tensors)
 
 
-def _of_mesh(named: dict[str, Any], segments: Cuts) -> Piece:
-    like = named["rows[0]"]
-    for name, vector in named.items():
-        _check_placed(name, vector, like)
+def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalShard:
+    like = vectors["rows[0]"]
+    for name, vector in vectors.items():
+        _check_placement(name, vector, like)
     mesh = like.device_mesh
     start = 0
     stop = like.shape[0]
@@ -170,17 +178,17 @@ def _of_mesh(named: dict[str, Any], segments: Cuts) -> Piece:
             stop = min(stop, begin + (index + 1) * width)
         else:
             original = original and index == 0
-    tensors: dict[int, Line] = {}
-    for name, vector in named.items():
+    tensors: dict[int, Operand] = {}
+    for name, vector in vectors.items():
         tensors[id(vector)] = local = _to_local(vector)
         if local.shape[0] != stop - start:
             expected = f"{stop - start} entries on rank {dist.get_rank()}"
             raise ArgumentError(f"{name}: expected {expected}, as torch.chunk cuts, got {local.shape[0]}")
     cuts = tuple((min(max(a, start), stop) - start, min(max(b, start), stop) - start) for a, b in segments)
-    return Piece(Blocks.of(cuts), (original,) * len(cuts), _digest(segments), _dtypes(named), tensors)
+    return LocalShard(Blocks.of(cuts), (original,) * len(cuts), _checksum(segments), _dtypes_checksum(vectors), tensors)
 
 
-def _check_placed(name: str, vector: Any, like: Any) -> None:
+def _check_placement(name: str, vector: Any, expected_like: Any) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(vector, DTensor):
@@ -188,8 +196,8 @@ def _check_placed(name: str, vector: Any, like: Any) -> None:
     for place in vector.placements:
         if not (type(place) is Replicate or (type(place) is Shard and place.dim == 0)):
             raise ArgumentError(f"{name}: expected placements Shard(0) or Replicate(), got {place}")
-    if vector.device_mesh != like.device_mesh or vector.placements != like.placements:
-        expected, given = (f"{v.placements} on {v.device_mesh}" for v in (like, vector))
+    if vector.device_mesh != expected_like.device_mesh or vector.placements != expected_like.placements:
+        expected, given = (f"{v.placements} on {v.device_mesh}" for v in (expected_like, vector))
         raise ArgumentError(f"{name}: expected the placements of rows[0], {expected}, got {given}")
 
 
@@ -200,10 +208,10 @@ def _to_local(vector: Any) -> Tensor:
     return ready
 
 
-def _digest(integers: Iterable[int] | Cuts) -> int:
+def _checksum(integers: Iterable[int] | SegmentBounds) -> int:
     return zlib.crc32(np.array([*integers], np.int64).tobytes())
 
 
-def _dtypes(named: dict[str, Line]) -> int:
-    dtypes = [(name, *(tensor.dtype for tensor in flat((vector,)))) for name, vector in named.items()]
+def _dtypes_checksum(vectors: dict[str, Operand]) -> int:
+    dtypes = [(name, *(tensor.dtype for tensor in iter_tensors((vector,)))) for name, vector in vectors.items()]
     return zlib.crc32(str(dtypes).encode())

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels.alloc import HUGE, empty_like
+from manifoldagg.kernels.alloc import HUGE_PAGE_BYTES, empty_like
 
-__all__ = ["CPU", "DTYPES", "Row", "Tensors", "edges", "overlaps", "reals"]
+__all__ = ["CPU", "NATIVE_DTYPES", "Row", "TensorList", "as_float64", "edges", "overlapping_pieces"]
 
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+NATIVE_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """What `native.cpp` calls the dtypes that it reads."""
-APART = 64
+EMPTY_ADDRESS = 64
 """An address that no tensor has and nobody reads: that of a tensor without entries, where 0 would mean no tensor."""
 
 CPU = torch.device("cpu")
@@ -31,18 +31,18 @@ _device = attrgetter("device")
 T = TypeVar("T")
 
 
-class _Once(Generic[T]):
+class _lazy(Generic[T]):
     """A property that is computed once: a `cached_property` without the lock, which takes longer than the answers."""
 
-    def __init__(self, ask: Callable[[Any], T]) -> None:
-        self.ask = ask
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self.function = function
 
     def __get__(self, row: Any, owner: type | None = None) -> T:
-        found = row.__dict__[self.ask.__name__] = self.ask(row)
+        found = row.__dict__[self.function.__name__] = self.function(row)
         return found
 
 
-class Tensors(tuple[Tensor, ...]):
+class TensorList(tuple[Tensor, ...]):
     r"""A row whose P entries are those of some tensors, of any shapes and dtypes, one tensor after another.
 
     It is the tuple of these tensors and stands wherever a kernel takes one; the kernels make it of a plain tuple
@@ -52,7 +52,7 @@ class Tensors(tuple[Tensor, ...]):
 
     Example:
         >>> from manifoldagg.kernels import combine, gram
-        >>> row = Tensors([torch.ones(2, 2), torch.tensor(3.0)])
+        >>> row = TensorList([torch.ones(2, 2), torch.tensor(3.0)])
         >>> gram([row]).item()
         13.0
         >>> combine(None, [row], [2.0])
@@ -60,34 +60,35 @@ class Tensors(tuple[Tensor, ...]):
                 [2., 2.]]), tensor(6.))
     """
 
-    bound: float | None = None
+    norm_bound: float | None = None
     """How long the row is at most, where whoever made it has said so."""
 
-    apart: tuple[Any, ...] = ()
-    """Rows of which a caller has seen, by `rows.check_apart`, that these tensors may be written while they are read."""
+    disjoint_from: tuple[Any, ...] = ()
+    """Rows of which a caller has seen, by `operands.check_no_alias`, that these tensors may be written while they are
+    read."""
 
-    @_Once
+    @_lazy
     def lengths(self) -> tuple[int, ...]:
         """How many entries each tensor has."""
         return tuple(map(Tensor.numel, self))
 
-    @_Once
+    @_lazy
     def size(self) -> int:
         """P."""
         return sum(self.lengths)
 
-    @_Once
+    @_lazy
     def dtypes(self) -> frozenset[torch.dtype]:
         """The dtypes that occur."""
         return frozenset(map(_dtype, self))
 
-    @_Once
+    @_lazy
     def devices(self) -> frozenset[torch.device]:
         """The devices that occur."""
         # To ask each tensor for its device would take as long as everything else together.
         return frozenset({CPU}) if all(map(_is_cpu, self)) else frozenset(map(_device, self))
 
-    @_Once
+    @_lazy
     def device(self) -> torch.device | None:
         """The device of all, if there is one and all are dense there, with values, and of floating dtypes."""
         real = all(dtype.is_floating_point for dtype in self.dtypes)
@@ -97,73 +98,73 @@ class Tensors(tuple[Tensor, ...]):
         (device,) = self.devices
         return None if device.type == "meta" else device
 
-    @_Once
-    def whole(self) -> bool:
+    @_lazy
+    def is_contiguous(self) -> bool:
         """Whether each tensor lies in one piece, entry after entry."""
         return all(map(Tensor.is_contiguous, self))
 
-    @_Once
+    @_lazy
     def addresses(self) -> tuple[int, ...]:
         """Where each tensor begins."""
         return tuple(map(Tensor.data_ptr, self))
 
-    @_Once
-    def extent(self) -> tuple[int, int]:
+    @_lazy
+    def address_bounds(self) -> tuple[int, int]:
         """Two addresses between which all entries lie."""
-        if not self.whole:
-            return int(self.spans[0].min()), int(self.spans[1].max())
+        if not self.is_contiguous:
+            return int(self.address_ranges[0].min()), int(self.address_ranges[1].max())
         item = max(dtype.itemsize for dtype in self.dtypes)
         return min(self.addresses), max(self.addresses) + max(self.lengths) * item
 
-    @_Once
-    def spans(self) -> np.ndarray:
+    @_lazy
+    def address_ranges(self) -> np.ndarray:
         """(2, n): the addresses between which the entries of each tensor lie."""
         found = np.empty((2, len(self)), np.int64)
         found[:] = self.addresses
-        if self.whole:
+        if self.is_contiguous:
             items = self[0].itemsize if len(self.dtypes) == 1 else [dtype.itemsize for dtype in map(_dtype, self)]
             found[1] += np.array(self.lengths, np.int64) * items
         else:
-            found[1] += np.array([_extent(tensor) for tensor in self], np.int64)
+            found[1] += np.array([_byte_extent(tensor) for tensor in self], np.int64)
         return found
 
-    @_Once
-    def table(self) -> bytes | None:
+    @_lazy
+    def descriptors(self) -> bytes | None:
         """Address, stride 1 and dtype of each tensor, as `native.cpp` reads them; `None` where it could not.
 
         The tensors lie in one piece each.
         """
-        if not self.dtypes <= DTYPES.keys() or any(map(Tensor.is_neg, self)):
+        if not self.dtypes <= NATIVE_DTYPES.keys() or any(map(Tensor.is_neg, self)):
             return None
         if len(self.dtypes) == 1:
-            table = _blank(len(self), DTYPES[self[0].dtype]).copy()
+            table = _descriptor_template(len(self), NATIVE_DTYPES[self[0].dtype]).copy()
         else:
-            table = _blank(len(self), 0).copy()
-            table[:, 2] = [DTYPES[d] for d in map(_dtype, self)]
+            table = _descriptor_template(len(self), 0).copy()
+            table[:, 2] = [NATIVE_DTYPES[d] for d in map(_dtype, self)]
         table[:, 0] = self.addresses
         if 0 in self.addresses:
             empty = table[:, 0] == 0
             if np.array(self.lengths)[empty].any():  # zeros that torch never wrote down
                 return None
-            table[empty, 0] = APART
+            table[empty, 0] = EMPTY_ADDRESS
         return table.tobytes()
 
-    def contiguous(self) -> "Tensors":
+    def contiguous(self) -> "TensorList":
         """This row, or one with copies of the tensors that do not lie in one piece."""
-        return self if self.whole else Tensors(tensor.contiguous() for tensor in self)
+        return self if self.is_contiguous else TensorList(tensor.contiguous() for tensor in self)
 
-    def fresh(self) -> "Tensors":
+    def new_empty(self) -> "TensorList":
         """Tensors like these, each in one piece, not yet written."""
-        if self.whole:
+        if self.is_contiguous:
             # Where all are small none need be asked for its size.
-            small = 8 * max(self.lengths, default=0) < HUGE
-            found = Tensors(map(torch.empty_like if small else empty_like, self))
-            found.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, whole=True)
+            small = 8 * max(self.lengths, default=0) < HUGE_PAGE_BYTES
+            found = TensorList(map(torch.empty_like if small else empty_like, self))
+            found.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True)
             return found
-        return Tensors(empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
+        return TensorList(empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
 
 
-def _extent(tensor: Tensor) -> int:
+def _byte_extent(tensor: Tensor) -> int:
     """The bytes from the first entry to the last."""
     if tensor.numel() == 0:
         return 0
@@ -176,7 +177,7 @@ Row = Tensor | tuple[Tensor, ...]
 
 
 @lru_cache(maxsize=64)
-def _blank(count: int, dtype: int) -> np.ndarray:
+def _descriptor_template(count: int, dtype: int) -> np.ndarray:
     """A table without addresses, to be copied."""
     return np.tile(np.array([0, 1, dtype], np.int64), (count, 1))
 
@@ -194,11 +195,11 @@ def edges(lengths: tuple[int, ...]) -> np.ndarray:
     return found
 
 
-def overlaps(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
+def overlapping_pieces(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
     """The pieces with entries from `start` to `stop`: which, and from where to where within it.
 
     Example:
-        >>> overlaps([0, 2, 2, 5], 1, 4)
+        >>> overlapping_pieces([0, 2, 2, 5], 1, 4)
         [(0, 1, 2), (2, 0, 2)]
     """
     found = []
@@ -212,12 +213,12 @@ def overlaps(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, i
     return found
 
 
-def reals(row: Row, start: int = 0, stop: int | None = None) -> Tensor:
+def as_float64(row: Row, start: int = 0, stop: int | None = None) -> Tensor:
     """Entries of a row as one vector of float64 numbers, in plain torch."""
     if isinstance(row, Tensor):
         return row[start:stop].double()
     if stop is None and start == 0:
         return torch.cat([tensor.reshape(-1).double() for tensor in row])
     borders = edges(tuple([tensor.numel() for tensor in row])).tolist()
-    parts = overlaps(borders, start, borders[-1] if stop is None else stop)
+    parts = overlapping_pieces(borders, start, borders[-1] if stop is None else stop)
     return torch.cat([row[i].reshape(-1)[a:b].double() for i, a, b in parts])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_finite, check_shape
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Row, Tensors, combine, gram
+from manifoldagg.kernels import Row, TensorList, combine, gram
 from manifoldagg.manifolds.lora.factors import Joint, Truncated, combined
 from manifoldagg.manifolds.lora.lowrank import LowRank
 from manifoldagg.manifolds.manifold import Leaf, Manifold
@@ -121,7 +121,7 @@ class Ambient:
         self._tell("truncated", cuts)
         found = [pieces[i] for i in range(len(self.leaves))]
         if isinstance(base, tuple):
-            return Tensors(found) if out is None else _copied(out, found)
+            return TensorList(found) if out is None else _copied(out, found)
         point = torch.cat([piece.flatten() for piece in found]).view(base.shape)
         return point if out is None else out.copy_(point)
 
@@ -211,12 +211,14 @@ class Ambient:
         first = coefficients[0] if len(coefficients) else 0.0
         return coefficients[i] if isinstance(first, list | tuple) else coefficients
 
-    def _vectors(self, rows: Sequence[Row], minus: Sequence[Row | None]) -> tuple[list[Tensors], list[Tensors | None]]:
+    def _vectors(
+        self, rows: Sequence[Row], minus: Sequence[Row | None]
+    ) -> tuple[list[TensorList], list[TensorList | None]]:
         """The flat leaves of rows, as the kernels take them: one object is one again."""
-        made: dict[int, Tensors] = {}
+        made: dict[int, TensorList] = {}
         for row in (*rows, *minus):
             if row is not None and id(row) not in made:
-                made[id(row)] = Tensors([self._piece(row, i).reshape(-1) for i in self._flat])
+                made[id(row)] = TensorList([self._piece(row, i).reshape(-1) for i in self._flat])
         return [made[id(row)] for row in rows], [None if row is None else made[id(row)] for row in minus]
 
     def _sums(
@@ -234,7 +236,7 @@ class Ambient:
         plus, less = self._vectors(rows, minus)
         start = None if base is None else self._vectors([base], [])[0][0]
         like = plus[0] if start is None else start
-        out = Tensors([torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in like])
+        out = TensorList([torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in like])
         lines = [list(self._line(i, coefficients)) for i in flat]
         made = combine(start, plus, lines, minus=less, segments=[self._size(i) for i in flat], out=out)
         return dict(zip(flat, made, strict=True))

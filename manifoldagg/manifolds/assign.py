@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from manifoldagg._validation import shown
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.layout import Entry, Layout
@@ -39,13 +39,13 @@ def assigned(
         ArgumentError: if a pattern matches no leaf, or a space does not fit a leaf.
     """
     if not isinstance(manifolds, Mapping | None):
-        raise ArgumentError(f"manifolds: expected a mapping of name or pattern to space, got {shown(manifolds)}")
+        raise ArgumentError(f"manifolds: expected a mapping of name or pattern to space, got {short_repr(manifolds)}")
     if not manifolds and not brought:
         return ()
     said = manifolds or {}
     for name in said:
         if not isinstance(name, str):
-            raise ArgumentError(f"manifolds: expected names or patterns, got {shown(name)}; write {str(name)!r}")
+            raise ArgumentError(f"manifolds: expected names or patterns, got {short_repr(name)}; write {str(name)!r}")
     pairs = []
     matched = set()
     for leaf in layout.leaves:
@@ -73,7 +73,7 @@ def _fitted(leaf: Entry, space: Any, name: str) -> Manifold:
         from manifoldagg.manifolds.geoopt import from_geoopt, is_geoopt
 
         if not is_geoopt(space):
-            given = f"the class {space.__name__}" if isinstance(space, type) else shown(space)
+            given = f"the class {space.__name__}" if isinstance(space, type) else short_repr(space)
             meant = f"a Manifold such as Sphere({leaf.shape[-1] if leaf.shape else 1}), or one of geoopt"
             raise ArgumentError(f"manifolds: {name}: expected {meant}; got {given}")
         return from_geoopt(space, leaf.shape)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldagg._validation import check_number, shown
+from manifoldagg._validation import check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
@@ -106,7 +106,7 @@ def from_geoopt(
         shape = tuple(manifold.shape)
         manifold = manifold.manifold
     if not isinstance(manifold, geoopt.Manifold):
-        raise ArgumentError(f"manifold: expected a geoopt manifold or a tensor on one, got {shown(manifold)}")
+        raise ArgumentError(f"manifold: expected a geoopt manifold or a tensor on one, got {short_repr(manifold)}")
     known = _is_known(manifold, vouched=capabilities is not None or injectivity_radius is not None)
     if known and type(manifold) in PRODUCTS:
         leaves = zip(manifold.manifolds, manifold.shapes, strict=True)

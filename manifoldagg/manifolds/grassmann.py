@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_count, shown
+from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
@@ -71,7 +71,7 @@ class Grassmann(Embedded):
 
     def __post_init__(self) -> None:
         if check_count("p", self.p) > check_count("n", self.n):
-            raise ArgumentError(f"p: expected an integer from 1 to n = {self.n}, got {shown(self.p)}")
+            raise ArgumentError(f"p: expected an integer from 1 to n = {self.n}, got {short_repr(self.p)}")
 
     @property
     def shape(self) -> tuple[int, ...]:

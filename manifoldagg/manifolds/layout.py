@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from manifoldagg._validation import check_choice, is_finite
 from manifoldagg.errors import ArgumentError, StateDictError
-from manifoldagg.kernels import Tensors
+from manifoldagg.kernels import TensorList
 from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.manifolds.wrapper_prefixes import wrapping
 
@@ -119,7 +119,7 @@ class Layout:
 
     @cached_property
     def _alike(self) -> dict[str, Any]:
-        """What `Tensors` of the leaves would be asked one by one."""
+        """What `TensorList` of the leaves would be asked one by one."""
         return {"lengths": self.sizes, "size": self.size, "dtypes": frozenset([leaf.dtype for leaf in self.leaves])}
 
     @cached_property
@@ -216,7 +216,7 @@ class Layout:
             self.check_values(models)
         return points
 
-    def rows(self, models: Mapping[str, Mapping[str, Tensor]], *, own: str = "") -> list[Tensors]:
+    def rows(self, models: Mapping[str, Mapping[str, Tensor]], *, own: str = "") -> list[TensorList]:
         """The leaves of models, by what errors begin with: the tensors themselves, on the device of the first.
 
         Args:
@@ -231,9 +231,9 @@ class Layout:
         for label, tensors in models.items():
             check_memory(tensors, label) if label == own else self.match(tensors, label)
             self._check_tied(tensors, label)
-            row = Tensors([tensors[leaf.name] for leaf in self.leaves])
+            row = TensorList([tensors[leaf.name] for leaf in self.leaves])
             device = device or row[0].device
-            row = row if row.devices == {device} else Tensors([tensor.to(device) for tensor in row])
+            row = row if row.devices == {device} else TensorList([tensor.to(device) for tensor in row])
             row.__dict__.update(self._alike, device=device)
             rows.append(row)
         return rows

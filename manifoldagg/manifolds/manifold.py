@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg._validation import check_shape, shown
+from manifoldagg._validation import check_shape, short_repr
 from manifoldagg.errors import ArgumentError
 
 __all__ = ["CHECKED", "PRIMITIVES", "Leaf", "Manifold", "check_is_manifold"]
@@ -262,5 +262,5 @@ def check_is_manifold(space: object, hint: str = "") -> None:
         made = "of(model)" if isinstance(space, torch.nn.Module) else "of_state_dict(model, buffers=...)"
         told = f"{type(space).__name__}: write {hint or f'ParameterSpace.{made}'}"
     else:
-        told = shown(space)
+        told = short_repr(space)
     raise ArgumentError(f"space: expected a Manifold, got {told}")

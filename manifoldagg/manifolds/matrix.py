@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 
 __all__ = ["across", "differentiable_log", "eye", "matrix_exp", "polar", "skew", "sym"]
 
@@ -34,7 +34,7 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
         target: $M$ (*batch, n, n), which carries derivatives.
         solve: the inverse of the derivative of exp at `value`.
     """
-    if not is_transformed([target]):
+    if not needs_autograd_path([target]):
         return value
     x = value + solve(target - target.detach())
     residual = target - matrix_exp(x)

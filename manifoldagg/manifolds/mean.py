@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count, check_finite, check_number, check_shape
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.ambient import Ambient
 from manifoldagg.manifolds.manifold import Manifold, Point, check_is_manifold
@@ -91,7 +91,7 @@ def karcher_mean(
     w = _normalised(weights, points.shape[:spread], points)
     if space.ambient:
         return _ambient_mean(space, points, w, tolerance)
-    if spread == 1 and not is_transformed([points, w]):
+    if spread == 1 and not needs_autograd_path([points, w]):
         span = Span.of(space, [*points.detach().flatten(1)], start=int(w.argmax()))
         if span is not None:
             return mean_in_span(space, span, w, tolerance=tolerance, max_steps=max_steps)
@@ -143,7 +143,7 @@ def mean_in_span(
 
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> Mean:
     """The points nearest to weighted sums in the space around them, and what of the rest is tangent there."""
-    if is_transformed([points, weights]):
+    if needs_autograd_path([points, weights]):
         raise ArgumentError("points: expected no derivative to be followed, a mean of low-rank leaves has none here")
     means = []
     lengths = []

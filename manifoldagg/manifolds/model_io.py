@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Tensors
-from manifoldagg.kernels.operands import check_apart
+from manifoldagg.kernels import TensorList
+from manifoldagg.kernels.operands import check_no_alias
 from manifoldagg.manifolds.layout import OPAQUE, Layout
 
 __all__ = ["Array", "Given", "Model", "check_separate", "like", "opened", "row_of", "tensors", "write"]
@@ -96,18 +96,18 @@ def check_separate(layout: Layout, target: Mapping[str, Tensor], models: Given) 
     """
     names = [entry.name for entry in (*layout.leaves, *layout.carried)]
     names += [alias for alias, name in layout.aliases if target[alias].data_ptr() != target[name].data_ptr()]
-    written = Tensors([target[name] for name in names])
-    read = [Tensors([model[name] for name in names]) for model in models.values()]
+    written = TensorList([target[name] for name in names])
+    read = [TensorList([model[name] for name in names]) for model in models.values()]
     # Adapters of other ranks are copied before anything is written.
-    check_apart(written, [row for row in read if row.lengths == written.lengths], written.lengths)
+    check_no_alias(written, [row for row in read if row.lengths == written.lengths], written.lengths)
 
 
-def row_of(layout: Layout, target: Mapping[str, Tensor]) -> Tensors:
+def row_of(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
     """The leaves of a model to write into, and where kernels cannot write there, others."""
-    row = Tensors([target[leaf.name] for leaf in layout.leaves])
-    if row.whole and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
+    row = TensorList([target[leaf.name] for leaf in layout.leaves])
+    if row.is_contiguous and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
         return row
-    return Tensors([torch.empty(x.shape, dtype=x.dtype, device=row[0].device) for x in row])
+    return TensorList([torch.empty(x.shape, dtype=x.dtype, device=row[0].device) for x in row])
 
 
 def write(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_decay, check_number, check_shape, shown
+from manifoldagg._validation import check_decay, check_number, check_shape, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, check_is_manifold
@@ -283,9 +283,9 @@ def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
     twin = made if isinstance(made, type) and issubclass(made, _Riemannian) else TWINS.get(made)
     if space.flat and twin is not made:
         return optimizer
-    name = getattr(made, "__name__", shown(made))
+    name = getattr(made, "__name__", short_repr(made))
     if twin is None:
-        expected = f"SGD or Adam of torch.optim, RiemannianSGD or RiemannianAdam on {shown(space)}"
+        expected = f"SGD or Adam of torch.optim, RiemannianSGD or RiemannianAdam on {short_repr(space)}"
         raise ArgumentError(f"optimizer: expected {expected}; got {name}")
     unknown = sorted(options.keys() - inspect.signature(twin).parameters.keys())
     if unknown or (bound and args):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import shown
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.delegate import Composite
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent
@@ -142,7 +142,7 @@ def _checked(factors: object) -> tuple[tuple[str, Manifold], ...]:
     """`factors` as (name, space) pairs with distinct names."""
     if not isinstance(factors, tuple) or not factors:
         expected = "a mapping from names to spaces or a tuple of (name, space) pairs, not empty"
-        raise ArgumentError(f"factors: expected {expected}; got {shown(factors)}")
+        raise ArgumentError(f"factors: expected {expected}; got {short_repr(factors)}")
     names = set()
     for pair in factors:
         match pair:
@@ -150,5 +150,5 @@ def _checked(factors: object) -> tuple[tuple[str, Manifold], ...]:
                 names.add(name)
             case _:
                 expected = "pairs of a new, non-empty name and a space, such as ('direction', Sphere(3))"
-                raise ArgumentError(f"factors: expected {expected}; got {shown(pair)}")
+                raise ArgumentError(f"factors: expected {expected}; got {short_repr(pair)}")
     return tuple((name, space) for name, space in factors)

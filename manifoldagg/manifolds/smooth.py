@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 
 __all__ = ["angle_per_sine", "cos_of_square", "dot", "joined", "sinc_of_square"]
 
@@ -42,7 +42,7 @@ def joined(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tens
 
 
 def _joined(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor], may_be_near: Tensor) -> Tensor:
-    if not is_transformed([s]):
+    if not needs_autograd_path([s]):
         # Only derivatives need the series: of the value, division by the root loses nothing but at 0 itself.
         root = s.sqrt()
         return torch.where((root == 0) & may_be_near, series[0], function(root))

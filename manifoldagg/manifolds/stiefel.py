@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from manifoldagg._validation import check_count, shown
+from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
@@ -109,7 +109,7 @@ class Stiefel(Embedded):
     def __post_init__(self) -> None:
         check_count("n", self.n)
         if check_count("p", self.p) > self.n:
-            raise ArgumentError(f"p: expected an integer <= n = {self.n}, got {shown(self.p)}")
+            raise ArgumentError(f"p: expected an integer <= n = {self.n}, got {short_repr(self.p)}")
 
     @property
     def shape(self) -> tuple[int, ...]:

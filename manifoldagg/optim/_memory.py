@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Tensors
+from manifoldagg.kernels import TensorList
 
 __all__ = ["Memory", "check_apart"]
 
@@ -24,7 +24,7 @@ class Memory:
     """
 
     names: Sequence[str]
-    written: Sequence[Tensors]
+    written: Sequence[TensorList]
     read: Iterable[Any]
 
 
@@ -40,12 +40,14 @@ def check_apart(models: Sequence[Memory]) -> None:
     tensors: list[Tensor] = []
     for model, start in zip(models, borders, strict=False):
         for row in model.written:
-            odd = [] if row.whole else [name for name, x in zip(model.names, row, strict=True) if _is_expanded(x)]
+            odd = (
+                [] if row.is_contiguous else [name for name, x in zip(model.names, row, strict=True) if _is_expanded(x)]
+            )
             if odd:
                 raise ArgumentError(
                     f"params: {odd[0]}: expected entries with memory of their own, got an expanded tensor"
                 )
-            spans.append(row.spans)
+            spans.append(row.address_ranges)
             places.append(np.arange(start, start + len(row)))
             tensors += row
     low, high = np.concatenate(spans, axis=1) if spans else np.empty((2, 0), np.int64)
@@ -59,8 +61,8 @@ def check_apart(models: Sequence[Memory]) -> None:
         name = names[max(place[shared[0]], place[shared[0] + 1])]
         raise ArgumentError(f"params: {name}: expected memory of its own, got some that is written elsewhere too")
     for model, start in zip(models, borders, strict=False):
-        for row in {id(row): row for row in model.read if isinstance(row, Tensors)}.values():
-            begin, end = row.spans
+        for row in {id(row): row for row in model.read if isinstance(row, TensorList)}.values():
+            begin, end = row.address_ranges
             # By address, the first that ends behind where each begins: it is met, if any is.
             first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
             for i in np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin)).tolist():

@@ -18,7 +18,7 @@ from manifoldagg.corrections.frame import Sum
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Rule
 from manifoldagg.federated.server.durability.fingerprint import path_of
-from manifoldagg.kernels import Tensors
+from manifoldagg.kernels import TensorList
 
 __all__ = ["RULE", "Bound", "alike", "check_kept", "flattened", "kind_of", "restored", "shared"]
 
@@ -117,7 +117,7 @@ def _leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple[str,
         yield name, tree
     elif isinstance(tree, Tensor) and tree.ndim == 1 and len(tree) == sum(lengths):
         yield name + VECTOR, list(tree.split([*lengths]))
-    elif isinstance(tree, Tensors):
+    elif isinstance(tree, TensorList):
         yield name, list(tree)
     elif isinstance(tree, list) and len(tree) == len(lengths) and all(isinstance(x, int | float) for x in tree):
         yield name + EACH, tree
@@ -134,19 +134,19 @@ def _leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple[str,
 class Bound:
     """How long a row is at most, as long as its tensors are these and nobody else has written into them."""
 
-    row: Tensors
+    row: TensorList
     length: float
     versions: tuple[int, ...]
 
     @staticmethod
-    def of(row: Tensors, length: float) -> "Bound | None":
+    def of(row: TensorList, length: float) -> "Bound | None":
         """That of a row that was just written, with sums of this length; `None` where writing leaves no trace."""
         if any(map(Tensor.is_inference, row)):
             return None
         rounded = 1 + max([torch.finfo(dtype).eps for dtype in row.dtypes])
         return Bound(row, rounded * length, tuple(map(_version, row)))
 
-    def holds(self, row: Tensors) -> bool:
+    def holds(self, row: TensorList) -> bool:
         """Whether it is one of this row."""
         same = len(row) == len(self.row) and all(map(is_, row, self.row))
         return same and tuple(map(_version, row)) == self.versions
@@ -173,7 +173,7 @@ def restored(kept: Sequence[Kept], bounds: Mapping[str, Bound]) -> Any:
             name = name.removesuffix(EACH)
             leaf = [one[name + EACH] for one in kept]
         elif isinstance(value, Tensor):
-            leaf = Tensors([one[name] for one in kept])
+            leaf = TensorList([one[name] for one in kept])
             bound = bounds.get(name)
             if bound is not None and bound.holds(leaf):
                 leaf.bound = bound.length

@@ -19,10 +19,10 @@ from manifoldagg.federated import Rule, Update
 from manifoldagg.federated.pytrees import spoils
 from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.types import extras
-from manifoldagg.kernels import Tensors, across_ranks
+from manifoldagg.kernels import TensorList, across_ranks
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.backends import selection
-from manifoldagg.kernels.operands import meshed
+from manifoldagg.kernels.operands import dtensors_in
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.optim._memory import Memory, check_apart
 from manifoldagg.optim._state import RULE, Bound, alike, check_kept, flattened, kind_of, restored, shared
@@ -220,7 +220,7 @@ class Outer(torch.optim.Optimizer):
         here = _local(params)
         gradients = _local(model.gradients)
         kept = model.states
-        spread = bool(meshed(params))
+        spread = bool(dtensors_in(params))
         if spread:
             kept = [{name: _piece(x) for name, x in one.items()} for one in kept]
         state = restored(kept, self._bounds.get(params[0], {}))
@@ -278,7 +278,7 @@ class Move:
 
     params: list[Tensor]
     names: list[str]
-    here: Tensors
+    here: TensorList
     before: list[dict[str, Any]]
     motion: Motion | None
     leaves: dict[str, Any]
@@ -290,9 +290,9 @@ class Move:
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, Sum)}
 
     @cached_property
-    def held(self) -> dict[str, Tensors]:
+    def held(self) -> dict[str, TensorList]:
         """Where sums go that have been kept before."""
-        return {name: Tensors([one[name] for one in self.before]) for name in self.sums if name in self.before[0]}
+        return {name: TensorList([one[name] for one in self.before]) for name in self.sums if name in self.before[0]}
 
     @property
     def memory(self) -> Memory:
@@ -307,7 +307,7 @@ class Move:
         goals = [] if self.motion is None else [self.motion.goal(self.here)]
         goals += [one.goal(targets[name]) for name, one in self.sums.items()]
         if goals:
-            selection.combine_each(goals)
+            selection.combine_many(goals)
         columns = [self._column(states, name, targets.get(name, leaf)) for name, leaf in self.leaves.items()]
         for p, values in zip(self.params, zip(*columns, strict=True), strict=True):
             states[p] = dict(zip(self.leaves, values, strict=True))
@@ -325,12 +325,12 @@ class Move:
             return [tensor.dtype for tensor in self.held[name]]
         return [torch.promote_types(tensor.dtype, torch.float32) for tensor in self.here]
 
-    def _target(self, name: str) -> Tensors:
+    def _target(self, name: str) -> TensorList:
         if name in self.held:
             return self.held[name]
         kinds = zip(self.here, self.dtypes(name), strict=True)
         form = torch.contiguous_format
-        return Tensors([empty_like(tensor, dtype=dtype, memory_format=form) for tensor, dtype in kinds])
+        return TensorList([empty_like(tensor, dtype=dtype, memory_format=form) for tensor, dtype in kinds])
 
     def _column(self, states: dict[Tensor, dict[str, Any]], name: str, leaf: Any) -> list[Any]:
         """What is kept under a name, beside each parameter."""
@@ -342,7 +342,7 @@ class Move:
         if all(map(is_, before, leaf)):
             return [states[p][name] for p in self.params]
         pieces = [x if x.shape == here.shape else x.view(here.shape) for x, here in zip(leaf, self.here, strict=True)]
-        return [_placed(x, p) for x, p in zip(pieces, self.params, strict=True)] if meshed(self.params) else pieces
+        return [_placed(x, p) for x, p in zip(pieces, self.params, strict=True)] if dtensors_in(self.params) else pieces
 
 
 def _name(group: Mapping[str, Any], i: int) -> str:
@@ -353,7 +353,7 @@ def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: 
     """Gradients are dense, floating and held as their parameters are."""
     kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
     usual = all(layout is torch.strided and dtype.is_floating_point for layout, dtype in kinds)
-    if usual and not meshed((params, gradients)):
+    if usual and not dtensors_in((params, gradients)):
         return
     for name, p, gradient in zip(names, params, gradients, strict=True):
         if gradient.layout is not torch.strided or not gradient.is_floating_point():
@@ -365,7 +365,7 @@ def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: 
 
 def _check_places(names: Sequence[str], params: Sequence[Tensor]) -> None:
     """Parameters of one model lie on one device, or are spread alike over one mesh."""
-    if not meshed(params) and len({p.device for p in params}) == 1:
+    if not dtensors_in(params) and len({p.device for p in params}) == 1:
         return
     for name, p in zip(names, params, strict=True):
         if (_held(p), p.device) != (_held(params[0]), params[0].device):
@@ -375,16 +375,16 @@ def _check_places(names: Sequence[str], params: Sequence[Tensor]) -> None:
 def _held(tensor: Tensor) -> Any:
     """On which mesh a tensor lies, and how; `None` for a plain one."""
     spread: Any = tensor
-    return (spread.device_mesh, tuple(spread.placements)) if meshed((tensor,)) else None
+    return (spread.device_mesh, tuple(spread.placements)) if dtensors_in((tensor,)) else None
 
 
 def _piece(x: Any) -> Any:
     """What this rank holds of a tensor; anything else as it is."""
-    return x.to_local() if meshed((x,)) else x
+    return x.to_local() if dtensors_in((x,)) else x
 
 
-def _local(tensors: Sequence[Any]) -> Tensors:
-    return Tensors([_piece(tensor) for tensor in tensors] if meshed(tensors) else tensors)
+def _local(tensors: Sequence[Any]) -> TensorList:
+    return TensorList([_piece(tensor) for tensor in tensors] if dtensors_in(tensors) else tensors)
 
 
 def _placed(piece: Tensor, p: Any) -> Any:

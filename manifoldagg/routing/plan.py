@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from manifoldagg._io import check_plots, new_figure, whole
+from manifoldagg._io import atomic_write, check_matplotlib, new_figure
 from manifoldagg.errors import ArgumentError
 from manifoldagg.routing._arguments import rate_vector
 from manifoldagg.routing.bounds import Bound
@@ -185,7 +185,7 @@ def check_out(out: Path) -> None:
         raise ArgumentError(f"out: expected the path of a .csv file, got {out}")
     if not out.parent.is_dir():
         raise ArgumentError(f"out: there is no folder {out.parent}")
-    check_plots()
+    check_matplotlib()
 
 
 def write_files(plan: Plan, out: Path) -> list[Path]:
@@ -200,9 +200,9 @@ def write_files(plan: Plan, out: Path) -> list[Path]:
     check_out(out)
     files = [out, out.with_suffix(".png")]
     try:
-        with whole(files[0]) as draft:
+        with atomic_write(files[0]) as draft:
             write_csv(plan, draft)
-        with whole(files[1]) as draft:
+        with atomic_write(files[1]) as draft:
             plan.plot()[0].figure.savefig(draft)
     except OSError as error:
         raise ArgumentError(f"out: {out} cannot be written: {error}") from None

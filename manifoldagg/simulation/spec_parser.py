@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from manifoldagg._validation import nearest
+from manifoldagg._validation import closest_match
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 
 __all__ = [
@@ -208,7 +208,7 @@ def arguments(
             plain = parameters[option].annotation in (str, Path, Path | str)
             read = text if plain else value(text)
             if readers and isinstance(read, str) and not plain:
-                if type(given.get(option)) in (int, float) and nearest(text, readers) is None:
+                if type(given.get(option)) in (int, float) and closest_match(text, readers) is None:
                     raise ArgumentError(f"{here}: expected a number, or one of {', '.join(readers)}; got {text!r}")
                 pick(where, option, text, readers)
             result[option] = read
@@ -264,7 +264,7 @@ def pick(where: str, noun: str, name: str, choices: Collection[str]) -> str:
     """
     if name in choices:
         return name
-    near = nearest(name, choices)
+    near = closest_match(name, choices)
     hint = f"did you mean {near}?" if near else f"there are {', '.join(choices)}" if choices else "there are none"
     raise ArgumentError(f"{where}: no {noun} {name!r}; {hint}")
 
@@ -299,7 +299,7 @@ def imported(where: str, module: str, name: str, otherwise: str) -> Any:
     if found is None:
         raise ArgumentError(f"{where}: neither {otherwise} nor a module that can be imported")
     if not hasattr(found, name):
-        near = nearest(name, vars(found))
+        near = closest_match(name, vars(found))
         raise ArgumentError(
             f"{where}: the module has nothing of that name" + (f"; did you mean {near}?" if near else "")
         )

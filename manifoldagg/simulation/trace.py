@@ -7,7 +7,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from manifoldagg._io import whole
+from manifoldagg._io import atomic_write
 from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.delays import store
@@ -73,7 +73,7 @@ def write_trace(path: Path | str, records: Iterable[Record[Any]]) -> None:
     form = check_choice("path", path.suffix, SUFFIXES)
     records = check_records(records)
     try:
-        with whole(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
+        with atomic_write(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
             if form == ".jsonl":
                 file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
             else:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from manifoldagg._signals import leave, unwinding
+from manifoldagg._signals import exit_immediately, graceful_shutdown
 
 COMMAND = [sys.executable, "-W", "error", "-m", "manifoldagg"]
 SMALL = ["--clients", "5", "--rounds", "4", "--seeds", "2", "--model", "mlp"]
@@ -218,12 +218,12 @@ def test_what_ends_a_process_in_a_finaliser_is_not_lost(number, code):
             time.sleep(0.001)
 
     def waits():
-        with unwinding():
+        with graceful_shutdown():
             Ends()
             for _ in range(1000):
                 time.sleep(0.01)
 
-    before = signal.signal(signal.SIGINT, leave)
+    before = signal.signal(signal.SIGINT, exit_immediately)
     try:
         with pytest.raises(SystemExit) as ended:
             waits()

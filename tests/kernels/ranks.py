@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import sharded
 from manifoldagg.kernels.backends import reference
-from manifoldagg.kernels.blocks import BLOCK, Blocks
-from manifoldagg.kernels.operands import Rows, bounds, is_spread
-from manifoldagg.kernels.reduction import fold, symmetric
-from manifoldagg.kernels.shards import across_ranks, guard
+from manifoldagg.kernels.blocks import BLOCK_SIZE, Blocks
+from manifoldagg.kernels.operands import Operands, is_sharded, segment_bounds
+from manifoldagg.kernels.reduction import pairwise_sum, unpack_symmetric
+from manifoldagg.kernels.shards import across_ranks, collective_guard
 from tests.ranks import main
 from tests.support import draw
 
@@ -33,7 +33,7 @@ broken = Broken()
 def vectors(size, k=3):
     """k rows, one vector that is subtracted from all but the first, and a base."""
     minus = draw(1, size, dtype=torch.float32)
-    rows = Rows.of(tuple(draw(0, k, size, dtype=torch.float32)), (None, *(minus,) * (k - 1)))
+    rows = Operands.of(tuple(draw(0, k, size, dtype=torch.float32)), (None, *(minus,) * (k - 1)))
     return rows, draw(2, size, dtype=torch.float32)
 
 
@@ -43,7 +43,7 @@ def compared(lengths, piece, segments, *, first, whole=None):
     c, k = draw(3, len(lengths), len(rows.plus)), len(rows.plus)
     held = {id(vector): piece(vector) for vector in (*rows.distinct, base)}
     minus = tuple(row if row is None else held[id(row)] for row in rows.minus)
-    pieces, out = Rows.of(tuple(held[id(row)] for row in rows.plus), minus), piece(torch.full_like(base, torch.nan))
+    pieces, out = Operands.of(tuple(held[id(row)] for row in rows.plus), minus), piece(torch.full_like(base, torch.nan))
     own = (c + (0 if first else 1)).tolist()
     with torch.no_grad():
         found = sharded.gram(pieces, segments, backend)
@@ -51,14 +51,14 @@ def compared(lengths, piece, segments, *, first, whole=None):
         fresh = sharded.combine(held[id(base)], pieces, own, segments, None, backend)
         assert isinstance(fresh, type(out))
         assert (fresh == out).all()
-    blocks = Blocks.of(tuple(bounds(lengths, rows.size)))
+    blocks = Blocks.of(tuple(segment_bounds(lengths, rows.size)))
     dense = rows.materialise().abs()
     absolute = [part @ part.mT for part in dense.split(lengths, dim=1)] if lengths else []
     combined = piece(reference.combine(base, rows, c.tolist(), blocks, torch.empty_like(base)))
     return {
         "gram": found,
-        "one": symmetric(fold(reference.partials(rows, blocks), blocks)[0], k),
-        "bound": (BLOCK + 1) * 2.0**-52 * torch.stack([torch.zeros(k, k).double(), *absolute])[1:],
+        "one": unpack_symmetric(pairwise_sum(reference.block_products(rows, blocks), blocks)[0], k),
+        "bound": (BLOCK_SIZE + 1) * 2.0**-52 * torch.stack([torch.zeros(k, k).double(), *absolute])[1:],
         "combined": out.to_local() if isinstance(out, DTensor) else out,
         "one combined": combined.to_local() if isinstance(combined, DTensor) else combined,
     }
@@ -66,7 +66,7 @@ def compared(lengths, piece, segments, *, first, whole=None):
 
 def held(rank, lengths, cuts, *, replicated=(), k=3):
     """Plain pieces: of segment s this rank holds from cuts[s][rank] to cuts[s][rank + 1], or all if replicated."""
-    starts = [a for a, _ in bounds(lengths, sum(lengths))]
+    starts = [a for a, _ in segment_bounds(lengths, sum(lengths))]
     windows = [
         (start, start + length) if s in replicated else (start + cut[rank], start + cut[rank + 1])
         for s, (start, length, cut) in enumerate(zip(starts, lengths, cuts, strict=True))
@@ -76,7 +76,7 @@ def held(rank, lengths, cuts, *, replicated=(), k=3):
         return compared(
             lengths,
             lambda vector: torch.cat([vector[:0], *(vector[a:b] for a, b in windows)]),
-            bounds(mine, sum(mine)) if mine else [],
+            segment_bounds(mine, sum(mine)) if mine else [],
             first=rank == 0,
             whole=vectors(sum(lengths), k),
         )
@@ -88,14 +88,14 @@ def even(lengths, world, unit=1):
 
 
 def plain_pieces(rank, world):
-    lengths = [3 * BLOCK + 100, 0, 2 * BLOCK, 77]
+    lengths = [3 * BLOCK_SIZE + 100, 0, 2 * BLOCK_SIZE, 77]
     many = [5] * 60
     return {
-        "aligned": held(rank, lengths, even(lengths, world, BLOCK)),
+        "aligned": held(rank, lengths, even(lengths, world, BLOCK_SIZE)),
         "crooked": held(rank, lengths, even(lengths, world)),
         "aligned, all on the last rank": held(rank, lengths, [[0] * world + [n] for n in lengths]),
-        "aligned, some replicated": held(rank, lengths, even(lengths, world, BLOCK), replicated=(0, 3)),
-        "aligned, more than a message": held(rank, many, even(many, world, BLOCK), k=20),
+        "aligned, some replicated": held(rank, lengths, even(lengths, world, BLOCK_SIZE), replicated=(0, 3)),
+        "aligned, more than a message": held(rank, many, even(many, world, BLOCK_SIZE), k=20),
         "aligned, no segment": held(rank, [], []),
     }
 
@@ -104,16 +104,16 @@ def placed(lengths, mesh, *placements):
     return compared(
         lengths,
         lambda vector: distribute_tensor(vector, mesh, placements, src_data_rank=None),
-        bounds(lengths, sum(lengths)),
+        segment_bounds(lengths, sum(lengths)),
         first=not any(mesh.get_coordinate()),
     )
 
 
 def meshed(rank, world):
-    line, whole = init_device_mesh("cpu", (world,)), 2 * BLOCK * world
-    aligned, crooked = [BLOCK, 0, whole - BLOCK], [BLOCK + 5, 0, 1, 2 * BLOCK + 12]
+    line, whole = init_device_mesh("cpu", (world,)), 2 * BLOCK_SIZE * world
+    aligned, crooked = [BLOCK_SIZE, 0, whole - BLOCK_SIZE], [BLOCK_SIZE + 5, 0, 1, 2 * BLOCK_SIZE + 12]
     found = {
-        "DTensor, aligned": placed([BLOCK, 0, whole - BLOCK - (world - 1)], line, Shard(0)),
+        "DTensor, aligned": placed([BLOCK_SIZE, 0, whole - BLOCK_SIZE - (world - 1)], line, Shard(0)),
         "DTensor, crooked": placed(crooked, line, Shard(0)),
         "DTensor, one entry": placed([0, 1], line, Shard(0)),
         "DTensor, no entry": placed([0], line, Shard(0)),
@@ -154,9 +154,9 @@ def module(rank, world):
             "FSDP2": compared(
                 lengths,
                 lambda vector: local if vector is end else piece(vector),
-                bounds(mine, sum(mine)),
+                segment_bounds(mine, sum(mine)),
                 first=rank == 0,
-                whole=(Rows.of((end, start), (start, None)), start),
+                whole=(Operands.of((end, start), (start, None)), start),
             )
         }
 
@@ -164,18 +164,18 @@ def module(rank, world):
 def extreme(rank, world):
     """Float64 rows whose squares no float64 holds, though it holds some of their products or the sum of them."""
     huge = (2.0**600 if rank == 0 else 0.0) * torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
-    tiny = torch.full((1, 2 * BLOCK), 2.0**-540, dtype=torch.float64)
+    tiny = torch.full((1, 2 * BLOCK_SIZE), 2.0**-540, dtype=torch.float64)
     with across_ranks():
-        apart = sharded.gram(Rows.of(huge), [(0, 2)], backend)
-        small = sharded.gram(Rows.of(tiny), [(0, 2 * BLOCK)], backend)
+        apart = sharded.gram(Operands.of(huge), [(0, 2)], backend)
+        small = sharded.gram(Operands.of(tiny), [(0, 2 * BLOCK_SIZE)], backend)
     return {"orthogonal": apart[0].tolist(), "tiny": small.item() / 2.0**-1065}
 
 
 def some(rank, world):
     """What is not finite on one rank; ranks that meet without the last one."""
-    row, rows = torch.tensor([1.0, torch.inf if rank == world - 1 else 2.0]), Rows.of((torch.ones(2),), (None,))
+    row, rows = torch.tensor([1.0, torch.inf if rank == world - 1 else 2.0]), Operands.of((torch.ones(2),), (None,))
     with across_ranks():
-        infinite = sharded.gram(Rows.of((row, torch.ones(2)), (None, None)), [(0, 2)], backend)
+        infinite = sharded.gram(Operands.of((row, torch.ones(2)), (None, None)), [(0, 2)], backend)
     members = list(range(max(1, world - 1)))
     group, mesh = dist.new_group(members), DeviceMesh("cpu", members)
 
@@ -185,10 +185,10 @@ def some(rank, world):
 
     def in_mesh():
         row = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
-        return sharded.gram(Rows.of((row,), (None,)), [(0, 2 * len(members))], backend).sum().item()
+        return sharded.gram(Operands.of((row,), (None,)), [(0, 2 * len(members))], backend).sum().item()
 
     told = {"group": attempt(in_group), "mesh": attempt(in_mesh)}
-    return {"infinite": infinite, "some ranks": told, "taken outside": is_spread([row])}
+    return {"infinite": infinite, "some ranks": told, "taken outside": is_sharded([row])}
 
 
 def attempt(call):
@@ -219,18 +219,18 @@ def refusals(rank, world):
 
     def checked():
         with across_ranks():
-            with guard(rows.distinct):
-                bounds(odd([8], [9]), 8)
+            with collective_guard(rows.distinct):
+                segment_bounds(odd([8], [9]), 8)
             return sharded.gram(rows, [(0, 8)], backend)
 
     def on_mesh(*plus, minus=None, size=8):
-        return gram(Rows.of(plus, (minus,) * len(plus)), cuts=[(0, size)], context=False)
+        return gram(Operands.of(plus, (minus,) * len(plus)), cuts=[(0, size)], context=False)
 
     def spread(placement, length=8):
         return DTensor.from_local(torch.ones(length), mesh, [placement], run_check=False)
 
-    few = Rows.of(rows.plus[:2], rows.minus[:2])
-    followed = Rows.of((rows.plus[0].clone().requires_grad_(),), (None,))
+    few = Operands.of(rows.plus[:2], rows.minus[:2])
+    followed = Operands.of((rows.plus[0].clone().requires_grad_(),), (None,))
     uneven = {"shape": torch.Size([world + 6]), "stride": (1,), "run_check": False}
     attempts = {
         "a row that a derivative follows": lambda: gram(odd(few, followed)),
@@ -245,7 +245,7 @@ def refusals(rank, world):
         "other segments": lambda: gram(cuts=odd([(0, 8)], [(0, 3), (3, 8)])),
         "other replicas": lambda: gram(replicated=odd((), (0,))),
         "other calls": odd(gram, combine),
-        "other dtypes": lambda: gram(odd(rows, Rows.of(tuple(row.half() for row in rows.plus), rows.minus))),
+        "other dtypes": lambda: gram(odd(rows, Operands.of(tuple(row.half() for row in rows.plus), rows.minus))),
         "other coefficients": lambda: combine(odd(rows, few)),
         "plain among DTensors": lambda: on_mesh(spread(Shard(0)), minus=torch.ones(8 * world)),
         "mixed placements": lambda: on_mesh(spread(Replicate(), 8 * world), spread(Shard(0))),
@@ -253,7 +253,7 @@ def refusals(rank, world):
         "no context": lambda: gram(context=False),
     }
     told = {name: attempt(call) for name, call in attempts.items()}
-    return {"refusals": told, "aligned, after refusals": held(rank, [8], even([8], world, BLOCK))}
+    return {"refusals": told, "aligned, after refusals": held(rank, [8], even([8], world, BLOCK_SIZE))}
 
 
 def cases(rank, world):

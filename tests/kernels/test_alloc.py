@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from manifoldagg.federated.pytrees import copied
-from manifoldagg.kernels import Tensors, combine
-from manifoldagg.kernels.alloc import HUGE, _madvise, empty_like, in_huge_pages
+from manifoldagg.kernels import TensorList, combine
+from manifoldagg.kernels.alloc import HUGE_PAGE_BYTES, _madvise, empty_like, in_huge_pages
 
-MANY = HUGE // 4 + 1000
+MANY = HUGE_PAGE_BYTES // 4 + 1000
 
 
 def middle(tensor):
@@ -41,7 +41,7 @@ needs_pages = pytest.mark.skipif(_madvise() is None, reason="no such advice on t
         copied,
         lambda x: combine(None, [x], [1.0]),
         lambda x: combine(None, [(x[:1000], x[1000:])], [1.0])[1],
-        lambda x: Tensors([x.repeat(2).view(-1, 4)[:, :2]]).fresh()[0],
+        lambda x: TensorList([x.repeat(2).view(-1, 4)[:, :2]]).new_empty()[0],
     ],
 )
 def test_large_results_are_asked_for_in_huge_pages(asked, make):
@@ -49,9 +49,9 @@ def test_large_results_are_asked_for_in_huge_pages(asked, make):
 
 
 @needs_pages
-@pytest.mark.parametrize("make", [empty_like, copied, lambda x: Tensors([x] * 3).fresh()[0]])
+@pytest.mark.parametrize("make", [empty_like, copied, lambda x: TensorList([x] * 3).new_empty()[0]])
 def test_small_results_are_not(asked, make):
-    assert not asked(make(torch.zeros(HUGE // 8 - 1)))
+    assert not asked(make(torch.zeros(HUGE_PAGE_BYTES // 8 - 1)))
 
 
 @needs_pages
@@ -79,7 +79,7 @@ def test_no_page_is_asked_for_that_is_not_wholly_the_tensors(monkeypatch):
     monkeypatch.setattr("manifoldagg.kernels.alloc._madvise", lambda: lambda *words: calls.append(words))
     memory = torch.empty(MANY + 5000, dtype=torch.uint8).repeat(4)
     for first in (0, 1, 4095, 4096, 4097):
-        tensor = memory[first : first + HUGE + first]
+        tensor = memory[first : first + HUGE_PAGE_BYTES + first]
         assert in_huge_pages(tensor) is tensor
         start, size, _ = calls.pop()
         assert start % mmap.PAGESIZE == size % mmap.PAGESIZE == 0

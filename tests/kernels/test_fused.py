@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Tensors, available_backends, combine, set_backend
+from manifoldagg.kernels import TensorList, available_backends, combine, set_backend
 from manifoldagg.kernels.backends import cpu, selection
-from manifoldagg.kernels.fused import Goal
+from manifoldagg.kernels.fused import LinearCombination
 from tests.support import draw, seeds
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -17,7 +17,7 @@ SHAPES = [(3, 5), (), (0,), (70, 67), (1,), (9000,)]
 
 
 def rows_of(seed, count, dtypes):
-    return [Tensors([_tensor(seed + 31 * j + i, s, dtypes[j]) for i, s in enumerate(SHAPES)]) for j in range(count)]
+    return [TensorList([_tensor(seed + 31 * j + i, s, dtypes[j]) for i, s in enumerate(SHAPES)]) for j in range(count)]
 
 
 def _tensor(seed, shape, dtype):
@@ -26,7 +26,7 @@ def _tensor(seed, shape, dtype):
 
 
 def copies(rows):
-    return [Tensors([x.clone() for x in row]) for row in rows]
+    return [TensorList([x.clone() for x in row]) for row in rows]
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -48,7 +48,9 @@ def test_goals_are_combinations_of_what_was_there(together, seed, count, goals, 
         base = None if pick.random() < 0.5 else target
         given = [([*(here[j] for j in used), vector], [*(None if j is None else here[j] for j in minus), None])
                  for here in (rows, before)]  # fmt: skip
-        listed.append(Goal.of(None if base is None else rows[base], given[0][0], lines, given[0][1], rows[target]))
+        listed.append(
+            LinearCombination.of(None if base is None else rows[base], given[0][0], lines, given[0][1], rows[target])
+        )
         apart = {"segments": None if len(lines) == 1 else list(rows[0].lengths)}
         expected.append(
             combine(
@@ -62,8 +64,8 @@ def test_goals_are_combinations_of_what_was_there(together, seed, count, goals, 
         )
     with pytest.MonkeyPatch.context() as patch:
         if not together:
-            patch.setattr(cpu, "combine_each", lambda *_: None)
-        selection.combine_each(listed)
+            patch.setattr(cpu, "combine_many", lambda *_: None)
+        selection.combine_many(listed)
     for target, row in zip(targets, expected, strict=True):
         assert all(map(torch.equal, rows[target], row))
     for i in set(range(count)).difference(targets):
@@ -81,8 +83,8 @@ def backend(request):
 @pytest.mark.parametrize("piece", [torch.zeros(6), torch.zeros(6, 2)[:, 0]])
 def test_vectors_are_written_into_pieces(piece):
     memory = torch.zeros(20)
-    out = Tensors([memory[:4], piece])
-    selection.combine_each([Goal.of(None, [torch.arange(10.0)], [[1.0]], [None], out)])
+    out = TensorList([memory[:4], piece])
+    selection.combine_many([LinearCombination.of(None, [torch.arange(10.0)], [[1.0]], [None], out)])
     assert torch.cat([*out]).tolist() == list(range(10))
     assert not memory[4:].any()
 
@@ -90,24 +92,29 @@ def test_vectors_are_written_into_pieces(piece):
 @pytest.mark.usefixtures("backend")
 def test_a_later_goal_reads_a_vector_as_it_was():
     vector = torch.zeros(10)
-    first, second = Tensors([torch.zeros(5), vector[5:]]), Tensors([torch.zeros(5), torch.zeros(5)])
-    ones = Tensors([torch.ones(5), torch.ones(5)])
-    goals = [Goal.of(None, [ones], [[1.0]], [None], first), Goal.of(None, [vector], [[1.0]], [None], second)]
-    selection.combine_each(goals)
+    first, second = TensorList([torch.zeros(5), vector[5:]]), TensorList([torch.zeros(5), torch.zeros(5)])
+    ones = TensorList([torch.ones(5), torch.ones(5)])
+    goals = [
+        LinearCombination.of(None, [ones], [[1.0]], [None], first),
+        LinearCombination.of(None, [vector], [[1.0]], [None], second),
+    ]
+    selection.combine_many(goals)
     assert vector.tolist() == [0.0] * 5 + [1.0] * 5
     assert not torch.cat([*second]).any()
 
 
 def test_where_a_goal_goes_has_the_lengths_of_what_is_read():
     with pytest.raises(ArgumentError, match="out: expected 10 entries, got 9"):
-        Goal.of(None, [torch.zeros(10)], [[1.0]], [None], Tensors([torch.zeros(9)]))
+        LinearCombination.of(None, [torch.zeros(10)], [[1.0]], [None], TensorList([torch.zeros(9)]))
 
 
 def test_a_saved_tensor_notices_that_it_was_written():
     x = torch.ones(3, requires_grad=True)
     square = x * x
     with torch.no_grad():
-        selection.combine_each([Goal.of(None, [Tensors([torch.ones(3)])], [[2.0]], [None], Tensors([x]))])
+        selection.combine_many(
+            [LinearCombination.of(None, [TensorList([torch.ones(3)])], [[2.0]], [None], TensorList([x]))]
+        )
     assert x.tolist() == [2.0] * 3
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square.sum().backward()
@@ -115,15 +122,15 @@ def test_a_saved_tensor_notices_that_it_was_written():
 
 @pytest.mark.skipif("cpu" not in available_backends(), reason="no compiler")
 def test_goals_on_any_number_of_threads_are_the_same(monkeypatch):
-    monkeypatch.setattr(cpu, "SERIAL", 0)
+    monkeypatch.setattr(cpu, "MAX_SERIAL_ENTRIES", 0)
     found = []
     threads = torch.get_num_threads()
     for count in (1, 2, 5):
         rows = rows_of(3, 3, [torch.float32] * 3)
-        goals = [Goal.of(rows[i], rows, [[0.5, -0.25, 1.0]], [None] * 3, rows[i]) for i in range(3)]
+        goals = [LinearCombination.of(rows[i], rows, [[0.5, -0.25, 1.0]], [None] * 3, rows[i]) for i in range(3)]
         torch.set_num_threads(count)
         try:
-            selection.combine_each(goals)
+            selection.combine_many(goals)
         finally:
             torch.set_num_threads(threads)
         found.append(rows)

@@ -99,7 +99,7 @@ def test_a_float64_row_that_is_not_finite_is_not_multiplied_again(value, monkeyp
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads(monkeypatch):
-    monkeypatch.setattr(cpu, "SERIAL", 0)
+    monkeypatch.setattr(cpu, "MAX_SERIAL_ENTRIES", 0)
     rows = draw(0, 3, 1_000_003, dtype=torch.float32)
     before = torch.get_num_threads()
     try:

@@ -5,7 +5,7 @@ import torch
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import sharded, shards
-from manifoldagg.kernels.operands import Rows, is_spread
+from manifoldagg.kernels.operands import Operands, is_sharded
 from tests.ranks import found
 
 WORLDS = (1, 2, 3, 4)
@@ -126,8 +126,8 @@ def test_nothing_is_taken_outside(worlds):
 
 @pytest.mark.usefixtures("as_shipped")
 def test_without_a_process_group_nothing_is_sharded():
-    assert not is_spread([torch.ones(2)])
+    assert not is_sharded([torch.ones(2)])
     with pytest.raises(ArgumentError, match="group: expected an initialised process group"), shards.across_ranks():
         pass
     with pytest.raises(ArgumentError, match="rows: expected DTensors, or a call within across_ranks"):
-        sharded.gram(Rows.of((torch.ones(2),), (None,)), [(0, 2)], None)
+        sharded.gram(Operands.of((torch.ones(2),), (None,)), [(0, 2)], None)

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Tensors, across_ranks, available_backends, combine, gram, set_backend
-from manifoldagg.kernels.blocks import BLOCK
+from manifoldagg.kernels import TensorList, across_ranks, available_backends, combine, gram, set_backend
+from manifoldagg.kernels.blocks import BLOCK_SIZE
 from tests.support import draw, seeds
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-LENGTHS = st.lists(st.sampled_from([0, 1, 2, 6, 31, 64, 4095, BLOCK - 1, BLOCK + 3]), min_size=1, max_size=8)
+LENGTHS = st.lists(st.sampled_from([0, 1, 2, 6, 31, 64, 4095, BLOCK_SIZE - 1, BLOCK_SIZE + 3]), min_size=1, max_size=8)
 HERE = [name for name in ("reference", "cpu") if name in available_backends()]
 
 
@@ -138,18 +138,18 @@ def test_float64_rows_out_of_range_are_rescaled_piece_by_piece():
 def test_a_row_described_by_the_caller_is_described_once():
     asked = []
 
-    class Counted(Tensors):
+    class Counted(TensorList):
         @property
-        def table(self):
+        def descriptors(self):
             asked.append(self)
-            return super().table
+            return super().descriptors
 
     plain = (torch.ones(2, 2), torch.ones(3))
     row = Counted(plain)
     first = gram([row, plain])
     again = combine(row, [row], [1.0])
     assert torch.equal(first, gram([plain, plain]))
-    assert type(again) is Tensors
+    assert type(again) is TensorList
     assert all(kept is row for kept in asked)
     assert row.addresses == tuple(tensor.data_ptr() for tensor in plain)
 

@@ -142,7 +142,7 @@ def test_a_run_is_the_same_one_by_one_and_goes_on_from_its_state(name, monkeypat
     params = parameters()
     outer = Outer(params, RULES[name])
     whole = run(outer, params, 3, 6)
-    monkeypatch.setattr(cpu, "combine_each", lambda *_: None)
+    monkeypatch.setattr(cpu, "combine_many", lambda *_: None)
     others = parameters()
     first = Outer(others, RULES[name])
     run(first, others, 3, 3)

@@ -18,7 +18,7 @@ from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, Point, State, Target, Update
 from manifoldagg.kernels import combine
 from manifoldagg.kernels.alloc import empty_like
-from manifoldagg.kernels.chunking import windows
+from manifoldagg.kernels.chunking import chunks
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["BufferedRule", "Mean"]
@@ -47,7 +47,7 @@ class Mean:
         rows: tuple[Any, ...] = self.frame.rows  # vectors: rules that need windows take no others
         less: list[Any] = [row for row in self.frame.minus if row is not None]
         scratch = None
-        for parts in windows(self.current, *rows, *less, *others):
+        for parts in chunks(self.current, *rows, *less, *others):
             lines = parts[1 : 1 + len(rows)]
             taken = iter(parts[1 + len(rows) :])
             minus = [None if row is None else next(taken) for row in self.frame.minus]

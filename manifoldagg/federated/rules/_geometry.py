@@ -14,7 +14,7 @@ from manifoldagg.corrections.gram import Matrix, cancelled
 from manifoldagg.corrections.transport import RUNGS, log_within_reach
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.types import Update
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold, check_point
 from manifoldagg.manifolds.ambient import Ambient
 from manifoldagg.manifolds.tangents import Tangents
@@ -67,9 +67,9 @@ def frame_of(
     """
     points = update.points if isinstance(update.points, tuple) else update.points.unbind()
     rows = (update.base, update.current, *points)
-    if is_transformed(rows):
+    if needs_autograd_path(rows):
         rows = tuple([detached(row) for row in rows])
-        if is_transformed(rows):
+        if needs_autograd_path(rows):
             raise ArgumentError("update: a server step has no derivative; call it outside of functorch transforms")
     base, current, *points = rows
     if space.flat or space.ambient:

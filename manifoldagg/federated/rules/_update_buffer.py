@@ -15,7 +15,7 @@ from manifoldagg.federated.rules.fedadam import distance
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.types import Outcome, Point, State, Target, Update
 from manifoldagg.kernels.alloc import empty_like
-from manifoldagg.kernels.chunking import windows
+from manifoldagg.kernels.chunking import chunks
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["HeldRule", "OrderedRule", "sort"]
@@ -114,7 +114,7 @@ class OrderedRule(HeldRule):
         model: Any = empty_like(current) if out is None else out
         middle = slice(self.ends, self.size - self.ends)
         scratch: list[Tensor] = []
-        for to, start, point, base, *rows in windows(model, current, update.points[0], update.base, *held.values()):
+        for to, start, point, base, *rows in chunks(model, current, update.points[0], update.base, *held.values()):
             if not scratch:
                 scratch = [empty_like(start) for _ in range(self.size + 1)]
             lines = [line[: len(start)] for line in scratch]

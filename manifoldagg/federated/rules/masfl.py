@@ -17,7 +17,7 @@ from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Memory, Message, Outcome, State, Update
 from manifoldagg.kernels import combine, gram
 from manifoldagg.kernels.alloc import empty_like
-from manifoldagg.kernels.chunking import windows
+from manifoldagg.kernels.chunking import chunks
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["MasFL"]
@@ -159,7 +159,7 @@ class ControlVariates(ServerRule):
         c = empty_like(state["c"])
         # At most the first row has one: what waits is a sum.
         less = [row for row in minus if row is not None]
-        for here, there, old, before, *parts in windows(g, c, state["c"], state["g"], *rows, *less):
+        for here, there, old, before, *parts in chunks(g, c, state["c"], state["g"], *rows, *less):
             lines = parts[:count]
             taken = [*parts[count:], *[None] * (count - len(less))]
             combine(None, [*lines, old, before], shares, minus=[*taken, None, None], out=here)

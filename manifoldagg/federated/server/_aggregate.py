@@ -19,8 +19,8 @@ from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.step import Terms, step
 from manifoldagg.federated.types import Memory, Rule, State, Update, by_rows, extras
 from manifoldagg.federated.weights import check_client
-from manifoldagg.kernels.alloc import empty_like, stacked
-from manifoldagg.kernels.operands import check_apart
+from manifoldagg.kernels.alloc import empty_like, stack
+from manifoldagg.kernels.operands import check_no_alias
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import Layout
@@ -142,7 +142,7 @@ def stepped(
             client=known.client,
             base=then if rows else then.to(here.device),
             current=here,
-            points=tuple(brought) if rows else stacked(brought).to(here.device),
+            points=tuple(brought) if rows else stack(brought).to(here.device),
             staleness=known.staleness,
             weight=known.weight,
             samples=known.samples,
@@ -153,7 +153,7 @@ def stepped(
         if target is not None:
             there = rows and not adapters and blank[0] is target[layout.leaves[0].name]
             if there and not layout.carried and not layout.aliases:
-                check_apart(blank, read, layout.sizes)
+                check_no_alias(blank, read, layout.sizes)
             else:
                 check_separate(written, target, given)
             if there:

@@ -12,7 +12,7 @@ from manifoldagg.federated.buffers import Patterns, check_patterns
 from manifoldagg.federated.server.input_warnings import warn_of_difference
 from manifoldagg.federated.server.validation import Form, by_name, check_names, stored
 from manifoldagg.federated.types import Payload, check_named
-from manifoldagg.kernels.alloc import stacked
+from manifoldagg.kernels.alloc import stack
 from manifoldagg.manifolds import LowRank, ParameterSpace
 from manifoldagg.manifolds.layout import OPAQUE, matches
 from manifoldagg.manifolds.lora.factors import combined
@@ -86,7 +86,7 @@ def payload_of(
     pieces = [space.sizes(_pieces(space, point)) for point in (points[-1], now)]
     warn_of_difference(label, space.layout, *pieces)
     buffers = {entry.name: found[entry.name] for entry in form.buffers if entry.name in found}
-    return Payload(stacked(points), samples, buffers=buffers)
+    return Payload(stack(points), samples, buffers=buffers)
 
 
 def _given_back(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:

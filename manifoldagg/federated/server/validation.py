@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_finite, check_shape, in_a_line, nearest, shown
+from manifoldagg._validation import check_choice, check_finite, check_shape, closest_match, one_line, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.limits import Checks
 from manifoldagg.federated.types import Payload, Rule, check_rule_protocol
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
 from manifoldagg.manifolds.manifold import check_is_manifold
@@ -58,7 +58,7 @@ def check_rule(rule: Rule) -> Rule:
     if isinstance(rule, str):
         from manifoldagg.federated import rules  # a few dozen modules, which only this message needs
 
-        near = nearest(rule, rules.__all__)
+        near = closest_match(rule, rules.__all__)
         hint = "" if near is None else f": did you mean rules.{near}(...)?"
         raise ArgumentError(f"rule: expected an instance of one of manifoldagg.federated.rules, got {rule!r}{hint}")
     return check_rule_protocol(rule)
@@ -237,7 +237,7 @@ def check_samples(given: Any, most: int) -> int:
     """
     number = given if type(given) is int else _answered("samples", lambda: _integer(given))
     if number is None or not 1 <= number <= most:
-        raise ArgumentError(f"samples: expected an integer from 1 to {most}, got {shown(given)}")
+        raise ArgumentError(f"samples: expected an integer from 1 to {most}, got {short_repr(given)}")
     return number
 
 
@@ -270,7 +270,7 @@ def _number(name: str, given: Any) -> float:
     """A finite float. Not through `check_number`, which lets what the number's own code raises come out."""
     number = given if type(given) is float else _answered(name, lambda: _real(given))
     if not math.isfinite(number):
-        raise ArgumentError(f"{name}: expected a finite number, got {shown(given)}")
+        raise ArgumentError(f"{name}: expected a finite number, got {short_repr(given)}")
     return number
 
 
@@ -320,7 +320,7 @@ def _is_fit(form: Form, brought: Sequence[Any]) -> bool:
         return False
     if not set(map(DEVICE, brought)) <= {form.device} or not set(map(LAYOUT, brought)) <= {torch.strided}:
         return False
-    if not all(map(Tensor.is_contiguous, brought)) or is_transformed(brought):
+    if not all(map(Tensor.is_contiguous, brought)) or needs_autograd_path(brought):
         return False
     stored = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, brought))
     used = map(operator.add, map(Tensor.storage_offset, brought), sizes)
@@ -330,7 +330,7 @@ def _is_fit(form: Form, brought: Sequence[Any]) -> bool:
 def stored(name: str, given: Tensor) -> Tensor:
     """A plain tensor that has values. Nested ones have no shape to ask for; freed storage has nothing."""
     tensor = _plain(name, given)
-    if is_transformed([tensor]):
+    if needs_autograd_path([tensor]):
         raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
     if tensor.is_nested:
         raise ArgumentError(f"{name}: expected a dense tensor with values, got a nested one")
@@ -392,4 +392,4 @@ def _listed(names: Collection[object]) -> str:
 
 def _short(name: Any) -> str:
     """A name, without quotes, that can be printed."""
-    return in_a_line(str.__str__(name), 40) if _is_a(name, str) else shown(name, 40)
+    return one_line(str.__str__(name), 40) if _is_a(name, str) else short_repr(name, 40)

@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from manifoldagg._validation import nearest
+from manifoldagg._validation import closest_match
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.federated import Every, Rule, Server
 from manifoldagg.federated.buffers import check_patterns
@@ -48,7 +48,7 @@ def check_options(given: Mapping[str, Any], own: Collection[str]) -> None:
     for name in given:
         if name not in known:
             listed = [*own, *known]
-            near = nearest(name, listed)
+            near = closest_match(name, listed)
             meant = COUNTERPARTS.get(name, "" if near is None else f"did you mean {near}?")
             raise ArgumentError(f"{name}: expected one of the options {', '.join(listed)}{meant and f': {meant}'}")
     alone = dict(given)

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
-from manifoldagg._validation import check_choice, check_count, check_number, shown
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Every, Rule, Server
 from manifoldagg.federated.server.client_sampling import Asking, asking, declared
@@ -120,14 +120,14 @@ class Asynchronous(Strategy):
     ) -> None:
         self.rule = check_rule(rule)
         if model is not None and not callable(model):
-            raise ArgumentError(f"model: expected a module or a function that makes one, got {shown(model)}")
+            raise ArgumentError(f"model: expected a module or a function that makes one, got {short_repr(model)}")
         for name, count in (("updates", updates), ("concurrency", concurrency)):
             if count is not None:
                 check_count(name, count)
         if concurrency is not None:
             asking(rule, list(declared(rule, "routing") or ()), concurrency, np.random.default_rng(0))
         if checkpoint is not None and not isinstance(checkpoint, Every):
-            raise ArgumentError(f"checkpoint: expected Every, got {shown(checkpoint)}")
+            raise ArgumentError(f"checkpoint: expected Every, got {short_repr(checkpoint)}")
         for name, given in (("compress", compress), ("resume", resume), ("replace", replace)):
             check_choice(name, given, (True, False))
         check_choice("wire", wire, (None, True, False))

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.operands import Line
+from manifoldagg.kernels.operands import Operand
 from manifoldagg.kernels.tensor_list import edges
 
-__all__ = ["Operands", "block_table", "opaque", "opaque_floats", "to_device", "to_host"]
+__all__ = ["LaunchOperands", "block_table", "opaque", "opaque_floats", "to_device", "to_host"]
 
 
 @dataclass(frozen=True)
-class Operands:
+class LaunchOperands:
     """The rows of a launch, each once: vectors, or rows in pieces.
 
     Attributes:
@@ -42,14 +42,16 @@ class Operands:
     addresses: tuple[Any, ...]
     strides: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
-    places: tuple[int, ...]
-    shared: int
-    aligned: bool
-    pieces: bool
+    indices: tuple[int, ...]
+    num_shared: int
+    is_aligned: bool
+    has_pieces: bool
     width: int
 
     @staticmethod
-    def of(wanted: Sequence[Any], lengths: tuple[int, ...] | None = None, blocks: Blocks | None = None) -> "Operands":
+    def of(
+        operands: Sequence[Any], lengths: tuple[int, ...] | None = None, blocks: Blocks | None = None
+    ) -> "LaunchOperands":
         """Number the rows, those that appear repeatedly first.
 
         Args:
@@ -59,13 +61,13 @@ class Operands:
 
         Example:
             >>> a, b = torch.ones(3), torch.ones(3)
-            >>> found = Operands.of([a, None, b, b])
+            >>> found = LaunchOperands.of([a, None, b, b])
             >>> found.places, found.shared, len(found.addresses)
             ((1, -1, 0, 0), 1, 2)
         """
-        rows = {id(x): x for x in wanted if x is not None}
-        keys: dict[int, Any] = {place: _key(row) for place, row in rows.items()} | {id(None): None}
-        asked = [keys[id(x)] for x in wanted]
+        rows = {id(x): x for x in operands if x is not None}
+        keys: dict[int, Any] = {place: _memory_key(row) for place, row in rows.items()} | {id(None): None}
+        asked = [keys[id(x)] for x in operands]
         counts = Counter(key for key in asked if key is not None)
         order = sorted(counts, key=lambda key: counts[key] == 1)
         number: dict[Any, int] = {key: n for n, key in enumerate(order)} | {None: -1}
@@ -77,22 +79,26 @@ class Operands:
             assert blocks is not None
             some = next(iter(rows.values()))
             device = some.device if isinstance(some, Tensor) else some[0].device
-            tables = (_table(order, lengths, device), *piece_tables(lengths, blocks, device))
-            return Operands(tables, (opaque(len(lengths)),), dtypes, places, shared, False, True, width)
+            tables = (_address_table(order, lengths, device), *piece_tables(lengths, blocks, device))
+            return LaunchOperands(tables, (opaque(len(lengths)),), dtypes, places, shared, False, True, width)
         unit = all(stride == 1 for stride in strides)
         aligned = unit and not any(address % 16 for address in addresses)
         opaque_strides = () if unit else tuple(map(opaque, strides))
-        return Operands(tuple(map(opaque, addresses)), opaque_strides, dtypes, places, shared, aligned, False, width)
+        return LaunchOperands(
+            tuple(map(opaque, addresses)), opaque_strides, dtypes, places, shared, aligned, False, width
+        )
 
 
-def _key(row: Line) -> tuple[Any, torch.dtype, int]:
+def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
     """Where a row lies, its dtype, and how far apart its entries are."""
     if isinstance(row, Tensor):
         return row.data_ptr(), row.dtype, row.stride(0)
     return row.addresses, row[0].dtype, 1
 
 
-def _table(order: Sequence[tuple[Any, torch.dtype, int]], lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def _address_table(
+    order: Sequence[tuple[Any, torch.dtype, int]], lengths: tuple[int, ...], device: torch.device
+) -> Tensor:
     """(n, pieces + 1): where the pieces of each row begin, and its stride."""
     table = np.empty((len(order), len(lengths) + 1), np.int64)
     for line, (address, dtype, stride) in zip(table, order, strict=True):

@@ -23,56 +23,59 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._io import whole
+from manifoldagg._io import atomic_write
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.fused import Goal
-from manifoldagg.kernels.operands import Line, Rows, blocks_of
-from manifoldagg.kernels.tensor_list import CPU, DTYPES, Tensors, edges
+from manifoldagg.kernels.fused import LinearCombination
+from manifoldagg.kernels.operands import Operand, Operands, blocks_of
+from manifoldagg.kernels.tensor_list import CPU, NATIVE_DTYPES, TensorList, edges
 
-__all__ = ["combine", "combine_each", "origin", "partials", "unavailable"]
+__all__ = ["block_products", "combine", "combine_many", "origin", "unavailable"]
 
 SOURCE = Path(__file__).with_name("native.cpp")
 # No contraction but the fused operations that are written: every processor rounds alike.
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
-LEVELS = {"x86_64_v4": V3 | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}, "x86_64_v3": V3}
+COMPILER_FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+X86_64_V3_FEATURES = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+CPU_LEVELS = {
+    "x86_64_v4": X86_64_V3_FEATURES | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")},
+    "x86_64_v3": X86_64_V3_FEATURES,
+}
 """What Linux says of a processor for which a library may lie beside the source, the best first."""
-SERIAL = 1 << 22
+MAX_SERIAL_ENTRIES = 1 << 22
 """Up to so many entries read the caller works alone. Two threads would save it a millisecond; on a machine whose cores
 are busy they cost 20, until the other one has got a core (measured: 10^6 entries of three rows)."""
-STREAM = 1 << 22
+MIN_STREAMING_BYTES = 1 << 22
 """From so many bytes on, a result is written past the cache."""
 
 
 def unavailable() -> str | None:
     """Why the backend cannot be used here, in one sentence; `None` if it can. Builds the library at first."""
-    found = _library()
+    found = _find_library()
     return found if isinstance(found, str) else None
 
 
 def origin() -> str:
     """Where the library came from, in a few words."""
-    path = Path(_loaded()._name)
+    path = Path(_require_library()._name)
     if path.parent == SOURCE.parent:
         return f"as shipped for {path.stem.removeprefix('native-')}"
     return "built on this machine"
 
 
-def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
+def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
     r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
 
     `None` for tensors that are not on the CPU, of another dtype, or no plain memory.
     """
-    tables = _tables(rows, rows.distinct)
+    tables = _descriptors(rows, rows.distinct)
     if tables is None:
         return None
     k = len(rows.plus)
     count = len(blocks.table)
     width = k * (k + 1) // 2
     memory = array("d", bytes(8 * count * width))
-    done = _loaded().manifoldagg_gram(
-        *(k, *_edges(rows), _joined(tables, rows.plus), _joined(tables, rows.minus)),
-        *(count, blocks.address, memory.buffer_info()[0], _threads(rows, count)),
+    done = _require_library().manifoldagg_gram(
+        *(k, *_edges(rows), _concat(tables, rows.plus), _concat(tables, rows.minus)),
+        *(count, blocks.table_address, memory.buffer_info()[0], _num_threads(rows, count)),
     )
     if not done:
         raise MemoryError("gram: no memory for the scratch of a block")
@@ -80,44 +83,44 @@ def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
 
 
 def combine(
-    base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line
-) -> Line | None:
+    base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
+) -> Operand | None:
     """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once.
 
-    `None`, and nothing is written, as in `partials`.
+    `None`, and nothing is written, as in `block_products`.
     """
     read = rows.distinct if base is None else (*rows.distinct, base)
-    tables = _tables(rows, (*read, out))
+    tables = _descriptors(rows, (*read, out))
     if tables is None:
         return None
     count = len(blocks.table)
     numbers = array("d", [c for line in coefficients for c in line])
-    done = _loaded().manifoldagg_combine(
-        *(len(rows.plus), *_edges(rows), _joined(tables, rows.plus), _joined(tables, rows.minus)),
+    done = _require_library().manifoldagg_combine(
+        *(len(rows.plus), *_edges(rows), _concat(tables, rows.plus), _concat(tables, rows.minus)),
         *(tables[id(base)], tables[id(out)], numbers.buffer_info()[0]),
-        *(count, blocks.address, _streams(read, rows.size, out), _threads(rows, count)),
+        *(count, blocks.table_address, _use_streaming_store(read, rows.size, out), _num_threads(rows, count)),
     )
     if not done:
         raise MemoryError("combine: no memory for the scratch of a block")
     return out
 
 
-def combine_each(goals: Sequence[Goal], apart: Sequence[bool]) -> bool | None:
+def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> bool | None:
     """Each goal, from what was there before any of them was written; `apart`: a later one reads where it goes.
 
-    `None`, and nothing is written, as in `partials`.
+    `None`, and nothing is written, as in `block_products`.
     """
-    like = goals[0].out
+    like = combinations[0].out
     count = len(like)
     parts: list[bytes] = []
     words: list[list[int]] = []
     numbers = array("d")
-    for goal, aside in zip(goals, apart, strict=True):
-        tables = _tables(goal.rows, (*goal.read, goal.out), like.lengths)
+    for goal, aside in zip(combinations, deferred, strict=True):
+        tables = _descriptors(goal.rows, (*goal.inputs, goal.out), like.lengths)
         if tables is None:
             return None
         k = len(goal.rows.plus)
-        stream = not aside and _streams(goal.read, like.size, goal.out)
+        stream = not aside and _use_streaming_store(goal.inputs, like.size, goal.out)
         words.append([k, len(goal.coefficients) > 1, aside, stream, len(parts), len(numbers)])
         parts += [tables[id(row)] for row in (*goal.rows.plus, *goal.rows.minus, goal.base, goal.out)]
         for line in goal.coefficients:
@@ -127,49 +130,51 @@ def combine_each(goals: Sequence[Goal], apart: Sequence[bool]) -> bool | None:
     first = numbers.buffer_info()[0]
     table = array("q")
     for k, *flags, start, number in words:
-        places = [place + len(NOTHING) * count * (start + row) for row in (0, k, 2 * k, 2 * k + 1)]
+        places = [place + len(NULL_DESCRIPTOR) * count * (start + row) for row in (0, k, 2 * k, 2 * k + 1)]
         table.extend([k, *flags, *places, first + 8 * number])
     blocks = blocks_of(like.lengths, like.size)
-    read = {id(row) for goal in goals for row in goal.read}
-    busy = like.size * len(read) > SERIAL
-    done = _loaded().manifoldagg_combine_each(
-        *(len(goals), table.buffer_info()[0], count, edges(like.lengths).tobytes()),
-        *(len(blocks.table), blocks.address, min(torch.get_num_threads(), len(blocks.table)) if busy else 1),
+    read = {id(row) for goal in combinations for row in goal.inputs}
+    busy = like.size * len(read) > MAX_SERIAL_ENTRIES
+    done = _require_library().manifoldagg_combine_many(
+        *(len(combinations), table.buffer_info()[0], count, edges(like.lengths).tobytes()),
+        *(len(blocks.table), blocks.table_address, min(torch.get_num_threads(), len(blocks.table)) if busy else 1),
     )
     if not done:
         raise MemoryError("combine: no memory for the scratch of a block")
     return True
 
 
-_pair = Struct("2q").pack
-_triple = Struct("3q").pack
-NOTHING = _triple(0, 1, 0)
+_pack_pair = Struct("2q").pack
+_pack_triple = Struct("3q").pack
+NULL_DESCRIPTOR = _pack_triple(0, 1, 0)
 """What describes that nothing is subtracted, or added to."""
 
 
-def _tables(rows: Rows, lines: Sequence[Line], lengths: tuple[int, ...] | None = None) -> dict[int, bytes] | None:
+def _descriptors(
+    rows: Operands, operands: Sequence[Operand], lengths: tuple[int, ...] | None = None
+) -> dict[int, bytes] | None:
     """By `id`, what describes each row, or `None`, piece by piece; `None` where the library could not read one."""
     if rows.device != CPU:
         return None
     lengths = lengths or rows.lengths
-    tables = {id(None): NOTHING if lengths is None else NOTHING * len(lengths)}
-    for line in lines:
-        table = line.table if isinstance(line, Tensors) else _vector(line, lengths)
+    tables = {id(None): NULL_DESCRIPTOR if lengths is None else NULL_DESCRIPTOR * len(lengths)}
+    for line in operands:
+        table = line.descriptors if isinstance(line, TensorList) else _vector_descriptors(line, lengths)
         if table is None:
             return None
         tables[id(line)] = table
     return tables
 
 
-def _vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes | None:
-    dtype = DTYPES.get(vector.dtype)
+def _vector_descriptors(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes | None:
+    dtype = NATIVE_DTYPES.get(vector.dtype)
     address = vector.data_ptr()
     # Zeros that torch never wrote down have no address.
     if dtype is None or vector.is_neg() or (address == 0 and vector.shape[0] > 0):
         return None
     step = vector.stride(0)
     if lengths is None:
-        return _triple(address, step, dtype)
+        return _pack_triple(address, step, dtype)
     table = np.empty((len(lengths), 3), np.int64)
     table[:, 0] = address + edges(lengths)[:-1] * (step * vector.itemsize)
     table[:, 1] = step
@@ -177,49 +182,49 @@ def _vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes | None:
     return table.tobytes()
 
 
-def _joined(tables: dict[int, bytes], lines: Sequence[Line | None]) -> bytes:
-    return b"".join([tables[id(line)] for line in lines])
+def _concat(descriptors: dict[int, bytes], operands: Sequence[Operand | None]) -> bytes:
+    return b"".join([descriptors[id(line)] for line in operands])
 
 
-def _edges(rows: Rows) -> tuple[int, bytes]:
+def _edges(rows: Operands) -> tuple[int, bytes]:
     """The number of pieces, and where they begin and end."""
     if rows.lengths is None:
-        return 1, _pair(0, rows.size)
+        return 1, _pack_pair(0, rows.size)
     return len(rows.lengths), edges(rows.lengths).tobytes()
 
 
-def _streams(read: Sequence[Line], size: int, out: Line) -> bool:
+def _use_streaming_store(read: Sequence[Operand], size: int, out: Operand) -> bool:
     """Whether to write past the cache: a large target that is not read."""
-    if size * max(dtype.itemsize for dtype in _dtypes(out)) < STREAM:
+    if size * max(dtype.itemsize for dtype in _dtypes(out)) < MIN_STREAMING_BYTES:
         return False
     apart = set(_addresses(out))
     return all(apart.isdisjoint(_addresses(row)) for row in read)
 
 
-def _dtypes(row: Line) -> Iterable[torch.dtype]:
+def _dtypes(row: Operand) -> Iterable[torch.dtype]:
     return (row.dtype,) if isinstance(row, Tensor) else row.dtypes
 
 
-def _addresses(row: Line) -> Sequence[int]:
+def _addresses(row: Operand) -> Sequence[int]:
     return (row.data_ptr(),) if isinstance(row, Tensor) else row.addresses
 
 
-def _threads(rows: Rows, blocks: int) -> int:
-    return min(torch.get_num_threads(), blocks) if rows.size * len(rows.plus) > SERIAL else 1
+def _num_threads(rows: Operands, blocks: int) -> int:
+    return min(torch.get_num_threads(), blocks) if rows.size * len(rows.plus) > MAX_SERIAL_ENTRIES else 1
 
 
 @cache
-def _loaded() -> ctypes.CDLL:
-    found = _library()
+def _require_library() -> ctypes.CDLL:
+    found = _find_library()
     if isinstance(found, str):
         raise RuntimeError(found)
     return found
 
 
 @cache
-def _library() -> ctypes.CDLL | str:
+def _find_library() -> ctypes.CDLL | str:
     """The library, built if there is none yet for this machine; or why there is none."""
-    shipped = _shipped(SOURCE.parent, _features().split())
+    shipped = _find_prebuilt(SOURCE.parent, _cpu_features().split())
     if shipped is not None:
         return shipped
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
@@ -227,8 +232,8 @@ def _library() -> ctypes.CDLL | str:
         asked = "g++ or clang++, or the one that CXX names"
         return f"no C++ compiler was found ({asked}), and no library for this processor came with the package"
     try:
-        with _folder() as folder:
-            path = folder / f"native-{_key(compiler)}.so"
+        with _cache_dir() as folder:
+            path = folder / f"native-{_build_key(compiler)}.so"
             if not path.exists():
                 _build(compiler, path)
             try:
@@ -241,9 +246,9 @@ def _library() -> ctypes.CDLL | str:
         return f"{compiler} could not build native.cpp: {words[-1] if words else error!r}"
 
 
-def _shipped(folder: Path, features: Iterable[str]) -> ctypes.CDLL | None:
+def _find_prebuilt(folder: Path, features: Iterable[str]) -> ctypes.CDLL | None:
     """The library in a folder that does the most with these features, if one there loads."""
-    for level, needed in LEVELS.items():
+    for level, needed in CPU_LEVELS.items():
         path = folder / f"native-{level}.so"
         if needed.issubset(features) and path.exists():
             with suppress(OSError, AttributeError):
@@ -258,14 +263,14 @@ def _load(path: Path) -> ctypes.CDLL:
     flag = ctypes.c_bool
     library.manifoldagg_gram.argtypes = (word, word, *[address] * 3, word, address, address, word)
     library.manifoldagg_combine.argtypes = (word, word, *[address] * 6, word, address, flag, word)
-    library.manifoldagg_combine_each.argtypes = (word, address, word, address, word, address, word)
-    for call in (library.manifoldagg_gram, library.manifoldagg_combine, library.manifoldagg_combine_each):
+    library.manifoldagg_combine_many.argtypes = (word, address, word, address, word, address, word)
+    for call in (library.manifoldagg_gram, library.manifoldagg_combine, library.manifoldagg_combine_many):
         call.restype = flag
     return library
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def _cache_dir() -> Iterator[Path]:
     """Where libraries are kept: a folder that is this user's alone; where there is none, one for the moment."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
@@ -282,15 +287,15 @@ def _folder() -> Iterator[Path]:
             yield Path(moment)
 
 
-def _key(compiler: str) -> str:
+def _build_key(compiler: str) -> str:
     """What a library depends on: source, flags, compiler and processor."""
     binary = Path(compiler).resolve()
-    system = (platform.machine(), platform.libc_ver(), _features())
-    parts = (SOURCE.read_text(), FLAGS, str(binary), binary.stat().st_mtime_ns, system)
+    system = (platform.machine(), platform.libc_ver(), _cpu_features())
+    parts = (SOURCE.read_text(), COMPILER_FLAGS, str(binary), binary.stat().st_mtime_ns, system)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _features() -> str:
+def _cpu_features() -> str:
     """What the processor can do, as Linux tells it."""
     processor = Path("/proc/cpuinfo")
     lines = processor.read_text().splitlines() if processor.exists() else []
@@ -298,6 +303,6 @@ def _features() -> str:
 
 
 def _build(compiler: str, path: Path) -> None:
-    with whole(path) as draft:
-        command = [compiler, *FLAGS, "-o", str(draft), str(SOURCE)]
+    with atomic_write(path) as draft:
+        command = [compiler, *COMPILER_FLAGS, "-o", str(draft), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)

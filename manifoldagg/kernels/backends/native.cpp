@@ -22,27 +22,27 @@
 namespace {
 
 constexpr int LANES = 8;    // sums of a block
-constexpr int MOST = 64;    // rows that are multiplied by one another while they lie in the cache
-constexpr int SPAN = 512;   // entries of a tile: 4 KiB in float64
-constexpr int FEW = 16, SHORT = 256;  // so many rows have shorter tiles, which lie in the nearest cache
-constexpr int ENOUGH = 64;  // entries of one piece that are worth a tile of their own
-constexpr int THROUGH = 8;  // rows whose combination needs none
-constexpr int TOGETHER = 4;  // rows that are added to a tile in one turn
-constexpr int AHEAD = 512;  // bytes by which reading is announced where few rows are read in turn
+constexpr int MAX_ROWS = 64;    // rows that are multiplied by one another while they lie in the cache
+constexpr int TILE = 512;   // entries of a tile: 4 KiB in float64
+constexpr int FEW_ROWS = 16, SHORT_TILE = 256;  // so many rows have shorter tiles, which lie in the nearest cache
+constexpr int MIN_TILE_ENTRIES = 64;  // entries of one piece that are worth a tile of their own
+constexpr int MAX_UNTILED_ROWS = 8;  // rows whose combination needs none
+constexpr int ROWS_PER_PASS = 4;  // rows that are added to a tile in one turn
+constexpr int PREFETCH_BYTES = 512;  // bytes by which reading is announced where few rows are read in turn
 
 // Entries of a register; the side of a square of products whose sums fit the registers together with what is
 // multiplied; and how many rows are multiplied by one another at once, with some sums beside the registers. There are 16
 // of AVX, 32 of AVX-512 and of NEON.
 #if defined(__AVX512F__)
-constexpr int WIDTH = 8, PANEL = 5, ALONE = 7;
+constexpr int WIDTH = 8, PANEL = 5, MAX_SINGLE_PANEL = 7;
 #elif defined(__ARM_NEON)
-constexpr int WIDTH = 2, PANEL = 3, ALONE = 5;
+constexpr int WIDTH = 2, PANEL = 3, MAX_SINGLE_PANEL = 5;
 #else
-constexpr int WIDTH = 4, PANEL = 3, ALONE = 5;
+constexpr int WIDTH = 4, PANEL = 3, MAX_SINGLE_PANEL = 5;
 #endif
-constexpr int PARTS = LANES / WIDTH;
-constexpr int SUMS = 12;  // registers of sums that hide each other's latency
-constexpr int BLOCKS = 4;  // blocks at most whose sums are made side by side, where a block alone has fewer
+constexpr int VECTORS_PER_SUM = LANES / WIDTH;
+constexpr int ACCUMULATORS = 12;  // registers of sums that hide each other's latency
+constexpr int MAX_INTERLEAVED_BLOCKS = 4;  // blocks at most whose sums are made side by side, where a block alone has fewer
 // Loops over arrays of registers: they are registers only where every index is known.
 #define UNROLLED _Pragma("GCC unroll 32")
 typedef double V __attribute__((vector_size(8 * WIDTH)));
@@ -73,11 +73,11 @@ struct f16 {
 
 struct Vec { char* data; int64_t stride, dtype; };  // strides in entries; dtype: 0 f32, 1 f64, 2 bf16, 3 f16
 struct Block { int64_t start, stop, segment; };
-constexpr int64_t BYTES[] = {4, 8, 2, 2};
+constexpr int64_t ITEM_SIZES[] = {4, 8, 2, 2};
 bool same(const Vec& x, const Vec& y) { return x.data == y.data && x.stride == y.stride && x.dtype == y.dtype; }
 
 // Calls call.operator()<T>() with the type that a number means, or <N>() with a number up to N.
-template <class Call> __attribute__((always_inline)) inline void typed(int64_t dtype, const Call& call) {
+template <class Call> __attribute__((always_inline)) inline void dispatch_dtype(int64_t dtype, const Call& call) {
   switch (dtype) {
     case 0: return call.template operator()<float>();
     case 1: return call.template operator()<double>();
@@ -85,19 +85,19 @@ template <class Call> __attribute__((always_inline)) inline void typed(int64_t d
     default: return call.template operator()<f16>();
   }
 }
-template <int N, class Call> void counted(int64_t n, const Call& call) {
+template <int N, class Call> void dispatch_count(int64_t n, const Call& call) {
   if (n == N) return call.template operator()<N>();
-  if constexpr (N > 1) counted<N - 1>(n, call);
+  if constexpr (N > 1) dispatch_count<N - 1>(n, call);
 }
-// A panel's rows: more than ALONE of them are cut into parts of at most PANEL, all of these sizes.
-template <class Call> void sized(int64_t n, const Call& call) {
+// A panel's rows: more than MAX_SINGLE_PANEL of them are cut into parts of at most PANEL, all of these sizes.
+template <class Call> void dispatch_panel_size(int64_t n, const Call& call) {
   if (n == PANEL) return call.template operator()<PANEL>();
   if (n == PANEL - 1) return call.template operator()<PANEL - 1>();
   if constexpr (PANEL > 3) return call.template operator()<PANEL - 2>();
 }
 
 // Written out where the processor has it in one instruction: compilers make several of a converted vector.
-V wide(F f) {
+V to_double(F f) {
 #if defined(__AVX512F__)
   return (V)_mm512_cvtps_pd((__m256)f);
 #elif defined(__AVX__)
@@ -106,7 +106,7 @@ V wide(F f) {
   return __builtin_convertvector(f, V);
 #endif
 }
-F narrow(V v) {
+F to_float(V v) {
 #if defined(__AVX512F__)
   return (F)_mm512_cvtpd_ps((__m512d)v);
 #elif defined(__AVX__)
@@ -123,31 +123,31 @@ template <class T> V load(const T* p) {
   return v;
 }
 template <> V load(const double* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
-template <> V load(const float* p) { F f; std::memcpy(&f, p, sizeof f); return wide(f); }
+template <> V load(const float* p) { F f; std::memcpy(&f, p, sizeof f); return to_double(f); }
 #if defined(__AVX512F__)
 template <> V load(const bf16* p) {
   // Each half takes its four from both copies: one instruction where to widen and to shift are two.
   const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
   const __m256i upper = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
                                          -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
-  return wide((F)_mm256_shuffle_epi8(both, upper));
+  return to_double((F)_mm256_shuffle_epi8(both, upper));
 }
 #if defined(__F16C__)
-template <> V load(const f16* p) { return wide((F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))); }
+template <> V load(const f16* p) { return to_double((F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))); }
 #endif
 #elif defined(__AVX2__)
 template <> V load(const bf16* p) {
-  return wide((F)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16));
+  return to_double((F)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16));
 }
 #if defined(__F16C__)
-template <> V load(const f16* p) { return wide((F)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p))); }
+template <> V load(const f16* p) { return to_double((F)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p))); }
 #endif
 #endif
 
 // `past` the cache, for a target that nobody reads soon. Its address must be a multiple of the size stored.
-template <class X> void put(X x, void* p, bool past) {
+template <class X> void store_vector(X x, void* p, bool streaming) {
 #if defined(__x86_64__)
-  if (past) {
+  if (streaming) {
 #if defined(__AVX512F__)
     if constexpr (sizeof x == 64) return _mm512_stream_si512((__m512i*)p, (__m512i)x);
 #endif
@@ -161,37 +161,37 @@ template <class X> void put(X x, void* p, bool past) {
   std::memcpy(p, &x, sizeof x);
 }
 template <class T> void store(T* p, V v, bool) { for (int l = 0; l < WIDTH; l++) p[l] = T(v[l]); }
-template <> void store(double* p, V v, bool past) { put(v, p, past); }
-template <> void store(float* p, V v, bool past) { put(narrow(v), p, past); }
+template <> void store(double* p, V v, bool streaming) { store_vector(v, p, streaming); }
+template <> void store(float* p, V v, bool streaming) { store_vector(to_float(v), p, streaming); }
 // The rounding of struct bf16, a register at a time: in the upper halves.
-I rounded(V v) {
-  const F f = narrow(v);
+I bf16_bits(V v) {
+  const F f = to_float(v);
   const I u = (I)f, nearest = u + 0x7fff + ((u >> 16) & 1);
   return f == f ? nearest : I{} + 0x7fc00000;
 }
-template <> void store(bf16* p, V v, bool past) { put(__builtin_convertvector(rounded(v) >> 16, H), p, past); }
+template <> void store(bf16* p, V v, bool streaming) { store_vector(__builtin_convertvector(bf16_bits(v) >> 16, H), p, streaming); }
 #if defined(__AVX512F__) && defined(__F16C__)
-template <> void store(f16* p, V v, bool past) {
-  put((H)_mm256_cvtps_ph((__m256)narrow(v), _MM_FROUND_TO_NEAREST_INT), p, past);
+template <> void store(f16* p, V v, bool streaming) {
+  store_vector((H)_mm256_cvtps_ph((__m256)to_float(v), _MM_FROUND_TO_NEAREST_INT), p, streaming);
 }
 #elif defined(__F16C__)
-template <> void store(f16* p, V v, bool past) {
-  put((H)_mm_cvtsi128_si64(_mm_cvtps_ph((__m128)narrow(v), _MM_FROUND_TO_NEAREST_INT)), p, past);
+template <> void store(f16* p, V v, bool streaming) {
+  store_vector((H)_mm_cvtsi128_si64(_mm_cvtps_ph((__m128)to_float(v), _MM_FROUND_TO_NEAREST_INT)), p, streaming);
 }
 #endif
 
 // Two registers of entries that lie together, where each goes its own way: of bf16 those at even places and those at odd
 // ones, which saves their conversion.
-struct Two { V a, b; };
-template <class T> Two load_two(const T* p) { return {load(p), load(p + WIDTH)}; }
-template <class T> void store_two(T* p, Two v, bool past) { store(p, v.a, past), store(p + WIDTH, v.b, past); }
+struct VectorPair { V a, b; };
+template <class T> VectorPair load_pair(const T* p) { return {load(p), load(p + WIDTH)}; }
+template <class T> void store_pair(T* p, VectorPair v, bool streaming) { store(p, v.a, streaming), store(p + WIDTH, v.b, streaming); }
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-template <> Two load_two(const bf16* p) {
+template <> VectorPair load_pair(const bf16* p) {
   I u;
   std::memcpy(&u, p, sizeof u);
-  return {wide((F)(u << 16)), wide((F)(u & 0xffff0000))};
+  return {to_double((F)(u << 16)), to_double((F)(u & 0xffff0000))};
 }
-template <> void store_two(bf16* p, Two v, bool past) { put(rounded(v.a) >> 16 | (rounded(v.b) & 0xffff0000), p, past); }
+template <> void store_pair(bf16* p, VectorPair v, bool streaming) { store_vector(bf16_bits(v.a) >> 16 | (bf16_bits(v.b) & 0xffff0000), p, streaming); }
 #endif
 
 // a * b + c, rounded once, on every processor: fma of the C library is slow without the instruction, and gives its bits.
@@ -207,7 +207,7 @@ V fma(V a, V b, V c) {
 }
 
 // Makes the compiler keep a value in a register.
-void held([[maybe_unused]] V& v) {
+void keep_in_register([[maybe_unused]] V& v) {
 #if defined(__AVX512F__)
   __asm__("" : "+v"(v));
 #elif defined(__AVX__)
@@ -217,13 +217,13 @@ void held([[maybe_unused]] V& v) {
 #endif
 }
 
-// Entries of a vector, whatever its dtype and stride; LESS: what is there less those.
-template <bool LESS> void widen(const Vec& x, int64_t p, int64_t n, double* to) {
-  typed(x.dtype, [&]<class T>() {
+// Entries of a vector, whatever its dtype and stride; SUBTRACT: what is there less those.
+template <bool SUBTRACT> void load_as_double(const Vec& x, int64_t p, int64_t n, double* to) {
+  dispatch_dtype(x.dtype, [&]<class T>() {
     const T* from = (const T*)x.data + p * x.stride;
     // Stride 1 apart, so that the compiler makes vectors of it.
-    if (x.stride == 1) for (int64_t i = 0; i < n; i++) to[i] = LESS ? to[i] - double(from[i]) : double(from[i]);
-    else for (int64_t i = 0; i < n; i++) to[i] = LESS ? to[i] - double(from[i * x.stride]) : double(from[i * x.stride]);
+    if (x.stride == 1) for (int64_t i = 0; i < n; i++) to[i] = SUBTRACT ? to[i] - double(from[i]) : double(from[i]);
+    else for (int64_t i = 0; i < n; i++) to[i] = SUBTRACT ? to[i] - double(from[i * x.stride]) : double(from[i * x.stride]);
   });
 }
 
@@ -232,10 +232,10 @@ template <bool LESS> void widen(const Vec& x, int64_t p, int64_t n, double* to) 
 struct Pieces {
   int64_t count;
   const int64_t* edges;
-  int64_t at(int64_t p) const { return std::upper_bound(edges, edges + count, p) - edges - 1; }
+  int64_t piece_at(int64_t p) const { return std::upper_bound(edges, edges + count, p) - edges - 1; }
   // Calls work(piece, start, stop) for each part of [start, stop) that lies in one piece, in order.
-  template <class Work> void runs(int64_t start, int64_t stop, const Work& work) const {
-    for (int64_t i = start < stop ? at(start) : 0; start < stop; i++) {
+  template <class Work> void for_each_piece(int64_t start, int64_t stop, const Work& work) const {
+    for (int64_t i = start < stop ? piece_at(start) : 0; start < stop; i++) {
       const int64_t end = std::min(stop, edges[i + 1]);
       if (start < end) work(i, start, end);
       start = std::max(start, end);
@@ -245,7 +245,7 @@ struct Pieces {
 
 // ---- gram
 
-struct Rows {
+struct Operands {
   int64_t k;
   Pieces pieces;
   const Vec *plus, *minus;  // minus: data null where nothing is subtracted
@@ -255,12 +255,12 @@ struct Rows {
 
 // Rows of entries of `item` bytes that are announced while others are multiplied: so memory and products take their time
 // together and not one after the other.
-struct Ahead {
+struct Prefetcher {
   const char* const* rows;
   int64_t count, item;
   // The n entries behind the next n, of one of so many parts of the rows: to the next cache. Before products, not among
   // them: what these need would not fit the registers. Inline, as compilers drop calls that do nothing else.
-  __attribute__((always_inline)) void announce(int64_t part, int64_t parts, int64_t n) const {
+  __attribute__((always_inline)) void prefetch(int64_t part, int64_t parts, int64_t n) const {
     const int64_t low = part * count / parts, high = (part + 1) * count / parts;
     for (int64_t at = n * item; at < 2 * n * item; at += 64)
       for (int64_t r = low; r < high; r++) __builtin_prefetch(rows[r] + at, 0, 2);
@@ -269,26 +269,26 @@ struct Ahead {
 
 // M rows by N others, n entries of each: whole vectors. To the sums, a line of N for each of the M.
 template <int M, int N>
-__attribute__((noinline)) void across(const double* const* a, const double* const* b, int64_t n, V* sums) {
+__attribute__((noinline)) void panel_products(const double* const* a, const double* const* b, int64_t n, V* sums) {
   // So many sums at once that their latency is hidden, and no more than fit the registers.
-  constexpr int ONCE = M * N * PARTS <= 12 ? PARTS : 1;
+  constexpr int PARTS_PER_PASS = M * N * VECTORS_PER_SUM <= 12 ? VECTORS_PER_SUM : 1;
   const double *left[M], *right[N];
   UNROLLED for (int i = 0; i < M; i++) left[i] = a[i];
   UNROLLED for (int j = 0; j < N; j++) right[j] = b[j];
-  for (int part = 0; part < PARTS; part += ONCE) {
-    V total[M][N][ONCE];
+  for (int part = 0; part < VECTORS_PER_SUM; part += PARTS_PER_PASS) {
+    V total[M][N][PARTS_PER_PASS];
     UNROLLED for (int i = 0; i < M; i++)
       UNROLLED for (int j = 0; j < N; j++)
-        UNROLLED for (int h = 0; h < ONCE; h++) total[i][j][h] = sums[(i * N + j) * PARTS + part + h];
+        UNROLLED for (int h = 0; h < PARTS_PER_PASS; h++) total[i][j][h] = sums[(i * N + j) * VECTORS_PER_SUM + part + h];
     auto step = [&](int64_t p) __attribute__((always_inline)) {
-      UNROLLED for (int h = 0; h < ONCE; h++) {
+      UNROLLED for (int h = 0; h < PARTS_PER_PASS; h++) {
         const int64_t q = p + (part + h) * WIDTH;
         // Loaded once: compilers read memory again with each multiplication, and loads would set the pace.
         V x[M];
-        UNROLLED for (int i = 0; i < M; i++) held(x[i] = load(left[i] + q));
+        UNROLLED for (int i = 0; i < M; i++) keep_in_register(x[i] = load(left[i] + q));
         UNROLLED for (int j = 0; j < N; j++) {
           V y = load(right[j] + q);
-          held(y);
+          keep_in_register(y);
           UNROLLED for (int i = 0; i < M; i++) total[i][j][h] = fma(x[i], y, total[i][j][h]);
         }
       }
@@ -298,37 +298,37 @@ __attribute__((noinline)) void across(const double* const* a, const double* cons
     for (; p < n; p += LANES) step(p);
     UNROLLED for (int i = 0; i < M; i++)
       UNROLLED for (int j = 0; j < N; j++)
-        UNROLLED for (int h = 0; h < ONCE; h++) sums[(i * N + j) * PARTS + part + h] = total[i][j][h];
+        UNROLLED for (int h = 0; h < PARTS_PER_PASS; h++) sums[(i * N + j) * VECTORS_PER_SUM + part + h] = total[i][j][h];
   }
 }
 
-// Where rows are read: once, in memory, and announced as far as AHEAD; in memory, and kept in lines of float64; there.
-enum class From { memory, memory_to_lines, lines };
+// Where rows are read: once, in memory, and announced as far as PREFETCH_BYTES; in memory, and kept in lines of float64; there.
+enum class Source { memory, memory_to_lines, lines };
 
 // M rows by one another, in B blocks side by side: rows a[i * M] to a[i * M + M - 1] are those of block i. To the sums,
 // block by block, and row by row up to the diagonal.
-template <class T, int M, bool LESS, int B, From FROM>
-__attribute__((noinline)) void within(const T* const* a, const T* const* less, int64_t n, V* sums,
+template <class T, int M, bool SUBTRACT, int B, Source SOURCE>
+__attribute__((noinline)) void diagonal_products(const T* const* a, const T* const* less, int64_t n, V* sums,
                                       double* lines = nullptr, int64_t pitch = 0) {
   constexpr int LINE = 64 / sizeof(T);
   constexpr int COUNT = M * (M + 1) / 2;
   const T *from[B][M], *minus[B] = {};
-  V total[B][COUNT][PARTS];
+  V total[B][COUNT][VECTORS_PER_SUM];
   UNROLLED for (int b = 0; b < B; b++) {
     UNROLLED for (int i = 0; i < M; i++) from[b][i] = a[b * M + i];
-    if (LESS) minus[b] = less[b];
+    if (SUBTRACT) minus[b] = less[b];
     UNROLLED for (int t = 0; t < COUNT; t++)
-      UNROLLED for (int h = 0; h < PARTS; h++) total[b][t][h] = sums[(b * COUNT + t) * PARTS + h];
+      UNROLLED for (int h = 0; h < VECTORS_PER_SUM; h++) total[b][t][h] = sums[(b * COUNT + t) * VECTORS_PER_SUM + h];
   }
   auto step = [&](int64_t p) __attribute__((always_inline)) {
     UNROLLED for (int b = 0; b < B; b++)
-      UNROLLED for (int h = 0; h < PARTS; h++) {
+      UNROLLED for (int h = 0; h < VECTORS_PER_SUM; h++) {
         const int64_t q = p + h * WIDTH;
-        const V c = LESS ? load(minus[b] + q) : V{};
+        const V c = SUBTRACT ? load(minus[b] + q) : V{};
         V x[M];
         UNROLLED for (int i = 0; i < M; i++) {
-          x[i] = LESS ? load(from[b][i] + q) - c : load(from[b][i] + q);
-          if (FROM == From::memory_to_lines) put(x[i], lines + i * pitch + q, false);
+          x[i] = SUBTRACT ? load(from[b][i] + q) - c : load(from[b][i] + q);
+          if (SOURCE == Source::memory_to_lines) store_vector(x[i], lines + i * pitch + q, false);
           UNROLLED for (int j = 0; j <= i; j++) {
             V& sum = total[b][i * (i + 1) / 2 + j][h];
             sum = fma(x[i], x[j], sum);
@@ -338,31 +338,31 @@ __attribute__((noinline)) void within(const T* const* a, const T* const* less, i
   };
   int64_t p = 0;
   for (; p + LINE <= n; p += LINE) {
-    if (FROM == From::memory)
+    if (SOURCE == Source::memory)
       UNROLLED for (int b = 0; b < B; b++) {
-        UNROLLED for (int i = 0; i < M; i++) __builtin_prefetch((const char*)(from[b][i] + p) + AHEAD);
-        if (LESS) __builtin_prefetch((const char*)(minus[b] + p) + AHEAD);
+        UNROLLED for (int i = 0; i < M; i++) __builtin_prefetch((const char*)(from[b][i] + p) + PREFETCH_BYTES);
+        if (SUBTRACT) __builtin_prefetch((const char*)(minus[b] + p) + PREFETCH_BYTES);
       }
     for (int l = 0; l < LINE; l += LANES) step(p + l);
   }
   for (; p < n; p += LANES) step(p);
   UNROLLED for (int b = 0; b < B; b++)
     UNROLLED for (int t = 0; t < COUNT; t++)
-      UNROLLED for (int h = 0; h < PARTS; h++) sums[(b * COUNT + t) * PARTS + h] = total[b][t][h];
+      UNROLLED for (int h = 0; h < VECTORS_PER_SUM; h++) sums[(b * COUNT + t) * VECTORS_PER_SUM + h] = total[b][t][h];
 }
 
 // How many blocks of M rows are summed side by side.
-template <int M> constexpr int breadth() { return std::clamp(SUMS / (M * (M + 1) / 2 * PARTS), 1, BLOCKS); }
+template <int M> constexpr int interleaved_blocks() { return std::clamp(ACCUMULATORS / (M * (M + 1) / 2 * VECTORS_PER_SUM), 1, MAX_INTERLEAVED_BLOCKS); }
 
 // Reads rows from..to into lines of float64 at a distance of `pitch`, n entries from place p on: whatever their dtypes,
 // strides and pieces. Zeros behind the last entry of a block, so that whole vectors can be summed.
-void gather(const Rows& rows, int64_t from, int64_t to, int64_t p, int64_t n, double* lines, int64_t pitch) {
-  rows.pieces.runs(p, p + n, [&](int64_t piece, int64_t start, int64_t stop) {
+void gather_rows(const Operands& rows, int64_t from, int64_t to, int64_t p, int64_t n, double* lines, int64_t pitch) {
+  rows.pieces.for_each_piece(p, p + n, [&](int64_t piece, int64_t start, int64_t stop) {
     const int64_t low = start - rows.pieces.edges[piece];
     for (int64_t i = from; i < to; i++) {
       double* line = lines + (i - from) * pitch + (start - p);
-      widen<false>(rows.row(i, piece), low, stop - start, line);
-      if (rows.less(i, piece).data) widen<true>(rows.less(i, piece), low, stop - start, line);
+      load_as_double<false>(rows.row(i, piece), low, stop - start, line);
+      if (rows.less(i, piece).data) load_as_double<true>(rows.less(i, piece), low, stop - start, line);
     }
   });
   for (int64_t i = 0; i < to - from; i++)
@@ -370,7 +370,7 @@ void gather(const Rows& rows, int64_t from, int64_t to, int64_t p, int64_t n, do
 }
 
 // Whether rows from..to of one piece are like row `first` of it: of one dtype, without gaps, and less one vector or none.
-bool even(const Rows& rows, int64_t first, int64_t from, int64_t to, int64_t piece) {
+bool is_uniform(const Operands& rows, int64_t first, int64_t from, int64_t to, int64_t piece) {
   const Vec &like = rows.row(first, piece), &less = rows.less(first, piece);
   if (less.data && (less.dtype != like.dtype || less.stride != 1)) return false;
   for (int64_t j = from; j < to; j++) {
@@ -381,33 +381,33 @@ bool even(const Rows& rows, int64_t first, int64_t from, int64_t to, int64_t pie
 }
 
 // Cuts n into as few parts of at most `most` as can be, of equal size but for one.
-struct Parts {
+struct EvenSplit {
   int64_t n, count;
-  Parts(int64_t n, int64_t most) : n(n), count((n + most - 1) / most) {}
+  EvenSplit(int64_t n, int64_t most) : n(n), count((n + most - 1) / most) {}
   int64_t edge(int64_t q) const { return q * (n / count) + std::min(q, n % count); }
 };
 
 // How many entries from p on are taken. Of one piece up to `most`, whole vectors, if it has enough of them there (`piece`
 // says which); else pieces are gathered into lines of a tile, to the end of a vector, until one has.
-int64_t reach(const Pieces& pieces, int64_t p, int64_t stop, int64_t most, int64_t& piece) {
+int64_t next_tile_length(const Pieces& pieces, int64_t p, int64_t stop, int64_t most, int64_t& piece) {
   int64_t limit = std::min(stop, p + most);
-  int64_t i = pieces.at(p);
+  int64_t i = pieces.piece_at(p);
   const int64_t whole = (std::min(limit, pieces.edges[i + 1]) - p) / LANES * LANES;
-  piece = whole >= ENOUGH || whole == limit - p ? i : -1;
+  piece = whole >= MIN_TILE_ENTRIES || whole == limit - p ? i : -1;
   if (piece >= 0) return whole;
-  limit = std::min<int64_t>(stop, p + SPAN);
+  limit = std::min<int64_t>(stop, p + TILE);
   int64_t end = p;
   while (end < limit) {
     while (pieces.edges[i + 1] <= end) i++;
     const int64_t last = std::min(limit, pieces.edges[i + 1]);
-    if (end > p && last - end >= ENOUGH) break;
+    if (end > p && last - end >= MIN_TILE_ENTRIES) break;
     end = p + (last - p + LANES - 1) / LANES * LANES;
   }
   return std::min(end, limit) - p;
 }
 
 // The order is fixed: sums depend on the block alone.
-double lanes(const V* parts) {
+double sum_lanes(const V* parts) {
   double l[LANES];
   std::memcpy(l, parts, sizeof l);
   return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
@@ -416,14 +416,14 @@ double lanes(const V* parts) {
 // m rows are multiplied by one another, or by others: panel by panel, as many sums as the registers hold at a time.
 struct Panels {
   int64_t m, others;
-  bool once() const { return !others && m <= ALONE; }
-  Parts down() const { return {m, once() ? ALONE : PANEL}; }
-  Parts along() const { return {others ? others : m, once() ? ALONE : PANEL}; }
+  bool is_single() const { return !others && m <= MAX_SINGLE_PANEL; }
+  EvenSplit down() const { return {m, is_single() ? MAX_SINGLE_PANEL : PANEL}; }
+  EvenSplit along() const { return {others ? others : m, is_single() ? MAX_SINGLE_PANEL : PANEL}; }
   int64_t turns() const { return others ? down().count * along().count : down().count * (down().count + 1) / 2; }
   // Calls work(i, M, j, N) for rows i to i + M and j to j + N. i == j means one another, where there are no others: that
   // comes before these rows meet those before them.
-  template <class Work> void each(const Work& work) const {
-    const Parts down = this->down(), along = this->along();
+  template <class Work> void for_each_pair(const Work& work) const {
+    const EvenSplit down = this->down(), along = this->along();
     for (int64_t q = 0; q < down.count; q++) {
       const int64_t i = down.edge(q), high = down.edge(q + 1) - i;
       if (!others) work(i, high, i, high);
@@ -433,52 +433,52 @@ struct Panels {
   }
 };
 
-// n entries of rows in lines of float64, the others behind the first m. Sums follow one another. FRESH: these rows are
+// n entries of rows in lines of float64, the others behind the first m. Sums follow one another. WRITE_LINES: these rows are
 // `read` here, what is subtracted behind them, and each line is written as its rows meet one another.
-template <class T, bool LESS, bool FRESH>
-void multiply(Panels panels, const T* const* read, double* lines, int64_t pitch, int64_t n, V* sums, Ahead next) {
-  const double *line[2 * MOST], *const* other = line + (panels.others ? panels.m : 0);
+template <class T, bool SUBTRACT, bool WRITE_LINES>
+void tile_products(Panels panels, const T* const* read, double* lines, int64_t pitch, int64_t n, V* sums, Prefetcher next) {
+  const double *line[2 * MAX_ROWS], *const* other = line + (panels.others ? panels.m : 0);
   for (int64_t i = 0; i < panels.m + panels.others; i++) line[i] = lines + i * pitch;
   int64_t turn = 0;
-  panels.each([&](int64_t i, int64_t high, int64_t j, int64_t wide) {
-    next.announce(turn++, panels.turns(), n);
+  panels.for_each_pair([&](int64_t i, int64_t high, int64_t j, int64_t wide) {
+    next.prefetch(turn++, panels.turns(), n);
     if (panels.others || i != j) {
-      sized(high, [&]<int M>() { sized(wide, [&]<int N>() { across<M, N>(line + i, other + j, n, sums); }); });
-      sums += high * wide * PARTS;
+      dispatch_panel_size(high, [&]<int M>() { dispatch_panel_size(wide, [&]<int N>() { panel_products<M, N>(line + i, other + j, n, sums); }); });
+      sums += high * wide * VECTORS_PER_SUM;
       return;
     }
-    if constexpr (FRESH)
-      sized(high, [&]<int M>() {
-        within<T, M, LESS, 1, From::memory_to_lines>(read + i, read + panels.m, n, sums, lines + i * pitch, pitch);
+    if constexpr (WRITE_LINES)
+      dispatch_panel_size(high, [&]<int M>() {
+        diagonal_products<T, M, SUBTRACT, 1, Source::memory_to_lines>(read + i, read + panels.m, n, sums, lines + i * pitch, pitch);
       });
-    else counted<ALONE>(high, [&]<int M>() { within<double, M, false, 1, From::lines>(line + i, nullptr, n, sums); });
-    sums += high * (high + 1) / 2 * PARTS;
+    else dispatch_count<MAX_SINGLE_PANEL>(high, [&]<int M>() { diagonal_products<double, M, false, 1, Source::lines>(line + i, nullptr, n, sums); });
+    sums += high * (high + 1) / 2 * VECTORS_PER_SUM;
   });
 }
 
 // What has been summed of a block already, of few rows by one another: its first entries, whole vectors.
-struct Begun { int64_t entries = 0; const V* sums = nullptr; };
+struct PartialSums { int64_t entries = 0; const V* sums = nullptr; };
 
 // The sums over a block of the products of some rows with some others, or with one another.
-void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other, int64_t n, double* to,
-              Begun begun = {}) {
+void block_products(const Operands& rows, Block b, int64_t first, int64_t m, int64_t other, int64_t n, double* to,
+              PartialSums begun = {}) {
   // Kept from block to block, so that a thread asks for memory once.
   static thread_local std::vector<V> sums, lines;
   const int64_t others = first == other ? 0 : n, count = m + others;
   const Panels panels{m, others};
   // Of many rows sums take as much room as lines: they are fetched and put back with each tile, so that is a long one.
-  const int64_t tile = count <= FEW ? SHORT : SPAN;
-  if (begun.sums) sums.assign(begun.sums, begun.sums + m * (m + 1) / 2 * PARTS);
-  else sums.assign(m * n * PARTS, V{});
-  const char* from[2 * MOST + 1];
+  const int64_t tile = count <= FEW_ROWS ? SHORT_TILE : TILE;
+  if (begun.sums) sums.assign(begun.sums, begun.sums + m * (m + 1) / 2 * VECTORS_PER_SUM);
+  else sums.assign(m * n * VECTORS_PER_SUM, V{});
+  const char* from[2 * MAX_ROWS + 1];
   for (int64_t p = b.start + begun.entries, taken, piece; p < b.stop; p += taken) {
-    const int64_t at = rows.pieces.at(p);
+    const int64_t at = rows.pieces.piece_at(p);
     const Vec &like = rows.row(first, at), &less = rows.less(first, at);
     // Few rows need no lines: they go to the end of the block at once.
-    taken = reach(rows.pieces, p, b.stop, panels.once() ? b.stop - b.start : tile, piece);
+    taken = next_tile_length(rows.pieces, p, b.stop, panels.is_single() ? b.stop - b.start : tile, piece);
     const bool plain =
-        piece >= 0 && even(rows, first, first, first + m, piece) && even(rows, first, other, other + others, piece);
-    const int64_t item = BYTES[like.dtype];
+        piece >= 0 && is_uniform(rows, first, first, first + m, piece) && is_uniform(rows, first, other, other + others, piece);
+    const int64_t item = ITEM_SIZES[like.dtype];
     int64_t announced = 0;
     if (plain) {
       const int64_t low = (p - rows.pieces.edges[piece]) * item;
@@ -486,12 +486,12 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
       from[count] = less.data + low;
       announced = count + (less.data != nullptr);
     }
-    if (plain && panels.once()) {
-      typed(like.dtype, [&]<class T>() {
-        counted<ALONE>(m, [&]<int M>() {
+    if (plain && panels.is_single()) {
+      dispatch_dtype(like.dtype, [&]<class T>() {
+        dispatch_count<MAX_SINGLE_PANEL>(m, [&]<int M>() {
           const T* const* row = (const T* const*)from;
-          less.data ? within<T, M, true, 1, From::memory>(row, row + M, taken, sums.data())
-                    : within<T, M, false, 1, From::memory>(row, nullptr, taken, sums.data());
+          less.data ? diagonal_products<T, M, true, 1, Source::memory>(row, row + M, taken, sums.data())
+                    : diagonal_products<T, M, false, 1, Source::memory>(row, nullptr, taken, sums.data());
         });
       });
       continue;
@@ -501,56 +501,56 @@ void products(const Rows& rows, Block b, int64_t first, int64_t m, int64_t other
     const int64_t whole = (taken + LANES - 1) / LANES * LANES, pitch = whole + LANES;
     lines.resize(count * pitch / WIDTH);
     double* data = (double*)lines.data();
-    const Ahead next{from, announced, item};
+    const Prefetcher next{from, announced, item};
     if (plain && !others) {
-      typed(like.dtype, [&]<class T>() {
+      dispatch_dtype(like.dtype, [&]<class T>() {
         const T* const* row = (const T* const*)from;
-        less.data ? multiply<T, true, true>(panels, row, data, pitch, whole, sums.data(), next)
-                  : multiply<T, false, true>(panels, row, data, pitch, whole, sums.data(), next);
+        less.data ? tile_products<T, true, true>(panels, row, data, pitch, whole, sums.data(), next)
+                  : tile_products<T, false, true>(panels, row, data, pitch, whole, sums.data(), next);
       });
     } else {
-      gather(rows, first, first + m, p, taken, data, pitch);
-      gather(rows, other, other + others, p, taken, data + m * pitch, pitch);
-      multiply<double, false, false>(panels, nullptr, data, pitch, whole, sums.data(), next);
+      gather_rows(rows, first, first + m, p, taken, data, pitch);
+      gather_rows(rows, other, other + others, p, taken, data + m * pitch, pitch);
+      tile_products<double, false, false>(panels, nullptr, data, pitch, whole, sums.data(), next);
     }
   }
   const V* sum = sums.data();
-  panels.each([&](int64_t i, int64_t high, int64_t j, int64_t wide) {
+  panels.for_each_pair([&](int64_t i, int64_t high, int64_t j, int64_t wide) {
     const bool square = !others && i == j;
     for (int64_t x = first + i; x < first + i + high; x++)
-      for (int64_t y = other + j; y < other + (square ? x - first + 1 : j + wide); y++, sum += PARTS)
-        to[x * (x + 1) / 2 + y] = lanes(sum);
+      for (int64_t y = other + j; y < other + (square ? x - first + 1 : j + wide); y++, sum += VECTORS_PER_SUM)
+        to[x * (x + 1) / 2 + y] = sum_lanes(sum);
   });
 }
 
 // M rows by one another over B blocks, each in one piece: their sums are begun side by side, as far as the shortest goes,
 // and ended one after the other. So few sums as M rows have in one block would wait for each other.
-template <int M, int B> void side_by_side(const Rows& rows, const Block* table, double* to) {
+template <int M, int B> void interleaved_products(const Operands& rows, const Block* table, double* to) {
   constexpr int COUNT = M * (M + 1) / 2;
-  V sums[B * COUNT * PARTS] = {};
+  V sums[B * COUNT * VECTORS_PER_SUM] = {};
   const char* from[B * (M + 1)];
   int64_t n = INT64_MAX, at[B];
   for (int b = 0; b < B; b++) {
-    at[b] = rows.pieces.at(table[b].start);
+    at[b] = rows.pieces.piece_at(table[b].start);
     n = std::min(n, (table[b].stop - table[b].start) / LANES * LANES);
   }
   const Vec &like = rows.row(0, at[0]), &less = rows.less(0, at[0]);
   for (int b = 0; b < B; b++) {
     const Vec &row = rows.row(0, at[b]), &minus = rows.less(0, at[b]);
-    const bool fits = table[b].stop <= rows.pieces.edges[at[b] + 1] && even(rows, 0, 0, M, at[b]);
+    const bool fits = table[b].stop <= rows.pieces.edges[at[b] + 1] && is_uniform(rows, 0, 0, M, at[b]);
     if (!fits || row.dtype != like.dtype || !minus.data != !less.data) { n = 0; break; }
-    const int64_t low = (table[b].start - rows.pieces.edges[at[b]]) * BYTES[like.dtype];
+    const int64_t low = (table[b].start - rows.pieces.edges[at[b]]) * ITEM_SIZES[like.dtype];
     for (int i = 0; i < M; i++) from[b * M + i] = rows.row(i, at[b]).data + low;
     from[B * M + b] = minus.data + low;
   }
   if (n > 0)
-    typed(like.dtype, [&]<class T>() {
+    dispatch_dtype(like.dtype, [&]<class T>() {
       const T* const* row = (const T* const*)from;
-      less.data ? within<T, M, true, B, From::memory>(row, row + B * M, n, sums)
-                : within<T, M, false, B, From::memory>(row, nullptr, n, sums);
+      less.data ? diagonal_products<T, M, true, B, Source::memory>(row, row + B * M, n, sums)
+                : diagonal_products<T, M, false, B, Source::memory>(row, nullptr, n, sums);
     });
   for (int b = 0; b < B; b++)
-    products(rows, table[b], 0, M, 0, M, to + b * COUNT, {n, sums + b * COUNT * PARTS});
+    block_products(rows, table[b], 0, M, 0, M, to + b * COUNT, {n, sums + b * COUNT * VECTORS_PER_SUM});
 }
 
 // ---- combine
@@ -558,28 +558,28 @@ template <int M, int B> void side_by_side(const Rows& rows, const Block* table, 
 struct Term { Vec plus, minus; double c; };
 
 // total += c (plus - minus) for K rows, one rounding each. n entries, a multiple of a line's.
-template <class T, int K, bool LESS>
-__attribute__((noinline)) void add(const Term* terms, int64_t p, int64_t n, double* total) {
+template <class T, int K, bool SUBTRACT>
+__attribute__((noinline)) void add_rows(const Term* terms, int64_t p, int64_t n, double* total) {
   constexpr int LINE = 64 / sizeof(T);
   const T *plus[K], *const minus = (const T*)terms[0].minus.data + p;
   V c[K];
   for (int j = 0; j < K; j++) plus[j] = (const T*)terms[j].plus.data + p, c[j] = V{} + terms[j].c;
   for (int64_t i = 0; i < n; i += LINE) {
     // The same place of the next tile: by then every row has been read as far.
-    for (int j = 0; j < K; j++) __builtin_prefetch(plus[j] + i + SPAN, 0, 2);
-    if (LESS) __builtin_prefetch(minus + i + SPAN, 0, 2);
+    for (int j = 0; j < K; j++) __builtin_prefetch(plus[j] + i + TILE, 0, 2);
+    if (SUBTRACT) __builtin_prefetch(minus + i + TILE, 0, 2);
     for (int64_t q = i; q < i + LINE; q += WIDTH) {
       V sum = load(total + q);
-      const V b = LESS ? load(minus + q) : V{};
-      for (int j = 0; j < K; j++) sum = fma(c[j], LESS ? load(plus[j] + q) - b : load(plus[j] + q), sum);
-      put(sum, total + q, false);
+      const V b = SUBTRACT ? load(minus + q) : V{};
+      for (int j = 0; j < K; j++) sum = fma(c[j], SUBTRACT ? load(plus[j] + q) - b : load(plus[j] + q), sum);
+      store_vector(sum, total + q, false);
     }
   }
 }
 
 // The same for all rows at once, from base (or nothing) to the result, where a tile between them would set the pace.
-template <class T, int K, bool LESS>
-__attribute__((noinline)) void through(const Term* terms, int64_t n, const T* base, T* to, bool past, int64_t p) {
+template <class T, int K, bool SUBTRACT>
+__attribute__((noinline)) void combine_untiled(const Term* terms, int64_t n, const T* base, T* to, bool streaming, int64_t p) {
   constexpr int LINE = 64 / sizeof(T), STEP = std::max(LINE, 2 * WIDTH);
   const T *plus[K], *const minus = (const T*)terms[0].minus.data + p;
   V c[K];
@@ -587,31 +587,31 @@ __attribute__((noinline)) void through(const Term* terms, int64_t n, const T* ba
   auto loop = [&](auto streams, auto starts) __attribute__((always_inline)) {
     for (int64_t i = 0; i < n; i += STEP) {
       for (int64_t l = i; l < i + STEP; l += LINE) {
-        for (int j = 0; j < K; j++) __builtin_prefetch((const char*)(plus[j] + l) + AHEAD);
-        if (LESS) __builtin_prefetch((const char*)(minus + l) + AHEAD);
-        if (starts) __builtin_prefetch((const char*)(base + l) + AHEAD);
+        for (int j = 0; j < K; j++) __builtin_prefetch((const char*)(plus[j] + l) + PREFETCH_BYTES);
+        if (SUBTRACT) __builtin_prefetch((const char*)(minus + l) + PREFETCH_BYTES);
+        if (starts) __builtin_prefetch((const char*)(base + l) + PREFETCH_BYTES);
       }
       for (int64_t q = i; q < i + STEP; q += 2 * WIDTH) {
-        Two sum = starts ? load_two(base + q) : Two{};
-        const Two b = LESS ? load_two(minus + q) : Two{};
+        VectorPair sum = starts ? load_pair(base + q) : VectorPair{};
+        const VectorPair b = SUBTRACT ? load_pair(minus + q) : VectorPair{};
         for (int j = 0; j < K; j++) {
-          const Two x = load_two(plus[j] + q);
-          sum.a = fma(c[j], LESS ? x.a - b.a : x.a, sum.a);
-          sum.b = fma(c[j], LESS ? x.b - b.b : x.b, sum.b);
+          const VectorPair x = load_pair(plus[j] + q);
+          sum.a = fma(c[j], SUBTRACT ? x.a - b.a : x.a, sum.a);
+          sum.b = fma(c[j], SUBTRACT ? x.b - b.b : x.b, sum.b);
         }
-        store_two(to + q, sum, streams);
+        store_pair(to + q, sum, streams);
       }
     }
   };
   // As types, not as values: loops without a question inside.
   using yes = std::true_type;
   using no = std::false_type;
-  if (past) base ? loop(yes{}, yes{}) : loop(yes{}, no{});
+  if (streaming) base ? loop(yes{}, yes{}) : loop(yes{}, no{});
   else base ? loop(no{}, yes{}) : loop(no{}, no{});
 }
 
 // Whether the next rows are of one dtype, without gaps, and less one vector or none: how many of them, `most` at most.
-int64_t alike(const Term* terms, int64_t most) {
+int64_t count_uniform(const Term* terms, int64_t most) {
   const Vec &like = terms[0].plus, &less = terms[0].minus;
   if (like.stride != 1 || (less.data && (less.dtype != like.dtype || less.stride != 1))) return 0;
   int64_t n = 1;
@@ -619,12 +619,12 @@ int64_t alike(const Term* terms, int64_t most) {
   return n;
 }
 
-void narrow(const double* from, int64_t p, int64_t n, const Vec& out, bool past) {
-  typed(out.dtype, [&]<class T>() {
+void round_tile(const double* from, int64_t p, int64_t n, const Vec& out, bool streaming) {
+  dispatch_dtype(out.dtype, [&]<class T>() {
     T* to = (T*)out.data + p * out.stride;
     int64_t i = 0;
     if (out.stride == 1) {
-      if (past) for (; i + WIDTH <= n; i += WIDTH) store(to + i, load(from + i), true);
+      if (streaming) for (; i + WIDTH <= n; i += WIDTH) store(to + i, load(from + i), true);
       else for (; i + WIDTH <= n; i += WIDTH) store(to + i, load(from + i), false);
     }
     for (; i < n; i++) to[i * out.stride] = T(from[i]);
@@ -632,64 +632,64 @@ void narrow(const double* from, int64_t p, int64_t n, const Vec& out, bool past)
 }
 
 // base + sum of c (plus - minus), term by term in their order, for entries p..stop of one piece.
-void combine_run(const Vec& base, const std::vector<Term>& terms, int64_t p, int64_t stop, const Vec& out, bool past) {
-  alignas(64) double total[SPAN], line[SPAN];
-  const int64_t size = BYTES[out.dtype];
+void combine_run(const Vec& base, const std::vector<Term>& terms, int64_t p, int64_t stop, const Vec& out, bool streaming) {
+  alignas(64) double total[TILE], line[TILE];
+  const int64_t size = ITEM_SIZES[out.dtype];
   const uintptr_t place = (uintptr_t)out.data + p * size;
   // An address between two entries' multiples never meets a line's.
-  past = past && place % size == 0 && out.stride == 1;
+  streaming = streaming && place % size == 0 && out.stride == 1;
   // Streaming stores trap on addresses that are no multiple of a vector, and are fast by whole lines of the cache:
   // entries before the first one go apart.
-  int64_t n = past && place % 64 ? int64_t(64 - place % 64) / size : SPAN;
+  int64_t n = streaming && place % 64 ? int64_t(64 - place % 64) / size : TILE;
   const int64_t count = terms.size();
   const int64_t dtype = out.dtype;
   auto fits = [&](const Vec& x) { return x.dtype == dtype && x.stride == 1; };
-  const bool few = count > 0 && count <= THROUGH && alike(terms.data(), count) == count && fits(terms[0].plus) &&
+  const bool few = count > 0 && count <= MAX_UNTILED_ROWS && count_uniform(terms.data(), count) == count && fits(terms[0].plus) &&
                    fits(out) && (!base.data || fits(base));
-  for (; p < stop; p += n, n = SPAN) {
+  for (; p < stop; p += n, n = TILE) {
     n = std::min(n, stop - p);
     if (few && n >= 64) {
       n = (stop - p) / 64 * 64;
-      typed(dtype, [&]<class T>() {
-        counted<THROUGH>(count, [&]<int K>() {
+      dispatch_dtype(dtype, [&]<class T>() {
+        dispatch_count<MAX_UNTILED_ROWS>(count, [&]<int K>() {
           const T* from = base.data ? (const T*)base.data + p : nullptr;
           T* to = (T*)out.data + p;
-          if (terms[0].minus.data) through<T, K, true>(terms.data(), n, from, to, past, p);
-          else through<T, K, false>(terms.data(), n, from, to, past, p);
+          if (terms[0].minus.data) combine_untiled<T, K, true>(terms.data(), n, from, to, streaming, p);
+          else combine_untiled<T, K, false>(terms.data(), n, from, to, streaming, p);
         });
       });
       continue;
     }
     const int64_t whole = n / 64 * 64;
-    if (base.data) widen<false>(base, p, n, total);
+    if (base.data) load_as_double<false>(base, p, n, total);
     else std::fill_n(total, n, 0.0);
     for (int64_t j = 0, taken; j < count; j += taken) {
       const Term* term = &terms[j];
-      taken = alike(term, std::min<int64_t>(count - j, TOGETHER));
+      taken = count_uniform(term, std::min<int64_t>(count - j, ROWS_PER_PASS));
       int64_t done = 0;
       if (taken) {
         done = whole;
-        typed(term->plus.dtype, [&]<class T>() {
-          counted<TOGETHER>(taken, [&]<int K>() {
-            if (term->minus.data) add<T, K, true>(term, p, whole, total);
-            else add<T, K, false>(term, p, whole, total);
+        dispatch_dtype(term->plus.dtype, [&]<class T>() {
+          dispatch_count<ROWS_PER_PASS>(taken, [&]<int K>() {
+            if (term->minus.data) add_rows<T, K, true>(term, p, whole, total);
+            else add_rows<T, K, false>(term, p, whole, total);
           });
         });
       }
       taken = std::max<int64_t>(taken, 1);
       if (done == n) continue;
       for (int64_t r = 0; r < taken; r++) {
-        widen<false>(term[r].plus, p + done, n - done, line);
-        if (term[r].minus.data) widen<true>(term[r].minus, p + done, n - done, line);
+        load_as_double<false>(term[r].plus, p + done, n - done, line);
+        if (term[r].minus.data) load_as_double<true>(term[r].minus, p + done, n - done, line);
         for (int64_t i = 0; i < n - done; i++) total[done + i] = __builtin_fma(term[r].c, line[i], total[done + i]);
       }
     }
-    narrow(total, p, n, out, past && ((uintptr_t)out.data + p * size) % 64 == 0);
+    round_tile(total, p, n, out, streaming && ((uintptr_t)out.data + p * size) % 64 == 0);
   }
 }
 
 // The terms of a piece. A row whose coefficient is 0 is not read: a NaN in it must not show.
-void collect(int64_t k, int64_t count, int64_t piece, const Vec* plus, const Vec* minus, const double* coefficients,
+void gather_terms(int64_t k, int64_t count, int64_t piece, const Vec* plus, const Vec* minus, const double* coefficients,
              std::vector<Term>& terms) {
   terms.clear();
   for (int64_t j = 0; j < k; j++)
@@ -698,30 +698,30 @@ void collect(int64_t k, int64_t count, int64_t piece, const Vec* plus, const Vec
 
 // One of several sums that are formed together. `wide`: each segment has coefficients of its own; `apart`: a later sum
 // reads what is where this one goes; `stream`: past the cache.
-struct Goal {
-  int64_t k, wide, apart, stream;
+struct LinearCombination {
+  int64_t k, per_segment, deferred, streaming;
   const Vec *plus, *minus, *base, *out;
   const double* coefficients;
 };
-constexpr int TURN = 1 << 10;  // entries of all rows that are in cache while each goal takes them
+constexpr int COMBINE_TILE = 1 << 10;  // entries of all rows that are in cache while each goal takes them
 
 // The goals of entries p..stop of one piece.
-void combine_each(const Goal* goal, std::vector<std::vector<Term>>& terms, int64_t piece, int64_t p, int64_t stop) {
+void combine_each(const LinearCombination* goal, std::vector<std::vector<Term>>& terms, int64_t piece, int64_t p, int64_t stop) {
   static thread_local std::vector<double> scratch;  // of the widest entries that there are
   const int64_t goals = terms.size();
-  scratch.resize(goals * TURN);
+  scratch.resize(goals * COMBINE_TILE);
   for (int64_t n; p < stop; p += n) {
-    n = std::min<int64_t>(TURN, stop - p);
+    n = std::min<int64_t>(COMBINE_TILE, stop - p);
     for (int64_t g = 0; g < goals; g++) {
       Vec out = goal[g].out[piece];
-      const bool apart = goal[g].apart;
-      if (apart) out.data = (char*)((uintptr_t)(scratch.data() + g * TURN) - p * BYTES[out.dtype]);
-      combine_run(goal[g].base[piece], terms[g], p, p + n, out, goal[g].stream && !apart);
+      const bool apart = goal[g].deferred;
+      if (apart) out.data = (char*)((uintptr_t)(scratch.data() + g * COMBINE_TILE) - p * ITEM_SIZES[out.dtype]);
+      combine_run(goal[g].base[piece], terms[g], p, p + n, out, goal[g].streaming && !apart);
     }
     for (int64_t g = 0; g < goals; g++) {
       const Vec& out = goal[g].out[piece];
-      const int64_t size = BYTES[out.dtype];
-      if (goal[g].apart) std::memcpy(out.data + p * size, scratch.data() + g * TURN, n * size);
+      const int64_t size = ITEM_SIZES[out.dtype];
+      if (goal[g].deferred) std::memcpy(out.data + p * size, scratch.data() + g * COMBINE_TILE, n * size);
     }
   }
 }
@@ -736,7 +736,7 @@ void fence() {
 // ---- threads
 
 // Work on every block, by as many threads as can be had; false where memory ran out.
-template <class Work> bool each(int64_t blocks, int64_t threads, const Work& work) {
+template <class Work> bool parallel_for_blocks(int64_t blocks, int64_t threads, const Work& work) {
   struct Shared {
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
@@ -776,30 +776,30 @@ extern "C" {
 
 bool manifoldagg_gram(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
                       int64_t blocks, const Block* table, double* sums, int64_t threads) {
-  const Rows rows{k, {count, edges}, plus, minus};
-  const Parts groups(k, MOST);
+  const Operands rows{k, {count, edges}, plus, minus};
+  const EvenSplit groups(k, MAX_ROWS);
   bool done = false, few = false;
-  if (k <= ALONE)
-    counted<ALONE>(k, [&]<int M>() {
-      constexpr int B = breadth<M>();
+  if (k <= MAX_SINGLE_PANEL)
+    dispatch_count<MAX_SINGLE_PANEL>(k, [&]<int M>() {
+      constexpr int B = interleaved_blocks<M>();
       // Whole groups, as many as there are threads for; what is left over goes on below.
       if constexpr (B > 1)
         if ((few = blocks >= B * threads)) {
           const int64_t whole = blocks / B, left = blocks % B;
-          done = each(whole + left, threads, [&](int64_t g) {
+          done = parallel_for_blocks(whole + left, threads, [&](int64_t g) {
             const int64_t b = g < whole ? g * B : blocks - left + (g - whole);
             double* to = sums + b * (M * (M + 1) / 2);
-            g < whole ? side_by_side<M, B>(rows, table + b, to) : products(rows, table[b], 0, M, 0, M, to);
+            g < whole ? interleaved_products<M, B>(rows, table + b, to) : block_products(rows, table[b], 0, M, 0, M, to);
           });
         }
     });
   if (few) return done;
-  return each(blocks, threads, [&](int64_t b) {
+  return parallel_for_blocks(blocks, threads, [&](int64_t b) {
     double* to = sums + b * (k * (k + 1) / 2);
     for (int64_t g = 0; g < groups.count; g++)
       for (int64_t h = 0; h <= g; h++) {
         const int64_t i = groups.edge(g), j = groups.edge(h);
-        products(rows, table[b], i, groups.edge(g + 1) - i, j, groups.edge(h + 1) - j, to);
+        block_products(rows, table[b], i, groups.edge(g + 1) - i, j, groups.edge(h + 1) - j, to);
       }
   });
 }
@@ -807,10 +807,10 @@ bool manifoldagg_gram(int64_t k, int64_t count, const int64_t* edges, const Vec*
 bool manifoldagg_combine(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
                          const Vec* base, const Vec* out, const double* coefficients, int64_t blocks,
                          const Block* table, bool stream, int64_t threads) {
-  return each(blocks, threads, [&](int64_t b) {
+  return parallel_for_blocks(blocks, threads, [&](int64_t b) {
     static thread_local std::vector<Term> terms;
-    Pieces{count, edges}.runs(table[b].start, table[b].stop, [&](int64_t piece, int64_t start, int64_t stop) {
-      collect(k, count, piece, plus, minus, coefficients + table[b].segment * k, terms);
+    Pieces{count, edges}.for_each_piece(table[b].start, table[b].stop, [&](int64_t piece, int64_t start, int64_t stop) {
+      gather_terms(k, count, piece, plus, minus, coefficients + table[b].segment * k, terms);
       combine_run(base[piece], terms, start - edges[piece], stop - edges[piece], out[piece], stream);
     });
     fence();
@@ -818,16 +818,16 @@ bool manifoldagg_combine(int64_t k, int64_t count, const int64_t* edges, const V
 }
 
 // Several sums of rows that lie in the same pieces, each from what was there before any of them was written.
-bool manifoldagg_combine_each(int64_t goals, const Goal* goal, int64_t count, const int64_t* edges, int64_t blocks,
+bool manifoldagg_combine_many(int64_t goals, const LinearCombination* goal, int64_t count, const int64_t* edges, int64_t blocks,
                               const Block* table, int64_t threads) {
-  return each(blocks, threads, [&](int64_t b) {
+  return parallel_for_blocks(blocks, threads, [&](int64_t b) {
     static thread_local std::vector<std::vector<Term>> terms;
     terms.resize(goals);
-    Pieces{count, edges}.runs(table[b].start, table[b].stop, [&](int64_t piece, int64_t start, int64_t stop) {
+    Pieces{count, edges}.for_each_piece(table[b].start, table[b].stop, [&](int64_t piece, int64_t start, int64_t stop) {
       for (int64_t g = 0; g < goals; g++) {
-        const Goal& one = goal[g];
-        const double* line = one.coefficients + (one.wide ? table[b].segment * one.k : 0);
-        collect(one.k, count, piece, one.plus, one.minus, line, terms[g]);
+        const LinearCombination& one = goal[g];
+        const double* line = one.coefficients + (one.per_segment ? table[b].segment * one.k : 0);
+        gather_terms(one.k, count, piece, one.plus, one.minus, line, terms[g]);
       }
       combine_each(goal, terms, piece, start - edges[piece], stop - edges[piece]);
     });

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels.blocks import BLOCK, Blocks
-from manifoldagg.kernels.operands import Line, Rows
-from manifoldagg.kernels.tensor_list import Tensors, edges, overlaps
+from manifoldagg.kernels.blocks import BLOCK_SIZE, Blocks
+from manifoldagg.kernels.operands import Operand, Operands
+from manifoldagg.kernels.tensor_list import TensorList, edges, overlapping_pieces
 
-__all__ = ["combine", "partials", "unavailable"]
+__all__ = ["block_products", "combine", "unavailable"]
 
-PART = BLOCK // 16
+PRODUCT_COLUMNS = BLOCK_SIZE // 16
 """The length of a product that is one small matrix product: too small for a library to share among threads."""
 
 
@@ -26,34 +26,36 @@ def unavailable() -> str | None:
 
 
 @torch.no_grad()
-def partials(rows: Rows, blocks: Blocks, scales: np.ndarray | None = None) -> np.ndarray:
+def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = None) -> np.ndarray:
     r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
 
     With `scales` (S, k), row i is multiplied by $2^{e}$, $e$ that of the segment and the row, first.
     """
     k = len(rows.plus)
-    lines = _Lines(rows, blocks, k)
+    lines = _BlockReader(rows, blocks, k)
     sums = []
     for b, segment in lines:
-        for j, line in enumerate(lines.each):
+        for j, line in enumerate(lines.buffers):
             lines.read(b, j, line)
-        for line, power in zip(lines.each, () if scales is None else scales[segment].tolist(), strict=False):
+        for line, power in zip(lines.buffers, () if scales is None else scales[segment].tolist(), strict=False):
             # In two halves: 2^power itself may be no float64 where the product is.
             line.mul_(2.0 ** (power // 2)).mul_(2.0 ** (power - power // 2))
-        sums.append(torch.bmm(lines.factors, lines.factors.mT).sum(0))
-    total = (torch.stack(sums) if sums else lines.memory.new_zeros(0, k, k)).cpu().numpy()
+        sums.append(torch.bmm(lines.matrices, lines.matrices.mT).sum(0))
+    total = (torch.stack(sums) if sums else lines.scratch.new_zeros(0, k, k)).cpu().numpy()
     found: np.ndarray = total[:, *np.tril_indices(k)]
     return found
 
 
 @torch.no_grad()
-def combine(base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line) -> Line:
+def combine(
+    base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
+) -> Operand:
     """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
-    lines = _Lines(rows, blocks, 2)
-    first = None if base is None else lines.cut(base)
-    target = lines.cut(out)
+    lines = _BlockReader(rows, blocks, 2)
+    first = None if base is None else lines.split(base)
+    target = lines.split(out)
     for b, segment in lines:
-        total, line = lines.each
+        total, line = lines.buffers
         total.zero_() if first is None else lines.load(first, b, total)
         for j, c in enumerate(coefficients[segment]):
             if c != 0:
@@ -63,26 +65,26 @@ def combine(base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float
     return out
 
 
-class _Lines:
+class _BlockReader:
     """Lines of float64 into which the rows are read, block by block.
 
-    While it is iterated, `each` has them at the width of the block at hand, and `factors` as matrices of `PART`
-    columns, a batch of them, whose products add to those of the lines.
+    While it is iterated, `each` has them at the width of the block at hand, and `factors` as matrices of
+    `PRODUCT_COLUMNS` columns, a batch of them, whose products add to those of the lines.
     """
 
-    each: list[Tensor]
-    factors: Tensor
-    less: Tensor
+    buffers: list[Tensor]
+    matrices: Tensor
+    subtrahend: Tensor
 
-    def __init__(self, rows: Rows, blocks: Blocks, count: int) -> None:
+    def __init__(self, rows: Operands, blocks: Blocks, count: int) -> None:
         self.segments = blocks.table[:, 2].tolist()
-        self.borders = blocks.table[:, :2].tolist()
-        self.widths: list[int] = [stop - start for start, stop in self.borders]
-        self.pieces = None if rows.lengths is None else edges(rows.lengths).tolist()
-        self.views = {id(row): self.cut(row) for row in rows.distinct}
+        self.block_bounds = blocks.table[:, :2].tolist()
+        self.widths: list[int] = [stop - start for start, stop in self.block_bounds]
+        self.piece_edges = None if rows.lengths is None else edges(rows.lengths).tolist()
+        self.views = {id(row): self.split(row) for row in rows.distinct}
         self.rows = rows
-        self.memory = torch.empty((count + 1, BLOCK), dtype=torch.float64, device=rows.device)
-        self.held: tuple[Line, int] | None = None
+        self.scratch = torch.empty((count + 1, BLOCK_SIZE), dtype=torch.float64, device=rows.device)
+        self.cached_subtrahend: tuple[Operand, int] | None = None
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Each block and its segment."""
@@ -90,45 +92,45 @@ class _Lines:
         for b, (width, segment) in enumerate(zip(self.widths, self.segments, strict=True)):
             if width != before:
                 # At least two products: torch would hand one alone to a library that shares it among threads.
-                whole = max(2, -(-width // PART)) * PART
-                self.memory[:, width:whole] = 0
-                *self.each, self.less = self.memory[:, :width]
-                self.factors = self.memory[:-1, :whole].view(len(self.each), -1, PART).transpose(0, 1)
+                whole = max(2, -(-width // PRODUCT_COLUMNS)) * PRODUCT_COLUMNS
+                self.scratch[:, width:whole] = 0
+                *self.buffers, self.subtrahend = self.scratch[:, :width]
+                self.matrices = self.scratch[:-1, :whole].view(len(self.buffers), -1, PRODUCT_COLUMNS).transpose(0, 1)
                 before = width
-            if self.pieces is not None:
-                self.parts = overlaps(self.pieces, *self.borders[b])
+            if self.piece_edges is not None:
+                self.block_pieces = overlapping_pieces(self.piece_edges, *self.block_bounds[b])
             yield b, segment
 
-    def cut(self, row: Line) -> Sequence[Tensor]:
+    def split(self, row: Operand) -> Sequence[Tensor]:
         """A vector block by block, or the tensors as vectors."""
-        return row.split(self.widths) if isinstance(row, Tensor) else Tensors(tensor.view(-1) for tensor in row)
+        return row.split(self.widths) if isinstance(row, Tensor) else TensorList(tensor.view(-1) for tensor in row)
 
-    def load(self, row: Sequence[Tensor], b: int, line: Tensor) -> None:
+    def load(self, row: Sequence[Tensor], b: int, buffer: Tensor) -> None:
         """Block b of a row that was cut, into a line."""
-        if not isinstance(row, Tensors):
-            line.copy_(row[b])
+        if not isinstance(row, TensorList):
+            buffer.copy_(row[b])
             return
         at = 0
-        for i, start, stop in self.parts:
-            line[at : at + stop - start].copy_(row[i][start:stop])
+        for i, start, stop in self.block_pieces:
+            buffer[at : at + stop - start].copy_(row[i][start:stop])
             at += stop - start
 
-    def store(self, line: Tensor, b: int, row: Sequence[Tensor]) -> None:
+    def store(self, buffer: Tensor, b: int, row: Sequence[Tensor]) -> None:
         """A line into block b of a row that was cut."""
-        if not isinstance(row, Tensors):
-            row[b].copy_(line)
+        if not isinstance(row, TensorList):
+            row[b].copy_(buffer)
             return
         at = 0
-        for i, start, stop in self.parts:
-            row[i][start:stop].copy_(line[at : at + stop - start])
+        for i, start, stop in self.block_pieces:
+            row[i][start:stop].copy_(buffer[at : at + stop - start])
             at += stop - start
 
-    def read(self, b: int, j: int, line: Tensor) -> None:
+    def read(self, b: int, j: int, buffer: Tensor) -> None:
         """Block b of row j, in float64, into a line; `less` holds what was subtracted last."""
-        self.load(self.views[id(self.rows.plus[j])], b, line)
+        self.load(self.views[id(self.rows.plus[j])], b, buffer)
         if (minus := self.rows.minus[j]) is None:
             return
-        if self.held is None or self.held[0] is not minus or self.held[1] != b:
-            self.held = (minus, b)
-            self.load(self.views[id(minus)], b, self.less)
-        line.sub_(self.less)
+        if self.cached_subtrahend is None or self.cached_subtrahend[0] is not minus or self.cached_subtrahend[1] != b:
+            self.cached_subtrahend = (minus, b)
+            self.load(self.views[id(minus)], b, self.subtrahend)
+        buffer.sub_(self.subtrahend)

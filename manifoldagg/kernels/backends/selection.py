@@ -1,6 +1,7 @@
 """Which backend works: asked for by name, by `MANIFOLDAGG_BACKEND`, or the compiled one wherever it can.
 
-A backend is a module with `partials` and `combine`, which return `None`, and have done nothing, where it cannot read
+A backend is a module with `block_products` and `combine`, which return `None`, and have done nothing, where it cannot
+read
 the tensors at hand: the reference backend does it then. It gets vectors, and tuples of tensors that lie in one piece.
 """
 
@@ -20,19 +21,28 @@ from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.backends import reference
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.fused import Goal, apart
-from manifoldagg.kernels.operands import Line, Rows, blocks_of, written
-from manifoldagg.kernels.tensor_list import Tensors
+from manifoldagg.kernels.fused import LinearCombination, must_defer
+from manifoldagg.kernels.operands import Operand, Operands, blocks_of, bump_version
+from manifoldagg.kernels.tensor_list import TensorList
 
-__all__ = ["available_backends", "backend", "combine", "combine_each", "explain", "module", "partials", "set_backend"]
+__all__ = [
+    "available_backends",
+    "backend_for",
+    "block_products",
+    "combine",
+    "combine_many",
+    "describe_backends",
+    "load_backend",
+    "set_backend",
+]
 
 BACKENDS = ("reference", "cpu", "triton")
-AUTOMATIC = "auto"
-VARIABLE = "MANIFOLDAGG_BACKEND"
-PROBE = 1 << 20
+AUTO = "auto"
+ENV_VARIABLE = "MANIFOLDAGG_BACKEND"
+BENCHMARK_SIZE = 1 << 20
 """The length of the rows on which `explain` times a step."""
 
-_asked: str | None = None
+_selected: str | None = None
 
 
 def set_backend(name: str) -> str:
@@ -56,12 +66,12 @@ def set_backend(name: str) -> str:
         >>> set_backend(before)
         'reference'
     """
-    global _asked
-    before = _asked or _wished()
-    check_choice("backend", name, (AUTOMATIC, *BACKENDS))
-    if name != AUTOMATIC and (why := module(name).unavailable()) is not None:
+    global _selected
+    before = _selected or _from_env()
+    check_choice("backend", name, (AUTO, *BACKENDS))
+    if name != AUTO and (why := load_backend(name).unavailable()) is not None:
         raise ArgumentError(f"backend: {name} does not work here: {why}")
-    _asked = name
+    _selected = name
     return before
 
 
@@ -72,39 +82,41 @@ def available_backends() -> list[str]:
         >>> "reference" in available_backends()
         True
     """
-    return [name for name in BACKENDS if module(name).unavailable() is None]
+    return [name for name in BACKENDS if load_backend(name).unavailable() is None]
 
 
-def backend(device: torch.device) -> ModuleType:
+def backend_for(device: torch.device) -> ModuleType:
     """The backend for tensors on this device.
 
     Raises:
         ArgumentError: if `MANIFOLDAGG_BACKEND` names one that there is not, or that does not work here.
     """
-    name = _asked or _from_environment()
-    return module(_best(device.type) if name == AUTOMATIC else name)
+    name = _selected or _validated_from_env()
+    return load_backend(_default_backend(device.type) if name == AUTO else name)
 
 
-def partials(rows: Rows, blocks: Blocks) -> np.ndarray:
+def block_products(rows: Operands, blocks: Blocks) -> np.ndarray:
     r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64."""
     rows = rows.contiguous()
-    found: np.ndarray | None = backend(rows.device).partials(rows, blocks)
-    return reference.partials(rows, blocks) if found is None else found
+    found: np.ndarray | None = backend_for(rows.device).block_products(rows, blocks)
+    return reference.block_products(rows, blocks) if found is None else found
 
 
-def combine(base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line) -> None:
+def combine(
+    base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
+) -> None:
     """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
     rows = rows.contiguous()
-    start = base.contiguous() if isinstance(base, Tensors) else base
-    target = out.fresh() if isinstance(out, Tensors) and not out.whole else out
-    if backend(rows.device).combine(start, rows, coefficients, blocks, target) is None:
+    start = base.contiguous() if isinstance(base, TensorList) else base
+    target = out.new_empty() if isinstance(out, TensorList) and not out.is_contiguous else out
+    if backend_for(rows.device).combine(start, rows, coefficients, blocks, target) is None:
         reference.combine(start, rows, coefficients, blocks, target)
     if target is not out:
         for tensor, piece in zip(out, target, strict=True):
             tensor.copy_(piece)
 
 
-def combine_each(goals: Sequence[Goal]) -> None:
+def combine_many(combinations: Sequence[LinearCombination]) -> None:
     """Form each goal where it goes, in one pass over all rows where the backend knows how.
 
     Args:
@@ -115,26 +127,26 @@ def combine_each(goals: Sequence[Goal]) -> None:
         each goal reads its rows, and what a later one reads is formed in memory of its own first.
 
     Example:
-        >>> model, velocity, step = (Tensors([torch.full((2,), x)]) for x in (0.0, 4.0, 1.0))
+        >>> model, velocity, step = (TensorList([torch.full((2,), x)]) for x in (0.0, 4.0, 1.0))
         >>> terms = [velocity, step], [[0.5, 1.0]], [None, None]
-        >>> combine_each([Goal.of(None, *terms, velocity), Goal.of(model, *terms, model)])
+        >>> combine_many([LinearCombination.of(None, *terms, velocity), LinearCombination.of(model, *terms, model)])
         >>> velocity, model
         ((tensor([3., 3.]),), (tensor([3., 3.]),))
     """
-    aside = apart(goals)
-    rows = [row for goal in goals for row in (goal.out, *goal.read)]
-    together = getattr(backend(goals[0].rows.device), "combine_each", None)
-    whole = all(isinstance(row, Tensor) or row.whole for row in rows)
-    if together is None or not whole or together(goals, aside) is None:
-        _one_by_one(goals, aside)
-    for goal in goals:
-        written(goal.out)
+    aside = must_defer(combinations)
+    rows = [row for goal in combinations for row in (goal.out, *goal.inputs)]
+    together = getattr(backend_for(combinations[0].rows.device), "combine_many", None)
+    whole = all(isinstance(row, Tensor) or row.is_contiguous for row in rows)
+    if together is None or not whole or together(combinations, aside) is None:
+        _combine_sequentially(combinations, aside)
+    for goal in combinations:
+        bump_version(goal.out)
 
 
-def _one_by_one(goals: Sequence[Goal], aside: Sequence[bool]) -> None:
+def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> None:
     held = []
-    for goal, late in sorted(zip(goals, aside, strict=True), key=lambda pair: not pair[1]):
-        target = goal.out.fresh() if late else goal.out
+    for goal, late in sorted(zip(combinations, deferred, strict=True), key=lambda pair: not pair[1]):
+        target = goal.out.new_empty() if late else goal.out
         blocks = blocks_of(None if len(goal.coefficients) == 1 else goal.out.lengths, goal.rows.size)
         combine(goal.base, goal.rows, goal.coefficients, blocks, target)
         held += [pair for pair in zip(goal.out, target, strict=True) if late]
@@ -142,48 +154,48 @@ def _one_by_one(goals: Sequence[Goal], aside: Sequence[bool]) -> None:
         tensor.copy_(piece)
 
 
-def explain() -> list[tuple[str, str]]:
+def describe_backends() -> list[tuple[str, str]]:
     """A line for each backend: its name, and whether it works or why not; then which is chosen, and what it takes."""
-    why = {name: module(name).unavailable() for name in BACKENDS}
-    lines = [(name, _works(name) if reason is None else reason) for name, reason in why.items()]
-    if (name := _asked or _wished()) != AUTOMATIC:
-        source = "set_backend" if _asked is not None else VARIABLE
+    why = {name: load_backend(name).unavailable() for name in BACKENDS}
+    lines = [(name, _describe_available(name) if reason is None else reason) for name, reason in why.items()]
+    if (name := _selected or _from_env()) != AUTO:
+        source = "set_backend" if _selected is not None else ENV_VARIABLE
         known = f"{name}, by {source}" if name in BACKENDS else f"{source} names none of them: {name!r}"
         return [*lines, ("chosen", known if why.get(name) is None else f"{known}, but it does not work here")]
-    told = ", ".join(f"{name} {1e3 * _seconds(name):.2f} ms" for name in BACKENDS[:2] if why[name] is None)
-    chosen = f"{_best('cpu')} on the CPU: one step of {PROBE} float32 entries took {told}"
+    told = ", ".join(f"{name} {1e3 * _time_step(name):.2f} ms" for name in BACKENDS[:2] if why[name] is None)
+    chosen = f"{_default_backend('cpu')} on the CPU: one step of {BENCHMARK_SIZE} float32 entries took {told}"
     return [*lines, ("chosen", chosen if why["triton"] is not None else f"triton on CUDA; {chosen}")]
 
 
 @functools.cache
-def module(name: str) -> ModuleType:
+def load_backend(name: str) -> ModuleType:
     """The module of a backend."""
     return reference if name == "reference" else importlib.import_module(f"manifoldagg.kernels.backends.{name}")
 
 
-def _works(name: str) -> str:
-    origin = getattr(module(name), "origin", None)
+def _describe_available(name: str) -> str:
+    origin = getattr(load_backend(name), "origin", None)
     return "works" if origin is None else f"works, {origin()}"
 
 
-def _wished() -> str:
-    return os.environ.get(VARIABLE) or AUTOMATIC
+def _from_env() -> str:
+    return os.environ.get(ENV_VARIABLE) or AUTO
 
 
 @functools.cache
-def _from_environment() -> str:
-    name = _wished()
-    check_choice(VARIABLE, name, (AUTOMATIC, *BACKENDS))
-    if name != AUTOMATIC and (why := module(name).unavailable()) is not None:
-        raise ArgumentError(f"{VARIABLE}: {name} does not work here: {why}")
+def _validated_from_env() -> str:
+    name = _from_env()
+    check_choice(ENV_VARIABLE, name, (AUTO, *BACKENDS))
+    if name != AUTO and (why := load_backend(name).unavailable()) is not None:
+        raise ArgumentError(f"{ENV_VARIABLE}: {name} does not work here: {why}")
     return name
 
 
 @functools.cache
-def _best(device: str) -> str:
+def _default_backend(device: str) -> str:
     """The backend for a kind of device. Where a compiler is lacking it says so, once in a process."""
     name = {"cuda": "triton", "cpu": "cpu"}.get(device, "reference")
-    why = module(name).unavailable()
+    why = load_backend(name).unavailable()
     if why is not None and device == "cpu":
         warnings.warn(
             f"manifoldagg: the compiled kernels are not at hand, the slower reference kernels work instead: {why}",
@@ -193,15 +205,15 @@ def _best(device: str) -> str:
     return name if why is None else "reference"
 
 
-def _seconds(name: str) -> float:
+def _time_step(name: str) -> float:
     """What one gram and one combine take of a backend for the CPU, the best of three."""
-    base, *vectors = [torch.full((PROBE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
-    rows = Rows.of(vectors, base)
+    base, *vectors = [torch.full((BENCHMARK_SIZE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
+    rows = Operands.of(vectors, base)
     out = torch.empty_like(base)
-    blocks = Blocks.of(((0, PROBE),))
+    blocks = Blocks.of(((0, BENCHMARK_SIZE),))
 
     def step() -> None:
-        module(name).partials(rows, blocks)
-        module(name).combine(base, rows, [[0.1, 0.2, 0.3]], blocks, out)
+        load_backend(name).block_products(rows, blocks)
+        load_backend(name).combine(base, rows, [[0.1, 0.2, 0.3]], blocks, out)
 
     return min(timeit.repeat(step, number=1, repeat=3))

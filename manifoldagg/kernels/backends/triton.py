@@ -1,7 +1,8 @@
 r"""The Triton backend: on CUDA, each operation is one launch over the blocks, at the speed of the memory.
 
-`partials` has one program a block, which walks over it tile by tile and writes the sums of that block; `combine` has
-one program a block, which writes that part of `out`. There are no atomics, and the order of every sum is fixed by the
+`block_products` has one program a block, which walks over it tile by tile and writes the sums of that block; `combine`
+has one program a block, which writes that part of `out`. There are no atomics, and the order of every sum is fixed by
+the
 block alone: the same bits come out each time.
 
 Numerics: entries are widened to float64 before anything else is done with them. Products and sums are rounded
@@ -29,9 +30,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.kernels.backends._triton_launch import Operands, block_table, opaque, opaque_floats, to_device, to_host
+from manifoldagg.kernels.backends._triton_launch import (
+    LaunchOperands,
+    block_table,
+    opaque,
+    opaque_floats,
+    to_device,
+    to_host,
+)
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.operands import Line, Rows
+from manifoldagg.kernels.operands import Operand, Operands
 
 try:
     import triton
@@ -40,9 +48,9 @@ try:
 except ImportError:
     triton = None
 
-__all__ = ["combine", "partials", "unavailable"]
+__all__ = ["block_products", "combine", "unavailable"]
 
-DTYPES = {
+TRITON_DTYPES = {
     torch.float64: "float64",
     torch.float32: "float32",
     torch.float16: "float16",
@@ -53,9 +61,10 @@ DTYPES = {
 LANES = 256
 """The threads of a program."""
 
-WHOLE = 8
-GROUP = 4
-"""Up to `WHOLE` rows make one launch of `partials`; more are taken in pairs of groups of `GROUP` rows."""
+MAX_SINGLE_LAUNCH_ROWS = 8
+ROWS_PER_GROUP = 4
+"""Up to `MAX_SINGLE_LAUNCH_ROWS` rows make one launch of `block_products`; more are taken in pairs of groups of
+`ROWS_PER_GROUP` rows."""
 
 
 def unavailable() -> str | None:
@@ -68,14 +77,14 @@ def unavailable() -> str | None:
         return "triton is not installed"
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 4):
         return f"triton 3.4 or newer is needed, and {triton.__version__} is installed"
-    if isinstance(tl.sum, triton.JITFunction) != isinstance(_partials, triton.JITFunction):
+    if isinstance(tl.sum, triton.JITFunction) != isinstance(_block_products_kernel, triton.JITFunction):
         return "TRITON_INTERPRET was changed after triton had been imported"
     if _device() == "cuda" and not torch.cuda.is_available():
         return "torch finds no CUDA device"
     return None
 
 
-def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
+def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
     r"""The sums $\sum_p r_i[p]\, r_j[p]$, $j \le i$, over each block.
 
     Args:
@@ -88,38 +97,38 @@ def partials(rows: Rows, blocks: Blocks) -> np.ndarray | None:
     Cost: one launch and one copy to the host for up to 8 rows; each distinct tensor is read once. With more rows, one
     launch for each pair of groups of 4 rows, and each row is read about k/4 times.
     """
-    if not _takes(rows, rows.distinct):
+    if not _supports(rows, rows.distinct):
         return None
     k = len(rows.plus)
     count = len(blocks.table)
     if count == 0:
         return np.zeros((0, k * (k + 1) // 2))
     sums = torch.empty((count, k * (k + 1) // 2), dtype=torch.float64, device=rows.device)
-    group = k if k <= WHOLE else GROUP
+    group = k if k <= MAX_SINGLE_LAUNCH_ROWS else ROWS_PER_GROUP
     with torch.cuda.device_of(sums):
         for i in range(0, k, group):
             for j in range(0, i + 1, group):
                 # The square of rows i, i+1, ... with rows j, j+1, ...; half of it on the diagonal.
                 right = range(j, j + group) if j < i else range(0)
                 pairs = [(rows.plus[n], rows.minus[n]) for n in (*range(i, min(i + group, k)), *right)]
-                operands = Operands.of([row for pair in pairs for row in pair], rows.lengths, blocks)
-                _partials[(count,)](
+                operands = LaunchOperands.of([row for pair in pairs for row in pair], rows.lengths, blocks)
+                _block_products_kernel[(count,)](
                     block_table(blocks, sums.device),
                     sums,
                     (opaque(i), opaque(j), opaque(sums.shape[1])),
                     operands.addresses,
                     operands.strides,
-                    PLUS=operands.places[0::2],
-                    MINUS=operands.places[1::2],
+                    PLUS=operands.indices[0::2],
+                    MINUS=operands.indices[1::2],
                     RIGHT=len(right),
-                    **_constants(operands),
+                    **_constexprs(operands),
                 )
         return to_host(sums).numpy()
 
 
 def combine(
-    base: Line | None, rows: Rows, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Line
-) -> Line | None:
+    base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
+) -> Operand | None:
     r"""$out[p] = base[p] + \sum_j c^{(s(p))}_j\, r_j[p]$, in float64 and rounded once.
 
     Args:
@@ -130,13 +139,13 @@ def combine(
         out: (P,); it may be `base` or a row.
 
     Returns:
-        `out`; `None`, and nothing is written, as in `partials`. A row whose coefficient is 0 in a segment is not read
-        there, unless another row reads the same tensor.
+        `out`; `None`, and nothing is written, as in `block_products`. A row whose coefficient is 0 in a segment is not
+        read there, unless another row reads the same tensor.
 
     Cost: one launch. The coefficients are arguments of it where all segments have the same, else one small copy to the
     device goes before.
     """
-    if not _takes(rows, (*rows.distinct, out) if base is None else (*rows.distinct, base, out)):
+    if not _supports(rows, (*rows.distinct, out) if base is None else (*rows.distinct, base, out)):
         return None
     if len(blocks.table) == 0:
         return out
@@ -146,40 +155,40 @@ def combine(
     alike = all(line == first for line in coefficients)
     used = [j for j, c in enumerate(first) if c != 0 or not alike]
     wanted = [base, out, *(row for j in used for row in (rows.plus[j], rows.minus[j]))]
-    operands = Operands.of(wanted, rows.lengths, blocks)
+    operands = LaunchOperands.of(wanted, rows.lengths, blocks)
     table = block_table(blocks, rows.device)
     with torch.cuda.device_of(table):
-        _combine[(len(blocks.table),)](
+        _combine_kernel[(len(blocks.table),)](
             table,
             opaque_floats([first[j] for j in used])
             if alike
             else to_device(torch.tensor(coefficients, dtype=torch.float64, device="cpu"), rows.device),
             operands.addresses,
             operands.strides,
-            BASE=operands.places[0],
-            OUT=operands.places[1],
-            PLUS=operands.places[2::2],
-            MINUS=operands.places[3::2],
-            SHARED=operands.shared,
+            BASE=operands.indices[0],
+            OUT=operands.indices[1],
+            PLUS=operands.indices[2::2],
+            MINUS=operands.indices[3::2],
+            SHARED=operands.num_shared,
             SEGMENTED=not alike,
-            **_constants(operands),
+            **_constexprs(operands),
         )
     return out
 
 
 def _device() -> str:
-    return "cuda" if isinstance(_partials, triton.JITFunction) else "cpu"
+    return "cuda" if isinstance(_block_products_kernel, triton.JITFunction) else "cpu"
 
 
-def _takes(rows: Rows, lines: Sequence[Line]) -> bool:
+def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
     """Whether these are on the device, which gets bare addresses, and of dtypes that the kernels read."""
     if rows.device.type != _device():
         return False
-    found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in lines]
-    return all(len(dtypes) == 1 and dtypes <= DTYPES.keys() for dtypes in found)
+    found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in operands]
+    return all(len(dtypes) == 1 and dtypes <= TRITON_DTYPES.keys() for dtypes in found)
 
 
-def _constants(operands: Operands) -> dict[str, Any]:
+def _constexprs(operands: LaunchOperands) -> dict[str, Any]:
     """What a kernel is compiled for."""
     kinds = {
         torch.float64: tl.float64,
@@ -189,8 +198,8 @@ def _constants(operands: Operands) -> dict[str, Any]:
     }
     return {
         "DTYPES": tuple(kinds[dtype] for dtype in operands.dtypes),
-        "ALIGNED": operands.aligned,
-        "PIECES": operands.pieces,
+        "ALIGNED": operands.is_aligned,
+        "PIECES": operands.has_pieces,
         "WIDTH": operands.width,
         "LANES": LANES,
         "num_warps": LANES // 32,
@@ -205,7 +214,7 @@ def _jit(function: Callable[..., Any]) -> Any:
 
 @_jit
 @no_type_check
-def _clear(value):
+def _decode(value):
     """The integer that an opaque one stands for."""
     return (value >> 1) - (1 << 40)
 
@@ -215,19 +224,19 @@ def _clear(value):
 def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIGNED: constexpr):
     """To entries of vector t; bf16 as the bits that it is."""
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
-    pointer = _clear(addresses[t]).to(tl.pointer_type(kind))
+    pointer = _decode(addresses[t]).to(tl.pointer_type(kind))
     # An opaque address hides what divides it: without this hint a thread would load entry by entry.
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
-    return pointer + (offsets if len(strides) == 0 else offsets * _clear(strides[t]))
+    return pointer + (offsets if len(strides) == 0 else offsets * _decode(strides[t]))
 
 
 @_jit
 @no_type_check
-def _piece(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: constexpr):
+def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: constexpr):
     """Row t where it is in this piece: pointers, a mask, and where the next piece begins."""
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
-    count = _clear(strides[0])
+    count = _decode(strides[0])
     table = addresses[0] + t * (count + 1)
     start = tl.load(addresses[1] + piece)
     stop = tl.load(addresses[1] + piece + 1)
@@ -237,7 +246,7 @@ def _piece(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: const
 
 @_jit
 @no_type_check
-def _skip(piece, addresses, low):
+def _find_piece(piece, addresses, low):
     """The piece in which `low` lies, from one on that begins before."""
     while tl.load(addresses[1] + piece + 1) <= low:
         piece += 1
@@ -256,7 +265,7 @@ def _read(
         piece, end = span
         begin = tl.load(addresses[1] + piece)
         while begin < end:
-            pointers, inside, begin = _piece(t, piece, addresses, strides, offsets, mask, DTYPES)
+            pointers, inside, begin = _piece_pointers(t, piece, addresses, strides, offsets, mask, DTYPES)
             value = tl.load(pointers, mask=inside, other=value)
             piece += 1
     else:
@@ -289,7 +298,7 @@ def _write(
         piece, end = span
         begin = tl.load(addresses[1] + piece)
         while begin < end:
-            pointers, inside, begin = _piece(t, piece, addresses, strides, offsets, mask, DTYPES)
+            pointers, inside, begin = _piece_pointers(t, piece, addresses, strides, offsets, mask, DTYPES)
             tl.store(pointers, rounded, mask=inside)
             piece += 1
     else:
@@ -298,7 +307,7 @@ def _write(
 
 @_jit
 @no_type_check
-def _cut(table, WIDTH: constexpr, LANES: constexpr):
+def _block_range(table, WIDTH: constexpr, LANES: constexpr):
     """Start and stop of a block; where its middle starts and stops; the entries of a tile."""
     start = tl.load(table)
     stop = tl.load(table + 1)
@@ -312,7 +321,7 @@ def _cut(table, WIDTH: constexpr, LANES: constexpr):
 
 @_jit
 @no_type_check
-def _ends(start, stop, first, last, tile):
+def _unaligned_entries(start, stop, first, last, tile):
     """The entries of a block outside its middle, and a mask."""
     # Fewer than 16 entries lie before the middle and fewer than 16 after it: 32 places hold both. A block within 16
     # entries has first > last; the last condition keeps its entries from being counted on both sides.
@@ -347,14 +356,14 @@ def _add_products(
 
 @_jit
 @no_type_check
-def _partials(
+def _block_products_kernel(
     table, out, place, addresses, strides, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr, DTYPES: constexpr,
     ALIGNED: constexpr, PIECES: constexpr, WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
     """Lane by lane the sums of one block, then over the lanes."""
     # In 64 bits: where its sums lie, block * k(k+1)/2, can pass 2^31.
     block = tl.program_id(0).to(tl.int64)
-    start, stop, first, last, tile = _cut(table + 3 * block, WIDTH, LANES)
+    start, stop, first, last, tile = _block_range(table + 3 * block, WIDTH, LANES)
     piece = tl.load(addresses[2] + block) if PIECES else 0
     origin = piece
     sums = ()
@@ -364,13 +373,13 @@ def _partials(
     for low in range(first, last, LANES * WIDTH):
         offsets = low + tile
         if PIECES:
-            piece = _skip(piece, addresses, low)
+            piece = _find_piece(piece, addresses, low)
         span = (piece, tl.minimum(low + LANES * WIDTH, last))
         sums = _add_products(
             sums, addresses, strides, span, offsets, offsets < last, PLUS, MINUS, RIGHT, DTYPES, ALIGNED, PIECES
         )  # fmt: skip
     if (first != start) | (last != stop):
-        offsets, mask = _ends(start, stop, first, last, tile)
+        offsets, mask = _unaligned_entries(start, stop, first, last, tile)
         if PIECES:
             # What lies before the middle begins with the block; without it the pieces of the middle are behind.
             piece = tl.where(first != start, origin, piece)
@@ -378,9 +387,9 @@ def _partials(
         sums = _add_products(
             sums, addresses, strides, span, offsets, mask, PLUS, MINUS, RIGHT, DTYPES, False, PIECES
         )  # fmt: skip
-    row = _clear(place[0])
-    column = _clear(place[1])
-    width = _clear(place[2])
+    row = _decode(place[0])
+    column = _decode(place[1])
+    width = _decode(place[2])
     # Row i of a lower triangle begins after i(i+1)/2 entries, and the next one is i + 1 further.
     out += block * width + row * (row + 1) // 2 + column
     for i in tl.static_range(len(PLUS) - RIGHT):
@@ -427,7 +436,7 @@ def _add_rows(
 
 @_jit
 @no_type_check
-def _combine(
+def _combine_kernel(
     table, factors, addresses, strides, BASE: constexpr, OUT: constexpr, PLUS: constexpr, MINUS: constexpr,
     SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
     WIDTH: constexpr, LANES: constexpr,
@@ -435,7 +444,7 @@ def _combine(
     """One block of the combination."""
     block = tl.program_id(0).to(tl.int64)
     table += 3 * block
-    start, stop, first, last, tile = _cut(table, WIDTH, LANES)
+    start, stop, first, last, tile = _block_range(table, WIDTH, LANES)
     piece = tl.load(addresses[2] + block) if PIECES else 0
     origin = piece
     numbers = ()
@@ -444,19 +453,19 @@ def _combine(
             numbers = numbers + (tl.load(factors + tl.load(table + 2) * len(PLUS) + j),)
         else:
             # Halves of 32 bits put together: Triton would round a float argument to float32.
-            bits = (_clear(factors[2 * j + 1]) << 32) | _clear(factors[2 * j])
+            bits = (_decode(factors[2 * j + 1]) << 32) | _decode(factors[2 * j])
             numbers = numbers + (bits.to(tl.float64, bitcast=True),)
     for low in range(first, last, LANES * WIDTH):
         offsets = low + tile
         if PIECES:
-            piece = _skip(piece, addresses, low)
+            piece = _find_piece(piece, addresses, low)
         span = (piece, tl.minimum(low + LANES * WIDTH, last))
         _add_rows(
             numbers, addresses, strides, span, offsets, offsets < last, BASE, OUT, PLUS, MINUS, SHARED, SEGMENTED,
             DTYPES, ALIGNED, PIECES,
         )  # fmt: skip
     if (first != start) | (last != stop):
-        offsets, mask = _ends(start, stop, first, last, tile)
+        offsets, mask = _unaligned_entries(start, stop, first, last, tile)
         if PIECES:
             # What lies before the middle begins with the block; without it the pieces of the middle are behind.
             piece = tl.where(first != start, origin, piece)

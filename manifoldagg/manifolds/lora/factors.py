@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels.operands import is_transformed
+from manifoldagg.kernels.operands import needs_autograd_path
 
 __all__ = ["Joint", "Side", "Truncated", "balanced", "combined", "truncated"]
 
@@ -247,7 +247,7 @@ def _cut(left: Lift, core: Tensor, right: Lift, rank: int) -> Truncated:
 
 def _orthogonalised(x: Tensor) -> tuple[Lift, Tensor]:
     """The thin QR of `x`: Q as what it does to columns, and R."""
-    if is_transformed([x]):
+    if needs_autograd_path([x]):
         q, r = torch.linalg.qr(x)
         return partial(torch.matmul, q), r
     # Few columns of Q are asked for: the reflections that make them are cheaper than all of it.

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_shape, shown
+from manifoldagg._validation import check_count, check_shape, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.lora.factors import Side, truncated
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
@@ -87,7 +87,7 @@ class LowRank(Manifold):
         if self.state_rank is not None:
             check_count("state_rank", self.state_rank)
         if self.rank > (most := min(self.m, self.n)):
-            raise ArgumentError(f"rank: expected at most {most}, the lesser of m and n, got {shown(self.rank)}")
+            raise ArgumentError(f"rank: expected at most {most}, the lesser of m and n, got {short_repr(self.rank)}")
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ class _Common(NamedTuple):
 
 
 def _backend() -> str:
-    return str(selection.backend(torch.device("cpu")).__name__.rpartition(".")[2])
+    return str(selection.backend_for(torch.device("cpu")).__name__.rpartition(".")[2])
 
 
 class Terms:

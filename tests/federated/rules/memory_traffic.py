@@ -116,7 +116,7 @@ def _distinct(lines):
 def counted():
     """Count what happens within, on models of `SIZE` parameters."""
     words = Words()
-    plain = {name: getattr(selection, name) for name in ("partials", "combine", "combine_each")}
+    plain = {name: getattr(selection, name) for name in ("block_products", "combine", "combine_many")}
 
     def partials(rows, *rest):
         words.grams += 1
@@ -125,7 +125,7 @@ def counted():
         }.values():
             words.touch(tensor, write=False)
         with torch.utils._python_dispatch._disable_current_modes():
-            return plain["partials"](rows, *rest)
+            return plain["block_products"](rows, *rest)
 
     def combine(base, rows, coefficients, blocks, out):
         words.combines += 1
@@ -139,20 +139,20 @@ def counted():
 
     def combine_each(goals):
         # Without the compiled backend each goal is a combination by itself, and counted so.
-        if selection.backend(goals[0].rows.device).__name__.endswith("cpu"):
+        if selection.backend_for(goals[0].rows.device).__name__.endswith("cpu"):
             words.combines += 1
             for tensor in _distinct([row for goal in goals for row in goal.read]):
                 words.touch(tensor, write=False)
             for tensor in _distinct([goal.out for goal in goals]):
                 words.touch(tensor, write=True)
         with torch.utils._python_dispatch._disable_current_modes():
-            return plain["combine_each"](goals)
+            return plain["combine_many"](goals)
 
     with (
-        patch.object(selection, "partials", partials),
-        patch.object(selection, "combine_each", combine_each),
+        patch.object(selection, "block_products", partials),
+        patch.object(selection, "combine_many", combine_each),
         patch.object(selection, "combine", combine),
-        patch.object(chunking, "WINDOW", WINDOW // torch.get_num_threads()),
+        patch.object(chunking, "CHUNK_SIZE", WINDOW // torch.get_num_threads()),
         _Watch(words),
     ):
         yield words

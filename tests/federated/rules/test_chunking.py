@@ -44,7 +44,7 @@ def walked(rule, dtype, count=6):
 )
 def test_windows_change_no_bit(rule, dtype, monkeypatch):
     whole = walked(rule, dtype)
-    monkeypatch.setattr(chunking, "WINDOW", 64)
+    monkeypatch.setattr(chunking, "CHUNK_SIZE", 64)
     pieces = walked(rule, dtype)
     assert len(whole) == len(pieces)
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from manifoldagg.kernels import blocks as cutting
 from manifoldagg.kernels.backends import triton as backend
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.operands import Rows
+from manifoldagg.kernels.operands import Operands
 from tests.support import draw, seeds
 
 EPS = 2.0**-52
@@ -40,7 +40,7 @@ def cut(lengths, block=BLOCK):
     """Blocks of segments with these lengths; not the cached ones, which are as long as shipped."""
     edges = np.cumsum([0, *lengths]).tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "BLOCK", block)
+        patch.setattr(cutting, "BLOCK_SIZE", block)
         return Blocks.of.__wrapped__(tuple(pairwise(edges)))
 
 
@@ -68,7 +68,7 @@ def rows_of(seed, size, plus, minus, sharing):
     """Rows with no, one or many subtrahends."""
     plus = [make(seed + i, size) for i, make in enumerate(plus)]
     less = [make(seed + 10 + i, size) for i, make in enumerate(minus)]
-    return Rows.of(plus, {"none": None, "one": less[0], "each": [*less[1:], None]}[sharing])
+    return Operands.of(plus, {"none": None, "one": less[0], "each": [*less[1:], None]}[sharing])
 
 
 def exact(rows, blocks):
@@ -103,7 +103,7 @@ def combined(base, rows, coefficients, blocks, dtype):
 def test_partials_are_the_sums_of_each_block(seed, size, layout, sharing):
     rows, blocks = rows_of(seed, size, *layout[:2], sharing), cut([size])
     expected, bound = exact(rows, blocks)
-    found = backend.partials(rows, blocks)
+    found = backend.block_products(rows, blocks)
     assert found.dtype == np.float64
     assert (abs(found - expected) <= bound).all()
 
@@ -111,9 +111,9 @@ def test_partials_are_the_sums_of_each_block(seed, size, layout, sharing):
 @FEW
 @given(seeds, st.lists(st.sampled_from([0, 1, 5, 16, 40, 150]), min_size=1, max_size=4), st.sampled_from([0, 1]))
 def test_segments_are_cut_anywhere(seed, lengths, offset):
-    rows, blocks = Rows.of([vector(seed + i, sum(lengths), torch.float32, offset) for i in range(2)]), cut(lengths)
+    rows, blocks = Operands.of([vector(seed + i, sum(lengths), torch.float32, offset) for i in range(2)]), cut(lengths)
     expected, bound = exact(rows, blocks)
-    assert (abs(backend.partials(rows, blocks) - expected) <= bound).all()
+    assert (abs(backend.block_products(rows, blocks) - expected) <= bound).all()
     coefficients = draw(seed, len(lengths), 2).tolist()
     out = torch.full((sum(lengths),), math.nan, device=DEVICE)
     assert backend.combine(None, rows, coefficients, blocks, out) is out
@@ -126,7 +126,7 @@ def test_combine_rounds_once_and_may_overwrite_what_it_reads(seed, size, layout,
     rows, blocks = rows_of(seed, size, *layout[:2], sharing), cut([size])
     base = layout[2](seed + 20, size)
     if target == "row":
-        rows, base = Rows.of([base, *rows.plus[1:]], rows.minus), None
+        rows, base = Operands.of([base, *rows.plus[1:]], rows.minus), None
     out = layout[2](seed + 30, size).fill_(math.nan) if target == "new" else rows.plus[0] if base is None else base
     coefficients = [draw(seed + 40, len(rows.plus)).tolist()]
     expected = combined(base, rows, coefficients, blocks, out.dtype)
@@ -142,11 +142,11 @@ def test_combine_rounds_once_and_may_overwrite_what_it_reads(seed, size, layout,
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_row_with_coefficient_zero_leaves_no_trace(segments, shared):
     bad = torch.full((40,), math.inf, device=DEVICE)
-    rows = Rows.of([bad, vector(0, 40, torch.float32)], [bad if shared else None, None])
+    rows = Operands.of([bad, vector(0, 40, torch.float32)], [bad if shared else None, None])
     lines = [[0.0, 2.0 + s] for s in range(segments)]
     blocks = cut([40 // segments] * segments)
     out = backend.combine(vector(1, 40, torch.float32), rows, lines, blocks, torch.empty(40, device=DEVICE))
-    finite = Rows.of([rows.plus[1]])
+    finite = Operands.of([rows.plus[1]])
     expected = combined(vector(1, 40, torch.float32), finite, [line[1:] for line in lines], blocks, torch.float32)
     assert torch.equal(out.cpu(), expected)
 
@@ -155,21 +155,21 @@ def test_a_row_is_read_in_the_segments_that_use_it_and_not_in_others():
     row = torch.cat([torch.ones(20), torch.full((20,), math.inf)]).to(DEVICE)
     other = torch.ones(40, device=DEVICE)
     lines = [[2.0, 1.0], [0.0, 3.0]]
-    out = backend.combine(None, Rows.of([row, other]), lines, cut([20, 20]), torch.empty(40, device=DEVICE))
+    out = backend.combine(None, Operands.of([row, other]), lines, cut([20, 20]), torch.empty(40, device=DEVICE))
     assert out.tolist() == [3.0] * 40
     # Without a row that is used at all, too; and a subtrahend that is shared with a used row, and is infinite.
     lines = [[0.0, 0.0], [0.0, 1.0]]
     less = torch.cat([torch.full((20,), math.inf), torch.ones(20)]).to(DEVICE)
-    out = backend.combine(other, Rows.of([row, other], less), lines, cut([20, 20]), torch.empty(40, device=DEVICE))
+    out = backend.combine(other, Operands.of([row, other], less), lines, cut([20, 20]), torch.empty(40, device=DEVICE))
     assert out.tolist() == [1.0] * 40
 
 
 @pytest.mark.parametrize("k", [8, 9, 13])
 def test_many_rows_are_taken_in_groups(k):
-    rows = Rows.of([vector(i, 37, torch.float32) for i in range(k)], vector(k, 37, torch.float32))
+    rows = Operands.of([vector(i, 37, torch.float32) for i in range(k)], vector(k, 37, torch.float32))
     blocks = cut([30, 7])
     expected, bound = exact(rows, blocks)
-    assert (abs(backend.partials(rows, blocks) - expected) <= bound).all()
+    assert (abs(backend.block_products(rows, blocks) - expected) <= bound).all()
     coefficients = [draw(0, k).tolist()] * 2
     out = backend.combine(None, rows, coefficients, blocks, torch.empty(37, device=DEVICE))
     assert torch.equal(out.cpu(), combined(None, rows, coefficients, blocks, torch.float32))
@@ -178,21 +178,21 @@ def test_many_rows_are_taken_in_groups(k):
 def test_blocks_and_lanes_as_shipped(monkeypatch):
     monkeypatch.undo()
     assert backend.LANES == 256
-    size = cutting.BLOCK + 2049
-    rows = Rows.of([vector(i, size, torch.float32) for i in range(2)], vector(2, size, torch.float32))
+    size = cutting.BLOCK_SIZE + 2049
+    rows = Operands.of([vector(i, size, torch.float32) for i in range(2)], vector(2, size, torch.float32))
     blocks = Blocks.of(((0, size),))
     expected, bound = exact(rows, blocks)
-    assert (abs(backend.partials(rows, blocks) - expected) <= bound).all()
+    assert (abs(backend.block_products(rows, blocks) - expected) <= bound).all()
     out = backend.combine(None, rows, [[0.1, -3.0]], blocks, torch.empty(size, device=DEVICE))
     assert torch.equal(out.cpu(), combined(None, rows, [[0.1, -3.0]], blocks, torch.float32))
 
 
 def test_the_sums_of_a_block_do_not_depend_on_its_neighbours():
-    rows, blocks = Rows.of([vector(i, 300, torch.float32) for i in range(2)]), cut([300])
-    together = backend.partials(rows, blocks)
+    rows, blocks = Operands.of([vector(i, 300, torch.float32) for i in range(2)]), cut([300])
+    together = backend.block_products(rows, blocks)
     for n, line in enumerate(blocks.table):
         alone = Blocks(((int(line[0]), int(line[1])),), line[None])
-        assert np.array_equal(backend.partials(rows, alone)[0], together[n])
+        assert np.array_equal(backend.block_products(rows, alone)[0], together[n])
 
 
 def special(dtype):
@@ -213,7 +213,7 @@ def test_rounding_is_that_of_torch_and_keeps_denormals(dtype):
     for offset in (0, 1):
         given, out = vector(0, len(values), torch.float64, offset), vector(0, len(values), dtype, offset)
         given.copy_(values)
-        backend.combine(given, Rows.of([given]), [[0.0]], cut([len(values)]), out)
+        backend.combine(given, Operands.of([given]), [[0.0]], cut([len(values)]), out)
         assert torch.equal(out.cpu().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
         assert torch.equal(out.cpu().signbit()[:-1], expected.signbit()[:-1])
 
@@ -225,26 +225,26 @@ def test_every_value_is_widened_exactly(dtype):
         values = torch.arange(-(2**15), 2**15, 37, dtype=torch.int16).view(dtype)
     given = values.to(DEVICE)
     wide = torch.empty(len(values), dtype=torch.float64, device=DEVICE)
-    backend.combine(given, Rows.of([given]), [[0.0]], cut([len(values)], block=4096), wide)
+    backend.combine(given, Operands.of([given]), [[0.0]], cut([len(values)], block=4096), wide)
     assert torch.equal(wide.cpu().nan_to_num(nan=7.0), values.double().nan_to_num(nan=7.0))
 
 
 @pytest.mark.parametrize("c", [5e-324, -0.1, 1.7e308, 2.0**-1060, 1.0])
 def test_a_coefficient_keeps_its_bits(c):
     one = torch.ones(3, dtype=torch.float64, device=DEVICE)
-    assert backend.combine(None, Rows.of([one]), [[c]], cut([3]), one).tolist() == [c] * 3
+    assert backend.combine(None, Operands.of([one]), [[c]], cut([3]), one).tolist() == [c] * 3
 
 
 def test_nothing_has_no_blocks():
     empty = torch.ones(0, device=DEVICE)
-    assert backend.partials(Rows.of([empty, empty]), cut([0, 0])).shape == (0, 3)
-    assert backend.combine(None, Rows.of([empty]), [[1.0]], cut([0]), empty) is empty
-    assert backend.combine(None, Rows.of([empty]), [], cut([]), empty) is empty
+    assert backend.block_products(Operands.of([empty, empty]), cut([0, 0])).shape == (0, 3)
+    assert backend.combine(None, Operands.of([empty]), [[1.0]], cut([0]), empty) is empty
+    assert backend.combine(None, Operands.of([empty]), [], cut([]), empty) is empty
 
 
 def test_a_combination_of_nothing_is_the_base_or_zero():
     base, out = vector(0, 20, torch.float32), torch.full((20,), math.nan, device=DEVICE)
-    bad = Rows.of([torch.full((20,), math.nan, device=DEVICE)])
+    bad = Operands.of([torch.full((20,), math.nan, device=DEVICE)])
     assert torch.equal(backend.combine(base, bad, [[0.0]], cut([20]), out), base)
     assert not backend.combine(None, bad, [[0.0]], cut([20]), out).any()
 
@@ -275,13 +275,13 @@ def test_the_bits_do_not_depend_on_how_rows_are_cut(seed, lengths, k, dtype, sha
         "vector": [vector(seed + k, size, dtype, 1, 2)] * k,
     }[sharing]
     for blocks in (cut([size]), cut(lengths)):
-        rows, tuples = Rows.of(plus, whole), Rows.of(cuts, minus)
-        assert np.array_equal(backend.partials(tuples, blocks), backend.partials(rows, blocks))
+        rows, tuples = Operands.of(plus, whole), Operands.of(cuts, minus)
+        assert np.array_equal(backend.block_products(tuples, blocks), backend.block_products(rows, blocks))
         base, out = vector(seed + 9, size, dtype), torch.full((size,), math.nan, dtype=dtype, device=DEVICE)
-        c = draw(seed, len(blocks.cuts), k).tolist()
+        c = draw(seed, len(blocks.segment_bounds), k).tolist()
         expected = backend.combine(base, rows, c, blocks, torch.empty_like(base))
-        target = tuples.line("out", pieces(torch.full_like(out, 7.0), lengths))
-        assert backend.combine(tuples.line("base", pieces(base, lengths)), tuples, c, blocks, target) is target
+        target = tuples.as_operand("out", pieces(torch.full_like(out, 7.0), lengths))
+        assert backend.combine(tuples.as_operand("base", pieces(base, lengths)), tuples, c, blocks, target) is target
         assert torch.equal(torch.cat(target), expected)
         assert backend.combine(base, tuples, c, blocks, out) is out
         assert torch.equal(out, expected)
@@ -290,8 +290,8 @@ def test_the_bits_do_not_depend_on_how_rows_are_cut(seed, lengths, k, dtype, sha
 def test_a_target_in_pieces_is_written_and_nothing_beside_it():
     lengths = [3, 0, 50, 1, 90]
     pools = [torch.full((n + 8,), math.nan, device=DEVICE) for n in lengths]
-    rows = Rows.of([tuple(torch.ones(n, device=DEVICE) for n in lengths)])
-    out = rows.line("out", tuple(pool[4:-4] for pool in pools))
+    rows = Operands.of([tuple(torch.ones(n, device=DEVICE) for n in lengths)])
+    out = rows.as_operand("out", tuple(pool[4:-4] for pool in pools))
     backend.combine(None, rows, [[2.0]], cut([144]), out)
     assert all((tensor == 2).all() for tensor in out)
     assert all(pool[:4].isnan().all() and pool[-4:].isnan().all() for pool in pools)
@@ -299,16 +299,18 @@ def test_a_target_in_pieces_is_written_and_nothing_beside_it():
 
 def test_rows_of_several_dtypes_are_left_to_another_backend():
     row = (torch.ones(2, device=DEVICE), torch.ones(3, device=DEVICE).double())
-    rows = Rows.of([row])
-    assert backend.partials(rows, cut([5])) is None
-    other = Rows.of([torch.ones(5, device=DEVICE)])
-    assert backend.combine(other.line("base", row), other, [[1.0]], cut([5]), torch.empty(5, device=DEVICE)) is None
+    rows = Operands.of([row])
+    assert backend.block_products(rows, cut([5])) is None
+    other = Operands.of([torch.ones(5, device=DEVICE)])
+    assert (
+        backend.combine(other.as_operand("base", row), other, [[1.0]], cut([5]), torch.empty(5, device=DEVICE)) is None
+    )
 
 
 def is_taken(*vectors):
-    rows, blocks = Rows.of(vectors), cut([2])
+    rows, blocks = Operands.of(vectors), cut([2])
     out = torch.zeros_like(vectors[0])
-    taken = backend.partials(rows, blocks) is not None
+    taken = backend.block_products(rows, blocks) is not None
     assert (backend.combine(None, rows, [[1.0] * len(vectors)], blocks, out) is out) == taken
     return taken
 

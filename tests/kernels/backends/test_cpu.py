@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.kernels.backends import cpu
-from manifoldagg.kernels.blocks import BLOCK, Blocks
+from manifoldagg.kernels.blocks import BLOCK_SIZE, Blocks
 from tests.support import draw, seeds
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="no C++ compiler")
-DTYPES = list(cpu.DTYPES)
-LENGTHS = [0, 1, 2, 3, 7, 8, 9, 31, 64, 100, 513, 4097, BLOCK - 3, BLOCK, BLOCK + 5]
+DTYPES = list(cpu.NATIVE_DTYPES)
+LENGTHS = [0, 1, 2, 3, 7, 8, 9, 31, 64, 100, 513, 4097, BLOCK_SIZE - 3, BLOCK_SIZE, BLOCK_SIZE + 5]
 CUTS = st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=7)
 ROWS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 31, 32, 33, 40, 65, 70])
 
@@ -27,7 +27,9 @@ def described(rows):
     numbers = []
     for row in rows:
         for piece in row:
-            numbers += (0, 1, 0) if piece is None else (piece.data_ptr(), piece.stride(0), cpu.DTYPES[piece.dtype])
+            numbers += (
+                (0, 1, 0) if piece is None else (piece.data_ptr(), piece.stride(0), cpu.NATIVE_DTYPES[piece.dtype])
+            )
     return array("q", numbers)
 
 
@@ -42,9 +44,9 @@ def grams(rows, minus, lengths, threads=1, cuts=None):
     k = len(rows)
     sums = np.full((len(blocks.table), k * (k + 1) // 2), np.nan)
     plus, less = described(rows), described(minus)
-    done = cpu._loaded().manifoldagg_gram(
+    done = cpu._require_library().manifoldagg_gram(
         *(k, len(lengths), place(edges), place(plus), place(less)),
-        *(len(blocks.table), blocks.address, sums.ctypes.data, threads),
+        *(len(blocks.table), blocks.table_address, sums.ctypes.data, threads),
     )
     assert done
     return sums
@@ -60,9 +62,9 @@ def combined(base, rows, minus, coefficients, lengths, dtypes, threads=1, stream
     ]
     plus, less, start, to = described(rows), described(minus), described([base]), described([out])
     numbers = array("d", coefficients)
-    done = cpu._loaded().manifoldagg_combine(
+    done = cpu._require_library().manifoldagg_combine(
         *(len(rows), len(lengths), place(edges), place(plus), place(less), place(start), place(to)),
-        *(place(numbers), len(blocks.table), blocks.address, stream, threads),
+        *(place(numbers), len(blocks.table), blocks.table_address, stream, threads),
     )
     assert done
     return out
@@ -121,7 +123,10 @@ def test_a_gram_matrix_has_the_same_bits_in_every_dtype_that_holds_the_numbers(s
 
 
 @given(
-    seeds, st.integers(1, 70), st.sampled_from([1, 5, 8, 1000, BLOCK + 9]), st.sampled_from(["none", "one", "mixed"])
+    seeds,
+    st.integers(1, 70),
+    st.sampled_from([1, 5, 8, 1000, BLOCK_SIZE + 9]),
+    st.sampled_from(["none", "one", "mixed"]),
 )
 def test_an_entry_does_not_depend_on_which_rows_are_beside_it(seed, k, size, pattern):
     rows = [[row] for row in draw(seed, k, size, dtype=torch.float32)]
@@ -195,12 +200,12 @@ def test_a_combination_of_tensors_of_several_dtypes_rounds_each_as_its_own(seed,
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_a_processor_without_wide_registers_gives_the_same_bits(tmp_path, monkeypatch):
     plain = tmp_path / "native.so"
-    monkeypatch.setattr(cpu, "FLAGS", [flag.replace("native", "x86-64") for flag in cpu.FLAGS])
+    monkeypatch.setattr(cpu, "COMPILER_FLAGS", [flag.replace("native", "x86-64") for flag in cpu.COMPILER_FLAGS])
     cpu._build("g++", plain)
-    libraries = [cpu._loaded(), cpu._load(plain)]
+    libraries = [cpu._require_library(), cpu._load(plain)]
     found = []
     for library in libraries:
-        monkeypatch.setattr(cpu, "_loaded", lambda library=library: library)
+        monkeypatch.setattr(cpu, "_require_library", lambda library=library: library)
         for k in (1, 3, 8, 33):
             for dtype in DTYPES:
                 rows = [[row] for row in draw(k, k, 5003, dtype=dtype)]

@@ -16,15 +16,35 @@ from hypothesis import strategies as st
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import available_backends, combine, gram, set_backend
 from manifoldagg.kernels.backends import cpu, reference, selection
-from manifoldagg.kernels.backends.selection import VARIABLE, explain
-from manifoldagg.kernels.blocks import BLOCK, Blocks
-from manifoldagg.kernels.operands import Rows
-from manifoldagg.kernels.reduction import fold
+from manifoldagg.kernels.backends.selection import ENV_VARIABLE, describe_backends
+from manifoldagg.kernels.blocks import BLOCK_SIZE, Blocks
+from manifoldagg.kernels.operands import Operands
+from manifoldagg.kernels.reduction import pairwise_sum
 from tests.support import draw, seeds
 
 U = 2.0**-53
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-SIZES = [0, 1, 2, 3, 5, 7, 31, 255, 256, 257, 1021, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3, 65537]
+SIZES = [
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    31,
+    255,
+    256,
+    257,
+    1021,
+    4095,
+    4096,
+    4097,
+    BLOCK_SIZE - 1,
+    BLOCK_SIZE,
+    BLOCK_SIZE + 1,
+    2 * BLOCK_SIZE + 3,
+    65537,
+]
 HERE = [name for name in ("reference", "cpu") if name in available_backends()]
 
 
@@ -45,10 +65,10 @@ def products(rows, minus):
     return exact, sums
 
 
-def is_within_the_bound(found, rows, minus, n=BLOCK):
+def is_within_the_bound(found, rows, minus, n=BLOCK_SIZE):
     exact, sums = products(rows, minus)
     # blocks.py: (n + 3) u for a block of n entries and 2u for the fold.
-    return bool((np.abs(found.numpy() - exact) <= (min(n, BLOCK) + 5) * U * sums).all())
+    return bool((np.abs(found.numpy() - exact) <= (min(n, BLOCK_SIZE) + 5) * U * sums).all())
 
 
 @pytest.mark.usefixtures("backend")
@@ -85,7 +105,7 @@ def test_backends_agree_to_twice_the_bound(k, dtype):
     _, sums = products(rows, [minus] * k)
     assert len(blocks.table) == 4
     for line in lines[1:]:
-        assert (np.abs((line - lines[0]).numpy()) <= 2 * (BLOCK + 5) * U * sums).all()
+        assert (np.abs((line - lines[0]).numpy()) <= 2 * (BLOCK_SIZE + 5) * U * sums).all()
 
 
 def by_turns():
@@ -103,7 +123,7 @@ def test_ten_million_entries_keep_the_bound():
     for i, j in ((0, 0), (1, 0), (1, 1)):
         exact = math.fsum(np.add.reduceat(lines[i] * lines[j], range(0, 10_000_019, 64)))
         # The sums over 64 entries that stand for the exact ones have an error of their own.
-        assert abs(found[i, j].item() - exact) <= (BLOCK + 5 + 64) * U * math.sqrt(found[i, i] * found[j, j])
+        assert abs(found[i, j].item() - exact) <= (BLOCK_SIZE + 5 + 64) * U * math.sqrt(found[i, i] * found[j, j])
     found = combine(minus, rows, [0.5, -1.0, 2.0], minus=minus)
     where = torch.arange(0, 10_000_019, 9973)
     less = minus[where].double()
@@ -137,7 +157,11 @@ def test_combine_rounds_a_float64_sum_once(seed, size, k, rows_in, base_in, out_
 
 @pytest.mark.usefixtures("backend")
 @given(
-    seeds, st.sampled_from([1, 5, 33, 1000, BLOCK + 7]), st.integers(0, 9), st.integers(1, 3), st.sampled_from(DTYPES)
+    seeds,
+    st.sampled_from([1, 5, 33, 1000, BLOCK_SIZE + 7]),
+    st.integers(0, 9),
+    st.integers(1, 3),
+    st.sampled_from(DTYPES),
 )
 def test_offsets_and_strides_change_nothing(seed, size, offset, stride, dtype):
     plain = draw(seed, 3, size, dtype=dtype)
@@ -190,9 +214,9 @@ def test_every_number_of_16_bits_is_read_and_rounded_as_torch_does(dtype, c):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(("k", "lengths"), [(5, [7, 600_000, 399_996]), (16, [5 * BLOCK + 900]), (33, [1000])])
+@pytest.mark.parametrize(("k", "lengths"), [(5, [7, 600_000, 399_996]), (16, [5 * BLOCK_SIZE + 900]), (33, [1000])])
 def test_threads_do_not_matter(monkeypatch, k, lengths):
-    monkeypatch.setattr(cpu, "SERIAL", 0)
+    monkeypatch.setattr(cpu, "MAX_SERIAL_ENTRIES", 0)
     rows = list(draw(0, k, sum(lengths), dtype=torch.float32))
     before, found = torch.get_num_threads(), []
     try:
@@ -207,7 +231,7 @@ def test_threads_do_not_matter(monkeypatch, k, lengths):
 
 
 @pytest.mark.usefixtures("backend")
-@given(seeds, st.lists(st.sampled_from([0, 1, 3, 100, BLOCK, BLOCK + 1]), min_size=1, max_size=5))
+@given(seeds, st.lists(st.sampled_from([0, 1, 3, 100, BLOCK_SIZE, BLOCK_SIZE + 1]), min_size=1, max_size=5))
 def test_a_segment_is_what_its_piece_would_be(seed, lengths):
     rows, c = draw(seed, 3, sum(lengths), dtype=torch.float32), draw(seed + 1, len(lengths), 3)
     together, sums = gram(rows, segments=lengths), combine(None, rows, c, segments=lengths)
@@ -263,9 +287,9 @@ def test_float64_rows_outside_the_range_of_squares_are_rescaled(powers):
 
 
 def test_the_fold_is_rounded_once():
-    blocks = Blocks.of(((0, 5 * BLOCK), (5 * BLOCK, 5 * BLOCK), (5 * BLOCK, 8 * BLOCK + 1)))
+    blocks = Blocks.of(((0, 5 * BLOCK_SIZE), (5 * BLOCK_SIZE, 5 * BLOCK_SIZE), (5 * BLOCK_SIZE, 8 * BLOCK_SIZE + 1)))
     partials = draw(0, len(blocks.table), 6).mul(10.0 ** draw(1, len(blocks.table), 6)).numpy()
-    high, low = fold(partials, blocks)
+    high, low = pairwise_sum(partials, blocks)
     for s, part in ((0, partials[:5]), (2, partials[5:])):
         with mpmath.workdps(60):
             for n in range(6):
@@ -324,29 +348,29 @@ def test_a_target_that_shares_bytes_with_another_entry_is_refused(seed):
 
 def test_what_a_backend_cannot_read_goes_to_the_reference():
     rows = draw(0, 2, 100).to(torch.float8_e4m3fn)
-    assert cpu.partials(Rows.of(rows), Blocks.of(((0, 100),))) is None
+    assert cpu.block_products(Operands.of(rows), Blocks.of(((0, 100),))) is None
     dense = rows.double()
     assert torch.equal(gram(list(rows))[0], gram(dense)[0])
 
 
 @pytest.mark.skipif("cpu" not in HERE, reason="no C++ compiler")
 def test_a_library_that_came_along_is_taken_by_what_the_processor_can_do(tmp_path):
-    whole, less = cpu.LEVELS
-    features = sorted(cpu.LEVELS[whole])
-    assert cpu._shipped(tmp_path, features) is None
-    shutil.copy(cpu._loaded()._name, tmp_path / f"native-{less}.so")
+    whole, less = cpu.CPU_LEVELS
+    features = sorted(cpu.CPU_LEVELS[whole])
+    assert cpu._find_prebuilt(tmp_path, features) is None
+    shutil.copy(cpu._require_library()._name, tmp_path / f"native-{less}.so")
     (tmp_path / f"native-{whole}.so").write_bytes(b"cut short")
-    assert cpu._shipped(tmp_path, features)._name == str(tmp_path / f"native-{less}.so")
-    assert cpu._shipped(tmp_path, cpu.LEVELS[less])._name == str(tmp_path / f"native-{less}.so")
-    assert cpu._shipped(tmp_path, cpu.LEVELS[less] - {"fma"}) is None
-    assert cpu._shipped(tmp_path, []) is None
+    assert cpu._find_prebuilt(tmp_path, features)._name == str(tmp_path / f"native-{less}.so")
+    assert cpu._find_prebuilt(tmp_path, cpu.CPU_LEVELS[less])._name == str(tmp_path / f"native-{less}.so")
+    assert cpu._find_prebuilt(tmp_path, cpu.CPU_LEVELS[less] - {"fma"}) is None
+    assert cpu._find_prebuilt(tmp_path, []) is None
 
 
 @pytest.mark.skipif("cpu" not in HERE, reason="no C++ compiler")
 @pytest.mark.parametrize(("size", "threads"), [(1 << 20, 1), (1 << 22, 4)])
 def test_small_work_stays_on_the_thread_of_the_caller(monkeypatch, size, threads):
     asked = []
-    native = cpu._loaded()
+    native = cpu._require_library()
 
     class Watched:
         def manifoldagg_gram(self, *arguments):
@@ -357,7 +381,7 @@ def test_small_work_stays_on_the_thread_of_the_caller(monkeypatch, size, threads
             asked.append(arguments[-1])
             return native.manifoldagg_combine(*arguments)
 
-    monkeypatch.setattr(cpu, "_loaded", Watched)
+    monkeypatch.setattr(cpu, "_require_library", Watched)
     row = torch.zeros(size, dtype=torch.float16)
     before = torch.get_num_threads()
     try:
@@ -429,17 +453,17 @@ print(torch.allclose(torch.compile(step, fullgraph=True, backend="eager")(base, 
 
 
 def test_the_environment_names_a_backend_and_a_wrong_name_is_refused():
-    code = "import manifoldagg.kernels.backends.selection as c; print(c.explain()[-1][1])"
-    assert run(code, **{VARIABLE: "reference"}).stdout == "reference, by MANIFOLDAGG_BACKEND\n"
-    refused = run(CALL, **{VARIABLE: "cuda"})
+    code = "import manifoldagg.kernels.backends.selection as c; print(c.describe_backends()[-1][1])"
+    assert run(code, **{ENV_VARIABLE: "reference"}).stdout == "reference, by MANIFOLDAGG_BACKEND\n"
+    refused = run(CALL, **{ENV_VARIABLE: "cuda"})
     assert refused.returncode != 0
     assert "MANIFOLDAGG_BACKEND: expected one of" in refused.stderr
 
 
 def test_the_compiled_backend_is_chosen_wherever_it_works_and_timed_on_request():
     before = set_backend("auto")
-    chosen = selection.backend(torch.device("cpu")).__name__.rpartition(".")[2]
-    told = dict(explain())
+    chosen = selection.backend_for(torch.device("cpu")).__name__.rpartition(".")[2]
+    told = dict(describe_backends())
     set_backend(before)
     assert chosen == ("cpu" if "cpu" in HERE else "reference")
     assert told["chosen"].removeprefix("triton on CUDA; ").startswith(f"{chosen} on the CPU: ")

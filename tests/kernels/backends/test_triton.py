@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from manifoldagg.kernels.backends import triton as backend
 from manifoldagg.kernels.backends._triton_launch import opaque, opaque_floats
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.operands import Rows
-from manifoldagg.kernels.tensor_list import Tensors
+from manifoldagg.kernels.operands import Operands
+from manifoldagg.kernels.tensor_list import TensorList
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
@@ -65,19 +65,19 @@ class Recorder:
 def launches(monkeypatch):
     """The launches of one gram and one combine on these rows."""
     calls = []
-    for name in ("_partials", "_combine"):
+    for name in ("_block_products_kernel", "_combine_kernel"):
         monkeypatch.setattr(backend, name, Recorder(getattr(backend, name), calls))
     monkeypatch.setattr(backend, "_device", lambda: "cpu")
 
     def record(k, dtypes, *, stride=1, offset=0, segments=1, shared=True, pieces=None):
         def vector(i):
             row = torch.ones(offset + 64 * stride, dtype=dtypes[i % len(dtypes)])[offset::stride]
-            return row if pieces is None else Tensors(row.split(pieces))
+            return row if pieces is None else TensorList(row.split(pieces))
 
-        rows = Rows.of([vector(i) for i in range(k)], [vector(k)] * k if shared else None)
+        rows = Operands.of([vector(i) for i in range(k)], [vector(k)] * k if shared else None)
         blocks = Blocks.of(tuple((64 // segments * s, 64 // segments * (s + 1)) for s in range(segments)))
         calls.clear()
-        backend.partials(rows, blocks)
+        backend.block_products(rows, blocks)
         backend.combine(vector(0), rows, [[s + 0.5] * k for s in range(segments)], blocks, vector(0))
         return list(calls)
 
@@ -212,8 +212,8 @@ def test_the_interpreter_must_be_chosen_before_triton_is_imported():
 
 
 def test_a_tensor_of_the_cpu_never_reaches_a_gpu():
-    rows = Rows.of([torch.ones(3)])
+    rows = Operands.of([torch.ones(3)])
     out = torch.zeros(3)
-    assert backend.partials(rows, Blocks.of(((0, 3),))) is None
+    assert backend.block_products(rows, Blocks.of(((0, 3),))) is None
     assert backend.combine(None, rows, [[1.0]], Blocks.of(((0, 3),)), out) is None
     assert not out.any()

@@ -470,7 +470,7 @@ def _machine(model: Tensor) -> dict[str, str]:
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)
-    backend = selection.backend(device).__name__.rpartition(".")[2]
+    backend = selection.backend_for(device).__name__.rpartition(".")[2]
     return {"backend": backend, "processor": processor, "torch": torch.__version__}
 
 
