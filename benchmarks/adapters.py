@@ -25,7 +25,7 @@ from timing import extra, in_turns
 from torch import Tensor
 
 from manifoldagg import average_adapters
-from manifoldagg.manifolds.lora.factors import Joint
+from manifoldagg.manifolds.lora.factors import JointBasis
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import apart
@@ -80,7 +80,7 @@ def compared(case: str, size: int, rounds: int) -> list[dict[str, Any]]:
     """Every way on one case."""
     states = drawn(case, size)
     stacks = [stacked(state) for state in states]
-    joint = Joint.of(stacks, size)
+    joint = JointBasis.of(stacks, size)
     best = joint.combine(torch.full((CLIENTS,), 1 / CLIENTS), RANK)
     norm = best.values.norm().item()
     floor = apart_by([stacked(best.point.float()), best.point], [1, -1], size) / norm
@@ -130,7 +130,7 @@ def stacked(state: State | Tensor) -> Tensor:
 
 def apart_by(stacks: list[Tensor], coefficients: list[float], m: int) -> float:
     """The norm of a combination."""
-    return Joint.of(stacks, m).gram(torch.tensor([coefficients], dtype=torch.float64)).clamp(min=0).sqrt().item()
+    return JointBasis.of(stacks, m).gram(torch.tensor([coefficients], dtype=torch.float64)).clamp(min=0).sqrt().item()
 
 
 def by_dense_svd(states: list[State]) -> State:

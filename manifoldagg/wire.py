@@ -28,8 +28,8 @@ from manifoldagg.federated.server.validation import stored
 from manifoldagg.federated.types import Message, Payload, Receipt, Ticket
 from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.manifolds import Layout, ParameterSpace
-from manifoldagg.manifolds.spec import digest
-from manifoldagg.manifolds.wrapper_prefixes import wrapping
+from manifoldagg.manifolds.spec import layout_digest
+from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 
 __all__ = ["RATIO", "pack", "ticket_of", "unpack"]
 
@@ -118,7 +118,7 @@ def pack(
     if told is not None:
         metadata["ticket"] = told.id if isinstance(told, Ticket) else told
     if space:
-        metadata["layout"] = digest(space.layout, space.adapters)
+        metadata["layout"] = layout_digest(space.layout, space.adapters)
         if writer.named:
             metadata["leaves"] = json.dumps([leaf.name for leaf in space.layout.leaves])
     curved = {name for name, _ in space.manifolds} if space else set()
@@ -504,8 +504,8 @@ def _check_layout(told: str | None, leaves: list[str], space: ParameterSpace) ->
     """The layout must be that of the other side, as far as it is told."""
     names = [leaf.name for leaf in space.layout.leaves]
     if leaves and leaves != names:
-        raise WireError(f"wire: layout: expected the names of the tensors as in `spec`{wrapping(leaves, names)}")
-    if told is not None and told != digest(space.layout, space.adapters):
+        raise WireError(f"wire: layout: expected the names of the tensors as in `spec`{wrapper_hint(leaves, names)}")
+    if told is not None and told != layout_digest(space.layout, space.adapters):
         raise WireError("wire: layout: expected names, shapes, dtypes and order of the tensors as in `spec`")
 
 

@@ -136,11 +136,11 @@ def test_views_come_back_as_their_values():
 
 
 def test_it_is_a_file_of_safetensors_with_the_names_of_the_model():
-    message = Message(SPACE.point(MODEL), buffers=SPACE.carried(MODEL), asked=("1.running_mean",))
+    message = Message(SPACE.point(MODEL), buffers=SPACE.buffers(MODEL), asked=("1.running_mean",))
     found = safetensors.torch.load(pack(message, spec=SPACE))
     state = MODEL.state_dict()
     expected = {f"start/{leaf.name}": state[leaf.name].float() for leaf in SPACE.layout.leaves}
-    expected |= {f"buffers/{entry.name}": state[entry.name] for entry in SPACE.layout.carried}
+    expected |= {f"buffers/{entry.name}": state[entry.name] for entry in SPACE.layout.buffers}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], x) for name, x in expected.items())
 
@@ -354,7 +354,7 @@ def refused_or_read(data):
 
 
 SAMPLES = [
-    pack(Message(SPACE.point(MODEL), buffers=SPACE.carried(MODEL), numbers={"turn": 3.0}, asked=("a",)), spec=SPACE),
+    pack(Message(SPACE.point(MODEL), buffers=SPACE.buffers(MODEL), numbers={"turn": 3.0}, asked=("a",)), spec=SPACE),
     pack(
         Payload(
             *(torch.ones(2, P), 10),

@@ -15,8 +15,16 @@ from manifoldagg.kernels import TensorList, combine, gram
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import Entry, Layout
-from manifoldagg.manifolds.lora.peft import first_factor
-from manifoldagg.manifolds.model_io import Given, Model, check_separate, like, opened, tensors, write
+from manifoldagg.manifolds.lora.peft import find_first_factor
+from manifoldagg.manifolds.model_io import (
+    Model,
+    ModelsByPrefix,
+    as_tensors,
+    check_no_overlap,
+    convert_like,
+    copy_into,
+    open_for_write,
+)
 
 __all__ = ["average"]
 
@@ -87,30 +95,30 @@ def average(
     shares = check_weights(weights, len(given))
     space = _space(first, manifolds)
     layout = space.layout
-    target = None if out is None else opened(layout, out, first)
+    target = None if out is None else open_for_write(layout, out, first)
     label, *_ = given
-    rows = layout.rows(given, own=label)
+    rows = layout.tensor_lists(given, reference=label)
     others = _others(layout, given, int(shares.argmax()))
     if target is not None:
-        check_separate(layout, target, given)
+        check_no_overlap(layout, target, given)
     means = _means(layout, given, shares)
     leaves = _leaves(space, given, rows, shares)
     if not (_is_finite(leaves) and is_finite(*map(_real, means.values()))):
         _check_values(layout, given, shares)
         raise StateDictError("models: expected a finite mean; entries are as large as their dtypes allow")
-    new = layout.named(leaves, means | others)
+    new = layout.to_state_dict(leaves, means | others)
     if target is None:
-        return like(models[0], new, first)
-    write(target, new)
+        return convert_like(models[0], new, first)
+    copy_into(target, new)
     return out
 
 
-def _given(models: Any) -> Given:
+def _given(models: Any) -> ModelsByPrefix:
     many = isinstance(models, Sequence) and not isinstance(models, str)
     if not many or not models:
         given = "none" if many else type(models).__name__
         raise ArgumentError(f"models: expected a sequence of at least one model, got {given}")
-    return {f"models[{i}]: ": tensors(f"models[{i}]", model) for i, model in enumerate(models)}
+    return {f"models[{i}]: ": as_tensors(f"models[{i}]", model) for i, model in enumerate(models)}
 
 
 def _space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
@@ -120,22 +128,22 @@ def _space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> Paramet
     except StateDictError as error:
         raise StateDictError(f"models[0]: {error}") from None
     space.layout.check_parameters("models[0]")
-    factor = first_factor(first)
+    factor = find_first_factor(first)
     if factor is not None:
         told = f"models[0]: {factor}: factors of adapters are averaged apart; average_adapters averages their products"
         warnings.warn(told, UserWarning, stacklevel=4)
     return space
 
 
-def _others(layout: Layout, given: Given, heaviest: int) -> dict[str, Tensor]:
+def _others(layout: Layout, given: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
     """What has no mean, and is the same in all models but for counters."""
     found = {}
     label = [*given][heaviest]
-    for entry in layout.carried:
+    for entry in layout.buffers:
         if _has_mean(entry):
             continue
         chosen = given[label][entry.name]
-        for other, model in given.items() if not entry.counts else ():
+        for other, model in given.items() if not entry.is_counter else ():
             if not torch.equal(model[entry.name].to(chosen.device), chosen):
                 told = f"expected {entry.dtype} equal to that of {label.removesuffix(': ')}, as it has no mean"
                 raise StateDictError(f"{other}{entry.name}: {told}")
@@ -143,9 +151,9 @@ def _others(layout: Layout, given: Given, heaviest: int) -> dict[str, Tensor]:
     return found
 
 
-def _means(layout: Layout, given: Given, shares: Tensor) -> dict[str, Tensor]:
+def _means(layout: Layout, given: ModelsByPrefix, shares: Tensor) -> dict[str, Tensor]:
     """Of what is carried: statistics, and complex numbers."""
-    entries = [entry for entry in layout.carried if _has_mean(entry)]
+    entries = [entry for entry in layout.buffers if _has_mean(entry)]
     if not entries:
         return {}
     first, *_ = given.values()
@@ -163,7 +171,9 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
 
 
-def _leaves(space: ParameterSpace, given: Given, rows: Sequence[TensorList], shares: Tensor) -> tuple[Tensor, ...]:
+def _leaves(
+    space: ParameterSpace, given: ModelsByPrefix, rows: Sequence[TensorList], shares: Tensor
+) -> tuple[Tensor, ...]:
     """The mean of the parameters, new tensors: of a product it is that of each factor."""
     leaves = space.layout.leaves
     curved = dict(space.manifolds)
@@ -199,7 +209,7 @@ def _is_finite(leaves: tuple[Tensor, ...]) -> bool:
     return bool(gram([leaves]).isfinite()) or is_finite(*leaves)
 
 
-def _check_values(layout: Layout, given: Given, shares: Tensor) -> None:
+def _check_values(layout: Layout, given: ModelsByPrefix, shares: Tensor) -> None:
     """The models that have a weight are finite.
 
     Raises:
@@ -208,6 +218,6 @@ def _check_values(layout: Layout, given: Given, shares: Tensor) -> None:
     used = {label: model for (label, model), share in zip(given.items(), shares.tolist(), strict=True) if share > 0}
     layout.check_values(used)
     for label, model in used.items():
-        for entry in layout.carried:
+        for entry in layout.buffers:
             if _has_mean(entry) and not is_finite(_real(model[entry.name])):
                 raise StateDictError(f"{label}{entry.name}: expected finite values, got NaN or infinity")

@@ -121,7 +121,7 @@ def ensemble(
     check_finite("phi", phi)
     check_finite("single", check_shape("single", single, *space.shape))
     check_count("draws", draws)
-    space.carried(model)
+    space.buffers(model)
     norms = bool(batch_norms(model))
     if norms and refresh is None:
         raise ArgumentError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count, check_finite, check_number, check_shape, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds import Manifold, Mean, check_point, karcher_mean
+from manifoldagg.manifolds import KarcherMean, Manifold, check_point, karcher_mean
 from manifoldagg.manifolds.manifold import check_is_manifold
 from manifoldagg.manifolds.mean import mean_in_span
 from manifoldagg.manifolds.span import Span
@@ -25,7 +25,7 @@ Weights = Float[Tensor, " k"] | np.ndarray | Sequence[float] | None
 @torch.no_grad()
 def karcher(
     space: Manifold, versions: Versions, weights: Weights = None, *, tolerance: float = 1e-12, max_steps: int = 100
-) -> Mean:
+) -> KarcherMean:
     r"""The model $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$, and how near it is to that.
 
     Where the leaves of the space are flat or spheres it is one combination of the models, summed in float64 and rounded
@@ -73,7 +73,7 @@ def _span(space: Manifold, points: list[Tensor], shares: Tensor) -> Span | None:
 
 def _mean(
     space: Manifold, points: list[Tensor], shares: Tensor, span: Span | None, tolerance: float, max_steps: int
-) -> Mean:
+) -> KarcherMean:
     """The mean of points that were looked at.
 
     On a product that has no span it is that of each factor: what is large on one is no measure for another.
@@ -91,7 +91,7 @@ def _mean(
         means.append(_mean(leaf.space, parts, shares, _span(leaf.space, parts, shares), tolerance, max_steps))
     point = torch.cat([mean.point.flatten() for mean in means]).view(points[0].shape)
     residual = torch.stack([mean.residual for mean in means]).norm()
-    return Mean(point, residual, max(mean.steps for mean in means), all(mean.converged for mean in means))
+    return KarcherMean(point, residual, max(mean.steps for mean in means), all(mean.converged for mean in means))
 
 
 def check_versions(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:

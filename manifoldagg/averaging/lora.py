@@ -14,9 +14,9 @@ from manifoldagg._validation import check_choice, check_count, check_finite, che
 from manifoldagg.averaging.karcher import check_weights
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.manifolds.layout import check_memory
-from manifoldagg.manifolds.lora.factors import Truncated, combined, truncated
-from manifoldagg.manifolds.lora.leaves import learning
-from manifoldagg.manifolds.lora.peft import Pair, parts_of
+from manifoldagg.manifolds.lora.factors import TruncatedSVD, combine_stacks, truncate
+from manifoldagg.manifolds.lora.leaves import trainable_factors
+from manifoldagg.manifolds.lora.peft import FactorPair, classify_tensors
 
 __all__ = ["average_adapters"]
 
@@ -110,7 +110,7 @@ def average_adapters(
     factors = _scalings(scaling, len(states)) * shares.numpy()
     check_count("rank", rank)
     check_choice("residual", residual, (None, "factors"))
-    parts = parts_of(states[0], where="adapters[0]: ")
+    parts = classify_tensors(states[0], prefix="adapters[0]: ")
     if not parts.pairs:
         raise StateDictError("adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight, got none")
     found: dict[str, Tensor] = {}
@@ -122,12 +122,12 @@ def average_adapters(
         left_out, whole = math.hypot(left_out, *values[rank:]), math.hypot(whole, *values)
         if not math.isfinite(whole):
             raise _overflow(f"{pair.first}, {pair.second}", torch.float64)
-        if bool(cut.tied):
-            tied.append(pair.name)
-        found |= _rounded(pair, learning(cut, states[0][pair.second].shape[0], torch.float64), states)
+        if bool(cut.is_tied):
+            tied.append(pair.module_name)
+        found |= _rounded(pair, trainable_factors(cut, states[0][pair.second].shape[0], torch.float64), states)
         if residual is not None and (kept := _above_rounding(cut)).shape[-1]:
             rest |= _rounded(pair, kept, states)
-    for names, coefficients in ((parts.scaled, factors), (parts.alone, shares.numpy())):
+    for names, coefficients in ((parts.scaled_biases, factors), (parts.unpaired, shares.numpy())):
         found |= {name: _mean(name, states, coefficients) for name in names}
     if tied:
         others = f" and at {len(tied) - 1} more" if tied[1:] else ""
@@ -166,11 +166,11 @@ def _scalings(scaling: Any, k: int) -> np.ndarray:
     return found
 
 
-def _truncated(pair: Pair, states: Sequence[Adapter], factors: np.ndarray, rank: int) -> Truncated:
+def _truncated(pair: FactorPair, states: Sequence[Adapter], factors: np.ndarray, rank: int) -> TruncatedSVD:
     """The truncated sum of a pair, whose matrices must be of one size."""
     stacks = []
     for i, state in enumerate(states):
-        stacks.append(pair.stack(state, where=f"adapters[{i}]: "))
+        stacks.append(pair.stack(state, prefix=f"adapters[{i}]: "))
         for name in (pair.first, pair.second):
             check_finite(f"adapters[{i}]: {name}", state[name])
         axes = [tuple(own[pair.first].shape[1:]) + tuple(own[pair.second].shape[:1]) for own in (states[0], state)]
@@ -181,18 +181,18 @@ def _truncated(pair: Pair, states: Sequence[Adapter], factors: np.ndarray, rank:
             raise StateDictError(f"adapters[{i}]: {pair.first}, {pair.second}: {told}")
     m = states[0][pair.second].shape[0]
     try:
-        return truncated(combined(factors.tolist(), stacks, m), m, rank)
+        return truncate(combine_stacks(factors.tolist(), stacks, m), m, rank)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, and not in torch's stubs
         raise _overflow(f"{pair.first}, {pair.second}", torch.float64) from None
 
 
-def _above_rounding(cut: Truncated) -> Tensor:
+def _above_rounding(cut: TruncatedSVD) -> Tensor:
     """The factors of what is left out and is no rounding."""
     size = len(cut.values) * torch.finfo(torch.float64).eps * float(cut.values[0])
-    return cut.rest[:, cut.values[cut.rank :] > size]
+    return cut.remainder[:, cut.values[cut.rank :] > size]
 
 
-def _rounded(pair: Pair, stack: Tensor, states: Sequence[Adapter]) -> dict[str, Tensor]:
+def _rounded(pair: FactorPair, stack: Tensor, states: Sequence[Adapter]) -> dict[str, Tensor]:
     found = pair.unstack(stack, states[0])
     return {name: _narrowed(name, x, states[0][name].dtype) for name, x in found.items()}
 

@@ -14,8 +14,8 @@ from manifoldagg.averaging.karcher import check_model, karcher
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import combine
 from manifoldagg.kernels.alloc import empty_like
-from manifoldagg.manifolds import Manifold, Mean
-from manifoldagg.manifolds.ambient import Ambient
+from manifoldagg.manifolds import KarcherMean, Manifold
+from manifoldagg.manifolds.ambient import AmbientSpace
 from manifoldagg.manifolds.formulas import geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
 
@@ -125,7 +125,7 @@ class SWA:
         self._lock = threading.RLock()
         self._heard = _Heard()
         self._spare: Tensor | None = None
-        self._certified: tuple[object, Mean] | None = None
+        self._certified: tuple[object, KarcherMean] | None = None
 
     def chosen(self, version: int) -> bool:
         """Whether a version is averaged."""
@@ -190,7 +190,7 @@ class SWA:
         return self._heard.truncated
 
     @property
-    def mean(self) -> Mean | None:
+    def mean(self) -> KarcherMean | None:
         """The average of the models that are kept, with its certificate; `None` where none is, as in streaming form.
 
         Its tensors are copies.
@@ -271,7 +271,7 @@ class SWA:
         truncated = check_number("truncated", state["truncated"], at_least=0)
         if isinstance(mean, tuple | list) and like is not None and self.space.ambient:
             point = like.new_empty(self.space.shape, dtype=torch.float64)
-            mean = _copied(Ambient.of(self.space, point).check("mean", mean, point))
+            mean = _copied(AmbientSpace.of(self.space, point).check("mean", mean, point))
         elif mean is not None:
             mean = check_model(self.space, mean, "mean").clone()
         for version in sorted(check_count("kept", version, at_least=0) for version in state["kept"]):
@@ -326,9 +326,11 @@ class SWA:
         if heard.count == 0 or heard.mean is None:
             return replace(heard, count=count, like=like, mean=self._precise(model))
         if self.space.ambient:
-            ambient = Ambient.of(self.space, model)
-            mean = ambient.kept([heard.mean, model], [1.0, 1 / count], minus=[None, heard.mean], dtype=torch.float64)
-            truncated = heard.truncated + ambient.told["state_truncated"]
+            ambient = AmbientSpace.of(self.space, model)
+            mean = ambient.for_state(
+                [heard.mean, model], [1.0, 1 / count], minus=[None, heard.mean], dtype=torch.float64
+            )
+            truncated = heard.truncated + ambient.diagnostics["state_truncated"]
             return replace(heard, count=count, like=like, mean=mean, truncated=truncated)
         return replace(heard, count=count, like=like, mean=self._mean_of(heard.mean, model, count))
 
@@ -337,7 +339,7 @@ class SWA:
         if heard.mean is None or heard.like is None:
             return None
         if isinstance(heard.mean, tuple):
-            return Ambient.of(self.space, heard.like).point(heard.mean, heard.like)
+            return AmbientSpace.of(self.space, heard.like).to_point(heard.mean, heard.like)
         mean: Tensor = heard.mean.to(heard.like.dtype, copy=True)
         return mean
 

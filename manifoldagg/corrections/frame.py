@@ -21,7 +21,7 @@ from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.kernels.fused import LinearCombination
 from manifoldagg.kernels.tensor_list import as_float64
 from manifoldagg.manifolds import Manifold
-from manifoldagg.manifolds.ambient import FLAT, Ambient
+from manifoldagg.manifolds.ambient import FLAT_AMBIENT, AmbientSpace
 from manifoldagg.manifolds.manifold import check_is_manifold
 
 __all__ = ["GRANULARITIES", "Frame", "require_flat", "room"]
@@ -73,7 +73,7 @@ class Frame:
     points: bool = False
     passage: Passage | None = None
     original: Tensor | None = None
-    ambient: Ambient = FLAT
+    ambient: AmbientSpace = FLAT_AMBIENT
     descent: bool = False
     unread: Mapping[int, float] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class Frame:
         current: Row,
         *,
         segments: Mapping[str, int] | None = None,
-        ambient: Ambient = FLAT,
+        ambient: AmbientSpace = FLAT_AMBIENT,
     ) -> "Frame":
         """The frame of control points in a flat space, rows: $v_i$ = `points[i]` - `base`.
 
@@ -416,7 +416,7 @@ class Frame:
         """
         if self.ambient.leaves:
             lines, _, minus = self._read(coefficients)
-            return self.ambient.kept(self.rows, lines, minus=minus, dtype=dtype or self.dtype)
+            return self.ambient.for_state(self.rows, lines, minus=minus, dtype=dtype or self.dtype)
         apart = dtype is not None or isinstance(self.current, tuple)
         return self.combine(None, coefficients, out=self.blank(dtype) if apart else None)
 
@@ -424,7 +424,7 @@ class Frame:
         r"""$\sum_j c_j\, r_j$ in float64, of low-rank leaves of any rank: what comes between two readings."""
         if self.ambient.leaves:
             lines, _, minus = self._read(coefficients)
-            return self.ambient.exact(self.rows, lines, minus=minus)
+            return self.ambient.combine_exact(self.rows, lines, minus=minus)
         return self.combine(None, coefficients, out=self.blank(torch.float64))
 
     def goal(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: TensorList) -> LinearCombination:

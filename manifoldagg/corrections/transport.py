@@ -12,7 +12,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import gram
 from manifoldagg.manifolds import Manifold, check_point, check_tangent, formulas
 from manifoldagg.manifolds.manifold import Leaf
-from manifoldagg.manifolds.validate import check_reach
+from manifoldagg.manifolds.validate import check_injectivity_radius
 
 __all__ = ["RUNGS", "TRANSPORTS", "Passage", "Transport", "log_within_reach"]
 
@@ -112,18 +112,18 @@ class Passage:
         tangents = rows.view(len(rows), *self.current.shape)
         grams = []
         for leaf in self.leaves:
-            part = leaf.of(tangents)
+            part = leaf.select(tangents)
             grams.append(
-                gram(part.flatten(1))[0] if leaf.space.flat else _inner(leaf.space, leaf.of(self.current), part)
+                gram(part.flatten(1))[0] if leaf.space.flat else _inner(leaf.space, leaf.select(self.current), part)
             )
         return torch.stack(grams)
 
     def _carry(self, start: Tensor, end: Tensor, u: Tensor) -> Tensor:
         carried = []
         for leaf, kind in zip(self.leaves, self.transports, strict=True):
-            v = leaf.of(u)
-            x = leaf.of(start).expand_as(v)
-            y = leaf.of(end).expand_as(v)
+            v = leaf.select(u)
+            x = leaf.select(start).expand_as(v)
+            y = leaf.select(end).expand_as(v)
             if kind.method == "parallel":
                 v = leaf.space._transport(x, y, v)
             elif kind.method == "ladder":
@@ -143,7 +143,7 @@ def log_within_reach(space: Manifold, x: Tensor, points: Tensor, what: str) -> T
     """
     log = space._log(x.expand_as(points), points)
     try:
-        check_reach(space, x, log)
+        check_injectivity_radius(space, x, log)
     except ArgumentError as error:
         raise ArgumentError(f"{what}: {error}") from None
     return log

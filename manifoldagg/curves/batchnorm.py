@@ -69,12 +69,12 @@ def refreshed(
         DivergenceError: if a statistic is not finite, naming it.
     """
     if not norms:
-        return loss.carried
-    fresh = loss.carrying()
+        return loss.buffers
+    fresh = loss.with_buffers()
     for norm in norms:
         for buffer, value in ((norm.running_mean, 0), (norm.running_var, 1), (norm.num_batches_tracked, 0)):
             if buffer is not None:
-                fresh.own(buffer).fill_(value)
+                fresh.replacement_of(buffer).fill_(value)
     read = False
     with evaluating(loss.model), torch.no_grad():
         for norm in norms:
@@ -87,7 +87,7 @@ def refreshed(
             read = True
     if not read:
         raise ArgumentError("batches: expected at least one batch, got none")
-    carried = fresh.carried
+    carried = fresh.buffers
     statistics = {id(buffer) for norm in norms for buffer in (norm.running_mean, norm.running_var)}
     for name, tensor in tensors_of(loss.model).items():
         if id(tensor) in statistics and not bool(carried[name].isfinite().all()):

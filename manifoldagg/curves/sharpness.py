@@ -11,7 +11,7 @@ from manifoldagg._validation import check_number
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import Loss, Manifold, formulas
 from manifoldagg.manifolds.manifold import Point
-from manifoldagg.manifolds.optimizers import carry, lower
+from manifoldagg.manifolds.optimizers import lower, transport_momentum
 
 __all__ = ["ASAM", "SAM", "Sharpness", "sharp_gradient"]
 
@@ -136,7 +136,7 @@ def sharp_gradient(
         raise DivergenceError(f"the loss is {there.item()} uphill, at {sharpness}; try a smaller radius")
     if not space.flat:
         with torch.no_grad():
-            slope = carry(space, uphill, theta.detach(), space._gradient(uphill, slope))
+            slope = transport_momentum(space, uphill, theta.detach(), space._gradient(uphill, slope))
         slope = lower(space, theta, slope)
     return value, slope
 

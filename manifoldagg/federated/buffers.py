@@ -267,10 +267,10 @@ def of_model(
     if not isinstance(space, ParameterSpace):
         raise ArgumentError(f"carried: expected a ParameterSpace to carry them, got {type(space).__name__}")
     try:
-        space.layout.check_carried(carried)
+        space.layout.check_buffers(carried)
     except StateDictError as error:
         raise StateDictError(f"carried: {error}") from None
-    chosen = policies(space.layout.carried, patterns)
+    chosen = policies(space.layout.buffers, patterns)
     return Packed.of(chosen, {name: carried[name].detach() for name in chosen}), chosen
 
 

@@ -15,7 +15,7 @@ from manifoldagg.federated.types import Update
 from manifoldagg.federated.weights import MOST
 from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Manifold
-from manifoldagg.manifolds.ambient import Ambient
+from manifoldagg.manifolds.ambient import AmbientSpace
 from manifoldagg.manifolds.formulas import norm
 
 __all__ = ["UNLIMITED", "Checks", "norm_of", "scaled_back"]
@@ -209,7 +209,7 @@ def scaled_back(space: Manifold, base: Tensor, points: Tensor, kept: float) -> T
 
 def _nearest(space: Manifold, base: Tensor, points: Tensor, kept: float) -> Tensor:
     """For each point the one of low rank that is nearest to where it would be scaled back to."""
-    return torch.stack([Ambient.of(space, base).combine(base, [row], [kept], minus=[base]) for row in points])
+    return torch.stack([AmbientSpace.of(space, base).combine(base, [row], [kept], minus=[base]) for row in points])
 
 
 def _reach(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
@@ -220,7 +220,7 @@ def _reach(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None
     if space.flat or space.ambient:
         rows = [*ends] if space.ambient else [row.flatten() for row in ends]
         start = base if space.ambient else base.flatten()
-        inner = Ambient.of(space, base).gram(rows, minus=[start] * len(rows))[0]
+        inner = AmbientSpace.of(space, base).gram(rows, minus=[start] * len(rows))[0]
         lengths = inner.diagonal().clamp(min=0).sqrt()
         product = inner[len(points) - 1, -1]
     else:

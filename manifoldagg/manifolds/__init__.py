@@ -9,7 +9,7 @@ from manifoldagg.manifolds.layout import Layout
 from manifoldagg.manifolds.lora.lowrank import LowRank
 from manifoldagg.manifolds.loss import Loss, ModelLoss
 from manifoldagg.manifolds.manifold import PRIMITIVES, Leaf, Manifold
-from manifoldagg.manifolds.mean import Mean, RunningMean, karcher_mean
+from manifoldagg.manifolds.mean import KarcherMean, RunningMean, karcher_mean
 from manifoldagg.manifolds.operations import distance, geodesic, norm, pole_ladder, schild_ladder
 from manifoldagg.manifolds.optimizers import RiemannianAdam, RiemannianSGD
 from manifoldagg.manifolds.parameters import ParameterSpace
@@ -28,13 +28,13 @@ __all__ = [
     "PRIMITIVES",
     "Flat",
     "Grassmann",
+    "KarcherMean",
     "Layout",
     "Leaf",
     "Lorentz",
     "Loss",
     "LowRank",
     "Manifold",
-    "Mean",
     "ModelLoss",
     "ParameterSpace",
     "PoincareBall",

@@ -13,20 +13,20 @@ from manifoldagg.manifolds.layout import Entry, Layout
 from manifoldagg.manifolds.manifold import Manifold
 from manifoldagg.manifolds.power import Power
 
-__all__ = ["Assignment", "assigned", "declared"]
+__all__ = ["Assignment", "assign_manifolds", "declared_manifolds"]
 
 Assignment = Mapping[str, Any]
 """Name or glob pattern to a `Manifold`, or to a geoopt manifold."""
 
 
-def declared(model: nn.Module) -> dict[str, Any]:
+def declared_manifolds(model: nn.Module) -> dict[str, Any]:
     """The manifolds that a module's parameters bring themselves, by name."""
     brought = {name: getattr(parameter, "manifold", None) for name, parameter in model.named_parameters()}
     return {name: manifold for name, manifold in brought.items() if manifold is not None}
 
 
-def assigned(
-    layout: Layout, manifolds: Assignment | None, brought: Assignment | None = None
+def assign_manifolds(
+    layout: Layout, manifolds: Assignment | None, defaults: Assignment | None = None
 ) -> tuple[tuple[str, Manifold], ...]:
     """(leaf, space) for each curved leaf.
 
@@ -40,7 +40,7 @@ def assigned(
     """
     if not isinstance(manifolds, Mapping | None):
         raise ArgumentError(f"manifolds: expected a mapping of name or pattern to space, got {short_repr(manifolds)}")
-    if not manifolds and not brought:
+    if not manifolds and not defaults:
         return ()
     said = manifolds or {}
     for name in said:
@@ -54,9 +54,9 @@ def assigned(
         patterns += [p for p in said if p not in patterns and any(fnmatch.fnmatchcase(name, p) for name in names)]
         matched |= set(patterns)
         if patterns:
-            space = _fitted(leaf, said[patterns[0]], patterns[0])
+            space = _fit_space(leaf, said[patterns[0]], patterns[0])
         else:
-            space = _fitted(leaf, (brought or {}).get(leaf.name), leaf.name)
+            space = _fit_space(leaf, (defaults or {}).get(leaf.name), leaf.name)
         if not space.flat:
             pairs.append((leaf.name, space))
     if odd := [pattern for pattern in said if pattern not in matched]:
@@ -64,7 +64,7 @@ def assigned(
     return tuple(pairs)
 
 
-def _fitted(leaf: Entry, space: Any, name: str) -> Manifold:
+def _fit_space(leaf: Entry, space: Any, name: str) -> Manifold:
     """The space of a whole leaf, said under `name`: itself, or as many copies as the leaf has further axes for."""
     if space is None:
         return Flat(leaf.size)

@@ -44,26 +44,26 @@ class Delegate(Composite):
 
     @property
     @abc.abstractmethod
-    def inside(self) -> Manifold:
+    def base_space(self) -> Manifold:
         """The space that is asked."""
 
     @property
     def spaces(self) -> tuple[Manifold, ...]:
-        return (self.inside,)
+        return (self.base_space,)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.inside.shape
+        return self.base_space.shape
 
-    def _unwritten(self, formula: str, *arguments: Any) -> Tensor:
-        value: Tensor = getattr(self.inside, f"_{formula}")(*arguments)
+    def _missing(self, formula: str, *arguments: Any) -> Tensor:
+        value: Tensor = getattr(self.base_space, f"_{formula}")(*arguments)
         return value
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        return self.inside._gradient(x, derivative)
+        return self.base_space._gradient(x, derivative)
 
     def _invariant(self, x: Point) -> Tensor:
-        return self.inside._invariant(x)
+        return self.base_space._invariant(x)
 
     def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
-        return self.inside.leaves(x)
+        return self.base_space.leaves(x)

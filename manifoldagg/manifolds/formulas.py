@@ -41,7 +41,7 @@ def pole_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int 
         middle = geodesic(space, start, end, 0.5)
         return -space._log(end, space._exp(middle, -space._log(middle, space._exp(start, v))))
 
-    return _climb(rung, space, x, y, u, rungs)
+    return _transport_by_ladder(rung, space, x, y, u, rungs)
 
 
 def schild_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int = 1) -> Tensor:
@@ -51,13 +51,13 @@ def schild_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: in
         middle = geodesic(space, space._exp(start, v), end, 0.5)
         return space._log(end, space._exp(start, 2 * space._log(start, middle)))
 
-    return _climb(rung, space, x, y, u, rungs)
+    return _transport_by_ladder(rung, space, x, y, u, rungs)
 
 
 Rung = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _climb(rung: Rung, space: Manifold, x: Tensor, y: Tensor, u: Tensor, rungs: int) -> Tensor:
+def _transport_by_ladder(rung: Rung, space: Manifold, x: Tensor, y: Tensor, u: Tensor, rungs: int) -> Tensor:
     """`rungs` ladder steps along the geodesic from `x` to `y`."""
     start = x
     for i in range(1, rungs + 1):

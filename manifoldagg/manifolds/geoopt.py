@@ -15,7 +15,7 @@ from manifoldagg._validation import check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
-from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent, Tensors
+from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, NamedTensors, Point, Scalar, Tangent
 from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.sphere import Sphere
@@ -39,7 +39,7 @@ BALLS = (
 )
 EXACT = {geoopt.SphereExact: geoopt.Sphere, geoopt.EuclideanStiefelExact: geoopt.EuclideanStiefel}
 PRODUCTS = (geoopt.ProductManifold, geoopt.StereographicProductManifold)
-REFUSED = {
+UNSUPPORTED = {
     geoopt.Scaled: "its expmap is scaled, its inner is not",
     geoopt.CanonicalStiefel: "its proju is no projection and its expmap no geodesic; EuclideanStiefel has both",
     geoopt.BirkhoffPolytope: "its proju is no projection, its expmap a retraction, its projx an iteration cut short",
@@ -50,10 +50,10 @@ METHODS = {"inner": "inner", "exp": "expmap", "log": "logmap", "transport": "tra
 METHODS |= {"project": "projx", "project_tangent": "proju", "gradient": "egrad2rgrad"}
 """What geoopt calls the primitives."""
 
-THEIRS = PRIMITIVES - {"inverse_retract"}
+GEOOPT_PRIMITIVES = PRIMITIVES - {"inverse_retract"}
 """Those that geoopt has a method or a number for."""
 
-BASIC = frozenset({"inner", "project", "project_tangent", "random_tangent"})
+ASSUMED_PRIMITIVES = frozenset({"inner", "project", "project_tangent", "random_tangent"})
 
 
 def from_geoopt(
@@ -107,26 +107,26 @@ def from_geoopt(
         manifold = manifold.manifold
     if not isinstance(manifold, geoopt.Manifold):
         raise ArgumentError(f"manifold: expected a geoopt manifold or a tensor on one, got {short_repr(manifold)}")
-    known = _is_known(manifold, vouched=capabilities is not None or injectivity_radius is not None)
+    known = _is_known(manifold, has_claims=capabilities is not None or injectivity_radius is not None)
     if known and type(manifold) in PRODUCTS:
         leaves = zip(manifold.manifolds, manifold.shapes, strict=True)
         product = Product(tuple((str(i), from_geoopt(*leaf)) for i, leaf in enumerate(leaves)))
-        copies = () if shape is None else _fitting("shape", manifold, shape)[:-1]
+        copies = () if shape is None else _check_sizes("shape", manifold, shape)[:-1]
         return Power(product, copies) if copies else product
-    snapshot = _read(manifold) if known else _vouched(manifold, capabilities, injectivity_radius)
+    snapshot = _freeze_known(manifold) if known else _freeze_declared(manifold, capabilities, injectivity_radius)
     module = snapshot.module
     if shape is None:
         if module.ndim == 0:
             raise ArgumentError(f"shape: expected the shape of a leaf: {snapshot} has points without axes")
         return GeooptManifold(snapshot, (-1,) * int(module.ndim))
-    sizes = _fitting("shape", module, shape) or (1,)
+    sizes = _check_sizes("shape", module, shape) or (1,)
     own = 0 if type(module) is geoopt.Euclidean else len(sizes) - module.ndim
     space = snapshot.space(sizes[own:])
     return Power(space, sizes[:own]) if own else space
 
 
 @dataclass(frozen=True, repr=False)
-class Snapshot:
+class FrozenGeooptManifold:
     """A geoopt manifold as a value: a copy in float64 that no one trains, and what of it holds.
 
     Attributes:
@@ -145,7 +145,7 @@ class Snapshot:
     def __post_init__(self) -> None:
         module = copy.deepcopy(self.module).cpu().double().requires_grad_(False)
         object.__setattr__(self, "module", module)
-        object.__setattr__(self, "content", _content(module))
+        object.__setattr__(self, "content", _content_key(module))
 
     def __repr__(self) -> str:
         numbers = [f"{name}={value.item():g}" for name, value in self.module.state_dict().items() if value.ndim == 0]
@@ -154,7 +154,7 @@ class Snapshot:
     def space(self, sizes: tuple[int, ...]) -> Manifold:
         """The space of points of this shape."""
         if self.declared is None:
-            return OURS[type(self.module)](self.module, *sizes)
+            return NATIVE_SPACES[type(self.module)](self.module, *sizes)
         return GeooptManifold(self, sizes)
 
 
@@ -176,7 +176,7 @@ class GeooptManifold(Manifold):
         ((-1,), tensor([0.0000, 1.5708]))
     """
 
-    manifold: Snapshot
+    manifold: FrozenGeooptManifold
     sizes: tuple[int, ...]
 
     @property
@@ -186,7 +186,7 @@ class GeooptManifold(Manifold):
     @property
     def capabilities(self) -> frozenset[str]:  # type: ignore[override]  # of the manifold, not of the class
         """What holds of geoopt's formulas or of ours, or is vouched for."""
-        if self._open:
+        if self._has_open_sizes:
             return self.manifold.space((2,) * len(self.sizes)).capabilities - {"random_point"}
         return self.manifold.declared or frozenset()
 
@@ -196,16 +196,16 @@ class GeooptManifold(Manifold):
         return self.manifold.symmetric
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        return self._unwritten("gradient", x, derivative)
+        return self._missing("gradient", x, derivative)
 
     def _injectivity_radius(self, x: Point) -> Scalar:
-        self._need("injectivity_radius")
-        if self._open:
-            return self._at(x)._injectivity_radius(x)
-        return x.new_full(self._batch(x.shape), self.manifold.radius or math.nan)
+        self._require("injectivity_radius")
+        if self._has_open_sizes:
+            return self._sized_space(x)._injectivity_radius(x)
+        return x.new_full(self._batch_shape(x.shape), self.manifold.radius or math.nan)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        self._need("random_point")
+        self._require("random_point")
         module = self.manifold.module
         radius = self.manifold.radius or math.inf
         # Where a sphere is projected from, coordinates are infinite: half a radian from the origin is far enough.
@@ -218,12 +218,12 @@ class GeooptManifold(Manifold):
         return point.to(generator.device, dtype)
 
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        self._need("random_tangent")
-        if self._open:
-            return self._at(x)._random_tangent(x, generator)
+        self._require("random_tangent")
+        if self._has_open_sizes:
+            return self._sized_space(x)._random_tangent(x, generator)
         a = x.detach().double()
         size = math.prod(self.sizes)
-        batch = self._batch(x.shape)
+        batch = self._batch_shape(x.shape)
         # B takes coordinates e_i to tangents P e_i; B (B*B)^(-1/2), on the range of B*B, is an isometry.
         units = torch.eye(size, dtype=a.dtype, device=a.device).reshape(size, *(1 for _ in batch), *self.sizes)
         tangents = self._project_tangent(a, units.expand(size, *x.shape))
@@ -236,44 +236,46 @@ class GeooptManifold(Manifold):
         along = weighted.squeeze(-1).movedim(-1, 0).reshape(size, *batch, *(1 for _ in self.sizes))
         return self._project_tangent(a, (along * tangents).sum(0)).to(x.dtype)
 
-    def _check(self, points: Tensors, *, tangents: Tensors | None = None, vectors: Tensors | None = None) -> None:
+    def _check(
+        self, points: NamedTensors, *, tangents: NamedTensors | None = None, vectors: NamedTensors | None = None
+    ) -> None:
         super()._check(points, tangents=tangents, vectors=vectors)
-        if self._open:
+        if self._has_open_sizes:
             # All have the size of the first.
             first = next(iter((points | (vectors or {})).values()))
-            self._at(first)._check(points, tangents=tangents, vectors=vectors)
+            self._sized_space(first)._check(points, tangents=tangents, vectors=vectors)
 
     @property
-    def _open(self) -> bool:
+    def _has_open_sizes(self) -> bool:
         return -1 in self.sizes
 
-    def _at(self, x: Tensor) -> Manifold:
+    def _sized_space(self, x: Tensor) -> Manifold:
         """The space of the size of these points."""
-        return self.manifold.space(_fitting("x", self.manifold.module, x.shape[x.ndim - len(self.sizes) :]))
+        return self.manifold.space(_check_sizes("x", self.manifold.module, x.shape[x.ndim - len(self.sizes) :]))
 
-    def _unwritten(self, formula: str, *arguments: Any) -> Tensor:
+    def _missing(self, formula: str, *arguments: Any) -> Tensor:
         """The formula by geoopt's method of the same meaning."""
-        self._need("project_tangent" if formula == "gradient" else formula)
+        self._require("project_tangent" if formula == "gradient" else formula)
         x, *others = arguments
-        if self._open:
-            answer: Tensor = getattr(self._at(x), f"_{formula}")(x, *others)
+        if self._has_open_sizes:
+            answer: Tensor = getattr(self._sized_space(x), f"_{formula}")(x, *others)
             return answer
         module = self.manifold.module
         method = getattr(module if x.is_cpu else copy.deepcopy(module).to(x.device), METHODS[formula])
         parts = torch.broadcast_tensors(*(tensor.as_subclass(Tensor).double() for tensor in (x, *others)))
         # Without keepdim a Stereographic's inner has another shape on a batch.
         value: Tensor = method(*parts, keepdim=True) if formula == "inner" else method(*parts)
-        return value.reshape(self._batch(parts[0].shape) if formula == "inner" else parts[0].shape).to(x.dtype)
+        return value.reshape(self._batch_shape(parts[0].shape) if formula == "inner" else parts[0].shape).to(x.dtype)
 
-    def _need(self, primitive: str) -> None:
+    def _require(self, primitive: str) -> None:
         if primitive not in self.capabilities:
-            raise self._lacks(primitive)
+            raise self._not_implemented(primitive)
 
-    def _batch(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _batch_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(shape[: len(shape) - len(self.sizes)])
 
 
-OURS: dict[Any, Callable[..., Manifold]] = {
+NATIVE_SPACES: dict[Any, Callable[..., Manifold]] = {
     geoopt.Euclidean: lambda _, *sizes: Power(Flat(sizes[-1]), sizes[:-1]) if sizes[1:] else Flat(*sizes),
     geoopt.Sphere: lambda _, n: Sphere(n),
     geoopt.Stereographic: lambda manifold, n: PoincareBall(n, curvature=manifold.k.item()),
@@ -283,65 +285,67 @@ OURS: dict[Any, Callable[..., Manifold]] = {
 }
 
 
-def is_geoopt(given: object) -> bool:
+def is_geoopt(value: object) -> bool:
     """Whether `from_geoopt` knows what to make of it."""
-    return isinstance(given, geoopt.Manifold | geoopt.ManifoldTensor)
+    return isinstance(value, geoopt.Manifold | geoopt.ManifoldTensor)
 
 
-def _is_known(manifold: Any, *, vouched: bool) -> bool:
+def _is_known(manifold: Any, *, has_claims: bool) -> bool:
     """Whether the class itself is geoopt's, and what holds of it is not for others to say."""
     kind = type(manifold)
-    for refused, reason in REFUSED.items():
-        if kind is refused or (isinstance(manifold, refused) and not vouched):
+    for refused, reason in UNSUPPORTED.items():
+        if kind is refused or (isinstance(manifold, refused) and not has_claims):
             raise ArgumentError(f"manifold: geoopt.{refused.__name__} keeps too little to be a space: {reason}")
-    known = kind in {*OURS, *EXACT, *BALLS, *PRODUCTS}
-    if known and vouched:
+    known = kind in {*NATIVE_SPACES, *EXACT, *BALLS, *PRODUCTS}
+    if known and has_claims:
         raise ArgumentError(f"capabilities: expected None: what holds of geoopt.{kind.__name__} is known")
     return known
 
 
-def _read(manifold: Any) -> Snapshot:
+def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
     """What holds of a manifold of geoopt, in one form for each geometry."""
     kind = type(manifold)
     if kind in BALLS:
         k = _curvature(manifold)
         if k.item() < 0:
-            return Snapshot(geoopt.Stereographic(k))
+            return FrozenGeooptManifold(geoopt.Stereographic(k))
         radius = math.pi / math.sqrt(k.item()) if k.item() > 0 else math.inf
-        return Snapshot(geoopt.StereographicExact(k), THEIRS, radius, symmetric=True)
+        return FrozenGeooptManifold(geoopt.StereographicExact(k), GEOOPT_PRIMITIVES, radius, symmetric=True)
     if kind is geoopt.Lorentz:
         k = _curvature(manifold)
         if k.item() != 1:
             # With velocity 0 its expmap moves a point by 1e-8, and its logmap has no digits below 1e-4.
             raise ArgumentError(f"manifold: expected geoopt.Lorentz with k = 1, got {k:g}; a PoincareBall has any")
-        return Snapshot(geoopt.Lorentz(k))
+        return FrozenGeooptManifold(geoopt.Lorentz(k))
     if isinstance(manifold, geoopt.Sphere) and manifold.projector is not None:
         return _subsphere(manifold.projector)
     if isinstance(manifold, geoopt.SymmetricPositiveDefinite) and manifold.default_metric.value != "AIM":
         given = f"{manifold.default_metric.value}, whose expmap and inner are those of AIM"
         raise ArgumentError(f"manifold: expected geoopt.SymmetricPositiveDefinite with the metric AIM, got {given}")
-    return Snapshot(EXACT[kind]() if kind in EXACT else manifold)
+    return FrozenGeooptManifold(EXACT[kind]() if kind in EXACT else manifold)
 
 
-def _vouched(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> Snapshot:
+def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> FrozenGeooptManifold:
     """A manifold that only its author knows."""
     if not isinstance(manifold.ndim, int):
         raise ArgumentError(f"manifold: expected one with an ndim, got {manifold.ndim!r}")
     if not isinstance(capabilities, Collection | None):
         raise ArgumentError(f"capabilities: expected names of primitives, got {capabilities!r}")
     draws = {"random_point"} if type(manifold).random is not geoopt.Manifold.random else set()
-    declared = BASIC | draws if capabilities is None else frozenset(capabilities)
+    declared = ASSUMED_PRIMITIVES | draws if capabilities is None else frozenset(capabilities)
     if radius is not None:
         radius = radius if radius == math.inf else check_number("injectivity_radius", radius, above=0)
         declared |= {"injectivity_radius"}
     elif "injectivity_radius" in declared:
         raise ArgumentError("injectivity_radius: expected a number, as the capabilities name it")
-    odd = sorted(map(str, declared - THEIRS))
+    odd = sorted(map(str, declared - GEOOPT_PRIMITIVES))
     if odd:
-        raise ArgumentError(f"capabilities: expected some of {', '.join(sorted(THEIRS))}; got {', '.join(odd)}")
+        raise ArgumentError(
+            f"capabilities: expected some of {', '.join(sorted(GEOOPT_PRIMITIVES))}; got {', '.join(odd)}"
+        )
     if "random_tangent" in declared and not {"inner", "project_tangent"} <= declared:
         raise ArgumentError("capabilities: random_tangent needs inner and project_tangent")
-    return Snapshot(manifold, declared, radius)
+    return FrozenGeooptManifold(manifold, declared, radius)
 
 
 def _curvature(manifold: Any) -> Tensor:
@@ -351,7 +355,7 @@ def _curvature(manifold: Any) -> Tensor:
     return torch.tensor(check_number("manifold: k", manifold.k.item()), dtype=torch.float64)
 
 
-def _subsphere(projector: Tensor) -> Snapshot:
+def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
     """The unit sphere of the range of a projector."""
     if projector.ndim != 2:
         raise ArgumentError(f"manifold: expected a Sphere in one subspace, got projectors {tuple(projector.shape)}")
@@ -361,10 +365,12 @@ def _subsphere(projector: Tensor) -> Snapshot:
         # It takes the eigenvalues to 0 and 1, with twice the digits each time.
         p = 3 * p @ p - 2 * p @ p @ p
     sphere.projector = (p + p.mT) / 2
-    return Snapshot(sphere, BASIC | {"retract", "injectivity_radius", "random_point"}, math.pi, symmetric=True)
+    return FrozenGeooptManifold(
+        sphere, ASSUMED_PRIMITIVES | {"retract", "injectivity_radius", "random_point"}, math.pi, symmetric=True
+    )
 
 
-def _fitting(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """`shape`, if points of the manifold, or copies of them, have it."""
     if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
         raise ArgumentError(f"{name}: expected a shape of positive integers, got {shape!r}")
@@ -380,18 +386,18 @@ def _fitting(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...
     return sizes
 
 
-def _content(value: Any) -> Hashable:
+def _content_key(value: Any) -> Hashable:
     """What makes two values equal: classes, numbers and tensors, whatever holds them."""
     match value:
         case nn.Module():
             own = vars(value).keys() - vars(nn.Module()).keys() | {"_parameters", "_buffers", "_modules"}
-            return type(value), _content({name: vars(value)[name] for name in own})
+            return type(value), _content_key({name: vars(value)[name] for name in own})
         case Tensor():
             return str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes()
         case dict():
-            return tuple((key, _content(value[key])) for key in sorted(value, key=str))
+            return tuple((key, _content_key(value[key])) for key in sorted(value, key=str))
         case list() | tuple():
-            return tuple(_content(item) for item in value)
+            return tuple(_content_key(item) for item in value)
         case Hashable():
             return value
         case _:

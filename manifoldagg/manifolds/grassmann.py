@@ -11,7 +11,7 @@ from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
-from manifoldagg.manifolds.matrix import across, eye, matrix_exp, polar, sym
+from manifoldagg.manifolds.matrix import eye, matrix_exp, orthogonal_part, polar, sym
 
 __all__ = ["Grassmann"]
 
@@ -88,8 +88,8 @@ class Grassmann(Embedded):
         turn, cosines, basis = polar(b.mT @ a)
         step = b @ turn - a
         # Small angles keep their digits here; Θ / sin Θ is smooth in the cosine, and loses none to it.
-        beside = across(a, step)
-        _, sinc = _cos_and_sinc(_squares(eye(turn) + sym(a.mT @ step), cosines.clamp(max=1).acos(), basis))
+        beside = orthogonal_part(a, step)
+        _, sinc = _cos_and_sinc(_squared_angles(eye(turn) + sym(a.mT @ step), cosines.clamp(max=1).acos(), basis))
         # An inverse: forward derivatives of a solve carry no derivatives themselves.
         tangent: Tensor = beside @ torch.linalg.inv(sinc)
         return tangent.to(x.dtype)
@@ -104,7 +104,7 @@ class Grassmann(Embedded):
         return (reflected @ turn.mT).to(u.dtype)
 
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        return across(x.double(), u.double()).to(u.dtype)
+        return orthogonal_part(x.double(), u.double()).to(u.dtype)
 
     def _project(self, x: Point) -> Point:
         point, _, _ = polar(x.double())
@@ -118,7 +118,7 @@ class Grassmann(Embedded):
         turn, _, _ = polar(y.double().mT @ a)
         aligned = y.double() @ turn
         # The part beside x of the nearest basis keeps the digits of a small angle.
-        tangent: Tensor = across(a, aligned - a) @ torch.linalg.inv(a.mT @ aligned)
+        tangent: Tensor = orthogonal_part(a, aligned - a) @ torch.linalg.inv(a.mT @ aligned)
         return tangent.to(x.dtype)
 
     def _injectivity_radius(self, x: Point) -> Scalar:
@@ -148,7 +148,7 @@ def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
     return sym(upper[..., :p]), sym(upper[..., p:]) / scale
 
 
-def _squares(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
+def _squared_angles(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
     """The S with cos √S = `cosine`, whose angles and eigenvectors are known, with its first two derivatives.
 
     Newton's step adds nothing at a solution, and one right order to the derivatives each time that it is taken.

@@ -11,11 +11,11 @@ from torch import Tensor
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
-from manifoldagg.manifolds.smooth import dot, joined
+from manifoldagg.manifolds.smooth import dot, series_or
 
 __all__ = ["Lorentz", "PoincareBall"]
 
-FARTHEST_DRAW = 0.6
+MAX_SAMPLE_RADIUS = 0.6
 """How far from the centre of a ball its points are drawn, in radii."""
 
 
@@ -76,27 +76,27 @@ class PoincareBall(Manifold):
         return (self.n,)
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        a = self._unit(x)
+        a = self._to_unit_ball(x)
         return (dot(u.double(), v.double()) * (2 / (1 - dot(a, a))).square()).squeeze(-1).to(u.dtype)
 
     def _exp(self, x: Point, u: Tangent) -> Point:
         # 1 - tanh² = 1 / cosh²: the difference would cancel far out.
-        return self._moved(x, u, _tanhc_of_square, lambda square: _cosh_of_square(square).square().reciprocal())
+        return self._mobius_add(x, u, _tanhc_of_square, lambda square: _cosh_of_square(square).square().reciprocal())
 
     def _log(self, x: Point, y: Point) -> Tangent:
-        a = self._unit(x)
-        b = self._unit(y)
+        a = self._to_unit_ball(x)
+        b = self._to_unit_ball(y)
         d = b - a
         alpha = 1 - dot(a, a)
         beta = 1 - dot(b, b)
         apart = dot(d, d)
         # q = sinh²(r/2) keeps its digits at both ends; artanh |(-x) ⊕ y|, the same distance, has none left near 1.
         q = apart / (alpha * beta)
-        return self._scaled(_arsinhc_of_square(q) * (alpha * d - apart * a) / (beta * (1 + q).sqrt()), x)
+        return self._from_unit_ball(_arsinhc_of_square(q) * (alpha * d - apart * a) / (beta * (1 + q).sqrt()), x)
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        a = self._unit(x)
-        b = self._unit(y)
+        a = self._to_unit_ball(x)
+        b = self._to_unit_ball(y)
         v = u.double()
         d = b - a
         square = dot(a, a)
@@ -113,21 +113,21 @@ class PoincareBall(Manifold):
         return u
 
     def _project(self, x: Point) -> Point:
-        a = self._unit(x)
+        a = self._to_unit_ball(x)
         eps = torch.finfo(x.dtype).eps
         square = dot(a, a)
         # Rounding a coordinate to x's dtype moves a length by less than ε: what was brought back stays inside.
         outside = square >= (1 - 2 * eps) ** 2
         # Inside, the root of 0 would make the derivative NaN, though its branch is not taken.
         length = torch.where(outside, square, torch.ones_like(square)).sqrt()
-        return torch.where(outside, self._scaled((1 - 4 * eps) / length * a, x), x)
+        return torch.where(outside, self._from_unit_ball((1 - 4 * eps) / length * a, x), x)
 
     def _retract(self, x: Point, u: Tangent) -> Point:
         # t / √(1 + t²) = t - t³/2 + ..., where tanh t = t - t³/3 + ...: exp to second order.
-        return self._moved(x, u, lambda square: (1 + square).rsqrt(), lambda square: (1 + square).reciprocal())
+        return self._mobius_add(x, u, lambda square: (1 + square).rsqrt(), lambda square: (1 + square).reciprocal())
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        a = self._unit(x)
+        a = self._to_unit_ball(x)
         return (((1 - dot(a, a)) / 2).square() * derivative.double()).to(x.dtype)
 
     def _injectivity_radius(self, x: Point) -> Scalar:
@@ -139,22 +139,22 @@ class PoincareBall(Manifold):
         level = torch.rand(*batch, 1, generator=generator, dtype=torch.float64, device=generator.device)
         a = noise.double()
         # The volume within a radius grows with its n-th power.
-        return self._scaled(FARTHEST_DRAW * level ** (1 / self.n) * a / dot(a, a).sqrt(), noise)
+        return self._from_unit_ball(MAX_SAMPLE_RADIUS * level ** (1 / self.n) * a / dot(a, a).sqrt(), noise)
 
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
-        a = self._unit(x)
+        a = self._to_unit_ball(x)
         return ((1 - dot(a, a)) / 2 * noise.double()).to(x.dtype)
 
-    def _moved(
+    def _mobius_add(
         self, x: Tensor, u: Tensor, shorten: Callable[[Tensor], Tensor], rest: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """x + p with the addition of Möbius.
 
         p is v = u / (1 - |x|²), times what `shorten` makes of |v|², so that it ends within 1; `rest` is 1 - |p|².
         """
-        a = self._unit(x)
-        v = self._unit(u)
+        a = self._to_unit_ball(x)
+        v = self._to_unit_ball(u)
         square = dot(a, a)
         alpha = 1 - square
         speed = dot(v, v) / alpha.square()
@@ -168,13 +168,13 @@ class PoincareBall(Manifold):
         both = a + p
         inward = onward < 0
         scale = alpha / torch.where(inward, dot(both, both) + alpha * left, 1 + 2 * onward + square * far)
-        return self._scaled(a + scale * torch.where(inward, both - left * a, p + far * a), x)
+        return self._from_unit_ball(a + scale * torch.where(inward, both - left * a, p + far * a), x)
 
-    def _unit(self, x: Tensor) -> Tensor:
+    def _to_unit_ball(self, x: Tensor) -> Tensor:
         """In the ball of radius 1 and curvature -1."""
         return x.double() if self.curvature == -1 else math.sqrt(-self.curvature) * x.double()
 
-    def _scaled(self, a: Tensor, like: Tensor) -> Tensor:
+    def _from_unit_ball(self, a: Tensor, like: Tensor) -> Tensor:
         """Back from the ball of radius 1."""
         return (a if self.curvature == -1 else a / math.sqrt(-self.curvature)).to(like.dtype)
 
@@ -230,18 +230,18 @@ class Lorentz(Manifold):
         return _minkowski(u.double(), v.double()).squeeze(-1).to(u.dtype)
 
     def _exp(self, x: Point, u: Tangent) -> Point:
-        a0, a = _read(x)
+        a0, a = _time_and_space(x)
         v = u[..., 1:].double()
         along = dot(a, v) / a0
-        square = _square(a0, a, v, along)
+        square = _squared_norm(a0, a, v, along)
         far = _cosh_of_square(square)
         onward = _sinhc_of_square(square)
         # `along` is the time coordinate that the velocity must have to be tangent.
         return torch.cat([far * a0 + onward * along, torch.addcmul(far * a, onward, v)], -1).to(x.dtype)
 
     def _log(self, x: Point, y: Point) -> Tangent:
-        a0, a = _read(x)
-        b0, b = _read(y)
+        a0, a = _time_and_space(x)
+        b0, b = _time_and_space(y)
         d = b - a
         onward = dot(a, d)
         # b₀ - a₀ = (|b|² - |a|²) / (a₀ + b₀), with no difference of large numbers.
@@ -251,8 +251,8 @@ class Lorentz(Manifold):
         return (_arsinhc_of_square(dot(z, z)) * _from_origin(a0, a, z)).to(x.dtype)
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        a0, a = _read(x)
-        b0, b = _read(y)
+        a0, a = _time_and_space(x)
+        b0, b = _time_and_space(y)
         v = u[..., 1:].double()
         d = b - a
         # <y, u> = <y - x, u>, which keeps its digits where y is near.
@@ -263,7 +263,7 @@ class Lorentz(Manifold):
         return torch.cat([dot(b, moved) / b0, moved], -1).to(u.dtype)
 
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        a = torch.cat(_read(x), -1)
+        a = torch.cat(_time_and_space(x), -1)
         v = u.double()
         # Twice: after one pass what is left along x is ε|u|, after two it is ε of what remains.
         for _ in range(2):
@@ -274,9 +274,9 @@ class Lorentz(Manifold):
         return _point(x[..., 1:].double()).to(x.dtype)
 
     def _retract(self, x: Point, u: Tangent) -> Point:
-        a0, a = _read(x)
+        a0, a = _time_and_space(x)
         v = u[..., 1:].double()
-        return _point((1 + _square(a0, a, v, dot(a, v) / a0)).sqrt() * a + v).to(x.dtype)
+        return _point((1 + _squared_norm(a0, a, v, dot(a, v) / a0)).sqrt() * a + v).to(x.dtype)
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
         # The inverse of the metric diag(-1, 1, ..., 1) turns the sign of time.
@@ -295,20 +295,20 @@ class Lorentz(Manifold):
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         shape = (*x.shape[:-1], self.n)
         noise = torch.randn(shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device)
-        return _from_origin(*_read(x), noise.double()).to(x.dtype)
+        return _from_origin(*_time_and_space(x), noise.double()).to(x.dtype)
 
 
 def _minkowski(u: Tensor, v: Tensor) -> Tensor:
     return dot(u[..., 1:], v[..., 1:]) - u[..., :1] * v[..., :1]
 
 
-def _read(x: Tensor) -> tuple[Tensor, Tensor]:
+def _time_and_space(x: Tensor) -> tuple[Tensor, Tensor]:
     """The time and the space coordinates of a point, in float64: the former from the latter."""
     a = x[..., 1:].double()
     return (1 + dot(a, a)).sqrt(), a
 
 
-def _square(a0: Tensor, a: Tensor, v: Tensor, along: Tensor) -> Tensor:
+def _squared_norm(a0: Tensor, a: Tensor, v: Tensor, along: Tensor) -> Tensor:
     """<v, v> of the tangent at a point with these space coordinates and time coordinate, taken at the origin."""
     # |v|² - v₀² cancels far out; boosted to the origin the same tangent has v₀ = 0, and the sum has no minus.
     at_origin = torch.addcmul(v, along / (1 + a0), a, value=-1)
@@ -327,18 +327,18 @@ def _from_origin(a0: Tensor, a: Tensor, v: Tensor) -> Tensor:
 
 
 def _cosh_of_square(s: Tensor) -> Tensor:
-    return joined(s, [1 / math.factorial(2 * k) for k in range(6)], torch.cosh)
+    return series_or(s, [1 / math.factorial(2 * k) for k in range(6)], torch.cosh)
 
 
 def _sinhc_of_square(s: Tensor) -> Tensor:
-    return joined(s, [1 / math.factorial(2 * k + 1) for k in range(6)], lambda t: torch.sinh(t) / t)
+    return series_or(s, [1 / math.factorial(2 * k + 1) for k in range(6)], lambda t: torch.sinh(t) / t)
 
 
 def _tanhc_of_square(s: Tensor) -> Tensor:
     series = [1, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925]
-    return joined(s, series, lambda t: torch.tanh(t) / t)
+    return series_or(s, series, lambda t: torch.tanh(t) / t)
 
 
 def _arsinhc_of_square(s: Tensor) -> Tensor:
     series = [(-1) ** k * math.comb(2 * k, k) / (4**k * (2 * k + 1)) for k in range(6)]
-    return joined(s, series, lambda t: torch.asinh(t) / t)
+    return series_or(s, series, lambda t: torch.asinh(t) / t)

@@ -14,16 +14,25 @@ from manifoldagg._validation import check_choice, is_finite
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels import TensorList
 from manifoldagg.kernels.alloc import in_huge_pages
-from manifoldagg.manifolds.wrapper_prefixes import wrapping
+from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 
-__all__ = ["MASTER_DTYPES", "STATISTICS", "Entry", "Layout", "check_memory", "match_names", "matches", "tensors_of"]
+__all__ = [
+    "BATCH_STATISTICS",
+    "MASTER_DTYPES",
+    "Entry",
+    "Layout",
+    "check_memory",
+    "check_names",
+    "matches_any",
+    "tensors_of",
+]
 
 MASTER_DTYPES = (torch.float32, torch.float64)
-OPAQUE = "_extra_state"
-STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+EXTRA_STATE = "_extra_state"
+BATCH_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """What layers call the statistics of their batches: no parameters, as a step past one would make variances negative."""
-DENSE = (torch.strided, False)
-_stored = attrgetter("layout", "is_meta")
+DENSE_STORAGE = (torch.strided, False)
+_storage = attrgetter("layout", "is_meta")
 _layout = attrgetter("layout")
 _is_cpu = attrgetter("is_cpu")
 _shape = attrgetter("shape")
@@ -45,11 +54,11 @@ class Entry:
 
     @property
     def is_statistic(self) -> bool:
-        """Whether its name is one of `STATISTICS`."""
-        return self.name.rpartition(".")[2] in STATISTICS
+        """Whether its name is one of `BATCH_STATISTICS`."""
+        return self.name.rpartition(".")[2] in BATCH_STATISTICS
 
     @property
-    def counts(self) -> bool:
+    def is_counter(self) -> bool:
         """Whether it is a counter, if it is an integer: a single number, or a statistic."""
         return self.shape == () or self.is_statistic
 
@@ -68,7 +77,7 @@ class Layout:
     """
 
     leaves: tuple[Entry, ...]
-    carried: tuple[Entry, ...] = ()
+    buffers: tuple[Entry, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     dtype: torch.dtype = torch.float32
 
@@ -89,10 +98,12 @@ class Layout:
         owner = {id(p): name for name, p in trainable.items()}
         tensors = tensors_of(model)
         entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-        layout = _sort(entries, {name: owner.get(id(tensor)) for name, tensor in tensors.items()}, dtype)
+        layout = _classify_entries(entries, {name: owner.get(id(tensor)) for name, tensor in tensors.items()}, dtype)
         odd = trainable.keys() ^ {leaf.name for leaf in layout.leaves}
         if odd:
-            raise StateDictError(f"{_listed(odd)}: the state dict does not hold this parameter itself under its name")
+            raise StateDictError(
+                f"{_join_names(odd)}: the state dict does not hold this parameter itself under its name"
+            )
         return layout
 
     @staticmethod
@@ -105,7 +116,7 @@ class Layout:
         tensors = tensors_of(state)
         held = tensors.values()
         names, shapes, dtypes = tuple(tensors), tuple(map(_shape, held)), tuple(map(_dtype, held))
-        return _laid_out(names, shapes, dtypes, _tied(tensors), tuple(buffers), dtype)
+        return _cached_layout(names, shapes, dtypes, _find_tied(tensors), tuple(buffers), dtype)
 
     @cached_property
     def size(self) -> int:
@@ -118,14 +129,14 @@ class Layout:
         return tuple(leaf.size for leaf in self.leaves)
 
     @cached_property
-    def _alike(self) -> dict[str, Any]:
+    def _list_attributes(self) -> dict[str, Any]:
         """What `TensorList` of the leaves would be asked one by one."""
         return {"lengths": self.sizes, "size": self.size, "dtypes": frozenset([leaf.dtype for leaf in self.leaves])}
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
         """What a state dict holds under each name, tied names included."""
-        named = {entry.name: entry for entry in self.leaves + self.carried}
+        named = {entry.name: entry for entry in self.leaves + self.buffers}
         return named | {alias: named[name] for alias, name in self.aliases}
 
     def __hash__(self) -> int:
@@ -133,7 +144,7 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.leaves, self.carried, self.aliases, self.dtype))
+        return hash((self.leaves, self.buffers, self.aliases, self.dtype))
 
     @cached_property
     def _expected(self) -> tuple[list[str], list[torch.Size], list[torch.dtype]]:
@@ -149,29 +160,29 @@ class Layout:
             ArgumentError: naming the model, and what it has in their place.
         """
         if self.size == 0:
-            first = next((f"; {entry.name} is {entry.dtype}" for entry in self.carried), "")
+            first = next((f"; {entry.name} is {entry.dtype}" for entry in self.buffers), "")
             raise ArgumentError(f"{name}: expected floating parameters, got none{first}")
 
-    def check(self, tensors: Mapping[str, Tensor], label: str = "") -> None:
+    def check(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
         """The names, shapes and dtypes of `tensors` must be the layout's, and tied tensors equal.
 
         Raises:
             StateDictError: after `label`, naming the first tensors that are missing, extra, misshaped, of another
                 dtype or untied.
         """
-        self.match(tensors, label)
-        self._check_tied(tensors, label)
+        self.check_entries(tensors, prefix)
+        self._check_tied(tensors, prefix)
 
-    def _check_tied(self, tensors: Mapping[str, Tensor], label: str) -> None:
+    def _check_tied(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
         for alias, name in self.aliases:
             other = tensors[alias]
             own = tensors[name]
-            if not _are_same(other, own):
+            if not _are_equal(other, own):
                 if not is_finite(other):
-                    raise StateDictError(f"{label}{alias}: expected finite values, got NaN or infinity")
-                raise StateDictError(f"{label}{alias}: tied to {name}, but their values differ")
+                    raise StateDictError(f"{prefix}{alias}: expected finite values, got NaN or infinity")
+                raise StateDictError(f"{prefix}{alias}: tied to {name}, but their values differ")
 
-    def match(self, tensors: Mapping[str, Tensor], label: str = "") -> None:
+    def check_entries(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
         """The names, shapes and dtypes of `tensors` must be the layout's, whatever their values, which are in memory.
 
         Raises:
@@ -183,21 +194,23 @@ class Layout:
             len(given) < max(len(names), len(tensors))
             or [*map(_shape, given)] != shapes
             or [*map(_dtype, given)] != dtypes
-            or not _dense(given)
+            or not _are_dense(given)
         ):
-            _match(self.entries, tensors, label)
-        check_memory(tensors, label)
+            _check_entries(self.entries, tensors, prefix)
+        check_memory(tensors, prefix)
 
-    def check_carried(self, tensors: Mapping[str, Tensor]) -> None:
+    def check_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         """The names, shapes and dtypes of `tensors` must be those of what is carried.
 
         Raises:
             StateDictError: as `check`.
         """
-        _match({entry.name: entry for entry in self.carried}, tensors)
+        _check_entries({entry.name: entry for entry in self.buffers}, tensors)
         check_memory(tensors, "")
 
-    def read(self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None) -> list[Tensor]:
+    def read_points(
+        self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None
+    ) -> list[Tensor]:
         """The points (P,) of the tensors of models, by what errors begin with.
 
         Raises:
@@ -216,7 +229,7 @@ class Layout:
             self.check_values(models)
         return points
 
-    def rows(self, models: Mapping[str, Mapping[str, Tensor]], *, own: str = "") -> list[TensorList]:
+    def tensor_lists(self, models: Mapping[str, Mapping[str, Tensor]], *, reference: str = "") -> list[TensorList]:
         """The leaves of models, by what errors begin with: the tensors themselves, on the device of the first.
 
         Args:
@@ -229,12 +242,12 @@ class Layout:
         rows = []
         device = None
         for label, tensors in models.items():
-            check_memory(tensors, label) if label == own else self.match(tensors, label)
+            check_memory(tensors, label) if label == reference else self.check_entries(tensors, label)
             self._check_tied(tensors, label)
             row = TensorList([tensors[leaf.name] for leaf in self.leaves])
             device = device or row[0].device
             row = row if row.devices == {device} else TensorList([tensor.to(device) for tensor in row])
-            row.__dict__.update(self._alike, device=device)
+            row.__dict__.update(self._list_attributes, device=device)
             rows.append(row)
         return rows
 
@@ -249,11 +262,11 @@ class Layout:
                 if not is_finite(tensors[leaf.name]):
                     raise StateDictError(f"{label}{leaf.name}: expected finite values, got NaN or infinity")
 
-    def named(self, row: Sequence[Tensor], carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_state_dict(self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state dict of these leaves, tied names sharing one, with what is carried."""
-        leaves = {leaf.name: tensor for leaf, tensor in zip(self.leaves, row, strict=True)}
+        leaves = {leaf.name: tensor for leaf, tensor in zip(self.leaves, tensors, strict=True)}
         leaves |= {alias: leaves[name] for alias, name in self.aliases}
-        return leaves | {**carried}
+        return leaves | {**buffers}
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
         """Each leaf, under all its names, in its own shape and dtype: a view of `point` (P,) where dtypes agree."""
@@ -264,7 +277,7 @@ class Layout:
         return views | {alias: views[name] for alias, name in self.aliases}
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
     """Whether one of several glob patterns is that of a name, in upper and lower case as they are.
 
     Example:
@@ -288,13 +301,13 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     else:
         raise ArgumentError(f"source: expected a torch.nn.Module or a state dict, got {type(source).__name__}")
     usual = set(map(type, entries.values())) <= {Tensor, nn.Parameter} and set(map(type, entries)) <= {str}
-    if usual and OPAQUE not in "".join(entries) and _dense(entries.values()):
+    if usual and EXTRA_STATE not in "".join(entries) and _are_dense(entries.values()):
         return entries  # each of hundreds asked one by one takes longer than a step of them
     tensors = {}
     for name, tensor in entries.items():
         if not isinstance(name, str):
             raise StateDictError(f"source: expected names, got {name!r}")
-        if name.rpartition(".")[2] == OPAQUE:
+        if name.rpartition(".")[2] == EXTRA_STATE:
             continue
         if not isinstance(tensor, Tensor):
             raise StateDictError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
@@ -307,7 +320,7 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def match_names(expected: Set[str], given: Set[str], label: str = "") -> None:
+def check_names(expected: Set[str], given: Set[str], prefix: str = "") -> None:
     """Exactly these names.
 
     Raises:
@@ -315,30 +328,30 @@ def match_names(expected: Set[str], given: Set[str], label: str = "") -> None:
     """
     for problem, names in (("missing", expected - given), ("extra", given - expected)):
         if names:
-            raise StateDictError(f"{label}{problem}: {_listed(names)}{wrapping(given, expected)}")
+            raise StateDictError(f"{prefix}{problem}: {_join_names(names)}{wrapper_hint(given, expected)}")
 
 
-def _match(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], label: str = "") -> None:
+def _check_entries(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
     """Exactly these names, with these shapes and dtypes."""
-    match_names(entries.keys(), tensors.keys(), label)
+    check_names(entries.keys(), tensors.keys(), prefix)
     for name, entry in entries.items():
         given = tensors[name]
         if tuple(given.shape) != entry.shape:
-            raise StateDictError(f"{label}{name}: expected shape {entry.shape}, got {tuple(given.shape)}")
+            raise StateDictError(f"{prefix}{name}: expected shape {entry.shape}, got {tuple(given.shape)}")
         if given.dtype != entry.dtype:
-            raise StateDictError(f"{label}{name}: expected {entry.dtype}, got {given.dtype}")
-        if _stored(given) != DENSE:
+            raise StateDictError(f"{prefix}{name}: expected {entry.dtype}, got {given.dtype}")
+        if _storage(given) != DENSE_STORAGE:
             what = "on the meta device" if given.is_meta else given.layout
-            raise StateDictError(f"{label}{name}: expected a dense tensor with values, got one {what}")
+            raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {what}")
 
 
-def _dense(tensors: Collection[Tensor]) -> bool:
+def _are_dense(tensors: Collection[Tensor]) -> bool:
     """Whether all are dense, with values: asked of all at once, as that takes half the time of two questions each."""
     dense = set(map(_layout, tensors)) <= {torch.strided}
-    return dense and (all(map(_is_cpu, tensors)) or set(map(_stored, tensors)) <= {DENSE})
+    return dense and (all(map(_is_cpu, tensors)) or set(map(_storage, tensors)) <= {DENSE_STORAGE})
 
 
-def _are_same(x: Tensor, y: Tensor) -> bool:
+def _are_equal(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors of one shape and dtype have the same values, or are the same."""
     if x is y or (x.data_ptr() == y.data_ptr() and x.stride() == y.stride() and x.device == y.device):
         return True
@@ -347,7 +360,7 @@ def _are_same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x, y)
 
 
-def check_memory(tensors: Mapping[str, Tensor], label: str) -> None:
+def check_memory(tensors: Mapping[str, Tensor], prefix: str) -> None:
     """No tensor's memory was freed, as sharded training frees that of whole parameters: to read it ends the process.
 
     Raises:
@@ -361,10 +374,10 @@ def check_memory(tensors: Mapping[str, Tensor], label: str) -> None:
     for name, tensor in tensors.items():
         # Neither what has no entries has an address, nor zeros that torch never wrote down.
         if tensor.numel() and not tensor.data_ptr() and not torch._is_zerotensor(tensor):
-            raise StateDictError(f"{label}{name}: expected a tensor with memory, got one whose memory was freed")
+            raise StateDictError(f"{prefix}{name}: expected a tensor with memory, got one whose memory was freed")
 
 
-def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
+def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
     """(name, the first one) for each floating tensor that is another one: the same entries of the same storage."""
     addresses = [*map(Tensor.data_ptr, tensors.values())]
     if len(set(addresses)) == len(addresses):
@@ -381,7 +394,7 @@ def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
 
 # Kept by content: whoever aggregates state dicts brings the same names, shapes and dtypes each time.
 @lru_cache(maxsize=64)
-def _laid_out(
+def _cached_layout(
     names: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...],
@@ -395,14 +408,14 @@ def _laid_out(
     first: dict[str, str] = {}
     for entry in entries:
         carried = not entry.dtype.is_floating_point or entry.is_statistic
-        carried = carried or matches(entry.name, buffers)
+        carried = carried or matches_any(entry.name, buffers)
         place = dict(tied).get(entry.name, entry.name)
         # Of tied tensors the first that is a leaf owns the place: one before it may match a pattern.
         owners[entry.name] = None if carried else first.setdefault(place, entry.name)
-    return _sort(entries, owners, dtype)
+    return _classify_entries(entries, owners, dtype)
 
 
-def _sort(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: torch.dtype | None) -> Layout:
+def _classify_entries(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: torch.dtype | None) -> Layout:
     """Sort entries into leaves, carried ones, which nobody owns, and aliases, which another one owns."""
     leaves = []
     carried = []
@@ -420,7 +433,7 @@ def _sort(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: tor
     return Layout(tuple(leaves), tuple(carried), tuple(aliases), dtype)
 
 
-def _listed(names: Iterable[str], most: int = 3) -> str:
+def _join_names(names: Iterable[str], max_names: int = 3) -> str:
     ordered = sorted(map(str, names))
-    rest = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return ", ".join(ordered[:most]) + rest
+    rest = f" and {len(ordered) - max_names} more" if len(ordered) > max_names else ""
+    return ", ".join(ordered[:max_names]) + rest

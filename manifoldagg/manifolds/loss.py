@@ -42,7 +42,7 @@ class ModelLoss:
     layout: Layout
     model: nn.Module
     criterion: Callable[[Any, Any], Tensor]
-    held: dict[str, Tensor]
+    replacements: dict[str, Tensor]
 
     def __call__(self, theta: Tensor, batch: Any) -> Tensor:
         check_shape("theta", theta, self.layout.size)
@@ -51,20 +51,20 @@ class ModelLoss:
 
     def output(self, theta: Tensor, *args: Any, **options: Any) -> Any:
         r"""$f_\theta$ of what a module takes."""
-        return torch.func.functional_call(self.model, self.layout.views(theta) | self.held, args, options)
+        return torch.func.functional_call(self.model, self.layout.views(theta) | self.replacements, args, options)
 
     @property
-    def carried(self) -> dict[str, Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers as they are by now, and of frozen parameters, by their names in a state dict."""
         tensors = tensors_of(self.model)
-        return {entry.name: self.own(tensors[entry.name]).detach().clone() for entry in self.layout.carried}
+        return {entry.name: self.replacement_of(tensors[entry.name]).detach().clone() for entry in self.layout.buffers}
 
-    def own(self, tensor: Tensor) -> Tensor:
+    def replacement_of(self, tensor: Tensor) -> Tensor:
         """What takes the place of a buffer or a frozen parameter of the module; itself where nothing does."""
         name = self._names().get(id(tensor))
-        return tensor if name is None else self.held.get(name, tensor)
+        return tensor if name is None else self.replacements.get(name, tensor)
 
-    def carrying(self, carried: Mapping[str, Tensor] | None = None) -> "ModelLoss":
+    def with_buffers(self, buffers: Mapping[str, Tensor] | None = None) -> "ModelLoss":
         """The same loss with buffers of its own, so that training with one does not show in the other.
 
         Args:
@@ -73,21 +73,21 @@ class ModelLoss:
         Raises:
             StateDictError: naming what is not carried, or does not fit.
         """
-        held = {name: buffer.detach().clone() for name, buffer in self.held.items()}
-        if carried is None:
-            return replace(self, held=held)
-        self.layout.check_carried(carried)
+        held = {name: buffer.detach().clone() for name, buffer in self.replacements.items()}
+        if buffers is None:
+            return replace(self, replacements=held)
+        self.layout.check_buffers(buffers)
         tensors = tensors_of(self.model)
         names = self._names()
-        for entry in self.layout.carried:
+        for entry in self.layout.buffers:
             tensor = tensors[entry.name]
             name = names.get(id(tensor))
             if name is None:
                 continue
-            given = carried[entry.name].detach().to(tensor.device)
+            given = buffers[entry.name].detach().to(tensor.device)
             # Nobody writes a frozen parameter, which may be most of the model.
             held[name] = given if isinstance(tensor, nn.Parameter) else given.clone()
-        return replace(self, held=held)
+        return replace(self, replacements=held)
 
     def _names(self) -> dict[int, str]:
         """The names under which `functional_call` replaces tensors of the module: one for each, however often tied."""

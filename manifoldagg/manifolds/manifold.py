@@ -12,12 +12,12 @@ from torch import Tensor
 from manifoldagg._validation import check_shape, short_repr
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["CHECKED", "PRIMITIVES", "Leaf", "Manifold", "check_is_manifold"]
+__all__ = ["CHECKED_METHODS", "PRIMITIVES", "Leaf", "Manifold", "check_is_manifold"]
 
 Point = Float[Tensor, "..."]
 Tangent = Float[Tensor, "..."]
 Scalar = Float[Tensor, "..."]
-Tensors = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 
 PRIMITIVES = frozenset(
     {
@@ -36,7 +36,7 @@ PRIMITIVES = frozenset(
 )
 """The names that a space can declare in its `capabilities`."""
 
-CHECKED = PRIMITIVES | {"gradient", "invariant"}
+CHECKED_METHODS = PRIMITIVES | {"gradient", "invariant"}
 """The methods that check their tensors, and call the formula of the same name with an underscore."""
 
 
@@ -54,12 +54,12 @@ class Leaf:
     name: str
     space: "Manifold"
     part: slice
-    stored: torch.dtype | None = None
+    storage_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.space}" if self.name else str(self.space)
 
-    def of(self, points: Tensor) -> Tensor:
+    def select(self, points: Tensor) -> Tensor:
         """The part of points or tangents (*batch, *shape): a view (*batch, *leaf.space.shape)."""
         return points[..., self.part].view(*points.shape[:-1], *self.space.shape) if self.name else points
 
@@ -93,7 +93,7 @@ class Manifold(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in CHECKED:
+        for name in CHECKED_METHODS:
             if name in vars(cls) and f"_{name}" not in vars(cls):
                 raise ArgumentError(
                     f"{cls.__name__}: write _{name}, which {name} calls once it has checked its tensors"
@@ -186,37 +186,37 @@ class Manifold(abc.ABC):
         return (Leaf("", self, slice(0, x.shape[x.ndim - len(self.shape) :].numel())),)
 
     def _inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        return self._unwritten("inner", x, u, v)
+        return self._missing("inner", x, u, v)
 
     def _exp(self, x: Tensor, u: Tensor) -> Tensor:
-        return self._unwritten("exp", x, u)
+        return self._missing("exp", x, u)
 
     def _log(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._unwritten("log", x, y)
+        return self._missing("log", x, y)
 
     def _transport(self, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
-        return self._unwritten("transport", x, y, u)
+        return self._missing("transport", x, y, u)
 
     def _project_tangent(self, x: Tensor, u: Tensor) -> Tensor:
-        return self._unwritten("project_tangent", x, u)
+        return self._missing("project_tangent", x, u)
 
     def _project(self, x: Tensor) -> Tensor:
-        return self._unwritten("project", x)
+        return self._missing("project", x)
 
     def _retract(self, x: Tensor, u: Tensor) -> Tensor:
-        return self._unwritten("retract", x, u)
+        return self._missing("retract", x, u)
 
     def _inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._unwritten("inverse_retract", x, y)
+        return self._missing("inverse_retract", x, y)
 
     def _injectivity_radius(self, x: Tensor) -> Tensor:
-        return self._unwritten("injectivity_radius", x)
+        return self._missing("injectivity_radius", x)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        return self._unwritten("random_point", batch, generator, dtype)
+        return self._missing("random_point", batch, generator, dtype)
 
     def _random_tangent(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        return self._unwritten("random_tangent", x, generator)
+        return self._missing("random_tangent", x, generator)
 
     def _gradient(self, x: Tensor, derivative: Tensor) -> Tensor:
         """The one of a metric that is the dot product of coordinates."""
@@ -225,11 +225,13 @@ class Manifold(abc.ABC):
     def _invariant(self, x: Tensor) -> Tensor:
         return x
 
-    def _unwritten(self, formula: str, *arguments: Any) -> Tensor:
+    def _missing(self, formula: str, *arguments: Any) -> Tensor:
         """What answers for a formula that the class has not written: here nobody, in a space made of others they."""
-        raise self._lacks(formula)
+        raise self._not_implemented(formula)
 
-    def _check(self, points: Tensors, *, tangents: Tensors | None = None, vectors: Tensors | None = None) -> None:
+    def _check(
+        self, points: NamedTensors, *, tangents: NamedTensors | None = None, vectors: NamedTensors | None = None
+    ) -> None:
         """Trailing shapes are the space's, dtypes and devices agree: of points, tangents at "x", any vectors."""
         # Written out: the compiler of torch 2.6 knows no union of dicts.
         tensors = {**points, **(tangents or {}), **(vectors or {})}
@@ -242,7 +244,7 @@ class Manifold(abc.ABC):
                 given = f"{tensor.dtype} on {tensor.device}"
                 raise ArgumentError(f"{name}: expected {expected} as the other arguments, got {given}")
 
-    def _lacks(self, primitive: str) -> NotImplementedError:
+    def _not_implemented(self, primitive: str) -> NotImplementedError:
         return NotImplementedError(f"{self} has no {primitive}")
 
 

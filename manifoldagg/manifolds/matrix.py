@@ -7,7 +7,7 @@ from torch import Tensor
 
 from manifoldagg.kernels.operands import needs_autograd_path
 
-__all__ = ["across", "differentiable_log", "eye", "matrix_exp", "polar", "skew", "sym"]
+__all__ = ["differentiable_log", "eye", "matrix_exp", "orthogonal_part", "polar", "skew", "sym"]
 
 
 def matrix_exp(a: Tensor) -> Tensor:
@@ -69,13 +69,13 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         residual = z - q @ sym(q.mT @ z)
         change = (residual - torch.where(sound, 0.0, residual.detach())) @ basis
         along = basis.mT @ start.mT @ change
-        q = q + (start @ basis @ (2 * skew(along) / pairs) + across(start, change) * inverse) @ right
+        q = q + (start @ basis @ (2 * skew(along) / pairs) + orthogonal_part(start, change) * inverse) @ right
         # An error in qᵀ q is squared.
         q = q @ (3 * eye(right) - q.mT @ q) / 2
     return q, values, basis
 
 
-def across(x: Tensor, u: Tensor) -> Tensor:
+def orthogonal_part(x: Tensor, u: Tensor) -> Tensor:
     """The part of `u` orthogonal to the columns of `x`; twice: after one pass ε‖u‖ is left, then ε of what remains."""
     once = u - x @ (x.mT @ u)
     return once - x @ (x.mT @ once)

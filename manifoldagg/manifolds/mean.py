@@ -10,15 +10,15 @@ from manifoldagg._validation import check_count, check_finite, check_number, che
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import formulas
-from manifoldagg.manifolds.ambient import Ambient
+from manifoldagg.manifolds.ambient import AmbientSpace
 from manifoldagg.manifolds.manifold import Manifold, Point, check_is_manifold
 from manifoldagg.manifolds.span import Span
 
-__all__ = ["Mean", "RunningMean", "karcher_mean", "mean_in_span"]
+__all__ = ["KarcherMean", "RunningMean", "karcher_mean", "mean_in_span"]
 
 
 @dataclass(frozen=True)
-class Mean:
+class KarcherMean:
     r"""A mean and its certificate.
 
     Attributes:
@@ -43,7 +43,7 @@ def karcher_mean(
     *,
     tolerance: float = 1e-12,
     max_steps: int = 100,
-) -> Mean:
+) -> KarcherMean:
     r"""The minimiser of $\sum_i w_i\, d(m, x_i)^2$.
 
     By the fixed point $m \leftarrow \exp_m s \sum_i w_i \log_m x_i$, with $s = 1$, halved where the sum does not
@@ -88,7 +88,7 @@ def karcher_mean(
     check_number("tolerance", tolerance, at_least=0)
     check_count("max_steps", max_steps)
     spread = points.ndim - len(space.shape)
-    w = _normalised(weights, points.shape[:spread], points)
+    w = _normalise_weights(weights, points.shape[:spread], points)
     if space.ambient:
         return _ambient_mean(space, points, w, tolerance)
     if spread == 1 and not needs_autograd_path([points, w]):
@@ -125,23 +125,23 @@ def karcher_mean(
         step = torch.where(keep, onward, step)
         residual = torch.where(better, left, residual)
     done = bool((residual <= allowed).all())
-    return Mean(m.squeeze(spread - 1).to(points.dtype), residual.squeeze(-1), steps, done)
+    return KarcherMean(m.squeeze(spread - 1).to(points.dtype), residual.squeeze(-1), steps, done)
 
 
 def mean_in_span(
     space: Manifold, span: Span, weights: Float[Tensor, " k"], *, tolerance: float, max_steps: int
-) -> Mean:
+) -> KarcherMean:
     """The mean of the points of a span, with weights of sum 1: one combination of them, found by its coefficients."""
     w = weights.detach().cpu()
-    corners = span.corners
-    found = Mean(corners[0], w.new_zeros(()), 1, True)
-    if not span.flat:
+    corners = span.point_coefficients
+    found = KarcherMean(corners[0], w.new_zeros(()), 1, True)
+    if not span.is_flat:
         found = karcher_mean(span.spheres, corners, w[span.order], tolerance=tolerance, max_steps=max_steps)
     point = span.point(w, found.point)
-    return Mean(point.view(space.shape), found.residual.to(point.device), found.steps, found.converged)
+    return KarcherMean(point.view(space.shape), found.residual.to(point.device), found.steps, found.converged)
 
 
-def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> Mean:
+def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> KarcherMean:
     """The points nearest to weighted sums in the space around them, and what of the rest is tangent there."""
     if needs_autograd_path([points, weights]):
         raise ArgumentError("points: expected no derivative to be followed, a mean of low-rank leaves has none here")
@@ -151,16 +151,16 @@ def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: f
     every = points.reshape(-1, k, *points.shape[weights.ndim :]).double()
     for rows, w in zip(every, weights.reshape(-1, k).tolist(), strict=True):
         start = rows[w.index(max(w))]
-        ambient = Ambient.of(space, start)
+        ambient = AmbientSpace.of(space, start)
         # Of differences to the heaviest: a point that has all the weight is the mean, bit for bit.
         mean = ambient.combine(start, [*rows], w, minus=[start] * k)
         means.append(mean)
-        lengths.append(ambient.tangent([*rows], w, mean))
+        lengths.append(ambient.tangent_lengths([*rows], w, mean))
     residual = torch.tensor([length for length, _ in lengths], dtype=torch.float64, device=points.device)
     done = all(length <= tolerance * max(1.0, size) for length, size in lengths)
     shape = points.shape[: weights.ndim - 1]
     point = torch.stack(means).to(points.dtype).view(*shape, *points.shape[weights.ndim :])
-    return Mean(point, residual.view(shape), 1, done)
+    return KarcherMean(point, residual.view(shape), 1, done)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ class RunningMean:
     Example:
         >>> import torch
         >>> from manifoldagg.manifolds import Flat
-        >>> mean = RunningMean(Flat(1), torch.tensor([1.0])).updated(torch.tensor([2.0])).updated(torch.tensor([6.0]))
+        >>> mean = RunningMean(Flat(1),
+        torch.tensor([1.0])).with_point(torch.tensor([2.0])).with_point(torch.tensor([6.0]))
         >>> mean.point, mean.weight
         (tensor([3.]), 3.0)
     """
@@ -195,7 +196,7 @@ class RunningMean:
         self.space._check({"point": self.point})
         check_number("weight", self.weight, at_least=0)
 
-    def updated(self, x: Point, weight: float = 1.0) -> "RunningMean":
+    def with_point(self, x: Point, weight: float = 1.0) -> "RunningMean":
         """With one more point (*batch, *shape) of this weight.
 
         Raises:
@@ -208,7 +209,7 @@ class RunningMean:
         return RunningMean(self.space, formulas.geodesic(self.space, self.point, x, weight / total), total)
 
 
-def _normalised(weights: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
+def _normalise_weights(weights: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     """The weights in float64 with sum 1, one for each point."""
     if shape[-1] == 0:
         raise ArgumentError("points: expected at least one point for each mean, got none")

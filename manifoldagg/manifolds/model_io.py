@@ -12,22 +12,32 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import TensorList
 from manifoldagg.kernels.operands import check_no_alias
-from manifoldagg.manifolds.layout import OPAQUE, Layout
+from manifoldagg.manifolds.layout import EXTRA_STATE, Layout
 
-__all__ = ["Array", "Given", "Model", "check_separate", "like", "opened", "row_of", "tensors", "write"]
+__all__ = [
+    "Array",
+    "Model",
+    "ModelsByPrefix",
+    "as_tensors",
+    "check_no_overlap",
+    "convert_like",
+    "copy_into",
+    "open_for_write",
+    "writable_leaves",
+]
 
-TENSORS = {Tensor, torch.nn.Parameter}
+TENSOR_TYPES = {Tensor, torch.nn.Parameter}
 """What most models consist of."""
 _is_cpu = attrgetter("is_cpu")
 
 Array = Tensor | np.ndarray | np.generic
 Model = Mapping[Any, Array] | Sequence[Array]
 """A state dict, or a list of arrays."""
-Given = Mapping[str, Mapping[str, Tensor]]
+ModelsByPrefix = Mapping[str, Mapping[str, Tensor]]
 """The tensors of several models, each by what messages about it begin with."""
 
 
-def tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor]:
+def as_tensors(name: str, model: Any, *, writable: bool = False) -> dict[str, Tensor]:
     """The entries of a model as tensors over the same memory, which are `written` or only read."""
     entries = model if isinstance(model, Mapping) else dict(_entries(name, model))
     keys = [*entries] if set(map(type, entries)) <= {str} else [*map(str, entries)]
@@ -35,39 +45,39 @@ def tensors(name: str, model: Any, *, written: bool = False) -> dict[str, Tensor
     if len(found) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ArgumentError(f"{name}: expected names that differ as strings, got {twice!r} twice")
-    if OPAQUE in "".join(keys):
-        found = {key: x for key, x in found.items() if key.rpartition(".")[2] != OPAQUE}
-    if not set(map(type, found.values())) <= TENSORS:
+    if EXTRA_STATE in "".join(keys):
+        found = {key: x for key, x in found.items() if key.rpartition(".")[2] != EXTRA_STATE}
+    if not set(map(type, found.values())) <= TENSOR_TYPES:
         for key, array in found.items():
             if isinstance(array, np.ndarray | np.generic):
-                found[key] = _over(f"{name}: {key}", array, written)
+                found[key] = _tensor_over(f"{name}: {key}", array, writable)
             elif not isinstance(array, Tensor):
                 raise ArgumentError(f"{name}: {key}: expected a tensor or an array, got {type(array).__name__}")
     return found
 
 
-def _over(name: str, array: Any, written: bool) -> Tensor:
+def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
     """A tensor over the memory of an array; over a copy where torch knows no such memory."""
     apart = not (isinstance(array, np.ndarray) and array.dtype.isnative and min(array.strides, default=0) >= 0)
-    if written and (apart or not array.flags.writeable):
+    if writable and (apart or not array.flags.writeable):
         raise ArgumentError(f"{name}: expected a writable array in the byte order of this machine")
     try:
         if apart:
             return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
         # torch has no tensors that are read only, and warns of arrays that are.
-        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Open(array)))
+        return torch.from_numpy(array if array.flags.writeable else np.asarray(_ReadOnlyArray(array)))
     except (TypeError, ValueError):
         raise ArgumentError(f"{name}: expected a numeric array, got dtype {array.dtype}") from None
 
 
-def opened(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a model to write into, into which nothing can fail to be written but by an overlap.
 
     Raises:
         ArgumentError: if they are not those of the layout, on the devices of `current`.
     """
-    target = tensors("out", out, written=True)
-    layout.match(target, "out: ")
+    target = as_tensors("out", out, writable=True)
+    layout.check_entries(target, "out: ")
     if not (all(map(_is_cpu, target.values())) and all(map(_is_cpu, current.values()))):
         for name, tensor in target.items():
             if tensor.device != current[name].device:
@@ -88,13 +98,13 @@ def _check_writable(target: Mapping[str, Tensor]) -> None:
             raise ArgumentError(f"out: {name}: expected a tensor with memory, got zeros that are not written down")
 
 
-def check_separate(layout: Layout, target: Mapping[str, Tensor], models: Given) -> None:
+def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: ModelsByPrefix) -> None:
     """The tensors of a model to write into share memory neither with one another nor with another entry of `models`.
 
     Raises:
         ArgumentError: if they do.
     """
-    names = [entry.name for entry in (*layout.leaves, *layout.carried)]
+    names = [entry.name for entry in (*layout.leaves, *layout.buffers)]
     names += [alias for alias, name in layout.aliases if target[alias].data_ptr() != target[name].data_ptr()]
     written = TensorList([target[name] for name in names])
     read = [TensorList([model[name] for name in names]) for model in models.values()]
@@ -102,7 +112,7 @@ def check_separate(layout: Layout, target: Mapping[str, Tensor], models: Given) 
     check_no_alias(written, [row for row in read if row.lengths == written.lengths], written.lengths)
 
 
-def row_of(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
+def writable_leaves(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
     """The leaves of a model to write into, and where kernels cannot write there, others."""
     row = TensorList([target[leaf.name] for leaf in layout.leaves])
     if row.is_contiguous and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
@@ -110,17 +120,19 @@ def row_of(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
     return TensorList([torch.empty(x.shape, dtype=x.dtype, device=row[0].device) for x in row])
 
 
-def write(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+def copy_into(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
     """Copy what is not there already: nothing can fail any more."""
     there = [name for name, tensor in target.items() if new[name] is not tensor]
     if there:  # in one call, as hundreds of them take half the time
         torch._foreach_copy_([target[name] for name in there], [new[name] for name in there])
 
 
-def like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Any:
+def convert_like(current: Model, new: Mapping[str, Tensor], current_tensors: Mapping[str, Tensor]) -> Any:
     """`new` as the kind of `current`: its container, order, devices, arrays where arrays were."""
-    plain = type(current) is dict and [*current] == [*now] and set(map(type, current.values())) <= TENSORS
-    if plain and all(map(_is_cpu, now.values())):
+    plain = (
+        type(current) is dict and [*current] == [*current_tensors] and set(map(type, current.values())) <= TENSOR_TYPES
+    )
+    if plain and all(map(_is_cpu, current_tensors.values())):
         return {key: new[str(key)] for key in current}  # on the devices of `now`, as all that is made of it
     entries: dict[Any, Any] = {}
     for key, array in _entries("current", current):
@@ -128,8 +140,8 @@ def like(current: Model, new: Mapping[str, Tensor], now: Mapping[str, Tensor]) -
             entries[key] = copy.deepcopy(array)
             continue
         tensor = new[str(key)]
-        if tensor.device != now[str(key)].device:
-            tensor = tensor.to(now[str(key)].device)
+        if tensor.device != current_tensors[str(key)].device:
+            tensor = tensor.to(current_tensors[str(key)].device)
         entries[key] = tensor if isinstance(array, Tensor) else tensor.numpy().astype(array.dtype, copy=False)
     if isinstance(current, dict):
         same = copy.copy(current)
@@ -150,7 +162,7 @@ def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
     raise ArgumentError(f"{name}: expected a state dict or a list of arrays, got {type(model).__name__}{hint}")
 
 
-class _Open:
+class _ReadOnlyArray:
     """A read-only array, for those who will not write into it; it lives as long as what is made of it."""
 
     def __init__(self, array: np.ndarray) -> None:

@@ -12,17 +12,17 @@ from manifoldagg._validation import check_decay, check_number, check_shape, shor
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, check_is_manifold
-from manifoldagg.manifolds.power import factors
+from manifoldagg.manifolds.power import iter_factors
 
-__all__ = ["RiemannianAdam", "RiemannianSGD", "carry", "lower", "optimizer_on"]
+__all__ = ["RiemannianAdam", "RiemannianSGD", "lower", "optimizer_on", "transport_momentum"]
 
-RUNG = 0.1
+MAX_RUNG_LENGTH = 0.1
 """The longest tangent that a ladder carries; longer ones are carried to scale."""
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 
 
-class _Riemannian(torch.optim.Optimizer):
+class _RiemannianOptimizer(torch.optim.Optimizer):
     """Steps that a subclass finds, taken on the space: `_direction` of a parameter, then `exp`, then `_arrived`."""
 
     def __init__(self, params: Iterable[Any], space: Manifold, retract: bool, defaults: dict[str, Any]) -> None:
@@ -45,10 +45,10 @@ class _Riemannian(torch.optim.Optimizer):
         for group in self.param_groups:
             for x in group["params"]:
                 if x.grad is not None:
-                    self._move(x, self.space._gradient(x, x.grad), group)
+                    self._update_parameter(x, self.space._gradient(x, x.grad), group)
         return value
 
-    def _move(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         direction = self._direction(x, gradient, group)
         rate = group["lr"]
         momentum = self.state[x].get("momentum")
@@ -60,14 +60,14 @@ class _Riemannian(torch.optim.Optimizer):
         if "project" in self.space.capabilities:
             y = self.space._project(y)
         if momentum is not None:
-            momentum.copy_(carry(self.space, x, y, momentum))
+            momentum.copy_(transport_momentum(self.space, x, y, momentum))
         x.copy_(y)
 
     def _direction(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         raise NotImplementedError
 
 
-class RiemannianSGD(_Riemannian):
+class RiemannianSGD(_RiemannianOptimizer):
     r"""$x \leftarrow \exp_x(-\eta m)$ with $m \leftarrow \beta\, \tau(m) + \operatorname{grad} \ell(x)$.
 
     The momentum is carried ($\tau$) along each step as `optimizers.carry` says, and
@@ -127,7 +127,7 @@ class RiemannianSGD(_Riemannian):
         return gradient.add(momentum, alpha=beta) if group["nesterov"] else momentum
 
 
-class RiemannianAdam(_Riemannian):
+class RiemannianAdam(_RiemannianOptimizer):
     r"""Adam whose second moment is one number for each point: $v \leftarrow \beta_2 v + (1 - \beta_2) \|g\|_x^2$.
 
     $$m \leftarrow \beta_1 \tau(m) + (1 - \beta_1)\, g, \qquad
@@ -191,7 +191,7 @@ class RiemannianAdam(_Riemannian):
         late = (1 - second ** state["step"]) ** 0.5
         direction: Tensor = (state["momentum"] / early).contiguous()
         # The parts of `direction` are views of it, which are scaled in place.
-        for leaf, (point, slope, part) in factors(self.space, x, gradient, direction):
+        for leaf, (point, slope, part) in iter_factors(self.space, x, gradient, direction):
             flat = leaf.space.flat
             square = slope.square() if flat else leaf.space._inner(point, slope, slope)
             mean = state["square"].setdefault(leaf.name, torch.zeros_like(square))
@@ -204,7 +204,7 @@ class RiemannianAdam(_Riemannian):
         return direction
 
 
-def carry(space: Manifold, x: Point, y: Point, u: Tangent) -> Tangent:
+def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tangent:
     r"""A tangent at `y` for the tangent `u` at `x`: the best that the space declares.
 
     Parallel transport; or a pole ladder of one rung, linear in `u`, that is exact to third order, where there is none;
@@ -221,7 +221,7 @@ def carry(space: Manifold, x: Point, y: Point, u: Tangent) -> Tangent:
         >>> import torch
         >>> from manifoldagg.manifolds import Sphere
         >>> x, y = torch.eye(2)
-        >>> carry(Sphere(2), x, y, torch.tensor([0.0, 2.0]))
+        >>> transport_momentum(Sphere(2), x, y, torch.tensor([0.0, 2.0]))
         tensor([-2.,  0.])
     """
     if "transport" in space.capabilities:
@@ -230,7 +230,7 @@ def carry(space: Manifold, x: Point, y: Point, u: Tangent) -> Tangent:
     if not {"exp", "log", "inner"} <= space.capabilities:
         return projected
     length = formulas.norm(space, x, u)[(..., *(None for _ in space.shape))]
-    longer = (length / RUNG).clamp(min=1)
+    longer = (length / MAX_RUNG_LENGTH).clamp(min=1)
     moved = longer * space._project_tangent(y, formulas.pole_ladder(space, x, y, u / longer))
     return torch.where(moved.isfinite(), moved, projected)
 
@@ -255,7 +255,10 @@ def lower(space: Manifold, x: Point, gradient: Tangent) -> Tensor:
     return e
 
 
-TWINS: dict[Any, type[_Riemannian]] = {torch.optim.SGD: RiemannianSGD, torch.optim.Adam: RiemannianAdam}
+RIEMANNIAN_EQUIVALENTS: dict[Any, type[_RiemannianOptimizer]] = {
+    torch.optim.SGD: RiemannianSGD,
+    torch.optim.Adam: RiemannianAdam,
+}
 
 
 def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
@@ -280,7 +283,9 @@ def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
     bound = isinstance(optimizer, functools.partial)
     made = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
     args, options = (optimizer.args, optimizer.keywords) if isinstance(optimizer, functools.partial) else ((), {})
-    twin = made if isinstance(made, type) and issubclass(made, _Riemannian) else TWINS.get(made)
+    twin = (
+        made if isinstance(made, type) and issubclass(made, _RiemannianOptimizer) else RIEMANNIAN_EQUIVALENTS.get(made)
+    )
     if space.flat and twin is not made:
         return optimizer
     name = getattr(made, "__name__", short_repr(made))

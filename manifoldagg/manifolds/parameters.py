@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from manifoldagg._validation import check_finite, check_shape, is_finite
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels.alloc import clone
-from manifoldagg.manifolds.assign import Assignment, assigned, declared
+from manifoldagg.manifolds.assign import Assignment, assign_manifolds, declared_manifolds
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.layout import Entry, Layout, tensors_of
@@ -26,8 +26,8 @@ from manifoldagg.manifolds.validate import check_point
 
 __all__ = ["ParameterSpace"]
 
-BEFORE = "..before"
-AFTER = "..after"
+FLAT_PREFIX_SUFFIX = "..before"
+FLAT_TAIL = "..after"
 """Runs of flat leaves; no parameter is called so."""
 
 
@@ -90,7 +90,7 @@ class ParameterSpace(Delegate):
             (('weight', Power(space=Sphere(n=3), copies=(2,))),)
         """
         layout = Layout.of(model, dtype)
-        return ParameterSpace(layout, assigned(layout, manifolds, declared(model)))
+        return ParameterSpace(layout, assign_manifolds(layout, manifolds, declared_manifolds(model)))
 
     @staticmethod
     def of_state_dict(
@@ -144,13 +144,13 @@ class ParameterSpace(Delegate):
         if adapters:
             tensors = tensors_of(state)
             found = Adapters.of(tensors, scaling)
-            layout = Layout.of_state_dict(found.blank(tensors), buffers, dtype)
-            return ParameterSpace(layout, assigned(layout, manifolds, found.spaces), found)
+            layout = Layout.of_state_dict(found.empty_stacked(tensors), buffers, dtype)
+            return ParameterSpace(layout, assign_manifolds(layout, manifolds, found.spaces), found)
         if isinstance(scaling, bool) or scaling != 1.0:
             raise ArgumentError("scaling: expected 1 without `adapters`, whose products are scaled")
         layout = Layout.of_state_dict(state, buffers, dtype)
-        curved = assigned(layout, manifolds)
-        return ParameterSpace(layout, curved) if curved else _flat(layout)
+        curved = assign_manifolds(layout, manifolds)
+        return ParameterSpace(layout, curved) if curved else _flat_space(layout)
 
     @staticmethod
     def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
@@ -189,7 +189,7 @@ class ParameterSpace(Delegate):
             self.adapters.check_space(self.layout, self.manifolds)
 
     @cached_property
-    def inside(self) -> Manifold:
+    def base_space(self) -> Manifold:
         """The geometry alone: flat, or the product of the curved leaves and of the runs of flat ones between."""
         curved = dict(self.manifolds)
         factors = dict[str, Manifold]()
@@ -199,10 +199,10 @@ class ParameterSpace(Delegate):
                 run += leaf.size
                 continue
             if run:
-                factors[f"{leaf.name} {BEFORE}"] = Flat(run)
+                factors[f"{leaf.name} {FLAT_PREFIX_SUFFIX}"] = Flat(run)
             factors[leaf.name] = curved[leaf.name]
             run = 0
-        return Product(factors | ({AFTER: Flat(run)} if run else {})) if curved else Flat(self.layout.size)
+        return Product(factors | ({FLAT_TAIL: Flat(run)} if run else {})) if curved else Flat(self.layout.size)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -216,7 +216,7 @@ class ParameterSpace(Delegate):
     @cached_property
     def flat(self) -> bool:  # type: ignore[override]  # of the leaves, not of the class
         """Whether every leaf is."""
-        return not self.manifolds or self.inside.flat
+        return not self.manifolds or self.base_space.flat
 
     def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
         return self._leaves
@@ -259,7 +259,7 @@ class ParameterSpace(Delegate):
             StateDictError: naming a tensor that is missing, extra, misshaped, of another dtype or not finite.
             ArgumentError: naming a leaf that is off its manifold, and how far.
         """
-        return self._read({"": self.stacked(tensors_of(source), scaling=scaling)}, device, validate)[0]
+        return self._read_points({"": self.stack_factors(tensors_of(source), scaling=scaling)}, device, validate)[0]
 
     def points(self, models: Mapping[str, Mapping[str, Tensor]]) -> list[Float[Tensor, " P"]]:
         """The points of several state dicts of this layout, by what errors begin with; of adapters stacked ones.
@@ -270,20 +270,20 @@ class ParameterSpace(Delegate):
         """
         if not isinstance(models, Mapping):
             raise ArgumentError(f"models: expected a mapping from names to state dicts, got {type(models).__name__}")
-        return self._read(models)
+        return self._read_points(models)
 
-    def carried(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def buffers(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of what is no geometry: frozen parameters, buffers, counters, by name.
 
         Raises:
             StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
         """
-        tensors = self.stacked(tensors_of(source))
+        tensors = self.stack_factors(tensors_of(source))
         self.layout.check(tensors)
-        return {entry.name: tensors[entry.name].detach().clone() for entry in self.layout.carried}
+        return {entry.name: tensors[entry.name].detach().clone() for entry in self.layout.buffers}
 
-    def stacked(
-        self, state: Mapping[str, Tensor], label: str = "", scaling: Scaling | None = None
+    def stack_factors(
+        self, state: Mapping[str, Tensor], prefix: str = "", scaling: Scaling | None = None
     ) -> Mapping[str, Tensor]:
         """A state dict with the leaves of the layout in place of the factors of adapters; itself where there are none.
 
@@ -297,16 +297,16 @@ class ParameterSpace(Delegate):
             ArgumentError: if `scaling` does not.
         """
         if self.adapters is not None:
-            return self.adapters.stacked(state, label, scaling)
+            return self.adapters.stack_factors(state, prefix, scaling)
         if scaling is not None:
             raise ArgumentError("scaling: expected None, as the space has no adapters")
         return state
 
-    def sizes(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A stacked state dict in which of each adapter there is but a number, its size, which knows no gauge."""
-        return stacked if self.adapters is None else self.adapters.sizes(stacked)
+        return stacked if self.adapters is None else self.adapters.gauge_free_norms(stacked)
 
-    def state_dict(self, point: Float[Tensor, " P"], carried: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def state_dict(self, point: Float[Tensor, " P"], buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The state dict at `point`: new tensors in the leaves' dtypes, tied names sharing one; adapters balanced.
 
         Args:
@@ -319,9 +319,9 @@ class ParameterSpace(Delegate):
             StateDictError: naming a tensor of `carried` that is not the layout's, or a leaf whose dtype overflows.
         """
         check_finite("point", check_shape("point", point, *self.shape))
-        if carried is not None:
-            self.layout.check_carried(carried)
-        return self._state_dict(point, carried or {})
+        if buffers is not None:
+            self.layout.check_buffers(buffers)
+        return self._state_dict(point, buffers or {})
 
     def views(self, point: Float[Tensor, " P"]) -> dict[str, Tensor]:
         """The parameters of the state dict at `point`, finite: views of it, but for narrower dtypes and adapters.
@@ -329,7 +329,7 @@ class ParameterSpace(Delegate):
         Raises:
             StateDictError: naming a leaf whose dtype overflows.
         """
-        return self._split(self._views(point))
+        return self._split_factors(self._views(point))
 
     def load(self, model: nn.Module, point: Float[Tensor, " P"]) -> nn.Module:
         """Copy `point` into the parameters of `model`, which is returned; what is carried stays as it is.
@@ -340,7 +340,7 @@ class ParameterSpace(Delegate):
         """
         check_finite("point", check_shape("point", point, *self.shape))
         tensors = tensors_of(model)
-        self.layout.check(self.stacked(tensors))
+        self.layout.check(self.stack_factors(tensors))
         new = self.views(point)
         for name, x in new.items():
             if x.shape != tensors[name].shape:
@@ -384,10 +384,10 @@ class ParameterSpace(Delegate):
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in leaves}
         return ModelLoss(self.layout, model, criterion, buffers)
 
-    def _read(
+    def _read_points(
         self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None, validate: bool = True
     ) -> list[Tensor]:
-        points = self.layout.read(models, device)
+        points = self.layout.read_points(models, device)
         for label, tensors in models.items():
             for name, space in self.manifolds if validate else ():
                 leaf = tensors[name].detach()
@@ -395,12 +395,14 @@ class ParameterSpace(Delegate):
                 check_point(space, leaf.to(self.dtype), name=f"{label}{name}", tolerance=rounding)
         return points
 
-    def _state_dict(self, point: Tensor, carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _state_dict(self, point: Tensor, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         views = self._views(point)
         leaves = [clone(views[leaf.name]) for leaf in self.layout.leaves]
-        return self._split(self.layout.named(leaves, {name: x.detach().clone() for name, x in carried.items()}))
+        return self._split_factors(
+            self.layout.to_state_dict(leaves, {name: x.detach().clone() for name, x in buffers.items()})
+        )
 
-    def _split(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _split_factors(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
         return stacked if self.adapters is None else self.adapters.split(stacked)
 
     def _views(self, point: Tensor) -> dict[str, Tensor]:
@@ -416,5 +418,5 @@ class ParameterSpace(Delegate):
 
 
 @lru_cache(maxsize=64)
-def _flat(layout: Layout) -> ParameterSpace:
+def _flat_space(layout: Layout) -> ParameterSpace:
     return ParameterSpace(layout)

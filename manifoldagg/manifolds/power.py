@@ -11,7 +11,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent, check_is_manifold
 
-__all__ = ["Power", "factors"]
+__all__ = ["Power", "iter_factors"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Power(Delegate):
             check_count("copies", count)
 
     @property
-    def inside(self) -> Manifold:
+    def base_space(self) -> Manifold:
         return self.space
 
     @property
@@ -79,7 +79,7 @@ class Power(Delegate):
         return tuple(range(-len(self.copies), 0))
 
 
-def factors(space: Manifold, *tensors: Tensor) -> Iterator[tuple[Leaf, list[Tensor]]]:
+def iter_factors(space: Manifold, *tensors: Tensor) -> Iterator[tuple[Leaf, list[Tensor]]]:
     """The leaves with their parts of tensors (*batch, *shape), powers as batches of copies of their space.
 
     Example:
@@ -89,10 +89,10 @@ def factors(space: Manifold, *tensors: Tensor) -> Iterator[tuple[Leaf, list[Tens
         [('Sphere(n=2)', torch.Size([5, 3, 2]))]
     """
     for leaf in space.leaves(tensors[0]):
-        parts = [leaf.of(tensor) for tensor in tensors]
+        parts = [leaf.select(tensor) for tensor in tensors]
         if not isinstance(leaf.space, Power):
             yield leaf, parts
             continue
-        for inner, below in factors(leaf.space.space, *parts):
+        for inner, below in iter_factors(leaf.space.space, *parts):
             name = ".".join(filter(None, (leaf.name, inner.name)))
-            yield replace(inner, name=name, stored=leaf.stored or inner.stored), below
+            yield replace(inner, name=name, storage_dtype=leaf.storage_dtype or inner.storage_dtype), below

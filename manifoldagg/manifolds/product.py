@@ -49,7 +49,7 @@ class Product(Composite):
 
     def __init__(self, factors: Mapping[str, Manifold] | tuple[tuple[str, Manifold], ...]) -> None:
         pairs = tuple(factors.items()) if isinstance(factors, Mapping) else factors
-        object.__setattr__(self, "factors", _checked(pairs))
+        object.__setattr__(self, "factors", _check_factors(pairs))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,13 +85,13 @@ class Product(Composite):
         return self._join([parts[name] for name, _ in self.factors])
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        return reduce(torch.add, self._each("_inner", x.double(), u.double(), v.double())).to(u.dtype)
+        return reduce(torch.add, self._map_leaves("_inner", x.double(), u.double(), v.double())).to(u.dtype)
 
-    def _unwritten(self, formula: str, *arguments: Any) -> Tensor:
-        return self._join(self._each(f"_{formula}", *arguments))
+    def _missing(self, formula: str, *arguments: Any) -> Tensor:
+        return self._join(self._map_leaves(f"_{formula}", *arguments))
 
     def _injectivity_radius(self, x: Point) -> Scalar:
-        return reduce(torch.minimum, self._each("_injectivity_radius", x))
+        return reduce(torch.minimum, self._map_leaves("_injectivity_radius", x))
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         return self._join([space._random_point(batch, generator, dtype) for space in self.spaces])
@@ -101,10 +101,10 @@ class Product(Composite):
         return self._join([space._random_tangent(part, generator) for space, part in pairs])
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        return self._join(self._each("_gradient", x, derivative))
+        return self._join(self._map_leaves("_gradient", x, derivative))
 
     def _invariant(self, x: Point) -> Tensor:
-        return torch.cat([part.flatten(x.ndim - 1) for part in self._each("_invariant", x)], -1)
+        return torch.cat([part.flatten(x.ndim - 1) for part in self._map_leaves("_invariant", x)], -1)
 
     def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
         found = []
@@ -113,7 +113,7 @@ class Product(Composite):
             for leaf in space.leaves(part):
                 whole = f"{name}.{leaf.name}" if leaf.name else name
                 place = slice(start + leaf.part.start, start + leaf.part.stop)
-                found.append(Leaf(whole, leaf.space, place, leaf.stored))
+                found.append(Leaf(whole, leaf.space, place, leaf.storage_dtype))
             start += size
         return tuple(found)
 
@@ -132,13 +132,13 @@ class Product(Composite):
         batch = torch.broadcast_shapes(*(part.shape[: part.ndim - len(space.shape)] for space, part in pairs))
         return torch.cat([part.expand(*batch, *space.shape).flatten(len(batch)) for space, part in pairs], -1)
 
-    def _each(self, formula: str, *tensors: Tensor) -> list[Tensor]:
+    def _map_leaves(self, formula: str, *tensors: Tensor) -> list[Tensor]:
         """What the formula of each leaf makes of its parts of the tensors."""
         parts = zip(*map(self._split, tensors), strict=True)
         return [getattr(space, formula)(*own) for space, own in zip(self.spaces, parts, strict=True)]
 
 
-def _checked(factors: object) -> tuple[tuple[str, Manifold], ...]:
+def _check_factors(factors: object) -> tuple[tuple[str, Manifold], ...]:
     """`factors` as (name, space) pairs with distinct names."""
     if not isinstance(factors, tuple) or not factors:
         expected = "a mapping from names to spaces or a tuple of (name, space) pairs, not empty"

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from manifoldagg.kernels.operands import needs_autograd_path
 
-__all__ = ["angle_per_sine", "cos_of_square", "dot", "joined", "sinc_of_square"]
+__all__ = ["angle_per_sine", "cos_of_square", "dot", "series_or", "sinc_of_square"]
 
-NEAR = 1e-3
+SERIES_RADIUS = 1e-3
 """Squared lengths below which a series is used: six of its terms leave an error below 1e-18 there."""
 
 
@@ -21,32 +21,32 @@ def dot(u: Tensor, v: Tensor) -> Tensor:
 
 def cos_of_square(s: Tensor) -> Tensor:
     r"""$\cos\sqrt{s}$ for $s \ge 0$."""
-    return joined(s, [(-1) ** k / math.factorial(2 * k) for k in range(6)], torch.cos)
+    return series_or(s, [(-1) ** k / math.factorial(2 * k) for k in range(6)], torch.cos)
 
 
 def sinc_of_square(s: Tensor) -> Tensor:
     r"""$\sin(\sqrt{s}) / \sqrt{s}$ for $s \ge 0$."""
-    return joined(s, [(-1) ** k / math.factorial(2 * k + 1) for k in range(6)], lambda t: torch.sin(t) / t)
+    return series_or(s, [(-1) ** k / math.factorial(2 * k + 1) for k in range(6)], lambda t: torch.sin(t) / t)
 
 
 def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
     r"""$t / \sin t$ for the angle $t \in [0, \pi)$ with $\sin^2 t = s$ and the given cosine."""
     # arcsin(r)/r = Σ (2k)! / (4^k (k!)² (2k+1)) r^(2k); it is the small angle's only where the cosine is positive.
     series = [math.comb(2 * k, k) / (4**k * (2 * k + 1)) for k in range(6)]
-    return _joined(s, series, lambda t: torch.atan2(t, cosine) / t, cosine > 0)
+    return _series_or(s, series, lambda t: torch.atan2(t, cosine) / t, cosine > 0)
 
 
-def joined(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
+def series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
     r"""A function of $\sqrt{s}$ by its series in $s$ near 0 (six terms), and by `function` beyond."""
-    return _joined(s, series, function, s >= 0)
+    return _series_or(s, series, function, s >= 0)
 
 
-def _joined(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor], may_be_near: Tensor) -> Tensor:
+def _series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor], may_be_near: Tensor) -> Tensor:
     if not needs_autograd_path([s]):
         # Only derivatives need the series: of the value, division by the root loses nothing but at 0 itself.
         root = s.sqrt()
         return torch.where((root == 0) & may_be_near, series[0], function(root))
-    near = (s < NEAR) & may_be_near
+    near = (s < SERIES_RADIUS) & may_be_near
     root = torch.where(near, torch.ones_like(s), s).sqrt()
     return torch.where(near, _polynomial(torch.where(near, s, torch.zeros_like(s)), series), function(root))
 

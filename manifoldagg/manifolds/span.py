@@ -18,7 +18,7 @@ from manifoldagg.manifolds.sphere import Sphere
 
 __all__ = ["Span"]
 
-OFF = 2.0
+MAX_NORM_RATIO = 2.0
 """A factor by which norms may miss 1: their squares are sums about that of one row, and keep their digits so."""
 
 
@@ -38,10 +38,10 @@ class Span:
     """
 
     rows: Sequence[Float[Tensor, " P"]]
-    start: int
+    origin: int
     lengths: tuple[int, ...]
     tolerances: Float64[Tensor, " S"]
-    inner: Float64[Tensor, "R k k"]
+    sphere_grams: Float64[Tensor, "R k k"]
 
     @staticmethod
     def of(space: Manifold, rows: Sequence[Float[Tensor, " P"]], start: int) -> "Span | None":
@@ -67,23 +67,25 @@ class Span:
             # Of a subclass the formulas may be others.
             elif type(within) is Sphere and within.n >= len(rows):
                 lengths += [within.n] * (size // within.n)
-                tolerances += [math.sqrt(torch.finfo(leaf.stored or rows[0].dtype).eps)] * (size // within.n)
+                tolerances += [math.sqrt(torch.finfo(leaf.storage_dtype or rows[0].dtype).eps)] * (size // within.n)
             else:
                 return None
         allowed = torch.tensor(tolerances, dtype=torch.float64, device="cpu")
         found = Span(rows, start, tuple(lengths), allowed, allowed.new_zeros(0, len(rows), len(rows)))
-        if found.flat:
+        if found.is_flat:
             return found
-        inner = gram(found.lines, minus=found.minus, segments=lengths)
+        inner = gram(found.plus, minus=found.minus, segments=lengths)
         # A row of a flat leaf may be too long for its square; what is not finite is looked at by others.
         if not bool(inner.isfinite().all()):
             return None
         found = Span(rows, start, found.lengths, allowed, inner[~allowed.isnan()])
-        near = (found.cosines >= 0).all() & (found.norms > 1 / OFF).all() & (found.norms < OFF).all()
+        near = (
+            (found.cosines >= 0).all() & (found.norms > 1 / MAX_NORM_RATIO).all() & (found.norms < MAX_NORM_RATIO).all()
+        )
         return found if bool(near) else None
 
     @property
-    def flat(self) -> bool:
+    def is_flat(self) -> bool:
         """Whether every leaf is."""
         return bool(self.tolerances.isnan().all())
 
@@ -91,56 +93,56 @@ class Span:
     def lies_on_space(self) -> bool:
         """Whether every point is known to be finite and on its spheres."""
         allowed = self.tolerances[~self.tolerances.isnan()]
-        return not self.flat and bool(((self.norms - 1).abs() <= allowed).all())
+        return not self.is_flat and bool(((self.norms - 1).abs() <= allowed).all())
 
     @cached_property
     def order(self) -> list[int]:
         """The points in the order of the rows: $h$ first."""
-        return [self.start, *(i for i in range(len(self.rows)) if i != self.start)]
+        return [self.origin, *(i for i in range(len(self.rows)) if i != self.origin)]
 
     @property
-    def lines(self) -> list[Tensor]:
+    def plus(self) -> list[Tensor]:
         """What the rows are differences of."""
         return [self.rows[i] for i in self.order]
 
     @property
     def minus(self) -> list[Tensor | None]:
         """And what is subtracted."""
-        return [None, *[self.rows[self.start]] * (len(self.rows) - 1)]
+        return [None, *[self.rows[self.origin]] * (len(self.rows) - 1)]
 
     @cached_property
     def spheres(self) -> "_Spheres":
         """The product of the spheres, whose points are coefficients."""
-        return _Spheres(self.inner)
+        return _Spheres(self.sphere_grams)
 
     @cached_property
     def norms(self) -> Float64[Tensor, "k R"]:
         """Of the points on each sphere, in the order of the rows."""
-        return self.spheres.square(self.corners).squeeze(-1).sqrt()
+        return self.spheres.square(self.point_coefficients).squeeze(-1).sqrt()
 
     @property
     def cosines(self) -> Float64[Tensor, "R k k"]:
         """The inner products of the points on each sphere, in the order of the rows."""
-        corners = self.corners.transpose(0, 1)
-        return corners @ self.inner @ corners.mT
+        corners = self.point_coefficients.transpose(0, 1)
+        return corners @ self.sphere_grams @ corners.mT
 
     @property
-    def corners(self) -> Float64[Tensor, "k R k"]:
+    def point_coefficients(self) -> Float64[Tensor, "k R k"]:
         """The points' own coefficients on each sphere."""
         k = len(self.rows)
         corners = torch.eye(k, dtype=torch.float64, device="cpu")
         corners[:, 0] = 1.0
-        return corners.unsqueeze(1).expand(k, len(self.inner), k)
+        return corners.unsqueeze(1).expand(k, len(self.sphere_grams), k)
 
     def point(self, weights: Float64[Tensor, " k"], spherical: Float64[Tensor, "R k"]) -> Float[Tensor, " P"]:
         """The weighted mean on flat leaves, and on spheres what the coefficients make, rounded once."""
-        if self.flat:
+        if self.is_flat:
             # Of the points themselves: no difference overflows where no point does.
             return combine(None, self.rows, weights)
         lines = weights[self.order].expand(len(self.lengths), -1).clone()
         lines[:, 0] = 1.0
         lines[~self.tolerances.isnan()] = spherical
-        return combine(None, self.lines, lines, minus=self.minus, segments=self.lengths)
+        return combine(None, self.plus, lines, minus=self.minus, segments=self.lengths)
 
 
 @dataclass(frozen=True, eq=False)

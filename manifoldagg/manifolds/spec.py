@@ -16,7 +16,7 @@ from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.grassmann import Grassmann
 from manifoldagg.manifolds.hyperbolic import Lorentz, PoincareBall
 from manifoldagg.manifolds.layout import Entry, Layout
-from manifoldagg.manifolds.lora.leaves import Adapters, Bias, Factors
+from manifoldagg.manifolds.lora.leaves import Adapters, FactorEntries, ScaledBias
 from manifoldagg.manifolds.lora.lowrank import LowRank
 from manifoldagg.manifolds.manifold import Manifold
 from manifoldagg.manifolds.power import Power
@@ -26,15 +26,17 @@ from manifoldagg.manifolds.sphere import Sphere
 from manifoldagg.manifolds.stiefel import Stiefel
 from manifoldagg.manifolds.symmetric import SymmetricPositiveDefinite
 
-__all__ = ["digest", "read_spec", "spec_of"]
+__all__ = ["layout_digest", "read_spec", "spec_of"]
 
-FORMAT = 1
-OURS = (Flat, Grassmann, Lorentz, LowRank, PoincareBall, Power, Product, SpecialOrthogonal, Sphere, Stiefel)
-SPACES: dict[str, type[Manifold]] = {space.__name__: space for space in (*OURS, SymmetricPositiveDefinite)}
+FORMAT_VERSION = 1
+BUILT_IN_SPACES = (Flat, Grassmann, Lorentz, LowRank, PoincareBall, Power, Product, SpecialOrthogonal, Sphere, Stiefel)
+SPACES_BY_NAME: dict[str, type[Manifold]] = {
+    space.__name__: space for space in (*BUILT_IN_SPACES, SymmetricPositiveDefinite)
+}
 """Those that are told by their name and a few numbers."""
-AXES = 64
+MAX_AXES = 64
 """Of a tensor of torch."""
-LARGEST = 2**62
+MAX_INTEGER = 2**62
 """What is counted is less."""
 
 
@@ -51,20 +53,20 @@ def spec_of(
         [['w', [3], 'float32']]
     """
     told = {
-        "format": FORMAT,
-        "dtype": _name(layout.dtype),
-        "leaves": [_entry(leaf) for leaf in layout.leaves],
-        "carried": [_entry(entry) for entry in layout.carried],
+        "format": FORMAT_VERSION,
+        "dtype": _dtype_name(layout.dtype),
+        "leaves": [_write_entry(leaf) for leaf in layout.leaves],
+        "buffers": [_write_entry(entry) for entry in layout.buffers],
         "aliases": [list(pair) for pair in layout.aliases],
-        "manifolds": [[name, _described(name, space)] for name, space in manifolds],
+        "manifolds": [[name, _write_value(name, space)] for name, space in manifolds],
     }
     if adapters is None:
         return told
-    pairs = [[_entry(pair.first), _entry(pair.second), pair.scaling] for pair in adapters.factors]
+    pairs = [[_write_entry(pair.first), _write_entry(pair.second), pair.scaling] for pair in adapters.factors]
     return told | {
         "adapters": {
             "factors": pairs,
-            "biases": [[_entry(bias.entry), bias.of, bias.scaling] for bias in adapters.biases],
+            "biases": [[_write_entry(bias.entry), bias.factor_name, bias.scaling] for bias in adapters.biases],
         }
     }
 
@@ -77,18 +79,20 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adap
     """
     if not isinstance(spec, Mapping):
         raise ArgumentError(f"spec: expected what `spec()` of a server or a space returns, got {type(spec).__name__}")
-    if type(spec.get("format")) is not int or spec["format"] != FORMAT:
-        raise ArgumentError(f"spec: expected format {FORMAT}, got {spec.get('format')!r}: another version wrote it")
+    if type(spec.get("format")) is not int or spec["format"] != FORMAT_VERSION:
+        raise ArgumentError(
+            f"spec: expected format {FORMAT_VERSION}, got {spec.get('format')!r}: another version wrote it"
+        )
     try:
-        leaves, carried = (tuple(_read_entry(entry) for entry in spec[part]) for part in ("leaves", "carried"))
+        leaves, carried = (tuple(_read_entry(entry) for entry in spec[part]) for part in ("leaves", "buffers"))
         aliases = tuple((str(alias), str(name)) for alias, name in spec["aliases"])
         owners = {leaf.name for leaf in leaves}
         if not {name for _, name in aliases} <= owners:
             raise ValueError("an alias of no leaf")
-        _check_once([*(entry.name for entry in (*leaves, *carried)), *(alias for alias, _ in aliases)])
-        curved = tuple((str(name), _read(space)) for name, space in spec["manifolds"])
-        _check_once([name for name, _ in curved])
-        layout = Layout(leaves, carried, aliases, _dtype(spec["dtype"]))
+        _check_unique([*(entry.name for entry in (*leaves, *carried)), *(alias for alias, _ in aliases)])
+        curved = tuple((str(name), _read_value(space)) for name, space in spec["manifolds"])
+        _check_unique([name for name, _ in curved])
+        layout = Layout(leaves, carried, aliases, _read_dtype(spec["dtype"]))
         return layout, curved, _read_adapters(spec["adapters"]) if "adapters" in spec else None
     except ArgumentError as error:
         raise ArgumentError(f"spec: {error}") from None
@@ -97,7 +101,7 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adap
 
 
 @lru_cache(maxsize=64)
-def digest(layout: Layout, adapters: Adapters | None = None) -> str:
+def layout_digest(layout: Layout, adapters: Adapters | None = None) -> str:
     """A number, in hexadecimal digits, that other names, shapes, dtypes, adapters or another order would change.
 
     Example:
@@ -108,66 +112,70 @@ def digest(layout: Layout, adapters: Adapters | None = None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _entry(entry: Entry) -> list[Any]:
-    return [entry.name, list(entry.shape), _name(entry.dtype)]
+def _write_entry(entry: Entry) -> list[Any]:
+    return [entry.name, list(entry.shape), _dtype_name(entry.dtype)]
 
 
 def _read_entry(given: Any) -> Entry:
     name, shape, dtype = given
-    if not isinstance(name, str) or len(shape) > AXES or not all(type(n) is int and 0 <= n < LARGEST for n in shape):
+    if (
+        not isinstance(name, str)
+        or len(shape) > MAX_AXES
+        or not all(type(n) is int and 0 <= n < MAX_INTEGER for n in shape)
+    ):
         raise ValueError(f"an entry with name {str(name)[:100]!r} and a shape that no tensor has")
     # Torch multiplies those beside a 0 too.
-    if math.prod(max(n, 1) for n in shape) >= LARGEST:
+    if math.prod(max(n, 1) for n in shape) >= MAX_INTEGER:
         raise ValueError(f"an entry with name {name[:100]!r} and more numbers than there can be")
-    return Entry(name, tuple(shape), _dtype(dtype))
+    return Entry(name, tuple(shape), _read_dtype(dtype))
 
 
 def _read_adapters(given: Any) -> Adapters:
-    pairs = [Factors(_read_entry(a), _read_entry(b), _scaling(s)) for a, b, s in given["factors"]]
-    biases = [Bias(_read_entry(entry), str(of), _scaling(s)) for entry, of, s in given["biases"]]
+    pairs = [FactorEntries(_read_entry(a), _read_entry(b), _read_scaling(s)) for a, b, s in given["factors"]]
+    biases = [ScaledBias(_read_entry(entry), str(of), _read_scaling(s)) for entry, of, s in given["biases"]]
     return Adapters(tuple(pairs), tuple(biases))
 
 
-def _scaling(given: Any) -> float:
+def _read_scaling(given: Any) -> float:
     if type(given) not in (int, float):
         raise ValueError("a scaling that is no number")
     return float(given)
 
 
-def _check_once(names: list[str]) -> None:
+def _check_unique(names: list[str]) -> None:
     if len(set(names)) < len(names):
         raise ValueError("a name that is there twice")
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: Any) -> torch.dtype:
+def _read_dtype(name: Any) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype is called {name!r}")
     return dtype
 
 
-def _described(name: str, value: Any) -> Any:
+def _write_value(name: str, value: Any) -> Any:
     if isinstance(value, Manifold):
-        if SPACES.get(type(value).__name__) is not type(value):
+        if SPACES_BY_NAME.get(type(value).__name__) is not type(value):
             raise ArgumentError(
                 f"spec: {name}: {type(value).__name__} is told by no name and a few numbers; make the space on the "
                 "other machine from its module, with the same `manifolds`"
             )
-        told = {field.name: _described(name, getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
+        told = {field.name: _write_value(name, getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
         return {type(value).__name__: told}
     if isinstance(value, tuple):
-        return [_described(name, part) for part in value]
+        return [_write_value(name, part) for part in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _read(value: Any) -> Any:
+def _read_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         ((name, told),) = value.items()
-        return SPACES[name](**{field: _read(part) for field, part in told.items()})
-    if type(value) is int and abs(value) >= LARGEST:
+        return SPACES_BY_NAME[name](**{field: _read_value(part) for field, part in told.items()})
+    if type(value) is int and abs(value) >= MAX_INTEGER:
         raise ValueError("an integer of 2^62 or more")
-    return tuple(_read(part) for part in value) if isinstance(value, list) else value
+    return tuple(_read_value(part) for part in value) if isinstance(value, list) else value

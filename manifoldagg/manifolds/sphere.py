@@ -79,7 +79,7 @@ class Sphere(Embedded):
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         a = x.double()
         # Twice: after one pass what is left along x is ε‖u‖, after two it is ε of what remains.
-        return _across(a, _across(a, u.double())).to(u.dtype)
+        return _orthogonal_part(a, _orthogonal_part(a, u.double())).to(u.dtype)
 
     def _project(self, x: Point) -> Point:
         a = x.double()
@@ -91,12 +91,12 @@ class Sphere(Embedded):
     def _inverse_retract(self, x: Point, y: Point) -> Tangent:
         a = x.double()
         b = y.double()
-        return (_across(a, b - a) / dot(a, b)).to(x.dtype)
+        return (_orthogonal_part(a, b - a) / dot(a, b)).to(x.dtype)
 
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-1], math.pi)
 
 
-def _across(x: Tensor, u: Tensor) -> Tensor:
+def _orthogonal_part(x: Tensor, u: Tensor) -> Tensor:
     """The part of `u` orthogonal to the unit vector `x`."""
     return u - dot(x, u) * x

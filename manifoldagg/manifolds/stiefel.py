@@ -14,18 +14,18 @@ from manifoldagg.manifolds.embedded import Embedded
 from manifoldagg.manifolds.manifold import PRIMITIVES, Point, Scalar, Tangent
 from manifoldagg.manifolds.matrix import eye, matrix_exp, polar, skew, sym
 
-__all__ = ["Log", "Stiefel"]
+__all__ = ["CertifiedLog", "Stiefel"]
 
-STEPS = 12
-TRIALS = 4
+MAX_NEWTON_STEPS = 12
+TRIAL_STEPS = 4
 """Newton steps of a log, and after how many of them the better of two starts is kept."""
 
-LONGEST = 0.7
+MAX_STEP_LENGTH = 0.7
 """The longest Newton step; longer ones leave the neighbourhood in which they point to the solution."""
 
 
 @dataclass(frozen=True)
-class Log:
+class CertifiedLog:
     r"""A logarithm on [`Stiefel`][manifoldagg.manifolds.Stiefel] with what vouches for it.
 
     Attributes:
@@ -122,42 +122,42 @@ class Stiefel(Embedded):
     def log(self, x: Point, y: Point, *, certificate: Literal[False] = ...) -> Tangent: ...
 
     @overload
-    def log(self, x: Point, y: Point, *, certificate: Literal[True]) -> Log: ...
+    def log(self, x: Point, y: Point, *, certificate: Literal[True]) -> CertifiedLog: ...
 
-    def log(self, x: Point, y: Point, *, certificate: bool = False) -> Tangent | Log:
+    def log(self, x: Point, y: Point, *, certificate: bool = False) -> Tangent | CertifiedLog:
         self._check({"x": x, "y": y})
-        return self._certified(x, y) if certificate else self._log(x, y)
+        return self._certified_log(x, y) if certificate else self._log(x, y)
 
     def _log(self, x: Point, y: Point) -> Tangent:
-        found = self._certified(x, y)
+        found = self._certified_log(x, y)
         return torch.where(found.converged[..., None, None], found.tangent, math.nan)
 
-    def _certified(self, x: Tensor, y: Tensor) -> Log:
+    def _certified_log(self, x: Tensor, y: Tensor) -> CertifiedLog:
         a, b = torch.broadcast_tensors(x.double(), y.double())
         # With xᵀx = 1 + E a step leaves -3E²/4: a percent, as of bfloat16, is 1e-17 after three.
         for _ in range(3):
-            a = _orthonormal(a)
-            b = _orthonormal(b)
+            a = _reorthonormalise(a)
+            b = _reorthonormalise(b)
         tangent = _logarithm(a, b)
         with torch.no_grad():
             residual = (_exponential(a, tangent) - b).square().sum((-2, -1)).sqrt().detach()
             square = tangent.detach().nan_to_num(nan=math.inf)
             # The principal log of a rotation is the shortest up to angles of π, whatever its length.
-            length = _largest(square) if self.n == self.p else square.square().sum((-2, -1)).sqrt()
+            length = _max_singular_value(square) if self.n == self.p else square.square().sum((-2, -1)).sqrt()
             # Each of the p unit columns is off by some ε: their norm grows with √p.
             exact = residual <= 256 * math.sqrt(self.p) * torch.finfo(torch.float64).eps
             converged = exact & (length < math.pi)
-        return Log(tangent.to(x.dtype), residual, converged)
+        return CertifiedLog(tangent.to(x.dtype), residual, converged)
 
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        return _tangent(x.double(), u.double()).to(u.dtype)
+        return _project_to_tangent(x.double(), u.double()).to(u.dtype)
 
     def _project(self, x: Point) -> Point:
         return polar(x.double())[0].to(x.dtype)
 
     def _retract(self, x: Point, u: Tangent) -> Point:
         a = x.double()
-        return polar(a + _tangent(a, u.double()))[0].to(x.dtype)
+        return polar(a + _project_to_tangent(a, u.double()))[0].to(x.dtype)
 
     def _injectivity_radius(self, x: Point) -> Scalar:
         square = math.inf if self.n == 1 else math.pi * math.sqrt(2)
@@ -172,21 +172,21 @@ class Stiefel(Embedded):
         return frame.to(dtype)
 
 
-def _tangent(x: Tensor, u: Tensor) -> Tensor:
+def _project_to_tangent(x: Tensor, u: Tensor) -> Tensor:
     """Twice: after one pass what is left across the tangents is ε‖u‖, after two it is ε of what remains."""
     for _ in range(2):
         u = u - x @ sym(x.mT @ u)
     return u
 
 
-def _orthonormal(x: Tensor) -> Tensor:
+def _reorthonormalise(x: Tensor) -> Tensor:
     """Newton's step to the polar factor: columns that are orthonormal up to e are so up to e² after it."""
     return x + x @ (eye(x, x.shape[-1]) - x.mT @ x) / 2
 
 
 def _exponential(x: Tensor, u: Tensor) -> Tensor:
     p = x.shape[-1]
-    u = _tangent(x, u)
+    u = _project_to_tangent(x, u)
     # The closed form is that of a skew A: what rounding left beside it would turn the frame.
     turn = skew(x.mT @ u)
     gram = u.mT @ u
@@ -197,16 +197,16 @@ def _exponential(x: Tensor, u: Tensor) -> Tensor:
     bottom = torch.cat([(scale * eye(x, p)).expand(turn.shape), turn], -1)
     power = matrix_exp(torch.cat([top, bottom], -2))[..., :p]
     # The rounding of both exponentials grows with ‖u‖; a step squares what it took from the frame.
-    return _orthonormal((x @ power[..., :p, :] + (u / scale) @ power[..., p:, :]) @ matrix_exp(-turn))
+    return _reorthonormalise((x @ power[..., :p, :] + (u / scale) @ power[..., p:, :]) @ matrix_exp(-turn))
 
 
-class _Linear(NamedTuple):
+class _Linearisation(NamedTuple):
     """The derivative of (A, R) ↦ e^W [I; 0] e^-A, W = [2A, -Rᵀ; R, 0], at one place."""
 
-    turn: Tensor  # e^W
-    back: Tensor  # e^A
+    exp_w: Tensor  # e^W
+    exp_a: Tensor  # e^A
     jacobian: Tensor  # (d, d), of the numbers of _coordinates
-    across: Tensor  # ∫ e^sW ds, its first p rows and columns: what directions orthogonal to x and y meet
+    normal_factor: Tensor  # ∫ e^sW ds, its first p rows and columns: what directions orthogonal to x and y meet
 
 
 def _logarithm(x: Tensor, y: Tensor) -> Tensor:
@@ -225,48 +225,48 @@ def _logarithm(x: Tensor, y: Tensor) -> Tensor:
         # Decompositions refuse what is not finite for a whole batch: it counts as y = x, and `miss` brings it back.
         target = torch.where(target.isfinite().all(-1).all(-1)[..., None, None], target, unit)
         z = _solve(target)
-        at = _linear(z)
+        at = _linearise(z)
         value = frame @ z
-        inverse = torch.linalg.inv_ex(at.across).inverse
+        inverse = torch.linalg.inv_ex(at.normal_factor).inverse
 
     def solve(e: Tensor) -> Tensor:
         inside = frame.mT @ e
-        tangent = frame @ _newton(at, inside)
+        tangent = frame @ _newton_step(at, inside)
         # A direction r across the frame moves exp by r (∫ e^sW ds) e^-A to first order: that is undone.
-        return tangent + ((e - frame @ inside) @ at.back @ inverse if x.shape[-2] > p + m else 0)
+        return tangent + ((e - frame @ inside) @ at.exp_a @ inverse if x.shape[-2] > p + m else 0)
 
-    u = _tangent(x, value)
+    u = _project_to_tangent(x, value)
     for _ in range(2):
         # Adds nothing to the value; each pass makes one more order of the derivatives right.
         miss = y - _exponential(x, u)
-        u = _tangent(x, u + solve(miss - miss.detach()))
+        u = _project_to_tangent(x, u + solve(miss - miss.detach()))
     return u
 
 
 def _solve(target: Tensor) -> Tensor:
     """[A; R] (*batch, p + m, p) from [xᵀy; qᵀy]."""
-    z = _iterate(_starts(target), target.unsqueeze(0), TRIALS)
-    at = _linear(z)
+    z = _iterate(_initial_logs(target), target.unsqueeze(0), TRIAL_STEPS)
+    at = _linearise(z)
     square = z.square().sum((-2, -1))
     unit = eye(z, z.shape[-2])[:, : z.shape[-1]]
-    miss = (at.turn.mT @ target @ at.back - unit).square().sum((-2, -1))
+    miss = (at.exp_w.mT @ target @ at.exp_a - unit).square().sum((-2, -1))
     # The shorter of two solutions, or what comes nearer to one.
     score = torch.where(miss < 1e-16, square - 1e3, miss)
     best = torch.where((score[-1] < score[0])[..., None, None], z[-1], z[0])
-    return _iterate(best, target, STEPS - TRIALS)
+    return _iterate(best, target, MAX_NEWTON_STEPS - TRIAL_STEPS)
 
 
 def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
-        step = _newton(_linear(z), target)
+        step = _newton_step(_linearise(z), target)
         # A singular derivative, as at a conjugate point, has no step: the element waits for the certificate.
         step = torch.where(step.isfinite(), step, 0.0)
         length = step.square().sum((-2, -1), keepdim=True).sqrt()
-        z = z + step * (LONGEST / length).clamp(max=1.0)
+        z = z + step * (MAX_STEP_LENGTH / length).clamp(max=1.0)
     return z
 
 
-def _starts(target: Tensor) -> Tensor:
+def _initial_logs(target: Tensor) -> Tensor:
     """(starts, *batch, p + m, p): logs of completions of `target` to a rotation, nearest to two guesses of the rest."""
     k, p = target.shape[-2:]
     top = target[..., :p, :]
@@ -294,20 +294,20 @@ def _starts(target: Tensor) -> Tensor:
     return skew((vectors * ratios.unsqueeze(-2)) @ vectors.mT @ across)[..., :p]
 
 
-def _newton(at: _Linear, target: Tensor) -> Tensor:
+def _newton_step(linearisation: _Linearisation, target: Tensor) -> Tensor:
     """The step [δA; δR] to `target`; linear in it."""
-    e = _coordinates(at.turn.mT @ target @ at.back)
-    numbers = torch.linalg.solve_ex(at.jacobian, e.unsqueeze(-1)).result.squeeze(-1)
+    e = _coordinates(linearisation.exp_w.mT @ target @ linearisation.exp_a)
+    numbers = torch.linalg.solve_ex(linearisation.jacobian, e.unsqueeze(-1)).result.squeeze(-1)
     return _matrix(numbers, *target.shape[-2:])
 
 
-def _linear(z: Tensor) -> _Linear:
+def _linearise(z: Tensor) -> _Linearisation:
     p = z.shape[-1]
     # -iW is Hermitian: its eigenvectors stay orthonormal where angles repeat.
     (mu, v), (nu, w) = (torch.linalg.eigh(-1j * a) for a in (_exponent(z), z[..., :p, :]))
     # gᵀ dg for g = e^W, and -(de^-A) e^A, which is the same expression in A. The coordinates of A come first.
-    moved = _coordinates(_left(mu, v, p))
-    still = _coordinates(_left(nu, w, p))
+    moved = _coordinates(_left_derivative(mu, v, p))
+    still = _coordinates(_left_derivative(nu, w, p))
     both = moved.shape[-1]
     inner = still.shape[-1]
     # W holds 2A: the coordinates of A count twice.
@@ -315,7 +315,7 @@ def _linear(z: Tensor) -> _Linear:
     slopes = moved * twice.unsqueeze(-1) - torch.nn.functional.pad(still, (0, both - inner, 0, both - inner))
     # (e^iμ - 1) / iμ, which cancels at 0 as it stands.
     average = torch.exp(0.5j * mu) * torch.sinc(mu / (2 * math.pi))
-    return _Linear(
+    return _Linearisation(
         ((v * torch.exp(1j * mu).unsqueeze(-2)) @ v.mH).real,
         ((w * torch.exp(1j * nu).unsqueeze(-2)) @ w.mH).real,
         slopes.mT,
@@ -323,7 +323,7 @@ def _linear(z: Tensor) -> _Linear:
     )
 
 
-def _left(angles: Tensor, frame: Tensor, p: int) -> Tensor:
+def _left_derivative(angles: Tensor, frame: Tensor, p: int) -> Tensor:
     """e^-X d(e^X) for X = V diag(iμ) V* in each coordinate direction, its first p columns: (*batch, d, k, p)."""
     k = frame.shape[-1]
     rows, columns = torch.tril_indices(k, p, -1, device=frame.device)
@@ -366,7 +366,7 @@ def _matrix(numbers: Tensor, k: int, p: int) -> Tensor:
     return torch.cat([lower[..., :p, :] - lower[..., :p, :].mT, lower[..., p:, :]], -2)
 
 
-def _largest(u: Tensor) -> Tensor:
+def _max_singular_value(u: Tensor) -> Tensor:
     """The largest singular value, infinite where `u` is not finite."""
     finite = u.isfinite().all(-1).all(-1)
     values: Tensor = torch.linalg.svdvals(torch.where(finite[..., None, None], u, 0.0))

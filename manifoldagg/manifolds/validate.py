@@ -10,12 +10,12 @@ from manifoldagg._validation import check_finite
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.delegate import Delegate
-from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Tangent, Tensors, check_is_manifold
-from manifoldagg.manifolds.power import factors
+from manifoldagg.manifolds.manifold import Leaf, Manifold, NamedTensors, Point, Tangent, check_is_manifold
+from manifoldagg.manifolds.power import iter_factors
 
-__all__ = ["Validated", "check_point", "check_reach", "check_tangent"]
+__all__ = ["Validated", "check_injectivity_radius", "check_point", "check_tangent"]
 
-MARGIN = 64
+OPEN_SET_ROUNDINGS = 64
 """Roundings by which a point of an open set may miss its own projection: it is brought back a little further in."""
 
 
@@ -44,20 +44,20 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
     """
     space._check({}, vectors={name: x})
     check_finite(name, x)
-    for leaf, (part,) in factors(space, x.detach()):
+    for leaf, (part,) in iter_factors(space, x.detach()):
         factor = leaf.space
         if factor.flat or part.numel() == 0 or "project" not in factor.capabilities:
             continue
-        away = _largest(factor, factor._project(part) - part)
-        size = _largest(factor, part)
-        if factor.open and tolerance is None and leaf.stored is None:
-            allowed = MARGIN * torch.finfo(part.dtype).eps * size
+        away = _max_abs(factor, factor._project(part) - part)
+        size = _max_abs(factor, part)
+        if factor.open and tolerance is None and leaf.storage_dtype is None:
+            allowed = OPEN_SET_ROUNDINGS * torch.finfo(part.dtype).eps * size
         else:
-            allowed = _root(leaf.stored or part.dtype, tolerance) * size.clamp(min=1)
+            allowed = _relative_tolerance(leaf.storage_dtype or part.dtype, tolerance) * size.clamp(min=1)
         if not bool((away <= allowed).all()):
             i = (away - allowed).nan_to_num(math.inf).argmax()
             raise ArgumentError(
-                f"{_at(name, leaf)}: expected a point of {factor}, got one {away.flatten()[i].item():.3g} away "
+                f"{_leaf_name(name, leaf)}: expected a point of {factor}, got one {away.flatten()[i].item():.3g} away "
                 f"(allowed: {allowed.flatten()[i].item():.3g})"
             )
     return x
@@ -84,18 +84,18 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
     """
     space._check({}, vectors={"x": x, name: u})
     check_finite(name, u)
-    for leaf, (base, part) in factors(space, *torch.broadcast_tensors(x.detach(), u.detach())):
+    for leaf, (base, part) in iter_factors(space, *torch.broadcast_tensors(x.detach(), u.detach())):
         factor = leaf.space
         if factor.flat or part.numel() == 0 or "project_tangent" not in factor.capabilities:
             continue
-        normal = _largest(factor, factor._project_tangent(base, part) - part)
-        size = _largest(factor, part)
+        normal = _max_abs(factor, factor._project_tangent(base, part) - part)
+        size = _max_abs(factor, part)
         # A hyperboloid's projection magnifies the rounding of u by the square of the point's coordinates.
-        allowed = _root(part.dtype, tolerance) * size * _largest(factor, base).clamp(min=1).square()
+        allowed = _relative_tolerance(part.dtype, tolerance) * size * _max_abs(factor, base).clamp(min=1).square()
         if not bool((normal <= allowed).all()):
             i = (normal - allowed).nan_to_num(math.inf).argmax()
             raise ArgumentError(
-                f"{_at(name, leaf)}: expected a tangent of {factor} at x, got one with a normal part of "
+                f"{_leaf_name(name, leaf)}: expected a tangent of {factor} at x, got one with a normal part of "
                 f"{normal.flatten()[i].item():.3g} (allowed: {allowed.flatten()[i].item():.3g})"
             )
     return u
@@ -130,10 +130,12 @@ class Validated(Delegate):
         check_is_manifold(self.space)
 
     @property
-    def inside(self) -> Manifold:
+    def base_space(self) -> Manifold:
         return self.space
 
-    def _check(self, points: Tensors, *, tangents: Tensors | None = None, vectors: Tensors | None = None) -> None:
+    def _check(
+        self, points: NamedTensors, *, tangents: NamedTensors | None = None, vectors: NamedTensors | None = None
+    ) -> None:
         super()._check(points, tangents=tangents, vectors=vectors)
         for name, point in points.items():
             check_point(self.space, point, name=name, tolerance=self.tolerance)
@@ -142,16 +144,16 @@ class Validated(Delegate):
         for name, tangent in (tangents or {}).items():
             check_tangent(self.space, points["x"], tangent, name=name, tolerance=self.tolerance)
         if {"x", "y"} <= points.keys() and "log" in self.capabilities:
-            check_reach(self.space, points["x"], self._log(points["x"], points["y"]))
+            check_injectivity_radius(self.space, points["x"], self._log(points["x"], points["y"]))
 
 
-def check_reach(space: Manifold, x: Tensor, log: Tensor) -> None:
+def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
     """A log at `x`, or at each of them, must be finite and no longer than the injectivity radius, leaf by leaf.
 
     Raises:
         ArgumentError: naming the leaf and the distance.
     """
-    for leaf, (base, part) in factors(space, *torch.broadcast_tensors(x.detach(), log.detach())):
+    for leaf, (base, part) in iter_factors(space, *torch.broadcast_tensors(x.detach(), log.detach())):
         factor = leaf.space
         if part.numel() == 0 or not {"inner", "injectivity_radius"} <= factor.capabilities:
             continue
@@ -160,17 +162,17 @@ def check_reach(space: Manifold, x: Tensor, log: Tensor) -> None:
         if not bool((far <= radius).all()):
             given = "without a log" if bool(far.isnan().any()) else f"at {far.max().item():.6g}"
             within = f"within {radius.min().item():.3g} of x"
-            raise ArgumentError(f"{_at('y', leaf)}: expected a point of {factor} {within}, got one {given}")
+            raise ArgumentError(f"{_leaf_name('y', leaf)}: expected a point of {factor} {within}, got one {given}")
 
 
-def _root(dtype: torch.dtype, tolerance: float | None) -> float:
+def _relative_tolerance(dtype: torch.dtype, tolerance: float | None) -> float:
     return math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
 
 
-def _largest(space: Manifold, x: Tensor) -> Tensor:
+def _max_abs(space: Manifold, x: Tensor) -> Tensor:
     """The largest coordinate of each point, in float64."""
     return x.double().abs().flatten(x.ndim - len(space.shape)).amax(-1)
 
 
-def _at(name: str, leaf: Leaf) -> str:
+def _leaf_name(name: str, leaf: Leaf) -> str:
     return f"{name}: {leaf.name}" if leaf.name else name

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection
 
-__all__ = ["wrapping"]
+__all__ = ["wrapper_hint"]
 
-WRAPPERS = {
+WRAPPER_PREFIXES = {
     "module": "DataParallel and DistributedDataParallel put it there: use that of `model.module`",
     "_orig_mod": "torch.compile puts it there: use that of `model._orig_mod`",
     "_fsdp_wrapped_module": "FullyShardedDataParallel puts it there: use a full state dict",
@@ -12,32 +12,32 @@ WRAPPERS = {
 """What they put before each name, the first, or before a part of it, the others; and what to do."""
 
 
-def wrapping(given: Collection[str], expected: Collection[str]) -> str:
+def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
     """What to say of names that differ from those that are expected by what wrappers put there alone; else nothing.
 
     Example:
-        >>> wrapping({"module.weight"}, {"weight"})
+        >>> wrapper_hint({"module.weight"}, {"weight"})
         "; 'module.' is in them: DataParallel and DistributedDataParallel put it there: use that of `model.module`"
-        >>> wrapping({"bias"}, {"weight"})
+        >>> wrapper_hint({"bias"}, {"weight"})
         ''
     """
-    if not set(map(_bare, given)) >= set(map(_bare, expected)):
+    if not set(map(_unwrapped_name, given)) >= set(map(_unwrapped_name, expected)):
         return ""
-    mine, theirs = (_put(names) for names in (given, expected))
-    for part, why in WRAPPERS.items():
+    mine, theirs = (_wrappers_in(names) for names in (given, expected))
+    for part, why in WRAPPER_PREFIXES.items():
         if (part in mine) != (part in theirs):
             return f"; '{part}.' is {'in them' if part in mine else 'in those that are expected'}: {why}"
     return ""
 
 
-def _put(names: Collection[str]) -> set[str]:
+def _wrappers_in(names: Collection[str]) -> set[str]:
     """What wrappers have put there, as far as it can be told."""
-    return WRAPPERS.keys() & {part for name in names for part in name.split(".")}
+    return WRAPPER_PREFIXES.keys() & {part for name in names for part in name.split(".")}
 
 
-def _bare(name: str) -> str:
+def _unwrapped_name(name: str) -> str:
     """A name without it. A module of one's own may be called `module` too, further inside."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS or part == "module"]
+    parts = [part for part in name.split(".") if part not in WRAPPER_PREFIXES or part == "module"]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]
     return ".".join(parts)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from manifoldagg import aggregate, average_adapters
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.manifolds.lora.peft import Pair, parts_of
+from manifoldagg.manifolds.lora.peft import FactorPair, classify_tensors
 from tests.support import Largest, draw, rotation, seeds
 
 EPS = 2.0**-52
@@ -158,10 +158,10 @@ def test_every_kind_of_tensor_is_taken_for_what_it_is():
 
 
 def test_the_pairs_are_named_by_their_modules():
-    parts = parts_of(["a.lora_A.weight", "a.lora_B.weight", "lora_A.x.weight", "lora_B.x.weight", "e.lora_embedding_A.x", "e.lora_embedding_B.x", "h.bias"])  # fmt: skip
-    assert [pair.name for pair in parts.pairs] == ["a", "", "e"]
-    assert parts.pairs[2] == Pair("e.lora_embedding_A.x", "e.lora_embedding_B.x")
-    assert parts.alone == ("h.bias",)
+    parts = classify_tensors(["a.lora_A.weight", "a.lora_B.weight", "lora_A.x.weight", "lora_B.x.weight", "e.lora_embedding_A.x", "e.lora_embedding_B.x", "h.bias"])  # fmt: skip
+    assert [pair.module_name for pair in parts.pairs] == ["a", "", "e"]
+    assert parts.pairs[2] == FactorPair("e.lora_embedding_A.x", "e.lora_embedding_B.x")
+    assert parts.unpaired == ("h.bias",)
 
 
 def test_what_there_is_not_can_be_learned():

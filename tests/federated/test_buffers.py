@@ -37,7 +37,7 @@ def start(rule=None, buffers=()):
     model = net()
     space = ParameterSpace.of(model)
     return space, Server(
-        space, rule or FedAsync(0.25), space.point(model), carried=space.carried(model), buffers=buffers
+        space, rule or FedAsync(0.25), space.point(model), carried=space.buffers(model), buffers=buffers
     )
 
 
@@ -112,7 +112,7 @@ def test_buffers_of_any_dtype_are_checked_for_nan(dtype):
     net = nn.Linear(1, 1)
     net.register_buffer("odd", torch.zeros(2).to(dtype))
     space = ParameterSpace.of(net)
-    server = Server(space, FedAsync(0.5), space.point(net), carried=space.carried(net))
+    server = Server(space, FedAsync(0.5), space.point(net), carried=space.buffers(net))
     ticket = server.dispatch("a")
     bad, good = (Payload(server.model[None], 1, buffers={"odd": torch.full((2,), x).to(dtype)}) for x in (NAN, 2.0))
     assert server.receive(ticket.id, bad).reason.startswith("buffers: odd: expected finite values")
@@ -201,7 +201,7 @@ def test_a_hundred_buffers_take_no_more_operators_than_two():
     for layers in (1, 50):
         net = nn.Sequential(nn.Linear(2, 2), *(nn.BatchNorm1d(2, affine=False) for _ in range(layers)))
         space = ParameterSpace.of(net)
-        server = Server(space, FedAsync(0.25), space.point(net), carried=space.carried(net))
+        server = Server(space, FedAsync(0.25), space.point(net), carried=space.buffers(net))
         ticket = server.dispatch("a")
         payload = Payload(ticket.message.start[None], 1, buffers=ticket.message.buffers)
         with Counted() as counted:
@@ -255,7 +255,7 @@ def test_a_server_without_buffers_takes_none():
     space = ParameterSpace.of(model)
     server = Server(space, Adds(), space.point(model))
     ticket = server.dispatch("a")
-    given = Payload(space.point(model)[None], 1, buffers=space.carried(model))
+    given = Payload(space.point(model)[None], 1, buffers=space.buffers(model))
     assert server.receive(ticket.id, given).reason.startswith("buffers: unknown: 1.num_batches_tracked")
     assert server.receive(ticket.id, Payload(space.point(model)[None], 1)).accepted
     assert set(server.state_dict()) == {"0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"}
@@ -296,5 +296,5 @@ def test_bad_buffers_are_refused_by_name(call, words):
 def carried(changed):
     model = net()
     space = ParameterSpace.of(model)
-    kept = {**space.carried(model), **changed} if changed else {}
+    kept = {**space.buffers(model), **changed} if changed else {}
     return Server(space, Adds(), space.point(model), carried=kept)

@@ -12,7 +12,7 @@ from torch import nn
 
 from manifoldagg import ParameterSpace, Server, aggregate, average_adapters
 from manifoldagg.federated.rules import FedAsync, FedAvg
-from manifoldagg.manifolds.lora.scaling import Scaled, scalings
+from manifoldagg.manifolds.lora.scaling import ScaledModule, resolve_scalings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 peft = pytest.importorskip("peft")
@@ -232,14 +232,14 @@ def test_scalings_are_those_that_peft_multiplies_with(llama, options):
     own = []
     for name, module in model.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
-            pairs.append(Scaled(name, state[f"{name}.lora_A.weight"].shape[0]))
+            pairs.append(ScaledModule(name, state[f"{name}.lora_A.weight"].shape[0]))
             own.append(module.scaling["default"])
     assert len(pairs) == 6
-    assert scalings(config, pairs) == own
-    assert scalings(config.to_dict(), pairs) == own
+    assert resolve_scalings(config, pairs) == own
+    assert resolve_scalings(config.to_dict(), pairs) == own
     space = ParameterSpace.of_state_dict(state, adapters=True, scaling=config)
     assert [pair.scaling for pair in space.adapters.factors] == [
-        dict(zip([p.name for p in pairs], own, strict=True))[pair.pair.name] for pair in space.adapters.factors
+        dict(zip([p.name for p in pairs], own, strict=True))[pair.pair.module_name] for pair in space.adapters.factors
     ]
 
 

@@ -790,7 +790,7 @@ def test_an_answer_that_came_in_time_counts_however_long_the_server_was_busy():
 
 
 def test_an_unreadable_answer_idles_nobody_for_long(monkeypatch):
-    monkeypatch.setattr(dispatcher, "LOST", 0.2)
+    monkeypatch.setattr(dispatcher, "ARITHMETIC_ROUNDINGS", 0.2)
     trained = Counter()
 
     def train(state, part):

@@ -143,7 +143,7 @@ def test_leaves_may_be_called_anything():
             self.other = nn.Parameter(torch.zeros(2))
 
     space = ParameterSpace.of(Odd(), {"rest": Sphere(3)})
-    assert space.inside.shape == space.shape == (5,)
+    assert space.base_space.shape == space.shape == (5,)
     layout = space.layout
     with pytest.raises(ArgumentError, match="manifolds: no leaf is called 'typo'"):
         ParameterSpace(layout, (("typo", Sphere(3)),))

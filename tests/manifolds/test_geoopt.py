@@ -21,7 +21,7 @@ from manifoldagg.manifolds import (
     distance,
     norm,
 )
-from manifoldagg.manifolds.geoopt import THEIRS, GeooptManifold, from_geoopt, geoopt
+from manifoldagg.manifolds.geoopt import GEOOPT_PRIMITIVES, GeooptManifold, from_geoopt, geoopt
 from manifoldagg.manifolds.stiefel import Stiefel
 from manifoldagg.testing import LAWS, check_manifold
 from tests.support import draw
@@ -220,10 +220,10 @@ SPHERICAL = [
 def test_every_law_holds_of_stereographic_spheres_and_their_limit(manifold, dtypes):
     space = from_geoopt(manifold, (3,))
     assert isinstance(space, GeooptManifold)
-    assert space.capabilities == THEIRS
+    assert space.capabilities == GEOOPT_PRIMITIVES
     verdict = check_manifold(space, seeds=1, dtypes=dtypes, verbose=False)
     assert verdict.holds, f"\n{verdict}"
-    assert len(verdict.findings) == sum(primitives <= THEIRS for primitives, _ in LAWS.values())
+    assert len(verdict.findings) == sum(primitives <= GEOOPT_PRIMITIVES for primitives, _ in LAWS.values())
 
 
 def test_a_stereographic_sphere_is_a_sphere():
@@ -289,11 +289,11 @@ def test_a_class_derived_from_a_known_one_is_not_known():
 
 @AS_SHIPPED
 def test_what_is_vouched_for_is_used_and_can_be_proved():
-    space = from_geoopt(Stretched(), (3,), capabilities=THEIRS, injectivity_radius=math.inf)
-    assert space.capabilities == THEIRS
+    space = from_geoopt(Stretched(), (3,), capabilities=GEOOPT_PRIMITIVES, injectivity_radius=math.inf)
+    assert space.capabilities == GEOOPT_PRIMITIVES
     verdict = check_manifold(space, seeds=1, dtypes=[torch.float64], verbose=False)
     assert verdict.holds, f"\n{verdict}"
-    assert len(verdict.findings) == sum(primitives <= THEIRS for primitives, _ in LAWS.values())
+    assert len(verdict.findings) == sum(primitives <= GEOOPT_PRIMITIVES for primitives, _ in LAWS.values())
 
 
 @AS_SHIPPED
@@ -306,7 +306,7 @@ def test_what_is_vouched_for_is_used_and_can_be_proved():
     ],
 )
 def test_what_is_vouched_for_wrongly_is_found(manifold, radius, law):
-    space = from_geoopt(manifold, (3,), capabilities=THEIRS, injectivity_radius=radius)
+    space = from_geoopt(manifold, (3,), capabilities=GEOOPT_PRIMITIVES, injectivity_radius=radius)
     assert check_manifold(space, seeds=1, dtypes=[torch.float64], laws=[law], verbose=False).broken == [law]
 
 

@@ -126,7 +126,7 @@ def test_laws_are_chosen_by_what_a_space_declares():
 def test_what_is_declared_and_missing_is_broken():
     class Boastful(Flat):
         def _transport(self, x, y, u):
-            raise self._lacks("transport")
+            raise self._not_implemented("transport")
 
     verdict = check_manifold(Boastful(2), verbose=False)
     assert "transport_is_an_isometry" in verdict.broken
@@ -162,6 +162,6 @@ def test_a_space_without_a_radius_is_held_to_the_rest():
         capabilities = PRIMITIVES - {"injectivity_radius"}
 
         def _injectivity_radius(self, x):
-            raise self._lacks("injectivity_radius")
+            raise self._not_implemented("injectivity_radius")
 
     assert check_manifold(Open(3), verbose=False).holds

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manifoldagg import ParameterSpace
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import LowRank, Power, Product, Sphere, Validated
-from manifoldagg.manifolds.lora.factors import Joint, balanced, combined, truncated
+from manifoldagg.manifolds.lora.factors import JointBasis, balance, combine_stacks, truncate
 from manifoldagg.testing import check_manifold
 from tests.support import Largest, draw, rotation, seeds
 
@@ -130,7 +130,7 @@ def test_nothing_depends_on_the_gauge(seed, space, t, condition):
     wide, plain = (torch.cat([part, -0.4 * other], -1) for part in (xg, x))
     near, _ = best(dense(space, plain), space.rank)
     assert (dense(space, space.project(wide)) - near).norm() <= allowed
-    gram = Joint.of([xg, yh], space.m).gram(torch.tensor([[0.0, 1.0], [-1.0, 1.0]]))
+    gram = JointBasis.of([xg, yh], space.m).gram(torch.tensor([[0.0, 1.0], [-1.0, 1.0]]))
     rows = torch.stack([dense(space, y), dense(space, y) - dense(space, x)]).flatten(1)
     assert (gram - rows @ rows.mT).abs().max() <= allowed
 
@@ -145,7 +145,7 @@ def test_the_formula_of_traces_misses_that_by_far():
         b, a = y[: space.m], y[space.m :].mT
         plain = torch.trace((b.mT @ b) @ (a @ a.mT))
         worst = max(worst, abs(plain.item() - 4))
-        ours = max(ours, abs(Joint.of([y], space.m).gram(torch.ones(1, 1)).item() - 4))
+        ours = max(ours, abs(JointBasis.of([y], space.m).gram(torch.ones(1, 1)).item() - 4))
     assert ours <= 100 * EPS * condition
     assert worst >= 1e4 * EPS * condition
 
@@ -156,7 +156,7 @@ def test_inner_products_of_small_displacements_keep_the_digits_of_their_ends(t):
     space = LowRank(40, 30, 4)
     x, u, _ = case(1, space, t)
     y = space.retract(x, u)
-    square = Joint.of([x, turned(space, y, *gauge(3, 4, 10.0))], space.m).gram(torch.tensor([[-1.0, 1.0]])).item()
+    square = JointBasis.of([x, turned(space, y, *gauge(3, 4, 10.0))], space.m).gram(torch.tensor([[-1.0, 1.0]])).item()
     exact = (dense(space, y) - dense(space, x)).norm().item() ** 2
     assert abs(square / exact - 1) <= 2000 * EPS / t
     b, a = torch.cat([y[:40], -x[:40]], -1), torch.cat([y[40:], x[40:]], -1)
@@ -167,16 +167,16 @@ def test_inner_products_of_small_displacements_keep_the_digits_of_their_ends(t):
 @given(seeds, sizes, st.integers(1, 8))
 def test_truncation_is_the_best_in_frobenius_norm(seed, space, columns):
     x = draw(seed, space.m + space.n, columns)
-    found = truncated(x, space.m, space.rank)
+    found = truncate(x, space.m, space.rank)
     near, error = best(dense(space, x), space.rank)
     size = x.norm() ** 2
     assert (dense(space, found.point) - near).norm() <= 100 * EPS * size
     assert abs(found.error.item() - error) <= 100 * EPS * size
-    assert (dense(space, found.point) + dense(space, found.rest) - dense(space, x)).norm() <= 100 * EPS * size
+    assert (dense(space, found.point) + dense(space, found.remainder) - dense(space, x)).norm() <= 100 * EPS * size
     b, a = found.point[: space.m], found.point[space.m :]
     assert (b.mT @ b - a.mT @ a).abs().max() <= 100 * EPS * size
     assert found.point.shape == space.shape
-    assert not found.tied
+    assert not found.is_tied
     # What projects to the rank is that point, and a point is its own projection.
     if columns != space.rank:
         assert (dense(space, space.project(x)) - near).norm() <= 100 * EPS * size
@@ -189,11 +189,11 @@ def test_sums_are_those_of_the_matrices_whatever_their_ranks(seed, ranks):
     points = [draw(seed + i, m + n, rank) for i, rank in enumerate(ranks)]
     coefficients = draw(seed, len(ranks))
     exact = sum(c * x[:m] @ x[m:].mT for c, x in zip(coefficients, points, strict=True))
-    stack = combined(coefficients.tolist(), points, m)
+    stack = combine_stacks(coefficients.tolist(), points, m)
     size = sum(x.norm() ** 2 for x in points)
     assert (stack[:m] @ stack[m:].mT - exact).norm() <= 20 * EPS * size
     near, error = best(exact, 2)
-    found = Joint.of(points, m).combine(coefficients, 2)
+    found = JointBasis.of(points, m).combine(coefficients, 2)
     assert (found.point[:m] @ found.point[m:].mT - near).norm() <= 1e4 * EPS * size
     assert abs(found.error.item() - error) <= 100 * EPS * size
 
@@ -201,7 +201,7 @@ def test_sums_are_those_of_the_matrices_whatever_their_ranks(seed, ranks):
 def test_where_the_rank_allows_it_a_sum_is_exact():
     space = LowRank(40, 30, 6)
     points = [draw(i, 70, 3) for i in range(2)]
-    found = truncated(combined([0.25, 0.75], points, 40), 40, 6)
+    found = truncate(combine_stacks([0.25, 0.75], points, 40), 40, 6)
     exact = 0.25 * dense(space, points[0]) + 0.75 * dense(space, points[1])
     assert (dense(space, found.point) - exact).norm() <= 100 * EPS * exact.norm()
     assert found.error <= 100 * EPS * exact.norm()
@@ -210,17 +210,17 @@ def test_where_the_rank_allows_it_a_sum_is_exact():
 def test_balancing_keeps_the_matrix_and_evens_the_factors():
     space = LowRank(7, 5, 3)
     x, _, _ = case(0, space)
-    y = balanced(turned(space, x, *gauge(1, 3, 1e3)), 7)
+    y = balance(turned(space, x, *gauge(1, 3, 1e3)), 7)
     assert (dense(space, y) - dense(space, x)).norm() <= 1e5 * EPS
     assert (y[:7].mT @ y[:7] - y[7:].mT @ y[7:]).norm() <= 100 * EPS
 
 
 def test_a_tie_at_the_cut_is_told():
     eye = torch.cat([torch.eye(3), torch.eye(3)])
-    assert truncated(eye, 3, 2).tied
-    assert not truncated(eye, 3, 3).tied
-    assert not truncated(torch.zeros(6, 3), 3, 2).tied
-    assert not truncated(torch.cat([torch.diag(torch.tensor([3.0, 2.0, 1.0])), torch.eye(3)]), 3, 2).tied
+    assert truncate(eye, 3, 2).is_tied
+    assert not truncate(eye, 3, 3).is_tied
+    assert not truncate(torch.zeros(6, 3), 3, 2).is_tied
+    assert not truncate(torch.cat([torch.diag(torch.tensor([3.0, 2.0, 1.0])), torch.eye(3)]), 3, 2).is_tied
 
 
 @given(seeds, sizes)
@@ -259,7 +259,7 @@ def test_pymanopt_agrees():
         assert space.inner(x, u, v).item() == pytest.approx(theirs.inner_product(point, *tangents), abs=1e-12)
         other = dense(space, space.random_point(generator=torch.Generator().manual_seed(9), dtype=torch.float64))
         whole = theirs.embedding(point, theirs.projection(point, other.numpy() - dense(space, x).numpy()))
-        factors = truncated(torch.cat([other, torch.eye(5)]), 6, 2).point
+        factors = truncate(torch.cat([other, torch.eye(5)]), 6, 2).point
         expected = torch.from_numpy(whole[0] @ whole[1] @ whole[2].T)
         assert torch.allclose(ambient(space, x, space.inverse_retract(x, factors)), expected, atol=1e-12)
         # Its retraction is the nearest matrix: equal to third order.
@@ -334,7 +334,7 @@ def test_batches_meet_batches():
         "inverse_retract": lambda i: space.inverse_retract(x[i], y[i]),
         "gradient": lambda i: space.gradient(x[i], v[i]),
         "project": lambda i: space.invariant(space.project(wide[i])),
-        "gram": lambda i: Joint.of([x[i], y[i]], 6).gram(torch.eye(2)),
+        "gram": lambda i: JointBasis.of([x[i], y[i]], 6).gram(torch.eye(2)),
     }
     for name, call in calls.items():
         assert (call(...)[1, 2] - call((1, 2))).abs().max() <= 40 * EPS, name
@@ -352,7 +352,7 @@ def test_nothing_has_the_size_of_the_matrix():
         space.inverse_retract(x, y)
         space.project(torch.cat([x, y, u], -1))
         space.random_tangent(space.random_point(generator=torch.Generator()), torch.Generator())
-        Joint.of([x, y, u], 2000).combine(torch.ones(3), 2)
+        JointBasis.of([x, y, u], 2000).combine(torch.ones(3), 2)
     # Three of rank 2 side by side.
     assert seen.numel == 5000 * 6
 
@@ -440,7 +440,7 @@ X = torch.ones(5, 1)
         (lambda: LowRank(2, 3, 1).inverse_retract(X, X.double()), ArgumentError, "y: expected torch.float32"),
         (lambda: LowRank(2, 3, 1).project(X.mT), ArgumentError, r"x: expected trailing shape \(5, any\), got \(1, 5\)"),
         (lambda: LowRank(2, 3, 1).inner(X, X, X.long()), ArgumentError, "v: expected a floating tensor"),
-        (lambda: Joint.of([], 2), ArgumentError, "points: expected at least one stack"),
+        (lambda: JointBasis.of([], 2), ArgumentError, "points: expected at least one stack"),
         (lambda: LowRank(2, 3, 1).exp(X, X), NotImplementedError, "has no exp"),
         (lambda: LowRank(2, 3, 1).log(X, X), NotImplementedError, "has no log"),
         (lambda: LowRank(2, 3, 1).transport(X, X, X), NotImplementedError, "has no transport"),

@@ -149,7 +149,7 @@ def test_a_running_mean_is_the_weighted_mean_where_space_is_flat(seed, k):
     points, weights = draw(seed, k, 7), draw(seed + 1, k).abs() + 0.1
     running = RunningMean(Flat(7), points[0], weights[0].item())
     for point, weight in zip(points[1:], weights[1:].tolist(), strict=True):
-        running = running.updated(point, weight)
+        running = running.with_point(point, weight)
     assert relative(running.point, karcher_mean(Flat(7), points, weights).point) <= 1e-14
     assert running.weight == pytest.approx(weights.sum().item())
 
@@ -161,14 +161,14 @@ def test_a_running_mean_differs_from_the_mean_at_third_order(seed):
         points = around(seed, radius, k=4)
         running = RunningMean(SPHERE, points[0])
         for point in points[1:]:
-            running = running.updated(point)
+            running = running.with_point(point)
         gaps.append(distance(SPHERE, running.point, karcher_mean(SPHERE, points).point).item())
     assert math.log2(gaps[0] / gaps[1]) == pytest.approx(3, abs=0.2)
 
 
 def test_a_point_without_weight_changes_nothing():
     x, y = around(0, 0.5, k=2)
-    assert RunningMean(SPHERE, x).updated(y, 0.0) == RunningMean(SPHERE, x)
+    assert RunningMean(SPHERE, x).with_point(y, 0.0) == RunningMean(SPHERE, x)
 
 
 def test_large_coordinates_converge_to_their_own_rounding():
@@ -230,11 +230,11 @@ def test_norms_are_those_of_the_inner_product():
         (lambda: karcher_mean(SPHERE, torch.ones(2, 4), max_steps=0), "max_steps: expected"),
         (lambda: karcher_mean(SPHERE, torch.full((2, 4), math.nan)), "points: expected finite values"),
         (lambda: RunningMean(None, torch.ones(3)), "space: expected a Manifold"),
-        (lambda: RunningMean(SPHERE, torch.ones(4)).updated(torch.ones(5, 4)), r"x: expected shape \(4\)"),
-        (lambda: RunningMean(SPHERE, torch.ones(2, 4)).updated(torch.ones(4)), r"x: expected shape \(2, 4\)"),
+        (lambda: RunningMean(SPHERE, torch.ones(4)).with_point(torch.ones(5, 4)), r"x: expected shape \(4\)"),
+        (lambda: RunningMean(SPHERE, torch.ones(2, 4)).with_point(torch.ones(4)), r"x: expected shape \(2, 4\)"),
         (lambda: RunningMean(SPHERE, torch.ones(3)), "point: expected trailing shape"),
-        (lambda: RunningMean(SPHERE, torch.ones(4)).updated(torch.ones(3)), "x: expected shape"),
-        (lambda: RunningMean(SPHERE, torch.ones(4)).updated(torch.ones(4), -1.0), "weight: expected"),
+        (lambda: RunningMean(SPHERE, torch.ones(4)).with_point(torch.ones(3)), "x: expected shape"),
+        (lambda: RunningMean(SPHERE, torch.ones(4)).with_point(torch.ones(4), -1.0), "weight: expected"),
         (lambda: pole_ladder(SPHERE, *torch.ones(3, 4), rungs=0), "rungs: expected"),
     ],
 )

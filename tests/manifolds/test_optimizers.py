@@ -23,7 +23,7 @@ from manifoldagg.manifolds import (
     distance,
     norm,
 )
-from manifoldagg.manifolds.optimizers import RiemannianAdam, RiemannianSGD, carry, lower, optimizer_on
+from manifoldagg.manifolds.optimizers import RiemannianAdam, RiemannianSGD, lower, optimizer_on, transport_momentum
 from tests.support import draw, relative, seeds
 
 CURVED = [
@@ -99,7 +99,7 @@ def test_the_momentum_is_carried(space):
     (moved,) = run(lambda xs: RiemannianSGD(xs, lr=0.02, space=space, momentum=0.9), [x], lambda _, k: e * (k == 0), 2)
     g = space.gradient(x, e)
     y = space.exp(x, -0.02 * g)
-    m = carry(space, x, y, g)
+    m = transport_momentum(space, x, y, g)
     expected = space.exp(y, -0.02 * 0.9 * m)
     assert relative(moved, expected) <= 1e-13
     # Momentum alone continues the geodesic; where it is carried by a ladder or as another representative, nearly.
@@ -176,11 +176,11 @@ def test_a_ladder_carries_where_there_is_no_transport():
     lost = []
     for h in (0.2, 0.02):
         y = space.exp(x, h * u / norm(space, x, u))
-        moved = carry(space, x, y, v)
+        moved = transport_momentum(space, x, y, v)
         assert relative(space.project_tangent(y, moved), moved) <= 1e-14
         lost.append(abs(norm(space, y, moved) - norm(space, x, v)).item())
     assert lost[1] <= lost[0] / 50
-    assert relative(carry(space, x, y, 7 * v), 7 * moved) <= 1e-9
+    assert relative(transport_momentum(space, x, y, 7 * v), 7 * moved) <= 1e-9
 
 
 def test_its_state_can_be_saved_and_loaded():

@@ -78,7 +78,7 @@ def test_the_round_trip_is_the_identity_bit_for_bit(kind, seed):
     leaves = {leaf.name for leaf in space.layout.leaves} | {alias for alias, _ in space.layout.aliases}
     after = bits(other.state_dict())
     assert {name: after[name] for name in leaves} == {name: before[name] for name in leaves}
-    assert bits(space.state_dict(point, space.carried(model))) == before
+    assert bits(space.state_dict(point, space.buffers(model))) == before
     assert torch.equal(space.point(other), point)
 
 
@@ -104,7 +104,7 @@ def test_tied_weights_are_one_leaf():
 
 def test_only_what_learns_is_geometry():
     layout = ParameterSpace.of(Tied()).layout
-    carried = {entry.name for entry in layout.carried}
+    carried = {entry.name for entry in layout.buffers}
     assert carried == {"frozen.weight", "frozen.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "mask", "minus_infinity"}  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def test_a_state_dict_hook_that_hides_a_parameter_is_refused():
 
 def test_what_is_carried_is_copied_and_checked():
     model = nn.BatchNorm1d(2)
-    space, carried = ParameterSpace.of(model), ParameterSpace.of(model).carried(model)
+    space, carried = ParameterSpace.of(model), ParameterSpace.of(model).buffers(model)
     state = space.state_dict(space.point(model), carried)
     state["running_mean"].fill_(9)
     assert not carried["running_mean"].any()
@@ -299,8 +299,8 @@ def test_memory_that_was_freed_is_named():
     state["bias"].untyped_storage().resize_(0)
     for call in (
         lambda: space.point(state),
-        lambda: space.layout.rows({"": state}),
-        lambda: space.layout.rows({"": state}, own=""),
+        lambda: space.layout.tensor_lists({"": state}),
+        lambda: space.layout.tensor_lists({"": state}, reference=""),
     ):
         with pytest.raises(StateDictError, match="bias: expected a tensor with memory, got one whose memory was freed"):
             call()
@@ -313,13 +313,13 @@ def test_memory_that_was_freed_is_named_before_anything_is_read(name):
     space = ParameterSpace.of_state_dict(whole)
     state = {key: x.clone() for key, x in whole.items()}
     state[name].untyped_storage().resize_(0)
-    carried = space.carried(whole)
+    carried = space.buffers(whole)
     calls = [
         lambda: space.point(state),
-        lambda: space.carried(state),
-        lambda: space.layout.match(state),
-        lambda: space.layout.rows({"": state}),
-        lambda: space.layout.rows({"": state}, own=""),
+        lambda: space.buffers(state),
+        lambda: space.layout.check_entries(state),
+        lambda: space.layout.tensor_lists({"": state}),
+        lambda: space.layout.tensor_lists({"": state}, reference=""),
     ]
     if name in carried:
         calls.append(lambda: space.state_dict(space.point(whole), carried | {name: state[name]}))

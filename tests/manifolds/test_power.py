@@ -7,7 +7,7 @@ import torch
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import PRIMITIVES, Flat, Power, Product, SpecialOrthogonal, Sphere, karcher_mean
-from manifoldagg.manifolds.power import factors
+from manifoldagg.manifolds.power import iter_factors
 from manifoldagg.testing import LAWS, check_manifold
 from tests.support import draw
 
@@ -57,11 +57,11 @@ def test_a_mean_of_copies_is_the_mean_of_each():
 def test_leaves_of_products_of_powers_have_their_names():
     space = Product({"table": ROWS, "turn": SpecialOrthogonal(2)})
     x = draw(0, 7, 34)
-    assert [(str(leaf), leaf.part, tuple(leaf.of(x).shape)) for leaf in space.leaves(x)] == [
+    assert [(str(leaf), leaf.part, tuple(leaf.select(x).shape)) for leaf in space.leaves(x)] == [
         (f"table: {ROWS}", slice(0, 30), (7, 2, 5, 3)),
         ("turn: SpecialOrthogonal(n=2)", slice(30, 34), (7, 2, 2)),
     ]
-    assert [(str(leaf), tuple(part.shape)) for leaf, (part,) in factors(space, x)] == [
+    assert [(str(leaf), tuple(part.shape)) for leaf, (part,) in iter_factors(space, x)] == [
         ("table: Sphere(n=3)", (7, 2, 5, 3)),
         ("turn: SpecialOrthogonal(n=2)", (7, 2, 2)),
     ]
@@ -75,9 +75,9 @@ def test_the_parts_of_leaves_are_where_the_names_say():
     leaves = {leaf.name: leaf for leaf in space.leaves(x)}
     assert list(leaves) == ["one.a", "one.b", "rows", "rest"]
     assert torch.equal(torch.cat([x[:, leaf.part] for leaf in leaves.values()], 1), x)
-    assert torch.equal(leaves["one.b"].of(x), space.split(x)["one"][:, 2:])
-    assert torch.equal(leaves["rows"].of(x), space.split(x)["rows"])
-    parts = {leaf.name: part for leaf, (part,) in factors(space, x)}
+    assert torch.equal(leaves["one.b"].select(x), space.split(x)["one"][:, 2:])
+    assert torch.equal(leaves["rows"].select(x), space.split(x)["rows"])
+    parts = {leaf.name: part for leaf, (part,) in iter_factors(space, x)}
     assert list(parts) == ["one.a", "one.b", "rows.a", "rows.b", "rest"]
     assert torch.equal(parts["rows.b"], space.split(x)["rows"][..., 2:])
     (whole,) = ROWS.leaves(draw(0, 7, 2, 5, 3))

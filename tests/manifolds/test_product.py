@@ -15,11 +15,11 @@ from tests.support import draw
 class Grid(Delegate):
     """Flat matrices, and no transport."""
 
-    inside = Power(Flat(3), (2,))
+    base_space = Power(Flat(3), (2,))
     capabilities = PRIMITIVES - {"transport"}
 
     def _transport(self, x, y, u):
-        raise self._lacks("transport")
+        raise self._not_implemented("transport")
 
 
 MIXED = Product({"a": Sphere(3), "b": Flat(4), "c": Sphere(2)})

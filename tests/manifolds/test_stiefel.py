@@ -243,8 +243,8 @@ def test_vmap_jvp_and_jacrev_see_through_it():
 @pytest.mark.usefixtures("as_shipped")
 def test_it_compiles(monkeypatch):
     # Tracing takes as long as there are steps; at a short distance three are enough.
-    monkeypatch.setattr(stiefel, "STEPS", 3)
-    monkeypatch.setattr(stiefel, "TRIALS", 1)
+    monkeypatch.setattr(stiefel, "MAX_NEWTON_STEPS", 3)
+    monkeypatch.setattr(stiefel, "TRIAL_STEPS", 1)
     space, x, u = case(9, 0.1, 3, 2)
     y = space.exp(x, u)
     for call, at in ((space.exp, u), (space.log, y)):

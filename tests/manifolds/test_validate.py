@@ -112,7 +112,7 @@ def test_what_a_space_lacks_is_not_asked_of_it():
         capabilities = PRIMITIVES - {"project", "project_tangent", "injectivity_radius", "inner"}
 
         def _project(self, x):
-            raise self._lacks("project")
+            raise self._not_implemented("project")
 
     x = torch.tensor([1.0, 0.0])
     assert torch.equal(Validated(Shy(2)).exp(x, x), Sphere(2).exp(x, x))

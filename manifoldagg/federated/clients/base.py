@@ -65,7 +65,7 @@ class Assignment:
         loss = self.loss
         if not self.message.asked or not isinstance(loss, ModelLoss):
             return {}
-        carried = loss.carried
+        carried = loss.buffers
         if at is not None:
             carried = refreshed(loss, at, self.batches, [norm for norm in batch_norms(loss.model) if norm.training])
         return {name: carried[name] for name in self.message.asked}
@@ -149,14 +149,14 @@ class Client(abc.ABC):
 
 def _with_buffers(loss: Loss, message: Message) -> Loss:
     """The loss as the message finds the model, with buffers of its own."""
-    carried = {entry.name for entry in loss.layout.carried} if isinstance(loss, ModelLoss) else set()
+    carried = {entry.name for entry in loss.layout.buffers} if isinstance(loss, ModelLoss) else set()
     if missing := [name for name in message.asked if name not in carried]:
         expected = "expected one of ParameterSpace.loss, which keeps the buffers that the message asks for"
         raise ArgumentError(f"loss: {expected}: {', '.join(missing[:LISTED])}")
     if not isinstance(loss, ModelLoss):
         return loss
     try:
-        return loss.carrying(message.buffers or None)
+        return loss.with_buffers(message.buffers or None)
     except StateDictError as error:
         raise StateDictError(f"message: buffers: {error}") from None
 

@@ -137,7 +137,7 @@ class BufferedRule(TangentRule):
         if count < self.wanted:
             buffer = frame.kept(line, out)
             waiting = {**state, "count": count, "total": total, "unit": unit, "buffer": buffer}
-            numbers |= frame.ambient.told
+            numbers |= frame.ambient.diagnostics
             # Sums of displacements no longer than the root of the largest number, in units of the largest share.
             return waiting, Outcome(None, update.memory, numbers, sound=frame.passage is None)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)

@@ -16,8 +16,8 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.types import Update
 from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold, check_point
-from manifoldagg.manifolds.ambient import Ambient
-from manifoldagg.manifolds.tangents import Tangents
+from manifoldagg.manifolds.ambient import AmbientSpace
+from manifoldagg.manifolds.tangents import TangentSpace
 
 __all__ = [
     "along",
@@ -78,7 +78,7 @@ def frame_of(
         point = base[0] if isinstance(base, tuple) else base
         if tensors:
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
-        ambient = Ambient.of(space, point) if transport is None else Tangents.at(space, current)
+        ambient = AmbientSpace.of(space, point) if transport is None else TangentSpace.at(space, current)
         segments = segments or ambient.segments
         if update.descent:
             if ambient.leaves:
@@ -157,4 +157,4 @@ def root(square: float) -> float:
 def told_of(frame: Frame) -> dict[str, float]:
     """How many rungs the ladders of a curved space had, and what truncations of low-rank leaves left out."""
     used = [kind.rungs for kind in frame.transports if kind.method == "ladder"]
-    return ({"rungs": float(max(used))} if used else {}) | frame.ambient.told
+    return ({"rungs": float(max(used))} if used else {}) | frame.ambient.diagnostics

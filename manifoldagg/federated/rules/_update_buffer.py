@@ -73,7 +73,7 @@ class HeldRule(TangentRule):
             numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(len(held) + 1)}
             # Displacements no longer than the root of the largest number.
             sound = frame.passage is None
-            return waiting, Outcome(None, update.memory, numbers | frame.ambient.told, sound=sound)
+            return waiting, Outcome(None, update.memory, numbers | frame.ambient.diagnostics, sound=sound)
         rate = rate_at(self.rate, state["version"])
         kept = [rate * s for s in (*state["kept"].values(), share)]
         model, norm, gram = self.reached(space, update, frame, held, kept, out)

@@ -132,7 +132,7 @@ class CA2FL(ServerRule):
             waits["buffer"] = _wide(rounded, cache=1.0, held=-1.0, buffer=1.0)
             if again:
                 waits["replaced"] = _wide(rounded, before=1.0, held=-1.0, replaced=1.0)
-            return waits, Outcome(None, mine, told | frame.ambient.told, sound=True)
+            return waits, Outcome(None, mine, told | frame.ambient.diagnostics, sound=True)
         rate = rate_at(self.rate, state["version"])
         cached = state["cached"] + joined
         mean = 1 - guests / self.size if self.unknown == "mean" else 1.0
@@ -144,7 +144,7 @@ class CA2FL(ServerRule):
         # h_i goes to its last displacement: of two in this buffer, the first counts no more.
         change = {"cache": 1.0, "held": -float(not again), "before": -1.0, "buffer": 1.0, "replaced": -1.0, "sum": 1.0}
         after = {"version": state["version"] + 1, "cached": cached, **EMPTY, "sum": _wide(rounded, **change)}
-        numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.ambient.told
+        numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.ambient.diagnostics
         # No displacement is longer than the root of the largest number: sums of them in float64 are finite.
         return after, Outcome(model, mine, numbers, sound=True)
 

@@ -93,4 +93,4 @@ class DelayedNesterov(ServerRule):
         line = rate * (v / self.size + c * self.beta * m)
         numbers = {"cosine": cosine(gram), "rate": rate, "step": rate / self.size, "norm": frame.length(gram, line)}
         model = frame.move(gram, line, out)
-        return after, Outcome(model, update.memory, numbers | frame.ambient.told)
+        return after, Outcome(model, update.memory, numbers | frame.ambient.diagnostics)

@@ -101,7 +101,7 @@ class HeLoCo(ServerRule):
         numbers = {"cosine": cosine(gram), "rate": rate, "step": rate * share, "norm": root(gram.square(line))}
         model = frame.move(gram, line, out)
         after = {"version": state["version"] + 1, "momentum": frame.kept(kept, out)}
-        return after, Outcome(model, update.memory, numbers | frame.ambient.told)
+        return after, Outcome(model, update.memory, numbers | frame.ambient.diagnostics)
 
     def turned(self, square: float, along: float, momentum: float) -> tuple[float, float]:
         r"""The coefficients of $\pi v$ on $v$ and $m$, from their inner products.

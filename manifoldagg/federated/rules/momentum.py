@@ -32,7 +32,7 @@ from manifoldagg.federated.types import (
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import norm
-from manifoldagg.manifolds.optimizers import carry
+from manifoldagg.manifolds.optimizers import transport_momentum
 
 __all__ = ["Momentum"]
 
@@ -125,7 +125,7 @@ class Momentum(RuleAround):
             velocity = after["velocity"] = frame.formed(line)
             model = reached if len(line) == 2 else ambient.combine(current, [velocity], [1.0], out=out)
             moved = root(ambient.gram([velocity])[0, 0, 0].item())
-            told = {name: value + outcome.numbers.get(name, 0.0) for name, value in ambient.told.items()}
+            told = {name: value + outcome.numbers.get(name, 0.0) for name, value in ambient.diagnostics.items()}
             largest = root(torch.finfo(current.dtype).max)
             check_number("points: size of the velocity", moved, at_most=largest)
         else:
@@ -139,7 +139,7 @@ class Momentum(RuleAround):
             moved = float(norm(space, here, u))
             model = empty_like(current) if out is None else out
             model.copy_(arrive(space, here, u))
-            after["velocity"] = carry(space, here, in_float64(space, model), u)
+            after["velocity"] = transport_momentum(space, here, in_float64(space, model), u)
         return after, replace(outcome, model=model, numbers={**outcome.numbers, **told, "norm": moved})
 
     def _on_rows(self, space: Manifold, state: State, update: Update, out: Target) -> tuple[State, Outcome]:

@@ -18,7 +18,7 @@ from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.federated.types import Memory, Message, Outcome, State, Update
 from manifoldagg.kernels import Row, combine
 from manifoldagg.manifolds import Manifold
-from manifoldagg.manifolds.ambient import Ambient
+from manifoldagg.manifolds.ambient import AmbientSpace
 
 __all__ = ["OrthoFL"]
 
@@ -135,7 +135,7 @@ class OrthoFL(ServerRule):
         known = memory is not None and not late and "start" in memory
         start = memory["start"] if known else base
         home = memory["global"] if known else base
-        ambient = Ambient.of(space, current)
+        ambient = AmbientSpace.of(space, current)
         inner = Gram.of(ambient.gram([model, current, model], minus=[start, home, current]), extra=("step",))
         for name, place in (("points[0]", 0), ("current", 1)):
             check_number(f"{name}: squared distance from the base", inner.matrix[place, place])
@@ -161,7 +161,7 @@ class OrthoFL(ServerRule):
         else:
             new = calibrated.clone() if out is None else out.copy_(calibrated)
             norm = root(ambient.gram([new], minus=[current])[0, 0, 0].item())
-        numbers = {"cosine": cosine(inner), "rate": rate, "step": rate, "norm": norm} | ambient.told
+        numbers = {"cosine": cosine(inner), "rate": rate, "step": rate, "norm": norm} | ambient.diagnostics
         numbers["calibrated"] = float(self.calibration != "none" and not late)
         if late or self.calibration == "none":
             return after, Outcome(new, memory, numbers)

@@ -71,7 +71,7 @@ class RadialDirectional(FedAvg):
         numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(count)}
         if waits:
             waiting = after | {"lengths": lengths, "buffer": frame.kept(line, out)}
-            numbers |= frame.ambient.told
+            numbers |= frame.ambient.diagnostics
             # Sums of vectors of length 1, in weights whose sum is finite.
             return waiting, Outcome(None, update.memory, numbers, sound=True)
         total = check_number("weight: sum over the buffer", after["total"], above=0)
@@ -82,4 +82,4 @@ class RadialDirectional(FedAvg):
         numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": root(gram.square(line))}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
         model = frame.move(gram, line, out)
-        return after, Outcome(model, update.memory, numbers | frame.ambient.told)
+        return after, Outcome(model, update.memory, numbers | frame.ambient.diagnostics)

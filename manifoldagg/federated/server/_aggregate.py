@@ -25,7 +25,16 @@ from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import Layout
 from manifoldagg.manifolds.lora.scaling import Scaling
-from manifoldagg.manifolds.model_io import Given, Model, check_separate, like, opened, row_of, tensors, write
+from manifoldagg.manifolds.model_io import (
+    Model,
+    ModelsByPrefix,
+    as_tensors,
+    check_no_overlap,
+    convert_like,
+    copy_into,
+    open_for_write,
+    writable_leaves,
+)
 
 __all__ = ["Known", "ServerState", "Stepped", "check_models", "space_of", "stepped"]
 
@@ -120,16 +129,18 @@ def stepped(
         models = _stacked(space, given, theirs, difference)
         # What is written is what came, not what is made of it.
         written = Layout.of_state_dict(given[CURRENT], list(buffers)) if adapters else layout
-        target = None if out is None else opened(written, out, given[CURRENT])
+        target = None if out is None else open_for_write(written, out, given[CURRENT])
         rows = by_rows(rule, space)
-        chosen = policies(layout.carried, buffers) if buffers else _unsaid(layout)
+        chosen = policies(layout.buffers, buffers) if buffers else _unsaid(layout)
         layout.check_parameters("current")
-        read: list[Any] = [*(layout.rows(models, own="" if adapters else CURRENT) if rows else space.points(models))]
+        read: list[Any] = [
+            *(layout.tensor_lists(models, reference="" if adapters else CURRENT) if rows else space.points(models))
+        ]
         here, then, *brought = read
         label, newest = [*models.items()][-1]
         name = label.removesuffix(": ")
         if not difference:
-            warn_of_difference(name, layout, space.sizes(newest), space.sizes(models[BASE]))
+            warn_of_difference(name, layout, space.gauge_free_norms(newest), space.gauge_free_norms(models[BASE]))
         warn_of_integers(name, layout, newest, models[CURRENT], buffers)
         kept = state if isinstance(state, ServerState) else ServerState(state)
         before = Snapshot(
@@ -149,13 +160,13 @@ def stepped(
             memory=kept.memory.get(known.client),
             share=known.share,
         )
-        blank: Any = empty_like(here) if not rows else None if target is None else row_of(layout, target)
+        blank: Any = empty_like(here) if not rows else None if target is None else writable_leaves(layout, target)
         if target is not None:
             there = rows and not adapters and blank[0] is target[layout.leaves[0].name]
-            if there and not layout.carried and not layout.aliases:
+            if there and not layout.buffers and not layout.aliases:
                 check_no_alias(blank, read, layout.sizes)
             else:
-                check_separate(written, target, given)
+                check_no_overlap(written, target, given)
             if there:
                 blank.apart = tuple(read)  # the step need not ask again
         try:
@@ -173,16 +184,16 @@ def stepped(
             raise
         new: Mapping[str, Tensor]
         if outcome.model is not None:
-            named = layout.named if rows else space._state_dict
+            named = layout.to_state_dict if rows else space._state_dict
             new = named(after.current, after.buffers.copies() if rows and target is None else after.buffers)
         elif target is None:
             same = [given[CURRENT][leaf.name].clone() for leaf in written.leaves]
-            new = written.named(same, before.buffers.copies())
+            new = written.to_state_dict(same, before.buffers.copies())
         else:
             new = given[CURRENT]
         if target is not None:
-            write(target, new)
-        returned = like(current, new, given[CURRENT]) if out is None else out
+            copy_into(target, new)
+        returned = convert_like(current, new, given[CURRENT]) if out is None else out
         held = _held(kept, after, known.client, outcome.memory)
         return Stepped(returned, held, dict(outcome.numbers), outcome.model is not None)
 
@@ -194,23 +205,23 @@ def _check_known(known: Known) -> None:
     check_client(known.client)
 
 
-def _given(current: Model, base: Model, update: Model | Sequence[Model]) -> Given:
+def _given(current: Model, base: Model, update: Model | Sequence[Model]) -> ModelsByPrefix:
     """The tensors of each model as it came, the client's last."""
     points = list(update) if _is_curve(current, update) else [update]
     if not points:
         raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
-    given = {CURRENT: tensors("current", current), BASE: tensors("base", base)}
+    given = {CURRENT: as_tensors("current", current), BASE: as_tensors("base", base)}
     for i, model in enumerate(points):
         name = "update" if len(points) == 1 else f"update[{i}]"
-        given[f"{name}: "] = tensors(name, model)
+        given[f"{name}: "] = as_tensors(name, model)
     return given
 
 
-def _stacked(space: ParameterSpace, given: Given, scaling: Scaling | None, difference: bool) -> Given:
+def _stacked(space: ParameterSpace, given: ModelsByPrefix, scaling: Scaling | None, difference: bool) -> ModelsByPrefix:
     """The same with the leaves of the layout in place of factors of adapters, and models in place of differences."""
     theirs = [label for label in given if label not in (CURRENT, BASE)]
     models = {
-        label: space.stacked(model, label, scaling if label in theirs else None) for label, model in given.items()
+        label: space.stack_factors(model, label, scaling if label in theirs else None) for label, model in given.items()
     }
     if difference:
         _check_flat(space)
@@ -221,7 +232,7 @@ def _stacked(space: ParameterSpace, given: Given, scaling: Scaling | None, diffe
 @lru_cache(maxsize=64)
 def _unsaid(layout: Layout) -> dict[str, str]:
     """The policies of buffers of which nobody has said any, asked once of hundreds of them."""
-    return policies(layout.carried, ())
+    return policies(layout.buffers, ())
 
 
 def _held(kept: ServerState, after: Snapshot, client: Hashable, memory: Memory | None) -> State | ServerState:
@@ -287,8 +298,8 @@ def _moved(
     Raises:
         ArgumentError: if one of them is not of this layout.
     """
-    layout.match(base, "base: ")
-    layout.match(difference, label)
+    layout.check_entries(base, "base: ")
+    layout.check_entries(difference, label)
     return {name: _sum(base[name], difference[name]) for name in difference}
 
 

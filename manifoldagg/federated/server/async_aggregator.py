@@ -26,7 +26,7 @@ from manifoldagg.kernels.alloc import clone
 from manifoldagg.manifolds import Layout
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.lora.scaling import Scaling
-from manifoldagg.manifolds.model_io import Model, like, tensors
+from manifoldagg.manifolds.model_io import Model, as_tensors, convert_like
 
 __all__ = ["Versions"]
 
@@ -87,13 +87,13 @@ class Versions:
         self._buffers = check_patterns(buffers)
         self._manifolds = manifolds
         self._like = model
-        first = tensors("model", model)
+        first = as_tensors("model", model)
         self._space = space_of("model", first, manifolds, self._buffers, adapters, scaling)
         self._adapters = self._space.adapters is not None
         self._scaling = scaling
         layout = self._space.layout
         layout.check_parameters("model")
-        policies(layout.carried, self._buffers)
+        policies(layout.buffers, self._buffers)
         # Models are kept as they come.
         self._layout = Layout.of_state_dict(first, list(self._buffers)) if self._adapters else layout
         point = self._point(first)
@@ -248,7 +248,7 @@ class Versions:
         tree = {
             "rule": path_of(type(self._rule)),
             "version": now.version,
-            "models": {version: tensors("model", now.model(version)) for version in now.versions},
+            "models": {version: as_tensors("model", now.model(version)) for version in now.versions},
             "tasks": [(*place, *begun) for place, begun in now.tasks.items()],
             "weights": now.weights.state(),
             "state": held.state,
@@ -321,7 +321,7 @@ class Versions:
 
     def _start(self, now: "_Record", client: Hashable) -> tuple[Any, bool]:
         """What a client begins with that the rule sends now, and whether it is another model than the current one."""
-        model = tensors("model", now.model(now.version))
+        model = as_tensors("model", now.model(now.version))
         point = self._point(model)
         held = _held(now.state)
         sent, apart = self._message(Snapshot(point, held.state, version=now.version), held.memory.get(client))
@@ -342,18 +342,18 @@ class Versions:
         return sent, apart
 
     def _point(self, model: Mapping[str, Tensor]) -> Tensor:
-        (point,) = self._space.points({"model: ": self._space.stacked(model, "model: ")})
+        (point,) = self._space.points({"model: ": self._space.stack_factors(model, "model: ")})
         return point
 
     def _copy(self, model: Model) -> Any:
-        return self._made(tensors("model", model))
+        return self._made(as_tensors("model", model))
 
     def _made(self, found: Mapping[str, Tensor]) -> Any:
         """A model of these tensors, in memory of its own and of the kind of the first."""
         layout = self._layout
         leaves = [clone(found[leaf.name].detach()) for leaf in layout.leaves]
-        carried = {entry.name: found[entry.name].detach().clone() for entry in layout.carried}
-        return like(self._like, layout.named(leaves, carried), tensors("model", self._like))
+        carried = {entry.name: found[entry.name].detach().clone() for entry in layout.buffers}
+        return convert_like(self._like, layout.to_state_dict(leaves, carried), as_tensors("model", self._like))
 
 
 class Begun(NamedTuple):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from manifoldagg.federated.buffers import Patterns
-from manifoldagg.manifolds.layout import Layout, matches
-from manifoldagg.manifolds.lora.peft import first_factor
+from manifoldagg.manifolds.layout import Layout, matches_any
+from manifoldagg.manifolds.lora.peft import find_first_factor
 
 __all__ = ["warn_of_difference", "warn_of_factors", "warn_of_integers"]
 
@@ -54,7 +54,7 @@ def warn_of_difference(name: str, layout: Layout, update: Mapping[str, Tensor], 
 
 def warn_of_factors(name: str, model: Iterable[str]) -> None:
     """Warn of factors of adapters in a model of which nobody has said what they are: they would be averaged apart."""
-    found = first_factor(model)
+    found = find_first_factor(model)
     if found is not None:
         told = "factors of adapters would be averaged apart; say adapters=True for their products, or adapters=False"
         warnings.warn(f"{name}: {found}: {told}", UserWarning, stacklevel=5)
@@ -67,10 +67,10 @@ def warn_of_integers(
 
     A single integer is a counter.
     """
-    for entry in layout.carried:
+    for entry in layout.buffers:
         if entry.dtype.is_floating_point or entry.dtype.is_complex or entry.dtype is torch.bool:
             continue
-        if entry.counts or matches(entry.name, buffers):
+        if entry.is_counter or matches_any(entry.name, buffers):
             continue
         mine = now[entry.name]
         if not torch.equal(update[entry.name].to(mine.device), mine):

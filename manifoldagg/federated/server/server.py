@@ -269,8 +269,8 @@ class Server:
                 raise ArgumentError(f"model: expected a torch.nn.Module or a state dict, got {type(model).__name__}")
             space = space_of("model", model, None, check_patterns(buffers), adapters, scaling)
         space.layout.check_parameters("model")
-        start = space.points({"model: ": space.stacked(tensors_of(model))})[0]
-        carried = space.carried(model)
+        start = space.points({"model: ": space.stack_factors(tensors_of(model))})[0]
+        carried = space.buffers(model)
         return cls(space, rule, start, carried=carried, buffers=buffers, **server_options)
 
     @classmethod

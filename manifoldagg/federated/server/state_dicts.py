@@ -14,8 +14,8 @@ from manifoldagg.federated.server.validation import Form, by_name, check_names, 
 from manifoldagg.federated.types import Payload, check_named
 from manifoldagg.kernels.alloc import stack
 from manifoldagg.manifolds import LowRank, ParameterSpace
-from manifoldagg.manifolds.layout import OPAQUE, matches
-from manifoldagg.manifolds.lora.factors import combined
+from manifoldagg.manifolds.layout import EXTRA_STATE, matches_any
+from manifoldagg.manifolds.lora.factors import combine_stacks
 from manifoldagg.manifolds.lora.scaling import Scaling
 
 __all__ = ["payload_of", "resting"]
@@ -32,7 +32,7 @@ def resting(model: nn.Module, patterns: Patterns) -> Patterns:
     named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "average")
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     for name in frozen:
-        if not matches(name, given):
+        if not matches_any(name, given):
             named[name] = "leave"
     return named
 
@@ -74,16 +74,16 @@ def payload_of(
     leaves = space.entries
     models = {}
     for label, state in given.items():
-        found = {name: x for name, x in by_name(label, state).items() if name.rpartition(".")[2] != OPAQUE}
+        found = {name: x for name, x in by_name(label, state).items() if name.rpartition(".")[2] != EXTRA_STATE}
         check_names(label, found, leaves, whole.entries)
         own = {name: _tensor(f"{label}: {name}", found[name]) for name in leaves}
-        models[f"{label}: "] = space.stacked(own, f"{label}: ", scaling)
+        models[f"{label}: "] = space.stack_factors(own, f"{label}: ", scaling)
     points = [point.to(form.device) for point in space.points(models)]
     narrow = any(entry.dtype.itemsize < form.dtype.itemsize for entry in leaves.values())
     start = base() if narrow else None
     if start is not None:
         points = _given_back(space, points, start.to(points[0]))
-    pieces = [space.sizes(_pieces(space, point)) for point in (points[-1], now)]
+    pieces = [space.gauge_free_norms(_pieces(space, point)) for point in (points[-1], now)]
     warn_of_difference(label, space.layout, *pieces)
     buffers = {entry.name: found[entry.name] for entry in form.buffers if entry.name in found}
     return Payload(stack(points), samples, buffers=buffers)
@@ -91,7 +91,7 @@ def payload_of(
 
 def _given_back(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
     """Points with what flat leaves and adapters of their start have lost in the dtypes of a state dict."""
-    (began,) = space.points({"": space.stacked(space.state_dict(start))})
+    (began,) = space.points({"": space.stack_factors(space.state_dict(start))})
     curved = dict(space.manifolds)
     found = []
     for point in points:
@@ -103,7 +103,7 @@ def _given_back(space: ParameterSpace, points: list[Tensor], start: Tensor) -> l
                 place.copy_(mine + (was - rounded))
             elif isinstance(where, LowRank):
                 terms = [x.view(where.shape) for x in (mine, was, rounded)]
-                whole = where.project(combined([1.0, 1.0, -1.0], terms, where.m))
+                whole = where.project(combine_stacks([1.0, 1.0, -1.0], terms, where.m))
                 place.copy_(whole.flatten())
         found.append(back)
     return found
@@ -130,4 +130,4 @@ def _tensor(name: str, given: Any) -> Tensor:
 @lru_cache(maxsize=64)
 def _bare(space: ParameterSpace) -> ParameterSpace:
     """The same geometry, with nothing carried beside it."""
-    return ParameterSpace(replace(space.layout, carried=()), space.manifolds, space.adapters)
+    return ParameterSpace(replace(space.layout, buffers=()), space.manifolds, space.adapters)

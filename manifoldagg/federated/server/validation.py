@@ -21,7 +21,7 @@ from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
 from manifoldagg.manifolds.manifold import check_is_manifold
-from manifoldagg.manifolds.wrapper_prefixes import wrapping
+from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 
 __all__ = [
     "Form",
@@ -381,7 +381,7 @@ def check_names(name: str, found: Collection[str], expected: Collection[str], kn
     names = set(found)
     for problem, odd in (("missing", set(expected) - names), ("unknown", names - set(known))):
         if odd:
-            raise ArgumentError(f"{name}: {problem}: {_listed(odd)}{wrapping(names, expected)}")
+            raise ArgumentError(f"{name}: {problem}: {_listed(odd)}{wrapper_hint(names, expected)}")
 
 
 def _listed(names: Collection[object]) -> str:

@@ -196,15 +196,15 @@ def _plain_message(
     records = list(content.array_records.values())
     if len(records) != 1:
         raise ArgumentError(f"message: expected one ArrayRecord, a model, got {len(records)}")
-    dtypes = {entry.name: entry.dtype for entry in (*space.layout.leaves, *space.layout.carried)}
+    dtypes = {entry.name: entry.dtype for entry in (*space.layout.leaves, *space.layout.buffers)}
     state = {
         # Flower has no bfloat16: what comes in its place is exactly as large.
         name: x.to(dtypes[name]) if name in dtypes and x.is_floating_point() else x
         for name, x in state_dict(records[0]).items()
     }
     frozen = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
-    asked = tuple(entry.name for entry in space.layout.carried if entry.name not in frozen)
-    buffers = {name: x.to(device) for name, x in space.carried(state).items()}
+    asked = tuple(entry.name for entry in space.layout.buffers if entry.name not in frozen)
+    buffers = {name: x.to(device) for name, x in space.buffers(state).items()}
     return Message(space.point(state, device=device), buffers=buffers, asked=asked)
 
 

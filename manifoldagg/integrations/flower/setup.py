@@ -89,7 +89,7 @@ def server_of(
         source = state if module is None else _loaded(module, state)
         space = ParameterSpace.of_state_dict(state) if module is None else ParameterSpace.of(module)
         if not resume:
-            start, carried = space.point(source), space.carried(source)
+            start, carried = space.point(source), space.buffers(source)
     except ManifoldAggError as error:
         raise ArgumentError(f"initial_arrays: {error}") from error
     space.layout.check_parameters("initial_arrays" if module is None else "model")

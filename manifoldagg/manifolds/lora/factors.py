@@ -15,20 +15,20 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.operands import needs_autograd_path
 
-__all__ = ["Joint", "Side", "Truncated", "balanced", "combined", "truncated"]
+__all__ = ["FactorQR", "JointBasis", "TruncatedSVD", "balance", "combine_stacks", "truncate"]
 
-Lift = Callable[[Tensor], Tensor]
+BasisMap = Callable[[Tensor], Tensor]
 
-TIED = 64
+TIE_ROUNDINGS = 64
 """Roundings of the largest singular value within which two are equal."""
-FEW = 4
+FACTOR_ROUNDINGS = 4
 """Roundings of factors, added up as if by chance: a singular value of a sum that is no larger is rounding."""
-LOST = 16
+ARITHMETIC_ROUNDINGS = 16
 """Roundings of float64, of what a sum is made of, that the arithmetic itself may add to a singular value."""
 
 
 @dataclass(frozen=True)
-class Side:
+class FactorQR:
     r"""One factor $B = Q R$ (*batch, m, r), by a thin QR.
 
     Attributes:
@@ -38,13 +38,13 @@ class Side:
         inverse: $R^+$, directions left out that the dtype of the factor cannot tell from rounding.
     """
 
-    whole: Tensor
+    full_basis: Tensor
     basis: Tensor
     factor: Tensor
     inverse: Tensor
 
     @classmethod
-    def of(cls, factor: Tensor, dtype: torch.dtype) -> "Side":
+    def of(cls, factor: Tensor, dtype: torch.dtype) -> "FactorQR":
         """That of a factor in float64, whose entries came in `dtype`."""
         whole, small = torch.linalg.qr(factor)
         tolerance = max(factor.shape[-2:]) * torch.finfo(dtype).eps
@@ -56,7 +56,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Truncated:
+class TruncatedSVD:
     r"""The best matrix of a lower rank, in the Frobenius norm, and what it leaves out.
 
     Attributes:
@@ -69,9 +69,9 @@ class Truncated:
 
     values: Tensor
     rank: int
-    left: Lift
-    right: Lift
-    turns: tuple[Tensor, Tensor]
+    left: BasisMap
+    right: BasisMap
+    coordinates: tuple[Tensor, Tensor]
 
     @property
     def point(self) -> Tensor:
@@ -80,7 +80,7 @@ class Truncated:
         return torch.nn.functional.pad(found, (0, self.rank - found.shape[-1]))
 
     @property
-    def rest(self) -> Tensor:
+    def remainder(self) -> Tensor:
         """The factors (*batch, m + n, any) of what is left out, balanced."""
         return self._stack(slice(self.rank, None))
 
@@ -90,27 +90,27 @@ class Truncated:
         return self.values[..., self.rank :].square().sum(-1).sqrt()
 
     @property
-    def tied(self) -> Tensor:
+    def is_tied(self) -> Tensor:
         """Whether the last value kept equals the first left out, and the best matrix is one of many: (*batch,)."""
         if self.values.shape[-1] <= self.rank:
             return torch.zeros(self.values.shape[:-1], dtype=torch.bool, device=self.values.device)
-        rounding = TIED * torch.finfo(torch.float64).eps * self.values[..., 0]
+        rounding = TIE_ROUNDINGS * torch.finfo(torch.float64).eps * self.values[..., 0]
         last, first = self.values[..., self.rank - 1], self.values[..., self.rank]
         return (first > rounding) & (last - first <= rounding)
 
-    def above(self, rounding: Tensor) -> "Truncated":
+    def without_rounding(self, rounding: Tensor) -> "TruncatedSVD":
         """The same without the singular values that do not exceed `rounding` (*batch, any): these become 0."""
         values, order = torch.where(self.values > rounding, self.values, 0.0).sort(dim=-1, descending=True, stable=True)
-        left, right = (turn.gather(-1, order.unsqueeze(-2).expand_as(turn)) for turn in self.turns)
-        return replace(self, values=values, turns=(left, right))
+        left, right = (turn.gather(-1, order.unsqueeze(-2).expand_as(turn)) for turn in self.coordinates)
+        return replace(self, values=values, coordinates=(left, right))
 
     def _stack(self, part: slice) -> Tensor:
         roots = self.values[..., part].sqrt().unsqueeze(-2)
-        down, across = (turn[..., part] * roots for turn in self.turns)
+        down, across = (turn[..., part] * roots for turn in self.coordinates)
         return torch.cat([self.left(down), self.right(across)], -2)
 
 
-def truncated(x: Tensor, m: int, rank: int) -> Truncated:
+def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
     r"""The matrix of a rank that is nearest to that of a stack.
 
     By thin QRs $B = Q R$, $A^\top = P S$ and the SVD of the small core $R S^\top$.
@@ -126,26 +126,26 @@ def truncated(x: Tensor, m: int, rank: int) -> Truncated:
         >>> found.values.tolist(), found.error.item()
         ([3.0, 2.0], 2.0)
     """
-    left, r = _orthogonalised(x[..., :m, :].double())
-    right, s = _orthogonalised(x[..., m:, :].double())
-    return _cut(left, r @ s.mT, right, rank)
+    left, r = _thin_qr(x[..., :m, :].double())
+    right, s = _thin_qr(x[..., m:, :].double())
+    return _truncate_core(left, r @ s.mT, right, rank)
 
 
-def balanced(x: Tensor, m: int) -> Tensor:
+def balance(x: Tensor, m: int) -> Tensor:
     r"""Other factors (*batch, m + n, r) of the same matrix, $U\sqrt\Sigma$ and $V\sqrt\Sigma$: $B^\top B = A A^\top$.
 
     Example:
         >>> balanced(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()
         tensor([4., 4.])
     """
-    return truncated(x, m, x.shape[-1]).point.to(x.dtype)
+    return truncate(x, m, x.shape[-1]).point.to(x.dtype)
 
 
-def combined(coefficients: Sequence[float], points: Sequence[Tensor], m: int) -> Tensor:
+def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: int) -> Tensor:
     r"""A stack of $\sum_i c_i X_i$ (*batch, m + n, the sum of ranks), in float64: the factors side by side.
 
     Example:
-        >>> combined([2.0, -1.0], [torch.ones(2, 1), torch.ones(2, 1)], 1)
+        >>> combine_stacks([2.0, -1.0], [torch.ones(2, 1), torch.ones(2, 1)], 1)
         tensor([[ 2., -1.],
                 [ 1.,  1.]], dtype=torch.float64)
     """
@@ -158,7 +158,7 @@ def combined(coefficients: Sequence[float], points: Sequence[Tensor], m: int) ->
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointBasis:
     r"""Several matrices in one pair of bases, $X_i = Q\, C_i P^\top$.
 
     Attributes:
@@ -170,15 +170,15 @@ class Joint:
         dtypes: in which each came.
     """
 
-    left: Lift
-    right: Lift
+    left: BasisMap
+    right: BasisMap
     cores: Tensor
     columns: tuple[Tensor, Tensor]
     ranks: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, points: Sequence[Tensor], m: int) -> "Joint":
+    def of(cls, points: Sequence[Tensor], m: int) -> "JointBasis":
         """That of stacks (*batch, m + n, any), of any ranks.
 
         Raises:
@@ -187,8 +187,8 @@ class Joint:
         if not points:
             raise ArgumentError("points: expected at least one stack of factors")
         stack = torch.cat([x.double() for x in points], -1)
-        left, r = _orthogonalised(stack[..., :m, :])
-        right, s = _orthogonalised(stack[..., m:, :])
+        left, r = _thin_qr(stack[..., :m, :])
+        right, s = _thin_qr(stack[..., m:, :])
         ranks = tuple([x.shape[-1] for x in points])
         cores = [b @ a.mT for b, a in zip(r.split(ranks, -1), s.split(ranks, -1), strict=True)]
         return cls(left, right, torch.stack(cores), (r, s), ranks, tuple([x.dtype for x in points]))
@@ -201,18 +201,18 @@ class Joint:
 
         Example:
             >>> near = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.5]])  # 2 and 2.5
-            >>> Joint.of(near, 1).gram(torch.tensor([[-1.0, 1.0]])).round(decimals=12)
+            >>> JointBasis.of(near, 1).gram(torch.tensor([[-1.0, 1.0]])).round(decimals=12)
             tensor([[0.2500]], dtype=torch.float64)
         """
         combinations = self._combinations(rows)
         flat = combinations.flatten(-2).movedim(0, -2)
         return flat @ flat.mT
 
-    def combine(self, coefficients: Tensor, rank: int) -> Truncated:
+    def combine(self, coefficients: Tensor, rank: int) -> TruncatedSVD:
         r"""$\sum_i c_i X_i$, `coefficients` (k,), and the matrix of a rank nearest to it."""
-        return _cut(self.left, self._combinations(coefficients[None])[0], self.right, rank)
+        return _truncate_core(self.left, self._combinations(coefficients[None])[0], self.right, rank)
 
-    def rounding(self, coefficients: Tensor, cut: Truncated) -> Tensor:
+    def rounding(self, coefficients: Tensor, truncated_svd: TruncatedSVD) -> Tensor:
         r"""How large each singular value of $\sum_i c_i X_i$ (*batch, any) may be for no other reason than rounding.
 
         Of a column $b$ of B and its row $a$ of A, rounded in the dtype that they came in, a singular value with vectors
@@ -229,23 +229,23 @@ class Joint:
         sizes, roundings = sizes.to(self.cores), (sizes * eps.repeat_interleave(counts)).to(self.cores)
         r, s = self.columns
         down, across = r.square().sum(-2, keepdim=True).sqrt(), s.square().sum(-2, keepdim=True).sqrt()
-        u, v = (turn.mT @ side for turn, side in zip(cut.turns, self.columns, strict=True))
+        u, v = (turn.mT @ side for turn, side in zip(truncated_svd.coordinates, self.columns, strict=True))
         seen = ((roundings * across * u).square() + (roundings * down * v).square()).sum(-1).sqrt()
         lost = torch.finfo(torch.float64).eps * (sizes * down * across).square().sum(-1).sqrt()
         # Where squares overflow nothing is known of rounding.
-        return (FEW * seen + LOST * lost).nan_to_num(0.0, posinf=0.0)
+        return (FACTOR_ROUNDINGS * seen + ARITHMETIC_ROUNDINGS * lost).nan_to_num(0.0, posinf=0.0)
 
     def _combinations(self, rows: Tensor) -> Tensor:
         combinations: Tensor = torch.tensordot(rows.to(self.cores), self.cores, dims=1)
         return combinations
 
 
-def _cut(left: Lift, core: Tensor, right: Lift, rank: int) -> Truncated:
+def _truncate_core(left: BasisMap, core: Tensor, right: BasisMap, rank: int) -> TruncatedSVD:
     u, values, v = torch.linalg.svd(core, full_matrices=False)
-    return Truncated(values, rank, left, right, (u, v.mT))
+    return TruncatedSVD(values, rank, left, right, (u, v.mT))
 
 
-def _orthogonalised(x: Tensor) -> tuple[Lift, Tensor]:
+def _thin_qr(x: Tensor) -> tuple[BasisMap, Tensor]:
     """The thin QR of `x`: Q as what it does to columns, and R."""
     if needs_autograd_path([x]):
         q, r = torch.linalg.qr(x)
@@ -253,10 +253,10 @@ def _orthogonalised(x: Tensor) -> tuple[Lift, Tensor]:
     # Few columns of Q are asked for: the reflections that make them are cheaper than all of it.
     packed, tau = torch.geqrf(x)
     packed_columns = packed[..., : tau.shape[-1]]
-    return partial(_reflected, packed_columns, tau), packed[..., : tau.shape[-1], :].triu()
+    return partial(_apply_reflections, packed_columns, tau), packed[..., : tau.shape[-1], :].triu()
 
 
-def _reflected(packed: Tensor, tau: Tensor, coordinates: Tensor) -> Tensor:
+def _apply_reflections(packed: Tensor, tau: Tensor, coordinates: Tensor) -> Tensor:
     rows = packed.shape[-2] - coordinates.shape[-2]
     # No `pad`: that of torch 2.6 refuses what has no columns.
     below = coordinates.new_zeros(*coordinates.shape[:-2], rows, coordinates.shape[-1])

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from manifoldagg._validation import is_finite
 from manifoldagg.errors import ArgumentError, StateDictError
-from manifoldagg.manifolds.layout import Entry, Layout, check_memory, match_names
-from manifoldagg.manifolds.lora.factors import Truncated, truncated
+from manifoldagg.manifolds.layout import Entry, Layout, check_memory, check_names
+from manifoldagg.manifolds.lora.factors import TruncatedSVD, truncate
 from manifoldagg.manifolds.lora.lowrank import LowRank
-from manifoldagg.manifolds.lora.peft import Pair, parts_of
-from manifoldagg.manifolds.lora.scaling import Scaled, Scaling, scalings
+from manifoldagg.manifolds.lora.peft import FactorPair, classify_tensors
+from manifoldagg.manifolds.lora.scaling import ScaledModule, Scaling, resolve_scalings
 from manifoldagg.manifolds.manifold import Manifold
 
-__all__ = ["Adapters", "Bias", "Factors", "learning"]
+__all__ = ["Adapters", "FactorEntries", "ScaledBias", "trainable_factors"]
 
 
 @dataclass(frozen=True)
-class Factors:
+class FactorEntries:
     r"""Two entries of a state dict that are one leaf, $X = s B A$.
 
     Attributes:
@@ -39,24 +39,24 @@ class Factors:
 
     def __post_init__(self) -> None:
         sizes = self.first.size * self.second.size
-        if parts_of([self.first.name, self.second.name]).pairs != (self.pair,):
+        if classify_tensors([self.first.name, self.second.name]).pairs != (self.pair,):
             raise ArgumentError(
                 f"{self.first.name}: expected the name of a first factor, and {self.second.name} beside it"
             )
         if self.first.shape[:1] != self.second.shape[1:2] or math.prod(self.second.shape[2:]) != 1 or not sizes:
             raise ArgumentError(f"{self.second.name}: expected a factor that {self.first.name} can be multiplied with")
         if not 0 < self.scaling < math.inf:
-            raise ArgumentError(f"{self.pair.name}: expected a scaling above 0, got {self.scaling}")
+            raise ArgumentError(f"{self.pair.module_name}: expected a scaling above 0, got {self.scaling}")
 
     @cached_property
-    def pair(self) -> Pair:
+    def pair(self) -> FactorPair:
         """Their names."""
-        return Pair(self.first.name, self.second.name)
+        return FactorPair(self.first.name, self.second.name)
 
     @cached_property
     def leaf(self) -> Entry:
         """The stack that stands for both, in a dtype that rounds neither."""
-        return Entry(self.pair.leaf, self.space.shape, _wide(self.first.dtype, self.second.dtype))
+        return Entry(self.pair.leaf_name, self.space.shape, _wider_dtype(self.first.dtype, self.second.dtype))
 
     @cached_property
     def space(self) -> LowRank:
@@ -69,40 +69,40 @@ class Factors:
         """How many rows A has."""
         return self.first.shape[0]
 
-    def check(self, state: Mapping[str, Tensor], where: str) -> int:
+    def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
         """The rank of two tensors that fit but for their rank.
 
         Raises:
             StateDictError: naming the tensor that does not.
         """
-        rank = self.pair.check(state, where=where)
+        rank = self.pair.check(state, prefix=prefix)
         for entry in (self.first, self.second):
             if state[entry.name].dtype.itemsize > self.leaf.dtype.itemsize:
-                raise StateDictError(f"{where}{entry.name}: expected {entry.dtype}, got {state[entry.name].dtype}")
+                raise StateDictError(f"{prefix}{entry.name}: expected {entry.dtype}, got {state[entry.name].dtype}")
         own = [entry.shape for entry in (self.first, self.second)]
         given = [tuple(state[entry.name].shape) for entry in (self.first, self.second)]
         if (own[0][1:], own[1][0]) != (given[0][1:], given[1][0]):
-            names = f"{where}{self.first.name}, {self.second.name}"
+            names = f"{prefix}{self.first.name}, {self.second.name}"
             raise StateDictError(
                 f"{names}: expected shapes {own[0]}, {own[1]} but for the rank, got {given[0]}, {given[1]}"
             )
         return rank
 
-    def stack(self, state: Mapping[str, Tensor], scaling: float, where: str) -> Tensor:
+    def stack(self, state: Mapping[str, Tensor], scaling: float, prefix: str) -> Tensor:
         """The point of the leaf that is nearest to two tensors of any rank: their product, up to the rank of the leaf.
 
         Raises:
             StateDictError: naming a tensor that is not finite, or that the scaling makes so.
         """
-        stack = self.pair.stack(state, where=where).double()
+        stack = self.pair.stack(state, prefix=prefix).double()
         stack[: self.space.m] *= scaling
         for entry in (self.first, self.second):
             if not is_finite(state[entry.name]):
-                raise StateDictError(f"{where}{entry.name}: expected finite values, got NaN or infinity")
+                raise StateDictError(f"{prefix}{entry.name}: expected finite values, got NaN or infinity")
         point = self.space.project(stack).to(self.leaf.dtype) if is_finite(stack) else stack
         if not is_finite(point):
             told = f"expected finite values, got one that {scaling} makes infinite in {self.leaf.dtype}"
-            raise StateDictError(f"{where}{self.second.name}: {told}")
+            raise StateDictError(f"{prefix}{self.second.name}: {told}")
         return point
 
     def split(self, point: Tensor) -> dict[str, Tensor]:
@@ -116,13 +116,13 @@ class Factors:
         x[:m] /= self.scaling
         # Nothing is learned yet: what it begins with is told as it is.
         begins = x.shape[-1] == self.rank and bool(x[:m].any()) != bool(x[m:].any())
-        x = x if begins else learning(truncated(x, m, self.rank), m, point.dtype)
+        x = x if begins else trainable_factors(truncate(x, m, self.rank), m, point.dtype)
         found = self.pair.unstack(x, {entry.name: entry for entry in (self.first, self.second)})
-        return {entry.name: _narrowed(found[entry.name], entry) for entry in (self.first, self.second)}
+        return {entry.name: _cast_checked(found[entry.name], entry) for entry in (self.first, self.second)}
 
 
 @dataclass(frozen=True)
-class Bias:
+class ScaledBias:
     """The bias of a second factor, which a model multiplies with the scaling too.
 
     Attributes:
@@ -132,7 +132,7 @@ class Bias:
     """
 
     entry: Entry
-    of: str
+    factor_name: str
     scaling: float
 
 
@@ -147,43 +147,43 @@ class Adapters:
         biases: of them.
     """
 
-    factors: tuple[Factors, ...]
-    biases: tuple[Bias, ...] = ()
+    factors: tuple[FactorEntries, ...]
+    biases: tuple[ScaledBias, ...] = ()
 
     @staticmethod
-    def of(state: Mapping[str, Tensor], scaling: Scaling = 1.0, *, where: str = "") -> "Adapters":
+    def of(state: Mapping[str, Tensor], scaling: Scaling = 1.0, *, prefix: str = "") -> "Adapters":
         """Those that a state dict has.
 
         Args:
             state: name to tensor.
-            scaling: as [`scalings`][manifoldagg.manifolds.lora.scaling.scalings] takes it.
+            scaling: as [`scalings`][manifoldagg.manifolds.lora.scaling.resolve_scalings] takes it.
             where: what messages begin with.
 
         Raises:
             StateDictError: if it has none, or naming a tensor that does not fit.
             ArgumentError: if the scaling does not.
         """
-        parts = parts_of(state, where=where)
+        parts = classify_tensors(state, prefix=prefix)
         if not parts.pairs:
-            raise StateDictError(f"{where}expected pairs such as q.lora_A.weight and q.lora_B.weight, got none")
-        own = _told(scaling, {pair: pair.check(state, where=where) for pair in parts.pairs}, where)
+            raise StateDictError(f"{prefix}expected pairs such as q.lora_A.weight and q.lora_B.weight, got none")
+        own = _pair_scalings(scaling, {pair: pair.check(state, prefix=prefix) for pair in parts.pairs}, prefix)
         entries = {name: Entry(name, tuple(x.shape), x.dtype) for name, x in state.items()}
-        pairs = [Factors(entries[pair.first], entries[pair.second], own[pair]) for pair in parts.pairs]
+        pairs = [FactorEntries(entries[pair.first], entries[pair.second], own[pair]) for pair in parts.pairs]
         biases = []
         for pair in parts.pairs:
-            if pair.bias in parts.scaled:
-                biases.append(Bias(entries[pair.bias], pair.second, own[pair]))
-        if odd := {pair.leaf for pair in parts.pairs} & entries.keys():
-            raise StateDictError(f"{where}{min(odd)}: expected another name, as a pair of factors is called so")
-        if odd := set(parts.scaled) - {bias.entry.name for bias in biases}:
-            raise StateDictError(f"{where}{min(odd)}: expected the bias of a factor that is there too")
+            if pair.bias_name in parts.scaled_biases:
+                biases.append(ScaledBias(entries[pair.bias_name], pair.second, own[pair]))
+        if odd := {pair.leaf_name for pair in parts.pairs} & entries.keys():
+            raise StateDictError(f"{prefix}{min(odd)}: expected another name, as a pair of factors is called so")
+        if odd := set(parts.scaled_biases) - {bias.entry.name for bias in biases}:
+            raise StateDictError(f"{prefix}{min(odd)}: expected the bias of a factor that is there too")
         return Adapters(tuple(pairs), tuple(biases))
 
     def __post_init__(self) -> None:
         seconds = {pair.second.name for pair in self.factors}
-        own = [*self._leaves, *self._entries]
+        own = [*self._factors_by_leaf, *self._adapter_entries]
         once = len(set(own)) == 3 * len(self.factors) + len(self.biases)
-        if not once or not {bias.of for bias in self.biases} <= seconds:
+        if not once or not {bias.factor_name for bias in self.biases} <= seconds:
             raise ArgumentError("adapters: expected pairs of entries, each of them once, and their biases")
 
     def check_space(self, layout: Layout, manifolds: tuple[tuple[str, Manifold], ...]) -> None:
@@ -200,7 +200,7 @@ class Adapters:
             own = isinstance(space, LowRank) and replace(space, state_rank=None) == pair.space
             if leaves.get(name) != pair.leaf or not own:
                 raise ArgumentError(f"adapters: {name} stands for two factors: expected a leaf of it, on {pair.space}")
-        for entry in self._biases:
+        for entry in self._stacked_biases:
             if leaves.get(entry.name) != entry:
                 raise ArgumentError(f"adapters: {entry.name} is the bias of a factor: expected a leaf of it")
 
@@ -210,7 +210,7 @@ class Adapters:
         return {pair.leaf.name: pair.space for pair in self.factors}
 
     @cached_property
-    def _leaves(self) -> dict[str, Factors]:
+    def _factors_by_leaf(self) -> dict[str, FactorEntries]:
         return {pair.leaf.name: pair for pair in self.factors}
 
     def entries(self, stacked: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -218,32 +218,34 @@ class Adapters:
         own = {bias.entry.name: bias.entry for bias in self.biases}
         found: dict[str, Entry] = {}
         for name, entry in stacked.items():
-            pair = self._leaves.get(name)
+            pair = self._factors_by_leaf.get(name)
             found |= {e.name: e for e in (pair.first, pair.second)} if pair else {name: own.get(name, entry)}
         return found
 
-    def sizes(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """In place of each stack how large its matrix is, about: of two in other gauges they tell which is larger."""
         found = dict(stacked)
-        for name, pair in self._leaves.items():
+        for name, pair in self._factors_by_leaf.items():
             x = stacked[name].detach().double().view(pair.leaf.shape)
             b, a = x[: pair.space.m], x[pair.space.m :]
             found[name] = ((b.mT @ b) * (a.mT @ a)).sum().clamp(min=0).sqrt()[None]
         return found
 
     @cached_property
-    def _entries(self) -> dict[str, Entry]:
+    def _adapter_entries(self) -> dict[str, Entry]:
         """What a state dict has of adapters."""
         found = {entry.name: entry for pair in self.factors for entry in (pair.first, pair.second)}
         return found | {bias.entry.name: bias.entry for bias in self.biases}
 
-    def blank(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def empty_stacked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A stacked state dict with nothing in its stacks, for what asks for shapes only."""
-        entries = (*(pair.leaf for pair in self.factors), *self._biases)
-        return self._replaced(state, {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries})
+        entries = (*(pair.leaf for pair in self.factors), *self._stacked_biases)
+        return self._replace_factors(
+            state, {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
+        )
 
-    def stacked(
-        self, state: Mapping[str, Tensor], label: str = "", scaling: Scaling | None = None
+    def stack_factors(
+        self, state: Mapping[str, Tensor], prefix: str = "", scaling: Scaling | None = None
     ) -> dict[str, Tensor]:
         """A stacked state dict of one whose pairs may have any ranks.
 
@@ -256,12 +258,16 @@ class Adapters:
             StateDictError: naming a tensor that is missing or does not fit.
             ArgumentError: if the scaling does not.
         """
-        match_names(self._entries.keys(), state.keys() & (self._entries.keys() | self._leaves.keys()), label)
-        ranks = {pair.pair: pair.check(state, label) for pair in self.factors}
+        check_names(
+            self._adapter_entries.keys(),
+            state.keys() & (self._adapter_entries.keys() | self._factors_by_leaf.keys()),
+            prefix,
+        )
+        ranks = {pair.pair: pair.check(state, prefix) for pair in self.factors}
         own = {pair.second.name: pair.scaling for pair in self.factors}
         if scaling is not None:
-            own = {pair.second: value for pair, value in _told(scaling, ranks, label).items()}
-        made = {pair.leaf.name: pair.stack(state, own[pair.second.name], label) for pair in self.factors}
+            own = {pair.second: value for pair, value in _pair_scalings(scaling, ranks, prefix).items()}
+        made = {pair.leaf.name: pair.stack(state, own[pair.second.name], prefix) for pair in self.factors}
         for bias in self.biases:
             name = bias.entry.name
             given = state[name]
@@ -276,11 +282,11 @@ class Adapters:
                     else type(given).__name__
                 )
                 raise StateDictError(
-                    f"{label}{name}: expected {bias.entry.dtype} of shape {bias.entry.shape}, got {what}"
+                    f"{prefix}{name}: expected {bias.entry.dtype} of shape {bias.entry.shape}, got {what}"
                 )
-            check_memory({name: given}, label)
-            made[name] = (own[bias.of] * given.detach().double()).to(_wide(given.dtype))
-        return self._replaced(state, made)
+            check_memory({name: given}, prefix)
+            made[name] = (own[bias.factor_name] * given.detach().double()).to(_wider_dtype(given.dtype))
+        return self._replace_factors(state, made)
 
     def split(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state dict of a stacked one, with this one's ranks, dtypes and scaling.
@@ -291,28 +297,28 @@ class Adapters:
         biases = {bias.entry.name: bias for bias in self.biases}
         found: dict[str, Tensor] = {}
         for name, x in stacked.items():
-            if name in self._leaves:
-                found |= self._leaves[name].split(x)
+            if name in self._factors_by_leaf:
+                found |= self._factors_by_leaf[name].split(x)
             elif name in biases:
-                found[name] = _narrowed(x.detach().double() / biases[name].scaling, biases[name].entry)
+                found[name] = _cast_checked(x.detach().double() / biases[name].scaling, biases[name].entry)
             else:
                 found[name] = x
         return found
 
     @cached_property
-    def _biases(self) -> tuple[Entry, ...]:
+    def _stacked_biases(self) -> tuple[Entry, ...]:
         """As a stacked state dict has them."""
-        return tuple([Entry(b.entry.name, b.entry.shape, _wide(b.entry.dtype)) for b in self.biases])
+        return tuple([Entry(b.entry.name, b.entry.shape, _wider_dtype(b.entry.dtype)) for b in self.biases])
 
-    def _replaced(self, state: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _replace_factors(self, state: Mapping[str, Tensor], stacks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A state dict with its stacks where their first factors are."""
         place = {pair.first.name: pair.leaf.name for pair in self.factors}
         left = {pair.second.name for pair in self.factors}
         names = {place.get(name, name): name for name in state if name not in left}
-        return {new: made[new] if new in made else state[name] for new, name in names.items()}
+        return {new: stacks[new] if new in stacks else state[name] for new, name in names.items()}
 
 
-def learning(cut: Truncated, m: int, dtype: torch.dtype) -> Tensor:
+def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -> Tensor:
     r"""Balanced factors (m + n, rank) of a matrix, all of whose directions can be trained.
 
     Where the matrix has a lower rank, both factors of the rest would be 0, and so would their derivatives be for ever.
@@ -324,30 +330,32 @@ def learning(cut: Truncated, m: int, dtype: torch.dtype) -> Tensor:
         m: its rows.
         dtype: of what it was made of: whose rounding is no direction.
     """
-    point = cut.point
-    rounding = len(cut.values) * torch.finfo(dtype).eps * cut.values[:1]
-    kept = int((cut.values[: cut.rank] > rounding).sum())
-    if kept < cut.rank:
+    point = truncated_svd.point
+    rounding = len(truncated_svd.values) * torch.finfo(dtype).eps * truncated_svd.values[:1]
+    kept = int((truncated_svd.values[: truncated_svd.rank] > rounding).sum())
+    if kept < truncated_svd.rank:
         n = len(point) - m
         point[:m, kept:] = 0
-        point[m:, kept:] = _drawn(n, cut.rank - kept).to(point)
+        point[m:, kept:] = _initial_factor(n, truncated_svd.rank - kept).to(point)
     return point
 
 
 @lru_cache(maxsize=16)
-def _drawn(n: int, rank: int) -> Tensor:
+def _initial_factor(n: int, rank: int) -> Tensor:
     bound = 1 / math.sqrt(n)
     drawn = torch.rand(n, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return bound * (2 * drawn - 1)
 
 
-def _told(scaling: Scaling, ranks: Mapping[Pair, int], where: str) -> dict[Pair, float]:
+def _pair_scalings(scaling: Scaling, ranks: Mapping[FactorPair, int], prefix: str) -> dict[FactorPair, float]:
     """The scaling of each pair, which has this rank."""
-    values = scalings(scaling, [Scaled(pair.name, rank) for pair, rank in ranks.items()], where=where)
+    values = resolve_scalings(
+        scaling, [ScaledModule(pair.module_name, rank) for pair, rank in ranks.items()], prefix=prefix
+    )
     return dict(zip(ranks, values, strict=True))
 
 
-def _narrowed(x: Tensor, entry: Entry) -> Tensor:
+def _cast_checked(x: Tensor, entry: Entry) -> Tensor:
     """`x` in the dtype of an entry, which must hold it."""
     found = x.to(entry.dtype)
     if not is_finite(found):
@@ -355,7 +363,7 @@ def _narrowed(x: Tensor, entry: Entry) -> Tensor:
     return found
 
 
-def _wide(*dtypes: torch.dtype) -> torch.dtype:
+def _wider_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """One that rounds none of these: float32 or float64."""
     wide = torch.float32
     for dtype in dtypes:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count, check_shape, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.manifolds.lora.factors import Side, truncated
+from manifoldagg.manifolds.lora.factors import FactorQR, truncate
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
-from manifoldagg.manifolds.matrix import across
+from manifoldagg.manifolds.matrix import orthogonal_part
 
 __all__ = ["LowRank"]
 
@@ -99,13 +99,13 @@ class LowRank(Manifold):
         return self._project(x)
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        left, right = self._sides(x)
+        left, right = self._factor_qrs(x)
         of_u, of_v = (self._coordinates(left, right, w) for w in (u, v))
         sums = [(a * b).sum((-2, -1)) for a, b in zip(of_u, of_v, strict=True)]
         return (sums[0] + sums[1] + sums[2]).to(torch.promote_types(u.dtype, v.dtype))
 
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        return torch.cat(self._horizontal(*self._sides(x), u), -2).to(u.dtype)
+        return torch.cat(self._horizontal(*self._factor_qrs(x), u), -2).to(u.dtype)
 
     def _project(self, x: Point) -> Point:
         columns = x.shape[-1]
@@ -113,11 +113,11 @@ class LowRank(Manifold):
             return x
         if columns < self.rank:
             return torch.cat([x, x.new_zeros(*x.shape[:-1], self.rank - columns)], -1)
-        return truncated(x, self.m, self.rank).point.to(x.dtype)
+        return truncate(x, self.m, self.rank).point.to(x.dtype)
 
     def _retract(self, x: Point, u: Tangent) -> Point:
         b, a = self._split(x)
-        left, right = self._sides(x)
+        left, right = self._factor_qrs(x)
         db, da = self._horizontal(left, right, u)
         moved = a + da
         # With V on its right the inverse has the condition of the gauge, and not its square.
@@ -125,21 +125,21 @@ class LowRank(Manifold):
         return torch.cat([b + beside, moved], -2).to(x.dtype)
 
     def _inverse_retract(self, x: Point, y: Point) -> Tangent:
-        left, right = self._sides(x)
-        to_left, to_right = self._sides(y)
+        left, right = self._factor_qrs(x)
+        to_left, to_right = self._factor_qrs(y)
         core = to_left.factor @ to_right.factor.mT
         # Of the difference Y - X, what is seen from U and, beside U, from V.
         seen = to_right.basis @ (left.basis.mT @ to_left.basis @ core).mT
         da = (seen - right.basis @ (left.factor @ right.factor.mT).mT) @ left.inverse.mT
-        beside = across(left.basis, to_left.basis @ (core @ (to_right.basis.mT @ right.basis)))
+        beside = orthogonal_part(left.basis, to_left.basis @ (core @ (to_right.basis.mT @ right.basis)))
         tangent: Tensor = torch.cat([beside @ right.inverse.mT, da], -2)
         return tangent.to(x.dtype)
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        left, right = self._sides(x)
+        left, right = self._factor_qrs(x)
         e, f = self._split(derivative)
         # One after the other: the first undoes a gauge, which the product of both would square.
-        db = across(left.basis, e) @ right.inverse @ right.inverse.mT
+        db = orthogonal_part(left.basis, e) @ right.inverse @ right.inverse.mT
         return torch.cat([db, f @ left.inverse @ left.inverse.mT], -2).to(derivative.dtype)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
@@ -148,10 +148,10 @@ class LowRank(Manifold):
         return (noise / math.sqrt(math.sqrt(self.rank))).to(dtype)
 
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
-        left, right = self._sides(x)
+        left, right = self._factor_qrs(x)
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=generator.device).to(x.device)
         db, da = self._split(noise)
-        return torch.cat([across(left.basis, db) @ right.inverse.mT, da @ left.inverse.mT], -2).to(x.dtype)
+        return torch.cat([orthogonal_part(left.basis, db) @ right.inverse.mT, da @ left.inverse.mT], -2).to(x.dtype)
 
     def _invariant(self, x: Point) -> Tensor:
         """The matrix X (*batch, m, n) itself: for tests, as nothing else here has its size."""
@@ -162,23 +162,23 @@ class LowRank(Manifold):
         """The part of B and the part of Aᵀ, in float64."""
         return x[..., : self.m, :].double(), x[..., self.m :, :].double()
 
-    def _sides(self, x: Tensor) -> tuple[Side, Side]:
+    def _factor_qrs(self, x: Tensor) -> tuple[FactorQR, FactorQR]:
         b, a = self._split(x)
-        return Side.of(b, x.dtype), Side.of(a, x.dtype)
+        return FactorQR.of(b, x.dtype), FactorQR.of(a, x.dtype)
 
-    def _horizontal(self, left: Side, right: Side, u: Tensor) -> tuple[Tensor, Tensor]:
+    def _horizontal(self, left: FactorQR, right: FactorQR, u: Tensor) -> tuple[Tensor, Tensor]:
         """The factors of the same tangent whose first is orthogonal to B."""
         db, da = self._split(u)
         # What moves to the other factor is U (Uᵀ dB Sᵀ) Vᵀ, in which no gauge is left to be squared.
         inside = left.basis.mT @ db @ right.factor.mT
-        return across(left.basis, db), da + right.whole @ (left.inverse @ inside).mT
+        return orthogonal_part(left.basis, db), da + right.full_basis @ (left.inverse @ inside).mT
 
-    def _coordinates(self, left: Side, right: Side, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _coordinates(self, left: FactorQR, right: FactorQR, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """M, U_p and V_p, whose squares add up."""
         db, da = self._split(u)
         down = db @ right.factor.mT
         along = da @ left.factor.mT
         # The full bases: what the factors do not span is measured too, once.
-        u_basis, v_basis = left.whole, right.whole
+        u_basis, v_basis = left.full_basis, right.full_basis
         core = u_basis.mT @ down + (v_basis.mT @ along).mT
-        return core, across(u_basis, down), across(v_basis, along)
+        return core, orthogonal_part(u_basis, down), orthogonal_part(v_basis, along)

@@ -11,15 +11,15 @@ from torch import Tensor
 from manifoldagg.errors import StateDictError
 from manifoldagg.manifolds.layout import Entry, check_memory
 
-__all__ = ["Pair", "Parts", "first_factor", "parts_of"]
+__all__ = ["AdapterTensors", "FactorPair", "classify_tensors", "find_first_factor"]
 
-FIRST = re.compile(
+FIRST_FACTOR = re.compile(
     r"(?P<head>(?:.*\.)?)(?P<kind>lora_A|lora_embedding_A)(?P<tail>(?:\.[^.]+)??)(?P<weight>(?:\.weight)?)"
 )
 """`….lora_A.weight` as a file has it, `….lora_A.default.weight` as a module has it; of embeddings without `.weight`."""
-ALONE = re.compile(r"(?:.*\.)?lora_(?:magnitude_vector(?:\..+)?|B(?:\.[^.]+)?\.bias)")
+UNPAIRED = re.compile(r"(?:.*\.)?lora_(?:magnitude_vector(?:\..+)?|B(?:\.[^.]+)?\.bias)")
 """Those of a low-rank adapter that are no factors."""
-OTHERS = re.compile(
+OTHER_ADAPTERS = re.compile(
     r"(?:.*\.)?(?:lora|ia3|hada|lokr|oft|boft|vera|vblora|randlora|delora|gralora|poly_lora|fourierft|waveft|hra|shira|c3a)"
     r"_[^.]+(?:\..+)?"
 )
@@ -27,7 +27,7 @@ OTHERS = re.compile(
 
 
 @dataclass(frozen=True)
-class Pair:
+class FactorPair:
     r"""Two tensors of a state dict that stand for one matrix $B A$.
 
     Attributes:
@@ -39,23 +39,23 @@ class Pair:
     second: str
 
     @property
-    def name(self) -> str:
+    def module_name(self) -> str:
         """Of the module that they adapt."""
         return re.sub(r"\.?lora_(?:embedding_)?A(?:\..*)?$", "", self.first)
 
     @property
-    def leaf(self) -> str:
+    def leaf_name(self) -> str:
         """What the two are called as one tensor: `….lora.weight` of `….lora_A.weight`."""
-        found = FIRST.fullmatch(self.first)
-        assert found is not None  # as `parts_of` finds them
+        found = FIRST_FACTOR.fullmatch(self.first)
+        assert found is not None  # as `classify_tensors` finds them
         return f"{found['head']}{found['kind'].removesuffix('_A')}{found['tail']}{found['weight']}"
 
     @property
-    def bias(self) -> str:
+    def bias_name(self) -> str:
         """What the bias of the second is called."""
         return f"{self.second.removesuffix('.weight')}.bias"
 
-    def check(self, state: Mapping[str, Tensor], *, where: str = "adapter: ") -> int:
+    def check(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> int:
         """The rank that the two have.
 
         Raises:
@@ -65,23 +65,23 @@ class Pair:
         for name, x in ((self.first, a), (self.second, b)):
             if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.ndim < 2 or x.numel() == 0:
                 given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise StateDictError(f"{where}{name}: expected floating numbers on two axes or more, got {given}")
+                raise StateDictError(f"{prefix}{name}: expected floating numbers on two axes or more, got {given}")
             if x.is_meta or x.layout is not torch.strided:
                 told = "on the meta device" if x.is_meta else str(x.layout)
-                raise StateDictError(f"{where}{name}: expected a dense tensor with values, got one {told}")
-        check_memory({self.first: a, self.second: b}, where)
+                raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {told}")
+        check_memory({self.first: a, self.second: b}, prefix)
         if b.shape[1] != a.shape[0] or math.prod(b.shape[2:]) != 1:
             expected = f"expected shape (any, {a.shape[0]}), as {self.first} has {a.shape[0]} rows"
-            raise StateDictError(f"{where}{self.second}: {expected}; got {tuple(b.shape)}")
+            raise StateDictError(f"{prefix}{self.second}: {expected}; got {tuple(b.shape)}")
         return a.shape[0]
 
-    def stack(self, state: Mapping[str, Tensor], *, where: str = "adapter: ") -> Tensor:
+    def stack(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> Tensor:
         """B over the transpose of A: (m + n, r), in a dtype that holds both.
 
         Raises:
             StateDictError: as `check`.
         """
-        self.check(state, where=where)
+        self.check(state, prefix=prefix)
         a, b = state[self.first], state[self.second]
         wide = torch.promote_types(a.dtype, b.dtype)
         return torch.cat([b.detach().flatten(1).to(wide), a.detach().flatten(1).mT.to(wide)])
@@ -96,7 +96,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Parts:
+class AdapterTensors:
     """What the tensors of an adapter are.
 
     Attributes:
@@ -105,12 +105,12 @@ class Parts:
         alone: magnitudes, heads and all else, each a tensor of its own.
     """
 
-    pairs: tuple[Pair, ...]
-    scaled: tuple[str, ...]
-    alone: tuple[str, ...]
+    pairs: tuple[FactorPair, ...]
+    scaled_biases: tuple[str, ...]
+    unpaired: tuple[str, ...]
 
 
-def parts_of(names: Iterable[str], *, where: str = "adapter: ") -> Parts:
+def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> AdapterTensors:
     """The pairs among the names of an adapter, and what is none.
 
     Raises:
@@ -118,53 +118,53 @@ def parts_of(names: Iterable[str], *, where: str = "adapter: ") -> Parts:
             tensors averages.
 
     Example:
-        >>> found = parts_of(["q.lora_A.weight", "q.lora_B.weight", "head.weight"])
+        >>> found = classify_tensors(["q.lora_A.weight", "q.lora_B.weight", "head.weight"])
         >>> found.pairs[0].name, found.alone
         ('q', ('head.weight',))
     """
     known = list(names)
     present = set(known)
-    pairs: list[Pair] = []
+    pairs: list[FactorPair] = []
     scaled: list[str] = []
     alone: list[str] = []
     taken: set[str] = set()
     for name in known:
-        second = _second(name)
+        second = _second_factor(name)
         if second is None:
             continue
         if second not in present:
-            raise StateDictError(f"{where}{name}: there is no {second}")
-        pairs.append(Pair(name, second))
+            raise StateDictError(f"{prefix}{name}: there is no {second}")
+        pairs.append(FactorPair(name, second))
         taken |= {name, second}
     for name in known:
         if name in taken:
             continue
-        if ALONE.fullmatch(name):
+        if UNPAIRED.fullmatch(name):
             (scaled if name.endswith(".bias") else alone).append(name)
-        elif OTHERS.fullmatch(name):
-            raise StateDictError(f"{where}{name}: expected pairs lora_A and lora_B; this is another kind of adapter")
+        elif OTHER_ADAPTERS.fullmatch(name):
+            raise StateDictError(f"{prefix}{name}: expected pairs lora_A and lora_B; this is another kind of adapter")
         else:
             alone.append(name)
-    return Parts(tuple(pairs), tuple(scaled), tuple(alone))
+    return AdapterTensors(tuple(pairs), tuple(scaled), tuple(alone))
 
 
-def first_factor(names: Iterable[str]) -> str | None:
+def find_first_factor(names: Iterable[str]) -> str | None:
     """The first factor of a pair that is among names, if any is.
 
     Example:
-        >>> first_factor(["w", "q.lora_A.weight", "q.lora_B.weight"])
+        >>> find_first_factor(["w", "q.lora_A.weight", "q.lora_B.weight"])
         'q.lora_A.weight'
     """
     known = list(names)
     if "lora_" not in "".join(known):
         return None
     present = set(known)
-    return next((name for name in known if _second(name) in present), None)
+    return next((name for name in known if _second_factor(name) in present), None)
 
 
-def _second(name: str) -> str | None:
+def _second_factor(name: str) -> str | None:
     """The name of B beside that of A; `None` beside any other."""
-    found = FIRST.fullmatch(name)
+    found = FIRST_FACTOR.fullmatch(name)
     if found is None or (found["kind"] == "lora_A" and not found["weight"]):
         return None
     return f"{found['head']}{found['kind'][:-1]}B{found['tail']}{found['weight']}"

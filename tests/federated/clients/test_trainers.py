@@ -286,7 +286,7 @@ def test_every_trainer_returns_the_buffers_that_the_server_asks_for(name):
     net = network(frozen=True)
     space = ParameterSpace.of(net)
     patterns = {"4.*": "leave", "*": "average"}
-    server = Server(space, rule, space.point(net), carried=space.carried(net), buffers=patterns)
+    server = Server(space, rule, space.point(net), carried=space.buffers(net), buffers=patterns)
     before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
     loss = space.loss(net, nn.functional.cross_entropy)
     ticket = server.dispatch(0)
@@ -304,7 +304,7 @@ def test_every_trainer_returns_the_buffers_that_the_server_asks_for(name):
         means = [refresh_buffers(space, net, point, batches)["1.running_mean"] for batches in passes]
         assert any(torch.equal(payload.buffers["1.running_mean"], mean) for mean in means)
     # Neither the loss nor the module nor the message has any of it.
-    for kept in (net.state_dict(), loss.carried, ticket.message.buffers):
+    for kept in (net.state_dict(), loss.buffers, ticket.message.buffers):
         assert all(torch.equal(tensor, before[key]) for key, tensor in kept.items())
 
 
@@ -312,7 +312,7 @@ def test_tasks_of_one_loss_do_not_see_each_other():
     """What a client computes is fixed when it is dispatched, its statistics too."""
     net = network()
     space = ParameterSpace.of(net)
-    server = Server(space, rules.FedAsync(0.5), space.point(net), carried=space.carried(net))
+    server = Server(space, rules.FedAsync(0.5), space.point(net), carried=space.buffers(net))
     loss = space.loss(net, nn.functional.cross_entropy)
     messages = [server.dispatch(i).message for i in range(2)]
     sent = [trained_whole(space, message, loss).buffers for message in messages]
@@ -334,14 +334,14 @@ def test_a_message_without_buffers_asks_for_none():
     assert message.asked == ()
     loss = space.loss(net, nn.functional.cross_entropy)
     assert trained_whole(space, message, loss).buffers == {}
-    assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in loss.carried.items())
+    assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in loss.buffers.items())
 
 
 @pytest.mark.usefixtures("as_shipped")
 def test_buffers_that_a_loss_does_not_have_are_refused_before_training():
     net = network()
     space = ParameterSpace.of(net)
-    message = Server(space, rules.FedAsync(0.5), space.point(net), carried=space.carried(net)).dispatch(0).message
+    message = Server(space, rules.FedAsync(0.5), space.point(net), carried=space.buffers(net)).dispatch(0).message
 
     def never(theta, batch):
         raise AssertionError

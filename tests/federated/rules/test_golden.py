@@ -76,7 +76,7 @@ def agree(name, seed, script, manifolds=None):
     space = ParameterSpace.of_state_dict(state_dict, manifolds, buffers=list(POLICIES))
     chosen = policies(RULES[name])
     server = Server(
-        space, RULES[name], space.point(state_dict), weights=SHARE, carried=space.carried(state_dict), buffers=chosen
+        space, RULES[name], space.point(state_dict), weights=SHARE, carried=space.buffers(state_dict), buffers=chosen
     )
     state, current, open_, receipts = None, state_dict, [], 0
     for i, (client, place) in enumerate(script):
@@ -87,7 +87,7 @@ def agree(name, seed, script, manifolds=None):
         # As many as a rule has vertices; an end and a control point where it is not for plain models alone.
         count = getattr(RULES[name], "vertices", 1 if getattr(RULES[name], "plain", True) else 2)
         pairs = [trained(space, seed + 31 * i + j, ticket.message.start, server.state_dict()) for j in range(count)]
-        carried = {key: pairs[-1][1][key] for key in (entry.name for entry in space.layout.carried)}
+        carried = {key: pairs[-1][1][key] for key in (entry.name for entry in space.layout.buffers)}
         brought = carried if chosen is POLICIES else {}
         receipt = server.receive(ticket.id, Payload(torch.stack([point for point, _ in pairs]), 5, buffers=brought))
         assert receipt.reason == ""

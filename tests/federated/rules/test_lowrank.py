@@ -39,7 +39,7 @@ from manifoldagg.federated.rules import (
     RadialDirectional,
 )
 from manifoldagg.manifolds import Flat, LowRank, ParameterSpace, Power, Product, Sphere
-from manifoldagg.manifolds.ambient import Ambient
+from manifoldagg.manifolds.ambient import AmbientSpace
 from tests.manifolds.test_lowrank import best, conditions, gauge, turned
 from tests.support import Largest, draw, relative, seeds
 
@@ -363,7 +363,7 @@ def test_what_is_not_finite_is_refused_by_name():
     with pytest.raises(ArgumentError, match="points: the new model would not be finite"):
         rule.step(space, rule.init(space, narrow), Update(0, narrow, narrow, torch.full_like(narrow, 1e9)[None]))
     with pytest.raises(ArgumentError, match="points: a sum would not be finite at LowRank"):
-        Ambient.of(space, x).combine(x, [drawn(space, 1)], [float("nan")])
+        AmbientSpace.of(space, x).combine(x, [drawn(space, 1)], [float("nan")])
 
 
 def test_a_leaf_of_low_rank_within_another_or_beside_a_curved_one_is_refused():
@@ -385,7 +385,7 @@ def test_a_state_rank_is_a_positive_integer(a, b):
 
 
 def test_flat_spaces_have_no_ambient_of_their_own():
-    assert Ambient.of(Flat(3), torch.zeros(3)).leaves == ()
+    assert AmbientSpace.of(Flat(3), torch.zeros(3)).leaves == ()
     assert not Flat(3).ambient
     assert Product(THIN).ambient
     assert not Product({"x": Sphere(3), "y": LowRank(3, 2, 1)}).ambient

@@ -71,7 +71,7 @@ def agree(name, seed, weights, script, manifolds=None):
     first = net.state_dict()
     space = ParameterSpace.of_state_dict(first, manifolds, buffers=list(POLICIES))
     options = {"weights": WEIGHTS[weights], "buffers": policies(rule)}
-    server = Server(space, rule, space.point(first), carried=space.carried(first), **options)
+    server = Server(space, rule, space.point(first), carried=space.buffers(first), **options)
     versions = Versions(rule, first, manifolds=manifolds, **options)
     count = getattr(rule, "vertices", 1 if getattr(rule, "plain", True) else 2)
     out, taken = [], 0
@@ -99,7 +99,7 @@ def agree(name, seed, weights, script, manifolds=None):
         else:
             ticket, client, task = out[place % len(out)]
             pairs = [trained(space, seed + 31 * i + j, ticket.message.start, server.state_dict()) for j in range(count)]
-            carried = {entry.name: pairs[-1][1][entry.name] for entry in space.layout.carried}
+            carried = {entry.name: pairs[-1][1][entry.name] for entry in space.layout.buffers}
             models = [space.state_dict(point, carried) for point, _ in pairs]
             if what == "junk":
                 before = versions.state()

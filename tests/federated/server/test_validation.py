@@ -51,7 +51,7 @@ class Demanding(Adds):
 NET = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 SPACE = ParameterSpace.of(NET)
 P = SPACE.layout.size
-BUFFERS = SPACE.carried(NET)
+BUFFERS = SPACE.buffers(NET)
 RULES = {"*running_*": "average", "*tracked": "latest"}
 
 

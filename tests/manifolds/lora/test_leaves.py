@@ -14,8 +14,8 @@ from manifoldagg import wire
 from manifoldagg.errors import ArgumentError, StateDictError, WireError
 from manifoldagg.federated import Payload
 from manifoldagg.manifolds import LowRank, ParameterSpace, Sphere
-from manifoldagg.manifolds.lora.scaling import Scaled, scalings
-from manifoldagg.manifolds.spec import digest
+from manifoldagg.manifolds.lora.scaling import ScaledModule, resolve_scalings
+from manifoldagg.manifolds.spec import layout_digest
 from tests.support import draw, rotation, seeds
 
 EPS = 2.0**-52
@@ -101,7 +101,7 @@ def test_dtypes_shapes_and_order_are_those_of_the_space_and_points_are_wide():
         "base_model.model.q.lora.weight": LowRank(8, 10, 2),
         "base_model.model.0.v_proj.lora.default.weight": LowRank(5, 6, 2),
     }
-    back = space.state_dict(space.point(state), space.carried(state))
+    back = space.state_dict(space.point(state), space.buffers(state))
     assert {name: (x.dtype, x.shape) for name, x in back.items()} == {
         name: (x.dtype, x.shape) for name, x in state.items()
     }
@@ -162,7 +162,7 @@ def config(**fields):
     } | fields
 
 
-PAIRS = [Scaled("base_model.model.layers.0.q_proj", 4), Scaled("base_model.model.layers.1.v_proj", 4)]
+PAIRS = [ScaledModule("base_model.model.layers.0.q_proj", 4), ScaledModule("base_model.model.layers.1.v_proj", 4)]
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ PAIRS = [Scaled("base_model.model.layers.0.q_proj", 4), Scaled("base_model.model
     ],
 )
 def test_scalings_are_read_as_peft_reads_them(scaling, expected):
-    assert scalings(scaling, PAIRS) == expected
+    assert resolve_scalings(scaling, PAIRS) == expected
 
 
 def test_ranks_of_a_config_are_those_of_the_tensors():
     pairs = [PAIRS[0], PAIRS[1]._replace(rank=16)]
-    assert scalings(config(rank_pattern={"v_proj": 16}), pairs) == [2, 0.5]
-    assert scalings(config(rank_pattern={"v_proj": 16}, use_rslora=True), pairs) == [4, 2]
+    assert resolve_scalings(config(rank_pattern={"v_proj": 16}), pairs) == [2, 0.5]
+    assert resolve_scalings(config(rank_pattern={"v_proj": 16}, use_rslora=True), pairs) == [4, 2]
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -210,7 +210,7 @@ def test_ranks_of_a_config_are_those_of_the_tensors():
 )  # fmt: skip
 def test_scalings_that_are_none_are_refused_by_name(scaling, words):
     with pytest.raises(ArgumentError, match=words):
-        scalings(scaling, PAIRS)
+        resolve_scalings(scaling, PAIRS)
 
 
 def spaced(**options):
@@ -314,8 +314,8 @@ def test_a_spec_tells_all_of_it_and_the_wire_knows_another_scaling():
     state = adapter(5, 3)
     assert torch.equal(same.point(state, scaling=1.5), space.point(state, scaling=1.5))
     other = spaced(scaling=1.0)
-    assert digest(other.layout, other.adapters) != digest(space.layout, space.adapters)
-    assert digest(other.layout) == digest(space.layout)
+    assert layout_digest(other.layout, other.adapters) != layout_digest(space.layout, space.adapters)
+    assert layout_digest(other.layout) == layout_digest(space.layout)
     data = wire.pack(Payload(space.point(state)[None], 10), spec=told)
     assert torch.equal(wire.unpack(data, spec=space.spec()).points[0], space.point(state))
     with pytest.raises(WireError, match="layout: expected names"):

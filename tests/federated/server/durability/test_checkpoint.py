@@ -120,7 +120,7 @@ def test_buffers_and_curved_leaves_go_on_too(tmp_path, rule, manifolds):
     net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     space = ParameterSpace.of(net, manifolds)
     policies = {"*running_mean": "average", "*running_var": "latest", "*tracked": "leave"}
-    server = Server(space, rule, space.point(net), carried=space.carried(net), buffers=policies)
+    server = Server(space, rule, space.point(net), carried=space.buffers(net), buffers=policies)
 
     def answer(rule, ticket, seed):
         given = carrying(rule, ticket, seed)

@@ -154,7 +154,7 @@ def test_a_cache_is_no_part_of_a_value():
     assert describe("x", Caches("a", cache=threading.Lock())) == describe("x", Caches("a"))
     space = ParameterSpace.of(NETWORKS[0], {"weight": Sphere(2)})
     fresh = describe("space", space)
-    _ = space.inside, space.flat, hash(space), space.axes
+    _ = space.base_space, space.flat, hash(space), space.axes
     assert describe("space", space) == fresh
 
 
