@@ -157,7 +157,7 @@ def picture(planes: dict[str, Plane], ways: Sequence[Way], file: Path) -> None:
         axes.legend(loc="best", fontsize="small", framealpha=0.9)
     for way in ways:
         style = "--" if way.name == "chord" else "-"
-        right.plot(way.loss.part, way.loss.losses, style, color=COLOURS[way.name], linewidth=1.8, label=way.name)
+        right.plot(way.loss.fraction, way.loss.losses, style, color=COLOURS[way.name], linewidth=1.8, label=way.name)
     right.set_yscale("log")
     right.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     right.yaxis.set_major_formatter("{x:g}")

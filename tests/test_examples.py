@@ -102,7 +102,7 @@ def test_drift_fits_as_trajectory_does():
     for degree in (2, 3):
         fit = PathFit(Flat(3), path[0], degree)
         for point in path[1:]:
-            fit.see(point)
+            fit.observe(point)
         control = example["control_points"](degree, 20).double() @ path
         # The matrix is of float32, as are the models that the example makes of it.
         assert (control - fit.points(path[-1])).norm() <= 1e-6 * path.norm()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg.curves import Bezier, Embedding, Simplex, Tunnel
 from manifoldagg.curves.bernstein import basis
-from manifoldagg.curves.shape import derivative, nearest_disk, sharpest, slowest, span, unit
+from manifoldagg.curves.shape import derivative, max_curvature, min_speed, nearest_normal_disk, span, unit
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat
 
@@ -92,9 +92,9 @@ class Sight:
             lines, control = span(phi)
             seen = (points - phi[0]) @ lines.mT
             off = (points - phi[0] - seen @ lines).norm(dim=-1, keepdim=True)
-        self.places, _, self.distances = nearest_disk(control, seen, reach, off, fills=not self.inside)
+        self.places, _, self.distances = nearest_normal_disk(control, seen, reach, off, fills=not self.inside)
         if reach > 0:
-            self.valid = slowest(control)[1] > 1e-12 * reach and float(reach) * sharpest(control)[1] < 1
+            self.valid = min_speed(control)[1] > 1e-12 * reach and float(reach) * max_curvature(control)[1] < 1
 
     def system(self, weights: Float64[Tensor, " m"]) -> System:
         r"""The normal equations $A\, \delta = g$ of $\min_\delta \sum_j w_j |e_j + \partial e_j\, \delta|^2$."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from manifoldagg._validation import check_count, check_finite, check_shape
 from manifoldagg.curves import Embedding, refresh_buffers
-from manifoldagg.curves.batchnorm import batch_norms, evaluating
+from manifoldagg.curves.batchnorm import batch_norm_layers, evaluation_mode
 from manifoldagg.curves.sampling import Sampling
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import ParameterSpace
@@ -122,7 +122,7 @@ def ensemble(
     check_finite("single", check_shape("single", single, *space.shape))
     check_count("draws", draws)
     space.buffers(model)
-    norms = bool(batch_norms(model))
+    norms = bool(batch_norm_layers(model))
     if norms and refresh is None:
         raise ArgumentError(
             "refresh: the model has BatchNorm, whose statistics need batches of training data; got None"
@@ -130,7 +130,7 @@ def ensemble(
     if norms and isinstance(refresh, Iterator):
         raise ArgumentError("refresh: expected batches that can be read once for each model, got an iterator")
 
-    drawn = tuple(x for _, x in Sampling(samples=draws).places(embedding, phi, generator))
+    drawn = tuple(x for _, x in Sampling(samples=draws).coordinates(embedding, phi, generator))
 
     def point(i: int) -> Tensor:
         return single if i == draws else embedding(phi, drawn[i])
@@ -150,7 +150,7 @@ def ensemble(
     buffers = [statistics(i) for i in range(draws + 1)]
     together = _Tally()
     tallies = [_Tally() for _ in buffers]
-    with evaluating(model):
+    with evaluation_mode(model):
         for batch in batches:
             inputs, classes = _split(batch, targets)
             if classes is None:

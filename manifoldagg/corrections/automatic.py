@@ -8,13 +8,13 @@ import torch
 from manifoldagg._validation import check_number, check_shape
 from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.frame import Frame
-from manifoldagg.corrections.gram import Gram, Matrix, untracked
+from manifoldagg.corrections.gram import Gram, Matrix, detach_scalar
 from manifoldagg.corrections.orthogonal import OrthoDC
 from manifoldagg.kernels.tensor_list import as_float64
 
 __all__ = ["AutoThreshold"]
 
-PROJECT = OrthoDC(1.0)
+ALWAYS_PROJECT = OrthoDC(1.0)
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,20 @@ class AutoThreshold(Correction):
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         frame.require_flat("AutoThreshold, a fit to updates from different points,")
         if state is None or "base" not in state:
-            return frame.extended("mean v", frame.base, frame.base).extended("base - mean", frame.base, frame.base)
+            return frame.with_row("mean v", frame.base, frame.base).with_row("base - mean", frame.base, frame.base)
         for name in ("displacement", "base"):
             check_shape(f"state[{name!r}]", state[name], frame.size)
-        ends = (state["base"], frame.base) if frame.descent else (frame.base, state["base"])
-        return frame.extended("mean v", state["displacement"]).extended("base - mean", *ends)
+        ends = (state["base"], frame.base) if frame.is_pseudo_gradient else (frame.base, state["base"])
+        return frame.with_row("mean v", state["displacement"]).with_row("base - mean", *ends)
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         lines = gram.identity()
-        n = gram.displacements
+        n = gram.num_displacements
         if n == 0:
             return lines, state
         inner = gram.matrix
-        mean = gram.row("mean v")
-        moved = gram.row("base - mean")
+        mean = gram.row_index("mean v")
+        moved = gram.row_index("base - mean")
         end = n - 1
         if state is None or "covariance" not in state:
             covariance = variance = 0 * inner[n, n]
@@ -103,19 +103,19 @@ class AutoThreshold(Correction):
             gain = 1 - self.decay
             covariance = self.decay * (state["covariance"] + gain * (inner[end, moved] - inner[mean, moved]))
             variance = self.decay * (state["variance"] + gain * inner[moved, moved])
-        beta = slope(covariance, variance)
+        beta = regression_slope(covariance, variance)
         threshold = -1
         if inner[n, n] != 0 and 0 <= inner[end, n] / inner[n, n] <= 2 * beta:
-            lines, _ = PROJECT.coefficients(gram)
+            lines, _ = ALWAYS_PROJECT.coefficients(gram)
             threshold = 1
         numbers = {"covariance": covariance, "variance": variance, "slope": beta, "threshold": threshold}
-        return lines, {**state, **{name: untracked(value) for name, value in numbers.items()}}
+        return lines, {**state, **{name: detach_scalar(value) for name, value in numbers.items()}}
 
-    def remember(self, frame: Frame, lines: Matrix, state: Any) -> Any:
-        n = frame.displacements
+    def update_state(self, frame: Frame, coefficients: Matrix, state: Any) -> Any:
+        n = frame.num_displacements
         if n == 0:
             return state
-        frame = frame.detached()
+        frame = frame.detach()
         wide = torch.promote_types(frame.dtype, torch.float32)
         seen = {"displacement": frame.row(n - 1), "base": as_float64(frame.base)}
         if "base" not in state:
@@ -126,7 +126,7 @@ class AutoThreshold(Correction):
         return {**state, **means}
 
 
-def slope(covariance: Any, variance: Any) -> Any:
+def regression_slope(covariance: Any, variance: Any) -> Any:
     r"""$\hat\beta = -\operatorname{Cov} / \operatorname{Var}$ in [0, 1]; 1 where nothing has varied.
 
     Example:

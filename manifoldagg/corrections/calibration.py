@@ -16,7 +16,7 @@ from manifoldagg.kernels import Row, combine, gram
 from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Layout, Manifold, ParameterSpace
 
-__all__ = ["calibrate", "calibrated_by"]
+__all__ = ["calibrate", "calibrate_frame"]
 
 Model = TypeVar("Model", Tensor, Mapping[str, Tensor])
 
@@ -26,7 +26,7 @@ def calibrate(
     global_shift: Model,
     client_shift: Model,
     granularity: str = "tensor",
-    against: Sequence[Model] | Tensor | None = None,
+    other_updates: Sequence[Model] | Tensor | None = None,
     *,
     space: Manifold | None = None,
 ) -> Model:
@@ -68,22 +68,22 @@ def calibrate(
         {'w': tensor([1., 4.])}
     """
     check_choice("granularity", granularity, GRANULARITIES)
-    if not (against is None or isinstance(against, Sequence | Tensor)):
-        raise ArgumentError(f"against: expected a sequence of updates, got {type(against).__name__}")
+    if not (other_updates is None or isinstance(other_updates, Sequence | Tensor)):
+        raise ArgumentError(f"against: expected a sequence of updates, got {type(other_updates).__name__}")
     if space is not None:
         require_flat(space)
     given: dict[str, Any] = {"start": start, "global_shift": global_shift, "client_shift": client_shift}
-    given |= {f"against[{i}]": other for i, other in enumerate(() if against is None else against)}
-    split = _tensors_of_states if isinstance(start, Mapping) else _tensors_of_points
+    given |= {f"other_updates[{i}]": other for i, other in enumerate(() if other_updates is None else other_updates)}
+    split = _split_state_dicts if isinstance(start, Mapping) else _split_points
     pieces, joined = split(given, space)
     inner = [gram(rows)[0] for _, *rows in pieces]
     for i, numbers in enumerate(inner):
         check_finite(f"shifts: inner products of tensor {i}", numbers.detach())
     # Rows: the shift, the client's own, which takes the place of the drift, and the others' updates.
-    extra = tuple(name for name in given if name.startswith("against"))
+    extra = tuple(name for name in given if name.startswith("other_updates"))
     moved = []
-    for i, ((model, *rows), part) in enumerate(zip(pieces, _grams(inner, granularity, extra), strict=True)):
-        piece = combine(model, rows, _weights(part, pairwise=against is not None))
+    for i, ((model, *rows), part) in enumerate(zip(pieces, _segment_grams(inner, granularity, extra), strict=True)):
+        piece = combine(model, rows, _shift_coefficients(part, pairwise=other_updates is not None))
         moved.append(
             piece if needs_autograd_path([piece]) else check_finite(f"the calibrated start: tensor {i}", piece)
         )
@@ -91,7 +91,9 @@ def calibrate(
     return result
 
 
-def calibrated_by(shifts: Frame, start: Row, granularity: str = "tensor", against: Sequence[Row] | None = None) -> Any:
+def calibrate_frame(
+    shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
+) -> Any:
     r"""The same of shifts that are not formed: $\Delta$ is the displacement of a frame, and $\Delta_m$ its drift.
 
     Args:
@@ -103,22 +105,22 @@ def calibrated_by(shifts: Frame, start: Row, granularity: str = "tensor", agains
     Returns:
         A new point.
     """
-    for i, row in enumerate(() if against is None else against):
-        shifts = shifts.extended(f"against[{i}]", row)
+    for i, row in enumerate(() if other_updates is None else other_updates):
+        shifts = shifts.with_row(f"other_updates[{i}]", row)
     gram = shifts.gram(granularity)
-    lines: Any = [_weights(part, pairwise=against is not None) for part in gram]
+    lines: Any = [_shift_coefficients(part, pairwise=other_updates is not None) for part in gram]
     return shifts.combine(start, lines if granularity == "tensor" else lines[0])
 
 
-def _grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) -> list[Gram]:
+def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) -> list[Gram]:
     """For each tensor its own, or that of the model."""
     if not inner:
         return []
     every = Gram.of(torch.stack(inner), extra=extra)
-    return [*every] if granularity == "tensor" else [every.whole] * len(inner)
+    return [*every] if granularity == "tensor" else [every.total] * len(inner)
 
 
-def _weights(inner: Gram, *, pairwise: bool) -> list[Any]:
+def _shift_coefficients(inner: Gram, *, pairwise: bool) -> list[Any]:
     """On the shift, the client's own and the others' updates."""
     if not pairwise:
         lines, _ = OrthoDC(1.0).coefficients(inner)
@@ -132,25 +134,25 @@ Split = tuple[list[list[Tensor]], Callable[[list[Tensor]], Any]]
 """For each named tensor the rows (W, Δ, Δₘ, others), and what makes the result of the new tensors."""
 
 
-def _tensors_of_points(given: dict[str, Any], space: Manifold | None) -> Split:
-    start = given["start"]
+def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
+    start = models["start"]
     shape = check_shape("start", start, *getattr(start, "shape", ())).shape
     if space is not None:
         check_shape("start", start, *space.axes)
-    for name, row in given.items():
+    for name, row in models.items():
         check_finite(name, check_shape(name, row, *shape))
     parts = [slice(None)] if space is None else [leaf.part for leaf in space.leaves(start)]
-    pieces = [[row.flatten()[part] for row in given.values()] for part in parts]
+    pieces = [[row.flatten()[part] for row in models.values()] for part in parts]
     return pieces, lambda moved: torch.cat(moved).view(shape) if moved else start.clone()
 
 
-def _tensors_of_states(given: dict[str, Any], space: Manifold | None) -> Split:
-    start = given["start"]
+def _split_state_dicts(models: dict[str, Any], space: Manifold | None) -> Split:
+    start = models["start"]
     if not (space is None or isinstance(space, ParameterSpace)):
         raise ArgumentError("space: expected a ParameterSpace of named tensors, or None, where each is its own")
     layout = Layout.of_state_dict(start, dtype=torch.float64) if space is None else space.layout
     layout.check(start)
-    for name, state in given.items():
+    for name, state in models.items():
         if not isinstance(state, Mapping):
             raise ArgumentError(f"{name}: expected named tensors as in start, got {type(state).__name__}")
         if extra := sorted(map(str, state.keys() - start.keys())):
@@ -166,4 +168,4 @@ def _tensors_of_states(given: dict[str, Any], space: Manifold | None) -> Split:
         new |= {alias: new[name] for alias, name in layout.aliases}
         return {name: new[name] if name in new else start[name].clone() for name in start}
 
-    return [[state[leaf.name].flatten() for state in given.values()] for leaf in layout.leaves], joined
+    return [[state[leaf.name].flatten() for state in models.values()] for leaf in layout.leaves], joined

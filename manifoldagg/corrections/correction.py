@@ -13,8 +13,8 @@ from torch import Tensor
 
 from manifoldagg._validation import check_finite
 from manifoldagg.corrections.frame import Frame, Target
-from manifoldagg.corrections.gram import Gram, Matrix, cancelled
-from manifoldagg.corrections.transport import RUNGS
+from manifoldagg.corrections.gram import Gram, Matrix, lost_to_cancellation
+from manifoldagg.corrections.transport import DEFAULT_RUNGS
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Row
 from manifoldagg.kernels.operands import needs_autograd_path
@@ -22,7 +22,7 @@ from manifoldagg.manifolds import Manifold
 
 __all__ = ["Composition", "Corrected", "Correction", "by_granularity"]
 
-Beside = tuple[str, Tensor, Tensor | None]
+AuxiliaryRow = tuple[str, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,39 +40,39 @@ class Corrected:
 
     frame: Frame
     gram: Gram
-    lines: Matrix
+    coefficients: Matrix
     state: Any
-    came: Gram
-    beside: Matrix | None = None
+    original_gram: Gram
+    auxiliary: Matrix | None = None
 
     @cached_property
-    def moved(self) -> Gram:
+    def corrected_gram(self) -> Gram:
         r"""$\bar C G \bar C^\top$: of the corrected displacements and the drift."""
-        return self.gram.corrected(self.lines)
+        return self.gram.corrected(self.coefficients)
 
-    def line(self, weights: Any) -> Matrix:
+    def row_coefficients(self, weights: Any) -> Matrix:
         r"""$\sum_i w_i C_{ij}$, (k,) or (S, k): a combination of the corrected rows as one of the frame's."""
-        line: Matrix = np.asarray(weights, dtype=object) @ self.lines
+        line: Matrix = np.asarray(weights, dtype=object) @ self.coefficients
         return line
 
     def combine(self, base: Row | None, weights: Any, out: Any = None) -> Any:
         r"""$\mathrm{base} + \sum_i w_i \sum_j C_{ij} r_j$, rounded once."""
-        return self.frame.combine(base, self.line(weights), out=out)
+        return self.frame.combine(base, self.row_coefficients(weights), out=out)
 
-    def cancelled(self) -> bool:
+    def lost_to_cancellation(self) -> bool:
         """Whether so little is left of a displacement, of a segment where there are some, that it is rounding."""
-        n = self.gram.displacements
-        left = self.moved.parts[:, :n, :n]
-        return any(cancelled(*pair) for pair in zip(left, self.gram.parts, strict=True))
+        n = self.gram.num_displacements
+        left = self.corrected_gram.parts[:, :n, :n]
+        return any(lost_to_cancellation(*pair) for pair in zip(left, self.gram.parts, strict=True))
 
     def move(self, weights: Any, out: Target = None) -> Any:
         r"""$\Theta^\tau + \sum_i w_i \sum_j C_{ij} r_j$, by [`Frame.move`][manifoldagg.corrections.Frame.move]."""
-        return self.frame.move(self.gram, self.line(weights), out)
+        return self.frame.move(self.gram, self.row_coefficients(weights), out)
 
     def rows(self) -> list[Row]:
         r"""The corrected rows, each rounded once to the dtype of the frame's; exact where leaves are of low rank."""
-        form = self.frame.exact if self.frame.ambient.leaves else self.frame.formed
-        rows = [form(self.lines[..., i, :]) for i in range(self.lines.shape[-2])]
+        form = self.frame.materialize_exact if self.frame.ambient.leaves else self.frame.materialize
+        rows = [form(self.coefficients[..., i, :]) for i in range(self.coefficients.shape[-2])]
         for row in rows:
             for piece in row if isinstance(row, tuple) else (row,):
                 if not needs_autograd_path([piece]):
@@ -88,7 +88,7 @@ class Corrected:
         if self.frame.ambient.leaves:
             raise ArgumentError("space: displacements of low-rank leaves are no vectors: use `rows` or `combine`")
         rows: list[Any] = self.rows()
-        return torch.stack(rows) if rows else self.frame.blank()[None][:0]
+        return torch.stack(rows) if rows else self.frame.empty_vector()[None][:0]
 
 
 class Correction(abc.ABC):
@@ -140,16 +140,16 @@ class Correction(abc.ABC):
         """`frame` with the rows that it adds."""
         return frame
 
-    def remember(self, frame: Frame, lines: Matrix, state: Any) -> Any:
+    def update_state(self, frame: Frame, coefficients: Matrix, state: Any) -> Any:
         """The state with its tensors brought up to date, given what was made of the frame."""
         return state
 
-    def extends(self, frame: Frame) -> bool:
+    def adds_rows(self, frame: Frame) -> bool:
         """Whether it adds rows to such a frame; so it is taken to do where it has an `extend`."""
         return type(self).extend is not Correction.extend
 
     def apply(
-        self, frame: Frame, state: Any = None, *, granularity: str | None = None, beside: Beside | None = None
+        self, frame: Frame, state: Any = None, *, granularity: str | None = None, auxiliary: AuxiliaryRow | None = None
     ) -> Corrected:
         """Correct the displacements of a frame.
 
@@ -168,14 +168,14 @@ class Correction(abc.ABC):
         if frame.extra:
             raise ArgumentError(f"frame: expected displacements and the drift alone, got also {', '.join(frame.extra)}")
         frame = self.extend(frame, state)
-        seen = frame if beside is None else frame.extended(*beside)
+        seen = frame if auxiliary is None else frame.with_row(*auxiliary)
         gram = seen.gram(granularity or self.granularity)
         products = None
-        if beside is not None:
+        if auxiliary is not None:
             products = gram.parts[:, -1]
             gram = Gram(gram.parts[:, :-1, :-1], frame.extra, gram.segments)
         lines, state = self.coefficients(gram, state)
-        return Corrected(frame, gram, lines, self.remember(frame, lines, state), gram, products)
+        return Corrected(frame, gram, lines, self.update_state(frame, lines, state), gram, products)
 
     def __call__(
         self,
@@ -185,7 +185,7 @@ class Correction(abc.ABC):
         displacements: Float[Tensor, "..."],
         *,
         transport: str | None = None,
-        rungs: int = RUNGS,
+        rungs: int = DEFAULT_RUNGS,
     ) -> Float[Tensor, "..."]:
         r"""The corrected displacements, tangent at `current`.
 
@@ -213,11 +213,11 @@ class Correction(abc.ABC):
         frame = Frame.of(space, base, current, displacements, transport=transport, rungs=rungs)
         return self.apply(frame).displacements().reshape(displacements.shape)
 
-    def __rshift__(self, after: "Correction") -> "Correction":
+    def __rshift__(self, other: "Correction") -> "Correction":
         """`a >> b`: first `a`, then `b` on what `a` made of the rows."""
-        if not isinstance(after, Correction):
+        if not isinstance(other, Correction):
             return NotImplemented
-        return Composition((*_parts(self), *_parts(after)))
+        return Composition((*_parts(self), *_parts(other)))
 
 
 @dataclass(frozen=True)
@@ -243,33 +243,33 @@ class Composition(Correction):
         """Whether one of them does."""
         return any(part.keeps_state for part in self.parts)
 
-    def extends(self, frame: Frame) -> bool:
-        return any(part.extends(frame) for part in self.parts)
+    def adds_rows(self, frame: Frame) -> bool:
+        return any(part.adds_rows(frame) for part in self.parts)
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         states = [*(state or (None for _ in self.parts))]
         lines, states[0] = self.parts[0].coefficients(gram, states[0])
         for i, part in enumerate(self.parts[1:], 1):
             after, states[i] = part.coefficients(gram.corrected(lines), states[i])
-            lines = after @ gram.carried(lines)
+            lines = after @ gram.with_drift(lines)
         return lines, tuple(states) if self.keeps_state else None
 
     def apply(
-        self, frame: Frame, state: Any = None, *, granularity: str | None = None, beside: Beside | None = None
+        self, frame: Frame, state: Any = None, *, granularity: str | None = None, auxiliary: AuxiliaryRow | None = None
     ) -> Corrected:
         finest = granularity or self.granularity
         states = [*(state or (None for _ in self.parts))]
-        done = self.parts[0].apply(frame, states[0], granularity=finest, beside=beside)
+        done = self.parts[0].apply(frame, states[0], granularity=finest, auxiliary=auxiliary)
         states[0] = done.state
         for i, part in enumerate(self.parts[1:], 1):
-            if part.keeps_state or part.extends(done.frame) or done.cancelled():
-                moved = done.frame.moved(done.rows())
-                formed = part.apply(moved, states[i], granularity=finest, beside=beside)
-                done = replace(formed, came=done.came)
+            if part.keeps_state or part.adds_rows(done.frame) or done.lost_to_cancellation():
+                moved = done.frame.with_displacements(done.rows())
+                formed = part.apply(moved, states[i], granularity=finest, auxiliary=auxiliary)
+                done = replace(formed, original_gram=done.original_gram)
                 states[i] = done.state
             else:
-                lines, _ = part.coefficients(done.moved)
-                done = replace(done, lines=lines @ done.gram.carried(done.lines))
+                lines, _ = part.coefficients(done.corrected_gram)
+                done = replace(done, coefficients=lines @ done.gram.with_drift(done.coefficients))
         return replace(done, state=tuple(states) if self.keeps_state else None)
 
 

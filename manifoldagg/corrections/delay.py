@@ -52,19 +52,19 @@ class Position(Correction):
         tensor([[2.]])
     """
 
-    def extends(self, frame: Frame) -> bool:
-        return frame.passage is not None
+    def adds_rows(self, frame: Frame) -> bool:
+        return frame.transporter is not None
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
-        passage = frame.passage
+        passage = frame.transporter
         if passage is None:
             return frame
-        original = frame.original
+        original = frame.base_displacements
         if original is None:
-            rows = torch.stack([frame.rows[i] for i in range(frame.displacements)])  # type: ignore[misc]  # vectors there
-            original = passage.depart(rows.view(-1, *passage.base.shape))
+            rows = torch.stack([frame.rows[i] for i in range(frame.num_displacements)])  # type: ignore[misc]  # vectors there
+            original = passage.to_base(rows.view(-1, *passage.base.shape))
         for i, row in enumerate(passage.position(original).flatten(1)):
-            frame = frame.extended(f"p{i + 1}", row)
+            frame = frame.with_row(f"p{i + 1}", row)
         return frame
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
@@ -72,9 +72,9 @@ class Position(Correction):
         for i, line in enumerate(lines):
             if gram.extra:
                 line[i] = 0
-                line[gram.row(f"p{i + 1}")] = 1
+                line[gram.row_index(f"p{i + 1}")] = 1
             else:
-                line[gram.displacements] = -1
+                line[gram.num_displacements] = -1
         return lines, state
 
 
@@ -124,30 +124,30 @@ class DelayCompensated(Correction):
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         frame.require_flat("DelayCompensated, an elementwise product,")
-        n = frame.displacements
-        if needs_autograd_path([tensor for row in (*frame.rows, *frame.minus) for tensor in _tensors(row)]):
+        n = frame.num_displacements
+        if needs_autograd_path([tensor for row in (*frame.rows, *frame.minus) for tensor in _row_tensors(row)]):
             rows = self._products(frame, state)
         else:
-            rows = [frame.blank(torch.float64) for _ in range(n)]
-            for part, known, targets in _windows(frame, state if self.adaptive else None, rows):
+            rows = [frame.empty_vector(torch.float64) for _ in range(n)]
+            for part, known, targets in _frame_chunks(frame, state if self.adaptive else None, rows):
                 for target, product in zip(targets, self._products(part, known), strict=True):
                     target.copy_(product)
         for i, row in enumerate(rows):
-            frame = frame.extended(_product(i), row)
+            frame = frame.with_row(_product_name(i), row)
         return frame
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         lines = gram.identity()
         for i, line in enumerate(lines):
-            line[gram.row(_product(i))] = -self.strength
+            line[gram.row_index(_product_name(i))] = -self.strength
         return lines, state
 
-    def remember(self, frame: Frame, lines: Matrix, state: Any) -> Any:
-        if not (self.adaptive and frame.displacements):
+    def update_state(self, frame: Frame, coefficients: Matrix, state: Any) -> Any:
+        if not (self.adaptive and frame.num_displacements):
             return state
         wide = torch.promote_types(frame.dtype, torch.float32)
-        square = frame.blank(wide)
-        for part, known, (target,) in _windows(frame.detached(), state, [square]):
+        square = frame.empty_vector(wide)
+        for part, known, (target,) in _frame_chunks(frame.detach(), state, [square]):
             target.copy_(self._mean_square(part, known))
         if not is_finite(square):
             raise ArgumentError(f"points: expected displacements whose mean square is finite in {wide}")
@@ -155,7 +155,7 @@ class DelayCompensated(Correction):
 
     def _products(self, frame: Frame, state: Any) -> list[torch.Tensor]:
         r"""$v_i \odot v_i \odot g$, divided by the root of the mean square where that is followed."""
-        n = frame.displacements
+        n = frame.num_displacements
         scale = self._mean_square(frame, state).add_(EPSILON).sqrt_() if self.adaptive and n else None
         drift = frame.row(n)
         found = []
@@ -167,17 +167,17 @@ class DelayCompensated(Correction):
 
     def _mean_square(self, frame: Frame, state: Any) -> torch.Tensor:
         """The mean square with this update in it, in float64: a new tensor."""
-        fresh = frame.row(frame.displacements - 1).square() * (1 - self.decay)
+        fresh = frame.row(frame.num_displacements - 1).square() * (1 - self.decay)
         if state is None:
             return fresh
         return fresh + self.decay * check_shape("state['mean_square']", state["mean_square"], *fresh.shape).double()
 
 
-def _product(i: int) -> str:
+def _product_name(i: int) -> str:
     return f"v{i + 1}*v{i + 1}*g"
 
 
-def _windows(
+def _frame_chunks(
     frame: Frame, state: Any, others: list[torch.Tensor]
 ) -> Iterator[tuple[Frame, Any, tuple[torch.Tensor, ...]]]:
     """The frame, the mean square in the state and other vectors, window by window of each tensor of the rows."""
@@ -186,11 +186,11 @@ def _windows(
         known.append(check_shape("state['mean_square']", state["mean_square"], frame.size))
     k = len(frame.rows)
     start = 0
-    for j, piece in enumerate(_tensors(frame.current)):
+    for j, piece in enumerate(_row_tensors(frame.current)):
         here = slice(start, start + piece.numel())
         start = here.stop
-        rows = [_of(row, j, here) for row in frame.rows]
-        less = [_of(row, j, here) for row in frame.minus if row is not None]
+        rows = [_row_part(row, j, here) for row in frame.rows]
+        less = [_row_part(row, j, here) for row in frame.minus if row is not None]
         for parts in chunks(*rows, *less, *(vector[here] for vector in (*known, *others))):
             taken = iter(parts[k:])
             minus = tuple(None if row is None else next(taken) for row in frame.minus)
@@ -198,11 +198,11 @@ def _windows(
             yield replace(frame, rows=parts[:k], minus=minus, segments=None), before, tuple(taken)
 
 
-def _tensors(row: Row | None) -> tuple[torch.Tensor, ...]:
+def _row_tensors(row: Row | None) -> tuple[torch.Tensor, ...]:
     """What a row is made of."""
     return () if row is None else row if isinstance(row, tuple) else (row,)
 
 
-def _of(row: Row, j: int, here: slice) -> torch.Tensor:
+def _row_part(row: Row, j: int, entries: slice) -> torch.Tensor:
     """The part of a row that lies in the tensor j of those that are tuples, as a vector."""
-    return row[j].reshape(-1) if isinstance(row, tuple) else row[here]
+    return row[j].reshape(-1) if isinstance(row, tuple) else row[entries]

@@ -11,7 +11,7 @@ from manifoldagg._validation import check_choice, check_number, check_shape
 from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.delay import Tangent
 from manifoldagg.corrections.frame import GRANULARITIES, Frame
-from manifoldagg.corrections.gram import Gram, Matrix, untracked
+from manifoldagg.corrections.gram import Gram, Matrix, detach_scalar
 from manifoldagg.corrections.orthogonal import OrthoGrad, OrthoPos
 from manifoldagg.errors import ArgumentError
 
@@ -75,12 +75,12 @@ class OrthoDyn(Correction):
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         if self.schedule is not None:
             return frame
-        frame.require_flat("OrthoDyn without a schedule, the mean of steps from different points,", sums=True)
+        frame.require_flat("OrthoDyn without a schedule, the mean of steps from different points,", sums_only=True)
         if state is None or "mean" not in state:
-            return frame.extended("mean step", frame.current, frame.current)
+            return frame.with_row("mean step", frame.current, frame.current)
         if not frame.ambient.leaves:
             check_shape("state['mean']", state["mean"], frame.size)
-        return frame.extended("mean step", state["mean"])
+        return frame.with_row("mean step", state["mean"])
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         state = {"version": 0, "phase": "gradient", "length": 0.0} if state is None else state
@@ -89,12 +89,12 @@ class OrthoDyn(Correction):
         length = state["length"]
         if self.schedule is not None:
             phase = check_choice(f"schedule({version})", self.schedule(version), PHASES)
-        lines, _ = self.correction(phase).coefficients(gram)
-        if self.schedule is None and gram.displacements:
-            length, phase = self._follow(gram, lines[..., -1, :], length, phase)
-        return lines, {**state, "version": version + 1, "phase": phase, "length": untracked(length)}
+        lines, _ = self.correction_for(phase).coefficients(gram)
+        if self.schedule is None and gram.num_displacements:
+            length, phase = self._update_phase(gram, lines[..., -1, :], length, phase)
+        return lines, {**state, "version": version + 1, "phase": phase, "length": detach_scalar(length)}
 
-    def correction(self, phase: str) -> Correction:
+    def correction_for(self, phase: str) -> Correction:
         """What is used in a phase."""
         if phase == "tangent":
             return Tangent()
@@ -102,24 +102,24 @@ class OrthoDyn(Correction):
             return OrthoGrad(granularity=self.granularity)
         return OrthoPos(clip=self.clip, granularity=self.granularity)
 
-    def remember(self, frame: Frame, lines: Matrix, state: Any) -> Any:
-        if self.schedule is not None or not frame.displacements:
+    def update_state(self, frame: Frame, coefficients: Matrix, state: Any) -> Any:
+        if self.schedule is not None or not frame.num_displacements:
             return state
-        frame = frame.detached()
-        weights = self._next_mean(np.frompyfunc(lambda c: float(untracked(c)), 1, 1)(lines[..., -1, :]))
+        frame = frame.detach()
+        weights = self._next_mean(np.frompyfunc(lambda c: float(detach_scalar(c)), 1, 1)(coefficients[..., -1, :]))
         wide = torch.promote_types(frame.dtype, torch.float32)
-        return {**state, "mean": frame.formed(weights, wide)}
+        return {**state, "mean": frame.materialize(weights, wide)}
 
-    def _next_mean(self, line: Matrix) -> Matrix:
+    def _next_mean(self, coefficients: Matrix) -> Matrix:
         """The next mean step on the rows of the frame, from the step: the mean step is the last of them."""
-        after: Matrix = (1 - self.decay) * line
+        after: Matrix = (1 - self.decay) * coefficients
         after[..., -1] = after[..., -1] + self.decay
         return after
 
-    def _follow(self, gram: Gram, line: Matrix, length: Any, phase: str) -> tuple[Any, str]:
+    def _update_phase(self, gram: Gram, coefficients: Matrix, length: Any, phase: str) -> tuple[Any, str]:
         """The mean length and the phase after this step."""
-        step = gram.square(line)
-        mean = gram.square(self._next_mean(line))
+        step = gram.squared_norm(coefficients)
+        mean = gram.squared_norm(self._next_mean(coefficients))
         length = self.decay * length + (1 - self.decay) * max(step, 0 * step) ** 0.5
         if length == 0:
             return length, phase

@@ -12,12 +12,12 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.operands import needs_autograd_path
 
-__all__ = ["Gram", "Matrix", "cancelled", "objects", "untracked"]
+__all__ = ["Gram", "Matrix", "as_object_array", "detach_scalar", "lost_to_cancellation"]
 
 Matrix = np.ndarray[Any, np.dtype[np.object_]]
 """An array of Python floats, torch numbers or sympy expressions: the same lines compute on all three."""
 
-CANCELLED = 1e-6
+CANCELLATION_TOLERANCE = 1e-6
 """Which part of a squared norm is left where a correction is said to have cancelled it: of float64's sixteen digits
 ten are left of the square, five of the length."""
 
@@ -60,7 +60,7 @@ class Gram:
         Raises:
             ArgumentError: if a matrix is not square, or has no row for the drift beside those named.
         """
-        parts = objects(matrix)
+        parts = as_object_array(matrix)
         parts = parts if parts.ndim == 3 else parts[None]
         if parts.ndim != 3 or parts.shape[1] != parts.shape[2] or parts.shape[1] < 1 + len(extra):
             raise ArgumentError(
@@ -69,11 +69,11 @@ class Gram:
         return Gram(parts, tuple(extra), tuple(segments))
 
     @property
-    def displacements(self) -> int:
+    def num_displacements(self) -> int:
         """n, how many rows are displacements; row n is the drift."""
         return int(self.parts.shape[-1]) - 1 - len(self.extra)
 
-    def row(self, name: str) -> int:
+    def row_index(self, name: str) -> int:
         """The place of a row that a correction has added.
 
         Raises:
@@ -82,7 +82,7 @@ class Gram:
         if name not in self.extra:
             known = ", ".join(["the displacements", "the drift", *self.extra])
             raise ArgumentError(f"gram: expected a row {name!r}, which `extend` adds; its rows are {known}")
-        return self.displacements + 1 + self.extra.index(name)
+        return self.num_displacements + 1 + self.extra.index(name)
 
     def __getitem__(self, segment: str) -> "Gram":
         """That of one segment, by its name.
@@ -102,40 +102,40 @@ class Gram:
             yield Gram(part[None], self.extra)
 
     @property
-    def whole(self) -> "Gram":
+    def total(self) -> "Gram":
         """That of the whole model."""
         return self if len(self.parts) == 1 else Gram(self.matrix[None], self.extra)
 
     def identity(self) -> Matrix:
         """The coefficients that leave the displacements as they are: (n, k)."""
-        return _identity(self.displacements, self.parts.shape[-1]).copy()
+        return _identity(self.num_displacements, self.parts.shape[-1]).copy()
 
-    def carried(self, lines: Matrix) -> Matrix:
+    def with_drift(self, coefficients: Matrix) -> Matrix:
         r"""$\bar C$, (n + 1, k): corrected displacements, and the drift as it is; (S, n + 1, k) where $C$ is."""
-        drift = np.eye(1, lines.shape[-1], self.displacements, dtype=object)
-        return np.concatenate([lines, np.broadcast_to(drift, (*lines.shape[:-2], *drift.shape))], axis=-2)
+        drift = np.eye(1, coefficients.shape[-1], self.num_displacements, dtype=object)
+        return np.concatenate([coefficients, np.broadcast_to(drift, (*coefficients.shape[:-2], *drift.shape))], axis=-2)
 
-    def among(self, lines: Matrix) -> Matrix:
+    def transform(self, coefficients: Matrix) -> Matrix:
         r"""$C G C^\top$, (S, m, m): inner products of m combinations of the rows."""
-        inner: Matrix = lines @ self.parts @ lines.swapaxes(-1, -2)
+        inner: Matrix = coefficients @ self.parts @ coefficients.swapaxes(-1, -2)
         return inner
 
-    def corrected(self, lines: Matrix) -> "Gram":
+    def corrected(self, coefficients: Matrix) -> "Gram":
         r"""$\bar C G \bar C^\top$: of the corrected displacements and the drift."""
-        return Gram(self.among(self.carried(lines)), (), self.segments)
+        return Gram(self.transform(self.with_drift(coefficients)), (), self.segments)
 
-    def square(self, line: Matrix) -> Any:
+    def squared_norm(self, coefficients: Matrix) -> Any:
         r"""$\sum_s c_s^\top G_s\, c_s$, the square of a combination of the rows: (k,), or (S, k).
 
         Example:
             >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).square(np.array([1.0, -0.5], dtype=object))
             9.0
         """
-        parts = self.matrix[None] if line.ndim == 1 else self.parts
-        terms = line[..., :, None] * line[..., None, :] * parts
+        parts = self.matrix[None] if coefficients.ndim == 1 else self.parts
+        terms = coefficients[..., :, None] * coefficients[..., None, :] * parts
         return terms.reshape(len(parts), -1).sum(1).sum()
 
-    def reach(self, line: Matrix) -> float:
+    def norm_bound(self, coefficients: Matrix) -> float:
         r"""$\sum_j |c_j| \sqrt{G_{jj}}$: the length of this combination of the rows is no more than that.
 
         Args:
@@ -145,12 +145,12 @@ class Gram:
             >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).reach(np.array([1.0, -0.5], dtype=object))
             4.0
         """
-        parts = [(line, self.matrix)] if line.ndim == 1 else zip(line, self.parts, strict=True)
+        parts = [(coefficients, self.matrix)] if coefficients.ndim == 1 else zip(coefficients, self.parts, strict=True)
         terms = [abs(c) * math.sqrt(inner[j, j]) for row, inner in parts for j, c in enumerate(row) if c != 0]
         return float(sum(terms))
 
 
-def cancelled(left: Any, came: Any) -> bool:
+def lost_to_cancellation(remaining: Any, original: Any) -> bool:
     """Whether so little is left of a displacement that its inner products are rounding.
 
     Args:
@@ -158,7 +158,7 @@ def cancelled(left: Any, came: Any) -> bool:
         came: (k, k) of the rows before they were corrected.
     """
     # C G Cᵀ adds terms as large as |v|², each rounded: what is left is known to ε of those, not to ε of itself.
-    return any(not row[i] >= CANCELLED * came[i][i] for i, row in enumerate(left))
+    return any(not row[i] >= CANCELLATION_TOLERANCE * original[i][i] for i, row in enumerate(remaining))
 
 
 @lru_cache(maxsize=64)
@@ -167,7 +167,7 @@ def _identity(n: int, k: int) -> Matrix:
     return np.eye(n, k, dtype=object)
 
 
-def objects(numbers: Any) -> Matrix:
+def as_object_array(numbers: Any) -> Matrix:
     """An object array of plain floats where no derivative follows them, and of what they are elsewhere."""
     if isinstance(numbers, Tensor):
         if not needs_autograd_path([numbers]):
@@ -180,6 +180,6 @@ def objects(numbers: Any) -> Matrix:
     return np.array(numbers, dtype=object)
 
 
-def untracked(value: Any) -> Any:
+def detach_scalar(value: Any) -> Any:
     """A number without the derivatives that follow it."""
     return value.detach() if isinstance(value, Tensor) else value

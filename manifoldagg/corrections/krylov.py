@@ -70,7 +70,7 @@ class KrylovDC(Correction):
         parts = gram.parts if self.granularity == "tensor" else gram.matrix[None]
         if isinstance(parts[0, 0, 0], Tensor):
             raise ArgumentError("KrylovDC: the directions of a path have no derivative: call it outside of transforms")
-        n = gram.displacements
+        n = gram.num_displacements
         inner = parts.astype(float)
         lines = np.stack([gram.identity()] * len(inner))
         if n > 1:
@@ -79,7 +79,7 @@ class KrylovDC(Correction):
             inner = inner[:, :n] / np.where(square > 0, square, 1.0)[:, None, None]
             # Each leg from the displacements.
             legs = np.eye(n) - np.eye(n, k=-1)
-            values, vectors = ritz(legs @ inner[:, :, :n] @ legs.T, self.tolerance)
+            values, vectors = ritz_pairs(legs @ inner[:, :, :n] @ legs.T, self.tolerance)
             along = legs[:-1] @ inner[:, :, n, None]
             taken = 1 - values[:, None, :] ** np.arange(1, n + 1)[:, None]
             back = vectors.swapaxes(-1, -2)
@@ -87,7 +87,7 @@ class KrylovDC(Correction):
         return lines if self.granularity == "tensor" else lines[0], state
 
 
-def ritz(inner: Any, tolerance: float) -> tuple[Any, Any]:
+def ritz_pairs(inner: Any, tolerance: float) -> tuple[Any, Any]:
     r"""Ritz values of the symmetric map of each leg to the next, in [0, 1], and their vectors.
 
     Args:
@@ -100,7 +100,7 @@ def ritz(inner: Any, tolerance: float) -> tuple[Any, Any]:
 
     Example:
         >>> import numpy as np
-        >>> ritz(np.array([[4.0, 1.0], [1.0, 0.25]]), 1e-3)
+        >>> ritz_pairs(np.array([[4.0, 1.0], [1.0, 0.25]]), 1e-3)
         (array([0.25]), array([[0.5]]))
     """
     squares, axes = np.linalg.eigh(inner[..., :-1, :-1])

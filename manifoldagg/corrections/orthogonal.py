@@ -54,7 +54,7 @@ class OrthoDC(Correction):
 
     @by_granularity
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        return projected(gram, self.threshold), state
+        return projection_coefficients(gram, self.threshold), state
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class OrthoCorrect(Correction):
 
     @by_granularity
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        return projected(gram, self.threshold, self.alpha, self.clip), state
+        return projection_coefficients(gram, self.threshold, self.alpha, self.clip), state
 
 
 def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
@@ -148,11 +148,11 @@ def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
     return OrthoCorrect(0.0, 1.0, granularity=granularity)
 
 
-def projected(gram: Gram, threshold: float, alpha: float = 0.0, clip: bool = False) -> Matrix:
+def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, clip: bool = False) -> Matrix:
     r"""The lines that project where a displacement conflicts with the drift, and subtract $\alpha\, g$ elsewhere."""
     lines = gram.identity()
     inner = gram.matrix
-    n = gram.displacements
+    n = gram.num_displacements
     drift = inner[n, n]
     for i in range(n if drift != 0 else 0):
         share = inner[i, n] / drift
@@ -165,7 +165,7 @@ def projected(gram: Gram, threshold: float, alpha: float = 0.0, clip: bool = Fal
     return lines
 
 
-def conflicts(threshold: float, square: Any, along: Any, drift: Any) -> bool:
+def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: Any) -> bool:
     r"""Whether $\cos(v, g)$, clipped to [-1, 1], is at most the threshold; never at -1, always at 1.
 
     Args:
@@ -182,8 +182,8 @@ def conflicts(threshold: float, square: Any, along: Any, drift: Any) -> bool:
     if abs(threshold) == 1:
         return threshold == 1
     if threshold == 0:  # by the sign alone, which no root or product can round
-        return bool(along <= 0)
-    if square <= 0:  # no displacement, or one that cancelled down to rounding
+        return bool(drift_product <= 0)
+    if squared_norm <= 0:  # no displacement, or one that cancelled down to rounding
         return False
     # Root by root: the product of the squares may leave the range of floats where that of the lengths does not.
-    return bool(along <= threshold * square**0.5 * drift**0.5)
+    return bool(drift_product <= threshold * squared_norm**0.5 * drift**0.5)

@@ -11,7 +11,7 @@ from manifoldagg.corrections.frame import require_flat
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["rotate_control", "turn"]
+__all__ = ["rotate_control", "rotation_coefficients"]
 
 NEARLY_OPPOSITE = 1e-3
 """Below this $1 + \\cos$ the inner products alone lose the plane: the second direction is formed and read again."""
@@ -76,16 +76,16 @@ def rotate_control(
     minus = [start, start, now]
     inner = gram(rows, minus=minus)[0]
     check_finite("points: inner products", inner.detach())
-    line = turn(inner)
+    line = rotation_coefficients(inner)
     if line is None:
-        return _turned_about(phi, start, stop, now, goal).view(control.shape)
+        return _rotate_degenerate(phi, start, stop, now, goal).view(control.shape)
     # In the wider dtype where the two differ: it is rounded once, at the end.
     now = now if now.dtype == control.dtype else now.double()
     moved = combine(now, rows, line, minus=minus)
     return moved.to(control.dtype).view(control.shape)
 
 
-def turn(inner: Any) -> list[Any] | None:
+def rotation_coefficients(inner: Any) -> list[Any] | None:
     r"""The turned control point less $\Theta^\tau$, as a combination of three vectors whose inner products are known.
 
     Args:
@@ -115,10 +115,10 @@ def turn(inner: Any) -> list[Any] | None:
     return [1.0, -0.5 - share * a, 0.5 + (2 * along_a - share) * b]
 
 
-def _turned_about(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
+def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
     """The same for chords that are nearly opposite, or tiny: the plane by Gram-Schmidt on vectors, orthogonal twice."""
-    e1 = _direction(stop.double() - start.double())
-    unit = _direction(goal.double() - now.double())
+    e1 = _unit_vector(stop.double() - start.double())
+    unit = _unit_vector(goal.double() - now.double())
     e2 = unit - (e1 @ unit) * e1
     # Twice is enough (Kahan; Parlett 1998, §6.9): the first pass leaves ε of `unit`, which is large beside a small e2.
     e2 = e2 - (e1 @ e2) * e1
@@ -138,7 +138,7 @@ def _turned_about(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: T
     return torch.add(middle, turned).to(phi.dtype)
 
 
-def _direction(v: Tensor) -> Tensor:
+def _unit_vector(v: Tensor) -> Tensor:
     """The unit vector, whatever the scale; zero of zero."""
     # Scaled by the largest entry first: squares of tiny entries would underflow, of huge ones overflow.
     largest = v.detach().abs().amax() if v.numel() else v.new_ones(())

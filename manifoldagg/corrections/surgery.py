@@ -16,7 +16,7 @@ from manifoldagg.manifolds import check_tangent
 
 __all__ = ["GradientSurgery", "Pairwise"]
 
-RANK = 1e-7
+RANK_TOLERANCE = 1e-7
 """The part of a row's length that must be new for it to count as a direction of its own."""
 
 
@@ -57,7 +57,7 @@ class GradientSurgery(Correction):
     @by_granularity
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         inner = gram.matrix
-        n = gram.displacements
+        n = gram.num_displacements
         order = range(n + 1) if self.order is None else self.order
         if len(order) != n + 1:
             raise ArgumentError(f"order: expected a permutation of {n + 1} rows, the drift among them; got {order}")
@@ -103,7 +103,7 @@ class Pairwise(Correction):
 
     others: Sequence[Float[Tensor, "..."]] | Float[Tensor, "..."]
     granularity: str = "model"
-    tolerance: float = RANK
+    tolerance: float = RANK_TOLERANCE
 
     def __post_init__(self) -> None:
         if not isinstance(self.others, Tensor):
@@ -118,7 +118,7 @@ class Pairwise(Correction):
             check_finite(f"others[{i}]", check_shape(f"others[{i}]", row, *row.shape))
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
-        passage = frame.passage
+        passage = frame.transporter
         if passage is None:
             frame.require_flat("Pairwise, against updates that are vectors,")
         shape = (frame.size,) if passage is None else passage.current.shape
@@ -128,13 +128,13 @@ class Pairwise(Correction):
                 row = check_shape(name, row.flatten(), *shape)
             else:
                 check_tangent(passage.space, passage.current, check_shape(name, row, *shape), name=name)
-            frame = frame.extended(name, row.flatten())
+            frame = frame.with_row(name, row.flatten())
         return frame
 
     @by_granularity
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         lines = gram.identity()
-        others = [gram.row(f"others[{j}]") for j in range(len(self.others))]
+        others = [gram.row_index(f"others[{j}]") for j in range(len(self.others))]
         span = gram.matrix[others][:, others]
         for i, line in enumerate(lines):
             along = gram.matrix[i, others]
@@ -143,7 +143,7 @@ class Pairwise(Correction):
         return lines, state
 
 
-def span_coefficients(inner: Any, along: Any, *, tolerance: float = RANK) -> list[Any]:
+def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLERANCE) -> list[Any]:
     r"""The $x$ that solves $\min_x \|v - \sum_j x_j r_j\|$, from $\langle r_i, r_j\rangle$ and $\langle v, r_j\rangle$.
 
     A root-free pivoted Cholesky factorisation $L D L^\top$ of the Gram matrix: the next pivot is the row with the
@@ -164,8 +164,8 @@ def span_coefficients(inner: Any, along: Any, *, tolerance: float = RANK) -> lis
         >>> span_coefficients([[4.0, 0.0], [0.0, 1.0]], [2.0, 3.0])
         [0.5, 3.0]
     """
-    m = len(along)
-    zero = 0 * along[0] if m else 0
+    m = len(products)
+    zero = 0 * products[0] if m else 0
     left = [inner[i][i] for i in range(m)]
     pivots: list[int] = []
     columns: list[list[Any]] = []
@@ -199,9 +199,9 @@ def span_coefficients(inner: Any, along: Any, *, tolerance: float = RANK) -> lis
             x[p] = y[k] / left[p] - sum(columns[k][q] * x[q] for q in pivots[k + 1 :])
         return x
 
-    x = solve(along)
+    x = solve(products)
     # The Gram matrix squares the condition of the rows; one refinement wins back the digits that the factors lost.
-    residual = [b - sum(inner[i][j] * x[j] for j in range(m)) for i, b in enumerate(along)]
+    residual = [b - sum(inner[i][j] * x[j] for j in range(m)) for i, b in enumerate(products)]
     return [a + b for a, b in zip(x, solve(residual), strict=True)]
 
 

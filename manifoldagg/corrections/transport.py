@@ -14,12 +14,12 @@ from manifoldagg.manifolds import Manifold, check_point, check_tangent, formulas
 from manifoldagg.manifolds.manifold import Leaf
 from manifoldagg.manifolds.validate import check_injectivity_radius
 
-__all__ = ["RUNGS", "TRANSPORTS", "Passage", "Transport", "log_within_reach"]
+__all__ = ["DEFAULT_RUNGS", "TRANSPORTS", "Transport", "Transporter", "checked_log"]
 
 TRANSPORTS = {"parallel": {"transport"}, "ladder": {"exp", "log"}, "projection": {"project_tangent"}}
 """The ways to bring a tangent from one point to another, and the primitives that they need."""
 
-RUNGS = 4
+DEFAULT_RUNGS = 4
 
 
 class Transport(NamedTuple):
@@ -31,7 +31,7 @@ class Transport(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Passage:
+class Transporter:
     r"""The way of tangents from the base $\Theta^t$ to the current point $\Theta^\tau$ of a curved space.
 
     Args:
@@ -52,7 +52,7 @@ class Passage:
     base: Tensor
     current: Tensor
     transport: str | None = None
-    rungs: int = RUNGS
+    rungs: int = DEFAULT_RUNGS
 
     def __post_init__(self) -> None:
         if self.transport is not None:
@@ -91,21 +91,21 @@ class Passage:
 
     def log(self, points: Tensor, name: str) -> Tensor:
         r"""$\log_{\Theta^\tau}$ of points within reach."""
-        return log_within_reach(self.space, self.current, points, f"{name}: out of reach of the current point")
+        return checked_log(self.space, self.current, points, f"{name}: out of reach of the current point")
 
-    def arrive(self, displacements: Tensor) -> Tensor:
+    def to_current(self, displacements: Tensor) -> Tensor:
         r"""Tangents (n, *shape) at the base, transported to the current point."""
         check_tangent(self.space, self.base, displacements, name="displacements")
-        return self._carry(self.base, self.current, displacements)
+        return self._transport(self.base, self.current, displacements)
 
     def position(self, displacements: Tensor) -> Tensor:
         r"""$\log_{\Theta^\tau} \exp_{\Theta^t} v$ for tangents at the base."""
         reached = self.space._exp(self.base.expand_as(displacements), displacements)
         return self.log(reached, "displacements: the points reached")
 
-    def depart(self, tangents: Tensor) -> Tensor:
+    def to_base(self, tangents: Tensor) -> Tensor:
         """Tangents (n, *shape) at the current point, taken back to the base."""
-        return self._carry(self.current, self.base, tangents)
+        return self._transport(self.current, self.base, tangents)
 
     def gram(self, rows: Tensor) -> Tensor:
         """Inner products of tangents (k, P) at the current point, in float64, for each leaf: (S, k, k)."""
@@ -118,7 +118,7 @@ class Passage:
             )
         return torch.stack(grams)
 
-    def _carry(self, start: Tensor, end: Tensor, u: Tensor) -> Tensor:
+    def _transport(self, start: Tensor, end: Tensor, u: Tensor) -> Tensor:
         carried = []
         for leaf, kind in zip(self.leaves, self.transports, strict=True):
             v = leaf.select(u)
@@ -135,7 +135,7 @@ class Passage:
         return check_finite("displacements: transported", torch.cat(carried, 1).view(u.shape))
 
 
-def log_within_reach(space: Manifold, x: Tensor, points: Tensor, what: str) -> Tensor:
+def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor:
     r"""$\log_x$ of points (n, *shape) that lie on the space.
 
     Raises:
@@ -145,7 +145,7 @@ def log_within_reach(space: Manifold, x: Tensor, points: Tensor, what: str) -> T
     try:
         check_injectivity_radius(space, x, log)
     except ArgumentError as error:
-        raise ArgumentError(f"{what}: {error}") from None
+        raise ArgumentError(f"{name}: {error}") from None
     return log
 
 

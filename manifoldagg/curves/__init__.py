@@ -13,7 +13,7 @@ from manifoldagg.curves.phases import Phases
 from manifoldagg.curves.piecewise import Piecewise
 from manifoldagg.curves.plane import Plane, plane
 from manifoldagg.curves.sampling import Sampling
-from manifoldagg.curves.sharpness import ASAM, SAM, Sharpness, sharp_gradient
+from manifoldagg.curves.sharpness import ASAM, SAM, Sharpness, sharpness_aware_gradient
 from manifoldagg.curves.simplex import Simplex
 from manifoldagg.curves.tunnel import Tunnel
 
@@ -44,5 +44,5 @@ __all__ = [
     "parameter_at_distance",
     "plane",
     "refresh_buffers",
-    "sharp_gradient",
+    "sharpness_aware_gradient",
 ]

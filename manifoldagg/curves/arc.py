@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg.curves.bernstein import crossing
+from manifoldagg.curves.bernstein import find_sign_change
 from manifoldagg.errors import ArgumentError
 
 __all__ = ["Speed", "arc_length", "parameter_at_arc_length"]
@@ -18,8 +18,8 @@ Speed = Callable[[Tensor], Tensor]
 ROUGH = 500
 """In units of rounding: by how much of the length the two halves of a panel may differ from the whole."""
 
-MOST_PANELS = 4096
-DEEPEST = 52
+MAX_PANELS = 4096
+MAX_BISECTIONS = 52
 """Halvings of [0, 1] until float64 ends."""
 
 
@@ -44,7 +44,7 @@ def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
     return _quadrature(speed, cuts[:-1], cuts[1:]).sum()
 
 
-def parameter_at_arc_length(speed: Speed, edges: Sequence[float], part: Float[Tensor, "*batch"]) -> Tensor:
+def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Float[Tensor, "*batch"]) -> Tensor:
     r"""The parameter before which a part of the length lies: the inverse of `arc_length`, for many parts at once.
 
     Args:
@@ -63,27 +63,27 @@ def parameter_at_arc_length(speed: Speed, edges: Sequence[float], part: Float[Te
         cuts = _panels(speed, edges)
         pieces = _quadrature(speed, cuts[:-1], cuts[1:]).double()
         reached = torch.cat([pieces.new_zeros(1), pieces.cumsum(0)])
-        part = part.to(reached)
-        straight = edges[0] + (edges[-1] - edges[0]) * part
-        wanted = (part * reached[-1]).flatten()
+        fraction = fraction.to(reached)
+        straight = edges[0] + (edges[-1] - edges[0]) * fraction
+        wanted = (fraction * reached[-1]).flatten()
         # Within one panel: the sum of those before it is not subtracted from one of its own size.
         k = (torch.searchsorted(reached, wanted, right=True) - 1).clamp(0, len(pieces) - 1)
         rest = wanted - reached[k]
-        t = crossing(lambda t: rest - _quadrature(speed, cuts[k], t), cuts[k], cuts[k + 1])
-        t = torch.where(part == 0, edges[0], torch.where(part == 1, edges[-1], t.reshape(part.shape)))
+        t = find_sign_change(lambda t: rest - _quadrature(speed, cuts[k], t), cuts[k], cuts[k + 1])
+        t = torch.where(fraction == 0, edges[0], torch.where(fraction == 1, edges[-1], t.reshape(fraction.shape)))
         return torch.where(reached[-1] > 0, t, straight)
 
 
 def _quadrature(speed: Speed, low: Tensor, high: Tensor) -> Tensor:
     """The integral of `speed` over each [low, high]."""
     half = ((high - low) / 2).unsqueeze(-1)
-    nodes, weights = _rule()
+    nodes, weights = _gauss_legendre()
     values = speed(low.unsqueeze(-1) + half * (1 + nodes.to(low.device)))
     return (half * weights.to(low.device) * values).sum(-1).to(values.dtype)
 
 
 @cache
-def _rule() -> tuple[Tensor, Tensor]:
+def _gauss_legendre() -> tuple[Tensor, Tensor]:
     """Nodes and weights of Gauss-Legendre on [-1, 1], exact up to degree 31: made late, as their maker loads late."""
     nodes, weights = np.polynomial.legendre.leggauss(16)
     return torch.from_numpy(nodes), torch.from_numpy(weights)
@@ -99,7 +99,7 @@ def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:
         tolerance = ROUGH * torch.finfo(whole.dtype).eps
         total = None
         found = [cuts]
-        for _ in range(DEEPEST):
+        for _ in range(MAX_BISECTIONS):
             middle = (low + high) / 2
             left, right = _quadrature(speed, torch.cat([low, middle]), torch.cat([middle, high])).chunk(2)
             found.append(middle)
@@ -108,7 +108,7 @@ def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:
                 raise ArgumentError(f"phi: expected a curve of finite length in float64, got length {total.item()}")
             # Against the whole length: a short panel with a kink may be as rough as it likes.
             rough = (left + right - whole).abs() > tolerance * total
-            if not rough.any() or sum(map(len, found)) > MOST_PANELS:
+            if not rough.any() or sum(map(len, found)) > MAX_PANELS:
                 break
             low = torch.cat([low[rough], middle[rough]])
             high = torch.cat([middle[rough], high[rough]])

@@ -18,12 +18,12 @@ MAX_STEPS = 500
 """Of a Karcher mean: points that need more spread so far that there may be no single one."""
 
 
-def check_barycentric(place: Any, n: int) -> Tensor:
+def check_barycentric(coordinates: Any, n: int) -> Tensor:
     """Coordinates (*batch, n); an `ArgumentError` says which is negative, or the sum, where a transform hides neither.
 
     Both hold up to the square root of the precision of their dtype.
     """
-    x = check_shape("x", place, n, batch=True)
+    x = check_shape("x", coordinates, n, batch=True)
     values = x.detach().double()
     slack = math.sqrt(torch.finfo(x.dtype).eps)
     if needs_autograd_path([values]):
@@ -50,12 +50,12 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
         # The copies of a power come before the points whose mean is taken, as more of a batch.
         copies = part.shape[weights.ndim : part.ndim - len(leaf.space.shape)]
         spread = weights.reshape(*batch, *(1 for _ in copies), n).expand(*batch, *copies, n)
-        mean = _mean(leaf.space, part.movedim(len(batch), len(batch) + len(copies)), spread)
+        mean = _leaf_mean(leaf.space, part.movedim(len(batch), len(batch) + len(copies)), spread)
         means.append(mean.flatten(len(batch)))
     return torch.cat(means, -1).reshape(*batch, *space.shape)
 
 
-def _mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
+def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     """The same on one leaf."""
     axis = -1 - len(space.shape)
     factor = weights.reshape(*weights.shape, *(1 for _ in space.shape))
@@ -63,7 +63,7 @@ def _mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
         return (factor * points).sum(axis)
     # The mean is that of the projections, which differ from the points by rounding: no derivative is lost.
     points = points + (space._project(points.detach()) - points).detach()
-    mean: Tensor = _Solution.apply(space, points.detach(), weights.detach())  # type: ignore[no-untyped-call]
+    mean: Tensor = _KarcherMeanFunction.apply(space, points.detach(), weights.detach())  # type: ignore[no-untyped-call]
     if not needs_autograd_path([points, weights]):
         return mean
 
@@ -90,7 +90,7 @@ def _mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     return mean + (moved - moved.detach())
 
 
-class _Solution(torch.autograd.Function):
+class _KarcherMeanFunction(torch.autograd.Function):
     """Karcher means as values without derivatives: under vmap, what is mapped over joins the batch."""
 
     @staticmethod
@@ -113,4 +113,4 @@ class _Solution(torch.autograd.Function):
             t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
             for t, axis in zip(tensors, in_dims[1:], strict=True)
         ]
-        return _Solution.apply(space, *mapped), 0  # type: ignore[no-untyped-call]
+        return _KarcherMeanFunction.apply(space, *mapped), 0  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import ModelLoss, ParameterSpace
 from manifoldagg.manifolds.layout import tensors_of
 
-__all__ = ["batch_norms", "evaluating", "refresh_buffers", "refreshed"]
+__all__ = ["batch_norm_layers", "evaluation_mode", "refresh_buffers", "refreshed_buffers"]
 
 
 def refresh_buffers(
@@ -55,10 +55,10 @@ def refresh_buffers(
         (tensor([0., 0.]), 1)
     """
     check_finite("point", check_shape("point", point, *space.shape))
-    return refreshed(space.loss(model, _none), point, batches, batch_norms(model))
+    return refreshed_buffers(space.loss(model, _no_loss), point, batches, batch_norm_layers(model))
 
 
-def refreshed(
+def refreshed_buffers(
     loss: ModelLoss, point: Float[Tensor, " P"], batches: Iterable[Any], norms: Sequence[_BatchNorm]
 ) -> dict[str, Tensor]:
     """What a loss carries, with the statistics of these layers as means over `batches` at `point`; it is not written.
@@ -76,13 +76,13 @@ def refreshed(
             if buffer is not None:
                 fresh.replacement_of(buffer).fill_(value)
     read = False
-    with evaluating(loss.model), torch.no_grad():
+    with evaluation_mode(loss.model), torch.no_grad():
         for norm in norms:
             norm.training = True
             # Without a momentum it takes the plain mean over batches, not an exponential one.
             norm.momentum = None
         for batch in batches:
-            args, options = _inputs(batch)
+            args, options = _call_arguments(batch)
             fresh.output(point.detach(), *args, **options)
             read = True
     if not read:
@@ -95,13 +95,13 @@ def refreshed(
     return carried
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+def batch_norm_layers(model: nn.Module) -> list[_BatchNorm]:
     """The layers that keep statistics."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation within the block; afterwards modes and momenta are what they were."""
     modes = [(module, module.training, getattr(module, "momentum", None)) for module in model.modules()]
     try:
@@ -115,11 +115,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.momentum = momentum
 
 
-def _none(output: Any, target: Any) -> Tensor:
+def _no_loss(output: Any, target: Any) -> Tensor:
     raise NotImplementedError
 
 
-def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model is called with."""
     if isinstance(batch, Tensor):
         return (batch,), {}

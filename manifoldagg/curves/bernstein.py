@@ -14,12 +14,21 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-__all__ = ["basis", "bilinear", "crossing", "least", "quadratic_root", "roots", "slopes", "weights"]
+__all__ = [
+    "argmin",
+    "basis",
+    "derivative_coefficients",
+    "find_sign_change",
+    "product_coefficients",
+    "roots",
+    "sqrt_quadratic_form",
+    "weights",
+]
 
-DEEPEST = 52
+MAX_BISECTIONS = 52
 """Halvings of [0, 1] until float64 ends."""
 
-PATIENCE = 100
+MAX_ITERATIONS = 100
 """Steps in a bracket before an interpolation is given up; halving alone leaves 2^-100 of the bracket by then."""
 
 
@@ -45,14 +54,14 @@ def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"
     return torch.stack(weights(degree, t), dim=-1) if degree >= 0 else t.new_zeros(*t.shape, 0)
 
 
-def quadratic_root(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
+def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
     r"""$\sqrt{w^\top G\, w}$ for weights $w$, with derivative 0 where it vanishes: (*batch,)."""
     value = torch.einsum("...i,...ij,...j->...", at, inner, at)
     positive = value > 0
     return torch.where(positive, torch.where(positive, value, 1.0).sqrt(), 0.0)
 
 
-def bilinear(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
+def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
     r"""Coefficients of $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ in degree p + q; of $b^\top G\, b$ for a Gram matrix.
 
     $$c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}.$$
@@ -63,7 +72,7 @@ def bilinear(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
     Source: Farouki, Rajan 1988.
 
     Example:
-        >>> bilinear([[1.0, 0.0], [0.0, 1.0]])
+        >>> product_coefficients([[1.0, 0.0], [0.0, 1.0]])
         [1.0, 0.0, 1.0]
     """
     p = len(table) - 1
@@ -76,7 +85,7 @@ def bilinear(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
     return [value / count for value, count in zip(sums, _binomials(p + q), strict=True)]
 
 
-def slopes(coefficients: Sequence[float]) -> list[float]:
+def derivative_coefficients(coefficients: Sequence[float]) -> list[float]:
     """Coefficients of the derivative, one fewer.
 
     Example:
@@ -105,17 +114,17 @@ def roots(coefficients: Sequence[float]) -> Iterator[float]:
         signs = [value > 0 for value in piece]
         changes = sum(map(ne, signs, signs[1:]))
         # Where floats end, of changes that cannot be told apart an odd number is one.
-        if changes == 1 or (changes > 1 and width <= 0.5**DEEPEST and signs[0] != signs[-1]):
-            yield low + width * _settled(piece)
-        elif changes > 1 and width > 0.5**DEEPEST:
+        if changes == 1 or (changes > 1 and width <= 0.5**MAX_BISECTIONS and signs[0] != signs[-1]):
+            yield low + width * _isolated_root(piece)
+        elif changes > 1 and width > 0.5**MAX_BISECTIONS:
             width /= 2
-            left, right = _halves(piece)
+            left, right = _subdivide(piece)
             # The last in is the first out: places come in their order.
             pending.append((right, low + width, width))
             pending.append((left, low, width))
 
 
-def least(coefficients: Sequence[float]) -> float:
+def argmin(coefficients: Sequence[float]) -> float:
     """Where a polynomial is least on [0, 1]: of all changes of sign of its derivative and both ends.
 
     That is a global minimum, to the rounding of the coefficients; of several minima it is one.
@@ -124,10 +133,10 @@ def least(coefficients: Sequence[float]) -> float:
         >>> round(least([1.0, -1.0, 2.0]), 12)
         0.4
     """
-    return min((0.0, 1.0, *roots(slopes(coefficients))), key=lambda t: _evaluate(coefficients, t)[0])
+    return min((0.0, 1.0, *roots(derivative_coefficients(coefficients))), key=lambda t: _evaluate(coefficients, t)[0])
 
 
-def crossing(
+def find_sign_change(
     function: Callable[[Tensor], Tensor], low: Float64[Tensor, "*batch"], high: Float64[Tensor, "*batch"]
 ) -> Float64[Tensor, "*batch"]:
     """Where functions change their sign between `low` and `high`; where one does not, `high` if it is positive, else
@@ -143,7 +152,7 @@ def crossing(
     Source: Chandrupatla 1997.
 
     Example:
-        >>> crossing(lambda t: 0.25 - t**2, torch.zeros(1).double(), torch.ones(1).double())
+        >>> find_sign_change(lambda t: 0.25 - t**2, torch.zeros(1).double(), torch.ones(1).double())
         tensor([0.5000], dtype=torch.float64)
     """
     # x is the latest place, y the other end of the bracket, z the place before.
@@ -155,7 +164,7 @@ def crossing(
     changes = positive != (fy > 0)
     resolution = torch.finfo(fx.dtype).eps
     t = torch.full_like(low, 0.5)
-    for _ in range(PATIENCE):
+    for _ in range(MAX_ITERATIONS):
         least = resolution / (y - x).abs()
         done = ~changes | (least > 0.5) | (fx == 0) | (fy == 0)
         if bool(done.all()):
@@ -183,7 +192,7 @@ def _binomials(n: int) -> tuple[int, ...]:
     return tuple(math.comb(n, i) for i in range(n + 1))
 
 
-def _halves(coefficients: Sequence[float]) -> tuple[list[float], list[float]]:
+def _subdivide(coefficients: Sequence[float]) -> tuple[list[float], list[float]]:
     """de Casteljau at 1/2: the coefficients on both halves, the last of one being the first of the other."""
     left = list(coefficients)
     right = [left[-1]]
@@ -194,7 +203,7 @@ def _halves(coefficients: Sequence[float]) -> tuple[list[float], list[float]]:
     return left, right[::-1]
 
 
-def _settled(piece: Sequence[float]) -> float:
+def _isolated_root(piece: Sequence[float]) -> float:
     """The one change of sign of a polynomial on [0, 1]."""
     rises = piece[-1] > 0
     # Without negative coefficients it is nowhere negative, and 0 at an end alone.
@@ -218,7 +227,7 @@ def _settled(piece: Sequence[float]) -> float:
         if step == t:
             return t
         # After so many steps that gained too little halving alone, which always ends.
-        if attempt > PATIENCE or not below < step < above:
+        if attempt > MAX_ITERATIONS or not below < step < above:
             step = 0.5 * (below + above)
         if step in (t, below, above):
             return t

@@ -11,21 +11,21 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number, check_shape, is_finite
 from manifoldagg.curves.arc import Speed
-from manifoldagg.curves.bernstein import basis, bilinear, least, quadratic_root, weights
-from manifoldagg.curves.path import CurveEmbedding, Parameter, Phi, Points, parameter
+from manifoldagg.curves.bernstein import argmin, basis, product_coefficients, sqrt_quadratic_form, weights
+from manifoldagg.curves.path import CurveEmbedding, Parameter, Phi, Points, as_parameter
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
 
-__all__ = ["Bezier", "Polygonal", "check_space", "de_casteljau", "weighted"]
+__all__ = ["Bezier", "BezierSpline", "check_space", "de_casteljau", "weighted_sum"]
 
-HIGHEST = 1000
+MAX_DEGREE = 1000
 """The degree beyond which binomial coefficients overflow."""
 
 
-class Polygonal(CurveEmbedding):
+class BezierSpline(CurveEmbedding):
     r"""Bézier curves of one `degree`, one after the other, of control points that share the joints: one piece or more.
 
     On a flat space they and their derivatives are sums of control points and of their differences.
@@ -62,8 +62,10 @@ class Polygonal(CurveEmbedding):
         self._check_phi(phi)
         if self.space.flat:
             return self._derivative(phi, t, 0)
-        piece, s = self._local(parameter(t, phi))
-        return de_casteljau(self.space, phi if self.pieces == 1 else phi[self._rows(piece, self.degree + 1)], s)
+        piece, s = self._locate(as_parameter(t, phi))
+        return de_casteljau(
+            self.space, phi if self.pieces == 1 else phi[self._control_indices(piece, self.degree + 1)], s
+        )
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
         r"""$\iota_\varphi'(t)$, of one piece on a flat space $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i}
@@ -84,15 +86,15 @@ class Polygonal(CurveEmbedding):
 
     def _derivative(self, phi: Tensor, t: Parameter, order: int) -> Tensor:
         """On a flat space, a curve of degree n - order: weighted sums of consecutive differences of control points."""
-        piece, s = self._local(parameter(t, phi))
+        piece, s = self._locate(as_parameter(t, phi))
         shares = basis(self.degree - order, s)
         rows = phi
         if order:
             rows = self.pieces**order * math.perm(self.degree, order) * phi.diff(n=order, dim=0)
         if self.pieces > 1:
             blank = shares.new_zeros(*piece.shape, len(rows))
-            shares = blank.scatter(-1, self._rows(piece, shares.shape[-1]), shares)
-        return weighted(shares, rows)
+            shares = blank.scatter(-1, self._control_indices(piece, shares.shape[-1]), shares)
+        return weighted_sum(shares, rows)
 
     def _speed(self, phi: Tensor) -> Speed:
         if not self.space.flat:
@@ -101,13 +103,13 @@ class Polygonal(CurveEmbedding):
         inner = torch.stack([differences_gram(phi[k * n : (k + 1) * n + 1]) for k in range(self.pieces)])
 
         def speed(t: Tensor) -> Tensor:
-            piece, s = self._local(t.cpu())
+            piece, s = self._locate(t.cpu())
             each = inner[0] if self.pieces == 1 else inner[piece]
-            return self.pieces * n * quadratic_root(each, basis(n - 1, s)).to(t.device)
+            return self.pieces * n * sqrt_quadratic_form(each, basis(n - 1, s)).to(t.device)
 
         return speed
 
-    def _local(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def _locate(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Which piece a parameter belongs to, and where it is in it; before the first and past the last it extends."""
         if self.pieces == 1:
             return torch.zeros_like(t, dtype=torch.long), t
@@ -115,13 +117,13 @@ class Polygonal(CurveEmbedding):
         piece = torch.bucketize(t.detach(), joints, right=True).clamp(max=self.pieces - 1)
         return piece, t * self.pieces - piece
 
-    def _rows(self, piece: Tensor, count: int) -> Tensor:
+    def _control_indices(self, piece: Tensor, count: int) -> Tensor:
         """The numbers of consecutive points from each piece's first on: (*batch, count)."""
         return (self.degree * piece).unsqueeze(-1) + torch.arange(count, device=piece.device)
 
 
 @dataclass(frozen=True)
-class Bezier(Polygonal):
+class Bezier(BezierSpline):
     r"""The Bézier curve of $\varphi_0, \dots, \varphi_n$: de Casteljau's algorithm along geodesics,
 
     $$\varphi_i^{k}(t) = \gamma(\varphi_i^{k-1}, \varphi_{i+1}^{k-1}; t), \qquad
@@ -159,8 +161,10 @@ class Bezier(Polygonal):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        if check_count("degree", self.degree) > HIGHEST:
-            raise ArgumentError(f"degree: expected at most {HIGHEST}, whose binomials float64 holds, got {self.degree}")
+        if check_count("degree", self.degree) > MAX_DEGREE:
+            raise ArgumentError(
+                f"degree: expected at most {MAX_DEGREE}, whose binomials float64 holds, got {self.degree}"
+            )
         check_space(self.space)
 
     @property
@@ -182,12 +186,12 @@ class Bezier(Polygonal):
         self._check_phi(phi)
         if not self.space.flat:
             return super().pull_phi(phi, x, w)
-        place = parameter(x, phi)
+        place = as_parameter(x, phi)
         check_shape("w", w, *place.shape, *phi.shape[1:])
         lines = basis(self.degree, place).reshape(-1, self.size)
         if len(lines) == 1:
             return torch.outer(lines[0].to(phi.dtype), w.to(phi.dtype).flatten()).reshape(phi.shape)
-        return weighted(lines.mT, w.reshape(len(lines), *phi.shape[1:]))
+        return weighted_sum(lines.mT, w.reshape(len(lines), *phi.shape[1:]))
 
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
         r"""Control points of $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$: the triangle's two sides.
@@ -215,11 +219,11 @@ class Bezier(Polygonal):
         if self.space.flat:
             left = torch.zeros(n + 1, n + 1, dtype=torch.float64, device=phi.device)
             right = torch.zeros_like(left)
-            at = parameter(t, phi)
+            at = as_parameter(t, phi)
             for k in range(n + 1):
                 left[k, : k + 1] = basis(k, at)
                 right[k, k:] = basis(n - k, at)
-            return weighted(left, phi), weighted(right, phi)
+            return weighted_sum(left, phi), weighted_sum(right, phi)
         row = phi
         before = [phi[0]]
         after = [phi[-1]]
@@ -333,7 +337,7 @@ class Bezier(Polygonal):
         squares = [gram([row.detach() for row in rows], minus=p.detach())[0] for p in points]
         if not all(map(is_finite, squares)):
             raise ArgumentError("phi, point: expected finite values whose squares are finite in float64")
-        t = phi.new_tensor([least(bilinear(inner.tolist())) for inner in squares], dtype=torch.float64)
+        t = phi.new_tensor([argmin(product_coefficients(inner.tolist())) for inner in squares], dtype=torch.float64)
         away = [combine(None, rows, b, minus=p) for b, p in zip(basis(self.degree, t), points, strict=True)]
         lengths = [offset.double().norm() for offset in away]
         found = torch.stack(lengths) if lengths else t
@@ -365,7 +369,7 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
     return polygon.squeeze(axis)
 
 
-def weighted(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
+def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
     """Weighted sums (*batch, *shape) of points (k, *shape), in their own dtype under autocast too."""
     with torch.autocast(points.device.type, enabled=False):
         sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))

@@ -19,7 +19,7 @@ from manifoldagg.manifolds import Manifold
 
 __all__ = ["Complex"]
 
-By = Literal["face", "volume"]
+VolumeMode = Literal["face", "volume"]
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,15 @@ class Complex(Hull):
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
         """Places (*batch, V): a face, each as likely, and in it uniform."""
         device = None if generator is None else generator.device
-        return self._inside(torch.randint(len(self.faces), batch, generator=generator, device=device), generator)
+        return self._sample_in_faces(
+            torch.randint(len(self.faces), batch, generator=generator, device=device), generator
+        )
 
     def sample_in(
         self,
         phi: Float[Tensor, "size ..."],
         *batch: int,
-        by: By = "volume",
+        by: VolumeMode = "volume",
         generator: torch.Generator | None = None,
     ) -> Float64[Tensor, "..."]:
         r"""Places (*batch, V) whose points are uniform in the image: a face is drawn by its volume.
@@ -115,13 +117,13 @@ class Complex(Hull):
         """
         if check_choice("by", by, ("face", "volume")) == "face":
             return self.sample(*batch, generator=generator)
-        shares = self._shares(phi)
+        shares = self._volume_fractions(phi)
         if not bool(shares.any()):
             raise ArgumentError("phi: expected a face that is not degenerate, whose volume could be drawn from")
         shares = shares if generator is None else shares.to(generator.device)
         # One draw more than is wanted: multinomial refuses none.
         faces = shares.multinomial(math.prod(batch) + 1, replacement=True, generator=generator)
-        return self._inside(faces[1:].reshape(batch), generator)
+        return self._sample_in_faces(faces[1:].reshape(batch), generator)
 
     def log_volumes(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, " faces"]:
         """The log-volume of each face, as of a [`Simplex`][manifoldagg.curves.simplex.Simplex]."""
@@ -131,10 +133,10 @@ class Complex(Hull):
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
         """The sum of the faces' volumes, on a flat space, for faces of one dimension; where they overlap, of both."""
         self._check_phi(phi)
-        self._check_alike()
+        self._check_equal_dimensions()
         return torch.stack([Simplex(self.space, len(face)).volume(phi[list(face)]) for face in self.faces]).sum()
 
-    def log_volume(self, phi: Float[Tensor, "size ..."], *, by: By = "volume") -> Float64[Tensor, ""]:
+    def log_volume(self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume") -> Float64[Tensor, ""]:
         r"""A regulariser of the vertices: $\log \sum_f V_f$ or, `by="face"`, $\sum_f \log V_f$, which opens every face.
 
         Raises:
@@ -143,18 +145,20 @@ class Complex(Hull):
         """
         if check_choice("by", by, ("face", "volume")) == "face":
             return self.log_volumes(phi).sum()
-        self._check_alike()
+        self._check_equal_dimensions()
         logs = self.log_volumes(phi)
         top = logs.detach().amax()
         solid = top > -math.inf
         total = torch.where(solid, logs - torch.where(solid, top, 0.0), 0.0).exp().sum().log()
         return torch.where(solid, top + total, -math.inf)
 
-    def log_volume_gradient(self, phi: Float[Tensor, "size ..."], *, by: By = "volume") -> Float[Tensor, "size ..."]:
+    def log_volume_gradient(
+        self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume"
+    ) -> Float[Tensor, "size ..."]:
         r"""The gradient of `log_volume`: $\sum_f s_f\, \partial \log V_f$, with $s_f = V_f / \sum V$, or 1 by face."""
         check_choice("by", by, ("face", "volume"))
         self._check_phi(phi)
-        shares = phi.new_ones(len(self.faces), dtype=torch.float64) if by == "face" else self._shares(phi)
+        shares = phi.new_ones(len(self.faces), dtype=torch.float64) if by == "face" else self._volume_fractions(phi)
         gradient = torch.zeros_like(phi, dtype=torch.float64)
         for face, share in zip(self.faces, shares, strict=True):
             own = Simplex(self.space, len(face)).log_volume_gradient(phi[list(face)].double())
@@ -178,12 +182,12 @@ class Complex(Hull):
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
         """What the vertices are summed with at `x` (*batch, V), which lies on a face: `x` by its sum, in float64."""
-        self._face(x)
+        self._containing_face(x)
         return super().weights(x)
 
-    def _mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
+    def _curved_mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
         # The face's own vertices alone, the first repeated without weight to the length of the longest.
-        face = self._face(x).to(phi.device)
+        face = self._containing_face(x).to(phi.device)
         longest = max(map(len, self.faces))
         table = [[*f, *[f[0]] * (longest - len(f))] for f in self.faces]
         used = [[1.0] * len(f) + [0.0] * (longest - len(f)) for f in self.faces]
@@ -192,14 +196,14 @@ class Complex(Hull):
         weights = weights / weights.sum(-1, keepdim=True)
         return weighted_mean(self.space, phi[corners].double(), weights).to(phi.dtype)
 
-    def _members(self, device: torch.device) -> Tensor:
+    def _membership(self, device: torch.device) -> Tensor:
         """Which vertices (V,) each face has: (faces, V)."""
         return torch.tensor([[vertex in face for vertex in range(self.size)] for face in self.faces], device=device)
 
-    def _face(self, x: Coordinates) -> Tensor:
+    def _containing_face(self, x: Coordinates) -> Tensor:
         """The first face that holds each place: (*batch,)."""
         place = check_barycentric(x, self.size)
-        outside = (place.detach().double().abs().unsqueeze(-2) * ~self._members(place.device)).sum(-1)
+        outside = (place.detach().double().abs().unsqueeze(-2) * ~self._membership(place.device)).sum(-1)
         least, face = outside.min(-1)
         if not needs_autograd_path([least]):
             wrong = least > math.sqrt(torch.finfo(place.dtype).eps)
@@ -209,18 +213,18 @@ class Complex(Hull):
                 raise ArgumentError(f"x: expected vertices of one face, got coordinates on {support} at {where}")
         return face
 
-    def _inside(self, face: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _sample_in_faces(self, face: Tensor, generator: torch.Generator | None) -> Tensor:
         """Uniform places in faces (*batch,): exponential variables of their vertices, by their sum."""
         spacings = torch.empty(*face.shape, self.size, dtype=torch.float64, device=face.device)
-        spacings = spacings.exponential_(generator=generator) * self._members(face.device)[face]
+        spacings = spacings.exponential_(generator=generator) * self._membership(face.device)[face]
         return spacings / spacings.sum(-1, keepdim=True)
 
-    def _shares(self, phi: Tensor) -> Tensor:
+    def _volume_fractions(self, phi: Tensor) -> Tensor:
         """The part of the total volume that each face has; zeros where there is none."""
-        self._check_alike()
+        self._check_equal_dimensions()
         return self.log_volumes(phi.detach()).softmax(0).nan_to_num(0.0)
 
-    def _check_alike(self) -> None:
+    def _check_equal_dimensions(self) -> None:
         sizes = sorted({len(face) - 1 for face in self.faces})
         if len(sizes) > 1:
             raise ArgumentError(f"faces: volumes are added for faces of one dimension, got dimensions {sizes}")

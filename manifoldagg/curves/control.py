@@ -13,7 +13,7 @@ from manifoldagg.curves.embedding import Embedding
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Manifold, check_point, formulas
 
-__all__ = ["Control", "FreePoints", "begin"]
+__all__ = ["Control", "FreePoints", "initial_points"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Control:
         return True
 
     @torch.no_grad()
-    def place(self, space: Manifold, phi: Tensor) -> None:
+    def initialize(self, space: Manifold, phi: Tensor) -> None:
         """Put the inner points of φ where they begin; φ is written."""
         last = len(phi) - 1
         for i in range(1, last):
@@ -125,7 +125,9 @@ class FreePoints:
         self.start = Parameter(phi[0])
         self.shift: Parameter | None = None
         if projection is None:
-            self.inner = {(a, b): Parameter(phi[a:b]) for a, b in _runs([i for i in sorted(free) if 0 < i < last])}
+            self.inner = {
+                (a, b): Parameter(phi[a:b]) for a, b in _index_intervals([i for i in sorted(free) if 0 < i < last])
+            }
         else:
             self.shift = Parameter(phi[1:last] - self._chord(phi[0], phi[last]))
             self.inner = {(1, last): self.shift}
@@ -140,7 +142,7 @@ class FreePoints:
         r"""Hand a derivative by $\varphi$ (size, *shape) to the parameters of the free points."""
         pulled = derivative
         if self.shift is not None:
-            pulled = torch.func.vjp(self._assembled, self.phi[0], self.phi[-1], self.shift.detach())[1](derivative)
+            pulled = torch.func.vjp(self._assemble, self.phi[0], self.phi[-1], self.shift.detach())[1](derivative)
             pulled = torch.cat([pulled[0].unsqueeze(0), pulled[2], pulled[1].unsqueeze(0)])
         for (a, b), parameter in self.inner.items():
             parameter.grad = pulled[a:b]
@@ -153,9 +155,9 @@ class FreePoints:
         """Write the inner points of the relative form into φ; views need no refreshing."""
         if self.shift is not None:
             with torch.no_grad():
-                self.phi[1:-1] = self._assembled(self.phi[0], self.phi[-1], self.shift)[1:-1]
+                self.phi[1:-1] = self._assemble(self.phi[0], self.phi[-1], self.shift)[1:-1]
 
-    def _assembled(self, start: Tensor, end: Tensor, shift: Tensor) -> Tensor:
+    def _assemble(self, start: Tensor, end: Tensor, shift: Tensor) -> Tensor:
         chord = end - start
         square = chord.double() @ chord.double()
         # A closed curve has no chord to remove anything along: 0 / 1 there, whose derivative is 0 too.
@@ -168,7 +170,9 @@ class FreePoints:
         return torch.stack([torch.lerp(start, end, i / last) for i in range(1, last)])
 
 
-def begin(embedding: Embedding, start: Tensor | None, end: Tensor | None, phi: Tensor | None) -> tuple[Tensor, Tensor]:
+def initial_points(
+    embedding: Embedding, start: Tensor | None, end: Tensor | None, phi: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The base, and a new tensor of the points that a fit begins with.
 
     Raises:
@@ -194,7 +198,7 @@ def begin(embedding: Embedding, start: Tensor | None, end: Tensor | None, phi: T
     return (points[0].clone() if start is None else start.detach()), points
 
 
-def _runs(indices: list[int]) -> list[tuple[int, int]]:
+def _index_intervals(indices: list[int]) -> list[tuple[int, int]]:
     """Consecutive indices as half-open intervals."""
     starts = [i for i in indices if i - 1 not in indices]
     ends = [i + 1 for i in indices if i + 1 not in indices]

@@ -13,17 +13,17 @@ from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.curves.arc import arc_length
 from manifoldagg.curves.bezier import Bezier
 from manifoldagg.curves.path import CurveEmbedding, Phi
-from manifoldagg.curves.shape import coordinates, sharpest, slowest
+from manifoldagg.curves.shape import coordinates, max_curvature, min_speed
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat
 from manifoldagg.manifolds.formulas import geodesic, norm
 
 __all__ = ["Barrier", "Curvature", "barrier", "chord_ratio", "curvature"]
 
-BY = ("parameter", "length")
-RESTING = 1e-12
+PARAMETRISATIONS = ("parameter", "length")
+MIN_RELATIVE_SPEED = 1e-12
 """Of the mean speed of a path: what is slower has no direction that rounding has left."""
-JUST_BEFORE = 2.0**-48
+LEFT_OFFSET = 2.0**-48
 """A corner: more than what a parameter is rounded by, and nothing to a direction."""
 
 
@@ -40,7 +40,7 @@ class Barrier:
     """
 
     t: Float64[Tensor, " m"]
-    part: Float64[Tensor, " m"]
+    fraction: Float64[Tensor, " m"]
     losses: Float64[Tensor, " m"]
     chord: Float64[Tensor, " m"]
 
@@ -50,7 +50,7 @@ class Barrier:
         return self._excess(self.losses).max().item()
 
     @property
-    def at(self) -> float:
+    def argmax(self) -> float:
         """The `t` where the curve is highest above the line between the losses at its ends."""
         return self.t[self._excess(self.losses).argmax()].item()
 
@@ -60,9 +60,9 @@ class Barrier:
         return self._excess(self.chord).max().item()
 
     @property
-    def chord_at(self) -> float:
+    def chord_argmax(self) -> float:
         """The part of the chord where it is highest above that line."""
-        return self.part[self._excess(self.chord).argmax()].item()
+        return self.fraction[self._excess(self.chord).argmax()].item()
 
     def plot(self, axes: Any = None, *, label: str = "loss", name: str = "learned curve", color: str = "black") -> Any:
         """Draw both profiles, and the line from which their heights are measured.
@@ -77,8 +77,8 @@ class Barrier:
             The axes.
         """
         axes = new_figure().subplots() if axes is None else axes
-        axes.plot(self.part, self.chord, "--", color="crimson", linewidth=1.8, label="chord")
-        axes.plot(self.part, self.losses, color=color, linewidth=2.2, label=name)
+        axes.plot(self.fraction, self.chord, "--", color="crimson", linewidth=1.8, label="chord")
+        axes.plot(self.fraction, self.losses, color=color, linewidth=2.2, label=name)
         axes.plot([0, 1], self.losses[[0, -1]], ":", color="grey", linewidth=1, label="between the ends")
         axes.set_xlim(0, 1)
         axes.set_xlabel("part of the way")
@@ -87,7 +87,7 @@ class Barrier:
 
     def _excess(self, losses: Tensor) -> Tensor:
         """Above the line between the ends; there it is 0 whatever the rounding."""
-        excess = losses - torch.lerp(losses[0], losses[-1], self.part)
+        excess = losses - torch.lerp(losses[0], losses[-1], self.fraction)
         excess[[0, -1]] = 0
         return excess
 
@@ -107,12 +107,12 @@ class Curvature:
     total: float
 
     @property
-    def greatest(self) -> float:
+    def maximum(self) -> float:
         """The largest of `values`."""
         return self.values.max().item()
 
     @property
-    def at(self) -> float:
+    def argmax(self) -> float:
         """Where that is."""
         return self.t[self.values.argmax()].item()
 
@@ -146,7 +146,7 @@ def barrier(
         >>> from manifoldagg.curves import Bezier
         >>> phi = torch.tensor([[-1.0, 0.0], [0.0, 2.0], [1.0, 0.0]])
         >>> found = barrier(Bezier(Flat(2)), phi, lambda theta: torch.exp(-theta.square().sum() * 3).item())
-        >>> round(found.chord_height, 3), found.chord_at
+        >>> round(found.chord_height, 3), found.chord_argmax
         (0.95, 0.5)
         >>> round(found.height, 3)
         0.056
@@ -154,7 +154,7 @@ def barrier(
     if not isinstance(curve, CurveEmbedding):
         raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {curve!r}")
     check_count("points", points, at_least=2)
-    check_choice("by", by, BY)
+    check_choice("by", by, PARAMETRISATIONS)
     curve._check_phi(phi)
     phi = phi.detach()
     part = torch.linspace(0, 1, points, dtype=torch.float64)
@@ -199,7 +199,7 @@ def chord_ratio(profile: Barrier) -> float:
     low = min(profile.losses.min().item(), profile.chord.min().item())
     if low <= 0:
         raise ArgumentError(f"profile: expected positive losses to divide by, got {low:g}")
-    return torch.trapezoid(profile.chord / profile.losses, profile.part).item()
+    return torch.trapezoid(profile.chord / profile.losses, profile.fraction).item()
 
 
 def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvature:
@@ -231,14 +231,14 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
         >>> import torch
         >>> from manifoldagg.curves import Bezier
         >>> found = curvature(Bezier(Flat(2)), torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]]))
-        >>> round(found.total, 6), round(found.greatest, 6), found.at
+        >>> round(found.total, 6), round(found.maximum, 6), found.at
         (1.570796, 1.0, 0.5)
     """
     if not isinstance(curve, CurveEmbedding):
         raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {curve!r}")
     check_count("points", points, at_least=2)
     curve._check_phi(phi)
-    slow = RESTING * curve.length(phi.detach()).item()
+    slow = MIN_RELATIVE_SPEED * curve.length(phi.detach()).item()
     phi = phi.detach()
     known = []
     if not curve.space.flat:
@@ -247,25 +247,25 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
         # The same curve in as few coordinates as its points need.
         phi = coordinates(phi)
         curve = replace(curve, space=Flat(phi.shape[1]))  # type: ignore[type-var]  # every curve is a dataclass
-        known = [sharpest(phi)[0]] if isinstance(curve, Bezier) and slowest(phi)[1] > slow else []
+        known = [max_curvature(phi)[0]] if isinstance(curve, Bezier) and min_speed(phi)[1] > slow else []
     even = torch.linspace(0, 1, points, dtype=torch.float64, device=phi.device)
     places = torch.cat([even, even.new_tensor(known)]).unique()
     with torch.no_grad():
-        speed, turning = _turning(curve, phi, places, slow)
+        speed, turning = _turning_rate(curve, phi, places, slow)
         values = turning / torch.where(speed > slow, speed, 1)
         # One radian more, to which the rounding of a path that hardly turns is nothing: it is not to be resolved.
-        total = arc_length(lambda t: 1 + _turning(curve, phi, t, slow)[1], curve.breaks).item() - 1
+        total = arc_length(lambda t: 1 + _turning_rate(curve, phi, t, slow)[1], curve.breaks).item() - 1
         corners = torch.tensor(curve.breaks[1:-1], dtype=torch.float64, device=phi.device)
         if len(corners):
-            total += _angles(curve, phi, corners, slow).sum().item()
+            total += _joint_angles(curve, phi, corners, slow).sum().item()
     return Curvature(places.cpu(), values.double().cpu(), total)
 
 
-def _value(function: Callable[[Tensor], float], point: Tensor, where: str) -> float:
-    return check_number(f"function at {where}", function(point))
+def _value(function: Callable[[Tensor], float], point: Tensor, label: str) -> float:
+    return check_number(f"function at {label}", function(point))
 
 
-def _turning(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> tuple[Tensor, Tensor]:
+def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> tuple[Tensor, Tensor]:
     """The speed, and by how many radians the direction turns a unit of t; 0 where the path rests."""
     place = t.flatten()
     here = curve(phi, place)
@@ -279,10 +279,10 @@ def _turning(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> tupl
     return speed.reshape(t.shape), turning.reshape(t.shape)
 
 
-def _angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> Tensor:
+def _joint_angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> Tensor:
     """Between the directions in which a path comes to places and leaves them, in [0, π]; 0 where it rests."""
     here = curve(phi, t)
-    before = curve.velocity(phi, t - JUST_BEFORE)
+    before = curve.velocity(phi, t - LEFT_OFFSET)
     after = curve.velocity(phi, t)
     sizes = [norm(curve.space, here, v) for v in (before, after)]
     # Of equal length, so that half the angle is that between their sum and their difference.

@@ -16,11 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_number, check_shape
-from manifoldagg.curves.bernstein import bilinear, roots
+from manifoldagg.curves.bernstein import product_coefficients, roots
 from manifoldagg.errors import DivergenceError
 from manifoldagg.kernels import gram
 
-__all__ = ["OVERSHOOT", "parameter_at_distance", "parameter_at_distance_of", "squared_distance"]
+__all__ = ["OVERSHOOT", "parameter_at_distance", "parameter_at_distance_from_gram", "squared_distance"]
 
 OVERSHOOT = ("clamp", "extend")
 NEGLIGIBLE = 1e-150
@@ -60,10 +60,10 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
     check_shape("displacements", displacements, None, None)
     rho = check_number("rho", rho, at_least=0)
     check_choice("overshoot", overshoot, OVERSHOOT)
-    return parameter_at_distance_of(gram(displacements)[0].tolist(), rho, overshoot)
+    return parameter_at_distance_from_gram(gram(displacements)[0].tolist(), rho, overshoot)
 
 
-def parameter_at_distance_of(inner: Gram, rho: float, overshoot: str = "clamp") -> float:
+def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "clamp") -> float:
     """As `parameter_at_distance`, from the n x n Gram matrix of the displacements: no tensor is touched.
 
     `rho` and `overshoot` are those of a caller who has checked them; squared norms are checked here.
@@ -88,10 +88,10 @@ def parameter_at_distance_of(inner: Gram, rho: float, overshoot: str = "clamp") 
     end = 1.0
     if ahead[-1] > 0:
         # Not by Bernstein weights past 1: they alternate and grow like (2s)^2n, and their sum would cancel.
-        powers = _powers(unit)
+        powers = _monomial_coefficients(unit)
         while ahead[-1] > 0:
             end *= 2
-            ahead = [square - value for value in _stretched(powers, end)]
+            ahead = [square - value for value in _bernstein_coefficients(powers, end)]
             if not math.isfinite(ahead[-1]):
                 raise DivergenceError(f"rho: {rho:g} chords lie beyond what the curve reaches in float64")
     # The first of several places: a curve may leave and come back. Where rounding hides the change it is at the end.
@@ -101,10 +101,10 @@ def parameter_at_distance_of(inner: Gram, rho: float, overshoot: str = "clamp") 
 def squared_distance(inner: Gram) -> list[Any]:
     """Bernstein coefficients of d², of degree 2n, from the Gram matrix of the displacements, of which v_0 is 0."""
     zeros = [0.0] * (len(inner) + 1)
-    return bilinear([zeros, *([0.0, *row] for row in inner)])
+    return product_coefficients([zeros, *([0.0, *row] for row in inner)])
 
 
-def _powers(inner: Gram) -> list[float]:
+def _monomial_coefficients(inner: Gram) -> list[float]:
     """Coefficients of d² in powers of s: past s = 1 they extrapolate where Bernstein coefficients cancel.
 
     The curve is Σ_k s^k a_k with a_k = Σ_i (-1)^{k-i} C(n,k) C(k,i) v_i.
@@ -123,7 +123,7 @@ def _powers(inner: Gram) -> list[float]:
     return coefficients
 
 
-def _stretched(powers: Sequence[float], end: float) -> list[float]:
+def _bernstein_coefficients(powers: Sequence[float], end: float) -> list[float]:
     """Bernstein coefficients on [0, end] of the polynomial with these powers."""
     n = len(powers) - 1
     scaled = [value * end**m / math.comb(n, m) for m, value in enumerate(powers)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldagg._validation import check_shape
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["Coordinates", "Embedding", "rounding"]
+__all__ = ["Coordinates", "Embedding", "rounding_error"]
 
 Coordinates = float | Float[Tensor, "..."]
 
@@ -99,7 +99,7 @@ class Embedding(abc.ABC):
         check_shape("phi", phi, self.size, *self.space.axes)
 
 
-def rounding(phi: Float[Tensor, "control ..."], *others: Tensor) -> float:
+def rounding_error(phi: Float[Tensor, "control ..."], *others: Tensor) -> float:
     """How far rounding to the coarsest of the dtypes moves a control point."""
     sizes = torch.linalg.vector_norm(phi.detach().flatten(1), dim=1, dtype=torch.float64)
     return max(torch.finfo(x.dtype).eps for x in (phi, *others)) * float(sizes.max())

@@ -10,18 +10,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg._validation import check_number, check_shape, is_finite, short_repr
-from manifoldagg.curves.control import Control, FreePoints, begin
+from manifoldagg.curves.control import Control, FreePoints, initial_points
 from manifoldagg.curves.embedding import Coordinates, Embedding
 from manifoldagg.curves.phases import Phases, Schedule
 from manifoldagg.curves.sampling import Sampling
-from manifoldagg.curves.sharpness import Sharpness, sharp_gradient
+from manifoldagg.curves.sharpness import Sharpness, sharpness_aware_gradient
 from manifoldagg.errors import ArgumentError, DivergenceError, ManifoldAggError
 from manifoldagg.manifolds import Loss
 from manifoldagg.manifolds.optimizers import Optimizer, lower, optimizer_on
 
 __all__ = ["Fit", "Training", "fit"]
 
-STATE = frozenset({"phi", "shift", "optimizer", "losses", "schedule", "generator"})
+STATE_KEYS = frozenset({"phi", "shift", "optimizer", "losses", "schedule", "generator"})
 
 
 @dataclass(frozen=True)
@@ -164,16 +164,16 @@ def fit(
     sampling.check(curve)
     relative = control.check(curve, alternate=phases.alternate)
     free = control.indices(curve.size)
-    base, points = begin(curve, start, end, phi)
-    if phases.amounts[1] and not free:
+    base, points = initial_points(curve, start, end, phi)
+    if phases.limits[1] and not free:
         name = "epochs" if phases.steps is None else "steps"
         raise ArgumentError(f"{name}[1]: {curve} with all its points frozen has nothing to learn in phase two")
     if resume is not None:
-        if not (isinstance(resume, Mapping) and resume.keys() == STATE):
+        if not (isinstance(resume, Mapping) and resume.keys() == STATE_KEYS):
             raise ArgumentError("resume: expected the state of a Fit")
         points.copy_(check_shape("resume['phi']", resume["phi"], *points.shape))
     elif relative and phi is None:
-        control.place(curve.space, points)
+        control.initialize(curve.space, points)
 
     learner = FreePoints(points, free, control.projection if relative else None)
     groups = learner.groups(training.rate, control.rate or training.rate)
@@ -195,12 +195,14 @@ def fit(
             value, learner.end.grad = objective.at(points[-1], batch, len(losses))
         else:
             if now.steps[1] == 1 and phi is None:
-                control.place(curve.space, points)
+                control.initialize(curve.space, points)
             if phases.alternate and now.position == 1:
                 for parameter in learner.inner.values():
                     optimizer.state.pop(parameter, None)
             learner.refresh()
-            value, slope = objective.over(points, batch, len(losses), sampling.places(curve, points, generator))
+            value, slope = objective.at_coordinates(
+                points, batch, len(losses), sampling.coordinates(curve, points, generator)
+            )
             learner.set_gradients(slope)
         losses.append(value)
         optimizer.step()
@@ -213,7 +215,7 @@ def fit(
             if phases.callback(len(losses) - 1, value, points.clone()) is True:
                 break
     if now.steps[1] == 0 and phi is None:
-        control.place(curve.space, points)
+        control.initialize(curve.space, points)
     learner.refresh()
     if not is_finite(points):
         raise DivergenceError("the control points left the finite numbers although every loss was finite")
@@ -241,7 +243,7 @@ class _Objective:
     def at(self, theta: Tensor, batch: Any, step: int) -> tuple[float, Tensor]:
         """At one point, for the first phase."""
         space = self.curve.space
-        value, slope = sharp_gradient(space, self.loss, theta, batch, self.training.sharpness)
+        value, slope = sharpness_aware_gradient(space, self.loss, theta, batch, self.training.sharpness)
         if not torch.isfinite(value):
             raise DivergenceError(f"the loss is {value.item()} at step {step}; try a smaller rate")
         # A flat step carries what is not finite into the points, which are looked at once at the end; on a curved
@@ -253,21 +255,21 @@ class _Objective:
             slope = slope - self.training.proximal * (home if space.flat else lower(space, theta, home))
         return value.item(), slope
 
-    def over(
-        self, phi: Tensor, batch: Any, step: int, places: Iterable[tuple[float, Coordinates]]
+    def at_coordinates(
+        self, phi: Tensor, batch: Any, step: int, coordinates: Iterable[tuple[float, Coordinates]]
     ) -> tuple[float, Tensor]:
         """The mean over places, for the second phase, and its derivative by all points."""
         mean = 0.0
         total = torch.zeros(())
-        for k, (weight, x) in enumerate(places):
+        for k, (weight, x) in enumerate(coordinates):
             value, slope = self.at(self.curve(phi, x), batch, step)
             pulled = self.curve.pull_phi(phi, x, slope if weight == 1 else weight * slope)
             mean = mean + weight * value
             total = total + pulled if k else pulled
-        return mean, total - self.volume * _log_volume_slope(self.curve, phi) if self.volume else total
+        return mean, total - self.volume * _log_volume_gradient(self.curve, phi) if self.volume else total
 
 
-def _log_volume_slope(embedding: Any, phi: Tensor) -> Tensor:
+def _log_volume_gradient(embedding: Any, phi: Tensor) -> Tensor:
     with torch.enable_grad():
         leaf = phi.detach().requires_grad_()
         value = embedding.log_volume(leaf)

@@ -42,17 +42,17 @@ def rotation_minimising(
         tensor([-1.,  0.], dtype=torch.float64)
     """
     grid = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=control.device)
-    turns = _turn(control, grid[:-1], grid[1:])
+    turns = _double_reflection(control, grid[:-1], grid[1:])
     stride = 1
     # The product of all turns so far, of twice as many each time.
     while stride < steps:
         turns = torch.cat([turns[:stride], turns[stride:] @ turns[:-stride]])
         stride *= 2
     before = (t.detach() * steps).floor().clamp(0, steps - 1).long()
-    return _turn(control, grid[before], t) @ torch.cat([start[None], turns @ start])[before]
+    return _double_reflection(control, grid[before], t) @ torch.cat([start[None], turns @ start])[before]
 
 
-def _turn(control: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _double_reflection(control: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """The rotation that a double reflection makes from `a` to `b`: (*times, k, k)."""
     degree = len(control) - 1
     # Enough nodes for the mean of a polynomial of degree n - 1 to be exact.

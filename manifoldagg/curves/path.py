@@ -11,19 +11,19 @@ from torch import Tensor
 from manifoldagg._io import new_figure
 from manifoldagg._validation import check_number, check_shape
 from manifoldagg.curves.arc import Speed, arc_length, parameter_at_arc_length
-from manifoldagg.curves.bernstein import crossing
-from manifoldagg.curves.embedding import Embedding, rounding
+from manifoldagg.curves.bernstein import find_sign_change
+from manifoldagg.curves.embedding import Embedding, rounding_error
 from manifoldagg.curves.plane import Plane, View
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.formulas import distance, norm
 
-__all__ = ["CurveEmbedding", "Parameter", "Path", "Phi", "Points", "parameter"]
+__all__ = ["CurveEmbedding", "Parameter", "Path", "Phi", "Points", "as_parameter"]
 
 Parameter = float | Float[Tensor, "*batch"]
 Phi = Float[Tensor, "control ..."]
 Points = Float[Tensor, "..."]
 
-SAMPLES = 32
+SEARCH_SAMPLES = 32
 """Places a control point, among which a search on a curved space begins."""
 
 
@@ -44,7 +44,7 @@ class CurveEmbedding(Embedding):
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
         r"""$\iota_\varphi'(t)$, a tangent at $\iota_\varphi(t)$: (*batch, *space.shape). One jvp."""
-        return self._drawn(phi, t)[1]
+        return self._point_and_velocity(phi, t)[1]
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
         r"""$\nabla_{\iota'} \iota'$ at $t$, the covariant acceleration: (*batch, *space.shape).
@@ -53,7 +53,7 @@ class CurveEmbedding(Embedding):
         vanishes at the centre. Two nested jvps.
         """
         self._check_phi(phi)
-        place = parameter(t, phi)
+        place = as_parameter(t, phi)
         here = self(phi, place).detach()
         ones = torch.ones_like(place)
 
@@ -84,7 +84,7 @@ class CurveEmbedding(Embedding):
         length = arc_length(self._speed(phi), edges).to(phi)
         return -length if b < a else length
 
-    def parameter_at_length(self, phi: Phi, part: Parameter) -> Float64[Tensor, "*batch"]:
+    def parameter_at_length(self, phi: Phi, fraction: Parameter) -> Float64[Tensor, "*batch"]:
         r"""The $t$ with length(0, t) = part · length(0, 1): by it a curve is followed at constant speed.
 
         Args:
@@ -99,9 +99,9 @@ class CurveEmbedding(Embedding):
             ArgumentError: if a part lies outside of [0, 1], or the length is not finite.
         """
         self._check_phi(phi)
-        parts = parameter(part, phi, "part")
+        parts = as_parameter(fraction, phi, "fraction")
         if not bool(((parts >= 0) & (parts <= 1)).all()):
-            raise ArgumentError(f"part: expected numbers in [0, 1], got {part}")
+            raise ArgumentError(f"part: expected numbers in [0, 1], got {fraction}")
         return parameter_at_arc_length(self._speed(phi.detach()), self.breaks, parts.detach()).to(phi.device)
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ class CurveEmbedding(Embedding):
         """
         if tolerance is None:
             eps = max(torch.finfo(phi.dtype).eps, torch.finfo(point.dtype).eps)
-            tolerance = 4 * self.size * rounding(phi, point) if self.space.flat else eps**0.5
+            tolerance = 4 * self.size * rounding_error(phi, point) if self.space.flat else eps**0.5
         check_number("tolerance", tolerance, at_least=0)
         return self.nearest(phi, point)[1] <= tolerance
 
@@ -158,13 +158,13 @@ class CurveEmbedding(Embedding):
 
     def _speed(self, phi: Tensor) -> Speed:
         """The speed as a function of parameters."""
-        return lambda t: norm(self.space, *self._drawn(phi, t)).to(t.device)
+        return lambda t: norm(self.space, *self._point_and_velocity(phi, t)).to(t.device)
 
-    def _drawn(self, phi: Tensor, t: Parameter) -> tuple[Tensor, Tensor]:
+    def _point_and_velocity(self, phi: Tensor, t: Parameter) -> tuple[Tensor, Tensor]:
         """Point and velocity in one jvp."""
         self._check_phi(phi)
         # Forward mode refuses a tensor whose entries share memory.
-        place = parameter(t, phi).contiguous()
+        place = as_parameter(t, phi).contiguous()
         point, slope = torch.func.jvp(lambda s: self(phi, s), (place,), (torch.ones_like(place),))[:2]
         # Where points are classes of tensors, the representative may turn while the point rests.
         tangent = self.space._project_tangent(point, slope) if "project_tangent" in self.space.capabilities else slope
@@ -176,7 +176,7 @@ class CurveEmbedding(Embedding):
         return point.reshape(-1, *point.shape[point.ndim - len(self.space.shape) :])
 
     def _search(self, phi: Tensor, points: Tensor) -> Tensor:
-        places = torch.linspace(0, 1, SAMPLES * self.size + 1, dtype=torch.float64, device=phi.device)
+        places = torch.linspace(0, 1, SEARCH_SAMPLES * self.size + 1, dtype=torch.float64, device=phi.device)
         trace = self(phi, places)
         both = (len(points), len(places), *points.shape[1:])
         away = distance(self.space, points.unsqueeze(1).expand(both), trace.expand(both))
@@ -185,10 +185,10 @@ class CurveEmbedding(Embedding):
 
         def fall(t: Tensor) -> Tensor:
             """Half the rate at which the squared distance shrinks."""
-            here, onward = self._drawn(phi, t)
+            here, onward = self._point_and_velocity(phi, t)
             return self.space._inner(here, self.space._log(here, points), onward)
 
-        t = crossing(fall, places[(k - 1).clamp(min=0)], places[(k + 1).clamp(max=len(places) - 1)])
+        t = find_sign_change(fall, places[(k - 1).clamp(min=0)], places[(k + 1).clamp(max=len(places) - 1)])
         closer = distance(self.space, points, self(phi, t)) < distance(self.space, points, self(phi, best))
         return torch.where(closer, t, best)
 
@@ -234,9 +234,9 @@ class Path(Generic[C]):
         """The length from `a` to `b`."""
         return self.curve.length(self.phi, a, b)
 
-    def parameter_at_length(self, part: Parameter) -> Float64[Tensor, "*batch"]:
+    def parameter_at_length(self, fraction: Parameter) -> Float64[Tensor, "*batch"]:
         """Where `part` of the length is behind."""
-        return self.curve.parameter_at_length(self.phi, part)
+        return self.curve.parameter_at_length(self.phi, fraction)
 
     def nearest(self, point: Points) -> tuple[Tensor, Tensor]:
         """The parameter of the nearest point, and the distance."""
@@ -290,7 +290,7 @@ class Path(Generic[C]):
         return Plane(x, y, values, control, path).plot(axes, label="function")
 
 
-def parameter(t: Parameter, phi: Tensor, name: str = "t") -> Float64[Tensor, "*batch"]:
+def as_parameter(t: Parameter, phi: Tensor, name: str = "t") -> Float64[Tensor, "*batch"]:
     """A number or a tensor of numbers as float64 on the device of `phi`.
 
     Raises:

@@ -68,7 +68,7 @@ class Phases:
         return cls((epochs, 0), None if steps is None else (steps, 0))
 
     @property
-    def amounts(self) -> tuple[int, int]:
+    def limits(self) -> tuple[int, int]:
         """Of either phase: steps where they are given, else passes."""
         return self.epochs if self.steps is None else self.steps
 
@@ -111,7 +111,7 @@ class Schedule:
     @property
     def converged(self) -> bool:
         """Whether every phase that had steps to take ended on a plateau."""
-        asked = [done for done, amount in zip(self.progress.done, self.phases.amounts, strict=True) if amount]
+        asked = [done for done, amount in zip(self.progress.done, self.phases.limits, strict=True) if amount]
         return bool(asked) and all(asked)
 
     def state(self) -> dict[str, Any]:
@@ -149,9 +149,9 @@ class Schedule:
             if phase != now.phase:
                 now.position = 0
             now.phase = phase
-            yield from self._pass()
+            yield from self._remaining_batches()
 
-    def _pass(self) -> Iterator[tuple[int, Any]]:
+    def _remaining_batches(self) -> Iterator[tuple[int, Any]]:
         """The batches of one pass, but those that were taken already."""
         now = self.progress
         taken = now.position
@@ -183,7 +183,7 @@ class Schedule:
 
     def _finished(self, phase: int) -> bool:
         counted = self.progress.passes if self.phases.steps is None else self.progress.steps
-        return self.progress.done[phase] or counted[phase] >= self.phases.amounts[phase]
+        return self.progress.done[phase] or counted[phase] >= self.phases.limits[phase]
 
     def _rewind(self, state: Tensor | None) -> None:
         if self.generator is not None and state is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_count
-from manifoldagg.curves.bezier import Bezier, Polygonal, check_space
+from manifoldagg.curves.bezier import Bezier, BezierSpline, check_space
 from manifoldagg.curves.path import Path, Phi, Points
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Manifold
@@ -16,7 +16,7 @@ __all__ = ["Piecewise"]
 
 
 @dataclass(frozen=True)
-class Piecewise(Polygonal):
+class Piecewise(BezierSpline):
     r"""m Bézier curves of one degree n, each over an m-th of [0, 1], each beginning where the one before it ends.
 
     $\varphi$ has $mn + 1$ points, of which every n-th is a joint: the curve is continuous whatever they are. Its

@@ -17,13 +17,13 @@ from manifoldagg.manifolds.formulas import norm
 
 __all__ = ["Plane", "plane"]
 
-PATH = 101
+PATH_SAMPLES = 101
 """Points of a drawn curve."""
-SQUARENESS = 0.5
+MIN_ASPECT_RATIO = 0.5
 """The shorter side of the control points' box counts as at least this part of the longer one."""
 
 
-TINY = 1e-7
+RANK_TOLERANCE = 1e-7
 """Of the largest: a shorter distance has no direction worth drawing."""
 
 
@@ -151,9 +151,9 @@ def plane(
         raise ArgumentError("phi: its ends coincide, or its control points lie on one line: they span no plane")
     low, high = control.aminmax(dim=0)
     extent = high - low
-    reach = margin * extent.max() + (SQUARENESS * extent.max() - extent).clamp(min=0) / 2
+    reach = margin * extent.max() + (MIN_ASPECT_RATIO * extent.max() - extent).clamp(min=0) / 2
     x, y, values = seen.grid(function, phi.dtype, low - reach, high + reach, resolution)
-    t = torch.linspace(0, 1, PATH, dtype=torch.float64, device=phi.device)
+    t = torch.linspace(0, 1, PATH_SAMPLES, dtype=torch.float64, device=phi.device)
     paths = {name: seen.curve(each, points.detach(), t) for name, (each, points) in drawn.items()}
     return Plane(x, y, values, control, paths.pop("curve"), paths)
 
@@ -184,7 +184,7 @@ class View:
         center = here.expand_as(rows)
         rows = space._log(center, rows)
         lengths = norm(space, center, rows)
-        tiny = TINY * lengths.max()
+        tiny = RANK_TOLERANCE * lengths.max()
         end = rows[-1] if lengths[-1] > tiny else rows[lengths.argmax()]
         size = norm(space, here, end)
         first = end / size if size > 0 else torch.zeros_like(end)

@@ -54,7 +54,7 @@ class Sampling:
         if self.kind != "uniform" and embedding.domain:
             raise ArgumentError(f"sampling: {self.kind} needs a curve, whose places are numbers; got {embedding}")
 
-    def places(
+    def coordinates(
         self, embedding: Embedding, phi: Tensor, generator: torch.Generator | None = None
     ) -> Iterator[tuple[float, Coordinates]]:
         r"""The weights and places for one batch.

@@ -7,23 +7,23 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg.curves.bernstein import basis, bilinear, roots, slopes
+from manifoldagg.curves.bernstein import basis, derivative_coefficients, product_coefficients, roots
 
 __all__ = [
     "coordinates",
     "curvature_vector",
     "derivative",
-    "feet",
-    "nearest_disk",
-    "sharpest",
-    "slowest",
+    "foot_parameters",
+    "max_curvature",
+    "min_speed",
+    "nearest_normal_disk",
     "span",
     "unit",
 ]
 
-CHUNK = 1 << 16
+CHUNK_SIZE = 1 << 16
 
-POLISH = 1e-6
+REFINEMENT_WIDTH = 1e-6
 """A step of Newton's method that is longer does not start at a root."""
 
 Control = Float64[Tensor, "control k"]
@@ -46,8 +46,8 @@ def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
     points = phi.detach().flatten(1)
     # Of all chunks so far: a Gram matrix would square the condition of control points that nearly lie in a line.
     triangle = points.new_zeros(0, len(points) - 1, dtype=torch.float64)
-    for low in range(0, points.shape[1], CHUNK):
-        piece = points[:, low : low + CHUNK].double()
+    for low in range(0, points.shape[1], CHUNK_SIZE):
+        piece = points[:, low : low + CHUNK_SIZE].double()
         triangle = torch.linalg.qr(torch.cat([triangle, (piece[1:] - piece[0]).mT]), mode="r").R
     return torch.cat([triangle.new_zeros(1, len(triangle)), triangle.mT])
 
@@ -73,16 +73,16 @@ def derivative(control: Control, t: Times, order: int = 1) -> Float64[Tensor, "*
     return basis(len(control) - 1, t) @ control
 
 
-def slowest(control: Control) -> tuple[float, float]:
+def min_speed(control: Control) -> tuple[float, float]:
     r"""Where $|b'|$ is least on [0, 1], and its value there: $t$ is a root of $(|b'|^2)'$ or an end."""
     velocity = (len(control) - 1) * control.diff(dim=0)
-    t = _candidates(slopes(_gram(velocity, velocity)), control)
+    t = _critical_parameters(derivative_coefficients(_gram(velocity, velocity)), control)
     speed = derivative(control, t).norm(dim=-1)
     least = int(speed.argmin())
     return t[least].item(), speed[least].item()
 
 
-def sharpest(control: Control) -> tuple[float, float]:
+def max_curvature(control: Control) -> tuple[float, float]:
     r"""Where the curvature is greatest on [0, 1], and its value there; $b'$ must not vanish.
 
     $$\kappa^2 = \frac{N}{\sigma^3}, \qquad \sigma = |b'|^2, \qquad N = |b'|^2 |b''|^2 - \langle b', b''\rangle^2,$$
@@ -98,9 +98,13 @@ def sharpest(control: Control) -> tuple[float, float]:
     bend = (degree - 1) * velocity.diff(dim=0)
     square = _gram(velocity, velocity)
     mixed = _gram(velocity, bend)
-    across = [a - b for a, b in zip(_times(square, _gram(bend, bend)), _times(mixed, mixed), strict=True)]
-    pairs = zip(_times(slopes(across), square), _times(across, slopes(square)), strict=True)
-    t = _candidates([a - 3 * b for a, b in pairs], control)
+    across = [a - b for a, b in zip(_multiply(square, _gram(bend, bend)), _multiply(mixed, mixed), strict=True)]
+    pairs = zip(
+        _multiply(derivative_coefficients(across), square),
+        _multiply(across, derivative_coefficients(square)),
+        strict=True,
+    )
+    t = _critical_parameters([a - 3 * b for a, b in pairs], control)
     size = curvature_vector(control, t).norm(dim=-1)
     most = int(size.argmax())
     return t[most].item(), size[most].item()
@@ -115,7 +119,7 @@ def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
     return (bend - along * tangent) / velocity.square().sum(-1, keepdim=True)
 
 
-def feet(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N feet"]:
+def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N feet"]:
     r"""Every t in [0, 1] that is a foot of a point on the curve, $\langle y - b(t), b'(t)\rangle = 0$, and both ends.
 
     The roots of a polynomial of degree 2n - 1, and one step of Newton's method on the sum itself, which is exact where
@@ -123,7 +127,7 @@ def feet(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N
     """
     velocity = (len(control) - 1) * control.diff(dim=0)
     pairs = (control @ velocity.mT).unsqueeze(-1) - velocity @ points.mT
-    rows = torch.stack(bilinear(pairs.detach().cpu()), -1).tolist()
+    rows = torch.stack(product_coefficients(pairs.detach().cpu()), -1).tolist()
     # Not every point has as many feet: the end stands for what is missing.
     t = points.new_ones(len(points), 2 * len(control) - 1)
     for line, row in zip(t, rows, strict=True):
@@ -133,10 +137,10 @@ def feet(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N
     along = derivative(control, t)
     # Of ⟨y - b, b'⟩ by its own derivative; at a focal point, where that vanishes, the step is long and refused.
     step = (apart * along).sum(-1) / (along.square() - apart * derivative(control, t, 2)).sum(-1)
-    return torch.where(step.abs() < POLISH, t + step, t).clamp(0, 1)
+    return torch.where(step.abs() < REFINEMENT_WIDTH, t + step, t).clamp(0, 1)
 
 
-def nearest_disk(
+def nearest_normal_disk(
     control: Control,
     points: Float64[Tensor, "N k"],
     radius: Float64[Tensor, ""],
@@ -149,7 +153,7 @@ def nearest_disk(
 
     Points are `off` the span of the curve; the disks have these dimensions too if `fills`.
     """
-    t = feet(control, points)
+    t = foot_parameters(control, points)
     tangent = unit(derivative(control, t))
     normal = points[:, None] - derivative(control, t, 0)
     ahead = (normal * tangent).sum(-1, keepdim=True)
@@ -173,15 +177,15 @@ def unit(v: Float64[Tensor, "*b k"]) -> Float64[Tensor, "*b k"]:
 
 def _gram(a: Tensor, b: Tensor) -> list[float]:
     """Coefficients of the inner product of two curves."""
-    coefficients: list[float] = bilinear((a @ b.mT).tolist())
+    coefficients: list[float] = product_coefficients((a @ b.mT).tolist())
     return coefficients
 
 
-def _times(p: list[float], q: list[float]) -> list[float]:
+def _multiply(p: list[float], q: list[float]) -> list[float]:
     """Coefficients of a product of polynomials."""
-    return bilinear([[a * b for b in q] for a in p])
+    return product_coefficients([[a * b for b in q] for a in p])
 
 
-def _candidates(polynomial: list[float], control: Control) -> Float64[Tensor, " times"]:
+def _critical_parameters(polynomial: list[float], control: Control) -> Float64[Tensor, " times"]:
     """Where it changes its sign, both ends, and a grid, in which the value at a double root is not missed."""
     return torch.cat([control.new_tensor(list(roots(polynomial))), torch.linspace(0, 1, 33).to(control)])

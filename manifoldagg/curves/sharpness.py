@@ -13,14 +13,14 @@ from manifoldagg.manifolds import Loss, Manifold, formulas
 from manifoldagg.manifolds.manifold import Point
 from manifoldagg.manifolds.optimizers import lower, transport_momentum
 
-__all__ = ["ASAM", "SAM", "Sharpness", "sharp_gradient"]
+__all__ = ["ASAM", "SAM", "Sharpness", "sharpness_aware_gradient"]
 
 
 @runtime_checkable
 class Sharpness(Protocol):
     """Which point near `theta` is looked at for a given slope."""
 
-    def perturbed(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
+    def perturb(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
         """The point (*shape) uphill of `theta`, for the derivative (*shape) of the loss by coordinates.
 
         Raises:
@@ -46,7 +46,7 @@ class SAM:
     Example:
         >>> import torch
         >>> from manifoldagg.manifolds import Flat
-        >>> SAM(radius=0.5).perturbed(Flat(2), torch.zeros(2), torch.tensor([3.0, 4.0]))
+        >>> SAM(radius=0.5).perturb(Flat(2), torch.zeros(2), torch.tensor([3.0, 4.0]))
         tensor([0.3000, 0.4000])
     """
 
@@ -55,9 +55,9 @@ class SAM:
     def __post_init__(self) -> None:
         check_number("radius", self.radius, above=0)
 
-    def perturbed(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
+    def perturb(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
         gradient = space._gradient(theta, derivative)
-        return space._exp(theta, _of_length(self.radius, gradient, formulas.norm(space, theta, gradient)))
+        return space._exp(theta, _scale_to_radius(self.radius, gradient, formulas.norm(space, theta, gradient)))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ASAM:
     Example:
         >>> import torch
         >>> from manifoldagg.manifolds import Flat
-        >>> ASAM(radius=0.5, eta=0.0).perturbed(Flat(2), torch.tensor([0.0, 2.0]), torch.tensor([3.0, 4.0]))
+        >>> ASAM(radius=0.5, eta=0.0).perturb(Flat(2), torch.tensor([0.0, 2.0]), torch.tensor([3.0, 4.0]))
         tensor([0., 3.])
     """
 
@@ -89,15 +89,15 @@ class ASAM:
         check_number("radius", self.radius, above=0)
         check_number("eta", self.eta, at_least=0)
 
-    def perturbed(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
+    def perturb(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
         if not space.flat:
             raise ArgumentError(f"sharpness: ASAM scales coordinates, which {space} does not have; use SAM")
         scale = theta.abs() + self.eta
         scaled = scale * derivative
-        return theta + scale * _of_length(self.radius, scaled, formulas.norm(space, theta, scaled))
+        return theta + scale * _scale_to_radius(self.radius, scaled, formulas.norm(space, theta, scaled))
 
 
-def sharp_gradient(
+def sharpness_aware_gradient(
     space: Manifold, loss: Loss, theta: Point, batch: Any, sharpness: Sharpness | None = None
 ) -> tuple[Tensor, Tensor]:
     r"""The loss at $\theta$, and its derivative by coordinates: taken uphill where `sharpness` says so.
@@ -123,15 +123,15 @@ def sharp_gradient(
         >>> import torch
         >>> from manifoldagg.manifolds import Flat
         >>> square = lambda theta, batch: theta.square().sum()
-        >>> sharp_gradient(Flat(1), square, torch.tensor([1.0]), None, SAM(radius=0.5))
+        >>> sharpness_aware_gradient(Flat(1), square, torch.tensor([1.0]), None, SAM(radius=0.5))
         (tensor(1.), tensor([3.]))
     """
-    value, derivative = _slope(loss, theta, batch)
+    value, derivative = _loss_and_derivative(loss, theta, batch)
     if sharpness is None or not bool(torch.isfinite(value)):
         return value, derivative
     with torch.no_grad():
-        uphill = sharpness.perturbed(space, theta.detach(), derivative)
-    there, slope = _slope(loss, uphill, batch)
+        uphill = sharpness.perturb(space, theta.detach(), derivative)
+    there, slope = _loss_and_derivative(loss, uphill, batch)
     if not bool(torch.isfinite(there)):
         raise DivergenceError(f"the loss is {there.item()} uphill, at {sharpness}; try a smaller radius")
     if not space.flat:
@@ -141,7 +141,7 @@ def sharp_gradient(
     return value, slope
 
 
-def _slope(loss: Callable[[Tensor, Any], Tensor], theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+def _loss_and_derivative(loss: Callable[[Tensor, Any], Tensor], theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         theta = theta.detach().requires_grad_()
         value = loss(theta, batch)
@@ -152,6 +152,6 @@ def _slope(loss: Callable[[Tensor, Any], Tensor], theta: Tensor, batch: Any) -> 
     return value.detach(), slope
 
 
-def _of_length(radius: float, u: Tensor, length: Tensor) -> Tensor:
+def _scale_to_radius(radius: float, u: Tensor, length: Tensor) -> Tensor:
     """`u` scaled from this length to the radius; 0 stays 0."""
     return radius * u / torch.where(length == 0, 1.0, length)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number, check_shape, is_finite
 from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
-from manifoldagg.curves.embedding import Coordinates, Embedding, rounding
+from manifoldagg.curves.embedding import Coordinates, Embedding, rounding_error
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import combine, gram
 from manifoldagg.kernels.operands import needs_autograd_path
@@ -50,7 +50,7 @@ class Hull(Embedding):
         self._check_phi(phi)
         weights = self.weights(x).to(phi.device)
         if not self.space.flat:
-            return self._mean(phi, x, weights)
+            return self._curved_mean(phi, x, weights)
         rows = phi.flatten(1)
         flat = combine(None, rows, weights) if weights.ndim == 1 else (weights @ rows.double()).to(phi.dtype)
         return flat.reshape(*weights.shape[:-1], *phi.shape[1:])
@@ -82,14 +82,14 @@ class Hull(Embedding):
         """
         _, distances = self.nearest(phi.detach(), point.detach())
         if tolerance is None:
-            tolerance = 4 * self.size * rounding(phi, point)
+            tolerance = 4 * self.size * rounding_error(phi, point)
         return distances <= check_number("tolerance", tolerance, at_least=0)
 
     def ensemble(
         self,
         phi: Float[Tensor, "size ..."],
         predict: Callable[[Tensor], Tensor],
-        draws: int,
+        num_draws: int,
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
@@ -109,13 +109,13 @@ class Hull(Embedding):
         """
         total = made = torch.zeros(())
         with torch.no_grad():
-            for n, x in enumerate(self.sample(check_count("draws", draws), generator=generator)):
+            for n, x in enumerate(self.sample(check_count("num_draws", num_draws), generator=generator)):
                 made = predict(self(phi, x))
                 check_shape("predict", made, *getattr(total if n else made, "shape", ()))
                 total = total.to(made.device) + made.double()
-        return (total / draws).to(made.dtype)
+        return (total / num_draws).to(made.dtype)
 
-    def _mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
+    def _curved_mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
         """The points of a curved space: Karcher means."""
         points = phi.expand(*weights.shape[:-1], *phi.shape)
         return weighted_mean(self.space, points.double(), weights).to(phi.dtype)
@@ -203,7 +203,7 @@ class Simplex(Hull):
             $\sum_i \langle \varphi_i, g_i \rangle = k$ and $\sum_i g_i = 0$.
         """
         vertices = phi.detach()
-        factor, solid = _factor(self._inner(vertices))
+        factor, solid = _cholesky(self._edge_gram(vertices))
         if self.vertices == 1 or not bool(solid):
             return torch.zeros_like(vertices)
         inverse = torch.cholesky_inverse(factor)
@@ -232,7 +232,7 @@ class Simplex(Hull):
             >>> Simplex(Flat(2), 2).nearest(torch.eye(2), torch.tensor([1.0, 1.0]))[0]
             tensor([0.5000, 0.5000], dtype=torch.float64)
         """
-        self._needs_flat("nearest points")
+        self._require_flat("nearest points")
         self._check_phi(phi)
         batch = check_shape("point", point, *self.space.shape, batch=True).shape[: point.ndim - len(self.space.shape)]
         rows = phi.double().flatten(1)
@@ -246,7 +246,7 @@ class Simplex(Hull):
             raise ArgumentError("phi, point: expected finite values, whose distances are finite")
         x = targets.new_zeros(len(targets), self.vertices)
         for line, target in zip(x, targets.cpu(), strict=True):
-            line.copy_(_closest(corners, target))
+            line.copy_(_nearest_on_simplex(corners, target))
         gaps = (ways - x @ edges).reshape(-1, *self.space.shape)
         distances = norm(self.space, gaps, gaps)
         return x.reshape(*batch, self.vertices), distances.reshape(batch)
@@ -261,15 +261,15 @@ class Simplex(Hull):
 
     def _heights(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         """The heights by their number, $h_i / i$, and whether the simplex is solid (ones if it is not)."""
-        inner = self._inner(phi)
-        solid = _factor(inner.detach())[1]
+        inner = self._edge_gram(phi)
+        solid = _cholesky(inner.detach())[1]
         safe = torch.where(solid, inner, torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
         heights = torch.linalg.cholesky(safe).diagonal()
         return heights / torch.arange(1, self.vertices, device=inner.device), solid
 
-    def _inner(self, phi: Tensor) -> Tensor:
+    def _edge_gram(self, phi: Tensor) -> Tensor:
         """The Gram matrix (k, k) of the edges."""
-        self._needs_flat("volumes")
+        self._require_flat("volumes")
         self._check_phi(phi)
         rows = phi.flatten(1)
         inner = gram(rows[1:], minus=rows[0])[0] if len(rows) > 1 else rows.new_zeros(0, 0, dtype=torch.float64)
@@ -277,42 +277,42 @@ class Simplex(Hull):
             raise ArgumentError("phi: expected finite vertices, with edges whose squared lengths are finite")
         return inner
 
-    def _needs_flat(self, what: str) -> None:
+    def _require_flat(self, operation: str) -> None:
         if not self.space.flat:
-            raise ArgumentError(f"space: expected a flat one, curved {what} have no closed form; got {self.space}")
+            raise ArgumentError(f"space: expected a flat one, curved {operation} have no closed form; got {self.space}")
 
 
-def _factor(inner: Tensor) -> tuple[Tensor, Tensor]:
+def _cholesky(inner: Tensor) -> tuple[Tensor, Tensor]:
     """The Cholesky factor, and whether its pivots are more than rounding."""
     factor, info = torch.linalg.cholesky_ex(inner)
     return factor, (info == 0) & (factor.diagonal().square() > 8 * len(inner) * EPS * inner.diagonal()).all()
 
 
-def _closest(corners: Tensor, target: Tensor) -> Tensor:
+def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
     r"""$\min_x \|\sum_i x_i c_i - t\|$ over the simplex, by faces that each improve on the one before."""
-    x = torch.zeros_like(corners.sum(-1)).index_fill(0, (corners - target).square().sum(-1).argmin(), 1.0)
-    reach = math.sqrt(corners.square().sum(-1).max().item() + target.square().sum().item())
-    while (gap := x @ corners - target).norm() > EPS * reach:
-        slopes = corners @ gap
+    x = torch.zeros_like(vertices.sum(-1)).index_fill(0, (vertices - target).square().sum(-1).argmin(), 1.0)
+    reach = math.sqrt(vertices.square().sum(-1).max().item() + target.square().sum().item())
+    while (gap := x @ vertices - target).norm() > EPS * reach:
+        slopes = vertices @ gap
         # A thin simplex has vertices whose descent is below the rounding of its slope: they are tried.
         steep = (x == 0) & (slopes <= x @ slopes + 8 * len(x) * EPS * reach**2)
-        tried = (_with(corners, target, x, i) for i in slopes.argsort().tolist() if steep[i])
-        better = next((y for y in tried if (y @ corners - target).norm() < gap.norm()), None)
+        tried = (_add_vertex_to_face(vertices, target, x, i) for i in slopes.argsort().tolist() if steep[i])
+        better = next((y for y in tried if (y @ vertices - target).norm() < gap.norm()), None)
         if better is None:
             break
         x = better
     return x
 
 
-def _with(corners: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
+def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
     """The nearest place of the face of x and one vertex more, or of a face of that: a walk there that never climbs."""
     face = (x > 0).index_fill(0, torch.tensor(vertex), True)
     while True:
         first, *others = face.nonzero().squeeze(-1).tolist()
-        edges = (corners[others] - corners[first]).mT
+        edges = (vertices[others] - vertices[first]).mT
         best = torch.zeros_like(x)
         if others:
-            best[others] = torch.linalg.lstsq(edges, (target - corners[first])[:, None], driver="gelsd").solution[:, 0]
+            best[others] = torch.linalg.lstsq(edges, (target - vertices[first])[:, None], driver="gelsd").solution[:, 0]
         best[first] = 1 - best.sum()
         blocked = face & (best <= 0)
         if not bool(blocked.any()):

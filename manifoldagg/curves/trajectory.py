@@ -16,10 +16,10 @@ from manifoldagg.manifolds.formulas import distance, geodesic
 
 __all__ = ["PathFit", "PathPoints", "check_path"]
 
-HIGHEST = 10
+MAX_DEGREE = 10
 """The degree beyond which sums of powers in float64 determine control points less well than float32 rounds them."""
 
-SINGULAR = 1e-6
+SINGULAR_TOLERANCE = 1e-6
 """Of singular values, of weights of at most 1: its square, of the normal equations, leaves four digits of float64."""
 
 
@@ -59,7 +59,7 @@ class PathFit:
         >>> from manifoldagg.manifolds import Flat
         >>> path = PathFit(Flat(1), torch.zeros(1), degree=2)
         >>> for point in (torch.tensor([3.0]), torch.tensor([4.0])):
-        ...     path.see(point)
+        ...     path.observe(point)
         >>> path.points(torch.tensor([4.0]))
         tensor([[4.],
                 [4.]])
@@ -86,14 +86,14 @@ class PathFit:
         # A chord has nothing free: nothing is summed for it.
         count = 0 if degree == 1 else degree if steps is None else degree - 1
         self._sums = [start.new_zeros(start.numel(), dtype=torch.float64) for _ in range(count)]
-        self._places = [0.0]
+        self._parameters = [0.0]
         self._last = self.start.clone() if time == "length" and self._sums else None
 
-    def see(self, point: Float[Tensor, "..."]) -> None:
+    def observe(self, point: Float[Tensor, "..."]) -> None:
         r"""Take in $\theta_k$ (*space.shape), the next one; it is neither kept nor written."""
-        before = self._places[-1]
+        before = self._parameters[-1]
         now = before + (1.0 if self._last is None else self._step(self._last, point))
-        self._places.append(now)
+        self._parameters.append(now)
         if not self._sums:
             return
         row, minus = self._displacement(point)
@@ -111,17 +111,17 @@ class PathFit:
             DivergenceError: if a control point is not finite.
         """
         if self._sums and self.steps is not None:
-            _check_seen(len(self._places) - 1, self.steps)
+            _check_num_observed(len(self._parameters) - 1, self.steps)
         found = end.detach().expand(self.degree, *end.shape).clone()
         row, minus = self._displacement(end.detach())
-        for phi, line in zip(found[:-1], self._shares().tolist(), strict=True):
+        for phi, line in zip(found[:-1], self._solution_weights().tolist(), strict=True):
             rows = [row, *self._sums]
             less = [minus, *(None for _ in self._sums)]
             if self.space.flat:
                 combine(self.start.flatten(), rows, line, minus=less, out=phi.view(-1))
             else:
                 tangent = combine(None, rows, line, minus=less).view_as(phi)
-                phi.copy_(self._arrived(tangent))
+                phi.copy_(self._transported(tangent))
         if not is_finite(found):
             raise DivergenceError("the curve fitted to the path leaves the finite numbers; try a smaller rate")
         return found
@@ -132,7 +132,7 @@ class PathFit:
             return point.flatten(), self.start.flatten()
         return self.space._log(self.start, point).flatten(), None
 
-    def _arrived(self, tangent: Tensor) -> Tensor:
+    def _transported(self, tangent: Tensor) -> Tensor:
         point = self.space._exp(self.start, tangent)
         return self.space._project(point) if "project" in self.space.capabilities else point
 
@@ -154,17 +154,17 @@ class PathFit:
         place = min(now / self.steps, 1.0) if self.steps else 1.0
         return [(1.0, weight) for weight in weights(self.degree, place)[1:-1]]
 
-    def _shares(self) -> Float64[Tensor, "free terms"]:
+    def _solution_weights(self) -> Float64[Tensor, "free terms"]:
         """What the free points are in terms of the chord and of the sums."""
         n = self.degree
         shares = torch.zeros(n - 1, 1 + len(self._sums), dtype=torch.float64)
         shares[:, 0] = torch.arange(1, n, dtype=torch.float64) / n
-        if n == 1 or not 0 < self._places[-1] < math.inf:
+        if n == 1 or not 0 < self._parameters[-1] < math.inf:
             return shares
-        u = torch.tensor(self._places, dtype=torch.float64) / self._places[-1]
+        u = torch.tensor(self._parameters, dtype=torch.float64) / self._parameters[-1]
         lines = basis(n, u)[:, 1:-1]
-        if int(torch.linalg.matrix_rank(lines, atol=SINGULAR)) == n - 1:
-            table = _powers(n) if self.steps is None else torch.eye(n - 1, dtype=torch.float64)
+        if int(torch.linalg.matrix_rank(lines, atol=SINGULAR_TOLERANCE)) == n - 1:
+            table = _monomial_to_bernstein(n) if self.steps is None else torch.eye(n - 1, dtype=torch.float64)
             sides = torch.cat([-(lines.mT @ u).unsqueeze(1), table], dim=1)
             shares += torch.linalg.solve(lines.mT @ lines, sides)
         return shares
@@ -191,7 +191,7 @@ class PathPoints:
         >>> from manifoldagg.manifolds import Flat
         >>> path = PathPoints(Flat(1), torch.zeros(1), pieces=2, steps=3)
         >>> for x in (1.0, 4.0, 9.0):
-        ...     path.see(torch.tensor([x]))
+        ...     path.observe(torch.tensor([x]))
         >>> path.points(torch.tensor([9.0])).flatten()
         tensor([2.5000, 9.0000])
     """
@@ -203,21 +203,21 @@ class PathPoints:
         self.steps = check_count("steps", steps, at_least=0)
         self._points = start.detach().expand(pieces, *start.shape).clone()
         self._last = start.detach().clone() if steps % pieces else None
-        self._seen = 0
+        self._num_observed = 0
         self._found = 0
 
-    def see(self, point: Float[Tensor, "..."]) -> None:
+    def observe(self, point: Float[Tensor, "..."]) -> None:
         """Take in the next point (*space.shape); it is neither kept nor written."""
         m = self.pieces
-        while self._found < m and (self._found + 1) * self.steps <= (self._seen + 1) * m:
+        while self._found < m and (self._found + 1) * self.steps <= (self._num_observed + 1) * m:
             # In m-ths of a step from the point before, so that nothing is rounded.
-            ahead = (self._found + 1) * self.steps - self._seen * m
+            ahead = (self._found + 1) * self.steps - self._num_observed * m
             corner = point
             if self._last is not None and ahead < m:
                 corner = geodesic(self.space, self._last, point, ahead / m)
             self._points[self._found] = corner
             self._found += 1
-        self._seen += 1
+        self._num_observed += 1
         if self._last is not None:
             self._last.copy_(point)
 
@@ -230,7 +230,7 @@ class PathPoints:
         Raises:
             ArgumentError: if there were more points than `steps`, or fewer.
         """
-        _check_seen(self._seen, self.steps)
+        _check_num_observed(self._num_observed, self.steps)
         return self._points
 
 
@@ -240,17 +240,17 @@ def check_path(degree: int, time: str) -> None:
     Raises:
         ArgumentError: naming the argument that is out of range.
     """
-    if check_count("degree", degree) > HIGHEST:
-        raise ArgumentError(f"degree: expected at most {HIGHEST}, got {degree}")
+    if check_count("degree", degree) > MAX_DEGREE:
+        raise ArgumentError(f"degree: expected at most {MAX_DEGREE}, got {degree}")
     check_choice("time", time, ("steps", "length"))
 
 
-def _check_seen(seen: int, steps: int) -> None:
+def _check_num_observed(seen: int, steps: int) -> None:
     if seen != steps:
         raise ArgumentError(f"steps: expected {steps} points, as was said at the start; saw {seen}")
 
 
-def _powers(n: int) -> Float64[Tensor, "free n"]:
+def _monomial_to_bernstein(n: int) -> Float64[Tensor, "free n"]:
     r"""Coefficients of $u^1, \dots, u^n$ in the Bernstein weights between the ends."""
     table = torch.zeros(n - 1, n, dtype=torch.float64)
     for i in range(1, n):

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_count, check_finite, check_number, check_shape
 from manifoldagg.curves.arc import arc_length
-from manifoldagg.curves.bernstein import crossing
+from manifoldagg.curves.bernstein import find_sign_change
 from manifoldagg.curves.bezier import Bezier
-from manifoldagg.curves.embedding import Coordinates, Embedding, rounding
+from manifoldagg.curves.embedding import Coordinates, Embedding, rounding_error
 from manifoldagg.curves.frames import rotation_minimising
 from manifoldagg.curves.shape import (
     Control,
     coordinates,
     curvature_vector,
     derivative,
-    nearest_disk,
-    sharpest,
-    slowest,
+    max_curvature,
+    min_speed,
+    nearest_normal_disk,
     span,
 )
 from manifoldagg.errors import ArgumentError
@@ -32,7 +32,7 @@ from manifoldagg.manifolds.formulas import distance, norm
 
 __all__ = ["Tunnel", "log_ball"]
 
-CELLS = 64
+NUM_CELLS = 64
 """Pieces of [0, 1] in each of which a curved space's membership looks for one foot."""
 
 Phi = Float[Tensor, "size ..."]
@@ -86,7 +86,7 @@ class Tunnel(Embedding):
     form: str = "ambient"
     steps: int = 64
     space: Manifold = field(init=False, repr=False, compare=False)
-    _form: "_Ambient | _Subspace" = field(init=False, repr=False, compare=False)
+    _form: "_AmbientForm | _SubspaceForm" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.curve, Bezier):
@@ -103,7 +103,7 @@ class Tunnel(Embedding):
 
     @property
     def domain(self) -> tuple[int, ...]:
-        return (1 + self._form.coordinates,)
+        return (1 + self._form.num_coordinates,)
 
     def __call__(self, phi: Phi, x: Coordinates) -> Float[Tensor, "..."]:
         """The point at a place `x` (*batch, *domain): (*batch, *space.shape), in the dtype of `phi`.
@@ -149,13 +149,13 @@ class Tunnel(Embedding):
         """
         check_choice("uniform", uniform, ("product", "volume"))
         if uniform == "volume":
-            self._needs_flat("uniform='volume'")
-        generator = self._admit(phi, generator, validate=validate or uniform == "volume")
+            self._require_flat("uniform='volume'")
+        generator = self._check_sampling(phi, generator, validate=validate or uniform == "volume")
         if uniform == "volume":
-            t = by_length(coordinates(phi), math.prod(batch), generator).reshape(batch)
+            t = sample_by_length(coordinates(phi), math.prod(batch), generator).reshape(batch)
         else:
             t = uniform_draws(*batch, generator=generator).to(phi.device)
-        return self._places(phi, t, generator, by_volume=uniform == "volume")
+        return self._sample_at(phi, t, generator, by_volume=uniform == "volume")
 
     def check(self, phi: Phi) -> float:
         r"""That the tunnel of $\varphi$ is regular: $r \max_t |k(t)|$, which is below 1.
@@ -166,17 +166,17 @@ class Tunnel(Embedding):
         Raises:
             ArgumentError: if `phi` has another shape or is not finite, the tunnel folds, or $b'(t) = 0$, naming t.
         """
-        self._needs_flat("check")
+        self._require_flat("check")
         self._check_phi(phi)
         control = coordinates(check_finite("phi", phi))
         reach = self.radius * float(control[-1].norm())
         if reach == 0:
             return 0.0
-        t, speed = slowest(control)
-        if speed <= 2 * self.curve.degree * rounding(phi):
+        t, speed = min_speed(control)
+        if speed <= 2 * self.curve.degree * rounding_error(phi):
             raise ArgumentError(f"phi: the curve stands still at t = {t:.6g}, where it has no normal space")
         self._form.check_span(phi, control)
-        t, bend = sharpest(control)
+        t, bend = max_curvature(control)
         if not reach * bend < 1:
             raise ArgumentError(
                 f"radius: the tunnel folds at t = {t:.6g}, its radius {reach:g} times the curvature {bend:g} being "
@@ -190,12 +190,12 @@ class Tunnel(Embedding):
         $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ is the curvature vector. In the subspace form, whose $\xi$ is in
         chords, times $|\varphi_n - \varphi_0|^{n-1}$: the root of the determinant of the pullback metric.
         """
-        self._needs_flat("volume_element")
+        self._require_flat("volume_element")
         self._check_phi(phi)
         t, xi = self._split(x)
         control, offset = self._form.offset(phi, t, xi)
         bend = (offset * curvature_vector(control, t)).sum(-1)
-        scale = self._form.unit(control) ** self._form.normal
+        scale = self._form.chord_scale(control) ** self._form.num_normal
         return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - bend))
 
     def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
@@ -212,7 +212,7 @@ class Tunnel(Embedding):
         points = phi.flatten(1)
         chord = gram([points[-1]], minus=points[0])[0][0, 0].sqrt()
         length = arc_length(self.curve._speed(phi), self.curve.breaks)
-        return length.log() + log_ball(self._form.normal, self.radius * chord)
+        return length.log() + log_ball(self._form.num_normal, self.radius * chord)
 
     def volume(self, phi: Phi) -> Float64[Tensor, ""]:
         """The exponential of `log_volume`: 0 or infinite where that leaves float64."""
@@ -235,7 +235,7 @@ class Tunnel(Embedding):
         Raises:
             ArgumentError: as `check`, or if `point` has another shape or is not finite.
         """
-        self._needs_flat("nearest")
+        self._require_flat("nearest")
         self.check(phi)
         check_finite("point", check_shape("point", point, *self.space.shape, batch=True))
         batch = point.shape[: point.ndim - len(self.space.shape)]
@@ -245,12 +245,12 @@ class Tunnel(Embedding):
         away = away - inside @ lines
         reach = self.radius * control[-1].norm()
         off = away.norm(dim=-1, keepdim=True)
-        t, normal, distances = nearest_disk(control, inside, reach, off, fills=self._form.fills)
-        xi = self._form.across(control, t, normal, normal @ lines + away)
+        t, normal, distances = nearest_normal_disk(control, inside, reach, off, fills=self._form.fills_normal_space)
+        xi = self._form.normal_coordinates(control, t, normal, normal @ lines + away)
         size = xi.norm(dim=-1, keepdim=True)
         xi = torch.where(size > reach, reach / size, torch.ones_like(size)) * xi
         if reach > 0:
-            xi = xi / self._form.unit(control)
+            xi = xi / self._form.chord_scale(control)
         x = torch.cat([t[:, None], xi], -1).reshape(*batch, *self.domain)
         return x.to(self._form.dtype(phi, point)), distances.reshape(batch)
 
@@ -267,22 +267,22 @@ class Tunnel(Embedding):
         """
         if self.space.flat:
             away = self.nearest(phi, point)[1]
-            return away <= 4 * self.size * (1 + 2 * self.radius) * rounding(phi, point)
+            return away <= 4 * self.size * (1 + 2 * self.radius) * rounding_error(phi, point)
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": point})
         batch = point.shape[: point.ndim - len(self.space.shape)]
         reach = self.radius * _chord(self.space, phi)
 
         def look(t: Tensor) -> tuple[Tensor, Tensor]:
-            center, velocity = self.curve._drawn(phi, t)
+            center, velocity = self.curve._point_and_velocity(phi, t)
             away = self.space._log(center, point.expand_as(center))
             speed = norm(self.space, center, velocity)
             ahead = self.space._inner(center, away, velocity) / torch.where(speed > 0, speed, 1.0)
             return ahead, norm(self.space, center, away)
 
-        grid = torch.linspace(0, 1, CELLS + 1, dtype=torch.float64, device=phi.device)
+        grid = torch.linspace(0, 1, NUM_CELLS + 1, dtype=torch.float64, device=phi.device)
         grid = grid.reshape(-1, *(1 for _ in batch)).repeat(1, *batch)
-        t = crossing(lambda t: look(t)[0], grid[:-1], grid[1:])
+        t = find_sign_change(lambda t: look(t)[0], grid[:-1], grid[1:])
         ahead, size = look(torch.cat([grid[:1], t, grid[-1:]]))
         slack = 50 * torch.finfo(phi.dtype).eps * (1 + reach)
         return ((ahead.abs() <= slack) & (size <= reach + slack)).any(0)
@@ -305,23 +305,23 @@ class Tunnel(Embedding):
         """
         check_count("points", points, at_least=2)
         check_count("draws", draws)
-        generator = self._admit(phi, generator)
+        generator = self._check_sampling(phi, generator)
         t = torch.linspace(0, 1, points, dtype=torch.float64, device=phi.device)
-        rows = [self(phi, self._places(phi, at.repeat(draws), generator)) for at in t]
+        rows = [self(phi, self._sample_at(phi, at.repeat(draws), generator)) for at in t]
         values = torch.tensor([[float(function(theta)) for theta in row] for row in rows], dtype=torch.float64)
         return t.cpu(), values.mean(1), values.amax(1)
 
-    def _places(self, phi: Tensor, t: Tensor, generator: torch.Generator, *, by_volume: bool = False) -> Tensor:
+    def _sample_at(self, phi: Tensor, t: Tensor, generator: torch.Generator, *, by_volume: bool = False) -> Tensor:
         """Places at parameters `t`, uniform in the ball or by the volume element."""
         tail, coin = uniform_draws(2, *t.shape, generator=generator).to(t.device)
-        xi = self._form.draw(phi, t, tail, generator)
+        xi = self._form.sample_ball(phi, t, tail, generator)
         if by_volume:
             control, offset = self._form.offset(phi, t, xi)
             bend = (offset * curvature_vector(control, t)).sum(-1)
             xi = torch.where((2 * coin < 1 + bend)[..., None], -xi, xi)
         return torch.cat([t[..., None].to(xi), xi], -1)
 
-    def _admit(self, phi: Tensor, generator: Generator, *, validate: bool = True) -> torch.Generator:
+    def _check_sampling(self, phi: Tensor, generator: Generator, *, validate: bool = True) -> torch.Generator:
         self._check_phi(phi)
         if self.space.flat and validate:
             self.check(phi)
@@ -333,13 +333,13 @@ class Tunnel(Embedding):
         check_shape("x", x, *self.domain, batch=True)
         return x[..., 0].double(), x[..., 1:]
 
-    def _needs_flat(self, what: str) -> None:
+    def _require_flat(self, operation: str) -> None:
         if not self.space.flat:
-            raise NotImplementedError(f"{what} needs a flat space, where a tunnel has formulas; got {self.space}")
+            raise NotImplementedError(f"{operation} needs a flat space, where a tunnel has formulas; got {self.space}")
 
 
 @dataclass(frozen=True)
-class _Ambient:
+class _AmbientForm:
     """ξ is a normal tangent, all coordinates of it: as large as a point.
 
     What each form says: the `coordinates` of ξ; the dimension of the ball `normal` to the curve, and whether it `fills`
@@ -351,17 +351,17 @@ class _Ambient:
     curve: Bezier
     radius: float
     steps: int
-    fills: ClassVar[bool] = True
+    fills_normal_space: ClassVar[bool] = True
 
     @property
-    def coordinates(self) -> int:
+    def num_coordinates(self) -> int:
         return math.prod(self.curve.space.shape)
 
     @property
-    def normal(self) -> int:
-        return self.coordinates - 1
+    def num_normal(self) -> int:
+        return self.num_coordinates - 1
 
-    def unit(self, control: Tensor) -> float:
+    def chord_scale(self, control: Tensor) -> float:
         return 1.0
 
     def check_span(self, phi: Tensor, control: Tensor) -> None:
@@ -376,18 +376,18 @@ class _Ambient:
     def offset(self, phi: Tensor, t: Tensor, xi: Tensor) -> tuple[Tensor, Tensor]:
         return phi.flatten(1).double(), xi.double()
 
-    def across(self, control: Tensor, t: Tensor, normal: Tensor, away: Tensor) -> Tensor:
+    def normal_coordinates(self, control: Tensor, t: Tensor, normal: Tensor, away: Tensor) -> Tensor:
         return away
 
     def sample(self, *batch: int, generator: torch.Generator) -> Tensor:
         raise NotImplementedError("an ambient place depends on phi: use sample_in(phi, ...)")
 
-    def draw(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
+    def sample_ball(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
         space = self.curve.space
         center = self.curve(phi, t)
         reach = self.radius * _chord(space, phi)
         if reach == 0:
-            return center.new_zeros(*t.shape, self.coordinates)
+            return center.new_zeros(*t.shape, self.num_coordinates)
 
         def times(factor: Tensor, u: Tensor) -> Tensor:
             return factor.to(u).reshape(*factor.shape, *(1 for _ in space.shape)) * u
@@ -400,18 +400,18 @@ class _Ambient:
         # Twice: what the first subtraction leaves along the velocity is rounding of a longer vector.
         for _ in range(2):
             xi = xi - times(space._inner(center, xi, velocity) / square, velocity)
-        xi = times(reach * shrink(norm(space, center, xi).double(), tail), xi)
-        return xi.reshape(*t.shape, self.coordinates)
+        xi = times(reach * ball_scale(norm(space, center, xi).double(), tail), xi)
+        return xi.reshape(*t.shape, self.num_coordinates)
 
 
 @dataclass(frozen=True)
-class _Subspace:
+class _SubspaceForm:
     """ξ is in chords, in a frame that follows the curve within the span of its n + 1 control points."""
 
     curve: Bezier
     radius: float
     steps: int
-    fills: ClassVar[bool] = False
+    fills_normal_space: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         space = self.curve.space
@@ -421,14 +421,14 @@ class _Subspace:
             raise ArgumentError(f"form: a curve of degree {n} does not span {n} dimensions in {space}")
 
     @property
-    def coordinates(self) -> int:
+    def num_coordinates(self) -> int:
         return self.curve.degree - 1
 
     @property
-    def normal(self) -> int:
-        return self.coordinates
+    def num_normal(self) -> int:
+        return self.num_coordinates
 
-    def unit(self, control: Tensor) -> Tensor:
+    def chord_scale(self, control: Tensor) -> Tensor:
         chord: Tensor = control[-1].norm()
         return chord
 
@@ -446,26 +446,28 @@ class _Subspace:
         control = span(phi)[1]
         return control, self._within(phi, control, t, xi)
 
-    def across(self, control: Tensor, t: Tensor, normal: Tensor, away: Tensor) -> Tensor:
+    def normal_coordinates(self, control: Tensor, t: Tensor, normal: Tensor, away: Tensor) -> Tensor:
         return (self._frame(control, t).mT @ normal[..., None]).squeeze(-1)
 
     def sample(self, *batch: int, generator: torch.Generator) -> Tensor:
         t, tail = uniform_draws(2, *batch, generator=generator)
         return torch.cat([t[..., None], self._ball(tail, generator)], -1)
 
-    def draw(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
+    def sample_ball(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
         return self._ball(tail, generator)
 
     def check_span(self, phi: Tensor, control: Tensor) -> None:
-        if not control[1:].diagonal().abs().min().item() > 4 * len(phi) * rounding(phi):
+        if not control[1:].diagonal().abs().min().item() > 4 * len(phi) * rounding_error(phi):
             raise ArgumentError(
                 f"phi: expected control points spanning {self.curve.degree} dimensions, or form='ambient'"
             )
 
     def _ball(self, tail: Tensor, generator: torch.Generator) -> Tensor:
-        z = torch.randn(*tail.shape, self.coordinates, generator=generator, dtype=tail.dtype, device=generator.device)
+        z = torch.randn(
+            *tail.shape, self.num_coordinates, generator=generator, dtype=tail.dtype, device=generator.device
+        )
         z = z.to(tail.device)
-        return self.radius * shrink(z.norm(dim=-1), tail)[..., None] * z
+        return self.radius * ball_scale(z.norm(dim=-1), tail)[..., None] * z
 
     def _frame(self, control: Tensor, t: Tensor) -> Tensor:
         # The first axis of the span is that of b'(0).
@@ -474,10 +476,10 @@ class _Subspace:
 
     def _within(self, phi: Tensor, control: Tensor, t: Tensor, xi: Tensor) -> Tensor:
         self.check_span(phi, control)
-        return torch.mul(self.unit(control), (self._frame(control, t) @ xi.double()[..., None]).squeeze(-1))
+        return torch.mul(self.chord_scale(control), (self._frame(control, t) @ xi.double()[..., None]).squeeze(-1))
 
 
-FORMS: dict[str, type[_Ambient | _Subspace]] = {"ambient": _Ambient, "subspace": _Subspace}
+FORMS: dict[str, type[_AmbientForm | _SubspaceForm]] = {"ambient": _AmbientForm, "subspace": _SubspaceForm}
 
 
 def _chord(space: Manifold, phi: Tensor) -> float:
@@ -501,13 +503,13 @@ def uniform_draws(*shape: int, generator: torch.Generator) -> Float64[Tensor, ".
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device)
 
 
-def shrink(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Float64[Tensor, "*b"]:
+def ball_scale(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Float64[Tensor, "*b"]:
     """What takes a standard normal vector of this length into the unit ball, uniformly; `tail` is uniform in [0, 1)."""
     factor: Tensor = 1 / (size.square() - 2 * torch.log1p(-tail)).sqrt()
     return factor
 
 
-def by_length(control: Control, count: int, generator: torch.Generator) -> Float64[Tensor, " count"]:
+def sample_by_length(control: Control, count: int, generator: torch.Generator) -> Float64[Tensor, " count"]:
     r"""Parameters drawn with the density $|b'(t)| / L$, exactly: by rejection below the hodograph's longest vector."""
     bound = (len(control) - 1) * control.diff(dim=0).norm(dim=-1).max()
     kept = control.new_zeros(0)

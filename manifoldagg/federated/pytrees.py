@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg._threads import prefers_numpy
 from manifoldagg._validation import is_finite
-from manifoldagg.corrections.frame import Sum
+from manifoldagg.corrections.frame import PendingSum
 from manifoldagg.kernels.alloc import clone, empty_like
 
 __all__ = ["Tree", "copied", "covers", "disjoint", "replaced", "settled", "size_of", "spoils", "tensors", "widened"]
@@ -111,8 +111,8 @@ def settled(tree: Tree) -> Tree:
         >>> settled({"count": 3, "rule": {"version": 1}})
         {'count': 3, 'rule': {'version': 1}}
     """
-    if isinstance(tree, Sum):
-        return tree.formed()
+    if isinstance(tree, PendingSum):
+        return tree.materialize()
     return {name: settled(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
 
 

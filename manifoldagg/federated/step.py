@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_shape, is_finite
-from manifoldagg.corrections.frame import LATER, Motion
+from manifoldagg.corrections.frame import DEFERRED, PendingStep
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated.buffers import collect, settle
 from manifoldagg.federated.limits import UNLIMITED, Checks
@@ -86,7 +86,7 @@ def step(
         points, tensors = disjoint((update.points, update.tensors), mine)
         apart = points is update.points and tensors is update.tensors
         brought = update if apart else replace(update, points=points, tensors=tensors)
-    answer = terms.rule.step(terms.space, before.state, brought, out=LATER if terms.rows else out)
+    answer = terms.rule.step(terms.space, before.state, brought, out=DEFERRED if terms.rows else out)
     state, outcome, numbers = _answered(answer)
     if terms.checks.clips:  # a rule may have scaled it once more
         numbers["clip"] = kept * numbers.get("clip", 1.0)
@@ -126,10 +126,10 @@ def _answered(answer: Any) -> tuple[Any, Outcome, dict[str, float]]:
 
 def _formed(motion: Any, out: Row | None) -> Any:
     """The new model of a rule that takes rows, in `out`."""
-    if not isinstance(motion, Motion):
+    if not isinstance(motion, PendingStep):
         given = type(motion).__name__
         raise RuleError(f"rule: new model: expected what Frame.move makes, as `rows = True` says, got {given}")
-    return motion.formed(out)
+    return motion.materialize(out)
 
 
 def _checked(terms: Terms, model: Tensor, out: Any) -> Any:

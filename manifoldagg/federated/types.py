@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg._validation import check_count
-from manifoldagg.corrections.frame import Later, Motion
+from manifoldagg.corrections.frame import Deferred, PendingStep
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Loss, Manifold, ParameterSpace
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 else:
     Point = Row
     Points = Float[Tensor, "n P"] | tuple[Row, ...]
-    Target = Row | Later | None
+    Target = Row | Deferred | None
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Outcome:
             another rule says it anew.
     """
 
-    model: Point | Motion | None
+    model: Point | PendingStep | None
     memory: Memory = None
     numbers: Mapping[str, float] = field(default_factory=dict)
     sound: bool = False

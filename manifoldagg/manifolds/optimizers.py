@@ -23,7 +23,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class _RiemannianOptimizer(torch.optim.Optimizer):
-    """Steps that a subclass finds, taken on the space: `_direction` of a parameter, then `exp`, then `_arrived`."""
+    """Steps that a subclass finds, taken on the space: `_direction` of a parameter, then `exp`, then `_transported`."""
 
     def __init__(self, params: Iterable[Any], space: Manifold, retract: bool, defaults: dict[str, Any]) -> None:
         check_is_manifold(space)

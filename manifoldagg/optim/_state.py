@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg.corrections.frame import Sum
+from manifoldagg.corrections.frame import PendingSum
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Rule
 from manifoldagg.federated.server.durability.fingerprint import path_of
@@ -97,7 +97,7 @@ def _word(number: int) -> str:
 
 
 def flattened(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
-    """The leaves of a state by name: numbers, `Sum`s, and lists with a tensor or a number for each parameter.
+    """The leaves of a state by name: numbers, `PendingSum`s, and lists with a tensor or a number for each parameter.
 
     Args:
         tree: what a rule returned.
@@ -113,7 +113,7 @@ def _leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple[str,
     if isinstance(tree, Mapping):
         for key, branch in tree.items():
             yield from _leaves(f"{name}.{key}" if name else str(key), branch, lengths)
-    elif isinstance(tree, Sum) or type(tree) in (int, float, bool):
+    elif isinstance(tree, PendingSum) or type(tree) in (int, float, bool):
         yield name, tree
     elif isinstance(tree, Tensor) and tree.ndim == 1 and len(tree) == sum(lengths):
         yield name + VECTOR, list(tree.split([*lengths]))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number, is_finite
-from manifoldagg.corrections.frame import LATER, Motion, Sum, room
+from manifoldagg.corrections.frame import DEFERRED, PendingStep, PendingSum, overflow_headroom
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Update
 from manifoldagg.federated.pytrees import spoils
@@ -233,7 +233,7 @@ class Outer(torch.optim.Optimizer):
         try:
             with _across(params[0]) if spread else nullcontext():
                 before = self.rule.init(space, here) if state is None else state
-                state, outcome = self.rule.step(space, before, update, out=LATER)
+                state, outcome = self.rule.step(space, before, update, out=DEFERRED)
         except ArgumentError as error:
             for name, gradient in zip(model.names, gradients, strict=True):
                 if not is_finite(gradient):
@@ -246,7 +246,7 @@ class Outer(torch.optim.Optimizer):
         motion: Any = outcome.model
         if motion is not None:
             motion = replace(motion, coefficients=model.rate * motion.coefficients)
-            if not model.rate * outcome.numbers.get("norm", math.inf) <= room(here):
+            if not model.rate * outcome.numbers.get("norm", math.inf) <= overflow_headroom(here):
                 motion.check()
         if own is not None and outcome.memory is not None:
             others[own] = outcome.memory
@@ -254,7 +254,7 @@ class Outer(torch.optim.Optimizer):
         bounds = None if spread else self._bounds.get(params[0], {})
         move = Move(params, model.names, here, kept, motion, leaves, bounds)
         for name, one in move.sums.items():
-            one.check(move.dtypes(name))
+            one.check_finite_result(move.dtypes(name))
         if not outcome.sound and (spoils(state, before) or spoils(outcome.memory, memory)):
             raise ArgumentError("points: the rule's state would not be finite")
         return move
@@ -280,14 +280,14 @@ class Move:
     names: list[str]
     here: TensorList
     before: list[dict[str, Any]]
-    motion: Motion | None
+    motion: PendingStep | None
     leaves: dict[str, Any]
     bounds: Mapping[str, Bound] | None
 
     @cached_property
-    def sums(self) -> dict[str, Sum]:
+    def sums(self) -> dict[str, PendingSum]:
         """What is kept and not formed yet."""
-        return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, Sum)}
+        return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, PendingSum)}
 
     @cached_property
     def held(self) -> dict[str, TensorList]:
@@ -304,8 +304,8 @@ class Move:
     def made(self, states: dict[Tensor, dict[str, Any]]) -> dict[str, Bound]:
         """Make it, and keep what is kept of it; returns how long the rows of that are at most, where it is known."""
         targets = {name: self._target(name) for name in self.sums}
-        goals = [] if self.motion is None else [self.motion.goal(self.here)]
-        goals += [one.goal(targets[name]) for name, one in self.sums.items()]
+        goals = [] if self.motion is None else [self.motion.combination(self.here)]
+        goals += [one.combination(targets[name]) for name, one in self.sums.items()]
         if goals:
             selection.combine_many(goals)
         columns = [self._column(states, name, targets.get(name, leaf)) for name, leaf in self.leaves.items()]
@@ -315,7 +315,7 @@ class Move:
             return {}
         bounds = {name: bound for name, bound in self.bounds.items() if name in self.leaves}
         for name, one in self.sums.items():
-            bound = Bound.of(targets[name], one.frame.reach(one.coefficients))
+            bound = Bound.of(targets[name], one.frame.norm_bound(one.coefficients))
             bounds |= {} if bound is None else {name: bound}
         return bounds
 

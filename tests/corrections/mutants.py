@@ -89,7 +89,7 @@ class Comparing(OrthoDC):
         return cosine > self.threshold
 
     def coefficients(self, gram, state=None):
-        n, inner, lines = gram.displacements, gram.matrix, gram.identity()
+        n, inner, lines = gram.num_displacements, gram.matrix, gram.identity()
         for i in range(n):
             scale = (inner[i, i] * inner[n, n]) ** 0.5
             if scale != 0 and not self.far(inner[i, n] / scale):
@@ -123,7 +123,7 @@ class OrthoDCComparesTheSquare(Comparing):
 @caught_by("OrthoDC", "a_threshold_splits_by_the_cosine")
 class OrthoDCComparesTheInnerProduct(OrthoDC):
     def coefficients(self, gram, state=None):
-        n, inner, lines = gram.displacements, gram.matrix, gram.identity()
+        n, inner, lines = gram.num_displacements, gram.matrix, gram.identity()
         for i in range(n):
             if inner[n, n] != 0 and inner[i, n] <= self.threshold:
                 lines[i, n] = -inner[i, n] / inner[n, n]
@@ -139,7 +139,7 @@ class OrthoDCOfTheWholeModel(OrthoDC):
 @caught_by("OrthoDC", "zero_vectors_are_left_alone")
 class OrthoDCDividesByZero(OrthoDC):
     def coefficients(self, gram, state=None):
-        n, inner, lines = gram.displacements, gram.matrix, gram.identity()
+        n, inner, lines = gram.num_displacements, gram.matrix, gram.identity()
         for i in range(n):
             lines[i, n] = -(torch.tensor(inner[i, n]) / torch.tensor(inner[n, n])).item()
         return lines, state
@@ -155,8 +155,8 @@ class OrthoDCWithAnEpsilonInTheDenominator(OrthoDC):
 
 @caught_by("OrthoDC", "composition_is_one_after_the_other")
 class CompositionInTheWrongOrder(OrthoDC):
-    def __rshift__(self, after):
-        return Composition((after, self))
+    def __rshift__(self, other):
+        return Composition((other, self))
 
 
 @caught_by(
@@ -165,16 +165,16 @@ class CompositionInTheWrongOrder(OrthoDC):
 class DelayCompensatedWithTheWrongSign(DelayCompensated):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
-        lines[:, gram.displacements + 1 :] *= -1
+        lines[:, gram.num_displacements + 1 :] *= -1
         return lines, state
 
 
 @caught_by("DelayCompensated", "delay_compensation_is_its_formula")
 class DelayCompensatedWithoutTheSquare(DelayCompensated):
     def extend(self, frame, state=None):
-        n = frame.displacements
+        n = frame.num_displacements
         for i in range(n):
-            frame = frame.extended(f"v{i + 1}*v{i + 1}*g", frame.row(i) * frame.row(n))
+            frame = frame.with_row(f"v{i + 1}*v{i + 1}*g", frame.row(i) * frame.row(n))
         return frame
 
 
@@ -257,7 +257,7 @@ class PairwiseOneByOne(Pairwise):
     """Removes the component along each as if they were orthogonal."""
 
     def coefficients(self, gram, state=None):
-        n, inner, lines = gram.displacements, gram.matrix, gram.identity()
+        n, inner, lines = gram.num_displacements, gram.matrix, gram.identity()
         for i in range(n):
             for j in range(n + 1, len(inner)):
                 lines[i, j] = -inner[i, j] / inner[j, j]
@@ -274,8 +274,8 @@ class PairwiseForgetsTheLast(Pairwise):
 
 @caught_by("OrthoDyn", "dynamic_correction_changes_with_the_way")
 class OrthoDynGoesBack(OrthoDyn):
-    def _follow(self, gram, line, length, phase):
-        return super()._follow(gram, line, length, "gradient")
+    def _update_phase(self, gram, coefficients, length, phase):
+        return super()._update_phase(gram, coefficients, length, "gradient")
 
 
 @caught_by("OrthoDyn", "dynamic_correction_changes_with_the_way")
@@ -297,9 +297,9 @@ class AutoThresholdWithHalfTheBound(AutoThreshold):
 class AutoThresholdComparesWithCurrent(AutoThreshold):
     """The base of an update taken to be where the server is."""
 
-    def remember(self, frame, lines, state):
-        moved = super().remember(frame, lines, state)
-        return {**moved, "base": moved["base"] + frame.row(frame.displacements)}
+    def update_state(self, frame, coefficients, state):
+        moved = super().update_state(frame, coefficients, state)
+        return {**moved, "base": moved["base"] + frame.row(frame.num_displacements)}
 
 
 @caught_by("rotate_control", "a_rotated_control_keeps_its_place_beside_the_chord", "parallel_chords_turn_nothing")

@@ -72,7 +72,7 @@ def test_the_pairwise_form_takes_what_the_others_did_from_the_own_update():
     assert relative(calibrate(start, shift, own, "model", others), expected) <= 1e-12
     dependent = [*others, others[0] + 1e-12 * others[1], 0 * own]
     assert relative(calibrate(start, shift, own, "model", dependent), expected) <= 1e-11
-    assert torch.equal(calibrate(start, shift, own, against=[]), start + shift)
+    assert torch.equal(calibrate(start, shift, own, other_updates=[]), start + shift)
 
 
 def test_what_is_no_parameter_is_copied():
@@ -120,7 +120,7 @@ def test_inputs_are_untouched():
         (lambda: calibrate(*draw(1, 2, 4), torch.full((4,), torch.inf).double()), "client_shift: expected finite"),
         (lambda: calibrate(*draw(1, 3, 4), space=Flat(3)), r"start: expected shape \(3\)"),
         (lambda: calibrate(*draw(1, 3, 4), space=Product({"a": Sphere(3), "b": Flat(1)})), "space: expected a flat manifold"),
-        (lambda: calibrate(*draw(1, 3, 4), against=draw(1, 2, 3)), r"against\[0\]: expected shape \(4\)"),
+        (lambda: calibrate(*draw(1, 3, 4), other_updates=draw(1, 2, 3)), r"against\[0\]: expected shape \(4\)"),
         (lambda: calibrate(*states(1, 2), {"w": torch.zeros(2, 3)}), "client_shift: expected a tensor 'b'"),
         (lambda: calibrate(*states(1, 2), draw(1, 3)), "client_shift: expected named tensors"),
         (lambda: calibrate(*states(1, 3), space=Flat(8)), "space: expected a ParameterSpace"),

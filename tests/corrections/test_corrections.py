@@ -241,7 +241,7 @@ def test_states_carry_no_derivatives():
 
 def test_rows_that_are_not_its_own_are_refused():
     base, current = draw(0, 2, 4)
-    frame = Frame.of(Flat(4), base, current, draw(1, 1, 4)).extended("mine", draw(2, 4))
+    frame = Frame.of(Flat(4), base, current, draw(1, 1, 4)).with_row("mine", draw(2, 4))
     with pytest.raises(ArgumentError, match="frame: expected displacements and the drift alone, got also mine"):
         Position().apply(frame)
 
@@ -284,9 +284,9 @@ def test_no_combination_is_longer_than_its_reach():
     gram = Frame.of(Flat(12), rows[0], rows[1], rows[2:]).gram()
     for seed in range(20):
         line = draw(seed, 3).numpy().astype(object)
-        assert math.sqrt(line @ gram.matrix @ line) <= gram.reach(line) * (1 + 1e-14)
+        assert math.sqrt(line @ gram.matrix @ line) <= gram.norm_bound(line) * (1 + 1e-14)
     aligned = Gram.of([[4.0, -2.0], [-2.0, 1.0]])  # v = -2 g
-    assert aligned.reach(np.array([1.0, -3.0], dtype=object)) == 5.0
+    assert aligned.norm_bound(np.array([1.0, -3.0], dtype=object)) == 5.0
     parts = Gram.of([[[4.0, 0.0], [0.0, 9.0]], [[1.0, 0.0], [0.0, math.inf]]])
-    assert parts.reach(np.array([[1.0, 1.0], [1.0, 0.0]], dtype=object)) == 6.0
-    assert parts.reach(np.array([1.0, 1e-3], dtype=object)) == math.inf
+    assert parts.norm_bound(np.array([[1.0, 1.0], [1.0, 0.0]], dtype=object)) == 6.0
+    assert parts.norm_bound(np.array([1.0, 1e-3], dtype=object)) == math.inf

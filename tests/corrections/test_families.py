@@ -188,7 +188,7 @@ def test_the_tensors_of_a_model_are_its_segments():
     frame = Frame.of(space, base, current, v)
     assert frame.segments == {"weight": 9, "bias": 3}
     assert frame.gram("tensor").parts.shape == (2, 4, 4)
-    assert relative(numbers(frame.gram("tensor").whole), numbers(frame.gram())) <= 1e-15
+    assert relative(numbers(frame.gram("tensor").total), numbers(frame.gram())) <= 1e-15
     by_tensor = OrthoDC(1.0, "tensor")(space, base, current, v)
     assert relative(by_tensor[:, :9], OrthoDC(1.0)(Flat(9), base[:9], current[:9], v[:, :9])) <= 1e-14
 

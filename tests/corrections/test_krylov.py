@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from manifoldagg import corrections
 from manifoldagg.corrections import Frame, Gram, KrylovDC
-from manifoldagg.corrections.krylov import ritz
+from manifoldagg.corrections.krylov import ritz_pairs
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat, Product, Sphere
 from tests.corrections.laws import KIT, close, law
@@ -114,14 +114,14 @@ class KrylovDCKnowsTheEndAlone(KrylovDC):
 class KrylovDCIsThePosition(KrylovDC):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
-        lines[..., gram.displacements] = -1
+        lines[..., gram.num_displacements] = -1
         return lines, state
 
 
 @caught_by("KrylovDC", "each_tensor_has_a_path_of_its_own")
 class KrylovDCOfTheWholeModel(KrylovDC):
     def coefficients(self, gram, state=None):
-        return KIT["KrylovDC"]("model").coefficients(gram.whole, state)
+        return KIT["KrylovDC"]("model").coefficients(gram.total, state)
 
 
 @given(seeds, st.integers(1, 6))
@@ -170,11 +170,11 @@ def test_ritz_values_are_those_of_the_map():
     """Of five legs that a symmetric matrix with four eigenvalues has made; of ever longer ones, 1."""
     values = np.array([0.9, 0.5, 0.2, 0.0])
     legs = np.array([values**j for j in range(5)])
-    found, vectors = ritz(legs @ legs.T, FINE)
+    found, vectors = ritz_pairs(legs @ legs.T, FINE)
     assert found == pytest.approx(values[::-1], abs=1e-6)
     q = vectors.T @ legs[:-1]
     assert q @ q.T == pytest.approx(np.eye(4), abs=1e-6)
-    values, vectors = ritz(np.outer([1, 2, 4], [1, 2, 4]).astype(float), 1e-3)
+    values, vectors = ritz_pairs(np.outer([1, 2, 4], [1, 2, 4]).astype(float), 1e-3)
     assert values == pytest.approx([0.0, 1.0])
     assert vectors[:, 0] == pytest.approx([0.0, 0.0])
 

@@ -21,8 +21,8 @@ from manifoldagg.corrections import (
     Position,
     Tangent,
 )
-from manifoldagg.corrections.automatic import slope
-from manifoldagg.corrections.gram import untracked
+from manifoldagg.corrections.automatic import regression_slope
+from manifoldagg.corrections.gram import detach_scalar
 from manifoldagg.corrections.surgery import span_coefficients
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
@@ -224,7 +224,7 @@ def test_the_slope_solves_its_least_squares_problem():
     cov = sum(wi * (xi - mx) * (vi - mv) for wi, xi, vi in zip(w, x, v, strict=True))
     var = sum(wi * (xi - mx) ** 2 for wi, xi in zip(w, x, strict=True))
     assert sympy.simplify(best + cov / var) == 0
-    assert slope(sympy.Rational(-1, 3), sympy.Integer(1)) == sympy.Rational(1, 3)
+    assert regression_slope(sympy.Rational(-1, 3), sympy.Integer(1)) == sympy.Rational(1, 3)
 
 
 def test_projecting_is_nearer_exactly_between_zero_and_twice_the_slope():
@@ -261,6 +261,6 @@ def test_floats_torch_numbers_and_symbols_agree():
     members = [Tangent(), Position(), OrthoDC(0.2), OrthoPos(clip=True), GradientSurgery(), Position() >> OrthoGrad()]
     for correction, extra in [*itertools.product(members, [()]), (Pairwise(torch.zeros(1, 1)), ["others[0]"])]:
         found = [lines_of(correction, numbers, extra) for numbers in (inner, followed, exact)]
-        found[1] = [[untracked(c) for c in line] for line in found[1]]
+        found[1] = [[detach_scalar(c) for c in line] for line in found[1]]
         for row in zip(*found, strict=True):
             assert all(float(a) == pytest.approx(float(b), abs=1e-14) == pytest.approx(float(c), abs=1e-14) for a, b, c in zip(*row, strict=True))  # fmt: skip

@@ -171,14 +171,14 @@ class LengthWithoutSpeed(Bezier):
 
 @caught_by("the_parameter_at_a_part_of_the_length_inverts_it")
 class PartOfTheParameter(Bezier):
-    def parameter_at_length(self, phi, part):
-        return torch.as_tensor(part, dtype=torch.float64)
+    def parameter_at_length(self, phi, fraction):
+        return torch.as_tensor(fraction, dtype=torch.float64)
 
 
 @caught_by("the_parameter_at_a_part_of_the_length_inverts_it")
 class AlwaysTheMiddle(Bezier):
-    def parameter_at_length(self, phi, part):
-        return super().parameter_at_length(phi, torch.full_like(torch.as_tensor(part), 0.5))
+    def parameter_at_length(self, phi, fraction):
+        return super().parameter_at_length(phi, torch.full_like(torch.as_tensor(fraction), 0.5))
 
 
 @caught_by("no_place_is_nearer_than_the_nearest")

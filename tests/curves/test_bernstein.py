@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.curves import bernstein
-from manifoldagg.curves.bernstein import basis, crossing, least, roots
+from manifoldagg.curves.bernstein import argmin, basis, find_sign_change, roots
 from tests.support import draw, seeds
 
 EPS = 2.0**-52
@@ -65,7 +65,7 @@ def test_roots_closer_than_rounding_are_counted_by_what_they_make():
 @given(seeds, st.integers(1, 9))
 def test_a_minimum_is_global(seed, degree):
     coefficients = draw(seed, 8, degree + 1)
-    t = torch.tensor([least(row) for row in coefficients.tolist()], dtype=torch.float64)
+    t = torch.tensor([argmin(row) for row in coefficients.tolist()], dtype=torch.float64)
     values = (basis(degree, torch.linspace(0, 1, 4001)) @ coefficients.mT).amin(0)
     assert ((basis(degree, t) * coefficients).sum(-1) <= values + 1e-13).all()
 
@@ -73,8 +73,8 @@ def test_a_minimum_is_global(seed, degree):
 def test_a_crossing_is_found_to_the_last_bit():
     places = torch.tensor([0.0, 1e-9, 0.3, 0.999, 1.0], dtype=torch.float64)
     low, high = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
-    found = crossing(lambda t: (places - t) * (1 + 50 * t**4), low, high)
+    found = find_sign_change(lambda t: (places - t) * (1 + 50 * t**4), low, high)
     assert (found - places).abs().max() <= 2**-50
-    assert crossing(lambda t: 1 + t, low, high).tolist() == [1.0] * 5
-    assert crossing(lambda t: -1 - t, low, high).tolist() == [0.0] * 5
-    assert torch.equal(crossing(lambda t: (t - places) * (1 + 50 * t**4), low, high)[1:4], found[1:4])
+    assert find_sign_change(lambda t: 1 + t, low, high).tolist() == [1.0] * 5
+    assert find_sign_change(lambda t: -1 - t, low, high).tolist() == [0.0] * 5
+    assert torch.equal(find_sign_change(lambda t: (t - places) * (1 + 50 * t**4), low, high)[1:4], found[1:4])

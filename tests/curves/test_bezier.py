@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.interpolate import BPoly
 
 from manifoldagg.curves import Bezier
-from manifoldagg.curves.bernstein import basis, bilinear
+from manifoldagg.curves.bernstein import basis, product_coefficients
 from manifoldagg.curves.bezier import de_casteljau as along_geodesics
 from manifoldagg.curves.distance import squared_distance
 from manifoldagg.errors import ArgumentError
@@ -330,7 +330,7 @@ def test_bernstein_identities(n):
         for j in range(i + 1):
             unit = torch.zeros(n + 1, n + 1, dtype=torch.float64)
             unit[i, j] = 1
-            assert vanishes([exact(torch.stack(bilinear(unit))).dot(double) - weights[i] * weights[j]])
+            assert vanishes([exact(torch.stack(product_coefficients(unit))).dot(double) - weights[i] * weights[j]])
 
 
 @pytest.mark.usefixtures("as_shipped")

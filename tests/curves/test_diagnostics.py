@@ -46,7 +46,7 @@ def test_on_a_hill_the_chord_rises_by_a_quarter_of_its_square(seed):
     phi = draw(seed, 3, SIZE)
     found = barrier(Bezier(Flat(SIZE)), phi, hill, points=5)
     assert found.chord_height == pytest.approx((phi[2] - phi[0]).square().sum().item() / 4, rel=1e-12)
-    assert found.chord_at == 0.5
+    assert found.chord_argmax == 0.5
 
 
 @given(seeds, st.integers(1, 3))
@@ -86,7 +86,7 @@ def test_no_barrier_is_negative_and_each_end_is_evaluated_once(seed, points):
     # Along a straight line a convex function has none.
     assert found.height >= 0
     assert found.chord_height == 0
-    assert found.chord_at in (0.0, 1.0)
+    assert found.chord_argmax in (0.0, 1.0)
 
 
 @settings(max_examples=8)
@@ -96,8 +96,8 @@ def test_places_by_length_are_evenly_apart_on_the_curve(seed):
     found = barrier(curve, phi, hill, points=6, by="length")
     whole = curve.length(phi).item()
     parts = [curve.length(phi, 0.0, t).item() / whole for t in found.t.tolist()]
-    assert parts == pytest.approx(found.part.tolist(), abs=1e-10)
-    assert found.part.tolist() == torch.linspace(0, 1, 6, dtype=torch.float64).tolist()
+    assert parts == pytest.approx(found.fraction.tolist(), abs=1e-10)
+    assert found.fraction.tolist() == torch.linspace(0, 1, 6, dtype=torch.float64).tolist()
 
 
 @given(seeds)
@@ -154,8 +154,8 @@ def test_a_parabola_bends_as_its_legs_say(seed, scale):
     assert found.total == pytest.approx(math.atan2(wedge.item(), (a @ b).item()), rel=1e-9)
     # It is sharpest where it is slowest: at the foot of the origin on the segment from a to b.
     slowest = min(1.0, max(0.0, (a @ (a - b) / (a - b).square().sum()).item()))
-    assert found.at == pytest.approx(slowest, abs=1e-9)
-    assert found.greatest == pytest.approx((4 * wedge / (2 * torch.lerp(a, b, slowest).norm()) ** 3).item(), rel=1e-9)
+    assert found.argmax == pytest.approx(slowest, abs=1e-9)
+    assert found.maximum == pytest.approx((4 * wedge / (2 * torch.lerp(a, b, slowest).norm()) ** 3).item(), rel=1e-9)
 
 
 @settings(max_examples=5)
@@ -168,9 +168,9 @@ def test_neither_a_higher_degree_nor_the_way_back_changes_how_a_path_bends(seed,
     for other in (higher, back):
         # Rounding, and its growth in the differences of six points.
         assert other.total == pytest.approx(found.total, rel=1e-10)
-        assert other.greatest == pytest.approx(found.greatest, rel=1e-10)
-    assert higher.at == pytest.approx(found.at, abs=1e-7)
-    assert 1 - back.at == pytest.approx(found.at, abs=1e-7)
+        assert other.maximum == pytest.approx(found.maximum, rel=1e-10)
+    assert higher.argmax == pytest.approx(found.argmax, abs=1e-7)
+    assert 1 - back.argmax == pytest.approx(found.argmax, abs=1e-7)
 
 
 @settings(max_examples=10)
@@ -180,7 +180,7 @@ def test_a_straight_line_does_not_bend(seed, degree, scale):
     phi = Bezier(Flat(SIZE), 1).elevate(line, degree - 1)
     found = curvature(Bezier(Flat(SIZE), degree), phi, points=5)
     # Rounding of the control points, 12 times in a second derivative.
-    assert found.greatest * (line[1] - line[0]).norm() <= 1e-12
+    assert found.maximum * (line[1] - line[0]).norm() <= 1e-12
     assert found.total <= 1e-12
 
 
@@ -191,17 +191,17 @@ def test_a_regular_polygon_turns_at_its_corners_alone(sides):
     angles = 2 * math.pi * torch.arange(sides + 1, dtype=torch.float64) / sides
     phi = torch.stack([angles.cos(), angles.sin(), torch.zeros_like(angles)], -1)
     found = curvature(Piecewise(Flat(3), 1, sides), phi, points=9)
-    assert found.greatest <= 1e-12
+    assert found.maximum <= 1e-12
     assert found.total == pytest.approx((sides - 1) * 2 * math.pi / sides, abs=1e-12)
 
 
 def test_a_path_that_rests_counts_as_straight_there():
     found = curvature(Bezier(Flat(2)), torch.ones(3, 2))
-    assert found.greatest == 0
+    assert found.maximum == 0
     assert found.total == pytest.approx(0, abs=1e-15)
     # It stops at the cusp t = 1/2 and goes back.
     found = curvature(Bezier(Flat(1)), torch.tensor([[0.0], [1.0], [0.0]]), points=3)
-    assert found.greatest <= 1e-12
+    assert found.maximum <= 1e-12
     # The same with a corner: a piece of no length between two legs.
     phi = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
     assert curvature(Piecewise(Flat(2), 1, 3), phi).total == pytest.approx(0, abs=1e-15)
@@ -295,4 +295,4 @@ def test_bad_input_is_refused_by_name(call, words):
 def test_a_barrier_of_two_equal_losses_lies_at_an_end():
     ones = torch.ones(2, dtype=torch.float64)
     found = Barrier(torch.tensor([0.0, 1.0], dtype=torch.float64), ones - ones, ones, ones)
-    assert (found.height, found.at) == (0.0, 0.0)
+    assert (found.height, found.argmax) == (0.0, 0.0)

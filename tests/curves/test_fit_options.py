@@ -40,14 +40,14 @@ QUICK = {"training": Training(optimizer=SGD, rate=0.1), "start": draw(8, 3)}
 
 @given(seeds, st.integers(1, 6))
 def test_strata_hold_one_place_each(seed, samples):
-    drawn = list(Sampling("stratified", samples).places(CURVE, draw(0, 3, 3), seeded(seed)))
+    drawn = list(Sampling("stratified", samples).coordinates(CURVE, draw(0, 3, 3), seeded(seed)))
     assert [int(x * samples) for _, x in drawn] == list(range(samples))
     assert sum(weight for weight, _ in drawn) == pytest.approx(1)
 
 
 @given(st.integers(1, 6))
 def test_a_quadrature_is_exact_for_polynomials(samples):
-    nodes = list(Sampling("quadrature", samples).places(CURVE, draw(0, 3, 3)))
+    nodes = list(Sampling("quadrature", samples).coordinates(CURVE, draw(0, 3, 3)))
     for power in range(2 * samples):
         assert sum(w * x**power for w, x in nodes) == pytest.approx(1 / (power + 1), rel=1e-13)
 
@@ -58,7 +58,10 @@ def test_strata_vary_less_than_independent_places():
     for sampling in ("uniform", "stratified"):
         generator = seeded()
         means = torch.tensor(
-            [sum(w * x * x for w, x in Sampling(sampling, 4).places(CURVE, DATA[0], generator)) for _ in range(400)]
+            [
+                sum(w * x * x for w, x in Sampling(sampling, 4).coordinates(CURVE, DATA[0], generator))
+                for _ in range(400)
+            ]
         )
         # The error of a mean of 400 is below 5 standard deviations; the variance of x² is 4/45.
         assert abs(means.mean() - 1 / 3) <= 5 * (4 / 45 / 4 / 400) ** 0.5

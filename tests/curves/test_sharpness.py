@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.curves import Bezier, Phases, Training, fit
-from manifoldagg.curves.sharpness import ASAM, SAM, sharp_gradient
+from manifoldagg.curves.sharpness import ASAM, SAM, sharpness_aware_gradient
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import Flat, PoincareBall, Sphere, distance
 from tests.support import draw, relative, seeds
@@ -19,8 +19,8 @@ def quartic(theta, batch):
 @given(seeds, st.floats(1e-3, 2))
 def test_sam_takes_the_slope_a_radius_uphill(seed, radius):
     theta, batch = draw(seed, 5), draw(seed + 1, 5)
-    value, slope = sharp_gradient(Flat(5), quartic, theta, batch, SAM(radius))
-    plain, g = sharp_gradient(Flat(5), quartic, theta, batch)
+    value, slope = sharpness_aware_gradient(Flat(5), quartic, theta, batch, SAM(radius))
+    plain, g = sharpness_aware_gradient(Flat(5), quartic, theta, batch)
     uphill = theta + radius * g / g.norm()
     assert torch.equal(value, plain)
     assert relative(slope, 4 * (uphill - batch) ** 3 + batch) <= 1e-13
@@ -30,7 +30,7 @@ def test_sam_takes_the_slope_a_radius_uphill(seed, radius):
 def test_asam_takes_it_in_proportion_to_the_parameters(seed, radius):
     """The point maximises the linearised loss over |T⁻¹ε| ≤ ρ: it lies on that ellipsoid, along T² g."""
     theta, g = draw(seed, 5), draw(seed + 1, 5)
-    step = ASAM(radius, eta=0.1).perturbed(Flat(5), theta, g) - theta
+    step = ASAM(radius, eta=0.1).perturb(Flat(5), theta, g) - theta
     scale = theta.abs() + 0.1
     assert (step / scale).norm().item() == pytest.approx(radius, rel=1e-12)
     assert (
@@ -44,8 +44,8 @@ def test_asam_goes_along_when_coordinates_are_rescaled(seed):
     """With θ = A θ′ the derivative is A⁻¹ g′: perturbing and rescaling commute. SAM does not."""
     theta, g, a = draw(seed, 5), draw(seed + 1, 5), draw(seed + 2, 5).exp()
     for sharpness, commutes in ((ASAM(0.5, eta=0.0), True), (SAM(0.5), False)):
-        one = a * sharpness.perturbed(Flat(5), theta, g)
-        other = sharpness.perturbed(Flat(5), a * theta, g / a)
+        one = a * sharpness.perturb(Flat(5), theta, g)
+        other = sharpness.perturb(Flat(5), a * theta, g / a)
         assert (relative(one, other) <= 1e-13) is commutes
 
 
@@ -54,9 +54,9 @@ def test_on_a_curved_space_the_point_is_at_the_radius(space):
     generator = torch.Generator().manual_seed(0)
     theta = space.random_point(generator=generator, dtype=torch.float64)
     batch = draw(1, *space.shape)
-    uphill = SAM(0.25).perturbed(space, theta, batch)
+    uphill = SAM(0.25).perturb(space, theta, batch)
     assert distance(space, theta, uphill).item() == pytest.approx(0.25, rel=1e-12)
-    assert torch.equal(SAM(0.25).perturbed(space, theta, torch.zeros_like(theta)), theta)
+    assert torch.equal(SAM(0.25).perturb(space, theta, torch.zeros_like(theta)), theta)
 
 
 @pytest.mark.parametrize("space", [Sphere(3), PoincareBall(2)], ids=str)
@@ -64,9 +64,9 @@ def test_on_a_curved_space_the_slope_comes_back_as_a_tangent(space):
     """As the radius falls it tends to the plain gradient; its error is of first order."""
     theta = space.random_point(generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batch = draw(1, *space.shape)
-    g = space.gradient(theta, sharp_gradient(space, quartic, theta, batch)[1])
+    g = space.gradient(theta, sharpness_aware_gradient(space, quartic, theta, batch)[1])
     near, far = (
-        (space.gradient(theta, sharp_gradient(space, quartic, theta, batch, SAM(h))[1]) - g).norm()
+        (space.gradient(theta, sharpness_aware_gradient(space, quartic, theta, batch, SAM(h))[1]) - g).norm()
         for h in (1e-4, 1e-3)
     )
     assert 5 <= far / near <= 20
@@ -76,7 +76,7 @@ def test_on_a_curved_space_the_slope_comes_back_as_a_tangent(space):
 def test_a_zero_slope_moves_nothing():
     theta = draw(0, 3)
     for sharpness in (SAM(), ASAM()):
-        assert torch.equal(sharpness.perturbed(Flat(3), theta, torch.zeros(3, dtype=torch.float64)), theta)
+        assert torch.equal(sharpness.perturb(Flat(3), theta, torch.zeros(3, dtype=torch.float64)), theta)
 
 
 def test_a_sharp_minimum_is_left():
@@ -108,13 +108,13 @@ def test_a_sharp_minimum_is_left():
         (lambda: SAM(0.0), "radius: expected a finite number > 0"),
         (lambda: ASAM(-1.0), "radius: expected"),
         (lambda: ASAM(eta=-1.0), "eta: expected"),
-        (lambda: ASAM().perturbed(Sphere(2), torch.eye(2)[0], torch.ones(2)), "sharpness: ASAM scales coordinates"),
+        (lambda: ASAM().perturb(Sphere(2), torch.eye(2)[0], torch.ones(2)), "sharpness: ASAM scales coordinates"),
         (
-            lambda: sharp_gradient(Flat(1), lambda theta, batch: theta.detach().sum(), torch.ones(1), None),
+            lambda: sharpness_aware_gradient(Flat(1), lambda theta, batch: theta.detach().sum(), torch.ones(1), None),
             "loss: expected a scalar tensor that depends on theta",
         ),
         (
-            lambda: sharp_gradient(Flat(2), lambda theta, batch: theta, torch.ones(2), None),
+            lambda: sharpness_aware_gradient(Flat(2), lambda theta, batch: theta, torch.ones(2), None),
             r"loss: expected a scalar.*got shape \(2,\)",
         ),
     ],
@@ -126,4 +126,4 @@ def test_bad_input_is_refused_by_name(call, words):
 
 def test_a_loss_that_is_infinite_uphill_is_named():
     with pytest.raises(DivergenceError, match="inf uphill"):
-        sharp_gradient(Flat(1), lambda theta, batch: 1 / (2 - theta.sum()), torch.ones(1), None, SAM(1.0))
+        sharpness_aware_gradient(Flat(1), lambda theta, batch: 1 / (2 - theta.sum()), torch.ones(1), None, SAM(1.0))

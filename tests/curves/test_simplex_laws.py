@@ -247,8 +247,8 @@ class NearestIsAVertex(Simplex):
 
 @caught_by("an_ensemble_is_the_mean_of_its_predictions")
 class EnsembleIsTheMeanModel(Simplex):
-    def ensemble(self, phi, predict, draws, *, generator=None):
-        return predict(self(phi, self.sample(draws, generator=generator)).mean(0))
+    def ensemble(self, phi, predict, num_draws, *, generator=None):
+        return predict(self(phi, self.sample(num_draws, generator=generator)).mean(0))
 
 
 @pytest.mark.usefixtures("as_shipped")

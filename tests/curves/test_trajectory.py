@@ -30,7 +30,7 @@ def streamed(path, degree, time="steps", space=None, *, told=False, kind=PathFit
     seen = kind(space or Flat(P), path[0], degree, time, steps)
     for point in path[1:]:
         moving = point.clone()
-        seen.see(moving)
+        seen.observe(moving)
         # Nothing of it is kept.
         moving.fill_(math.nan)
     return torch.cat([path[:1], seen.points(path[-1])])
@@ -170,9 +170,9 @@ def test_a_step_makes_nothing_and_touches_what_it_says():
             path = PathFit(Flat(SIZE), start, degree, time, steps)
         # Float64 is two words; by length the point before is kept too.
         assert words.counts[2] == 2 * sums + (time == "length")
-        path.see(point)
+        path.observe(point)
         with counted() as words:
-            path.see(other)
+            path.observe(other)
         assert (words.grams, words.combines) == (time == "length", sums)
         more = {"steps": (0, 0), "length": (3, 1)}[time]
         # Each sum is read and written, the point and the start with it.
@@ -195,8 +195,8 @@ class ScaledAlike(PathFit):
 
 
 class EndIsFree(PathFit):
-    def _shares(self):
-        shares = super()._shares()
+    def _solution_weights(self):
+        shares = super()._solution_weights()
         shares[:, 0] -= torch.arange(1, self.degree, dtype=torch.float64) / self.degree
         return shares
 
@@ -282,7 +282,7 @@ def test_leaves_are_each_on_their_own():
 def cornered(path, pieces, space=None):
     seen = PathPoints(space or Flat(P), path[0], pieces, len(path) - 1)
     for point in path[1:]:
-        seen.see(point.clone())
+        seen.observe(point.clone())
     return seen.points(path[-1])
 
 
@@ -311,12 +311,12 @@ def test_corners_of_no_step_are_the_start_and_of_another_number_are_refused():
     start = draw(0, P)
     assert torch.equal(cornered(start[None], 3), start.expand(3, P))
     path = PathPoints(Flat(P), start, 2, steps=3)
-    path.see(start)
+    path.observe(start)
     with pytest.raises(ArgumentError, match="steps: expected 3 points, as was said at the start; saw 1"):
         path.points(start)
     curve = PathFit(Flat(P), start, 2, steps=1)
     for _ in range(3):
-        curve.see(start)
+        curve.observe(start)
     with pytest.raises(ArgumentError, match="steps: expected 1 points, as was said at the start; saw 3"):
         curve.points(start)
 

@@ -15,7 +15,7 @@ from scipy.integrate import solve_ivp
 
 from manifoldagg.curves import Bezier
 from manifoldagg.curves.frames import rotation_minimising
-from manifoldagg.curves.shape import coordinates, curvature_vector, derivative, sharpest, slowest, span
+from manifoldagg.curves.shape import coordinates, curvature_vector, derivative, max_curvature, min_speed, span
 from manifoldagg.curves.tunnel import Tunnel, log_ball
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat, Power, Sphere, SymmetricPositiveDefinite, distance
@@ -44,7 +44,7 @@ def random_case(seed, form, size=5, degree=3):
     """A tunnel of half the radius at which it folds."""
     phi = draw(seed, degree + 1, size)
     control = coordinates(phi)
-    radius = 0.5 / max(1.0, sharpest(control)[1] * control[-1].norm().item())
+    radius = 0.5 / max(1.0, max_curvature(control)[1] * control[-1].norm().item())
     return Tunnel(Bezier(Flat(size), degree), radius, form), phi
 
 
@@ -121,7 +121,7 @@ def test_the_frame_is_continuous_at_grid_points(seed):
     t = torch.tensor([0.25 - 1e-12, 0.25, 1.0 - 1e-12, 1.0]).double()
     frame = rotation_minimising(control, t, start=start, steps=8)
     # |R'| = |b'| |k| <= |b''| / |b'|.
-    speed, bend = slowest(control)[1], 6 * control.diff(n=2, dim=0).norm(dim=-1).max().item()
+    speed, bend = min_speed(control)[1], 6 * control.diff(n=2, dim=0).norm(dim=-1).max().item()
     assert (frame[0] - frame[1]).norm() + (frame[2] - frame[3]).norm() <= 8e-12 * (1 + bend / speed)
 
 
@@ -135,10 +135,10 @@ def test_speed_curvature_and_length_are_those_of_a_fine_grid(seed, degree):
     speed, bend = derivative(control, t).norm(dim=-1), curvature_vector(control, t).norm(dim=-1)
     # The true extremum is beyond the grid's, by at most half the grid's largest step.
     step = speed.diff().abs().max().item()
-    assert slowest(control)[1] <= speed.min().item() * (1 + EPS)
-    assert speed.min().item() - slowest(control)[1] <= step
-    assert bend.max().item() <= sharpest(control)[1] * (1 + 1e-12) + 1e-300
-    assert sharpest(control)[1] - bend.max().item() <= bend.diff().abs().max().item() + 1e-300
+    assert min_speed(control)[1] <= speed.min().item() * (1 + EPS)
+    assert speed.min().item() - min_speed(control)[1] <= step
+    assert bend.max().item() <= max_curvature(control)[1] * (1 + 1e-12) + 1e-300
+    assert max_curvature(control)[1] - bend.max().item() <= bend.diff().abs().max().item() + 1e-300
     nodes, weights = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(300))
     exact = derivative(control, (nodes + 1) / 2).norm(dim=-1) @ weights / 2
     # 300 nodes converge at the rate that complex zeros of |b'|² leave; these draws keep away from them.

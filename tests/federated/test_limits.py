@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifoldagg.corrections.transport import Passage
+from manifoldagg.corrections.transport import Transporter
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Checks, Payload, Server, Update
 from manifoldagg.federated.limits import norm_of, scaled_back
@@ -160,8 +160,8 @@ def test_the_gate_asks_for_the_cosine_that_receipts_tell(seed, least):
 def test_the_cosine_at_the_base_is_that_of_parallel_transport_to_the_model(name, seed):
     space = SPACES[name]
     base, (point, current) = points_on(space, seed, 2)
-    passage = Passage(space, base, current, "parallel")
-    rows = torch.stack([passage.arrive(space._log(base, point)[None])[0], passage.drift])
+    passage = Transporter(space, base, current, "parallel")
+    rows = torch.stack([passage.to_current(space._log(base, point)[None])[0], passage.drift])
     inner = passage.gram(rows.flatten(1)).sum(0)
     cosine = (inner[0, 1] / (inner[0, 0] * inner[1, 1]).sqrt()).item()
     update = Update("a", base, current, point[None], staleness=1)

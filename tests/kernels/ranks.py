@@ -22,7 +22,7 @@ from tests.support import draw
 class Broken:
     """A backend that fails."""
 
-    def partials(self, rows, blocks):
+    def block_products(self, rows, blocks):
         raise RuntimeError("out of memory")
 
 

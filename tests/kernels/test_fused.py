@@ -58,7 +58,7 @@ def test_goals_are_combinations_of_what_was_there(together, seed, count, goals, 
                 given[1][0],
                 lines[0] if len(lines) == 1 else lines,
                 minus=given[1][1],
-                out=rows[target].fresh(),
+                out=rows[target].new_empty(),
                 **apart,
             )
         )

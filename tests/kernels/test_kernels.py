@@ -92,7 +92,7 @@ def test_a_float64_row_that_is_not_finite_is_not_multiplied_again(value, monkeyp
     rows = draw(0, 3, 50)
     expected = gram(rows[1:])
     rows[0, 7] = value
-    monkeypatch.setattr("manifoldagg.kernels.reduction.restored", None)
+    monkeypatch.setattr("manifoldagg.kernels.reduction.rescaled", None)
     inner = gram(rows)
     assert not inner[0, 0, 0].isfinite()
     assert torch.equal(inner[:, 1:, 1:], expected)

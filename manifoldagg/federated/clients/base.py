@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from manifoldagg._validation import check_count
 from manifoldagg.curves import Embedding, Fit, fit
-from manifoldagg.curves.batchnorm import batch_norms, refreshed
+from manifoldagg.curves.batchnorm import batch_norm_layers, refreshed_buffers
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.federated.types import Memory, Message, Payload
 from manifoldagg.manifolds import Loss, Manifold, ModelLoss
@@ -67,7 +67,9 @@ class Assignment:
             return {}
         carried = loss.buffers
         if at is not None:
-            carried = refreshed(loss, at, self.batches, [norm for norm in batch_norms(loss.model) if norm.training])
+            carried = refreshed_buffers(
+                loss, at, self.batches, [norm for norm in batch_norm_layers(loss.model) if norm.training]
+            )
         return {name: carried[name] for name in self.message.asked}
 
     def fit(self, embedding: Embedding, **options: Any) -> Fit:

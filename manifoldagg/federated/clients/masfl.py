@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number, is_finite
 from manifoldagg.corrections.frame import require_flat
-from manifoldagg.curves import Phases, sharp_gradient
+from manifoldagg.curves import Phases, sharpness_aware_gradient
 from manifoldagg.curves.phases import Schedule
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated.clients.base import Assignment, Client
@@ -137,7 +137,7 @@ def _controlled_steps(given: Assignment, phases: Phases, advance: Callable[[Tens
     total = torch.zeros_like(theta, dtype=torch.float64)
     count = 0
     for _, batch in Schedule(given.batches, phases):
-        value, slope = sharp_gradient(given.space, given.loss, theta, batch)
+        value, slope = sharpness_aware_gradient(given.space, given.loss, theta, batch)
         if not (torch.isfinite(value) and is_finite(slope)):
             raise DivergenceError(f"the loss is {value.item()}, or its gradient not finite, at step {count}")
         total.add_(slope)

@@ -78,7 +78,7 @@ class Trajectory(Local):
     def _learned(self, given: Assignment, path: PathFit | PathPoints) -> tuple[Tensor, int]:
         """The local model, and the steps to it; what the optimiser kept is let go before the curve is made."""
         options = self._options()
-        options["phases"] = replace(options["phases"], watch=path.see)
+        options["phases"] = replace(options["phases"], watch=path.observe)
         learned = given.fit(Bezier(given.space, 1), **options)
         return learned.phi[-1], len(learned.losses)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_count
 from manifoldagg.corrections import Frame, Gram
-from manifoldagg.corrections.transport import RUNGS, TRANSPORTS, Passage
+from manifoldagg.corrections.transport import DEFAULT_RUNGS, TRANSPORTS, Transporter
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._geometry import in_float64
 from manifoldagg.federated.rules._riemannian_step import arrive, tangents_at
@@ -74,7 +74,7 @@ class TangentRule(ServerRule):
     """A rule that brings tangents from one point to another, by `transport` and `rungs` where the space is curved."""
 
     transport: str | None = field(default=None, kw_only=True)
-    rungs: int = field(default=RUNGS, kw_only=True)
+    rungs: int = field(default=DEFAULT_RUNGS, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,7 +87,7 @@ class TangentRule(ServerRule):
         if not (space.flat or space.ambient):
             # A passage of no length is refused where some leaf lacks what the transport takes.
             point = in_float64(space, check_point(space, start, name="start"))
-            Passage(space, point, point, self.transport, self.rungs)
+            Transporter(space, point, point, self.transport, self.rungs)
         elif self.transport is not None and space.flat:
             raise ArgumentError(f"transport: expected None on a flat space, got {self.transport!r}")
         elif self.transport not in (None, "projection"):
@@ -97,9 +97,9 @@ class TangentRule(ServerRule):
 
 def follow(space: Manifold, current: Point, frame: Frame, gram: Gram, line: list[float], out: Target) -> Any:
     r"""$\exp_\Theta u$ for the tangent $u$ at the current model that `line` makes of the rows of a frame."""
-    if frame.passage is None:
+    if frame.transporter is None:
         return frame.move(gram, line, out)
-    here = frame.passage.current
+    here = frame.transporter.current
     (u,) = tangents_at(space, here, frame.combine(None, line)[None])
     model = empty_like(current) if out is None else out
     return model.copy_(arrive(space, here, u))

@@ -59,8 +59,8 @@ class Mean:
     def step(self, rate: float, out: Target) -> tuple[Any, float]:
         r"""$\exp_\Theta(\eta \bar\Delta)$, and how far it is."""
         line = [rate * c for c in self.line]
-        if self.frame.unread:
-            norm = self.frame.reach(np.array(line, dtype=object))
+        if self.frame.unmeasured:
+            norm = self.frame.norm_bound(np.array(line, dtype=object))
         else:
             norm = root(moved(along(self.frame, self.gram, line))[0][0])
         return follow(self.space, self.current, self.frame, self.gram, line, out), norm
@@ -120,7 +120,7 @@ class BufferedRule(TangentRule):
         share = check_number("weight", self.share(update), at_least=0)
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
         if "buffer" in state:
-            frame = frame.extended("buffer", state["buffer"], aside=True)
+            frame = frame.with_row("buffer", state["buffer"], norm_only=True)
         gram = frame.gram()
         largest = root(torch.finfo(frame.dtype).max) / self.wanted
         length = check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=largest)
@@ -135,11 +135,11 @@ class BufferedRule(TangentRule):
         line = [taken / (unit or 1.0), 0.0, before / (unit or 1.0)][: len(frame.rows)]
         numbers["buffered"] = float(count)
         if count < self.wanted:
-            buffer = frame.kept(line, out)
+            buffer = frame.for_state(line, out)
             waiting = {**state, "count": count, "total": total, "unit": unit, "buffer": buffer}
             numbers |= frame.ambient.diagnostics
             # Sums of displacements no longer than the root of the largest number, in units of the largest share.
-            return waiting, Outcome(None, update.memory, numbers, sound=frame.passage is None)
+            return waiting, Outcome(None, update.memory, numbers, sound=frame.transporter is None)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
         rate = self.step_size(state)
         if mechanism is not None:

@@ -85,13 +85,13 @@ class CurveRule(TangentRule):
         tensors = correction.granularity == "tensor"
         frame = frame_of(space, update, transport=self.transport, rungs=self.rungs, tensors=tensors)
         corrected = correction.apply(frame, state.get("correction"))
-        numbers = {"cosine": cosine(corrected.came)}
+        numbers = {"cosine": cosine(corrected.original_gram)}
         inner = moved(corrected)
 
         def penalty(strength: float) -> float:
             if strength == 0:
                 return 1.0
-            return staleness_penalty(strength, root(inner[-1][-1]), root(corrected.came.matrix[n, n]))
+            return staleness_penalty(strength, root(inner[-1][-1]), root(corrected.original_gram.matrix[n, n]))
 
         rho = self.step_size(state, update, penalty)
         memory = self.remember(update)
@@ -99,21 +99,21 @@ class CurveRule(TangentRule):
             raise RuleError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
         numbers["rate"] = rho
         course = self.course(state)
-        reach = course.rate(rho, corrected.came.matrix[:n, n].tolist())
-        if frame.passage is None:
+        reach = course.rate(rho, corrected.original_gram.matrix[:n, n].tolist())
+        if frame.transporter is None:
             s = course.place(inner, reach)
             line = course.weights(n, s)
             model = corrected.move(line, out)
             norm = length(line, inner)
             numbers |= {"step": s, "norm": norm} | told_of(frame)
         else:
-            here = frame.passage.current
+            here = frame.transporter.current
             u = tangents_at(space, here, corrected.displacements())
             s, reached, norm = travel(space, here, course.bent(u), course, reach)
             model = empty_like(update.current) if out is None else out
             model.copy_(reached)
             numbers |= {"step": s, "norm": norm} | told_of(frame)
-        after = {"version": state["version"] + 1} | self.learned(state, update, corrected.came)
+        after = {"version": state["version"] + 1} | self.learned(state, update, corrected.original_gram)
         if correction.keeps_state:
             after["correction"] = corrected.state
         return after, Outcome(model, memory, numbers)

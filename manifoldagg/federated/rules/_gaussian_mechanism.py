@@ -46,8 +46,8 @@ class Mechanism:
         """The sum that `line` makes of a frame, with noise as one row more; in units of `unit`."""
         if not (self.noise and unit):
             return frame, line
-        total: Tensor = frame.formed(line)
-        return frame.extended("noise", self._drawn(total, version)), [*line, self.noise * self.clip / unit]
+        total: Tensor = frame.materialize(line)
+        return frame.with_row("noise", self._drawn(total, version)), [*line, self.noise * self.clip / unit]
 
     def _drawn(self, total: Tensor, version: int) -> Tensor:
         """z: the same for the same sum, so that what is done again gives the same bits; of another sum another.

@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from manifoldagg.corrections import Corrected, Frame, Gram
-from manifoldagg.corrections.frame import detached
-from manifoldagg.corrections.gram import Matrix, cancelled
-from manifoldagg.corrections.transport import RUNGS, log_within_reach
+from manifoldagg.corrections.frame import detach
+from manifoldagg.corrections.gram import Matrix, lost_to_cancellation
+from manifoldagg.corrections.transport import DEFAULT_RUNGS, checked_log
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.types import Update
 from manifoldagg.kernels.operands import needs_autograd_path
@@ -46,7 +46,7 @@ def check_points(rule: object, update: Update, count: int | None = 1, what: str 
 
 
 def frame_of(
-    space: Manifold, update: Update, *, transport: str | None = None, rungs: int = RUNGS, tensors: bool = False
+    space: Manifold, update: Update, *, transport: str | None = None, rungs: int = DEFAULT_RUNGS, tensors: bool = False
 ) -> Frame:
     r"""The rows $v_1, \dots, v_n, g$ of an update, tangent at the current model.
 
@@ -68,7 +68,7 @@ def frame_of(
     points = update.points if isinstance(update.points, tuple) else update.points.unbind()
     rows = (update.base, update.current, *points)
     if needs_autograd_path(rows):
-        rows = tuple([detached(row) for row in rows])
+        rows = tuple([detach(row) for row in rows])
         if needs_autograd_path(rows):
             raise ArgumentError("update: a server step has no derivative; call it outside of functorch transforms")
     base, current, *points = rows
@@ -89,7 +89,7 @@ def frame_of(
     for name, x in given.items():
         check_point(space, x, name=name)
     base, current, points = (in_float64(space, x) for x in given.values())
-    displacements = log_within_reach(space, base, points, "points: out of reach of the base")
+    displacements = checked_log(space, base, points, "points: out of reach of the base")
     return Frame.of(space, base, current, displacements, transport=transport, rungs=rungs)
 
 
@@ -114,11 +114,11 @@ def moved(corrected: Corrected) -> list[list[float]]:
     Raises:
         ArgumentError: if a row is so long that its square overflows.
     """
-    parts = corrected.gram.among(corrected.lines)
+    parts = corrected.gram.transform(corrected.coefficients)
     inner: list[list[float]] = (parts[0] if len(parts) == 1 else parts.sum(0)).tolist()
     n = len(inner)
-    if cancelled(inner, corrected.gram.matrix):
-        inner = corrected.frame.measure([corrected.lines[..., i, :] for i in range(n)]).tolist()
+    if lost_to_cancellation(inner, corrected.gram.matrix):
+        inner = corrected.frame.inner_products([corrected.coefficients[..., i, :] for i in range(n)]).tolist()
     for i, row in enumerate(inner):
         if not math.isfinite(row[i]):
             raise ArgumentError(f"points[{i}]: squared length of the corrected displacement overflows")
@@ -127,7 +127,7 @@ def moved(corrected: Corrected) -> list[list[float]]:
 
 def cosine(gram: Gram) -> float:
     """cos(v_n, g) in [-1, 1]; NaN where one of the two is zero."""
-    n = gram.displacements
+    n = gram.num_displacements
     inner = gram.matrix
     scale = root(inner[n - 1, n - 1]) * root(inner[n, n])
     return max(-1.0, min(1.0, inner[n - 1, n] / scale)) if scale > 0 else math.nan

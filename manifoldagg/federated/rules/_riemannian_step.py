@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_finite
-from manifoldagg.corrections.transport import log_within_reach
+from manifoldagg.corrections.transport import checked_log
 from manifoldagg.curves import Bezier, Piecewise
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._step_curve import Course
@@ -48,7 +48,7 @@ def travel(
         return rho, arrive(space, current, rho * tangents[0]), rho * float(norm(space, current, tangents[0]))
     phi = torch.cat([current[None], space._exp(current.expand_as(tangents), tangents)])
     curve = course.curve(space, len(tangents))
-    log_within_reach(space, current, phi[-1], "points: the corrected curve leaves the reach of the current point")
+    checked_log(space, current, phi[-1], "points: the corrected curve leaves the reach of the current point")
     s = parameter_at_distance_on(curve, phi, rho) if course.pull_back == "chord" else rho
     model = settled(space, curve(phi, s))
     return s, model, float(distance(space, current, model))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manifoldagg.curves import Bezier, Piecewise
 from manifoldagg.curves.bernstein import weights
-from manifoldagg.curves.distance import NEGLIGIBLE, parameter_at_distance_of
+from manifoldagg.curves.distance import NEGLIGIBLE, parameter_at_distance_from_gram
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["PULL_BACKS", "Course"]
@@ -65,7 +65,7 @@ class Course:
         if self.pull_back != "chord" or self.bend == 0:
             return rho
         inner = self._bent_inner(inner)
-        return _on_polygon(inner, rho) if self.polygon else parameter_at_distance_of(inner, rho, self.overshoot)
+        return _on_polygon(inner, rho) if self.polygon else parameter_at_distance_from_gram(inner, rho, self.overshoot)
 
     def agreed(self, along: Sequence[float]) -> float:
         r"""Which part of the curve it may take: all but where `"agreement"` ends.

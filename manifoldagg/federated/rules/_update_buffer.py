@@ -68,11 +68,11 @@ class HeldRule(TangentRule):
             waiting = {
                 "version": state["version"],
                 "kept": state["kept"] | {name: share},
-                "held": held | {name: frame.kept([1.0, 0.0], out)},
+                "held": held | {name: frame.for_state([1.0, 0.0], out)},
             }
             numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(len(held) + 1)}
             # Displacements no longer than the root of the largest number.
-            sound = frame.passage is None
+            sound = frame.transporter is None
             return waiting, Outcome(None, update.memory, numbers | frame.ambient.diagnostics, sound=sound)
         rate = rate_at(self.rate, state["version"])
         kept = [rate * s for s in (*state["kept"].values(), share)]

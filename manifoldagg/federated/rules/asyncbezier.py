@@ -137,7 +137,7 @@ class AsyncBezier(ScheduledRule):
             gain = max(1 / (state["version"] + 1), PACE_GAIN)
             kept["pace"] = mean + gain * (_believed(pace, mean) - mean)
         if isinstance(self.bend, str):
-            n = came.displacements
+            n = came.num_displacements
             inner = came.matrix
             lengths = root(inner[n - 1, n - 1]) * root(inner[n, n])
             for name, value in (("product", inner[n - 1, n]), ("lengths", lengths)):

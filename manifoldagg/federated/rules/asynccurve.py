@@ -10,8 +10,8 @@ from torch import Tensor
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.averaging.swa import averaged_in
 from manifoldagg.corrections import Corrected, Correction, OrthoDyn, rotate_control
-from manifoldagg.corrections.gram import CANCELLED, Matrix, cancelled
-from manifoldagg.corrections.rotation import turn
+from manifoldagg.corrections.gram import CANCELLATION_TOLERANCE, Matrix, lost_to_cancellation
+from manifoldagg.corrections.rotation import rotation_coefficients
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, root
@@ -120,7 +120,7 @@ class AsyncCurve(ServerRule):
         ends = replace(update, points=update.points[1:])
         frame = frame_of(space, ends, tensors=self.correction.granularity == "tensor")
         beside = ("control point", control, base)
-        corrected = self.correction.apply(frame, state.get("correction"), beside=beside)
+        corrected = self.correction.apply(frame, state.get("correction"), auxiliary=beside)
         dominance = Dominance(self.clients, self.smoothed)
         rate = rate_at(self.rate, version)
         s = dominance.temper(rate, dominance.count(update.memory), version + 1)
@@ -130,7 +130,7 @@ class AsyncCurve(ServerRule):
             turned = rotate_control(control, base, theirs, current, end)
             model = combine(current, [turned, end], [2 * s * (1 - s), s * s], minus=current, out=out)
         else:
-            model = corrected.frame.extended(*beside).combine(current, line, out=out)
+            model = corrected.frame.with_row(*beside).combine(current, line, out=out)
         averages = self._averaged(state, version + 1, model)
         moved = combine(None, [current], [1.0], minus=model)
         after = {"version": version + 1, "step": moved} | averages
@@ -138,17 +138,17 @@ class AsyncCurve(ServerRule):
             after["correction"] = corrected.state
         if norm is None or self._overwrites(version + 1):
             norm = root(gram([moved])[0, 0, 0].item())
-        numbers = {"cosine": cosine(corrected.came), "rate": rate, "step": s, "norm": norm}
+        numbers = {"cosine": cosine(corrected.original_gram), "rate": rate, "step": s, "norm": norm}
         memory = dominance.memory(update.memory) | {"batches": batches}
         return after, Outcome(model, memory, numbers, sound=self._sound(corrected))
 
     def _sound(self, corrected: Corrected) -> bool:
         """Whether rows are so short that no combination of them is too large for a number."""
         plain = not self.correction.keeps_state or isinstance(self.correction, OrthoDyn)
-        if corrected.beside is None or not plain or self.periodic is not None:
+        if corrected.auxiliary is None or not plain or self.periodic is not None:
             return False
         matrix = corrected.gram.matrix
-        squares = [*matrix.diagonal(), corrected.beside[:, -1].sum()]
+        squares = [*matrix.diagonal(), corrected.auxiliary[:, -1].sum()]
         limits = torch.finfo(corrected.frame.dtype)
         return sum(map(root, squares)) <= limits.max * limits.eps / 64
 
@@ -183,18 +183,18 @@ def _line(corrected: Corrected, s: float) -> tuple[Matrix | None, float | None]:
 
     `None` where their inner products do not say how the control point turns, or how long the step is.
     """
-    left = corrected.gram.among(corrected.lines).sum(0)
-    if corrected.beside is None or cancelled(left, corrected.gram.matrix):
+    left = corrected.gram.transform(corrected.coefficients).sum(0)
+    if corrected.auxiliary is None or lost_to_cancellation(left, corrected.gram.matrix):
         return None, None
-    chord = corrected.line([1.0])
+    chord = corrected.row_coefficients([1.0])
     rows = corrected.gram.parts
-    beside = corrected.beside
+    beside = corrected.auxiliary
     square = beside[:, -1].sum()
     products = beside[:, :-1]
     along = (chord * products).sum()
     across = (chord * rows[:, 0]).sum()
     inner = [[square, products[:, 0].sum(), along], [0.0, rows[:, 0, 0].sum(), across], [0.0, 0.0, left[0, 0]]]
-    weights = turn(inner)
+    weights = rotation_coefficients(inner)
     if weights is None:
         return None, None
     share = 2 * s * (1 - s)
@@ -202,8 +202,8 @@ def _line(corrected: Corrected, s: float) -> tuple[Matrix | None, float | None]:
     line: Matrix = (of_end + s * s) * chord
     line[..., 0] = line[..., 0] + of_start
     crossed = of_control * (line * products).sum()
-    mine = corrected.gram.among(line[..., None, :]).sum()
+    mine = corrected.gram.transform(line[..., None, :]).sum()
     length = mine + 2 * crossed + of_control**2 * square
-    known = length >= CANCELLED * (mine + of_control**2 * square)
+    known = length >= CANCELLATION_TOLERANCE * (mine + of_control**2 * square)
     last = np.full((*line.shape[:-1], 1), of_control, dtype=object)
     return np.concatenate([line, last], axis=-1), root(length) if known else None

@@ -114,15 +114,15 @@ class CA2FL(ServerRule):
         bare = frame_of(space, update)
         frame = bare
         for name, row in rows.items():
-            frame = frame if row is None else frame.extended(name, row)
+            frame = frame if row is None else frame.with_row(name, row)
         count = state["count"] + 1
         # Only a step needs to know how long what waits is.
         gram = (bare if count < self.size else frame).gram()
         longest = root(torch.finfo(update.current.dtype).max) / self.size
         check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=longest)
-        cache = frame.formed(_line(frame, v1=1.0))
+        cache = frame.materialize(_line(frame, v1=1.0))
         # What is added is what will be taken away again: the cache, as it was rounded.
-        rounded = frame.extended("cache", cache)
+        rounded = frame.with_row("cache", cache)
         mine = {**memory, "cache": cache, "round": state["version"], "slot": slot}
         guests = state["guests"] + (slot == NONE)
         joined = state["joined"] + (slot == NONE and not again)
@@ -156,4 +156,4 @@ def _line(frame: Frame, **coefficients: Any) -> list[float]:
 
 def _wide(frame: Frame, **coefficients: float) -> Any:
     """A combination of rows in float64, for what is added to again and again."""
-    return frame.formed(_line(frame, **coefficients), torch.float64)
+    return frame.materialize(_line(frame, **coefficients), torch.float64)

@@ -73,7 +73,7 @@ class DelayedNesterov(ServerRule):
         frame = frame_of(space, update)
         names = [name for name in ("momentum", "buffer") if name in state]
         for name in names:
-            frame = frame.extended(name, state[name], aside=True)
+            frame = frame.with_row(name, state[name], norm_only=True)
         gram = frame.gram()
         rows = dict(zip(("v", "g", *names), identity(len(frame.rows)), strict=True))
         v = rows["v"] * (update.weight if self.weighted else 1.0)
@@ -85,12 +85,17 @@ class DelayedNesterov(ServerRule):
         if full:
             m = self.beta * m + total / count
         if full or "momentum" in state:
-            after["momentum"] = frame.kept(m, out) if full else state["momentum"]
+            after["momentum"] = frame.for_state(m, out) if full else state["momentum"]
         if not full:
-            after["buffer"] = frame.kept(total, out)
+            after["buffer"] = frame.for_state(total, out)
         c = 1 - self.activation * (self.size - 1) if full else self.activation
         rate = rate_at(self.rate, state["version"])
         line = rate * (v / self.size + c * self.beta * m)
-        numbers = {"cosine": cosine(gram), "rate": rate, "step": rate / self.size, "norm": frame.length(gram, line)}
+        numbers = {
+            "cosine": cosine(gram),
+            "rate": rate,
+            "step": rate / self.size,
+            "norm": frame.combination_norm(gram, line),
+        }
         model = frame.move(gram, line, out)
         return after, Outcome(model, update.memory, numbers | frame.ambient.diagnostics)

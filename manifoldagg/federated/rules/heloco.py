@@ -89,7 +89,7 @@ class HeLoCo(ServerRule):
         frame = frame_of(space, update, tensors=True)
         known = "momentum" in state
         here = frame.current  # less itself: the momentum before there is one
-        frame = frame.extended("momentum", state["momentum"] if known else here, None if known else here)
+        frame = frame.with_row("momentum", state["momentum"] if known else here, None if known else here)
         gram = frame.gram("tensor")
         share = weight_at(self.staleness, update.staleness) * (update.weight if self.weighted else 1.0)
         rate = rate_at(self.rate, state["version"])
@@ -98,9 +98,9 @@ class HeLoCo(ServerRule):
         step = np.array([share * (a * v + b * m) for a, b in turned])
         kept = self.beta * m + (1 - self.beta) * step
         line = rate * (step + self.beta * (2 * kept - m if self.look_ahead else kept))
-        numbers = {"cosine": cosine(gram), "rate": rate, "step": rate * share, "norm": root(gram.square(line))}
+        numbers = {"cosine": cosine(gram), "rate": rate, "step": rate * share, "norm": root(gram.squared_norm(line))}
         model = frame.move(gram, line, out)
-        after = {"version": state["version"] + 1, "momentum": frame.kept(kept, out)}
+        after = {"version": state["version"] + 1, "momentum": frame.for_state(kept, out)}
         return after, Outcome(model, update.memory, numbers | frame.ambient.diagnostics)
 
     def turned(self, square: float, along: float, momentum: float) -> tuple[float, float]:

@@ -83,7 +83,7 @@ class Krum(HeldRule):
         self, space: Manifold, update: Update, frame: Frame, held: Mapping[str, Any], kept: Sequence[float], out: Target
     ) -> tuple[Any, float, Gram]:
         for name, row in held.items():
-            frame = frame.extended(name, row)
+            frame = frame.with_row(name, row)
         gram = self.read(frame)
         # The last one is the first row, and the drift lies between it and the others.
         places = [*range(2, len(frame.rows)), 0]

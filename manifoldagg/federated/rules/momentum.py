@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_decay, check_finite, check_number
-from manifoldagg.corrections.frame import LATER, Later
+from manifoldagg.corrections.frame import DEFERRED, Deferred
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.pytrees import settled
 from manifoldagg.federated.rules._geometry import frame_of, in_float64, root
@@ -119,10 +119,10 @@ class Momentum(RuleAround):
             frame = frame_of(space, replace(update, base=current, points=(reached,)))
             line = [1.0, 0.0]
             if "velocity" in state:
-                frame = frame.extended("velocity", state["velocity"])
+                frame = frame.with_row("velocity", state["velocity"])
                 line.append(self.beta)
             ambient = frame.ambient
-            velocity = after["velocity"] = frame.formed(line)
+            velocity = after["velocity"] = frame.materialize(line)
             model = reached if len(line) == 2 else ambient.combine(current, [velocity], [1.0], out=out)
             moved = root(ambient.gram([velocity])[0, 0, 0].item())
             told = {name: value + outcome.numbers.get(name, 0.0) for name, value in ambient.diagnostics.items()}
@@ -144,8 +144,8 @@ class Momentum(RuleAround):
 
     def _on_rows(self, space: Manifold, state: State, update: Update, out: Target) -> tuple[State, Outcome]:
         """The same as algebra on the rows of which the rule makes its step."""
-        inner, outcome = self.rule.step(space, state["rule"], update, out=LATER)
-        after = {**state, "rule": inner if isinstance(out, Later) else settled(inner)}
+        inner, outcome = self.rule.step(space, state["rule"], update, out=DEFERRED)
+        after = {**state, "rule": inner if isinstance(out, Deferred) else settled(inner)}
         motion: Any = outcome.model
         if motion is None:
             return after, outcome
@@ -159,7 +159,7 @@ class Momentum(RuleAround):
         largest = root(torch.finfo(frame.dtype).max)
         gram = None
         if not (frame.unread and frame.measured and frame.reach(velocity) <= largest):
-            frame = replace(frame, unread={})
+            frame = replace(frame, unmeasured={})
             gram = frame.gram("tensor" if velocity.ndim == 2 else "model")
             check_number("points: size of the velocity", root(gram.square(velocity)), at_most=largest)
         line = step + self.beta * velocity if self.nesterov else velocity

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_number
 from manifoldagg.corrections import Frame, Gram, calibrate
-from manifoldagg.corrections.calibration import calibrated_by
+from manifoldagg.corrections.calibration import calibrate_frame
 from manifoldagg.corrections.frame import GRANULARITIES
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated.rules._base import ServerRule
@@ -148,10 +148,10 @@ class OrthoFL(ServerRule):
         if self.calibration == "pairwise":
             others = [row for client, row in state["updates"].items() if client != update.client]
             if not late:
-                after["updates"] = {**state["updates"], update.client: shifts.formed([0.0, 1.0])}
+                after["updates"] = {**state["updates"], update.client: shifts.materialize([0.0, 1.0])}
         if self.calibration != "none" and protocol == "server" and not (late and self.moving_average):
             if ambient.leaves:
-                calibrated = calibrated_by(shifts, model, self.granularity, others)
+                calibrated = calibrate_frame(shifts, model, self.granularity, others)
             else:
                 rounded = shift(current, home), shift(model, start)
                 calibrated = calibrate(model, *rounded, self.granularity, others, space=space)

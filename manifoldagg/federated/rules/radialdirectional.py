@@ -59,7 +59,7 @@ class RadialDirectional(FedAvg):
         count = state["count"] + 1
         waits = count < self.wanted
         if "buffer" in state:
-            frame = frame.extended("buffer", state["buffer"], aside=waits)
+            frame = frame.with_row("buffer", state["buffer"], norm_only=waits)
         gram = frame.gram("tensor")
         v, _, *buffer = identity(len(frame.rows))
         sizes = [root(part[0, 0]) for part in gram.parts]
@@ -70,7 +70,7 @@ class RadialDirectional(FedAvg):
         after = {"version": state["version"], "count": count, "total": state["total"] + share}
         numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(count)}
         if waits:
-            waiting = after | {"lengths": lengths, "buffer": frame.kept(line, out)}
+            waiting = after | {"lengths": lengths, "buffer": frame.for_state(line, out)}
             numbers |= frame.ambient.diagnostics
             # Sums of vectors of length 1, in weights whose sum is finite.
             return waiting, Outcome(None, update.memory, numbers, sound=True)
@@ -79,7 +79,7 @@ class RadialDirectional(FedAvg):
         for row, part, length in zip(line, gram.parts, lengths, strict=True):
             size = root(row @ part @ row)
             row *= rate * length / total / size if size > 0 else 0.0
-        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": root(gram.square(line))}
+        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": root(gram.squared_norm(line))}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
         model = frame.move(gram, line, out)
         return after, Outcome(model, update.memory, numbers | frame.ambient.diagnostics)

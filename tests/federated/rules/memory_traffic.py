@@ -141,7 +141,7 @@ def counted():
         # Without the compiled backend each goal is a combination by itself, and counted so.
         if selection.backend_for(goals[0].rows.device).__name__.endswith("cpu"):
             words.combines += 1
-            for tensor in _distinct([row for goal in goals for row in goal.read]):
+            for tensor in _distinct([row for goal in goals for row in goal.inputs]):
                 words.touch(tensor, write=False)
             for tensor in _distinct([goal.out for goal in goals]):
                 words.touch(tensor, write=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from manifoldagg.averaging import SWA
 from manifoldagg.corrections import OrthoDC, OrthoDyn
-from manifoldagg.curves import ASAM, sharp_gradient
+from manifoldagg.curves import ASAM, sharpness_aware_gradient
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Message, Payload, Rule, Server, Trainer, Update
 from manifoldagg.federated.clients import asynccurve as client
@@ -286,7 +286,7 @@ def by_hand(message, *, epochs, rate, control_rate, gamma, mu=0.0, lorentz=None,
     c1, generator = 0, torch.Generator().manual_seed(seed)
 
     def slope(theta, batch):
-        return sharp_gradient(SPACE, loss, theta, batch, sharpness)[1]
+        return sharpness_aware_gradient(SPACE, loss, theta, batch, sharpness)[1]
 
     def project(x, chord):
         return x - gamma * (x @ chord) / (chord @ chord) * chord

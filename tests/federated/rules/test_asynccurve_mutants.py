@@ -266,14 +266,14 @@ def shifts_the_control_point(inner):
 
 
 @caught_by(asynccurve, "turn", "a_step_is_the_papers")
-def turns_before_the_end_is_corrected(inner, turn=asynccurve.turn):
+def turns_before_the_end_is_corrected(inner, turn=asynccurve.rotation_coefficients):
     (square, along, _), (_, chord, _), _ = inner
     control, start, end = turn([[square, along, along], [along, chord, chord], [along, chord, chord]])
     return [control, start + end, 0.0]
 
 
 @caught_by(asynccurve, "turn", "a_step_is_the_papers")
-def steps_with_the_misprinted_weight(inner, turn=asynccurve.turn):
+def steps_with_the_misprinted_weight(inner, turn=asynccurve.rotation_coefficients):
     return [weight / 2 for weight in turn(inner)]
 
 

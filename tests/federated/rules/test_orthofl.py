@@ -203,7 +203,7 @@ def test_the_pairwise_form_leaves_an_update_that_no_other_knows(seed, k):
     """Lemma C.1 for several: v⊥ is nearest to v of all that are orthogonal to every other update."""
     model, start, home, current = draw(seed, 4, 9)
     others = list(draw(seed + 1, k, 9))
-    moved = calibrate(model, shift(current, home), shift(model, start), against=others, space=Flat(9))
+    moved = calibrate(model, shift(current, home), shift(model, start), other_updates=others, space=Flat(9))
     left = moved - start - (current - home)
     basis = torch.stack(others)
     assert relative(left, model - start - torch.linalg.lstsq(basis.T, model - start).solution @ basis) <= 1e-9

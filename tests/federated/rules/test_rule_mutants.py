@@ -388,7 +388,7 @@ class DCASGDCompensatesTheOtherWay(shipped.DCASGD):
         class Backwards(DelayCompensated):
             def coefficients(self, gram, state=None):
                 lines, state = super().coefficients(gram, state)
-                lines[:, gram.displacements + 1 :] *= -1
+                lines[:, gram.num_displacements + 1 :] *= -1
                 return lines, state
 
         return Backwards(2.0, adaptive=True)

@@ -91,7 +91,7 @@ def combined(base, rows, coefficients, blocks, dtype):
     """The combination in float64, operation by operation, rounded once (by way of float32 to 16 bits)."""
     dense = rows.materialise().cpu()
     total = torch.zeros_like(dense[0]) if base is None else base.to("cpu", torch.float64, copy=True)
-    for (start, stop), line in zip(blocks.cuts, coefficients, strict=True):
+    for (start, stop), line in zip(blocks.segment_bounds, coefficients, strict=True):
         for c, row in zip(line, dense, strict=True):
             if c != 0:
                 total[start:stop] = total[start:stop] + c * row[start:stop]
