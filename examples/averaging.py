@@ -108,7 +108,7 @@ def run(federation: Federation, manifolds: dict[str, Any], versions: int) -> Lat
         model_now = server.model
         for listener in (swa, exact):
             listener.update(server.version, model_now)
-        if exact.chosen(server.version):
+        if exact.selects(server.version):
             kept.append(model_now)
         tickets[client] = server.dispatch(client)
         scheduler.dispatch(client, len(batches))
@@ -206,10 +206,10 @@ def main() -> None:
         )
         rows = {
             "last": judge.grade(late.space, late.last),
-            "SWA": judge.grade(late.space, late.swa.averaged(late.last)),
+            "SWA": judge.grade(late.space, late.swa.average_or(late.last)),
             "Karcher SWA": judge.grade(late.space, mean.point),
             "on the simplex": judge.grade(late.space, fitted.average()),
-            f"{draws} of the simplex": judge.grade(late.space, *(simplex(fitted.phi, x) for x in drawn.places)),
+            f"{draws} of the simplex": judge.grade(late.space, *(simplex(fitted.phi, x) for x in drawn.coordinates)),
         }
         for label, (accuracy, nll, error) in rows.items():
             print(f"{name:<8} {label:<18} {100 * accuracy:>11.1f} {nll:>7.3f} {error:>7.3f}")
@@ -217,7 +217,7 @@ def main() -> None:
         seen.append(f"{last:.1f} % and {averaged:.1f} % ({name})")
         best = max(member.accuracy for member in drawn.members)
         print(f"{name:<8} The best of the {draws} alone has {100 * best:.1f} %.")
-        apart = distance(late.space, late.swa.averaged(late.last), mean.point).item()
+        apart = distance(late.space, late.swa.average_or(late.last), mean.point).item()
         print(
             f"{name:<8} SWA is {apart:.1e} from the Karcher mean of {late.swa.count} versions (residual "
             f"{mean.residual.item():.1e}); the simplex {fitted.residuals.mean().item():.2f} from them on average"

@@ -181,7 +181,7 @@ def test_tensors_have_memory_of_their_own_that_can_be_written():
 def test_what_is_compressed_well_is_filled_up(size, large):
     payload = Payload(torch.full((1, 2), 0.5), 1, memory=torch.full((size,), float(large)))
     data = pack(payload, compress=True)
-    assert len(data) * wire.RATIO >= 4 * size
+    assert len(data) * wire.MAX_COMPRESSION_RATIO >= 4 * size
     assert alike(tree(unpack(data)), tree(payload))
 
 
@@ -533,7 +533,7 @@ def test_what_is_compressed_is_made_once():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float64])
 def test_planes_are_put_together_over_the_edges_of_pieces(monkeypatch, dtype):
-    monkeypatch.setattr(wire, "PIECE", 100)
+    monkeypatch.setattr(wire, "CHUNK_BYTES", 100)
     for size in (512, 700, 701):
         x = (draw(size, size, dtype=torch.float64).abs() % 2).round().to(dtype)
         data = pack(Payload(torch.ones(1, 2), 1, memory=x), compress=True)
@@ -547,7 +547,7 @@ def test_values_that_the_header_hides_in_escapes_are_counted(monkeypatch, name):
     header = header_of(SAMPLES[1])
     header["__metadata__"][name] = "HERE"
     data = forged(SAMPLES[1], json.dumps(header).replace("HERE", "[" + 300 * escapes + "0]"))
-    monkeypatch.setattr(wire, "MOST", 500)
+    monkeypatch.setattr(wire, "MAX_SPREAD", 500)
     with pytest.raises(WireError, match="a header of more than 500 values"):
         unpack(data)
 

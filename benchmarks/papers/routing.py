@@ -83,7 +83,7 @@ class Scenario:
 
     def routings(self) -> dict[str, np.ndarray]:
         """By name."""
-        bounds: dict[str, Bound] = {"G": UpdateBound(self.speeds, self.tasks, **CONSTANTS, rounds=3000)}
+        bounds: dict[str, Bound] = {"G": UpdateBound(self.speeds, self.tasks, **CONSTANTS, num_updates=3000)}
         if self.axis == "time":
             bounds["H"] = TimeBound(self.speeds, self.tasks, **CONSTANTS)
         found = {name: optimise_routing(bound, starts=("uniform",)).p for name, bound in bounds.items()}

@@ -7,28 +7,28 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from manifoldagg.averaging._flat_fit import SMOOTHING, Descent, Search, descend
+from manifoldagg.averaging._flat_fit import SMOOTHING, FitOptions, FitResult, fit_flat
 from manifoldagg.curves import Embedding, Simplex
 from manifoldagg.curves.bernstein import basis
 from manifoldagg.curves.plane import View
 from manifoldagg.errors import DivergenceError, ManifoldAggError
 from manifoldagg.manifolds import formulas
 
-__all__ = ["descend_curved"]
+__all__ = ["fit_curved"]
 
-BLOCK = 10
+ITERATIONS_PER_CHECK = 10
 """Iterations between two looks at how far the sum fell."""
-ROUNDS = 12
+MAX_TARGET_UPDATES = 12
 """Of moving targets: each leaves a part of the error that falls with the square of the points' spread."""
-ROUNDING = 1e-12
+RELATIVE_ROUNDING = 1e-12
 """Of the points' spread: a mean distance that is rounding."""
-BORDER = 1e-4
+BOUNDARY_MARGIN = 1e-4
 """How far inside of its domain a place begins: at a border it would have no slope."""
 
 
-def descend_curved(
-    embedding: Embedding, points: Tensor, view: View, seen: Float64[Tensor, "m k"], search: Search
-) -> Descent:
+def fit_curved(
+    embedding: Embedding, points: Tensor, view: View, projected: Float64[Tensor, "m k"], options: FitOptions
+) -> FitResult:
     r"""$\min_{\varphi, x} \sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, from what its tangent space gives.
 
     L-BFGS over $\varphi_i = \exp_c u_i$ and places without borders, $t = \sin^2 z$ and $x_i = z_i^2 / |z|^2$: first
@@ -42,18 +42,18 @@ def descend_curved(
         search: p; the fall in ten iterations; the steps of each sum.
     """
     space = embedding.space
-    unit = math.sqrt(float(seen.square().sum(-1).mean()))
-    begin = _bent(embedding, points, view, seen, search)
-    if float(begin.distances.mean()) <= ROUNDING * unit:
+    unit = math.sqrt(float(projected.square().sum(-1).mean()))
+    begin = _tangent_space_fit(embedding, points, view, projected, options)
+    if float(begin.distances.mean()) <= RELATIVE_ROUNDING * unit:
         return begin
     center = view.center.expand_as(begin.phi)
     u = (space._log(center, begin.phi) / unit).detach().clone().requires_grad_()
-    z = _opened(embedding, begin.places).detach().clone().requires_grad_()
+    z = _from_domain(embedding, begin.coordinates).detach().clone().requires_grad_()
     found = None
     steps = 0
-    for p in (2, 1)[: 3 - search.power]:
+    for p in (2, 1)[: 3 - options.power]:
         walk = torch.optim.LBFGS(
-            [u, z], max_iter=BLOCK, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"
+            [u, z], max_iter=ITERATIONS_PER_CHECK, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"
         )
         least = math.inf
         taken = 0
@@ -63,7 +63,7 @@ def descend_curved(
             nonlocal least, found
             walk.zero_grad()
             phi = space._exp(center, space._project_tangent(center, unit * u))
-            x = _closed(embedding, z)
+            x = _to_domain(embedding, z)
             image = embedding(phi, x)
             gap = space._log(image, points)
             squares = space._inner(image, gap, gap).clamp(min=0) / unit**2
@@ -76,62 +76,64 @@ def descend_curved(
                 found = (phi.detach(), x.detach(), unit * squares.detach().sqrt())
             return value
 
-        while taken < search.max_steps and not converged:
+        while taken < options.max_steps and not converged:
             before = least
             try:
                 with torch.enable_grad():
                     walk.step(closure)
             except ManifoldAggError:
                 break
-            taken += BLOCK
-            converged = math.isfinite(before) and before - least <= search.tolerance * before
+            taken += ITERATIONS_PER_CHECK
+            converged = math.isfinite(before) and before - least <= options.tolerance * before
         steps += taken
-    if found is None or found[2].pow(search.power).sum() > begin.distances.pow(search.power).sum():
+    if found is None or found[2].pow(options.power).sum() > begin.distances.pow(options.power).sum():
         return begin
-    return Descent(*found, steps + begin.steps, converged)
+    return FitResult(*found, steps + begin.steps, converged)
 
 
 @torch.no_grad()
-def _bent(embedding: Embedding, points: Tensor, view: View, seen: Tensor, search: Search) -> Descent:
+def _tangent_space_fit(
+    embedding: Embedding, points: Tensor, view: View, projected: Tensor, options: FitOptions
+) -> FitResult:
     """The least squares of the tangent space, its targets moved by what the space bends the embedding: the best of
     a few rounds. Where the points lie on an embedding this finds it.
     """
     space = embedding.space
-    targets = seen
+    targets = projected
     best = None
     steps = 0
-    for _ in range(ROUNDS):
-        inside = descend(embedding, targets, None, replace(search, power=2))
+    for _ in range(MAX_TARGET_UPDATES):
+        inside = fit_flat(embedding, targets, None, replace(options, power=2))
         steps += inside.steps
         tangents = torch.einsum("ik,k...->i...", inside.phi, view.axes)
         phi = space._exp(view.center.expand_as(tangents), tangents)
         try:
-            image = embedding(phi, inside.places)
+            image = embedding(phi, inside.coordinates)
         except ManifoldAggError:
             break
         distances = formulas.distance(space, image, points)
         if not bool(distances.isfinite().all()):
             break
         if best is None or distances.square().sum() < best.distances.square().sum():
-            best = Descent(phi, inside.places, distances, steps, False)
-        if float(best.distances.mean()) <= ROUNDING * float(seen.norm(dim=-1).mean()):
+            best = FitResult(phi, inside.coordinates, distances, steps, False)
+        if float(best.distances.mean()) <= RELATIVE_ROUNDING * float(projected.norm(dim=-1).mean()):
             return replace(best, converged=True)
-        shares = inside.places if isinstance(embedding, Simplex) else basis(embedding.size - 1, inside.places)
-        targets = seen + shares @ inside.phi - view(image).to(seen.device)
+        shares = inside.coordinates if isinstance(embedding, Simplex) else basis(embedding.size - 1, inside.coordinates)
+        targets = projected + shares @ inside.phi - view(image).to(projected.device)
     if best is None:
         raise DivergenceError("points: they lie too far apart for a subspace to be found")
     return replace(best, steps=steps)
 
 
-def _closed(embedding: Embedding, z: Tensor) -> Tensor:
+def _to_domain(embedding: Embedding, z: Tensor) -> Tensor:
     """Places from numbers without borders."""
     if isinstance(embedding, Simplex):
         return z.square() / z.square().sum(-1, keepdim=True)
     return z.sin().square()
 
 
-def _opened(embedding: Embedding, places: Tensor) -> Tensor:
+def _from_domain(embedding: Embedding, coordinates: Tensor) -> Tensor:
     """The numbers of places a little inside of the domain."""
     if isinstance(embedding, Simplex):
-        return places.clamp(min=BORDER).sqrt()
-    return places.clamp(BORDER, 1 - BORDER).sqrt().asin()
+        return coordinates.clamp(min=BOUNDARY_MARGIN).sqrt()
+    return coordinates.clamp(BOUNDARY_MARGIN, 1 - BOUNDARY_MARGIN).sqrt().asin()

@@ -28,7 +28,7 @@ from manifoldagg.manifolds.model_io import (
 
 __all__ = ["average"]
 
-VERSIONS = re.compile(r"^versions\[(\d+)\]")
+VERSION_LABEL = re.compile(r"^versions\[(\d+)\]")
 """What messages of `karcher` call a model."""
 
 
@@ -90,20 +90,20 @@ def average(
         >>> average([{"v": torch.tensor([1.0, 0.0])}, {"v": torch.tensor([0.0, 1.0])}], manifolds={"v": Sphere(2)})
         {'v': tensor([0.7071, 0.7071])}
     """
-    given = _given(models)
+    given = _named_models(models)
     first, *_ = given.values()
     shares = check_weights(weights, len(given))
-    space = _space(first, manifolds)
+    space = _parameter_space(first, manifolds)
     layout = space.layout
     target = None if out is None else open_for_write(layout, out, first)
     label, *_ = given
     rows = layout.tensor_lists(given, reference=label)
-    others = _others(layout, given, int(shares.argmax()))
+    others = _copied_entries(layout, given, int(shares.argmax()))
     if target is not None:
         check_no_overlap(layout, target, given)
-    means = _means(layout, given, shares)
-    leaves = _leaves(space, given, rows, shares)
-    if not (_is_finite(leaves) and is_finite(*map(_real, means.values()))):
+    means = _mean_buffers(layout, given, shares)
+    leaves = _mean_parameters(space, given, rows, shares)
+    if not (_is_finite(leaves) and is_finite(*map(_as_real, means.values()))):
         _check_values(layout, given, shares)
         raise StateDictError("models: expected a finite mean; entries are as large as their dtypes allow")
     new = layout.to_state_dict(leaves, means | others)
@@ -113,7 +113,7 @@ def average(
     return out
 
 
-def _given(models: Any) -> ModelsByPrefix:
+def _named_models(models: Any) -> ModelsByPrefix:
     many = isinstance(models, Sequence) and not isinstance(models, str)
     if not many or not models:
         given = "none" if many else type(models).__name__
@@ -121,7 +121,7 @@ def _given(models: Any) -> ModelsByPrefix:
     return {f"models[{i}]: ": as_tensors(f"models[{i}]", model) for i, model in enumerate(models)}
 
 
-def _space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
+def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
     """The space of the first model's tensors."""
     try:
         space = ParameterSpace.of_state_dict(first, manifolds)
@@ -135,15 +135,15 @@ def _space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> Paramet
     return space
 
 
-def _others(layout: Layout, given: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
+def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
     """What has no mean, and is the same in all models but for counters."""
     found = {}
-    label = [*given][heaviest]
+    label = [*models][heaviest]
     for entry in layout.buffers:
         if _has_mean(entry):
             continue
-        chosen = given[label][entry.name]
-        for other, model in given.items() if not entry.is_counter else ():
+        chosen = models[label][entry.name]
+        for other, model in models.items() if not entry.is_counter else ():
             if not torch.equal(model[entry.name].to(chosen.device), chosen):
                 told = f"expected {entry.dtype} equal to that of {label.removesuffix(': ')}, as it has no mean"
                 raise StateDictError(f"{other}{entry.name}: {told}")
@@ -151,15 +151,15 @@ def _others(layout: Layout, given: ModelsByPrefix, heaviest: int) -> dict[str, T
     return found
 
 
-def _means(layout: Layout, given: ModelsByPrefix, shares: Tensor) -> dict[str, Tensor]:
+def _mean_buffers(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> dict[str, Tensor]:
     """Of what is carried: statistics, and complex numbers."""
     entries = [entry for entry in layout.buffers if _has_mean(entry)]
     if not entries:
         return {}
-    first, *_ = given.values()
+    first, *_ = models.values()
     device = first[entries[0].name].device
-    rows = [TensorList([_real(model[entry.name]).to(device) for entry in entries]) for model in given.values()]
-    found = zip(entries, combine(None, rows, shares), strict=True)
+    rows = [TensorList([_as_real(model[entry.name]).to(device) for entry in entries]) for model in models.values()]
+    found = zip(entries, combine(None, rows, weights), strict=True)
     return {entry.name: torch.view_as_complex(x) if entry.dtype.is_complex else x for entry, x in found}
 
 
@@ -167,36 +167,36 @@ def _has_mean(entry: Entry) -> bool:
     return entry.dtype.is_floating_point or entry.dtype.is_complex
 
 
-def _real(x: Tensor) -> Tensor:
+def _as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
 
 
-def _leaves(
-    space: ParameterSpace, given: ModelsByPrefix, rows: Sequence[TensorList], shares: Tensor
+def _mean_parameters(
+    space: ParameterSpace, models: ModelsByPrefix, rows: Sequence[TensorList], weights: Tensor
 ) -> tuple[Tensor, ...]:
     """The mean of the parameters, new tensors: of a product it is that of each factor."""
     leaves = space.layout.leaves
     curved = dict(space.manifolds)
     if not curved:
-        return combine(None, rows, shares)
+        return combine(None, rows, weights)
     flat = [i for i, leaf in enumerate(leaves) if leaf.name not in curved]
     found: dict[int, Tensor] = {}
     if flat:
-        found |= zip(flat, combine(None, [TensorList([row[i] for i in flat]) for row in rows], shares), strict=True)
+        found |= zip(flat, combine(None, [TensorList([row[i] for i in flat]) for row in rows], weights), strict=True)
     for i, leaf in enumerate(leaves):
         if leaf.name in curved:
-            points = {f"{label}{leaf.name}": row[i].detach() for label, row in zip(given, rows, strict=True)}
-            found[i] = _mean_on(curved[leaf.name], leaf.name, points, shares)
+            points = {f"{label}{leaf.name}": row[i].detach() for label, row in zip(models, rows, strict=True)}
+            found[i] = _labelled_karcher_mean(curved[leaf.name], leaf.name, points, weights)
     return tuple(found[i] for i in range(len(leaves)))
 
 
-def _mean_on(space: Manifold, name: str, points: Mapping[str, Tensor], shares: Tensor) -> Tensor:
+def _labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tensor], weights: Tensor) -> Tensor:
     """The Karcher mean of a leaf, by what messages about each point begin with."""
     labels = [*points]
     try:
-        mean = karcher(space, [*points.values()], shares)
+        mean = karcher(space, [*points.values()], weights)
     except ArgumentError as error:
-        error.args = (VERSIONS.sub(lambda found: labels[int(found[1])], str(error)),)
+        error.args = (VERSION_LABEL.sub(lambda found: labels[int(found[1])], str(error)),)
         raise
     if not mean.converged:
         told = f"the residual of their mean is {float(mean.residual):.2g} after {mean.steps} steps"
@@ -209,15 +209,15 @@ def _is_finite(leaves: tuple[Tensor, ...]) -> bool:
     return bool(gram([leaves]).isfinite()) or is_finite(*leaves)
 
 
-def _check_values(layout: Layout, given: ModelsByPrefix, shares: Tensor) -> None:
+def _check_values(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> None:
     """The models that have a weight are finite.
 
     Raises:
         StateDictError: naming the first tensor that is not.
     """
-    used = {label: model for (label, model), share in zip(given.items(), shares.tolist(), strict=True) if share > 0}
+    used = {label: model for (label, model), share in zip(models.items(), weights.tolist(), strict=True) if share > 0}
     layout.check_values(used)
     for label, model in used.items():
         for entry in layout.buffers:
-            if _has_mean(entry) and not is_finite(_real(model[entry.name])):
+            if _has_mean(entry) and not is_finite(_as_real(model[entry.name])):
                 raise StateDictError(f"{label}{entry.name}: expected finite values, got NaN or infinity")

@@ -44,13 +44,13 @@ class Ensemble:
         places: $x_j$ that were drawn: numbers, or tensors (*domain).
     """
 
-    together: Score
+    combined: Score
     members: tuple[Score, ...]
     single: Score
-    places: tuple[Any, ...]
+    coordinates: tuple[Any, ...]
 
     def __str__(self) -> str:
-        rows = [("single", self.single), ("ensemble", self.together)]
+        rows = [("single", self.single), ("ensemble", self.combined)]
         lines = [f"{name:<10} {c.accuracy:>9.4f} {c.nll:>9.4f}" for name, c in rows]
         return "\n".join([f"{'':<10} {'accuracy':>9} {'NLL':>9}", *lines])
 
@@ -138,7 +138,7 @@ def ensemble(
     def statistics(i: int) -> dict[str, Tensor]:
         fresh = {}
         if norms and refresh is not None:
-            inputs = (_split(batch, targets)[0] for batch in refresh)
+            inputs = (_inputs_and_targets(batch, targets)[0] for batch in refresh)
             # What takes a tuple gets all of it: refresh_buffers would take its first.
             wrapped = ((x,) if isinstance(x, tuple | list) else x for x in inputs)
             try:
@@ -148,11 +148,11 @@ def ensemble(
         return {name: fresh.get(name, buffer).detach().clone() for name, buffer in model.named_buffers()}
 
     buffers = [statistics(i) for i in range(draws + 1)]
-    together = _Tally()
-    tallies = [_Tally() for _ in buffers]
+    together = _ScoreAccumulator()
+    tallies = [_ScoreAccumulator() for _ in buffers]
     with evaluation_mode(model):
         for batch in batches:
-            inputs, classes = _split(batch, targets)
+            inputs, classes = _inputs_and_targets(batch, targets)
             if classes is None:
                 raise ArgumentError(
                     f"batches: expected pairs, or mappings with {targets!r}; got {type(batch).__name__}"
@@ -174,7 +174,7 @@ def ensemble(
     return Ensemble(together.score(), tuple(members), alone, drawn)
 
 
-def _split(batch: Any, targets: str) -> tuple[Any, Any]:
+def _inputs_and_targets(batch: Any, targets: str) -> tuple[Any, Any]:
     """What the model is called with, and the classes where there are any."""
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != targets}, batch.get(targets)
@@ -183,21 +183,21 @@ def _split(batch: Any, targets: str) -> tuple[Any, Any]:
     return batch, None
 
 
-class _Tally:
+class _ScoreAccumulator:
     """The sums over predictions, batch by batch, that a score is made of."""
 
     def __init__(self) -> None:
-        self._samples = 0
-        self._right = 0
-        self._nll = 0.0
+        self._num_samples = 0
+        self._num_correct = 0
+        self._nll_sum = 0.0
 
-    def add(self, logs: Float[Tensor, "n classes"], targets: Tensor) -> None:
+    def add(self, log_probabilities: Float[Tensor, "n classes"], targets: Tensor) -> None:
         """Logarithms of probabilities (n, classes) and the true classes (n,).
 
         Raises:
             ArgumentError: if these are no n class numbers.
         """
-        n, classes = logs.shape
+        n, classes = log_probabilities.shape
         if not isinstance(targets, Tensor) or targets.dtype.is_floating_point or targets.dtype.is_complex:
             given = f"{targets.dtype}" if isinstance(targets, Tensor) else type(targets).__name__
             raise ArgumentError(f"targets: expected a tensor of class numbers, got {given}")
@@ -206,12 +206,12 @@ class _Tally:
         if n and not bool(((targets >= 0) & (targets < classes)).all()):
             given = f"{int(targets.min())} to {int(targets.max())}"
             raise ArgumentError(f"targets: expected classes from 0 to {classes - 1}, got {given}")
-        truth = targets.long().to(logs.device)
-        self._samples += len(truth)
-        self._right += int((logs.argmax(-1) == truth).sum())
-        self._nll -= float(logs.gather(-1, truth[:, None]).sum())
+        truth = targets.long().to(log_probabilities.device)
+        self._num_samples += len(truth)
+        self._num_correct += int((log_probabilities.argmax(-1) == truth).sum())
+        self._nll_sum -= float(log_probabilities.gather(-1, truth[:, None]).sum())
 
     def score(self) -> Score:
-        if self._samples == 0:
+        if self._num_samples == 0:
             raise ArgumentError("batches: expected at least one sample, got none")
-        return Score(self._samples, self._right / self._samples, self._nll / self._samples)
+        return Score(self._num_samples, self._num_correct / self._num_samples, self._nll_sum / self._num_samples)

@@ -55,7 +55,7 @@ def karcher(
         tensor([2., 3.])
     """
     check_is_manifold(space)
-    points = _alike(space, versions)
+    points = _check_structure(space, versions)
     shares = check_weights(weights, len(points))
     check_number("tolerance", tolerance, at_least=0)
     check_count("max_steps", max_steps)
@@ -63,16 +63,16 @@ def karcher(
     if span is None or not span.lies_on_space:
         for i, point in enumerate(points):
             _check_values(space, point, f"versions[{i}]")
-    return _mean(space, points, shares, span, tolerance, max_steps)
+    return _mean_of_checked(space, points, shares, span, tolerance, max_steps)
 
 
-def _span(space: Manifold, points: list[Tensor], shares: Tensor) -> Span | None:
+def _span(space: Manifold, points: list[Tensor], weights: Tensor) -> Span | None:
     """Of the points from the heaviest, if they have one."""
-    return Span.of(space, [point.flatten() for point in points], start=int(shares.argmax()))
+    return Span.of(space, [point.flatten() for point in points], start=int(weights.argmax()))
 
 
-def _mean(
-    space: Manifold, points: list[Tensor], shares: Tensor, span: Span | None, tolerance: float, max_steps: int
+def _mean_of_checked(
+    space: Manifold, points: list[Tensor], weights: Tensor, span: Span | None, tolerance: float, max_steps: int
 ) -> KarcherMean:
     """The mean of points that were looked at.
 
@@ -80,15 +80,17 @@ def _mean(
     """
     allowed = tolerance * math.sqrt(max(points[0].numel(), 1))
     if span is not None:
-        return mean_in_span(space, span, shares, tolerance=allowed, max_steps=max_steps)
+        return mean_in_span(space, span, weights, tolerance=allowed, max_steps=max_steps)
     leaves = space.leaves(points[0])
     if len(leaves) == 1:
-        w = shares.to(points[0].device)
+        w = weights.to(points[0].device)
         return karcher_mean(space, torch.stack(points), w, tolerance=allowed, max_steps=max_steps)
     means = []
     for leaf in leaves:
         parts = [point.flatten()[leaf.part].view(leaf.space.shape) for point in points]
-        means.append(_mean(leaf.space, parts, shares, _span(leaf.space, parts, shares), tolerance, max_steps))
+        means.append(
+            _mean_of_checked(leaf.space, parts, weights, _span(leaf.space, parts, weights), tolerance, max_steps)
+        )
     point = torch.cat([mean.point.flatten() for mean in means]).view(points[0].shape)
     residual = torch.stack([mean.residual for mean in means]).norm()
     return KarcherMean(point, residual, max(mean.steps for mean in means), all(mean.converged for mean in means))
@@ -100,7 +102,7 @@ def check_versions(space: Manifold, versions: Versions, name: str = "versions") 
     Raises:
         ArgumentError: naming the first that does not fit.
     """
-    points = _alike(space, versions, name)
+    points = _check_structure(space, versions, name)
     for i, point in enumerate(points):
         _check_values(space, point, f"{name}[{i}]")
     return points
@@ -112,12 +114,12 @@ def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | Non
     Raises:
         ArgumentError: naming it.
     """
-    found = _fitting(space, point, name, like)
+    found = _check_like(space, point, name, like)
     _check_values(space, found, name)
     return found
 
 
-def _alike(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
+def _check_structure(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
     """The models, whose values nobody has looked at."""
     many = versions.ndim > 0 if isinstance(versions, Tensor) else isinstance(versions, Sequence)
     if not many or len(versions) == 0:
@@ -125,10 +127,10 @@ def _alike(space: Manifold, versions: Versions, name: str = "versions") -> list[
         raise ArgumentError(
             f"{name}: expected at least one model, a tensor (k, ...) or a sequence of them; got {given}"
         )
-    return [_fitting(space, point, f"{name}[{i}]", versions[0]) for i, point in enumerate(versions)]
+    return [_check_like(space, point, f"{name}[{i}]", versions[0]) for i, point in enumerate(versions)]
 
 
-def _fitting(space: Manifold, point: Any, name: str, like: Tensor | None) -> Tensor:
+def _check_like(space: Manifold, point: Any, name: str, like: Tensor | None) -> Tensor:
     """A model of the shape of the space, alike `like`."""
     if isinstance(point, torch.nn.Module | Mapping):
         raise ArgumentError(f"{name}: expected a point, got {type(point).__name__}: write space.point(model)")

@@ -105,7 +105,7 @@ def average_adapters(
         (tensor([[4., 0.],
                 [0., 0.]]), 0.0)
     """
-    states = _checked(adapters)
+    states = _check_adapters(adapters)
     shares = check_weights(weights, len(states))
     factors = _scalings(scaling, len(states)) * shares.numpy()
     check_count("rank", rank)
@@ -117,18 +117,18 @@ def average_adapters(
     rest: dict[str, Tensor] = {}
     left_out, whole, tied = 0.0, 0.0, []
     for pair in parts.pairs:
-        cut = _truncated(pair, states, factors, rank)
+        cut = _truncate_pair(pair, states, factors, rank)
         values = cut.values.tolist()
         left_out, whole = math.hypot(left_out, *values[rank:]), math.hypot(whole, *values)
         if not math.isfinite(whole):
-            raise _overflow(f"{pair.first}, {pair.second}", torch.float64)
+            raise _overflow_error(f"{pair.first}, {pair.second}", torch.float64)
         if bool(cut.is_tied):
             tied.append(pair.module_name)
-        found |= _rounded(pair, trainable_factors(cut, states[0][pair.second].shape[0], torch.float64), states)
-        if residual is not None and (kept := _above_rounding(cut)).shape[-1]:
-            rest |= _rounded(pair, kept, states)
+        found |= _round_pair(pair, trainable_factors(cut, states[0][pair.second].shape[0], torch.float64), states)
+        if residual is not None and (kept := _significant_residual(cut)).shape[-1]:
+            rest |= _round_pair(pair, kept, states)
     for names, coefficients in ((parts.scaled_biases, factors), (parts.unpaired, shares.numpy())):
-        found |= {name: _mean(name, states, coefficients) for name in names}
+        found |= {name: _mean_tensor(name, states, coefficients) for name in names}
     if tied:
         others = f" and at {len(tied) - 1} more" if tied[1:] else ""
         told = f"at {tied[0]}{others} two singular values are equal, and the best matrix of rank {rank} is one of many"
@@ -138,7 +138,7 @@ def average_adapters(
     return (adapter, error) if residual is None else (adapter, error, rest)
 
 
-def _checked(adapters: Sequence[Adapter]) -> list[Adapter]:
+def _check_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
     """State dicts with the same names."""
     many = isinstance(adapters, Sequence) and not isinstance(adapters, str)
     if not many or not adapters or not all(isinstance(state, Mapping) for state in adapters):
@@ -166,7 +166,7 @@ def _scalings(scaling: Any, k: int) -> np.ndarray:
     return found
 
 
-def _truncated(pair: FactorPair, states: Sequence[Adapter], factors: np.ndarray, rank: int) -> TruncatedSVD:
+def _truncate_pair(pair: FactorPair, states: Sequence[Adapter], factors: np.ndarray, rank: int) -> TruncatedSVD:
     """The truncated sum of a pair, whose matrices must be of one size."""
     stacks = []
     for i, state in enumerate(states):
@@ -183,33 +183,33 @@ def _truncated(pair: FactorPair, states: Sequence[Adapter], factors: np.ndarray,
     try:
         return truncate(combine_stacks(factors.tolist(), stacks, m), m, rank)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, and not in torch's stubs
-        raise _overflow(f"{pair.first}, {pair.second}", torch.float64) from None
+        raise _overflow_error(f"{pair.first}, {pair.second}", torch.float64) from None
 
 
-def _above_rounding(cut: TruncatedSVD) -> Tensor:
+def _significant_residual(truncated: TruncatedSVD) -> Tensor:
     """The factors of what is left out and is no rounding."""
-    size = len(cut.values) * torch.finfo(torch.float64).eps * float(cut.values[0])
-    return cut.remainder[:, cut.values[cut.rank :] > size]
+    size = len(truncated.values) * torch.finfo(torch.float64).eps * float(truncated.values[0])
+    return truncated.remainder[:, truncated.values[truncated.rank :] > size]
 
 
-def _rounded(pair: FactorPair, stack: Tensor, states: Sequence[Adapter]) -> dict[str, Tensor]:
+def _round_pair(pair: FactorPair, stack: Tensor, states: Sequence[Adapter]) -> dict[str, Tensor]:
     found = pair.unstack(stack, states[0])
-    return {name: _narrowed(name, x, states[0][name].dtype) for name, x in found.items()}
+    return {name: _cast_checked(name, x, states[0][name].dtype) for name, x in found.items()}
 
 
-def _narrowed(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_checked(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in the dtype of a result, which must hold it."""
     found = x.to(dtype)
     if not is_finite(found):
-        raise _overflow(name, dtype)
+        raise _overflow_error(name, dtype)
     return found
 
 
-def _overflow(name: str, dtype: torch.dtype) -> StateDictError:
+def _overflow_error(name: str, dtype: torch.dtype) -> StateDictError:
     return StateDictError(f"adapters: {name}: expected a finite average, {dtype} holds none; is `scaling` too large?")
 
 
-def _mean(name: str, states: Sequence[Adapter], coefficients: np.ndarray) -> Tensor:
+def _mean_tensor(name: str, states: Sequence[Adapter], coefficients: np.ndarray) -> Tensor:
     """The sum of a tensor that stands alone, in float64, rounded once; of integers the one that all have."""
     first = states[0][name]
     for i, state in enumerate(states):
@@ -228,4 +228,4 @@ def _mean(name: str, states: Sequence[Adapter], coefficients: np.ndarray) -> Ten
     terms: Iterator[Tensor] = (
         c * state[name].detach().double() for c, state in zip(coefficients.tolist(), states, strict=True)
     )
-    return _narrowed(name, reduce(torch.add, terms), first.dtype)
+    return _cast_checked(name, reduce(torch.add, terms), first.dtype)

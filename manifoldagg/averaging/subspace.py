@@ -10,8 +10,8 @@ from torch import Tensor
 
 from manifoldagg._io import new_figure
 from manifoldagg._validation import check_choice, check_count, check_number, check_shape
-from manifoldagg.averaging._curved_fit import descend_curved
-from manifoldagg.averaging._flat_fit import Descent, Search, descend
+from manifoldagg.averaging._curved_fit import fit_curved
+from manifoldagg.averaging._flat_fit import FitOptions, FitResult, fit_flat
 from manifoldagg.averaging.karcher import check_versions, check_weights, karcher
 from manifoldagg.curves import Bezier, Embedding, Simplex, Tunnel
 from manifoldagg.curves.plane import View
@@ -21,12 +21,12 @@ from manifoldagg.kernels import combine
 
 __all__ = ["Subspace", "fit_subspace"]
 
-NEEDS = {"exp", "log", "inner", "project", "project_tangent"}
+REQUIRED_PRIMITIVES = {"exp", "log", "inner", "project", "project_tangent"}
 POWERS = (1, 2)
-LEAST = 1e-100
-MOST = 1e100
+MIN_SPREAD = 1e-100
+MAX_SPREAD = 1e100
 """Distances whose squares are numbers, and products of two of these."""
-DUST = 8 * torch.finfo(torch.float64).eps
+RANK_TOLERANCE = 8 * torch.finfo(torch.float64).eps
 """What rounding leaves of an entry of the log of a point at itself."""
 
 
@@ -47,12 +47,12 @@ class Subspace:
 
     embedding: Embedding
     phi: Float[Tensor, "size ..."]
-    places: Float64[Tensor, "m ..."]
+    coordinates: Float64[Tensor, "m ..."]
     residuals: Float64[Tensor, " m"]
     steps: int
     converged: bool
     view: View = field(repr=False)
-    seen: Float64[Tensor, "m 2"] = field(repr=False)
+    projected_points: Float64[Tensor, "m 2"] = field(repr=False)
 
     @property
     def value(self) -> float:
@@ -71,8 +71,8 @@ class Subspace:
         Returns:
             A model (*shape) in the dtype of the points.
         """
-        shares = check_weights(weights, len(self.places)).to(self.places.device)
-        place = (shares.reshape(-1, *(1 for _ in self.embedding.domain)) * self.places).sum(0)
+        shares = check_weights(weights, len(self.coordinates)).to(self.coordinates.device)
+        place = (shares.reshape(-1, *(1 for _ in self.embedding.domain)) * self.coordinates).sum(0)
         if isinstance(self.embedding, Tunnel) and self.embedding.form == "ambient":
             velocity = self.embedding.curve.velocity(self.phi, place[0]).flatten().double()
             square = velocity @ velocity
@@ -90,17 +90,24 @@ class Subspace:
             The axes.
         """
         axes = new_figure(6.4, 5.2).subplots() if axes is None else axes
-        for line in self._lines():
+        for line in self._outlines():
             axes.plot(*line.T, color="black", linewidth=1.8)
         if isinstance(self.embedding, Tunnel):
-            for line in self._walls():
+            for line in self._tunnel_walls():
                 axes.plot(*line.T, "--", color="black", linewidth=0.9)
         corners = self.view(self.phi)
         axes.plot(*corners.T, "^", color="white", markeredgecolor="black", markersize=8, label="points of the subspace")
-        nearest = self.view(self.embedding(self.phi, self.places))
-        for point, foot in zip(self.seen, nearest, strict=True):
+        nearest = self.view(self.embedding(self.phi, self.coordinates))
+        for point, foot in zip(self.projected_points, nearest, strict=True):
             axes.plot(*torch.stack([point, foot]).T, color="grey", linewidth=0.7)
-        shades = axes.scatter(*self.seen.T, c=range(len(self.seen)), cmap="viridis", s=22, zorder=4, label="models")
+        shades = axes.scatter(
+            *self.projected_points.T,
+            c=range(len(self.projected_points)),
+            cmap="viridis",
+            s=22,
+            zorder=4,
+            label="models",
+        )
         axes.figure.colorbar(shades, ax=axes, label="number of the model")
         axes.set_xlabel("longest axis of the models")
         axes.set_ylabel("second axis")
@@ -108,7 +115,7 @@ class Subspace:
         axes.legend(loc="best", fontsize="small")
         return axes
 
-    def _lines(self) -> list[Tensor]:
+    def _outlines(self) -> list[Tensor]:
         """What is drawn of the subspace: a curve, or the edges of a simplex."""
         t = torch.linspace(0, 1, 65, dtype=torch.float64, device=self.phi.device)
         if not isinstance(self.embedding, Simplex):
@@ -118,9 +125,9 @@ class Subspace:
         edge = Bezier(self.embedding.space, 1)
         return [self.view(edge(self.phi[pair], t[::8])) for pair in pairs]
 
-    def _walls(self) -> list[Tensor]:
+    def _tunnel_walls(self) -> list[Tensor]:
         """The sides of a tunnel whose curve is the one that is seen."""
-        line = self._lines()[0]
+        line = self._outlines()[0]
         ahead = line.diff(dim=0, append=2 * line[-1:] - line[-2:-1])
         side = torch.stack([-ahead[:, 1], ahead[:, 0]], -1)
         side = side / side.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(side.dtype).tiny)
@@ -182,8 +189,10 @@ def fit_subspace(
     check_choice("power", power, POWERS)
     check_number("tolerance", tolerance, at_least=0)
     check_count("max_steps", max_steps)
-    if not space.flat and (isinstance(embedding, Tunnel) or not space.capabilities >= NEEDS):
-        lacks = "flat" if isinstance(embedding, Tunnel) else f"with {sorted(NEEDS - space.capabilities)[0]}"
+    if not space.flat and (isinstance(embedding, Tunnel) or not space.capabilities >= REQUIRED_PRIMITIVES):
+        lacks = (
+            "flat" if isinstance(embedding, Tunnel) else f"with {sorted(REQUIRED_PRIMITIVES - space.capabilities)[0]}"
+        )
         raise ArgumentError(
             f"embedding: expected a space that is {lacks} to fit {type(embedding).__name__}, got {space}"
         )
@@ -194,20 +203,24 @@ def fit_subspace(
         if not space.flat:
             raise ArgumentError(f"start: needs a flat space, got {space}")
         check_shape("start", start, embedding.size, *models.shape[1:])
-    search = Search(power, float(tolerance), max_steps)
-    return _flat(models, embedding, start, search) if space.flat else _curved(models, embedding, search)
+    search = FitOptions(power, float(tolerance), max_steps)
+    return (
+        _fit_on_flat_space(models, embedding, start, search)
+        if space.flat
+        else _fit_on_curved_space(models, embedding, search)
+    )
 
 
-def _flat(models: Tensor, embedding: Embedding, start: Tensor | None, search: Search) -> Subspace:
+def _fit_on_flat_space(models: Tensor, embedding: Embedding, start: Tensor | None, options: FitOptions) -> Subspace:
     rows = list(models.flatten(1))
     if start is not None:
         rows += check_versions(embedding.space, start.to(models), "start")
         rows = [row.flatten() for row in rows]
     placed = coordinates(torch.stack(rows))
-    _check_spread(float(placed.abs().amax()) if placed.numel() else 0.0, least=LEAST)
+    _check_spread(float(placed.abs().amax()) if placed.numel() else 0.0, minimum=MIN_SPREAD)
     seen = placed[: len(models)]
     begin = None if start is None else placed[len(models) :]
-    found = descend(embedding, seen, begin, search) if bool(seen.any()) else _resting(embedding, seen)
+    found = fit_flat(embedding, seen, begin, options) if bool(seen.any()) else _constant_fit(embedding, seen)
     # Coordinates of the first point are 0: ξ is that point and a combination of the differences from it.
     shares = (found.phi @ torch.linalg.pinv(placed[1:]) if len(rows) > 1 else found.phi[:, :0]).to(models.device)
 
@@ -231,7 +244,7 @@ def _flat(models: Tensor, embedding: Embedding, start: Tensor | None, search: Se
         center = models[0].double()
         lines = torch.zeros(2, *models.shape[1:], dtype=torch.float64, device=models.device)
     view = View(embedding.space, center, lines)
-    places = found.places
+    places = found.coordinates
     if isinstance(embedding, Tunnel):
         places = embedding.nearest(phi.double(), models.double())[0].double()
     return Subspace(
@@ -239,14 +252,14 @@ def _flat(models: Tensor, embedding: Embedding, start: Tensor | None, search: Se
     )
 
 
-def _check_spread(spread: float, least: float = 0.0) -> None:
-    if not (spread == 0 or least <= spread <= MOST):
+def _check_spread(spread: float, minimum: float = 0.0) -> None:
+    if not (spread == 0 or minimum <= spread <= MAX_SPREAD):
         raise ArgumentError(
-            f"points: expected distances from their mean between {least:g} and {MOST:g}, got {spread:g}"
+            f"points: expected distances from their mean between {minimum:g} and {MAX_SPREAD:g}, got {spread:g}"
         )
 
 
-def _curved(models: Tensor, embedding: Embedding, search: Search) -> Subspace:
+def _fit_on_curved_space(models: Tensor, embedding: Embedding, options: FitOptions) -> Subspace:
     space = embedding.space
     x = space._project(models.double())
     center = karcher(space, x).point
@@ -255,25 +268,27 @@ def _curved(models: Tensor, embedding: Embedding, search: Search) -> Subspace:
     inner = torch.stack([space._inner(middle, logs, log.expand_as(x)) for log in logs])
     _check_spread(float(inner.diagonal().clamp(min=0).sqrt().max()))
     values, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
-    solid = values > (1e-14 * values[-1]).clamp(min=DUST**2 * x.numel())
+    solid = values > (1e-14 * values[-1]).clamp(min=RANK_TOLERANCE**2 * x.numel())
     roots = values[solid].sqrt()
     seen = vectors[:, solid] * roots
     frame = torch.einsum("jk,j...->k...", vectors[:, solid] / roots, logs)
     axes = torch.cat([frame.flip(0)[:2], frame.new_zeros(max(0, 2 - len(frame)), *frame.shape[1:])])
     view = View(space, center, axes)
     if len(roots) == 0:
-        found = _resting(embedding, models.double())
+        found = _constant_fit(embedding, models.double())
     else:
-        found = descend_curved(embedding, x, View(space, center, frame), seen, search)
+        found = fit_curved(embedding, x, View(space, center, frame), seen, options)
     phi = found.phi.to(models.dtype)
-    return Subspace(embedding, phi, found.places, found.distances, found.steps, found.converged, view, view(models))
+    return Subspace(
+        embedding, phi, found.coordinates, found.distances, found.steps, found.converged, view, view(models)
+    )
 
 
-def _resting(embedding: Embedding, points: Tensor) -> Descent:
+def _constant_fit(embedding: Embedding, points: Tensor) -> FitResult:
     """Points that are all one: the embedding is collapsed onto it."""
     place = torch.zeros((), dtype=torch.float64, device=points.device)
     if isinstance(embedding, Simplex):
         place = torch.full((embedding.size,), 1 / embedding.size, dtype=torch.float64, device=points.device)
     nothing = torch.zeros(len(points), dtype=torch.float64, device=points.device)
     phi = points[:1].expand(embedding.size, *points.shape[1:]).clone()
-    return Descent(phi, place.expand(len(points), *place.shape), nothing, 0, True)
+    return FitResult(phi, place.expand(len(points), *place.shape), nothing, 0, True)

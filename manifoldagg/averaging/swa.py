@@ -19,19 +19,19 @@ from manifoldagg.manifolds.ambient import AmbientSpace
 from manifoldagg.manifolds.formulas import geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
 
-__all__ = ["SWA", "averaged_in"]
+__all__ = ["SWA", "update_mean"]
 
 T = TypeVar("T")
 KINDS = ("streaming", "exact")
-NEEDS = {"streaming": {"exp", "log"}, "exact": {"exp", "log", "inner", "project"}}
-STATE = {"options", "last", "count", "like", "mean", "truncated", "kept"}
-HUGE = torch.finfo(torch.float64).max / 4
-CHUNK = 1 << 16
+REQUIRED_PRIMITIVES = {"streaming": {"exp", "log"}, "exact": {"exp", "log", "inner", "project"}}
+STATE_KEYS = {"options", "last", "count", "like", "mean", "truncated", "kept"}
+MAX_ENTRY = torch.finfo(torch.float64).max / 4
+CHUNK_SIZE = 1 << 16
 """Entries that are averaged at a time: their quotients stay in cache."""
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _AverageState:
     """What an average has heard: replaced as a whole, so that nobody ever finds half a mean, whatever interrupts.
 
     Attributes:
@@ -44,11 +44,11 @@ class _Heard:
         truncated: what truncations of the mean left out.
     """
 
-    last: int = -1
+    last_version: int = -1
     count: int = 0
     like: Tensor | None = None
     mean: Any = None
-    kept: tuple[tuple[int, Tensor], ...] = ()
+    models: tuple[tuple[int, Tensor], ...] = ()
     truncated: float = 0.0
 
 
@@ -113,7 +113,7 @@ class SWA:
     ) -> None:
         check_is_manifold(space)
         check_choice("kind", kind, KINDS)
-        lacks = sorted(NEEDS[kind] - space.capabilities)
+        lacks = sorted(REQUIRED_PRIMITIVES[kind] - space.capabilities)
         if lacks and not (space.flat or space.ambient):
             raise ArgumentError(f"space: expected a flat manifold or one with {lacks[0]}, got {space}")
         self.space = space
@@ -123,11 +123,11 @@ class SWA:
         self.offset = check_count("offset", offset, at_least=0)
         self.periodic = None if periodic is None else check_count("periodic", periodic)
         self._lock = threading.RLock()
-        self._heard = _Heard()
-        self._spare: Tensor | None = None
-        self._certified: tuple[object, KarcherMean] | None = None
+        self._state = _AverageState()
+        self._spare_buffer: Tensor | None = None
+        self._cached_mean: tuple[object, KarcherMean] | None = None
 
-    def chosen(self, version: int) -> bool:
+    def selects(self, version: int) -> bool:
         """Whether a version is averaged."""
         place = version - self.offset
         return place >= self.start and place % self.cycle == 0
@@ -146,32 +146,32 @@ class SWA:
         """
         check_count("version", version, at_least=0)
         with self._lock:
-            before = self._heard
-            if version == before.last:
+            before = self._state
+            if version == before.last_version:
                 return
-            if version < before.last:
-                raise ArgumentError(f"version: expected one above {before.last}, got {version}")
-            after = replace(before, last=version)
-            if self.chosen(version):
-                after = self._with(after, check_model(self.space, model, "model", like=before.like))
-            self._heard = after
+            if version < before.last_version:
+                raise ArgumentError(f"version: expected one above {before.last_version}, got {version}")
+            after = replace(before, last_version=version)
+            if self.selects(version):
+                after = self._with_model(after, check_model(self.space, model, "model", like=before.like))
+            self._state = after
             if self.space.flat and after.mean is not before.mean:
-                self._spare = before.mean
+                self._spare_buffer = before.mean
 
     @property
-    def overwrites(self) -> bool:
+    def has_reset_points(self) -> bool:
         """Whether `overwrite` has anything to say: whether `periodic` is given."""
         return self.periodic is not None
 
     @property
     def count(self) -> int:
         """How many models are averaged: since the last overwriting, where there is one."""
-        return self._heard.count
+        return self._state.count
 
     @property
     def versions(self) -> tuple[int, ...]:
         """The versions that are kept: those that are averaged if `kind="exact"`, none in streaming form."""
-        return tuple(version for version, _ in self._heard.kept)
+        return tuple(version for version, _ in self._state.models)
 
     @property
     def average(self) -> Float[Tensor, "..."] | None:
@@ -182,12 +182,12 @@ class SWA:
         mean = self.mean
         if mean is not None:
             return mean.point
-        return self._read(self._average)
+        return self._consistent_read(self._average_of)
 
     @property
     def truncated(self) -> float:
         """The Frobenius norms of what truncations of a streaming mean of low-rank leaves left out, added up."""
-        return self._heard.truncated
+        return self._state.truncated
 
     @property
     def mean(self) -> KarcherMean | None:
@@ -195,22 +195,22 @@ class SWA:
 
         Its tensors are copies.
         """
-        kept = self._heard.kept
+        kept = self._state.models
         if not kept:
             return None
-        known = self._certified
+        known = self._cached_mean
         if known is None or known[0] is not kept:
             known = (kept, karcher(self.space, [model for _, model in kept]))
-            self._certified = known
+            self._cached_mean = known
         mean = known[1]
         return replace(mean, point=mean.point.clone(), residual=mean.residual.clone())
 
-    def averaged(self, model: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    def average_or(self, model: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         r"""What a run returns that ends with `model`: the average, or a copy of $\Theta^T$ = `model` without one."""
         average = self.average
         return model.detach().clone() if average is None else average
 
-    def overwrite(self, version: int) -> Float[Tensor, "..."] | None:
+    def reset_point(self, version: int) -> Float[Tensor, "..."] | None:
         r"""The point that a version is to be overwritten with, or `None` where it is to stay.
 
         A listener cannot write the model of a server. Who drives the run asks after `update(version, model)`: it is
@@ -225,28 +225,28 @@ class SWA:
             ArgumentError: if `version` is another one.
         """
         with self._lock:
-            before = self._heard
-            if check_count("version", version, at_least=0) != before.last:
-                raise ArgumentError(f"version: expected the latest one, {before.last}, got {version}")
+            before = self._state
+            if check_count("version", version, at_least=0) != before.last_version:
+                raise ArgumentError(f"version: expected the latest one, {before.last_version}, got {version}")
             place = version - self.offset
             if self.periodic is None or before.count == 0 or place <= 0 or place % self.periodic:
                 return None
             point = self.average
-            written = None if point is None else self._precise(point)
-            self._heard = replace(before, count=0, mean=written, kept=(), truncated=0.0)
+            written = None if point is None else self._to_float64(point)
+            self._state = replace(before, count=0, mean=written, models=(), truncated=0.0)
             return point
 
     def state(self) -> dict[str, Any]:
         """All that `load` needs to go on from here: a tree of tensors and numbers, none of them shared."""
-        return self._read(
+        return self._consistent_read(
             lambda heard: {
                 "options": self._options,
-                "last": heard.last,
+                "last": heard.last_version,
                 "count": heard.count,
                 "like": None if heard.like is None else heard.like.new_zeros(()),
-                "mean": _copied(heard.mean),
+                "mean": _clone_mean(heard.mean),
                 "truncated": heard.truncated,
-                "kept": {version: model.clone() for version, model in heard.kept},
+                "kept": {version: model.clone() for version, model in heard.models},
             }
         )
 
@@ -257,7 +257,7 @@ class SWA:
             ArgumentError: if it is no such tree, that of other options, or its models do not lie on this space. Nothing
                 has changed then.
         """
-        if not isinstance(state, Mapping) or set(state) != STATE or not isinstance(state["kept"], Mapping):
+        if not isinstance(state, Mapping) or set(state) != STATE_KEYS or not isinstance(state["kept"], Mapping):
             raise ArgumentError("state: expected what SWA.state() returned")
         if state["options"] != self._options:
             raise ArgumentError(f"state: expected that of a SWA with {self._options}, got {state['options']}")
@@ -271,7 +271,7 @@ class SWA:
         truncated = check_number("truncated", state["truncated"], at_least=0)
         if isinstance(mean, tuple | list) and like is not None and self.space.ambient:
             point = like.new_empty(self.space.shape, dtype=torch.float64)
-            mean = _copied(AmbientSpace.of(self.space, point).check("mean", mean, point))
+            mean = _clone_mean(AmbientSpace.of(self.space, point).check("mean", mean, point))
         elif mean is not None:
             mean = check_model(self.space, mean, "mean").clone()
         for version in sorted(check_count("kept", version, at_least=0) for version in state["kept"]):
@@ -289,91 +289,91 @@ class SWA:
                 raise ArgumentError(f"{name}: expected a tensor {dtype} on {like.device}, got {x.dtype} on {x.device}")
         like = None if like is None else like.expand(shape)
         with self._lock:
-            self._spare = None
-            self._heard = _Heard(last, count, like, mean, tuple(kept.items()), truncated)
+            self._spare_buffer = None
+            self._state = _AverageState(last, count, like, mean, tuple(kept.items()), truncated)
 
     @property
     def _options(self) -> dict[str, Any]:
         names = ("kind", "start", "cycle", "offset", "periodic")
         return {name: getattr(self, name) for name in names}
 
-    def _read(self, taken: Callable[[_Heard], T]) -> T:
+    def _consistent_read(self, read: Callable[[_AverageState], T]) -> T:
         """What is taken of what was heard, as copies. Nobody waits.
 
         The memory of a mean is written again only after what was heard has been replaced: what was taken until then is
         whole, else it is taken anew.
         """
         while True:
-            heard = self._heard
-            result = taken(heard)
-            if self._heard is heard:
+            heard = self._state
+            result = read(heard)
+            if self._state is heard:
                 return result
 
-    def _with(self, heard: _Heard, model: Tensor) -> _Heard:
+    def _with_model(self, state: _AverageState, model: Tensor) -> _AverageState:
         """What was heard, and a chosen model, the latest."""
         like = model.new_empty(()).expand(model.shape)
-        count = heard.count + 1
+        count = state.count + 1
         if (
             self.space.flat
             and model.dtype == torch.float64
             and model.numel()
-            and max(map(abs, torch.stack(model.aminmax()).tolist())) > HUGE
+            and max(map(abs, torch.stack(model.aminmax()).tolist())) > MAX_ENTRY
         ):
-            raise ArgumentError(f"model: expected entries up to {HUGE:g}, differences of which are numbers")
+            raise ArgumentError(f"model: expected entries up to {MAX_ENTRY:g}, differences of which are numbers")
         if self.kind == "exact":
-            kept = (*heard.kept, (heard.last, model.clone()))
-            return replace(heard, count=count, like=like, kept=kept)
-        if heard.count == 0 or heard.mean is None:
-            return replace(heard, count=count, like=like, mean=self._precise(model))
+            kept = (*state.models, (state.last_version, model.clone()))
+            return replace(state, count=count, like=like, models=kept)
+        if state.count == 0 or state.mean is None:
+            return replace(state, count=count, like=like, mean=self._to_float64(model))
         if self.space.ambient:
             ambient = AmbientSpace.of(self.space, model)
             mean = ambient.for_state(
-                [heard.mean, model], [1.0, 1 / count], minus=[None, heard.mean], dtype=torch.float64
+                [state.mean, model], [1.0, 1 / count], minus=[None, state.mean], dtype=torch.float64
             )
-            truncated = heard.truncated + ambient.diagnostics["state_truncated"]
-            return replace(heard, count=count, like=like, mean=mean, truncated=truncated)
-        return replace(heard, count=count, like=like, mean=self._mean_of(heard.mean, model, count))
+            truncated = state.truncated + ambient.diagnostics["state_truncated"]
+            return replace(state, count=count, like=like, mean=mean, truncated=truncated)
+        return replace(state, count=count, like=like, mean=self._running_mean(state.mean, model, count))
 
-    def _average(self, heard: _Heard) -> Tensor | None:
+    def _average_of(self, state: _AverageState) -> Tensor | None:
         """The mean in the dtype of the models, a copy."""
-        if heard.mean is None or heard.like is None:
+        if state.mean is None or state.like is None:
             return None
-        if isinstance(heard.mean, tuple):
-            return AmbientSpace.of(self.space, heard.like).to_point(heard.mean, heard.like)
-        mean: Tensor = heard.mean.to(heard.like.dtype, copy=True)
+        if isinstance(state.mean, tuple):
+            return AmbientSpace.of(self.space, state.like).to_point(state.mean, state.like)
+        mean: Tensor = state.mean.to(state.like.dtype, copy=True)
         return mean
 
-    def _mean_of(self, mean: Tensor, model: Tensor, count: int) -> Tensor:
+    def _running_mean(self, mean: Tensor, model: Tensor, count: int) -> Tensor:
         """The mean of `count` models, the last of which is `model`."""
         if self.space.flat:
             # Taken out of its place before it is written: an update that interrupts this one finds none.
-            spare = self._spare
-            self._spare = None
+            spare = self._spare_buffer
+            self._spare_buffer = None
             out = empty_like(mean) if spare is None else spare
-            averaged_in(mean.view(-1), model.reshape(-1), count, out=out.view(-1))
+            update_mean(mean.view(-1), model.reshape(-1), count, out=out.view(-1))
             return out
-        between = geodesic(self.space, mean, self._precise(model), 1.0 / count)
+        between = geodesic(self.space, mean, self._to_float64(model), 1.0 / count)
         try:
-            return self._precise(check_model(self.space, between, "average"))
+            return self._to_float64(check_model(self.space, between, "average"))
         except ArgumentError:
             raise ArgumentError(
                 "model: expected one that a geodesic joins to the average; it is too far away"
             ) from None
 
-    def _precise(self, model: Tensor) -> Tensor:
+    def _to_float64(self, model: Tensor) -> Tensor:
         """A copy in float64, brought onto the space, which a narrower dtype misses by its rounding."""
         point = model.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
         return point if self.space.flat or "project" not in self.space.capabilities else self.space._project(point)
 
 
-def _copied(mean: Any) -> Any:
+def _clone_mean(mean: Any) -> Any:
     """A mean in memory of its own."""
     if isinstance(mean, tuple):
         return tuple([piece.detach().clone() for piece in mean])
     return None if mean is None else mean.clone()
 
 
-def averaged_in(
+def update_mean(
     mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int, *, out: Float[Tensor, " P"]
 ) -> Float[Tensor, " P"]:
     r"""$m + (\Theta - m) / n$ for the n-th model, rounded as written, in `out` (float64, as is `mean`).
@@ -383,12 +383,12 @@ def averaged_in(
 
     Example:
         >>> mean = torch.tensor([1.0], dtype=torch.float64)
-        >>> averaged_in(mean, torch.tensor([4.0]), 3, out=torch.empty_like(mean))
+        >>> update_mean(mean, torch.tensor([4.0]), 3, out=torch.empty_like(mean))
         tensor([2.], dtype=torch.float64)
     """
-    scratch = mean.new_empty(min(CHUNK, len(mean)))
-    for low in range(0, len(mean), CHUNK):
-        piece = mean[low : low + CHUNK]
-        step = combine(None, [model[low : low + CHUNK]], [1.0], minus=piece, out=scratch[: len(piece)])
-        combine(piece, [step.div_(count)], [1.0], out=out[low : low + CHUNK])
+    scratch = mean.new_empty(min(CHUNK_SIZE, len(mean)))
+    for low in range(0, len(mean), CHUNK_SIZE):
+        piece = mean[low : low + CHUNK_SIZE]
+        step = combine(None, [model[low : low + CHUNK_SIZE]], [1.0], minus=piece, out=scratch[: len(piece)])
+        combine(piece, [step.div_(count)], [1.0], out=out[low : low + CHUNK_SIZE])
     return out

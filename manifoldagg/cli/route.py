@@ -13,7 +13,7 @@ from manifoldagg._validation import check_choice
 from manifoldagg.cli._console import screen
 from manifoldagg.cli.tables import new_table
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
-from manifoldagg.routing.plan import Plan, check_out, make_plan, read_rates, write_files
+from manifoldagg.routing.plan import Plan, check_output_path, make_plan, read_rates, write_files
 
 __all__ = ["objective_bound", "route_command", "routing_tables"]
 
@@ -46,15 +46,15 @@ def route_command(
     """
     constants = {"rate": rate, "smoothness": smoothness, "noise": noise, "gap": gap}
     with graceful_shutdown():
-        check_out(out)
+        check_output_path(out)
         clients = read_rates(rates)
         bound = objective_bound(objective, clients.rates, tasks, rounds=rounds, **constants)
         plan = make_plan(clients, bound)
         files = write_files(plan, out)
     for grid in routing_tables(plan):
         screen.print(grid)
-    if not plan.found.converged:
-        screen.print(f"The optimiser stopped at a gradient of {plan.found.gradient_norm:.1e}.", highlight=False)
+    if not plan.optimum.converged:
+        screen.print(f"The optimiser stopped at a gradient of {plan.optimum.gradient_norm:.1e}.", highlight=False)
     screen.print(f"Written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -62,12 +62,12 @@ def objective_bound(objective: str, rates: np.ndarray, tasks: int, *, rounds: in
     """The bound that an objective's name means: "time" is H, "update" is G."""
     if check_choice("objective", objective, ("time", "update")) == "time":
         return TimeBound(rates, tasks, **constants)
-    return UpdateBound(rates, tasks, **constants, rounds=rounds)
+    return UpdateBound(rates, tasks, **constants, num_updates=rounds)
 
 
 def routing_tables(plan: Plan) -> tuple[Table, Table]:
     """Groups of clients under the routing found, and the three routings side by side."""
-    title = f"{len(plan.clients.names)} clients, {plan.bound.tasks} tasks"
+    title = f"{len(plan.clients.names)} clients, {plan.bound.concurrency} tasks"
     groups = new_table("group", "clients", "rate", "share of each", "mean queue", "relative delay", title=title)
     for g in plan.groups():
         # A name is no markup.

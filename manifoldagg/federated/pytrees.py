@@ -54,7 +54,7 @@ def replaced(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
         items = [replaced(branch, change) for branch in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return type(tree)(*items) if hasattr(tree, "_to_fields") else type(tree)(items)
     return tree
 
 

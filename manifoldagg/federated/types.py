@@ -397,11 +397,12 @@ def check_averaging(averaging: Averaging | None) -> Averaging | None:
     """What listens to versions, if anything.
 
     Raises:
-        ArgumentError: if it lacks a method of `Averaging`, or is one that overwrites the model.
+        ArgumentError: if it lacks a method of `Averaging`, or is one that has_reset_points (getattr by string) the
+            model.
     """
     if averaging is not None and not isinstance(averaging, Averaging):
         raise ArgumentError(f"averaging: expected `average`, `update`, `state` and `load`; {averaging!r} lacks some")
-    if getattr(averaging, "overwrites", False):
+    if getattr(averaging, "has_reset_points", False):
         raise ArgumentError("averaging: expected periodic=None, as a listener cannot overwrite the server's model")
     return averaging
 

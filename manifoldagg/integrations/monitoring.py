@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["to_logging", "to_prometheus", "to_tensorboard"]
 
-WRONG = (Refused, Expired, CheckpointFailed)
+WARNING_EVENTS = (Refused, Expired, CheckpointFailed)
 """What goes to a log as a warning."""
-VERSIONS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+STALENESS_BUCKETS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """Bounds of the histogram of staleness."""
-SECONDS = tuple(digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5))
+SECONDS_BUCKETS = tuple(digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5))
 """Bounds of the histograms of seconds: from a tenth of a millisecond to half a day."""
 
 
@@ -50,12 +50,12 @@ def to_logging(logger: logging.Logger) -> Watcher:
         >>> server = Server(Flat(2), FedAsync(), torch.zeros(2))
         >>> stop = server.on_event(to_logging(logger))
         >>> server.close()
-        Closed version=0 out=0
+        Closed version=0 in_flight=0 (doctest; follows Event.out -> in_flight)
         >>> logger.removeHandler(handler)
     """
 
     def watch(event: Event) -> None:
-        level = logging.WARNING if isinstance(event, WRONG) else logging.INFO
+        level = logging.WARNING if isinstance(event, WARNING_EVENTS) else logging.INFO
         if logger.isEnabledFor(level):
             fields = dict(vars(event))
             if isinstance(event, Accepted):
@@ -132,16 +132,16 @@ def to_prometheus(registry: "CollectorRegistry | None" = None) -> Watcher:
         kind: Counter(f"manifoldagg_{name}", f"{name.replace('_', ' ')}, so far", registry=where)
         for kind, name in kinds.items()
     }
-    refused = Counter("manifoldagg_refused", "updates that were refused, by the field", ["field"], registry=where)
+    refused = Counter("manifoldagg_refused", "rejected updates, by field", ["field"], registry=where)
     staleness = Histogram(
-        "manifoldagg_staleness_versions", "of updates that were taken", buckets=VERSIONS, registry=where
+        "manifoldagg_staleness_versions", "staleness of applied updates", buckets=STALENESS_BUCKETS, registry=where
     )
     latency = Histogram(
-        "manifoldagg_latency_seconds", "from the dispatch to the answer", buckets=SECONDS, registry=where
+        "manifoldagg_latency_seconds", "time from dispatch to the update", buckets=SECONDS_BUCKETS, registry=where
     )
-    step = Histogram("manifoldagg_step_seconds", "of the server's own work", buckets=SECONDS, registry=where)
+    step = Histogram("manifoldagg_step_seconds", "of the server's own work", buckets=SECONDS_BUCKETS, registry=where)
     version = Gauge("manifoldagg_version", "of the model", registry=where)
-    tickets = Gauge("manifoldagg_tickets", "that are out", registry=where)
+    tickets = Gauge("manifoldagg_tickets", "in flight", registry=where)
     memory = Gauge("manifoldagg_memory_bytes", "by what they are for", ["kind"], registry=where)
 
     def watch(event: Event) -> None:

@@ -10,11 +10,11 @@ from torch import Tensor
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import TensorList
 
-__all__ = ["Memory", "check_apart"]
+__all__ = ["MemoryAccess", "check_no_alias"]
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryAccess:
     """The rows of one model: each has a tensor for each parameter.
 
     Attributes:
@@ -24,22 +24,22 @@ class Memory:
     """
 
     names: Sequence[str]
-    written: Sequence[TensorList]
-    read: Iterable[Any]
+    writes: Sequence[TensorList]
+    reads: Iterable[Any]
 
 
-def check_apart(models: Sequence[Memory]) -> None:
+def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
     """What models write is apart, and what they read is apart from it, or the same entries of the same parameter.
 
     Raises:
         ArgumentError: naming a parameter of which that is not so.
     """
-    names = [name for model in models for name in model.names]
-    borders = np.cumsum([0, *(len(model.names) for model in models)])
+    names = [name for model in accesses for name in model.names]
+    borders = np.cumsum([0, *(len(model.names) for model in accesses)])
     spans, places = [], []
     tensors: list[Tensor] = []
-    for model, start in zip(models, borders, strict=False):
-        for row in model.written:
+    for model, start in zip(accesses, borders, strict=False):
+        for row in model.writes:
             odd = (
                 [] if row.is_contiguous else [name for name, x in zip(model.names, row, strict=True) if _is_expanded(x)]
             )
@@ -60,8 +60,8 @@ def check_apart(models: Sequence[Memory]) -> None:
     if len(shared):
         name = names[max(place[shared[0]], place[shared[0] + 1])]
         raise ArgumentError(f"params: {name}: expected memory of its own, got some that is written elsewhere too")
-    for model, start in zip(models, borders, strict=False):
-        for row in {id(row): row for row in model.read if isinstance(row, TensorList)}.values():
+    for model, start in zip(accesses, borders, strict=False):
+        for row in {id(row): row for row in model.reads if isinstance(row, TensorList)}.values():
             begin, end = row.address_ranges
             # By address, the first that ends behind where each begins: it is met, if any is.
             first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)

@@ -1,8 +1,9 @@
 """What a rule keeps, as torch keeps it: for each parameter by name tensors, and numbers that all of them share.
 
 A state is a tree of dicts and tuples. Its leaves are named by their way through the tree, `correction.0.length`. Rows
-are kept piece by piece, each beside its parameter; vectors likewise, under a name that ends in `VECTOR`. A list has one
-number for each parameter, under a name that ends in `EACH`. A word is the number that its letters make, `None` is 0,
+are kept piece by piece, each beside its parameter; vectors likewise, under a name that ends in `VECTOR_SUFFIX`. A list
+has one number for each parameter, under a name that ends in `PER_PARAMETER_SUFFIX`. A word is the number that its
+letters make, `None` is 0,
 under a name that ends in `WORD`: checkpoints of torch take tensors and numbers. Which rule it is of is such a word too.
 """
 
@@ -20,33 +21,44 @@ from manifoldagg.federated import Rule
 from manifoldagg.federated.server.durability.fingerprint import path_of
 from manifoldagg.kernels import TensorList
 
-__all__ = ["RULE", "Bound", "alike", "check_kept", "flattened", "kind_of", "restored", "shared"]
+__all__ = [
+    "RULE_ENTRY",
+    "NormBound",
+    "check_state",
+    "common",
+    "flatten_state",
+    "rule_key",
+    "unflatten_state",
+    "uniform_across_params",
+]
 
 _version = attrgetter("_version")
 
-EACH = "[]"
-VECTOR = "()"
-WORD = "@"
-RULE = "of" + WORD
+PER_PARAMETER_SUFFIX = "[]"
+VECTOR_SUFFIX = "()"
+STRING_SUFFIX = "@"
+RULE_ENTRY = "of" + STRING_SUFFIX
 """The name of the word for the rule that keeps the rest."""
 
-Kept = Mapping[str, Any]
+ParamState = Mapping[str, Any]
 """What is kept beside one parameter."""
 
 
-def shared(kept: Kept) -> dict[str, Any]:
+def common(state: ParamState) -> dict[str, Any]:
     """What all parameters of a model have in common: the numbers, and the names of the rest."""
-    return {name: None if isinstance(x, Tensor) or name.endswith(EACH) else x for name, x in kept.items()}
+    return {
+        name: None if isinstance(x, Tensor) or name.endswith(PER_PARAMETER_SUFFIX) else x for name, x in state.items()
+    }
 
 
-def alike(states: Sequence[Kept]) -> bool:
+def uniform_across_params(states: Sequence[ParamState]) -> bool:
     """Whether all parameters have this in common; told by columns, as a model has hundreds of parameters."""
     first = states[0]
     if any(one.keys() != first.keys() for one in states):
         return False
-    for name, value in shared(first).items():
+    for name, value in common(first).items():
         column = [one[name] for one in states]
-        if value is None and not name.endswith(EACH):
+        if value is None and not name.endswith(PER_PARAMETER_SUFFIX):
             if not all(isinstance(x, Tensor) for x in column):
                 return False
         elif value is not None and column.count(value) < len(column):
@@ -54,49 +66,49 @@ def alike(states: Sequence[Kept]) -> bool:
     return True
 
 
-def kind_of(rule: Rule) -> int:
+def rule_key(rule: Rule) -> int:
     """The word for a rule: its class, and those of the rules within."""
-    return _number(_called(rule))
+    return _encode_string(_rule_name(rule))
 
 
-def check_kept(name: str, kept: Kept, rule: Rule, begins: Any, shape: torch.Size) -> None:
+def check_state(name: str, state: ParamState, rule: Rule, initial_state: Any, shape: torch.Size) -> None:
     """What is kept beside a parameter of this shape is of this rule, and has all that it begins with.
 
     Raises:
         ArgumentError: if not.
     """
-    given = kept.get(RULE)
-    if given != kind_of(rule):
-        told = _word(given) if type(given) is int else "what no Outer kept"
-        raise ArgumentError(f"{name}: expected the state of {_called(rule)}, got {told}")
-    for key, value in kept.items():
+    given = state.get(RULE_ENTRY)
+    if given != rule_key(rule):
+        told = _decode_string(given) if type(given) is int else "what no Outer kept"
+        raise ArgumentError(f"{name}: expected the state of {_rule_name(rule)}, got {told}")
+    for key, value in state.items():
         if isinstance(value, Tensor) and value.shape != shape:
             raise ArgumentError(f"{name}: {key}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
-    for leaf in flattened(begins, [shape.numel()]):
-        stem = _stem(leaf)
-        if not any(_stem(key) == stem or key.startswith(f"{stem}.") for key in kept):
+    for leaf in flatten_state(initial_state, [shape.numel()]):
+        stem = _without_suffix(leaf)
+        if not any(_without_suffix(key) == stem or key.startswith(f"{stem}.") for key in state):
             raise ArgumentError(f"{name}: expected {stem}, which {type(rule).__name__} begins with")
 
 
-def _called(rule: Any) -> str:
+def _rule_name(rule: Any) -> str:
     parts = [getattr(rule, part.name) for part in fields(rule)] if is_dataclass(rule) else []
-    within = ", ".join(_called(part) for part in parts if hasattr(part, "init") and hasattr(part, "step"))
+    within = ", ".join(_rule_name(part) for part in parts if hasattr(part, "init") and hasattr(part, "step"))
     return path_of(type(rule)) + (f"({within})" if within else "")
 
 
-def _stem(name: str) -> str:
-    return name.removesuffix(VECTOR).removesuffix(EACH).removesuffix(WORD)
+def _without_suffix(name: str) -> str:
+    return name.removesuffix(VECTOR_SUFFIX).removesuffix(PER_PARAMETER_SUFFIX).removesuffix(STRING_SUFFIX)
 
 
-def _number(word: str) -> int:
-    return int.from_bytes(word.encode())
+def _encode_string(text: str) -> int:
+    return int.from_bytes(text.encode())
 
 
-def _word(number: int) -> str:
+def _decode_string(number: int) -> str:
     return number.to_bytes((number.bit_length() + 7) // 8).decode(errors="replace")
 
 
-def flattened(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
+def flatten_state(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
     """The leaves of a state by name: numbers, `PendingSum`s, and lists with a tensor or a number for each parameter.
 
     Args:
@@ -106,93 +118,93 @@ def flattened(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
     Raises:
         RuleError: if there is a leaf that is none of these.
     """
-    return dict(_leaves("", tree, lengths))
+    return dict(_iter_leaves("", tree, lengths))
 
 
-def _leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple[str, Any]]:
+def _iter_leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
         for key, branch in tree.items():
-            yield from _leaves(f"{name}.{key}" if name else str(key), branch, lengths)
+            yield from _iter_leaves(f"{name}.{key}" if name else str(key), branch, lengths)
     elif isinstance(tree, PendingSum) or type(tree) in (int, float, bool):
         yield name, tree
     elif isinstance(tree, Tensor) and tree.ndim == 1 and len(tree) == sum(lengths):
-        yield name + VECTOR, list(tree.split([*lengths]))
+        yield name + VECTOR_SUFFIX, list(tree.split([*lengths]))
     elif isinstance(tree, TensorList):
         yield name, list(tree)
     elif isinstance(tree, list) and len(tree) == len(lengths) and all(isinstance(x, int | float) for x in tree):
-        yield name + EACH, tree
+        yield name + PER_PARAMETER_SUFFIX, tree
     elif isinstance(tree, tuple):
         for i, branch in enumerate(tree):
-            yield from _leaves(f"{name}.{i}", branch, lengths)
+            yield from _iter_leaves(f"{name}.{i}", branch, lengths)
     elif tree is None or isinstance(tree, str):
-        yield name + WORD, _number(tree or "")
+        yield name + STRING_SUFFIX, _encode_string(tree or "")
     else:
         raise RuleError(f"rule: state: {name}: expected numbers, words and what is as long as a model, got {tree!r}")
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class NormBound:
     """How long a row is at most, as long as its tensors are these and nobody else has written into them."""
 
     row: TensorList
-    length: float
+    norm: float
     versions: tuple[int, ...]
 
     @staticmethod
-    def of(row: TensorList, length: float) -> "Bound | None":
+    def of(row: TensorList, norm: float) -> "NormBound | None":
         """That of a row that was just written, with sums of this length; `None` where writing leaves no trace."""
         if any(map(Tensor.is_inference, row)):
             return None
         rounded = 1 + max([torch.finfo(dtype).eps for dtype in row.dtypes])
-        return Bound(row, rounded * length, tuple(map(_version, row)))
+        return NormBound(row, rounded * norm, tuple(map(_version, row)))
 
-    def holds(self, row: TensorList) -> bool:
+    def applies_to(self, row: TensorList) -> bool:
         """Whether it is one of this row."""
         same = len(row) == len(self.row) and all(map(is_, row, self.row))
         return same and tuple(map(_version, row)) == self.versions
 
 
-def restored(kept: Sequence[Kept], bounds: Mapping[str, Bound]) -> Any:
+def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound]) -> Any:
     """The tree of which these are the leaves, each beside its parameter; `None` where nothing is kept.
 
     Args:
         kept: beside each parameter.
         bounds: of rows by name, as far as they are known.
     """
-    if not kept[0]:
+    if not states[0]:
         return None
     tree: dict[str, Any] = {}
-    for name, value in kept[0].items():
-        if name == RULE:
+    for name, value in states[0].items():
+        if name == RULE_ENTRY:
             continue
         leaf: Any = value
-        if name.endswith(VECTOR):
-            name = name.removesuffix(VECTOR)
-            leaf = torch.cat([one[name + VECTOR].reshape(-1) for one in kept])
-        elif name.endswith(EACH):
-            name = name.removesuffix(EACH)
-            leaf = [one[name + EACH] for one in kept]
+        if name.endswith(VECTOR_SUFFIX):
+            name = name.removesuffix(VECTOR_SUFFIX)
+            leaf = torch.cat([one[name + VECTOR_SUFFIX].reshape(-1) for one in states])
+        elif name.endswith(PER_PARAMETER_SUFFIX):
+            name = name.removesuffix(PER_PARAMETER_SUFFIX)
+            leaf = [one[name + PER_PARAMETER_SUFFIX] for one in states]
         elif isinstance(value, Tensor):
-            leaf = TensorList([one[name] for one in kept])
+            leaf = TensorList([one[name] for one in states])
             bound = bounds.get(name)
-            if bound is not None and bound.holds(leaf):
-                leaf.bound = bound.length
-        elif name.endswith(WORD):
-            name = name.removesuffix(WORD)
-            leaf = _word(value) or None
+            if bound is not None and bound.applies_to(leaf):
+                leaf.bound = bound.norm
+        elif name.endswith(STRING_SUFFIX):
+            name = name.removesuffix(STRING_SUFFIX)
+            leaf = _decode_string(value) or None
         *way, last = name.split(".")
         branch = tree
         for step in way:
             branch = branch.setdefault(step, {})
         branch[last] = leaf
-    return _joined(tree)
+    return _restore_tuples(tree)
 
 
-def _joined(tree: Any) -> Any:
+def _restore_tuples(tree: Any) -> Any:
     """The tree with tuples where the names are places: whoever kept it may have brought these into another order."""
     if not isinstance(tree, dict):
         return tree
-    branches = {name: _joined(branch) for name, branch in tree.items()}
+    branches = {name: _restore_tuples(branch) for name, branch in tree.items()}
     if branches and all(name.isdigit() for name in branches):
         return tuple([branches[place] for place in sorted(branches, key=int)])
     return branches

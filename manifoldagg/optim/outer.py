@@ -24,13 +24,22 @@ from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.backends import selection
 from manifoldagg.kernels.operands import dtensors_in
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.optim._memory import Memory, check_apart
-from manifoldagg.optim._state import RULE, Bound, alike, check_kept, flattened, kind_of, restored, shared
+from manifoldagg.optim._memory import MemoryAccess, check_no_alias
+from manifoldagg.optim._state import (
+    RULE_ENTRY,
+    NormBound,
+    check_state,
+    common,
+    flatten_state,
+    rule_key,
+    unflatten_state,
+    uniform_across_params,
+)
 
 __all__ = ["Outer"]
 
-WORD = re.compile(r"[\w-]+")
-WORKER = "worker "
+WORKER_NAME = re.compile(r"[\w-]+")
+WORKER_PREFIX = "worker "
 """How the names begin of what a rule keeps for a worker."""
 
 
@@ -77,12 +86,12 @@ class Outer(torch.optim.Optimizer):
             raise ArgumentError(f"rule: expected one that works on rows and asks for models alone, got {rule!r}")
         check_number("lr", float(lr), at_least=0)
         self.rule = rule
-        self._bounds: dict[Tensor, dict[str, Bound]] = {}
+        self._norm_bounds: dict[Tensor, dict[str, NormBound]] = {}
         super().__init__(params, {"lr": lr})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._bounds = {}
+        self._norm_bounds = {}
 
     def __getstate__(self) -> dict[str, Any]:
         kept: dict[str, Any] = super().__getstate__()
@@ -96,7 +105,7 @@ class Outer(torch.optim.Optimizer):
             if not p.is_floating_point() or p.layout is not torch.strided:
                 self.param_groups.pop()
                 raise ArgumentError(
-                    f"params: {_name(group, i)}: expected a dense floating tensor, got {p.dtype}, {p.layout}"
+                    f"params: {_param_name(group, i)}: expected a dense floating tensor, got {p.dtype}, {p.layout}"
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -110,9 +119,9 @@ class Outer(torch.optim.Optimizer):
         for p, key in zip(params, saved, strict=False):
             kept = state_dict["state"].get(key)
             if kept:
-                here = _local([p])
-                begins = self.rule.init(_space(((here[0].shape, here[0].dtype),)), here)
-                check_kept(f"state_dict: state: {key}", kept, self.rule, begins, p.shape)
+                here = _local_rows([p])
+                begins = self.rule.init(_parameter_space(((here[0].shape, here[0].dtype),)), here)
+                check_state(f"state_dict: state: {key}", kept, self.rule, begins, p.shape)
         super().load_state_dict(dict(state_dict))
         for p, key in zip(params, saved, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
@@ -155,22 +164,24 @@ class Outer(torch.optim.Optimizer):
                 loss = closure()
         check_count("staleness", staleness, at_least=0)
         check_number("weight", weight, above=0)
-        if not (worker is None or type(worker) is int or WORD.fullmatch(str(worker))):
+        if not (worker is None or type(worker) is int or WORKER_NAME.fullmatch(str(worker))):
             raise ArgumentError(f"worker: expected an int or a word of letters, digits and dashes, got {worker!r}")
         if base is None and staleness and getattr(self.rule, "drifts", True):
             raise ArgumentError(
                 f"base: expected where the worker started, for {type(self.rule).__name__} of what is late"
             )
         with torch.no_grad():
-            given = self._bases(base)
+            given = self._check_bases(base)
             known = {"staleness": staleness, "client": worker, "weight": weight}
-            moves = [self._planned(model, given, known) for group in self.param_groups for model in self._models(group)]
-            check_apart([move.memory for move in moves])
+            moves = [
+                self._plan(model, given, known) for group in self.param_groups for model in self._param_sets(group)
+            ]
+            check_no_alias([move.memory_access for move in moves])
             for move in moves:
-                self._bounds[move.params[0]] = move.made(self.state)
+                self._norm_bounds[move.params[0]] = move.apply(self.state)
         return loss
 
-    def _bases(self, base: Sequence[Tensor] | None) -> dict[Tensor, Tensor]:
+    def _check_bases(self, base: Sequence[Tensor] | None) -> dict[Tensor, Tensor]:
         if base is None:
             return {}
         params = [p for group in self.param_groups for p in group["params"]]
@@ -182,78 +193,80 @@ class Outer(torch.optim.Optimizer):
             if not isinstance(b, Tensor) or not b.is_floating_point() or b.layout is not torch.strided:
                 kind = f"{b.layout} of {b.dtype}" if isinstance(b, Tensor) else repr(b)
                 raise ArgumentError(f"base[{i}]: expected a dense floating tensor, got {kind}")
-            if b.shape != p.shape or b.device != p.device or _held(b) != _held(p):
+            if b.shape != p.shape or b.device != p.device or _placement(b) != _placement(p):
                 raise ArgumentError(f"base[{i}]: expected a tensor like the parameter, of shape {tuple(p.shape)}")
         return dict(zip(params, base, strict=True))
 
-    def _models(self, group: dict[str, Any]) -> list["Model"]:
+    def _param_sets(self, group: dict[str, Any]) -> list["ParamSet"]:
         """The parameters of a group that have a gradient; apart are those that have not taken the same steps."""
         gradients: list[Any] = [p.grad for p in group["params"]]
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         gradients = [gradients[i] for i in places]
         params = [group["params"][i] for i in places]
-        names = [_name(group, i) for i in places]
+        names = [_param_name(group, i) for i in places]
         _check_gradients(names, params, gradients)
         rate = check_number("lr", float(group["lr"]), at_least=0)
         states = [self.state.get(p, {}) for p in params]
-        found: list[Model] = []
-        if params and alike(states):
-            found.append(Model(params, names, gradients, states, shared(states[0]), rate))
+        found: list[ParamSet] = []
+        if params and uniform_across_params(states):
+            found.append(ParamSet(params, names, gradients, states, common(states[0]), rate))
         else:
             for name, p, gradient, kept in zip(names, params, gradients, states, strict=True):
-                numbers = shared(kept)
-                model = next((one for one in found if one.kept == numbers), None)
+                numbers = common(kept)
+                model = next((one for one in found if one.common_state == numbers), None)
                 if model is None:
-                    model = Model([], [], [], [], numbers, rate)
+                    model = ParamSet([], [], [], [], numbers, rate)
                     found.append(model)
                 model.params.append(p)
                 model.names.append(name)
                 model.gradients.append(gradient)
                 model.states.append(kept)
         for model in found:
-            _check_places(model.names, model.params)
+            _check_placements(model.names, model.params)
         return found
 
-    def _planned(self, model: "Model", bases: Mapping[Tensor, Tensor], known: Mapping[str, Any]) -> "Move":
+    def _plan(
+        self, param_set: "ParamSet", bases: Mapping[Tensor, Tensor], update_info: Mapping[str, Any]
+    ) -> "PlannedStep":
         """What the rule makes of the gradients; nothing is written."""
-        params = model.params
-        here = _local(params)
-        gradients = _local(model.gradients)
-        kept = model.states
+        params = param_set.params
+        here = _local_rows(params)
+        gradients = _local_rows(param_set.gradients)
+        kept = param_set.states
         spread = bool(dtensors_in(params))
         if spread:
-            kept = [{name: _piece(x) for name, x in one.items()} for one in kept]
-        state = restored(kept, self._bounds.get(params[0], {}))
-        own = None if known["client"] is None else f"{WORKER}{known['client']}"
-        others = {} if state is None else {name: state.pop(name) for name in [*state] if name.startswith(WORKER)}
+            kept = [{name: _local_shard(x) for name, x in one.items()} for one in kept]
+        state = unflatten_state(kept, self._norm_bounds.get(params[0], {}))
+        own = None if update_info["client"] is None else f"{WORKER_PREFIX}{update_info['client']}"
+        others = {} if state is None else {name: state.pop(name) for name in [*state] if name.startswith(WORKER_PREFIX)}
         memory = others.pop(own, None)
-        space = _space(tuple([(x.shape, x.dtype) for x in here]))
-        base = _local([bases[p] for p in params]) if bases else here
-        update = Update(base=base, current=here, points=(gradients,), memory=memory, descent=True, **known)
+        space = _parameter_space(tuple([(x.shape, x.dtype) for x in here]))
+        base = _local_rows([bases[p] for p in params]) if bases else here
+        update = Update(base=base, current=here, points=(gradients,), memory=memory, descent=True, **update_info)
         try:
-            with _across(params[0]) if spread else nullcontext():
+            with _reduce_across_ranks(params[0]) if spread else nullcontext():
                 before = self.rule.init(space, here) if state is None else state
                 state, outcome = self.rule.step(space, before, update, out=DEFERRED)
         except ArgumentError as error:
-            for name, gradient in zip(model.names, gradients, strict=True):
+            for name, gradient in zip(param_set.names, gradients, strict=True):
                 if not is_finite(gradient):
                     raise ArgumentError(f"params: {name}: expected a gradient that is finite") from error
             for i, (p, tensor) in enumerate(bases.items()):
-                if any(p is one for one in params) and not is_finite(_piece(tensor)):
+                if any(p is one for one in params) and not is_finite(_local_shard(tensor)):
                     raise ArgumentError(f"base[{i}]: expected values that are finite") from error
             error.args = (str(error).replace("displacements[0]", "params: gradient"),)  # on another rank, or its square
             raise
         motion: Any = outcome.model
         if motion is not None:
-            motion = replace(motion, coefficients=model.rate * motion.coefficients)
-            if not model.rate * outcome.numbers.get("norm", math.inf) <= overflow_headroom(here):
+            motion = replace(motion, coefficients=param_set.rate * motion.coefficients)
+            if not param_set.rate * outcome.numbers.get("norm", math.inf) <= overflow_headroom(here):
                 motion.check()
         if own is not None and outcome.memory is not None:
             others[own] = outcome.memory
-        leaves = {RULE: kind_of(self.rule)} | flattened({**state, **others}, here.lengths)
-        bounds = None if spread else self._bounds.get(params[0], {})
-        move = Move(params, model.names, here, kept, motion, leaves, bounds)
-        for name, one in move.sums.items():
+        leaves = {RULE_ENTRY: rule_key(self.rule)} | flatten_state({**state, **others}, here.lengths)
+        bounds = None if spread else self._norm_bounds.get(params[0], {})
+        move = PlannedStep(params, param_set.names, here, kept, motion, leaves, bounds)
+        for name, one in move.pending_sums.items():
             one.check_finite_result(move.dtypes(name))
         if not outcome.sound and (spoils(state, before) or spoils(outcome.memory, memory)):
             raise ArgumentError("points: the rule's state would not be finite")
@@ -261,91 +274,103 @@ class Outer(torch.optim.Optimizer):
 
 
 @dataclass
-class Model:
+class ParamSet:
     """Parameters that are one model: their gradients, what is kept beside them and what of it is common, their rate."""
 
     params: list[Tensor]
     names: list[str]
     gradients: list[Tensor]
     states: list[dict[str, Any]]
-    kept: dict[str, Any]
+    common_state: dict[str, Any]
     rate: float
 
 
 @dataclass(frozen=True)
-class Move:
+class PlannedStep:
     """A step that nothing is in the way of."""
 
     params: list[Tensor]
     names: list[str]
-    here: TensorList
-    before: list[dict[str, Any]]
-    motion: PendingStep | None
-    leaves: dict[str, Any]
-    bounds: Mapping[str, Bound] | None
+    current: TensorList
+    previous_states: list[dict[str, Any]]
+    pending_step: PendingStep | None
+    new_state: dict[str, Any]
+    norm_bounds: Mapping[str, NormBound] | None
 
     @cached_property
-    def sums(self) -> dict[str, PendingSum]:
+    def pending_sums(self) -> dict[str, PendingSum]:
         """What is kept and not formed yet."""
-        return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, PendingSum)}
+        return {name: leaf for name, leaf in self.new_state.items() if isinstance(leaf, PendingSum)}
 
     @cached_property
-    def held(self) -> dict[str, TensorList]:
+    def existing_rows(self) -> dict[str, TensorList]:
         """Where sums go that have been kept before."""
-        return {name: TensorList([one[name] for one in self.before]) for name in self.sums if name in self.before[0]}
+        return {
+            name: TensorList([one[name] for one in self.previous_states])
+            for name in self.pending_sums
+            if name in self.previous_states[0]
+        }
 
     @property
-    def memory(self) -> Memory:
+    def memory_access(self) -> MemoryAccess:
         """Where that lies which it writes and reads."""
-        frames = {id(one.frame): one.frame for one in (self.motion, *self.sums.values()) if one is not None}
-        read = [row for frame in frames.values() for row in (*frame.rows, *frame.minus) if row is not self.here]
-        return Memory(self.names, [self.here, *self.held.values()], read)
+        frames = {
+            id(one.frame): one.frame for one in (self.pending_step, *self.pending_sums.values()) if one is not None
+        }
+        read = [row for frame in frames.values() for row in (*frame.rows, *frame.minus) if row is not self.current]
+        return MemoryAccess(self.names, [self.current, *self.existing_rows.values()], read)
 
-    def made(self, states: dict[Tensor, dict[str, Any]]) -> dict[str, Bound]:
+    def apply(self, states: dict[Tensor, dict[str, Any]]) -> dict[str, NormBound]:
         """Make it, and keep what is kept of it; returns how long the rows of that are at most, where it is known."""
-        targets = {name: self._target(name) for name in self.sums}
-        goals = [] if self.motion is None else [self.motion.combination(self.here)]
-        goals += [one.combination(targets[name]) for name, one in self.sums.items()]
+        targets = {name: self._output_row(name) for name in self.pending_sums}
+        goals = [] if self.pending_step is None else [self.pending_step.combination(self.current)]
+        goals += [one.combination(targets[name]) for name, one in self.pending_sums.items()]
         if goals:
             selection.combine_many(goals)
-        columns = [self._column(states, name, targets.get(name, leaf)) for name, leaf in self.leaves.items()]
+        columns = [self._state_column(states, name, targets.get(name, leaf)) for name, leaf in self.new_state.items()]
         for p, values in zip(self.params, zip(*columns, strict=True), strict=True):
-            states[p] = dict(zip(self.leaves, values, strict=True))
-        if self.bounds is None:
+            states[p] = dict(zip(self.new_state, values, strict=True))
+        if self.norm_bounds is None:
             return {}
-        bounds = {name: bound for name, bound in self.bounds.items() if name in self.leaves}
-        for name, one in self.sums.items():
-            bound = Bound.of(targets[name], one.frame.norm_bound(one.coefficients))
+        bounds = {name: bound for name, bound in self.norm_bounds.items() if name in self.new_state}
+        for name, one in self.pending_sums.items():
+            bound = NormBound.of(targets[name], one.frame.norm_bound(one.coefficients))
             bounds |= {} if bound is None else {name: bound}
         return bounds
 
     def dtypes(self, name: str) -> list[torch.dtype]:
         """In which a sum is kept beside each parameter."""
-        if name in self.held:
-            return [tensor.dtype for tensor in self.held[name]]
-        return [torch.promote_types(tensor.dtype, torch.float32) for tensor in self.here]
+        if name in self.existing_rows:
+            return [tensor.dtype for tensor in self.existing_rows[name]]
+        return [torch.promote_types(tensor.dtype, torch.float32) for tensor in self.current]
 
-    def _target(self, name: str) -> TensorList:
-        if name in self.held:
-            return self.held[name]
-        kinds = zip(self.here, self.dtypes(name), strict=True)
+    def _output_row(self, name: str) -> TensorList:
+        if name in self.existing_rows:
+            return self.existing_rows[name]
+        kinds = zip(self.current, self.dtypes(name), strict=True)
         form = torch.contiguous_format
         return TensorList([empty_like(tensor, dtype=dtype, memory_format=form) for tensor, dtype in kinds])
 
-    def _column(self, states: dict[Tensor, dict[str, Any]], name: str, leaf: Any) -> list[Any]:
+    def _state_column(self, states: dict[Tensor, dict[str, Any]], name: str, leaf: Any) -> list[Any]:
         """What is kept under a name, beside each parameter."""
         if not isinstance(leaf, list | tuple):
             return [leaf] * len(self.params)
         if leaf and not isinstance(leaf[0], Tensor):
             return [*leaf]
-        before = [one.get(name) for one in self.before]
+        before = [one.get(name) for one in self.previous_states]
         if all(map(is_, before, leaf)):
             return [states[p][name] for p in self.params]
-        pieces = [x if x.shape == here.shape else x.view(here.shape) for x, here in zip(leaf, self.here, strict=True)]
-        return [_placed(x, p) for x, p in zip(pieces, self.params, strict=True)] if dtensors_in(self.params) else pieces
+        pieces = [
+            x if x.shape == here.shape else x.view(here.shape) for x, here in zip(leaf, self.current, strict=True)
+        ]
+        return (
+            [_to_dtensor(x, p) for x, p in zip(pieces, self.params, strict=True)]
+            if dtensors_in(self.params)
+            else pieces
+        )
 
 
-def _name(group: Mapping[str, Any], i: int) -> str:
+def _param_name(group: Mapping[str, Any], i: int) -> str:
     return str(group["param_names"][i]) if "param_names" in group else f"parameter {i}"
 
 
@@ -359,41 +384,41 @@ def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: 
         if gradient.layout is not torch.strided or not gradient.is_floating_point():
             kind = f"{gradient.layout} of {gradient.dtype}"
             raise ArgumentError(f"params: {name}: expected a gradient that is a dense floating tensor, got {kind}")
-        if _held(gradient) != _held(p):
+        if _placement(gradient) != _placement(p):
             raise ArgumentError(f"params: {name}: expected a gradient with the placements of the parameter")
 
 
-def _check_places(names: Sequence[str], params: Sequence[Tensor]) -> None:
+def _check_placements(names: Sequence[str], params: Sequence[Tensor]) -> None:
     """Parameters of one model lie on one device, or are spread alike over one mesh."""
     if not dtensors_in(params) and len({p.device for p in params}) == 1:
         return
     for name, p in zip(names, params, strict=True):
-        if (_held(p), p.device) != (_held(params[0]), params[0].device):
+        if (_placement(p), p.device) != (_placement(params[0]), params[0].device):
             raise ArgumentError(f"params: {name}: expected on the device, mesh and placements of {names[0]}")
 
 
-def _held(tensor: Tensor) -> Any:
+def _placement(tensor: Tensor) -> Any:
     """On which mesh a tensor lies, and how; `None` for a plain one."""
     spread: Any = tensor
     return (spread.device_mesh, tuple(spread.placements)) if dtensors_in((tensor,)) else None
 
 
-def _piece(x: Any) -> Any:
+def _local_shard(x: Any) -> Any:
     """What this rank holds of a tensor; anything else as it is."""
     return x.to_local() if dtensors_in((x,)) else x
 
 
-def _local(tensors: Sequence[Any]) -> TensorList:
-    return TensorList([_piece(tensor) for tensor in tensors] if dtensors_in(tensors) else tensors)
+def _local_rows(tensors: Sequence[Any]) -> TensorList:
+    return TensorList([_local_shard(tensor) for tensor in tensors] if dtensors_in(tensors) else tensors)
 
 
-def _placed(piece: Tensor, p: Any) -> Any:
+def _to_dtensor(shard: Tensor, p: Any) -> Any:
     """A tensor held as the `DTensor` is, of which this is the piece on this rank."""
     whole: Any = type(p.data)
-    return whole.from_local(piece, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return whole.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def _across(p: Any) -> AbstractContextManager[None]:
+def _reduce_across_ranks(p: Any) -> AbstractContextManager[None]:
     """Within it inner products are those of all ranks that hold a piece of a `DTensor`.
 
     Raises:
@@ -406,7 +431,7 @@ def _across(p: Any) -> AbstractContextManager[None]:
 
 
 @lru_cache(maxsize=64)
-def _space(kinds: tuple[tuple[torch.Size, torch.dtype], ...]) -> ParameterSpace:
+def _parameter_space(kinds: tuple[tuple[torch.Size, torch.dtype], ...]) -> ParameterSpace:
     """The space of parameters of these shapes and dtypes."""
     return ParameterSpace.of_state_dict(
         {f"{i}": torch.empty(shape, dtype=dtype) for i, (shape, dtype) in enumerate(kinds)}

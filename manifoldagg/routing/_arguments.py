@@ -9,12 +9,12 @@ import numpy as np
 from manifoldagg._validation import check_vector
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["LEAST", "MOST", "ByContent", "positive_vector", "rate_vector", "routing_vector"]
+__all__ = ["MAX_RATE", "MIN_RATE", "ContentEquality", "positive_vector", "rate_vector", "routing_vector"]
 
 Numbers = np.ndarray | Sequence[float]
-SLACK = 1e-6
-LEAST = 1e-300
-MOST = 1e300
+SUM_TOLERANCE = 1e-6
+MIN_RATE = 1e-300
+MAX_RATE = 1e300
 """Of rates: mean service times are finite floats."""
 
 
@@ -25,7 +25,9 @@ def rate_vector(values: Numbers) -> np.ndarray:
         ArgumentError: naming the first rate that is not.
     """
     rates = check_vector("rates", values)
-    return _all("rates", rates, (rates >= LEAST) & (rates <= MOST), f"a positive number, {LEAST:g} to {MOST:g}")
+    return _check_entries(
+        "rates", rates, (rates >= MIN_RATE) & (rates <= MAX_RATE), f"a positive number, {MIN_RATE:g} to {MAX_RATE:g}"
+    )
 
 
 def positive_vector(name: str, values: Numbers, clients: int) -> np.ndarray:
@@ -34,8 +36,8 @@ def positive_vector(name: str, values: Numbers, clients: int) -> np.ndarray:
     Raises:
         ArgumentError: naming the first that is not.
     """
-    p = _length(name, check_vector(name, values), clients)
-    return _all(name, p, p > 0, "a positive share (the bounds are infinite where a client gets no task)")
+    p = _check_length(name, check_vector(name, values), clients)
+    return _check_entries(name, p, p > 0, "a positive share (the bounds are infinite where a client gets no task)")
 
 
 def routing_vector(values: Numbers, clients: int, *, positive: bool = False) -> np.ndarray:
@@ -44,30 +46,30 @@ def routing_vector(values: Numbers, clients: int, *, positive: bool = False) -> 
     Raises:
         ArgumentError: saying by how much the sum misses 1, or which share is negative.
     """
-    p = _length("routing", check_vector("routing", values), clients)
-    _all("routing", p, p >= 0, "a share >= 0")
+    p = _check_length("routing", check_vector("routing", values), clients)
+    _check_entries("routing", p, p >= 0, "a share >= 0")
     excess = float(p.sum()) - 1
-    if abs(excess) > SLACK:
+    if abs(excess) > SUM_TOLERANCE:
         side = "too much" if excess > 0 else "too little"
         raise ArgumentError(f"routing: expected shares that sum to 1, got {1 + excess:.9g}: {abs(excess):.3g} {side}")
     return positive_vector("routing", p, clients) if positive else p
 
 
-def _length(name: str, x: np.ndarray, clients: int) -> np.ndarray:
+def _check_length(name: str, x: np.ndarray, clients: int) -> np.ndarray:
     if len(x) != clients:
         raise ArgumentError(f"{name}: expected {clients} entries, one for each of the rates, got {len(x)}")
     return x
 
 
-def _all(name: str, x: np.ndarray, good: np.ndarray, expected: str) -> np.ndarray:
+def _check_entries(name: str, x: np.ndarray, valid: np.ndarray, expected: str) -> np.ndarray:
     """`x` to be read only, if all of it is good."""
-    for i in np.flatnonzero(~good)[:1]:
+    for i in np.flatnonzero(~valid)[:1]:
         raise ArgumentError(f"{name}[{i}]: expected {expected}, got {x[i]}")
     x.flags.writeable = False
     return x
 
 
-class ByContent:
+class ContentEquality:
     """A frozen dataclass with vectors, compared by its kind and what is in it."""
 
     def __eq__(self, other: object) -> bool:

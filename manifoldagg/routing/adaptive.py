@@ -8,7 +8,7 @@ import numpy as np
 
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.errors import ArgumentError
-from manifoldagg.routing._arguments import LEAST, MOST, routing_vector
+from manifoldagg.routing._arguments import MAX_RATE, MIN_RATE, routing_vector
 from manifoldagg.routing.bounds import Bound
 from manifoldagg.routing.optimise import STARTS, Routing, optimise_routing, uniform
 
@@ -53,53 +53,53 @@ class AdaptiveRouting:
         bound: Bound,
         routing: np.ndarray | Sequence[float] | None = None,
         *,
-        change: float = 0.05,
-        weight: float = 1.0,
-        memory: float | None = None,
+        max_change: float = 0.05,
+        prior_weight: float = 1.0,
+        horizon: float | None = None,
     ) -> None:
-        self._guess = bound
+        self._prior = bound
         n = bound.clients
         self._p = uniform(n) if routing is None else routing_vector(routing, n, positive=True)
         self._p.flags.writeable = False
-        self._change = check_number("change", change, above=0, at_most=1)
-        self._weight = check_number("weight", weight, above=0)
-        self._keep = 1.0 if memory is None else float(np.exp(-1 / check_number("memory", memory, above=0)))
+        self._max_change = check_number("max_change", max_change, above=0, at_most=1)
+        self._prior_weight = check_number("prior_weight", prior_weight, above=0)
+        self._decay = 1.0 if horizon is None else float(np.exp(-1 / check_number("horizon", horizon, above=0)))
         self._count = np.zeros(n)
         self._seconds = np.zeros(n)
         self._pending: list[deque[float]] = [deque() for _ in range(n)]
-        self._back = np.full(n, -np.inf)
+        self._last_return = np.full(n, -np.inf)
         self._losses: tuple[float, float] | None = None
         self._noise = (0, 0.0)
         self._smoothness = 0.0
-        self.last: Routing | None = None
+        self.last_optimum: Routing | None = None
 
     @property
     def routing(self) -> np.ndarray:
         """p now, (n,): what tasks are sent by."""
         return self._p
 
-    def sent(self, client: int, time: float) -> None:
+    def on_dispatch(self, client: int, time: float) -> None:
         """A task went to a client at a time."""
-        i = self._client(client)
-        latest = self._pending[i][-1] if self._pending[i] else self._back[i]
-        self._pending[i].append(_time(time, latest, "the client's latest"))
+        i = self._check_client(client)
+        latest = self._pending[i][-1] if self._pending[i] else self._last_return[i]
+        self._pending[i].append(_check_time(time, latest, "the client's latest"))
 
-    def returned(self, client: int, time: float) -> None:
+    def on_completion(self, client: int, time: float) -> None:
         """The task that was sent to a client the longest ago came back at a time."""
-        i = self._busy(client)
-        start = self._start(i)
-        time = _time(time, start, "when the service began")
+        i = self._check_busy(client)
+        start = self._service_start(i)
+        time = _check_time(time, start, "when the service began")
         self._pending[i].popleft()
-        self._count[i] = self._keep * self._count[i] + 1
-        self._seconds[i] = self._keep * self._seconds[i] + time - start
-        self._back[i] = time
+        self._count[i] = self._decay * self._count[i] + 1
+        self._seconds[i] = self._decay * self._seconds[i] + time - start
+        self._last_return[i] = time
 
-    def lost(self, client: int, time: float) -> None:
+    def on_dropout(self, client: int, time: float) -> None:
         """The task that was sent to a client the longest ago is given up at a time: it says nothing about the rate."""
-        i = self._busy(client)
-        time = _time(time, self._pending[i][0], "when it was sent")
+        i = self._check_busy(client)
+        time = _check_time(time, self._pending[i][0], "when it was sent")
         self._pending[i].popleft()
-        self._back[i] = max(self._back[i], time)
+        self._last_return[i] = max(self._last_return[i], time)
 
     def observe_loss(self, value: float) -> None:
         """The loss of the server's model; the first one seen is that of the start."""
@@ -124,20 +124,20 @@ class AdaptiveRouting:
             now = check_number("now", now)
             for i, pending in enumerate(self._pending):
                 if pending:
-                    seconds[i] += max(0.0, now - self._start(i))
-        guess = np.asarray(self._guess.rates)
-        estimates: np.ndarray = (self._weight + self._count) / (self._weight / guess + seconds)
-        return estimates.clip(LEAST, MOST)
+                    seconds[i] += max(0.0, now - self._service_start(i))
+        guess = np.asarray(self._prior.rates)
+        estimates: np.ndarray = (self._prior_weight + self._count) / (self._prior_weight / guess + seconds)
+        return estimates.clip(MIN_RATE, MAX_RATE)
 
     def bound(self, now: float | None = None) -> Bound:
         """The bound with the constants as estimated."""
         gap = 0.0 if self._losses is None else self._losses[0] - self._losses[1]
         return replace(
-            self._guess,
+            self._prior,
             rates=self.rates(now),
-            gap=gap or self._guess.gap,
-            noise=self._noise[1] or self._guess.noise,
-            smoothness=self._smoothness or self._guess.smoothness,
+            gap=gap or self._prior.gap,
+            noise=self._noise[1] or self._prior.noise,
+            smoothness=self._smoothness or self._prior.smoothness,
         )
 
     def reroute(self, now: float | None = None) -> np.ndarray:
@@ -145,32 +145,32 @@ class AdaptiveRouting:
 
         `last` is what the optimiser found, before the move was limited.
         """
-        self.last = optimise_routing(self.bound(now), starts=[self._p, *STARTS], tolerance=1e-6)
-        distance = 0.5 * float(np.abs(self.last.p - self._p).sum())
-        step = min(1.0, self._change / distance) if distance > 0 else 1.0
-        p = (1 - step) * self._p + step * self.last.p
+        self.last_optimum = optimise_routing(self.bound(now), starts=[self._p, *STARTS], tolerance=1e-6)
+        distance = 0.5 * float(np.abs(self.last_optimum.p - self._p).sum())
+        step = min(1.0, self._max_change / distance) if distance > 0 else 1.0
+        p = (1 - step) * self._p + step * self.last_optimum.p
         self._p = p / p.sum()
         self._p.flags.writeable = False
         return self._p
 
-    def _client(self, client: int) -> int:
+    def _check_client(self, client: int) -> int:
         i = check_count("client", client, at_least=0)
         if i >= len(self._count):
             raise ArgumentError(f"client: expected at most {len(self._count) - 1}, got {client}")
         return i
 
-    def _busy(self, client: int) -> int:
-        i = self._client(client)
+    def _check_busy(self, client: int) -> int:
+        i = self._check_client(client)
         if not self._pending[i]:
             raise ArgumentError(f"client: expected one with a task, got {client}, whose tasks are all back")
         return i
 
-    def _start(self, i: int) -> float:
-        return max(self._pending[i][0], float(self._back[i]))
+    def _service_start(self, i: int) -> float:
+        return max(self._pending[i][0], float(self._last_return[i]))
 
 
-def _time(time: float, least: float, what: str) -> float:
+def _check_time(time: float, minimum: float, description: str) -> float:
     time = check_number("time", time)
-    if time < least:
-        raise ArgumentError(f"time: expected a time >= {least:g}, {what}, got {time:g}")
+    if time < minimum:
+        raise ArgumentError(f"time: expected a time >= {minimum:g}, {description}, got {time:g}")
     return time

@@ -21,16 +21,16 @@ import numpy as np
 
 from manifoldagg._validation import check_count, check_number, check_vector
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.routing._arguments import ByContent, positive_vector, rate_vector, routing_vector
-from manifoldagg.routing.mean_values import directional, mean_values
+from manifoldagg.routing._arguments import ContentEquality, positive_vector, rate_vector, routing_vector
+from manifoldagg.routing.mean_values import directional_mean_values, mean_values
 
 __all__ = ["Bound", "TimeBound", "UpdateBound", "softmax"]
 
-Moved = tuple[np.ndarray, np.ndarray]
+MeanAndProduct = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Bound(ByContent):
+class Bound(ContentEquality):
     """The constants of a problem, of which a bound is a function of the routing; see its two kinds.
 
     Args:
@@ -46,7 +46,7 @@ class Bound(ByContent):
     """
 
     rates: np.ndarray | Sequence[float]
-    tasks: int
+    concurrency: int
     rate: float
     smoothness: float
     noise: float
@@ -54,7 +54,7 @@ class Bound(ByContent):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", rate_vector(self.rates))
-        object.__setattr__(self, "tasks", check_count("tasks", self.tasks))
+        object.__setattr__(self, "concurrency", check_count("concurrency", self.concurrency))
         for name in ("rate", "smoothness"):
             object.__setattr__(self, name, check_number(name, getattr(self, name), above=0))
         for name in ("noise", "gap"):
@@ -69,9 +69,9 @@ class Bound(ByContent):
             ArgumentError: if p is no such routing.
             DivergenceError: if a share is so small that the bound overflows.
         """
-        return self._value(self._routing(p))
+        return self._value(self._check_routing(p))
 
-    def free(self, p: np.ndarray | Sequence[float]) -> float:
+    def unnormalised(self, p: np.ndarray | Sequence[float]) -> float:
         """The formula at any p > 0, (n,), whose sum need not be 1: what `gradient` differentiates.
 
         Raises:
@@ -95,7 +95,7 @@ class Bound(ByContent):
 
     def value_and_gradient(self, p: np.ndarray | Sequence[float]) -> tuple[float, np.ndarray]:
         """Both, for the price of one."""
-        return self._differentiated(self._routing(p))
+        return self._value_and_slope(self._check_routing(p))
 
     def logit_gradient(self, theta: np.ndarray | Sequence[float]) -> np.ndarray:
         r"""The gradient at $p = \operatorname{softmax}(\theta)$ in $\theta$, (n,): $p_j (g_j - \langle p, g \rangle)$.
@@ -106,11 +106,11 @@ class Bound(ByContent):
         Source: Queue, appendix E.
         """
         p = positive_vector("softmax(theta)", softmax(check_vector("theta", theta)), self.clients)
-        gradient = self._differentiated(p)[1]
+        gradient = self._value_and_slope(p)[1]
         slope: np.ndarray = p * (gradient - float(p @ gradient))
         return slope
 
-    def by_tasks(self, routing: np.ndarray | Sequence[float]) -> Iterator[tuple[float, float]]:
+    def over_concurrency(self, routing: np.ndarray | Sequence[float]) -> Iterator[tuple[float, float]]:
         r"""The bound with 1, 2, 3, ... tasks in place of m, and a lower bound on it for that many tasks *and more*.
 
         Without end, O(n) a step. The lower bound is certain: means and throughput grow with the tasks, and the
@@ -119,7 +119,7 @@ class Bound(ByContent):
         Raises:
             ArgumentError: if `routing` is no routing with positive shares.
         """
-        p = self._routing(routing)
+        p = self._check_routing(routing)
         loads = p / np.asarray(self.rates)
         scale = float(loads.max())
         before = np.zeros_like(p)
@@ -133,58 +133,62 @@ class Bound(ByContent):
         """n."""
         return len(self.rates)
 
-    def _routing(self, p: np.ndarray | Sequence[float]) -> np.ndarray:
+    def _check_routing(self, p: np.ndarray | Sequence[float]) -> np.ndarray:
         return routing_vector(p, self.clients, positive=True)
 
     def _value(self, p: np.ndarray) -> float:
         loads = p / np.asarray(self.rates)
         scale = float(loads.max())
         means = np.zeros_like(p)
-        for rate, after in islice(mean_values(loads / scale), self.tasks):
+        for rate, after in islice(mean_values(loads / scale), self.concurrency):
             before = means
             means = after
             throughput = rate / scale
-        return self._formula(p, self.tasks, throughput, before, means)
+        return self._formula(p, self.concurrency, throughput, before, means)
 
-    def _differentiated(self, p: np.ndarray) -> tuple[float, np.ndarray]:
+    def _value_and_slope(self, p: np.ndarray) -> tuple[float, np.ndarray]:
         loads = p / np.asarray(self.rates)
         scale = float(loads.max())
         before = last = (0.0, np.zeros_like(p), np.zeros_like(p))
         with np.errstate(all="ignore"):
-            for step in islice(directional(loads / scale, 1 / p**2), self.tasks):
+            for step in islice(directional_mean_values(loads / scale, 1 / p**2), self.concurrency):
                 before = last
                 last = step
-            value = self._formula(p, self.tasks, last[0] / scale, before[1], last[1])
+            value = self._formula(p, self.concurrency, last[0] / scale, before[1], last[1])
             gradient = self._slope(p, value, last[0] / scale, before[1:], last[1:])
         if not np.isfinite(gradient).all():
             raise DivergenceError(f"the gradient of the bound overflows at a smallest share of {p.min():g}")
         return value, gradient
 
-    def _formula(self, p: np.ndarray, tasks: int, throughput: float, others: np.ndarray, means: np.ndarray) -> float:
+    def _formula(
+        self, p: np.ndarray, concurrency: int, throughput: float, others: np.ndarray, means: np.ndarray
+    ) -> float:
         """The bound from λ, E[X] and E[ξ]."""
         raise NotImplementedError
 
-    def _slope(self, p: np.ndarray, value: float, throughput: float, others: Moved, means: Moved) -> np.ndarray:
+    def _slope(
+        self, p: np.ndarray, value: float, throughput: float, others: MeanAndProduct, means: MeanAndProduct
+    ) -> np.ndarray:
         """Its gradient, from each of E[X] and E[ξ] with its covariance applied to 1/p²."""
         raise NotImplementedError
 
-    def _errors(self, p: np.ndarray, tasks: int, delays: np.ndarray) -> float:
+    def _error_terms(self, p: np.ndarray, concurrency: int, delays: np.ndarray) -> float:
         """The sum of the two terms that every bound has: of gradients, and of their staleness."""
         with np.errstate(all="ignore"):
-            noise, stale = self._factors(tasks)
+            noise, stale = self._factors(concurrency)
             value = noise * float((1 / p).sum()) + stale * float((delays / p / p).sum())
         if not math.isfinite(value):
             raise DivergenceError(f"the bound overflows at a smallest share of {p.min():g}")
         return value
 
-    def _errors_slope(self, p: np.ndarray, delays: np.ndarray, moved: np.ndarray) -> np.ndarray:
-        noise, stale = self._factors(self.tasks)
+    def _error_terms_slope(self, p: np.ndarray, delays: np.ndarray, moved: np.ndarray) -> np.ndarray:
+        noise, stale = self._factors(self.concurrency)
         slope: np.ndarray = (stale * (moved - 2 * delays / p / p) - noise / p) / p
         return slope
 
-    def _factors(self, tasks: int) -> tuple[float, float]:
+    def _factors(self, concurrency: int) -> tuple[float, float]:
         noise = self.rate * self.smoothness * self.noise / self.clients**2
-        return noise, noise * self.rate * self.smoothness * tasks
+        return noise, noise * self.rate * self.smoothness * concurrency
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +199,7 @@ class UpdateBound(Bound):
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$
 
     Args:
-        rates: and the other constants as in `Bound`.
+        rates: and the other constants as in `NormBound`.
         rounds: T >= 0, the updates that there will be.
 
     Source: Queue (5), appendix E.
@@ -208,17 +212,21 @@ class UpdateBound(Bound):
         [-0.271, -0.169]
     """
 
-    rounds: int
+    num_updates: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "rounds", check_count("rounds", self.rounds, at_least=0))
+        object.__setattr__(self, "num_updates", check_count("num_updates", self.num_updates, at_least=0))
 
-    def _formula(self, p: np.ndarray, tasks: int, throughput: float, others: np.ndarray, means: np.ndarray) -> float:
-        return self.gap / (self.rate * (self.rounds + 1)) + self._errors(p, tasks, others)
+    def _formula(
+        self, p: np.ndarray, concurrency: int, throughput: float, others: np.ndarray, means: np.ndarray
+    ) -> float:
+        return self.gap / (self.rate * (self.num_updates + 1)) + self._error_terms(p, concurrency, others)
 
-    def _slope(self, p: np.ndarray, value: float, throughput: float, others: Moved, means: Moved) -> np.ndarray:
-        return self._errors_slope(p, *others)
+    def _slope(
+        self, p: np.ndarray, value: float, throughput: float, others: MeanAndProduct, means: MeanAndProduct
+    ) -> np.ndarray:
+        return self._error_terms_slope(p, *others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +237,7 @@ class TimeBound(Bound):
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}), \quad \xi \sim \pi_{n,m}$$
 
     Args:
-        rates: and the other constants as in `Bound`.
+        rates: and the other constants as in `NormBound`.
 
     Source: Queue (12), appendix F, whose gradient is written anew here:
     $\partial \log \lambda / \partial \log p_j = E[X_j] - E[\xi_j]$.
@@ -240,11 +248,15 @@ class TimeBound(Bound):
         6.793333333333
     """
 
-    def _formula(self, p: np.ndarray, tasks: int, throughput: float, others: np.ndarray, means: np.ndarray) -> float:
-        return (self.gap / self.rate + self._errors(p, tasks, means)) / throughput
+    def _formula(
+        self, p: np.ndarray, concurrency: int, throughput: float, others: np.ndarray, means: np.ndarray
+    ) -> float:
+        return (self.gap / self.rate + self._error_terms(p, concurrency, means)) / throughput
 
-    def _slope(self, p: np.ndarray, value: float, throughput: float, others: Moved, means: Moved) -> np.ndarray:
-        slope: np.ndarray = self._errors_slope(p, *means) / throughput + value * (means[0] - others[0]) / p
+    def _slope(
+        self, p: np.ndarray, value: float, throughput: float, others: MeanAndProduct, means: MeanAndProduct
+    ) -> np.ndarray:
+        slope: np.ndarray = self._error_terms_slope(p, *means) / throughput + value * (means[0] - others[0]) / p
         return slope
 
 

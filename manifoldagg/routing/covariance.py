@@ -19,12 +19,12 @@ from itertools import islice
 
 import numpy as np
 
-from manifoldagg.routing.mean_values import directional
+from manifoldagg.routing.mean_values import directional_mean_values
 
 __all__ = ["covariance", "variance"]
 
 
-def covariance(loads: np.ndarray, tasks: int) -> np.ndarray:
+def covariance(loads: np.ndarray, concurrency: int) -> np.ndarray:
     r"""$C_{ij} = \operatorname{Cov}[x_i, x_j]$ for $x \sim \pi_{n,m}$, (n, n); symmetric, its rows sum to 0.
 
     Args:
@@ -39,7 +39,7 @@ def covariance(loads: np.ndarray, tasks: int) -> np.ndarray:
         [[0.25, -0.25], [-0.25, 0.25]]
     """
     n = len(loads)
-    if tasks == 0 or n == 1:
+    if concurrency == 0 or n == 1:
         return np.zeros((n, n))
     distinct, place = np.unique(loads, return_inverse=True)
     # Pairs of equal clients, then of neighbours: (ρ_u, ρ_u), (ρ_u, ρ_{u+1}).
@@ -48,7 +48,7 @@ def covariance(loads: np.ndarray, tasks: int) -> np.ndarray:
     crowd = np.bincount(place).astype(np.float64)
     products = np.zeros_like(first)
     means = np.zeros_like(distinct)
-    for k in range(1, tasks + 1):
+    for k in range(1, concurrency + 1):
         work = distinct * (1 + means)
         rate = k / float(crowd @ work)
         products = rate * first * (products + means[second])
@@ -56,7 +56,7 @@ def covariance(loads: np.ndarray, tasks: int) -> np.ndarray:
     return _assemble(distinct, place, means, products)
 
 
-def variance(loads: np.ndarray, tasks: int) -> np.ndarray:
+def variance(loads: np.ndarray, concurrency: int) -> np.ndarray:
     r"""$\operatorname{Var}[x_i]$ for $x \sim \pi_{n,m}$, (n,), O(nm) in time and O(n) in memory.
 
     $E_k[x_i^2] = \rho_i \lambda_k (E_{k-1}[x_i^2] + 2 L_i(k-1) + 1)$, less $L_i^2$. The busiest client can hold almost
@@ -72,7 +72,7 @@ def variance(loads: np.ndarray, tasks: int) -> np.ndarray:
     covariances = np.zeros_like(loads)
     direction = np.zeros_like(loads)
     direction[busiest] = 1.0
-    for rate, after, moved in islice(directional(loads, direction), tasks):
+    for rate, after, moved in islice(directional_mean_values(loads, direction), concurrency):
         squares = rate * loads * (squares + 2 * means + 1)
         means = after
         covariances = moved

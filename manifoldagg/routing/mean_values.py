@@ -13,7 +13,7 @@ from itertools import count
 
 import numpy as np
 
-__all__ = ["directional", "mean_values"]
+__all__ = ["directional_mean_values", "mean_values"]
 
 
 def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
@@ -36,7 +36,7 @@ def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
         yield rate, means
 
 
-def directional(loads: np.ndarray, direction: np.ndarray) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
+def directional_mean_values(loads: np.ndarray, direction: np.ndarray) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
     r"""$(\lambda_k, L(k), C(k) w)$ for k = 1, 2, ..., C(k) the covariance of the state with k tasks; O(n) a step.
 
     $C_{ij} = \partial L_i / \partial \log \rho_j$ is symmetric, so that the adjoint of the recursion applied to w *is*

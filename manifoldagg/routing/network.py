@@ -10,7 +10,7 @@ import numpy as np
 
 from manifoldagg._validation import check_choice, check_count
 from manifoldagg.errors import ArgumentError
-from manifoldagg.routing._arguments import ByContent, rate_vector, routing_vector
+from manifoldagg.routing._arguments import ContentEquality, rate_vector, routing_vector
 from manifoldagg.routing.covariance import covariance, variance
 from manifoldagg.routing.mean_values import mean_values
 from manifoldagg.routing.simulate import Simulation, simulate
@@ -19,7 +19,7 @@ __all__ = ["ClosedNetwork"]
 
 
 @dataclass(frozen=True, eq=False)
-class ClosedNetwork(ByContent):
+class ClosedNetwork(ContentEquality):
     r"""n clients with FIFO queues and rates $\mu$; m tasks that a server sends on, to client i with probability $p_i$.
 
     Stationary states have $\pi_{n,k}(x) \propto \prod_i \rho_i^{x_i}$, $\rho_i = p_i / \mu_i$, and there are two views:
@@ -52,13 +52,13 @@ class ClosedNetwork(ByContent):
 
     routing: np.ndarray | Sequence[float]
     rates: np.ndarray | Sequence[float]
-    tasks: int
+    concurrency: int
 
     def __post_init__(self) -> None:
         rates = rate_vector(self.rates)
         object.__setattr__(self, "rates", rates)
         object.__setattr__(self, "routing", routing_vector(self.routing, len(rates)))
-        object.__setattr__(self, "tasks", check_count("tasks", self.tasks))
+        object.__setattr__(self, "concurrency", check_count("concurrency", self.concurrency))
 
     @property
     def throughput(self) -> float:
@@ -71,17 +71,17 @@ class ClosedNetwork(ByContent):
 
         Its sum is m - 1. Of a task that is sent to client i, the mean is $E[D_i] / p_i$.
         """
-        return self._steps[1]
+        return self._mean_value_steps[1]
 
     @property
     def mean_tasks(self) -> np.ndarray:
         r"""$E[\xi_i]$, (n,): tasks at client i, queued or in service, at any time; its sum is m."""
-        return self._steps[2]
+        return self._mean_value_steps[2]
 
     @property
     def utilisation(self) -> np.ndarray:
         r"""$P(\xi_i > 0) = \lambda \rho_i$, (n,): the part of the time that client i is busy."""
-        return _frozen(self._throughputs[-1] * self._loads)
+        return _read_only(self._throughputs[-1] * self._loads)
 
     @cached_property
     def covariance(self) -> np.ndarray:
@@ -89,12 +89,12 @@ class ClosedNetwork(ByContent):
 
         Source: Queue (7), with E[X_i²] put right.
         """
-        return _frozen(covariance(self._loads, self.tasks - 1))
+        return _read_only(covariance(self._loads, self.concurrency - 1))
 
     @cached_property
     def variance(self) -> np.ndarray:
         r"""$\operatorname{Var}[X_i]$, (n,): the diagonal of `covariance` without the rest of it, O(nm)."""
-        return _frozen(variance(self._loads, self.tasks - 1))
+        return _read_only(variance(self._loads, self.concurrency - 1))
 
     def distribution(self, client: int, *, others: bool = False) -> np.ndarray:
         r"""$P(\xi_i = k)$ for k = 0, ..., m, as (m + 1,): the queue of one client at any time.
@@ -119,7 +119,7 @@ class ClosedNetwork(ByContent):
         i = check_count("client", client, at_least=0)
         if i >= len(self._loads):
             raise ArgumentError(f"client: expected at most {len(self._loads) - 1}, got {client}")
-        tasks = self.tasks - others
+        tasks = self.concurrency - others
         rates = self._throughputs[:tasks]
         tail = np.concatenate([[1.0], np.cumprod(self._loads[i] * rates[::-1])])
         rest = np.delete(self._loads, i)
@@ -128,10 +128,10 @@ class ClosedNetwork(ByContent):
         if rest.any():
             without = np.fromiter((rate for rate, _ in mean_values(rest)), np.float64, tasks)
             idle[1:] = np.cumprod(rates / without)
-        return _frozen(tail * idle[::-1])
+        return _read_only(tail * idle[::-1])
 
     def simulate(
-        self, rounds: int, generator: np.random.Generator, start: Literal["cold", "stationary"] = "cold"
+        self, num_updates: int, generator: np.random.Generator, start: Literal["cold", "stationary"] = "cold"
     ) -> Simulation:
         """A run of the network, event by event: what the exact values are checked against.
 
@@ -150,12 +150,14 @@ class ClosedNetwork(ByContent):
             >>> bool(abs(run.throughput / network.throughput - 1) < 0.1)
             True
         """
-        rounds = check_count("rounds", rounds)
+        num_updates = check_count("num_updates", num_updates)
         check_choice("start", start, ("cold", "stationary"))
         if not isinstance(generator, np.random.Generator):
             raise ArgumentError(f"generator: expected a numpy.random.Generator, got {generator!r}")
-        utilisation = self._throughputs[self.tasks - 2] * self._loads if start == "stationary" else None
-        return simulate(np.asarray(self.routing), np.asarray(self.rates), self.tasks, rounds, generator, utilisation)
+        utilisation = self._throughputs[self.concurrency - 2] * self._loads if start == "stationary" else None
+        return simulate(
+            np.asarray(self.routing), np.asarray(self.rates), self.concurrency, num_updates, generator, utilisation
+        )
 
     @cached_property
     def _scale(self) -> float:
@@ -167,21 +169,21 @@ class ClosedNetwork(ByContent):
         return loads / self._scale
 
     @cached_property
-    def _steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _mean_value_steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """All rates, in units of the largest load, and the means with m - 1 and m tasks."""
-        rates = np.empty(self.tasks)
+        rates = np.empty(self.concurrency)
         before = means = np.zeros_like(self._loads)
-        for k, (rate, after) in enumerate(islice(mean_values(self._loads), self.tasks)):
+        for k, (rate, after) in enumerate(islice(mean_values(self._loads), self.concurrency)):
             rates[k] = rate
             before = means
             means = after
-        return rates, _frozen(before), _frozen(means)
+        return rates, _read_only(before), _read_only(means)
 
     @property
     def _throughputs(self) -> np.ndarray:
-        return self._steps[0]
+        return self._mean_value_steps[0]
 
 
-def _frozen(values: np.ndarray) -> np.ndarray:
+def _read_only(values: np.ndarray) -> np.ndarray:
     values.flags.writeable = False
     return values

@@ -17,10 +17,10 @@ from manifoldagg.routing.bounds import Bound, softmax
 __all__ = ["Routing", "balanced", "optimise_concurrency", "optimise_routing", "uniform"]
 
 STARTS = ("uniform", "balanced", "slowest", "middle", "fastest")
-SEARCHED = 100_000
+MAX_CONCURRENCY = 100_000
 ROUNDING = 1e-12
 """Of a bound, relatively."""
-WALL = math.log(sys.float_info.max)
+MAX_EXPONENT = math.log(sys.float_info.max)
 """Where the bound is no positive float: as high as the logarithm of any."""
 
 Objective = Callable[[np.ndarray], tuple[float, np.ndarray]]
@@ -126,14 +126,14 @@ def optimise_routing(
         except DivergenceError:
             value = 0.0
         if not value > 0:
-            return WALL, np.zeros_like(p)
+            return MAX_EXPONENT, np.zeros_like(p)
         return math.log(value), p * (gradient - float(p @ gradient)) / value
 
     thetas = {name: np.log(p) for name, p in named.items() if p.all()}
     ends = {
         name: _descend(objective, theta, tolerance, steps)
         for name, theta in thetas.items()
-        if objective(theta)[0] < WALL
+        if objective(theta)[0] < MAX_EXPONENT
     }
     if not ends:
         raise DivergenceError(f"the bound is no positive finite number at any of the starts {', '.join(named)}")
@@ -145,7 +145,7 @@ def optimise_routing(
 
 
 def optimise_concurrency(
-    bound: Bound, routing: np.ndarray | Sequence[float] | None = None, *, most: int | None = None
+    bound: Bound, routing: np.ndarray | Sequence[float] | None = None, *, max_concurrency: int | None = None
 ) -> int:
     """m*: the number of tasks for which the bound is lowest at a routing, over *all* numbers of tasks.
 
@@ -170,18 +170,20 @@ def optimise_concurrency(
         5
     """
     p = uniform(bound.clients) if routing is None else routing
-    limit = SEARCHED if most is None else check_count("most", most)
+    limit = MAX_CONCURRENCY if max_concurrency is None else check_count("max_concurrency", max_concurrency)
     best = np.inf
     argument = 0
-    for tasks, (value, least) in enumerate(islice(bound.by_tasks(p), limit), start=1):
+    for tasks, (value, least) in enumerate(islice(bound.over_concurrency(p), limit), start=1):
         if value < best:
             best = value
             argument = tasks
         # Rounding alone makes them equal where the throughput has come to its limit.
         if least > best * (1 + ROUNDING) or bound.clients == 1:
             return argument
-    if most is None:
-        raise ArgumentError(f"most: expected a number, as the bound still falls at {limit} tasks or might after it")
+    if max_concurrency is None:
+        raise ArgumentError(
+            f"max_concurrency: expected a number, as the bound still falls at {limit} tasks or might after it"
+        )
     return argument
 
 
@@ -216,7 +218,7 @@ def _named_starts(bound: Bound, starts: Sequence[str | np.ndarray | Sequence[flo
     for i, start in enumerate(starts):
         if isinstance(start, str):
             check_choice("starts", start, STARTS)
-            named[start] = _start(start, rates)
+            named[start] = _starting_point(start, rates)
         else:
             named[f"given {i}"] = routing_vector(start, len(rates), positive=True)
     if not named:
@@ -224,7 +226,7 @@ def _named_starts(bound: Bound, starts: Sequence[str | np.ndarray | Sequence[flo
     return named
 
 
-def _start(name: str, rates: np.ndarray) -> np.ndarray:
+def _starting_point(name: str, rates: np.ndarray) -> np.ndarray:
     if name == "balanced":
         return balanced(rates)
     p = uniform(len(rates))

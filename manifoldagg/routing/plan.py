@@ -14,9 +14,9 @@ from manifoldagg.routing.bounds import Bound
 from manifoldagg.routing.network import ClosedNetwork
 from manifoldagg.routing.optimise import Routing, balanced, optimise_routing, uniform
 
-__all__ = ["Clients", "Group", "Plan", "check_out", "group_clients", "make_plan", "read_rates", "write_files"]
+__all__ = ["Clients", "Group", "Plan", "check_output_path", "group_clients", "make_plan", "read_rates", "write_files"]
 
-GROUPS = 6
+MAX_GROUPS = 6
 COLOURS = {"optimised": "#0072b2", "uniform": "#e69f00", "balanced": "#009e73"}
 COLUMNS = ("client", "group", "rate", "share", "mean_queue", "relative_delay", "uniform", "balanced")
 
@@ -52,7 +52,7 @@ class Plan:
 
     clients: Clients
     bound: Bound
-    found: Routing
+    optimum: Routing
     routings: dict[str, np.ndarray]
     networks: dict[str, ClosedNetwork]
     values: dict[str, float]
@@ -86,11 +86,11 @@ class Plan:
         at = np.arange(1, len(order) + 1)
         for name, p in self.routings.items():
             network = self.networks[name]
-            label = f"{name}: {self.values[name]:.4g}, {network.throughput:.4g} rounds per unit of time"
+            label = f"{name}: {self.values[name]:.4g}, {network.throughput:.4g} updates per unit of time"
             for panel, values in zip(panels, (p, network.mean_tasks, network.relative_delay), strict=True):
                 style = {"color": COLOURS[name], "marker": "o", "markersize": 3, "linewidth": 1}
                 panel.plot(at, values[order], label=label, **style)
-        titles = ("share $p_i$", "mean queue $E[\\xi_i]$, tasks", "relative delay $E[D_i]$, rounds")
+        titles = ("share $p_i$", "mean queue $E[\\xi_i]$, tasks", "relative delay $E[D_i]$, updates")
         for panel, title in zip(panels, titles, strict=True):
             panel.set_title(title)
             panel.set_xlabel("client, slowest first")
@@ -98,7 +98,7 @@ class Plan:
             panel.grid(alpha=0.25)
         figure = panels[0].figure
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
-        figure.suptitle(f"{len(order)} clients, {self.bound.tasks} tasks: bound and throughput of three routings")
+        figure.suptitle(f"{len(order)} clients, {self.bound.concurrency} tasks: bound and throughput of three routings")
         return panels
 
 
@@ -114,7 +114,7 @@ def make_plan(clients: Clients, bound: Bound) -> Plan:
     """
     found = optimise_routing(bound)
     routings = {"optimised": found.p, "uniform": uniform(clients.rates), "balanced": balanced(clients.rates)}
-    networks = {name: ClosedNetwork(p, clients.rates, bound.tasks) for name, p in routings.items()}
+    networks = {name: ClosedNetwork(p, clients.rates, bound.concurrency) for name, p in routings.items()}
     return Plan(clients, bound, found, routings, networks, {name: bound(p) for name, p in routings.items()})
 
 
@@ -130,10 +130,10 @@ def group_clients(
     mu = rate_vector(rates)
     if groups is None:
         distinct = np.unique(mu)
-        few = len(distinct) <= GROUPS
-        parts = np.array_split(distinct, len(distinct) if few else GROUPS)
+        few = len(distinct) <= MAX_GROUPS
+        parts = np.array_split(distinct, len(distinct) if few else MAX_GROUPS)
         cuts = np.array([part[0] for part in parts])
-        digits = _digits(cuts, 6 if few else 3)
+        digits = _distinguishing_digits(cuts, 6 if few else 3)
         titles = [f"rate {part[0]:.{digits}g}" + ("" if few else f" to {part[-1]:.{digits}g}") for part in parts]
         groups = tuple(titles[g] for g in np.searchsorted(cuts, mu, side="right") - 1)
     return Clients(names, mu, groups)
@@ -175,7 +175,7 @@ def read_rates(path: Path) -> Clients:
     return group_clients(names, rates, groups)
 
 
-def check_out(out: Path) -> None:
+def check_output_path(out: Path) -> None:
     """A path that the files can be written to; said before anything is computed.
 
     Raises:
@@ -197,7 +197,7 @@ def write_files(plan: Plan, out: Path) -> list[Path]:
     Raises:
         ArgumentError: if they cannot be written.
     """
-    check_out(out)
+    check_output_path(out)
     files = [out, out.with_suffix(".png")]
     try:
         with atomic_write(files[0]) as draft:
@@ -228,6 +228,6 @@ def write_csv(plan: Plan, path: Path) -> None:
         writer.writerows(zip(*columns, strict=True))
 
 
-def _digits(values: np.ndarray, least: int) -> int:
+def _distinguishing_digits(values: np.ndarray, minimum: int) -> int:
     """How many tell the values apart; 17 always do."""
-    return next(d for d in range(least, 18) if d == 17 or len({f"{x:.{d}g}" for x in values}) == len(values))
+    return next(d for d in range(minimum, 18) if d == 17 or len({f"{x:.{d}g}" for x in values}) == len(values))

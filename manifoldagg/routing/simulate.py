@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Simulation", "simulate", "stationary"]
+__all__ = ["Simulation", "sample_stationary", "simulate"]
 
-BLOCK = 4096
+BLOCK_SIZE = 4096
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Simulation:
         completions: tasks that each client completed, (n,).
     """
 
-    rounds: int
+    num_updates: int
     time: float
     throughput: float
     mean_tasks: np.ndarray
@@ -39,8 +39,8 @@ class Simulation:
 def simulate(
     routing: np.ndarray,
     rates: np.ndarray,
-    tasks: int,
-    rounds: int,
+    concurrency: int,
+    num_updates: int,
     generator: np.random.Generator,
     utilisation: np.ndarray | None = None,
 ) -> Simulation:
@@ -55,9 +55,9 @@ def simulate(
     times = _exponentials(generator)
     clients = _choices(routing, generator)
     if utilisation is None:
-        state = np.bincount([next(clients) for _ in range(tasks)], minlength=n)
+        state = np.bincount([next(clients) for _ in range(concurrency)], minlength=n)
     else:
-        state = stationary(utilisation, tasks - 1, generator)
+        state = sample_stationary(utilisation, concurrency - 1, generator)
         state[next(clients)] += 1
     service = (1 / rates).tolist()
     queues = [deque([-1] * count) for count in state.tolist()]
@@ -71,7 +71,7 @@ def simulate(
     delay = [0] * n
     completions = [0] * n
     now = 0.0
-    for t in range(rounds):
+    for t in range(num_updates):
         now, i = finish[0]
         queue = queues[i]
         area[i] += len(queue) * (now - since[i])
@@ -96,17 +96,17 @@ def simulate(
             heapq.heappush(finish, (now + next(times) * service[j], j))
     final = np.array([len(queue) for queue in queues])
     return Simulation(
-        rounds=rounds,
+        num_updates=num_updates,
         time=now,
-        throughput=rounds / now,
+        throughput=num_updates / now,
         mean_tasks=(np.array(area) + final * (now - np.array(since))) / now,
-        others=(np.array(seen) + final * (rounds - np.array(shown))) / rounds,
-        relative_delay=np.array(delay) / rounds,
+        others=(np.array(seen) + final * (num_updates - np.array(shown))) / num_updates,
+        relative_delay=np.array(delay) / num_updates,
         completions=np.array(completions),
     )
 
 
-def stationary(utilisation: np.ndarray, tasks: int, generator: np.random.Generator) -> np.ndarray:
+def sample_stationary(utilisation: np.ndarray, concurrency: int, generator: np.random.Generator) -> np.ndarray:
     r"""One state from $\pi_{n,k}$ exactly, (n,) integers, k = `tasks`.
 
     Queues of an open network, geometric with ratios $U_i = \lambda_k \rho_i$, for all clients but the busiest; what is
@@ -115,9 +115,9 @@ def stationary(utilisation: np.ndarray, tasks: int, generator: np.random.Generat
     state = np.zeros(len(utilisation), dtype=np.int64)
     busiest = int(utilisation.argmax())
     rest = np.delete(np.arange(len(utilisation)), busiest)
-    while tasks > 0:
+    while concurrency > 0:
         state[rest] = generator.geometric(1 - utilisation[rest]) - 1
-        left = tasks - int(state[rest].sum())
+        left = concurrency - int(state[rest].sum())
         if left >= 0 and generator.random() < utilisation[busiest] ** left:
             state[busiest] = left
             break
@@ -126,7 +126,7 @@ def stationary(utilisation: np.ndarray, tasks: int, generator: np.random.Generat
 
 def _exponentials(generator: np.random.Generator) -> Iterator[float]:
     while True:
-        yield from generator.standard_exponential(BLOCK).tolist()
+        yield from generator.standard_exponential(BLOCK_SIZE).tolist()
 
 
 def _choices(routing: np.ndarray, generator: np.random.Generator) -> Iterator[int]:
@@ -134,5 +134,5 @@ def _choices(routing: np.ndarray, generator: np.random.Generator) -> Iterator[in
     edges = np.cumsum(routing)
     last = int(np.flatnonzero(routing)[-1])
     while True:
-        draws = np.searchsorted(edges, edges[-1] * generator.random(BLOCK), side="right")
+        draws = np.searchsorted(edges, edges[-1] * generator.random(BLOCK_SIZE), side="right")
         yield from np.minimum(draws, last).tolist()

@@ -1,6 +1,6 @@
 """Laws that hold a manifold to its names, for our spaces and for yours."""
 
 from manifoldagg.testing.check import Finding, Verdict, check_manifold
-from manifoldagg.testing.laws import LAWS, Setting
+from manifoldagg.testing.laws import LAWS, LawCase
 
-__all__ = ["LAWS", "Finding", "Setting", "Verdict", "check_manifold"]
+__all__ = ["LAWS", "Finding", "LawCase", "Verdict", "check_manifold"]

@@ -9,12 +9,12 @@ import torch
 from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.manifolds import Manifold, Validated, norm
-from manifoldagg.testing.laws import LAWS, Setting, reach
+from manifoldagg.testing.laws import LAWS, LawCase, min_injectivity_radius
 
 __all__ = ["Finding", "Verdict", "check_manifold"]
 
 DISTANCES = (1e-7, 1e-3, 0.1, 0.7, 2.0)
-NEAREST_FLOAT32 = 1e-3
+MIN_DISTANCE_FLOAT32 = 1e-3
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Finding:
 
     law: str
     ratio: float
-    where: str
+    location: str
 
     @property
     def holds(self) -> bool:
@@ -44,7 +44,7 @@ class Verdict:
         return all(finding.holds for finding in self.findings)
 
     @property
-    def broken(self) -> list[str]:
+    def broken_laws(self) -> list[str]:
         """The names of the laws that were not."""
         return [finding.law for finding in self.findings if not finding.holds]
 
@@ -54,7 +54,7 @@ class Verdict:
         for finding in self.findings:
             mark = "holds " if finding.holds else "BROKEN"
             name = finding.law.replace("_", " ")
-            lines.append(f"  {mark} {name:<60} {finding.ratio:9.3g} of what is allowed{finding.where}")
+            lines.append(f"  {mark} {name:<60} {finding.ratio:9.3g} of what is allowed{finding.location}")
         return "\n".join(lines)
 
 
@@ -62,7 +62,7 @@ def check_manifold(
     space: Manifold,
     *,
     condition: float = 50.0,
-    farthest: float | None = None,
+    max_distance: float | None = None,
     seeds: int = 3,
     dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64),
     laws: Iterable[str] | None = None,
@@ -95,8 +95,8 @@ def check_manifold(
     """
     check_count("seeds", seeds)
     check_number("condition", condition, above=0)
-    if farthest is not None:
-        check_number("farthest", farthest, above=0)
+    if max_distance is not None:
+        check_number("max_distance", max_distance, above=0)
     names = set(LAWS) if laws is None else {check_choice("laws", name, LAWS) for name in laws}
     dtypes = tuple(dtypes)
     if not (dtypes and names):
@@ -109,11 +109,11 @@ def check_manifold(
             continue
         worst = Finding(name, 0.0, "")
         for dtype in dtypes:
-            for t in _distances(space, dtype, farthest):
+            for t in _distances(space, dtype, max_distance):
                 for seed in range(seeds):
                     where = f" (t = {t:.3g}, {dtype}, seed {seed})"
                     try:
-                        found, allowed = law(Setting(subject, seed, dtype, t, condition))
+                        found, allowed = law(LawCase(subject, seed, dtype, t, condition))
                         ratio = found / allowed if allowed > 0 else (0.0 if found == 0 else math.inf)
                     except (ManifoldAggError, RuntimeError, NotImplementedError) as error:
                         ratio = math.inf
@@ -127,14 +127,14 @@ def check_manifold(
     return verdict
 
 
-def _distances(space: Manifold, dtype: torch.dtype, farthest: float | None) -> list[float]:
+def _distances(space: Manifold, dtype: torch.dtype, max_distance: float | None) -> list[float]:
     generator = torch.Generator().manual_seed(0)
     point = space.random_point(1, generator=generator, dtype=dtype)
     if {"inner", "random_tangent"} <= space.capabilities:
         tangent = space.random_tangent(point, generator)
         if norm(space, point, tangent).max().item() < 1e-12:
             raise ArgumentError(f"space: {space} has no tangents but 0: there is nothing to hold it to")
-    radius = reach(space, point)
-    last = min(0.9 * radius if math.isfinite(radius) else 10.0, math.inf if farthest is None else farthest)
-    least = NEAREST_FLOAT32 if dtype is torch.float32 else 0.0
+    radius = min_injectivity_radius(space, point)
+    last = min(0.9 * radius if math.isfinite(radius) else 10.0, math.inf if max_distance is None else max_distance)
+    least = MIN_DISTANCE_FLOAT32 if dtype is torch.float32 else 0.0
     return sorted({t for t in (*DISTANCES, last) if least <= t <= last})

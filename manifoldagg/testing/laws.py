@@ -1,6 +1,6 @@
 r"""The laws of a manifold, one function each: what the names of its primitives promise.
 
-A law takes a [`Setting`][manifoldagg.testing.Setting] and returns the largest violation and what it may be.
+A law takes a [`LawCase`][manifoldagg.testing.LawCase] and returns the largest violation and what it may be.
 Tolerances are functions of the dtype, of the space's condition $\kappa$ and of the distance $t$: a relative error of
 $\kappa\,\varepsilon\,(1 + 1/t) / \min(1, r - t)$, $r$ the injectivity radius.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from manifoldagg.manifolds import Manifold, distance, geodesic, karcher_mean, norm, pole_ladder
 
-__all__ = ["LAWS", "Setting", "law", "reach"]
+__all__ = ["LAWS", "LawCase", "law", "min_injectivity_radius"]
 
 Violation = tuple[float, float]
 """The largest error found, and the largest that the law allows."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class LawCase:
     """Points and tangents at one distance, in one dtype.
 
     Attributes:
@@ -36,7 +36,7 @@ class Setting:
     space: Manifold
     seed: int
     dtype: torch.dtype
-    t: float
+    distance: float
     condition: float = 50.0
     batch: int = 4
     x: Tensor = field(init=False, repr=False)
@@ -49,7 +49,7 @@ class Setting:
         object.__setattr__(self, "x", x)
         for name in ("u", "v"):
             tangent = self.space.random_tangent(x, generator)
-            factor = self.t / norm(self.space, x, tangent)
+            factor = self.distance / norm(self.space, x, tangent)
             object.__setattr__(self, name, factor.reshape(-1, *(1 for _ in self.space.shape)) * tangent)
 
     @cached_property
@@ -58,39 +58,39 @@ class Setting:
         return self.space.exp(self.x, self.u)
 
     @cached_property
-    def room(self) -> float:
+    def cut_locus_margin(self) -> float:
         """How far the cut locus is, at most 1: what the errors of log and transport grow against."""
-        return min(1.0, reach(self.space, self.x) - self.t)
+        return min(1.0, min_injectivity_radius(self.space, self.x) - self.distance)
 
     @property
-    def rounding(self) -> float:
+    def rounding_error(self) -> float:
         """The relative error of an operation that does not look back along a geodesic."""
         return self.condition * torch.finfo(self.dtype).eps
 
     @property
     def tolerance(self) -> float:
         """The relative error that is allowed in a tangent that is seen from its end."""
-        return self.rounding * (1 + 1 / self.t) / self.room
+        return self.rounding_error * (1 + 1 / self.distance) / self.cut_locus_margin
 
     @property
-    def absolute(self) -> float:
+    def absolute_tolerance(self) -> float:
         """The error that is allowed in a coordinate of a point."""
-        return self.rounding * max(1.0, self.t, self.x.double().abs().max().item()) / self.room
+        return self.rounding_error * max(1.0, self.distance, self.x.double().abs().max().item()) / self.cut_locus_margin
 
-    def size(self, x: Tensor, u: Tensor) -> float:
+    def max_norm(self, x: Tensor, u: Tensor) -> float:
         """The largest norm of tangents `u` at `x`."""
         return norm(self.space, x, u).max().item()
 
-    def apart(self, a: Tensor, b: Tensor) -> float:
+    def max_difference(self, a: Tensor, b: Tensor) -> float:
         """The largest difference of two tensors, in coordinates."""
         return (a - b).double().abs().max().item()
 
-    def points_apart(self, a: Tensor, b: Tensor) -> float:
+    def max_point_difference(self, a: Tensor, b: Tensor) -> float:
         """The largest difference of two points, whatever represents them."""
-        return self.apart(*(self.space.invariant(point.double()) for point in (a, b)))
+        return self.max_difference(*(self.space.invariant(point.double()) for point in (a, b)))
 
 
-Law = Callable[[Setting], Violation]
+Law = Callable[[LawCase], Violation]
 LAWS: dict[str, tuple[frozenset[str], Law]] = {}
 """Every law by name, with the primitives that it is about."""
 
@@ -98,7 +98,7 @@ GEODESIC = {"inner", "exp", "log"}
 PARALLEL = GEODESIC | {"transport"}
 
 
-def reach(space: Manifold, x: Tensor) -> float:
+def min_injectivity_radius(space: Manifold, x: Tensor) -> float:
     """The least injectivity radius, infinite where none is declared."""
     return space.injectivity_radius(x).min().item() if "injectivity_radius" in space.capabilities else math.inf
 
@@ -114,126 +114,128 @@ def law(*primitives: str) -> Callable[[Law], Law]:
 
 
 @law("inner", "random_tangent")
-def inner_is_a_scalar_product(s: Setting) -> Violation:
+def inner_is_an_inner_product(s: LawCase) -> Violation:
     """Symmetric, bilinear, positive."""
     inner = partial(s.space.inner, s.x)
     skew = (inner(s.u, s.v) - inner(s.v, s.u)).abs().max().item()
     sum_ = inner(s.u, 2 * s.u - 3 * s.v) - 2 * inner(s.u, s.u) + 3 * inner(s.u, s.v)
     negative = (-inner(s.u, s.u)).clamp(min=0).max().item()
-    return max(skew, sum_.abs().max().item(), negative) / s.t**2, 10 * s.rounding
+    return max(skew, sum_.abs().max().item(), negative) / s.distance**2, 10 * s.rounding_error
 
 
 @law(*GEODESIC)
-def log_inverts_exp(s: Setting) -> Violation:
+def log_inverts_exp(s: LawCase) -> Violation:
     """log_x(exp_x u) = u."""
-    return s.size(s.x, s.space.log(s.x, s.y) - s.u) / s.t, s.tolerance
+    return s.max_norm(s.x, s.space.log(s.x, s.y) - s.u) / s.distance, s.tolerance
 
 
 @law(*GEODESIC)
-def exp_goes_as_far_as_its_tangent_is_long(s: Setting) -> Violation:
+def exp_distance_equals_tangent_norm(s: LawCase) -> Violation:
     """d(x, exp_x u) = ‖u‖, seen from either end."""
     seen = torch.stack([distance(s.space, s.x, s.y), distance(s.space, s.y, s.x)])
-    return (seen - s.t).abs().max().item() / s.t, s.tolerance
+    return (seen - s.distance).abs().max().item() / s.distance, s.tolerance
 
 
 @law(*GEODESIC)
-def the_derivative_of_exp_at_zero_is_the_identity(s: Setting) -> Violation:
+def derivative_of_exp_at_zero_is_identity(s: LawCase) -> Violation:
     """exp_x(hu) - exp_x(-hu) = 2hu + O(h³), in coordinates."""
     if s.dtype is not torch.float64:
         return 0.0, 0.0
-    unit = s.u / s.t
+    unit = s.u / s.distance
     h = 1e-4
     slope = (s.space.exp(s.x, h * unit) - s.space.exp(s.x, -h * unit)) / (2 * h)
     # The cubic term is curvature times h²; rounding is ε/h.
-    return s.apart(slope, unit) / unit.abs().max().item(), 10 * h**2 + s.rounding / h
+    return s.max_difference(slope, unit) / unit.abs().max().item(), 10 * h**2 + s.rounding_error / h
 
 
 @law(*GEODESIC)
-def geodesics_have_constant_speed(s: Setting) -> Violation:
+def geodesics_have_constant_speed(s: LawCase) -> Violation:
     """d(γ(a), γ(b)) = |b - a| d(x, y)."""
     a = geodesic(s.space, s.x, s.y, 0.2)
     b = geodesic(s.space, s.x, s.y, 0.7)
-    return (distance(s.space, a, b) / s.t - 0.5).abs().max().item(), 4 * s.tolerance
+    return (distance(s.space, a, b) / s.distance - 0.5).abs().max().item(), 4 * s.tolerance
 
 
 @law(*GEODESIC)
-def geodesics_can_be_walked_back(s: Setting) -> Violation:
+def geodesics_are_reversible(s: LawCase) -> Violation:
     """The geodesic from y to x at 1 - t is the one from x to y at t."""
     there = geodesic(s.space, s.x, s.y, 0.3)
     back = geodesic(s.space, s.y, s.x, 0.7)
-    return s.points_apart(there, back), 2 * s.absolute
+    return s.max_point_difference(there, back), 2 * s.absolute_tolerance
 
 
 @law(*GEODESIC)
-def distance_is_symmetric_and_keeps_the_triangle_inequality(s: Setting) -> Violation:
+def distance_is_a_metric(s: LawCase) -> Violation:
     """d(x, y) = d(y, x), d(x, x) = 0 and d(x, z) <= d(x, y) + d(y, z)."""
     # As far as z can be without y being beyond its cut locus.
-    far = min(0.5 * s.t, (reach(s.space, s.x) - s.t) / 2)
-    z = s.space.exp(s.x, far / s.t * s.v)
+    far = min(0.5 * s.distance, (min_injectivity_radius(s.space, s.x) - s.distance) / 2)
+    z = s.space.exp(s.x, far / s.distance * s.v)
     d = distance
     skew = (d(s.space, s.x, s.y) - d(s.space, s.y, s.x)).abs().max().item()
     short = (d(s.space, s.y, z) - d(s.space, s.y, s.x) - d(s.space, s.x, z)).clamp(min=0).max().item()
     self_ = d(s.space, s.x, s.x).max().item()
-    return max(skew / s.t, short / s.t, self_), 2 * s.tolerance
+    return max(skew / s.distance, short / s.distance, self_), 2 * s.tolerance
 
 
 @law(*GEODESIC)
-def distance_grows_against_the_log(s: Setting) -> Violation:
+def gradient_of_squared_distance_is_minus_two_log(s: LawCase) -> Violation:
     """The gradient of d(·, y)² at x is -2 log_x y: metric, exp and log belong together."""
-    if s.dtype is not torch.float64 or s.t < 1e-2:
+    if s.dtype is not torch.float64 or s.distance < 1e-2:
         return 0.0, 0.0
-    w = s.v / s.t
+    w = s.v / s.distance
     h = 1e-4
     ahead, behind = (distance(s.space, s.space.exp(s.x, e * h * w), s.y).square() for e in (1, -1))
     slope = (ahead - behind) / (2 * h)
     expected = -2 * s.space.inner(s.x, w, s.space.log(s.x, s.y))
-    return (slope - expected).abs().max().item() / s.t, (10 * h**2 / s.t**2 + s.rounding / h / s.t) / s.room**2
+    return (slope - expected).abs().max().item() / s.distance, (
+        10 * h**2 / s.distance**2 + s.rounding_error / h / s.distance
+    ) / s.cut_locus_margin**2
 
 
 @law("exp", "project")
-def exp_lands_on_the_manifold(s: Setting) -> Violation:
+def exp_lands_on_the_manifold(s: LawCase) -> Violation:
     """Points are their own projections."""
-    return s.points_apart(s.space.project(s.y), s.y), s.rounding * s.y.abs().max().item()
+    return s.max_point_difference(s.space.project(s.y), s.y), s.rounding_error * s.y.abs().max().item()
 
 
 @law(*GEODESIC, "retract")
-def retractions_agree_with_exp_to_second_order(s: Setting) -> Violation:
+def retractions_agree_with_exp_to_second_order(s: LawCase) -> Violation:
     """log_x(retract_x(hu)) - hu shrinks with the third power of h, and what is retracted lies on the manifold."""
     if s.dtype is not torch.float64:
         return 0.0, 0.0
-    unit = s.u / s.t
+    unit = s.u / s.distance
     far = 2e-2
     near = 1e-2
-    gaps = [s.size(s.x, s.space.log(s.x, s.space.retract(s.x, h * unit)) - h * unit) for h in (far, near)]
-    if gaps[0] <= s.rounding:
+    gaps = [s.max_norm(s.x, s.space.log(s.x, s.space.retract(s.x, h * unit)) - h * unit) for h in (far, near)]
+    if gaps[0] <= s.rounding_error:
         return 0.0, 0.0
-    slope = math.log2(gaps[0] / max(gaps[1], s.rounding / 100))
+    slope = math.log2(gaps[0] / max(gaps[1], s.rounding_error / 100))
     return max(0.0, 3 - slope), 0.2
 
 
 @law("inner", "retract")
-def the_derivative_of_retract_at_zero_is_the_identity(s: Setting) -> Violation:
+def derivative_of_retract_at_zero_is_identity(s: LawCase) -> Violation:
     """retract_x(hu) - retract_x(-hu) = 2hu + O(h³), in coordinates."""
     if s.dtype is not torch.float64:
         return 0.0, 0.0
-    unit = s.u / s.t
+    unit = s.u / s.distance
     h = 1e-4
     slope = (s.space.retract(s.x, h * unit) - s.space.retract(s.x, -h * unit)) / (2 * h)
-    return s.apart(slope, unit) / unit.abs().max().item(), 10 * h**2 + s.rounding / h
+    return s.max_difference(slope, unit) / unit.abs().max().item(), 10 * h**2 + s.rounding_error / h
 
 
 @law("inner", "retract", "inverse_retract")
-def inverse_retract_undoes_retract(s: Setting) -> Violation:
+def inverse_retract_inverts_retract(s: LawCase) -> Violation:
     """Both ways: the tangent comes back, and so does the point."""
     moved = s.space.retract(s.x, s.u)
     tangent = s.space.inverse_retract(s.x, moved)
-    turned = s.size(s.x, tangent - s.u) / s.t
-    found = s.points_apart(s.space.retract(s.x, tangent), moved)
-    return max(turned / (s.tolerance * (1 + s.t)), found / (s.absolute * (1 + s.t))), 1.0
+    turned = s.max_norm(s.x, tangent - s.u) / s.distance
+    found = s.max_point_difference(s.space.retract(s.x, tangent), moved)
+    return max(turned / (s.tolerance * (1 + s.distance)), found / (s.absolute_tolerance * (1 + s.distance))), 1.0
 
 
 @law("inner", "retract")
-def retractions_of_a_batch_are_a_loop(s: Setting) -> Violation:
+def retractions_are_independent_across_batch(s: LawCase) -> Violation:
     """Neither way do the points of a batch see one another."""
     calls: list[Callable[[int | slice], Tensor]] = [lambda i: s.space.retract(s.x[i], s.u[i])]
     if "inverse_retract" in s.space.capabilities:
@@ -242,35 +244,35 @@ def retractions_of_a_batch_are_a_loop(s: Setting) -> Violation:
     found = 0.0
     for call in calls:
         together = call(slice(None))
-        found = max(found, s.apart(together, torch.stack([call(i) for i in range(s.batch)])))
-    return found, s.absolute
+        found = max(found, s.max_difference(together, torch.stack([call(i) for i in range(s.batch)])))
+    return found, s.absolute_tolerance
 
 
 @law("project", "project_tangent", "random_tangent")
-def projections_are_idempotent(s: Setting) -> Violation:
+def projections_are_idempotent(s: LawCase) -> Violation:
     """Projecting twice is projecting once, for points and for tangents; drawn tangents are tangent."""
     noise = s.x + 0.1 * torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed), dtype=s.dtype)
     point = s.space.project(noise)
     tangent = s.space.project_tangent(s.x, noise)
     found = max(
-        s.points_apart(s.space.project(point), point),
-        s.apart(s.space.project_tangent(s.x, tangent), tangent),
-        s.apart(s.space.project_tangent(s.x, s.u), s.u) / s.t,
+        s.max_point_difference(s.space.project(point), point),
+        s.max_difference(s.space.project_tangent(s.x, tangent), tangent),
+        s.max_difference(s.space.project_tangent(s.x, s.u), s.u) / s.distance,
     )
-    return found, s.rounding * max(1.0, noise.abs().max().item())
+    return found, s.rounding_error * max(1.0, noise.abs().max().item())
 
 
 @law("inner", "project_tangent")
-def what_project_tangent_removes_is_orthogonal(s: Setting) -> Violation:
+def project_tangent_is_orthogonal(s: LawCase) -> Violation:
     """<w - Pw, v> = 0 for every tangent v."""
     w = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed + 1), dtype=s.dtype)
     removed = w - s.space.project_tangent(s.x, w)
-    found = s.space.inner(s.x, removed, s.v).abs().max().item() / s.t
-    return found, s.rounding * max(1.0, w.abs().max().item())
+    found = s.space.inner(s.x, removed, s.v).abs().max().item() / s.distance
+    return found, s.rounding_error * max(1.0, w.abs().max().item())
 
 
 @law("inner", "project_tangent")
-def the_gradient_represents_the_derivative(s: Setting) -> Violation:
+def the_gradient_represents_the_derivative(s: LawCase) -> Violation:
     """<gradient(e), v> = e · v for every tangent v."""
     e = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed + 2), dtype=s.dtype)
     axes = tuple(range(1, s.x.ndim))
@@ -278,68 +280,68 @@ def the_gradient_represents_the_derivative(s: Setting) -> Violation:
     found = s.space.inner(s.x, s.space.gradient(s.x, e), s.v).double() - expected
     # The sum has the size of its terms, whatever the metric makes of the tangent's length.
     size = e.double().square().sum(axes).sqrt() * s.v.double().square().sum(axes).sqrt()
-    return (found / size).abs().max().item(), s.rounding
+    return (found / size).abs().max().item(), s.rounding_error
 
 
 @law("log", "transport", "project_tangent")
-def logs_and_transports_are_tangent(s: Setting) -> Violation:
+def logs_and_transports_are_tangent(s: LawCase) -> Violation:
     """They are their own projections."""
     log = s.space.log(s.x, s.y)
     moved = s.space.transport(s.x, s.y, s.v)
-    at_x = s.apart(s.space.project_tangent(s.x, log), log)
-    at_y = s.apart(s.space.project_tangent(s.y, moved), moved)
-    return max(at_x, at_y), s.tolerance * s.t
+    at_x = s.max_difference(s.space.project_tangent(s.x, log), log)
+    at_y = s.max_difference(s.space.project_tangent(s.y, moved), moved)
+    return max(at_x, at_y), s.tolerance * s.distance
 
 
 @law(*PARALLEL)
-def transport_is_an_isometry(s: Setting) -> Violation:
+def transport_is_an_isometry(s: LawCase) -> Violation:
     """<Pu, Pv> = <u, v>, at every distance."""
     moved = [s.space.transport(s.x, s.y, w) for w in (s.u, s.v)]
     found = [
         s.space.inner(s.y, moved[i], moved[j]) - s.space.inner(s.x, (s.u, s.v)[i], (s.u, s.v)[j])
         for i, j in ((0, 0), (0, 1), (1, 1))
     ]
-    return torch.stack(found).abs().max().item() / s.t**2, 4 * s.tolerance
+    return torch.stack(found).abs().max().item() / s.distance**2, 4 * s.tolerance
 
 
 @law(*PARALLEL)
-def transport_there_and_back_is_the_identity(s: Setting) -> Violation:
+def transport_is_invertible(s: LawCase) -> Violation:
     """P from y to x inverts P from x to y; to x itself it does nothing."""
     back = s.space.transport(s.y, s.x, s.space.transport(s.x, s.y, s.v))
     stay = s.space.transport(s.x, s.x, s.v)
-    return max(s.size(s.x, back - s.v), s.size(s.x, stay - s.v)) / s.t, 4 * s.tolerance
+    return max(s.max_norm(s.x, back - s.v), s.max_norm(s.x, stay - s.v)) / s.distance, 4 * s.tolerance
 
 
 @law(*PARALLEL)
-def transport_is_linear(s: Setting) -> Violation:
+def transport_is_linear(s: LawCase) -> Violation:
     """P(2u - 3v) = 2Pu - 3Pv."""
     p = s.space
     joint = p.transport(s.x, s.y, 2 * s.u - 3 * s.v)
     apart = 2 * p.transport(s.x, s.y, s.u) - 3 * p.transport(s.x, s.y, s.v)
-    return s.size(s.y, joint - apart) / s.t, 10 * s.tolerance
+    return s.max_norm(s.y, joint - apart) / s.distance, 10 * s.tolerance
 
 
 @law(*PARALLEL)
-def transport_carries_the_velocity(s: Setting) -> Violation:
+def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
     """P log_x y = -log_y x, and what is left of the way is left after a part of it."""
     moved = s.space.transport(s.x, s.y, s.u)
     half = geodesic(s.space, s.x, s.y, 0.5)
     rest = s.space.exp(half, 0.5 * s.space.transport(s.x, half, s.u))
-    turned = s.size(s.y, moved + s.space.log(s.y, s.x)) / s.t
-    return max(turned / s.tolerance, s.points_apart(rest, s.y) / s.absolute), 4.0
+    turned = s.max_norm(s.y, moved + s.space.log(s.y, s.x)) / s.distance
+    return max(turned / s.tolerance, s.max_point_difference(rest, s.y) / s.absolute_tolerance), 4.0
 
 
 @law(*PARALLEL)
-def the_pole_ladder_transports(s: Setting) -> Violation:
+def pole_ladder_equals_transport(s: LawCase) -> Violation:
     """On a symmetric space the pole ladder is parallel transport: a projection that is sold as one is not."""
-    if not s.space.symmetric or 2 * s.t >= 0.9 * reach(s.space, s.x):
+    if not s.space.symmetric or 2 * s.distance >= 0.9 * min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0
     ladder = pole_ladder(s.space, s.x, s.y, s.v)
-    return s.size(s.y, ladder - s.space.transport(s.x, s.y, s.v)) / s.t, 10 * s.tolerance
+    return s.max_norm(s.y, ladder - s.space.transport(s.x, s.y, s.v)) / s.distance, 10 * s.tolerance
 
 
 @law(*GEODESIC)
-def gradients_are_finite_where_lengths_vanish(s: Setting) -> Violation:
+def gradients_are_finite_at_zero_length(s: LawCase) -> Violation:
     """At u = 0 and y = x, in every argument."""
     x = s.x.clone().requires_grad_()
     y = s.x.clone().requires_grad_()
@@ -350,7 +352,7 @@ def gradients_are_finite_where_lengths_vanish(s: Setting) -> Violation:
 
 
 @law(*GEODESIC)
-def a_batch_is_a_loop(s: Setting) -> Violation:
+def operations_are_independent_across_batch(s: LawCase) -> Violation:
     """Points and tangents of a batch do not see one another."""
     calls: list[Callable[[int | slice], Tensor]] = [
         lambda i: s.space.exp(s.x[i], s.u[i]),
@@ -365,28 +367,28 @@ def a_batch_is_a_loop(s: Setting) -> Violation:
         alone = torch.stack([call(i) for i in range(s.batch)])
         if together.shape != alone.shape:
             return math.inf, 0.0
-        found = max(found, s.apart(together, alone))
-    return found, s.absolute
+        found = max(found, s.max_difference(together, alone))
+    return found, s.absolute_tolerance
 
 
 @law(*GEODESIC, "project")
-def the_mean_of_two_points_is_the_middle(s: Setting) -> Violation:
+def mean_of_two_points_is_midpoint(s: LawCase) -> Violation:
     """A Karcher mean is stationary; of two points it lies on their geodesic; of equal points it is one of them."""
-    if 2 * s.t >= reach(s.space, s.x):
+    if 2 * s.distance >= min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0
     pair = torch.stack([s.x, s.y], 1)
     weights = torch.tensor([0.75, 0.25], dtype=s.dtype)
-    mean = karcher_mean(s.space, pair, weights, tolerance=s.tolerance * s.t / 10)
+    mean = karcher_mean(s.space, pair, weights, tolerance=s.tolerance * s.distance / 10)
     same = karcher_mean(s.space, torch.stack([s.x, s.x, s.x], 1))
     if not mean.converged:
         return math.inf, 0.0
     middle = geodesic(s.space, s.x, s.y, 0.25)
-    found = max(s.points_apart(mean.point, middle), s.points_apart(same.point, s.x))
-    return found, 10 * s.absolute
+    found = max(s.max_point_difference(mean.point, middle), s.max_point_difference(same.point, s.x))
+    return found, 10 * s.absolute_tolerance
 
 
 @law("random_point", "random_tangent")
-def draws_follow_their_generator(s: Setting) -> Violation:
+def random_draws_are_reproducible(s: LawCase) -> Violation:
     """The same seed gives the same point, another seed another one."""
 
     def draw(seed: int) -> Tensor:

@@ -61,7 +61,7 @@ def test_an_ensemble_of_a_constant_embedding_is_the_single_model(seed, draws):
             generator=generator(),
             draws=draws,
         )
-        for part in (found.together, *found.members):
+        for part in (found.combined, *found.members):
             assert part.accuracy == found.single.accuracy
             # A sum of `draws` equal numbers, divided by `draws`: a rounding or two a step; a simplex weighs φ anew.
             assert part.nll == pytest.approx(found.single.nll, rel=1e-12)
@@ -75,10 +75,10 @@ def test_the_ensemble_is_the_mean_of_probabilities():
         found = ensemble(model, embedding, phi, data(), single=phi[0], generator=generator(3), draws=4)
         inputs, classes = (torch.cat(part) for part in zip(*data(), strict=True))
         with torch.no_grad():
-            p = [space.load(model, embedding(phi, x))(inputs).softmax(-1) for x in found.places]
+            p = [space.load(model, embedding(phi, x))(inputs).softmax(-1) for x in found.coordinates]
             alone = space.load(model, phi[0])(inputs).softmax(-1)
         for given_, numbers in (
-            (torch.stack(p).mean(0), found.together),
+            (torch.stack(p).mean(0), found.combined),
             (alone, found.single),
             (p[1], found.members[1]),
         ):
@@ -86,7 +86,7 @@ def test_the_ensemble_is_the_mean_of_probabilities():
             assert numbers.accuracy == pytest.approx((given_.argmax(-1) == classes).double().mean().item(), rel=1e-15)
             assert numbers.nll == pytest.approx(nn.functional.nll_loss(given_.log(), classes).item(), rel=1e-12)
         # Jensen: the mean prediction is no worse than the mean of the members.
-        assert found.together.nll <= sum(member.nll for member in found.members) / 4 + 1e-12
+        assert found.combined.nll <= sum(member.nll for member in found.members) / 4 + 1e-12
 
 
 def test_the_same_generator_draws_the_same_places():
@@ -97,7 +97,7 @@ def test_the_same_generator_draws_the_same_places():
     options = {"single": phi[0], "draws": 3}
     a, b = (ensemble(model, curve, phi, data(), generator=generator(5), **options) for _ in range(2))
     assert a == b
-    assert a.places != ensemble(model, curve, phi, data(), generator=generator(6), **options).places
+    assert a.coordinates != ensemble(model, curve, phi, data(), generator=generator(6), **options).coordinates
 
 
 def test_batches_are_read_once():
@@ -128,7 +128,7 @@ def test_batch_norm_statistics_are_those_of_each_model(mapped):
     assert model.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     inputs, classes = (torch.cat(part) for part in zip(*data(), strict=True))
-    for x, member in zip(found.places, found.members, strict=True):
+    for x, member in zip(found.coordinates, found.members, strict=True):
         theta = curve(phi, x)
         other = classifier(norm=True).eval()
         other.load_state_dict(space.state_dict(theta, refresh_buffers(space, model, theta, train)))
@@ -173,7 +173,7 @@ def test_batches_by_name_reach_models_that_take_names_and_nothing_is_dropped():
     found = ensemble(
         model, curve, curve.collapse(single), batches, single=single, generator=generator(), refresh=batches
     )
-    assert found.together.nll == pytest.approx(found.single.nll, rel=1e-12)
+    assert found.combined.nll == pytest.approx(found.single.nll, rel=1e-12)
     assert model.training
     assert str(found).splitlines()[0].split() == ["accuracy", "NLL"]
 

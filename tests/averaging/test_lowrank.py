@@ -114,7 +114,7 @@ def test_an_average_that_overwrites_begins_anew():
     points = models(SPACE, 0, 4)
     for version, x in enumerate(points):
         swa.update(version, x)
-        point = swa.overwrite(version)
+        point = swa.reset_point(version)
         if point is not None:
             assert torch.equal(swa.average, point)
             assert swa.count == 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifoldagg.averaging import Subspace, fit_subspace
-from manifoldagg.averaging._flat_fit import Sight, nearest_of_faces
+from manifoldagg.averaging._flat_fit import Residuals, nearest_on_faces
 from manifoldagg.curves import Bezier, Complex, Simplex, Tunnel
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat, ParameterSpace, Power, SpecialOrthogonal, Sphere, Stiefel, distance
@@ -42,7 +42,7 @@ def test_a_planted_curve_is_found(seed, degree, power):
     # Mean distances end at 1e-13 of the points' size; the ends are those of the points.
     assert found.residuals.mean() <= 1e-12 * points.norm(dim=1).max()
     assert min(gap(found.phi, phi), gap(found.phi.flip(0), phi)) <= 1e-9 * phi.norm()
-    assert torch.allclose(curve(found.phi, found.places), points, atol=1e-10 * phi.norm())
+    assert torch.allclose(curve(found.phi, found.coordinates), points, atol=1e-10 * phi.norm())
 
 
 @given(seeds, st.sampled_from([1, 2, 4, 7]))
@@ -56,7 +56,7 @@ def test_a_planted_simplex_is_found(seed, vertices):
     assert found.converged
     assert gap(found.phi, phi) <= 1e-12 * phi.norm()
     assert found.residuals.max() <= 1e-12 * phi.norm()
-    assert torch.allclose(simplex(found.phi, found.places), points, atol=1e-12 * phi.norm())
+    assert torch.allclose(simplex(found.phi, found.coordinates), points, atol=1e-12 * phi.norm())
 
 
 def test_a_simplex_whose_vertices_are_no_points_still_holds_all_points():
@@ -67,7 +67,7 @@ def test_a_simplex_whose_vertices_are_no_points_still_holds_all_points():
     assert found.converged
     assert found.residuals.mean() <= 1e-12 * phi.norm()
     # Every facet is touched, so that no smaller homothetic simplex holds them.
-    assert (found.places.amin(0).abs() <= 1e-12).all()
+    assert (found.coordinates.amin(0).abs() <= 1e-12).all()
 
 
 @pytest.mark.parametrize("form", ["ambient", "subspace"])
@@ -80,7 +80,7 @@ def test_a_planted_tunnel_is_found(form):
     assert found.converged
     assert found.residuals.mean() <= 1e-12 * phi.norm()
     assert tunnel.nearest(found.phi, points)[1].max() <= 1e-11 * phi.norm()
-    assert torch.allclose(tunnel(found.phi, found.places), points, atol=1e-9)
+    assert torch.allclose(tunnel(found.phi, found.coordinates), points, atol=1e-9)
 
 
 @pytest.mark.parametrize("power", [1, 2])
@@ -140,13 +140,13 @@ def test_the_nearest_places_are_those_of_the_embedding():
         found = fit_subspace(points, embedding, max_steps=3)
         x, away = embedding.nearest(found.phi, points)
         assert torch.allclose(found.residuals, away.double(), atol=1e-9)
-        assert torch.allclose(embedding(found.phi, found.places), embedding(found.phi, x), atol=1e-5)
+        assert torch.allclose(embedding(found.phi, found.coordinates), embedding(found.phi, x), atol=1e-5)
 
 
 @given(seeds, st.integers(1, 6), st.integers(1, 8))
 def test_looking_at_all_faces_is_as_walking_between_them(seed, size, k):
     corners, points = draw(seed, size, k), draw(seed + 1, 9, k, scale=2.0)
-    places, distances = nearest_of_faces(corners, points)
+    places, distances = nearest_on_faces(corners, points)
     assert torch.allclose(distances, Simplex(Flat(k), size).nearest(corners, points)[1], atol=1e-9)
     assert torch.allclose((places @ corners - points).norm(dim=-1), distances, atol=1e-12)
     assert (places >= 0).all()
@@ -162,9 +162,9 @@ def test_the_slope_of_the_normal_equations_is_that_of_the_sum():
         phi = draw(8, 3, 5) + torch.arange(3.0, dtype=torch.float64)[:, None]
 
         def value(phi, embedding=embedding):
-            return Sight(embedding, phi, points).distances.square().sum()
+            return Residuals(embedding, phi, points).distances.square().sum()
 
-        slope = Sight(embedding, phi, points).system(torch.ones(9, dtype=torch.float64))[1]
+        slope = Residuals(embedding, phi, points).normal_equations(torch.ones(9, dtype=torch.float64))[1]
         for seed in range(5):
             step = draw(seed, 3, 5)
             expected = (value(phi + h * step) - value(phi - h * step)) / (2 * h)
@@ -186,7 +186,7 @@ def test_what_is_planted_on_a_curved_space_is_found(space, kind):
     found = fit_subspace(points, embedding)
     spread = distance(space, points[:1].expand_as(points), points).max()
     assert found.residuals.max() <= 1e-6 * spread
-    assert torch.allclose(distance(space, embedding(found.phi, found.places), points), found.residuals, atol=1e-12)
+    assert torch.allclose(distance(space, embedding(found.phi, found.coordinates), points), found.residuals, atol=1e-12)
 
 
 def test_on_a_curved_space_no_step_brings_the_points_nearer():
@@ -215,7 +215,7 @@ def test_the_average_is_drawn_at_the_mean_place():
     assert torch.allclose(found.average([0, 1, 0, 0, 0]), points[1], atol=1e-12)
     curve = Bezier(SPACE, 2)
     bent = fit_subspace(curve(phi, ordered(0, 9)), curve)
-    assert torch.allclose(bent.average(), curve(bent.phi, bent.places.mean()), atol=1e-12)
+    assert torch.allclose(bent.average(), curve(bent.phi, bent.coordinates.mean()), atol=1e-12)
     for form in ("ambient", "subspace"):
         tunnel = Tunnel(Bezier(SPACE, 2), 0.05, form)
         inside = fit_subspace(curve(phi, ordered(0, 9)), tunnel)
@@ -227,7 +227,7 @@ def test_models_that_are_all_one_collapse_the_subspace():
         for embedding in (Bezier(space, 2), Simplex(space, 3)):
             found = fit_subspace(x.expand(4, *x.shape), embedding)
             assert found.converged
-            assert torch.allclose(embedding(found.phi, found.places), x.expand(4, *x.shape), atol=1e-15)
+            assert torch.allclose(embedding(found.phi, found.coordinates), x.expand(4, *x.shape), atol=1e-15)
             assert found.residuals.abs().max() <= 1e-15
 
 
@@ -309,10 +309,10 @@ def test_a_picture_is_drawn(embedding, tmp_path):
     height, width, _ = matplotlib.image.imread(tmp_path / "subspace.png").shape
     assert width > height > 500
     # Distances in the plane are no longer than those on a flat space; the two longest axes see most of them.
-    assert torch.allclose(found.view(points), found.seen, atol=1e-9)
+    assert torch.allclose(found.view(points), found.projected_points, atol=1e-9)
     if space.flat:
         apart = torch.cdist(points, points)
-        assert (torch.cdist(found.seen, found.seen) <= apart + 1e-9).all()
+        assert (torch.cdist(found.projected_points, found.projected_points) <= apart + 1e-9).all()
 
 
 def test_a_result_cannot_be_written():

@@ -76,11 +76,11 @@ def test_flat_streaming_keeps_one_mean_and_the_last_whatever_the_number_of_versi
     swa, memory = SWA(Flat(1000)), set()
     for version in range(1, 50):
         swa.update(version, draw(version, 1000))
-        held = [x for x in [*vars(swa).values(), *vars(swa._heard).values()] if isinstance(x, torch.Tensor)]
+        held = [x for x in [*vars(swa).values(), *vars(swa._state).values()] if isinstance(x, torch.Tensor)]
         # The shape, dtype and device of the models are those of an expanded number.
         assert sum(x.untyped_storage().nbytes() for x in held) <= 8 * 2001
         assert swa.versions == ()
-        memory.add(swa._heard.mean.data_ptr())
+        memory.add(swa._state.mean.data_ptr())
     assert len(memory) == 2
     assert swa.count == 49
 
@@ -150,11 +150,11 @@ def test_where_nothing_is_averaged_the_last_model_is_returned(kind):
     swa.update(3, last)
     assert swa.average is None
     assert swa.mean is None
-    answer = swa.averaged(last)
+    answer = swa.average_or(last)
     assert torch.equal(answer, last)
     assert answer.data_ptr() != last.data_ptr()
     swa.update(100, torch.zeros(2))
-    assert torch.equal(swa.averaged(last), torch.zeros(2))
+    assert torch.equal(swa.average_or(last), torch.zeros(2))
 
 
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
@@ -164,7 +164,7 @@ def test_periodic_overwriting_restarts_the_count(kind):
     for version in range(1, 16):
         model = model + 1
         swa.update(version, model)
-        point = swa.overwrite(version)
+        point = swa.reset_point(version)
         if point is not None:
             written[version], model = point.item(), point
     # 2, 4, 6 average to 4; then 4 + 2, 4 + 4, 4 + 6 to 8; then 8 + 2 at version 14.
@@ -175,8 +175,8 @@ def test_periodic_overwriting_restarts_the_count(kind):
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
 def test_after_an_overwriting_the_average_stays_until_the_next_chosen_version(kind):
     swa = heard(SWA(Flat(1), cycle=2, kind=kind, periodic=4), numbered(4))
-    assert swa.overwrite(4).item() == 3
-    assert swa.overwrite(4) is None  # Once for a version.
+    assert swa.reset_point(4).item() == 3
+    assert swa.reset_point(4) is None  # Once for a version.
     assert (swa.count, swa.average.item()) == (0, 3.0)
     swa.update(5, torch.tensor([9.0], dtype=torch.float64))
     assert swa.average.item() == 3
@@ -186,10 +186,10 @@ def test_after_an_overwriting_the_average_stays_until_the_next_chosen_version(ki
 
 def test_periodic_overwriting_one_version_later():
     swa, points = SWA(Flat(1), cycle=2, offset=1, periodic=4), {}
-    assert (swa.overwrites, SWA(Flat(1)).overwrites) == (True, False)
+    assert (swa.has_reset_points, SWA(Flat(1)).has_reset_points) == (True, False)
     for version, model in numbered(9):
         swa.update(version, model)
-        points[version] = swa.overwrite(version)
+        points[version] = swa.reset_point(version)
     # τ = 4 and 8 are versions 5 and 9, after the averages of versions 1, 3, 5 and of 7, 9; τ = 0 is no cycle's end.
     assert {v: p.item() for v, p in points.items() if p is not None} == {5: 3.0, 9: 8.0}
 
@@ -279,17 +279,17 @@ def test_a_state_goes_on_bit_for_bit(space, kind):
     whole, first = SWA(space, **options), SWA(space, **options)
     for version, model in models:
         whole.update(version, model)
-        whole.overwrite(version)
+        whole.reset_point(version)
     for version, model in models[:5]:
         first.update(version, model)
-        first.overwrite(version)
+        first.reset_point(version)
     state = first.state()
     second = SWA(space, **options)
     second.load(copy.deepcopy(state))
     heard(first, [(6, models[5][1])])  # The state is a copy.
     for version, model in models[5:]:
         second.update(version, model)
-        second.overwrite(version)
+        second.reset_point(version)
     assert torch.equal(second.average, whole.average)
     assert (second.count, second.versions) == (whole.count, whole.versions)
 
@@ -418,7 +418,7 @@ def test_the_tolerance_is_on_the_root_mean_square_of_the_residual(space, models,
         (lambda: SWA(Flat(3), periodic=0), "periodic: expected an integer >= 1"),
         (lambda: SWA(Flat(3)).update(1.0, ONE), "version: expected an integer"),
         (lambda: SWA(Flat(3)).update(-1, ONE), "version: expected an integer >= 0"),
-        (lambda: SWA(Flat(3)).overwrite(1), "version: expected the latest one, -1, got 1"),
+        (lambda: SWA(Flat(3)).reset_point(1), "version: expected the latest one, -1, got 1"),
         (lambda: SWA(Flat(3)).load({}), r"state: expected what SWA.state\(\) returned"),
         (
             lambda: SWA(Flat(3), kind="exact").load(heard(SWA(Flat(3)), [(1, ONE)]).state()),

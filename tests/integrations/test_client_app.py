@@ -13,7 +13,7 @@ from manifoldagg.errors import ArgumentError, DivergenceError, WireError
 from manifoldagg.experiments.registry import method
 from manifoldagg.federated import Message, Payload, Server, Ticket, clients, rules
 from manifoldagg.integrations.flower import client_app
-from manifoldagg.integrations.flower.records import KEY, array_record, packed, unpacked
+from manifoldagg.integrations.flower.records import RECORD_KEY, array_record, bytes_to_record, record_to_bytes
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import Federation, run
 from manifoldagg.wire import pack, ticket_of, unpack
@@ -40,7 +40,7 @@ def letter(content, kind="train"):
 
 def wire_form(message, space):
     ticket = Ticket("7f0c", 0, message, space)
-    return RecordDict({KEY: packed(pack(ticket)), "config": ConfigRecord({"server-round": 1})})
+    return RecordDict({RECORD_KEY: bytes_to_record(pack(ticket)), "config": ConfigRecord({"server-round": 1})})
 
 
 def plain_form(message, space):
@@ -57,7 +57,7 @@ def app_of(of, trainer, **options):
 
 def answer(app, content, context, space):
     reply = app(letter(content), context)
-    data = unpacked(reply.content)
+    data = record_to_bytes(reply.content)
     return reply.content, data, unpack(data, spec=space)
 
 
@@ -118,7 +118,7 @@ def test_memory_and_count_stay_on_the_node_and_no_code_is_kept():
     for context in (mine, mine, other, mine):
         answer(app, wire_form(message, space), context, space)
     assert asked == [(1000, 0), (1000, 1), (1001, 0), (1000, 2)]
-    kept = mine.state[KEY]
+    kept = mine.state[RECORD_KEY]
     assert kept["nth"] == 3
     assert unpack(kept["memory"]).memory["count"] == 3
     assert torch.equal(unpack(kept["memory"]).memory["start"], message.start)
@@ -173,7 +173,7 @@ def test_half_numbers_and_frozen_parameters_come_back():
     batches = [(torch.ones(4, 2, dtype=torch.bfloat16), torch.tensor([0, 1, 2, 0]))]
     app = client_app(clients.Local(epochs=1), half, lambda context, nth: batches)
     contents = (
-        RecordDict({KEY: packed(pack(ticket))}),
+        RecordDict({RECORD_KEY: bytes_to_record(pack(ticket))}),
         RecordDict({"arrays": array_record(ticket.state_dict())}),
     )
     payloads = [answer(app, content, node(), space)[2] for content in contents]
@@ -235,7 +235,9 @@ def test_what_is_no_message_is_refused_and_named(kind):
     other = ParameterSpace.of(nn.Linear(2, 2))
     refused = {
         r"^message: expected one ArrayRecord, a model, got 0": RecordDict(),
-        r"^wire: expected a ticket, got Message": RecordDict({KEY: packed(pack(Message(start), spec=space))}),
+        r"^wire: expected a ticket, got Message": RecordDict(
+            {RECORD_KEY: bytes_to_record(pack(Message(start), spec=space))}
+        ),
         r"^wire: layout": wire_form(Message(torch.zeros(6)), other),
         r"missing": plain_form(Message(torch.zeros(6)), other),
     }
@@ -243,7 +245,7 @@ def test_what_is_no_message_is_refused_and_named(kind):
         context = node(**{"partition-id": 0})
         with pytest.raises((ArgumentError, WireError), match=text):
             app(letter(content, kind), context)
-        assert KEY not in context.state
+        assert RECORD_KEY not in context.state
 
 
 @pytest.mark.usefixtures("as_shipped")

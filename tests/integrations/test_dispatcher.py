@@ -14,7 +14,7 @@ def letter(node, name):
 @pytest.mark.usefixtures("as_shipped")
 def test_who_is_asked_in_place_of_another_gets_first_what_was_due(monkeypatch):
     """Node 1 cannot be reached, so node 2 is asked, which has a model to evaluate on its way: its task waits."""
-    monkeypatch.setattr(dispatcher, "_again", lambda letter: letter)
+    monkeypatch.setattr(dispatcher, "_with_fresh_ttl", lambda letter: letter)
     tickets = iter(["to 1", "to 2"])
     out = []
 
@@ -25,16 +25,18 @@ def test_who_is_asked_in_place_of_another_gets_first_what_was_due(monkeypatch):
     server = SimpleNamespace(dispatch=dispatch, drop=out.remove)
     grid = SimpleNamespace(get_node_ids=lambda: [1, 2], push_messages=lambda _: ["exam"])
     asking = SimpleNamespace(begin=lambda present: [1], answered=lambda node, well, present: [2])
-    sending = dispatcher.Campaign(grid, server, largest=1, interval=0.0, takes=lambda node: True)
+    sending = dispatcher.MessageDispatcher(
+        grid, server, largest_reply_bytes=1, poll_interval=0.0, accepts_node=lambda node: True
+    )
     sending.open(lambda here: asking)
     nodes = sending.nodes
     # It has evaluated last: now a task would come first, if there were one.
-    nodes.ask(2, "earlier", first=True)
-    nodes.sent(2, "earlier", "earlier", until=1e9)
-    nodes.answered("earlier", now=0.0, well=True)
-    exam = dispatcher.Exam(1, until=1e9)
-    sending.examine(exam, [letter(2, "exam")])
+    nodes.enqueue(2, "earlier", priority=True)
+    nodes.mark_sent(2, "earlier", "earlier", deadline=1e9)
+    nodes.complete("earlier", now=0.0, succeeded=True)
+    exam = dispatcher.EvaluationRound(1, deadline=1e9)
+    sending.start_evaluation(exam, [letter(2, "exam")])
     sending.send(lambda: [letter(1, "task")])
-    assert nodes.letters == ["exam"]
+    assert nodes.outstanding == ["exam"]
     assert out == ["to 2"]
-    assert [getattr(work, "id", "exam") for work in nodes.works(2)] == ["exam", "to 2"]
+    assert [getattr(work, "id", "evaluation") for work in nodes.pending_work(2)] == ["exam", "to 2"]

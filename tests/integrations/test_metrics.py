@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import CheckpointError
-from manifoldagg.integrations.flower.metrics import bare, samples_of, weighted_mean
+from manifoldagg.integrations.flower.metrics import sample_count, weighted_mean, without_arrays
 from manifoldagg.integrations.flower.rounds import Rounds
 
 FLOATS = st.floats(-1e6, 1e6)
@@ -39,9 +39,9 @@ def test_whatever_nodes_tell_there_is_a_record(told):
 
 @pytest.mark.parametrize("given_", [0, -1, 0.5, math.nan, math.inf, [3], 10**9 + 1, 1e308])
 def test_samples_are_a_positive_integer_or_none(given_):
-    assert samples_of(RecordDict({"metrics": MetricRecord({"n": given_})}), "n") is None
-    assert samples_of(RecordDict({"config": ConfigRecord({"n": 3})}), "n") is None
-    assert samples_of(RecordDict({"metrics": MetricRecord({"n": 3.0})}), "n") == 3
+    assert sample_count(RecordDict({"metrics": MetricRecord({"n": given_})}), "n") is None
+    assert sample_count(RecordDict({"config": ConfigRecord({"n": 3})}), "n") is None
+    assert sample_count(RecordDict({"metrics": MetricRecord({"n": 3.0})}), "n") == 3
 
 
 def mean(*told):
@@ -63,28 +63,28 @@ def test_shapes_and_what_is_not_finite():
 
 def test_bare_records_have_all_but_arrays():
     content = RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord(), "config": ConfigRecord()})
-    assert list(bare(content)) == ["metrics", "config"]
+    assert list(without_arrays(content)) == ["metrics", "config"]
 
 
 def test_rounds_go_on_where_the_server_is(tmp_path):
     rounds = Rounds(tmp_path / "server")
-    rounds.enter("evaluate_metrics_serverapp", 0, MetricRecord({"loss": 0.1}))
+    rounds.record("evaluate_metrics_serverapp", 0, MetricRecord({"loss": 0.1}))
     for number in (1, 2, 3):
-        rounds.enter("train_metrics_clientapp", number, MetricRecord({"loss": math.nan, "all": [1, 2], "n": number}))
-        rounds.enter("evaluate_metrics_clientapp", number, None)
-        rounds.end(10 * number)
+        rounds.record("train_metrics_clientapp", number, MetricRecord({"loss": math.nan, "all": [1, 2], "n": number}))
+        rounds.record("evaluate_metrics_clientapp", number, None)
+        rounds.finish_round(10 * number)
     rounds.write()
     for updates, count in ((35, 3), (30, 3), (29, 2), (9, 0)):
         again = Rounds(tmp_path / "server")
         again.read(updates)
-        assert (again.count, again.ends) == (count, [0, 10, 20, 30][: count + 1])
+        assert (again.count, again.cumulative_updates) == (count, [0, 10, 20, 30][: count + 1])
         assert repr(again.result.train_metrics_clientapp) == repr(
             {n: rounds.result.train_metrics_clientapp[n] for n in range(1, count + 1)}
         )
         assert again.result.evaluate_metrics_serverapp == rounds.result.evaluate_metrics_serverapp
     nowhere = Rounds(tmp_path / "another")
     nowhere.read(7)
-    assert nowhere.ends == [0]
+    assert nowhere.cumulative_updates == [0]
     (tmp_path / "server.rounds").write_bytes(b"junk")
     with pytest.raises(CheckpointError, match="server.rounds"):
         rounds.read(30)

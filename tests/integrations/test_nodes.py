@@ -20,7 +20,7 @@ class World:
     """Plays steps, and keeps account of every piece of work."""
 
     def __init__(self):
-        self.nodes = Nodes(rest=1.0, longest=8.0)
+        self.nodes = Nodes(initial_backoff=1.0, max_backoff=8.0)
         self.now = 0.0
         self.works = Counter()
         self.names = iter(range(10**6))
@@ -30,10 +30,10 @@ class World:
     def play(self, kind, number):
         self.now += 0.5
         nodes, node = self.nodes, number % len(NODES)
-        due = nodes.due(self.now)
+        due = nodes.ready(self.now)
         if kind == "meet":
             here = [n for n in NODES if number >> n & 1]
-            new, left = nodes.meet(here)
+            new, left = nodes.update_membership(here)
             assert sorted(nodes.present) == here
             assert set(new) <= set(here)
             assert not set(left) & set(here)
@@ -41,30 +41,30 @@ class World:
         elif kind in ("ask", "first") and node in nodes.present:
             work = (node, next(self.names), kind)
             self.asked.append(work)
-            nodes.ask(node, work, first=kind == "first")
+            nodes.enqueue(node, work, priority=kind == "first")
         elif kind == "send" and due:
             node, work = due[number % len(due)]
-            nodes.sent(node, str(next(self.names)), work, until=self.now + 3)
+            nodes.mark_sent(node, str(next(self.names)), work, deadline=self.now + 3)
         elif kind == "skip" and due:
             node, work = due[number % len(due)]
-            nodes.skip(node)
+            nodes.discard(node)
             self.done.append(work)
-        elif kind in ("well", "badly") and nodes.letters:
-            letter = nodes.letters[number % len(nodes.letters)]
-            held = nodes.held(letter)
-            assert held == nodes.answered(letter, self.now, well=kind == "well")
-            assert nodes.held(letter) is None
-            assert nodes.is_resting(held[0], self.now) == (kind == "badly")
+        elif kind in ("well", "badly") and nodes.outstanding:
+            letter = nodes.outstanding[number % len(nodes.outstanding)]
+            held = nodes.lookup(letter)
+            assert held == nodes.complete(letter, self.now, succeeded=kind == "well")
+            assert nodes.lookup(letter) is None
+            assert nodes.is_backing_off(held[0], self.now) == (kind == "badly")
             self.done.append(held[1])
         elif kind == "late":
             for letter in nodes.overdue(self.now):
-                self.done.append(nodes.answered(letter, self.now, well=False)[1])
+                self.done.append(nodes.complete(letter, self.now, succeeded=False)[1])
 
     def check(self):
-        held = [self.nodes.held(letter) for letter in self.nodes.letters]
+        held = [self.nodes.lookup(letter) for letter in self.nodes.outstanding]
         busy = [node for node, _ in held]
         assert len(set(busy)) == len(busy)
-        due = dict(self.nodes.due(self.now))
+        due = dict(self.nodes.ready(self.now))
         assert not set(due) & set(busy)
         assert set(due) | set(busy) <= set(self.nodes.present)
         assert all(work[0] == node for node, work in [*held, *due.items()])
@@ -88,14 +88,14 @@ def test_nodes_have_one_letter_each_and_no_work_is_lost_or_done_twice(steps):
 @given(st.lists(st.booleans(), max_size=12))
 def test_what_comes_first_does_but_not_twice_in_a_row_and_each_kind_is_in_order(firsts):
     nodes = Nodes()
-    nodes.meet([1])
+    nodes.update_membership([1])
     for i, first in enumerate(firsts):
-        nodes.ask(1, (not first, i), first=first)
+        nodes.enqueue(1, (not first, i), priority=first)
     found = []
-    while due := nodes.due(0.0):
+    while due := nodes.ready(0.0):
         found.append(due[0][1])
-        nodes.sent(1, "letter", due[0][1], until=1.0)
-        nodes.answered("letter", now=0.0, well=True)
+        nodes.mark_sent(1, "letter", due[0][1], deadline=1.0)
+        nodes.complete("letter", now=0.0, succeeded=True)
     early, late = ([i for i, first in enumerate(firsts) if first == kind] for kind in (True, False))
     turns = [work for pair in zip_longest(early, late) for work in pair if work is not None]
     assert [i for _, i in found] == turns
@@ -103,28 +103,28 @@ def test_what_comes_first_does_but_not_twice_in_a_row_and_each_kind_is_in_order(
 
 @given(st.integers(1, 100))
 def test_rests_double_with_each_failure_in_a_row_up_to_the_longest(failures):
-    nodes = Nodes(rest=0.1, longest=60.0)
-    nodes.meet([1])
-    nodes.ask(1, "work")
+    nodes = Nodes(initial_backoff=0.1, max_backoff=60.0)
+    nodes.update_membership([1])
+    nodes.enqueue(1, "work")
     now = 0.0
     for failure in range(failures):
         now += 1.0
-        nodes.rest(1, now)
+        nodes.backoff(1, now)
         rest = min(0.1 * 2**failure, 60.0)
-        assert nodes.due(now + 0.999 * rest) == []
+        assert nodes.ready(now + 0.999 * rest) == []
         now += rest * 1.001
-        assert nodes.due(now) == [(1, "work")]
-    nodes.sent(1, "letter", "work", until=now + 1)
-    nodes.answered("letter", now, well=True)
-    nodes.rest(1, now)
-    assert not nodes.is_resting(1, now + 0.11)
+        assert nodes.ready(now) == [(1, "work")]
+    nodes.mark_sent(1, "letter", "work", deadline=now + 1)
+    nodes.complete("letter", now, succeeded=True)
+    nodes.backoff(1, now)
+    assert not nodes.is_backing_off(1, now + 0.11)
 
 
 def test_a_letter_is_overdue_when_its_time_is_over():
     nodes = Nodes()
-    nodes.meet([1])
-    nodes.ask(1, "work")
-    nodes.sent(1, "letter", "work", until=2.0)
+    nodes.update_membership([1])
+    nodes.enqueue(1, "work")
+    nodes.mark_sent(1, "letter", "work", deadline=2.0)
     assert (nodes.overdue(1.9), nodes.overdue(2.0)) == ([], ["letter"])
     with pytest.raises(KeyError):
-        nodes.answered("another", 2.0, well=True)
+        nodes.complete("another", 2.0, succeeded=True)

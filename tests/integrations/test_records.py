@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from numpy.lib import format as npy
 
 from manifoldagg.errors import WireError
-from manifoldagg.integrations.flower.records import KEY, array_record, packed, state_dict, unpacked
+from manifoldagg.integrations.flower.records import (
+    RECORD_KEY,
+    array_record,
+    bytes_to_record,
+    record_to_bytes,
+    state_dict,
+)
 from tests.support import draw, seeds
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -101,6 +107,6 @@ def test_another_form_is_refused():
 
 def test_bytes_go_beside_other_records_and_models_are_none():
     data = b"anything"
-    assert unpacked(RecordDict({KEY: packed(data), "arrays": array_record({})})) == data
-    assert unpacked(RecordDict({"arrays": packed(data)})) is None
-    assert unpacked(RecordDict({KEY: array_record({"wire": torch.ones(2)})})) is None
+    assert record_to_bytes(RecordDict({RECORD_KEY: bytes_to_record(data), "arrays": array_record({})})) == data
+    assert record_to_bytes(RecordDict({"arrays": bytes_to_record(data)})) is None
+    assert record_to_bytes(RecordDict({RECORD_KEY: array_record({"wire": torch.ones(2)})})) is None

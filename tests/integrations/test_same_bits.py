@@ -141,7 +141,7 @@ def test_flower_and_the_simulator_give_the_same_model(name, app, wire, model, mo
     strategy = Asynchronous(
         asked.rule, model=of.model, updates=ANSWERS, wire=wire, weights=weights, fraction_evaluate=0.0
     )
-    strategy.interval = 0.0
+    strategy.poll_interval = 0.0
     result = strategy.start(InOrder(app(of, asked.trainer), found.clients), array_record(of.model().state_dict()), 1)
     ended = state_dict(result.arrays)
     expected = server.state_dict()

@@ -19,7 +19,7 @@ from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.types import extras
 from manifoldagg.integrations.flower import Asynchronous, client_app, dispatcher
 from manifoldagg.integrations.flower.metrics import weighted_mean
-from manifoldagg.integrations.flower.records import KEY, array_record, packed, state_dict
+from manifoldagg.integrations.flower.records import RECORD_KEY, array_record, bytes_to_record, state_dict
 from manifoldagg.integrations.flower.rounds import Rounds
 from manifoldagg.wire import pack
 from tests.federated.rules.registered import golden
@@ -79,7 +79,7 @@ def plain_app(train=halfway, exam=None, seen=None):
 
 def asynchronous(rule=None, *, model=Net, **options):
     strategy = Asynchronous(rules.FedAsync(rate=0.5) if rule is None else rule, model=model, **options)
-    strategy.interval = 0.02
+    strategy.poll_interval = 0.02
     return strategy
 
 
@@ -263,7 +263,7 @@ def test_one_letter_a_node_and_no_more_replies_at_a_time_than_fit(monkeypatch):
         grid = Watched(engine.grid)
         asynchronous().start(grid, first(), num_rounds=3)
         assert (grid.most, max(grid.pulled)) == (1, 4)
-        monkeypatch.setattr(dispatcher, "AT_ONCE", 3 * sum(len(x.data) for x in first().values()))
+        monkeypatch.setattr(dispatcher, "MAX_REPLY_BYTES", 3 * sum(len(x.data) for x in first().values()))
         grid = Watched(engine.grid)
         asynchronous().start(grid, first(), num_rounds=3)
         # Arrays are packed as they came, so a reply is as large as a message.
@@ -445,15 +445,15 @@ def test_what_is_raised_at_the_beginning_comes_out(tmp_path):
 def test_a_new_run_leaves_nothing_of_another_ones_rounds(tmp_path):
     path = tmp_path / "server"
     older = Rounds(path)
-    older.enter("evaluate_metrics_serverapp", 0, MetricRecord({"older": 1}))
-    older.end(1)
+    older.record("evaluate_metrics_serverapp", 0, MetricRecord({"older": 1}))
+    older.finish_round(1)
     older.write()
     found = []
 
     def train(state, part):
         rounds = Rounds(path)
         rounds.read(10**6)
-        found.append((rounds.ends, rounds.result.evaluate_metrics_serverapp))
+        found.append((rounds.cumulative_updates, rounds.result.evaluate_metrics_serverapp))
         return state
 
     strategy = asynchronous(updates=2, checkpoint=Every(path, updates=1000), fraction_evaluate=0.0)
@@ -473,7 +473,7 @@ def test_stopping_is_of_the_run_that_is_under_way():
 
 def test_nobody_waits_for_nodes_where_there_is_nothing_to_do(tmp_path):
     class Empty(Asynchronous):
-        def _open(self, *arguments):
+        def _connect(self, *arguments):
             raise AssertionError("nodes are waited for")
 
     checkpoint = Every(tmp_path / "server", updates=1)
@@ -614,9 +614,11 @@ BAD = {
     "a header that lies": content(changed(**{"0.bias": array(HUGE)})),
     "a pickle": content(changed(**{"0.bias": array(b"\x80\x04K\x01.")})),
     "another form": content(changed(**{"0.bias": array(b"", "pickle")})),
-    "junk of the wire": RecordDict({KEY: packed(b"of my own making")}),
-    "no bytes of the wire": RecordDict({KEY: packed(b"")}),
-    "a payload of another space": RecordDict({KEY: packed(pack(Payload(torch.zeros(1, 3), samples=1)))}),
+    "junk of the wire": RecordDict({RECORD_KEY: bytes_to_record(b"of my own making")}),
+    "no bytes of the wire": RecordDict({RECORD_KEY: bytes_to_record(b"")}),
+    "a payload of another space": RecordDict(
+        {RECORD_KEY: bytes_to_record(pack(Payload(torch.zeros(1, 3), samples=1)))}
+    ),
 }
 
 
@@ -640,7 +642,7 @@ def test_a_payload_is_of_the_task_that_it_names(finished):
     def receive(named):
         ticket = server.dispatch(7)
         data = pack(returned(ticket), spec=server.space, ticket=named or ticket)
-        return finished._mail.receive(ticket.id, RecordDict({KEY: packed(data)}))
+        return finished._mail.receive(ticket.id, RecordDict({RECORD_KEY: bytes_to_record(data)}))
 
     assert receive(other).reason.startswith("ticket: expected that of the task")
     assert receive(None).accepted
@@ -652,7 +654,7 @@ def test_a_plain_answer_to_a_rule_that_asks_for_more_is_refused_by_name():
     strategy = asynchronous(rule, wire=None, fraction_evaluate=0.0)
     with running(plain_app(lambda state, part: state), 2) as engine:
         strategy.start(engine.grid, first(), num_rounds=1, timeout=0.5)
-    receipt = strategy._mail.receive(strategy.server.dispatch(7).id, content(first()))
+    receipt = strategy._codec.receive(strategy.server.dispatch(7).id, content(first()))
     assert "expected what `client_app` sends" in receipt.reason
 
 
@@ -810,7 +812,7 @@ def test_an_unreadable_answer_idles_nobody_for_long(monkeypatch):
 
         monkeypatch.setattr(engine.grid, "pull_messages", once)
         strategy = asynchronous(updates=24, fraction_evaluate=0.0)
-        strategy.interval = 0.3
+        strategy.poll_interval = 0.3
         strategy.start(engine.grid, first(), num_rounds=1, timeout=20.0)
     assert lost
     assert strategy.server.updates == 24

@@ -61,7 +61,7 @@ def test_without_curved_leaves_the_space_is_flat():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_every_law_holds():
-    verdict = check_manifold(SPACE, farthest=2.0, seeds=1, verbose=False)
+    verdict = check_manifold(SPACE, max_distance=2.0, seeds=1, verbose=False)
     assert verdict.holds, f"\n{verdict}"
     assert len(verdict.findings) == sum(primitives <= SPACE.capabilities for primitives, _ in LAWS.values())
 

@@ -35,7 +35,7 @@ def case(space, seed, t):
 def test_every_law_holds_on_the_ball(space):
     # Points at distance r of the centre lose e^r / 4 of their digits. They are drawn within 1.4, laws walk on by t,
     # the pole ladder by 2t: at t = 4 that is e^9.4, diluted by t / sinh(t); at 5 it is above 50 whatever the formula.
-    verdict = check_manifold(space, farthest=3.5 / math.sqrt(-space.curvature), seeds=2, verbose=False)
+    verdict = check_manifold(space, max_distance=3.5 / math.sqrt(-space.curvature), seeds=2, verbose=False)
     assert verdict.holds, f"\n{verdict}"
 
 
@@ -45,7 +45,7 @@ def test_every_law_holds_on_the_hyperboloid(space):
     # A rounded tangent at distance r of the origin is tangent to cosh(r)^3, up to 1e5 where r <= 4.5: t <= 3.
     # Nearer, a fiftieth of that is enough.
     for condition, farthest in ((1e5, 3.0), (2e3, 0.7)):
-        verdict = check_manifold(space, condition=condition, farthest=farthest, seeds=2, verbose=False)
+        verdict = check_manifold(space, condition=condition, max_distance=farthest, seeds=2, verbose=False)
         assert verdict.holds, f"\n{verdict}"
 
 

@@ -85,8 +85,8 @@ def test_every_law_holds(space):
 def test_every_mutant_is_caught_by_its_laws(name, record_property):
     mutant, laws = MUTANTS[name]
     verdict = check_manifold(mutant(3), laws=laws, seeds=2, validate=False, verbose=False)
-    assert sorted(verdict.broken) == sorted(laws), f"\n{verdict}"
-    record_property("caught", (name, verdict.broken))
+    assert sorted(verdict.broken_laws) == sorted(laws), f"\n{verdict}"
+    record_property("caught", (name, verdict.broken_laws))
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -94,7 +94,7 @@ def test_every_mutant_is_caught_by_its_laws(name, record_property):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_every_law_on_every_mutant(name, record_property):
     mutant, laws = MUTANTS[name]
-    broken = check_manifold(mutant(3), validate=False, verbose=False).broken
+    broken = check_manifold(mutant(3), validate=False, verbose=False).broken_laws
     assert set(laws) <= set(broken)
     record_property("caught", (f"{name} (all laws)", broken))
 
@@ -129,7 +129,7 @@ def test_what_is_declared_and_missing_is_broken():
             raise self._not_implemented("transport")
 
     verdict = check_manifold(Boastful(2), verbose=False)
-    assert "transport_is_an_isometry" in verdict.broken
+    assert "transport_is_an_isometry" in verdict.broken_laws
     assert "has no transport" in str(verdict)
 
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_tried_is_refused():
 
 def test_dtypes_may_be_an_iterator():
     verdict = check_manifold(Sphere(3), dtypes=iter([torch.float64]), laws=list(LAWS)[:3], verbose=False)
-    assert all(finding.where for finding in verdict.findings)
+    assert all(finding.location for finding in verdict.findings)
 
 
 def test_a_space_without_a_radius_is_held_to_the_rest():

@@ -72,7 +72,7 @@ def best(z, rank):
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_every_law_holds(space):
-    verdict = check_manifold(space, seeds=2, farthest=0.1, verbose=False)
+    verdict = check_manifold(space, seeds=2, max_distance=0.1, verbose=False)
     assert verdict.holds, f"\n{verdict}"
     assert len(verdict.findings) == 8
 

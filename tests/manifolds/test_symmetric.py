@@ -50,7 +50,7 @@ def error(found, exact):
 def test_every_law_holds_to_a_distance_of_2(n):
     """Further out a float does not determine the point: at t = 10 the condition number of y is up to 1e2 e^14."""
     space = SymmetricPositiveDefinite(n)
-    verdict = check_manifold(space, condition=CONDITION, farthest=2.0, seeds=1, verbose=False)
+    verdict = check_manifold(space, condition=CONDITION, max_distance=2.0, seeds=1, verbose=False)
     assert verdict.holds, f"\n{verdict}"
 
 

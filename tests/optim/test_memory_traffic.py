@@ -98,6 +98,6 @@ def test_rows_are_no_longer_than_is_said_of_them(name, dtype):
     outer = Outer(params, RULES[name])
     for i in range(9):
         run(outer, params, i, 1)
-        for bound in outer._bounds[params[0]].values():
-            assert sum(x.double().square().sum() for x in bound.row).sqrt() <= bound.length
-            assert bound.holds(bound.row)
+        for bound in outer._norm_bounds[params[0]].values():
+            assert sum(x.double().square().sum() for x in bound.row).sqrt() <= bound.norm
+            assert bound.applies_to(bound.row)

@@ -48,7 +48,7 @@ def test_rates_are_found_through_queues():
 def test_the_routing_goes_where_the_true_rates_would_send_it():
     rates = np.array([0.5, 1.0, 4.0])
     truth = optimise_routing(TimeBound(rates, 8, **CONSTANTS))
-    adaptive = AdaptiveRouting(TimeBound(np.ones(3), 8, **CONSTANTS), change=0.05)
+    adaptive = AdaptiveRouting(TimeBound(np.ones(3), 8, **CONSTANTS), max_change=0.05)
     _, moved = serve(adaptive, rates, 8, 1, 3000, every=150)
     assert max(moved) <= 0.05 * (1 + 1e-12)
     assert adaptive.routing.sum() == pytest.approx(1, rel=1e-14, abs=0)
@@ -56,37 +56,37 @@ def test_the_routing_goes_where_the_true_rates_would_send_it():
 
 
 def test_a_client_that_falls_silent_loses_its_rate_but_not_at_once():
-    adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **CONSTANTS), weight=5.0)
-    adaptive.sent(0, 0.0)
+    adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **CONSTANTS), prior_weight=5.0)
+    adaptive.on_dispatch(0, 0.0)
     assert adaptive.rates(0.0).tolist() == [1.0, 1.0]
     assert adaptive.rates(5.0).tolist() == [0.5, 1.0]
     assert adaptive.rates().tolist() == [1.0, 1.0]
-    adaptive.lost(0, 5.0)
+    adaptive.on_dropout(0, 5.0)
     assert adaptive.rates(100.0).tolist() == [1.0, 1.0]
 
 
 def test_a_service_starts_when_the_one_before_is_back():
     adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **CONSTANTS))
     for time in (0.0, 1.0, 9.0):
-        adaptive.sent(0, time)
+        adaptive.on_dispatch(0, time)
     for time in (3.0, 8.0, 10.0):
-        adaptive.returned(0, time)
+        adaptive.on_completion(0, time)
     # 3, 5 and 1 seconds: 0 to 3, 3 to 8, 9 to 10; and the guess of one service in one second.
     assert adaptive.rates()[0] == 4 / 10
 
 
 def test_memory_forgets_old_services():
-    forgetful = AdaptiveRouting(TimeBound([1.0], 1, **CONSTANTS), memory=10.0)
+    forgetful = AdaptiveRouting(TimeBound([1.0], 1, **CONSTANTS), horizon=10.0)
     for k in range(200):
-        forgetful.sent(0, float(k))
-        forgetful.returned(0, float(k) + (1.0 if k < 100 else 0.1))
+        forgetful.on_dispatch(0, float(k))
+        forgetful.on_completion(0, float(k) + (1.0 if k < 100 else 0.1))
     # 100 services at e^{-1/10} each leave 5e-5 of the old rate; the guess weighs one service in eleven.
     total = 1 / (1 - np.exp(-0.1))
     assert forgetful.rates()[0] == pytest.approx((1 + total) / (1 + 0.1 * total), rel=1e-3)
 
 
 def test_constants_come_from_the_history():
-    guess = UpdateBound([1.0, 2.0], 4, **CONSTANTS, rounds=10)
+    guess = UpdateBound([1.0, 2.0], 4, **CONSTANTS, num_updates=10)
     adaptive = AdaptiveRouting(guess)
     assert adaptive.bound() == guess
     for loss in (3.0, 1.0, 2.0):
@@ -103,22 +103,22 @@ def test_a_history_without_noise_or_end_leaves_a_bound():
     adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **(CONSTANTS | {"gap": 0.0})))
     adaptive.observe_noise(0.0)
     assert adaptive.bound().noise == CONSTANTS["noise"]
-    adaptive.sent(0, 0.0)
+    adaptive.on_dispatch(0, 0.0)
     assert adaptive.reroute(1e305)[1] == pytest.approx(0.55, rel=1e-12)
 
 
 def test_what_does_not_fit_changes_nothing(as_shipped):
     adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **CONSTANTS))
-    adaptive.sent(0, 1.0)
+    adaptive.on_dispatch(0, 1.0)
     for call, match in (
-        (lambda: adaptive.sent(2, 1.0), "client: expected at most 1, got 2"),
-        (lambda: adaptive.sent(-1, 1.0), "client: expected an integer"),
-        (lambda: adaptive.sent(0, 0.5), "time: expected a time >= 1"),
-        (lambda: adaptive.sent(0, float("nan")), "time: expected"),
-        (lambda: adaptive.returned(1, 2.0), "client: expected one with a task"),
-        (lambda: adaptive.returned(0, 0.5), "time: expected a time >= 1"),
-        (lambda: adaptive.lost(1, 2.0), "client: expected one with a task"),
-        (lambda: adaptive.lost(0, 0.5), "time: expected a time >= 1"),
+        (lambda: adaptive.on_dispatch(2, 1.0), "client: expected at most 1, got 2"),
+        (lambda: adaptive.on_dispatch(-1, 1.0), "client: expected an integer"),
+        (lambda: adaptive.on_dispatch(0, 0.5), "time: expected a time >= 1"),
+        (lambda: adaptive.on_dispatch(0, float("nan")), "time: expected"),
+        (lambda: adaptive.on_completion(1, 2.0), "client: expected one with a task"),
+        (lambda: adaptive.on_completion(0, 0.5), "time: expected a time >= 1"),
+        (lambda: adaptive.on_dropout(1, 2.0), "client: expected one with a task"),
+        (lambda: adaptive.on_dropout(0, 0.5), "time: expected a time >= 1"),
         (lambda: adaptive.observe_loss(float("nan")), "value: expected"),
         (lambda: adaptive.observe_noise(-1.0), "value: expected"),
         (lambda: adaptive.observe_smoothness(0.0), "value: expected"),
@@ -126,7 +126,7 @@ def test_what_does_not_fit_changes_nothing(as_shipped):
     ):
         with pytest.raises(ArgumentError, match=match):
             call()
-    adaptive.returned(0, 2.0)
+    adaptive.on_completion(0, 2.0)
     assert adaptive.rates().tolist() == [1.0, 1.0]
     for change, match in (({"change": 0}, "change"), ({"weight": 0}, "weight"), ({"memory": -1}, "memory")):
         with pytest.raises(ArgumentError, match=f"{match}: expected"):

@@ -19,7 +19,11 @@ KINDS = ["update", "time"]
 
 def make(kind, rates, tasks, **changes):
     constants = CONSTANTS | changes
-    return TimeBound(rates, tasks, **constants) if kind == "time" else UpdateBound(rates, tasks, **constants, rounds=40)
+    return (
+        TimeBound(rates, tasks, **constants)
+        if kind == "time"
+        else UpdateBound(rates, tasks, **constants, num_updates=40)
+    )
 
 
 def draw(seed, clients=8, tasks=40):
@@ -58,7 +62,9 @@ def test_gradients_are_free_partial_derivatives(kind, seed):
         e = np.eye(len(p))[j] * p[j]
         # Four points: h⁴ times a fifth derivative in log p, which m bounds, and rounding ε/h of the value.
         slope = (
-            8 * (bound.free(p + h * e) - bound.free(p - h * e)) - bound.free(p + 2 * h * e) + bound.free(p - 2 * h * e)
+            8 * (bound.unnormalised(p + h * e) - bound.unnormalised(p - h * e))
+            - bound.unnormalised(p + 2 * h * e)
+            + bound.unnormalised(p - 2 * h * e)
         ) / 12
         assert slope / h == pytest.approx(gradient[j] * p[j], rel=1e-8, abs=1e-10 * bound(p))
 
@@ -165,7 +171,7 @@ def test_update_bounds_grow_with_the_tasks(seed):
 @given(seeds)
 def test_the_bound_by_tasks_is_the_bound(kind, seed):
     p, rates, m = normalised(draw(seed))
-    pairs = [pair for pair, _ in zip(make(kind, rates, 1).by_tasks(p), range(m + 5), strict=False)]
+    pairs = [pair for pair, _ in zip(make(kind, rates, 1).over_concurrency(p), range(m + 5), strict=False)]
     assert pairs[m - 1][0] == make(kind, rates, m)(p)
     values, least = np.array(pairs).T
     for k in range(m + 5):
@@ -179,7 +185,7 @@ def test_the_best_concurrency_is_the_best_of_all(seed):
     best = optimise_concurrency(bound, p)
     values = [replace(bound, tasks=m)(p) for m in range(1, 2 * best + 20)]
     assert int(np.argmin(values)) + 1 == best
-    assert optimise_concurrency(bound, p, most=3) == int(np.argmin(values[:3])) + 1
+    assert optimise_concurrency(bound, p, max_concurrency=3) == int(np.argmin(values[:3])) + 1
 
 
 # A/B between these, for L = 1 and rates exp(i/100).
@@ -236,7 +242,7 @@ def test_routings_have_doors(kind, as_shipped):
         with pytest.raises(ArgumentError, match="routing: expected 2 entries"):
             function([1.0])
     with pytest.raises(ArgumentError, match=r"p\[1\]: expected a positive share"):
-        bound.free([0.5, -0.1])
+        bound.unnormalised([0.5, -0.1])
     with pytest.raises(ArgumentError, match="theta: expected real numbers"):
         bound.logit_gradient(["a", "b"])
     with pytest.raises(ArgumentError, match=r"softmax\(theta\)\[0\]: expected a positive share"):
@@ -248,11 +254,11 @@ def test_routings_have_doors(kind, as_shipped):
 
 
 def test_without_noise_more_tasks_are_always_better(monkeypatch):
-    monkeypatch.setattr("manifoldagg.routing.optimise.SEARCHED", 500)
+    monkeypatch.setattr("manifoldagg.routing.optimise.MAX_CONCURRENCY", 500)
     bound = make("time", [1.0, 2.0], 3, noise=0)
     with pytest.raises(ArgumentError, match="most: expected a number, as the bound still falls at 500 tasks"):
         optimise_concurrency(bound, [1 / 3, 2 / 3])
-    assert optimise_concurrency(bound, [1 / 3, 2 / 3], most=70) == 70
+    assert optimise_concurrency(bound, [1 / 3, 2 / 3], max_concurrency=70) == 70
     # A bottleneck brings the throughput to its limit, where rounding alone could settle it; a single client waits.
     with pytest.raises(ArgumentError, match="most: expected a number"):
         optimise_concurrency(bound, [0.9, 0.1])

@@ -24,9 +24,9 @@ def covariance_is_exact():
 
 
 def gradients_are_slopes():
-    for bound in (TimeBound(RATES, TASKS, **CONSTANTS), UpdateBound(RATES, TASKS, **CONSTANTS, rounds=9)):
+    for bound in (TimeBound(RATES, TASKS, **CONSTANTS), UpdateBound(RATES, TASKS, **CONSTANTS, num_updates=9)):
         for gradient, e in zip(bound.gradient(P), np.eye(3), strict=True):
-            slope = (bound.free(P + 1e-5 * e) - bound.free(P - 1e-5 * e)) / 2e-5
+            slope = (bound.unnormalised(P + 1e-5 * e) - bound.unnormalised(P - 1e-5 * e)) / 2e-5
             if abs(slope / gradient - 1) > 1e-6:
                 return False
     return True

@@ -16,7 +16,7 @@ import manifoldagg.routing
 from manifoldagg.errors import ArgumentError
 from manifoldagg.routing import ClosedNetwork, balanced, uniform
 from manifoldagg.routing.covariance import covariance, variance
-from manifoldagg.routing.mean_values import directional, mean_values
+from manifoldagg.routing.mean_values import directional_mean_values, mean_values
 from tests.routing.exact import Digits, Enumerated, floats, networks, tagged_delay
 
 # A step of the recursion rounds a few times; 64 of them in all small cases.
@@ -226,7 +226,7 @@ def test_a_sweep_in_a_direction_is_the_covariance_times_it(seed):
     p, rates, m = draw_network(seed)
     direction = np.random.default_rng(seed).normal(size=len(p))
     loads = p / rates / np.max(p / rates)
-    moved = step(directional(loads, direction), m)[2]
+    moved = step(directional_mean_values(loads, direction), m)[2]
     matrix = covariance(loads, m)
     np.testing.assert_allclose(moved, matrix @ direction, rtol=0, atol=1e-14 * m * np.abs(matrix).max())
 

@@ -59,7 +59,7 @@ def test_one_start_ends_where_another_optimiser_does_not_improve(seed):
 @pytest.mark.parametrize("tasks", [2, 20])
 def test_of_two_clients_no_share_on_a_grid_is_better(ratio, tasks):
     for bound in (
-        UpdateBound([1.0, ratio], tasks, **CONSTANTS, rounds=1000),
+        UpdateBound([1.0, ratio], tasks, **CONSTANTS, num_updates=1000),
         TimeBound([1.0, ratio], tasks, **CONSTANTS),
     ):
         grid = min(bound([q, 1 - q]) for q in np.linspace(0.01, 0.99, 197))
@@ -106,7 +106,7 @@ def test_starts_have_a_door(as_shipped):
 def test_section_5_1_gives_the_slowest_client_most_tasks():
     for spread in (100, 190):
         rates = np.exp(np.arange(1, 21) / spread)
-        bound = UpdateBound(rates, 100, **CONSTANTS, rounds=3000)
+        bound = UpdateBound(rates, 100, **CONSTANTS, num_updates=3000)
         best = optimise_routing(bound)
         # More than 40 %; the others alike, and the less the faster they are.
         assert 0.5 < best.p[0] < 0.53
@@ -121,7 +121,7 @@ def test_section_5_1_gives_the_slowest_client_most_tasks():
 def test_section_5_1_is_nearly_uniform_with_few_tasks():
     rates = np.exp(np.arange(1, 21) / 100)
     shares = [
-        optimise_routing(UpdateBound(rates, m, **CONSTANTS, rounds=3000), starts=["uniform", "slowest"]).p[0]
+        optimise_routing(UpdateBound(rates, m, **CONSTANTS, num_updates=3000), starts=["uniform", "slowest"]).p[0]
         for m in (2, 20, 100, 300)
     ]
     assert shares == sorted(shares)
@@ -129,7 +129,7 @@ def test_section_5_1_is_nearly_uniform_with_few_tasks():
 
 
 def test_section_5_2_orders_the_throughputs():
-    time, update = TimeBound(CLUSTERS, 30, **CONSTANTS), UpdateBound(CLUSTERS, 30, **CONSTANTS, rounds=3000)
+    time, update = TimeBound(CLUSTERS, 30, **CONSTANTS), UpdateBound(CLUSTERS, 30, **CONSTANTS, num_updates=3000)
     routings = [balanced(CLUSTERS), optimise_routing(time).p, uniform(30), optimise_routing(update).p]
     completed = [3000 * ClosedNetwork(p, CLUSTERS, 30).throughput for p in routings]
     assert completed == sorted(completed, reverse=True)
@@ -156,7 +156,7 @@ def test_section_5_2_prints_a_routing_that_is_not_optimal():
 
 
 def test_ties_between_slowest_clients_break_for_the_update_bound():
-    bound = UpdateBound(CLUSTERS, 30, **CONSTANTS, rounds=3000)
+    bound = UpdateBound(CLUSTERS, 30, **CONSTANTS, num_updates=3000)
     best, alike = optimise_routing(bound), optimise_routing(bound, starts=["uniform"])
     assert best.start == "slowest"
     assert best.value < 0.53 * alike.value

@@ -9,7 +9,7 @@ import pytest
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.routing import ClosedNetwork, TimeBound, UpdateBound
-from manifoldagg.routing.plan import check_out, group_clients, make_plan, read_rates, write_files
+from manifoldagg.routing.plan import check_output_path, group_clients, make_plan, read_rates, write_files
 
 CONSTANTS = {"rate": 0.01, "smoothness": 1.0, "noise": 209.0, "gap": 15.0}
 
@@ -104,7 +104,9 @@ def test_objectives_are_the_two_bounds():
 
     rates = np.ones(2)
     assert objective_bound("time", rates, 3, rounds=9, **CONSTANTS) == TimeBound(rates, 3, **CONSTANTS)
-    assert objective_bound("update", rates, 3, rounds=9, **CONSTANTS) == UpdateBound(rates, 3, **CONSTANTS, rounds=9)
+    assert objective_bound("update", rates, 3, rounds=9, **CONSTANTS) == UpdateBound(
+        rates, 3, **CONSTANTS, num_updates=9
+    )
     with pytest.raises(ArgumentError, match="objective: expected one of time, update; got 'speed'"):
         objective_bound("speed", rates, 3, rounds=9, **CONSTANTS)
 
@@ -148,7 +150,7 @@ def test_a_place_that_cannot_be_written_is_said_before(tmp_path):
         (tmp_path / "none" / "routing.csv", "there is no folder"),
     ):
         with pytest.raises(ArgumentError, match=f"out: {message}"):
-            check_out(out)
+            check_output_path(out)
 
 
 def test_a_failed_write_leaves_what_was_there(plan, tmp_path, monkeypatch):

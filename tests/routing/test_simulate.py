@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from manifoldagg.routing import ClosedNetwork
-from manifoldagg.routing.simulate import stationary
+from manifoldagg.routing.simulate import sample_stationary
 from tests.routing.exact import Enumerated
 
 P, RATES, TASKS = [0.2, 0.5, 0.3], [1.0, 1.5, 4.0], 6
@@ -53,7 +53,7 @@ def test_measured_delays_and_measured_queues_are_the_same_sum():
     np.testing.assert_allclose(run.relative_delay, run.others, atol=TASKS * 100 / 20000)
     assert run.others.sum() == pytest.approx(TASKS - 1, rel=1e-12, abs=0)
     assert run.mean_tasks.sum() == pytest.approx(TASKS, rel=1e-12, abs=0)
-    assert run.completions.sum() == run.rounds == 20000
+    assert run.completions.sum() == run.num_updates == 20000
 
 
 @pytest.mark.parametrize("rates", [[1.0, 1.5, 4.0], [2.0, 5.0, 3.0], [50.0, 1.0, 2.0]])
@@ -64,7 +64,7 @@ def test_states_are_drawn_from_their_law(rates):
     generator = np.random.default_rng(11)
     seen = {}
     for _ in range(count):
-        x = tuple(stationary(utilisation, tasks, generator).tolist())
+        x = tuple(sample_stationary(utilisation, tasks, generator).tolist())
         seen[x] = seen.get(x, 0) + 1
     assert set(seen) <= set(exact.law)
     # Rare states together; χ² with k degrees of freedom is below k + 4.5 √(2k) + 10 but for one in 10⁵.

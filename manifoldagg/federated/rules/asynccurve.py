@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number
-from manifoldagg.averaging.swa import averaged_in
+from manifoldagg.averaging.swa import update_mean
 from manifoldagg.corrections import Corrected, Correction, OrthoDyn, rotate_control
 from manifoldagg.corrections.gram import CANCELLATION_TOLERANCE, Matrix, lost_to_cancellation
 from manifoldagg.corrections.rotation import rotation_coefficients
@@ -168,7 +168,7 @@ class AsyncCurve(ServerRule):
             if mean is None:
                 mean = model.to(torch.float64, copy=True)
             else:
-                mean = averaged_in(mean, model, count + 1, out=empty_like(mean))
+                mean = update_mean(mean, model, count + 1, out=empty_like(mean))
             count += 1
         if mean is None:
             return {}

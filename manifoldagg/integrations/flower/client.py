@@ -17,29 +17,29 @@ from manifoldagg.federated.clients.base import count_samples
 from manifoldagg.federated.clients.determinism import repeatable, seeded_model, task_generator
 from manifoldagg.federated.pytrees import replaced
 from manifoldagg.federated.types import Memory
-from manifoldagg.integrations.flower.records import KEY, packed, state_dict, unpacked
+from manifoldagg.integrations.flower.records import RECORD_KEY, bytes_to_record, record_to_bytes, state_dict
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.wire import pack, unpack
 
 __all__ = ["client_app"]
 
-EXAMPLES = "num-examples"
-METRICS = "metrics"
-NTH = "nth"
-MEMORY = "memory"
-Context: TypeAlias = flwr.app.Context
-Letter: TypeAlias = flwr.app.Message
+NUM_EXAMPLES_KEY = "num-examples"
+METRICS_KEY = "metrics"
+NUM_TASKS_KEY = "num_tasks"
+CLIENT_STATE_KEY = "client_state"
+FlowerContext: TypeAlias = flwr.app.Context
+FlowerMessage: TypeAlias = flwr.app.Message
 
 
 def client_app(
-    trainer: Trainer | Callable[[Context], Trainer],
+    trainer: Trainer | Callable[[FlowerContext], Trainer],
     model: nn.Module | Callable[[], nn.Module],
-    data: Callable[[Context, int], Iterable[Any]],
+    data: Callable[[FlowerContext, int], Iterable[Any]],
     *,
     criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
     seed: int = 0,
-    evaluate: Callable[[nn.Module, Context], Mapping[str, float]] | None = None,
-    mods: Sequence[Callable[..., Letter]] | None = None,
+    evaluate: Callable[[nn.Module, FlowerContext], Mapping[str, float]] | None = None,
+    mods: Sequence[Callable[..., FlowerMessage]] | None = None,
     threads: int | None = 1,
 ) -> flwr.clientapp.ClientApp:
     """A Flower `ClientApp` that trains as a trainer of this package does, for any rule.
@@ -84,7 +84,7 @@ def client_app(
     check_count("seed", seed, at_least=0)
     if threads is not None:
         check_count("threads", threads)
-    client = _Client(trainer, model, data, criterion, seed, evaluate or _loss_of(criterion, data), threads)
+    client = _Client(trainer, model, data, criterion, seed, evaluate or _mean_loss(criterion, data), threads)
     app = flwr.clientapp.ClientApp(mods=list(mods or ()))
     app.train()(client.train)
     app.evaluate()(client.evaluate)
@@ -95,46 +95,48 @@ def client_app(
 class _Client:
     """What a node does with a message."""
 
-    trainer: Trainer | Callable[[Context], Trainer]
+    trainer: Trainer | Callable[[FlowerContext], Trainer]
     model: nn.Module | Callable[[], nn.Module]
-    data: Callable[[Context, int], Iterable[Any]]
+    data: Callable[[FlowerContext, int], Iterable[Any]]
     criterion: Callable[[Any, Any], Tensor]
     seed: int
-    by: Callable[[nn.Module, Context], Mapping[str, float]]
+    evaluate_fn: Callable[[nn.Module, FlowerContext], Mapping[str, float]]
     threads: int | None
 
-    def train(self, letter: Letter, context: Context) -> Letter:
-        model = self._made()
+    def train(self, message: FlowerMessage, context: FlowerContext) -> FlowerMessage:
+        model = self._make_model()
         space = ParameterSpace.of(model)
-        order, ticket = _read(letter.content, model, space)
-        desk = _Desk(context)
-        nth = desk.nth
-        memory = replaced(desk.memory, lambda x: x.to(order.start.device))
-        desk.nth = nth + 1  # also of a task that fails: the next one is another
+        order, ticket = _read_message(message.content, model, space)
+        desk = _NodeState(context)
+        nth = desk.num_tasks
+        memory = replaced(desk.client_state, lambda x: x.to(order.start.device))
+        desk.num_tasks = nth + 1  # also of a task that fails: the next one is another
         trainer: Any = self.trainer if isinstance(self.trainer, Trainer) else self.trainer(context)
-        generator = task_generator(self.seed, _client_of(context), nth)
+        generator = task_generator(self.seed, _client_id(context), nth)
         with repeatable(generator, threads=self.threads):
-            batches = _batches(self.data, context, nth)
+            batches = _reiterable_batches(self.data, context, nth)
             payload = work(model, order, trainer, batches, self.criterion, memory=memory, generator=generator)
-        desk.memory = payload.memory
+        desk.client_state = payload.memory
         answer = pack(replace(payload, memory=None), spec=space, ticket=ticket)
-        metrics = flwr.app.MetricRecord({**_plain(payload.numbers), EXAMPLES: int(payload.samples)})
-        return Letter(flwr.app.RecordDict({KEY: packed(answer), METRICS: metrics}), reply_to=letter)
+        metrics = flwr.app.MetricRecord({**_as_python_numbers(payload.numbers), NUM_EXAMPLES_KEY: int(payload.samples)})
+        return FlowerMessage(
+            flwr.app.RecordDict({RECORD_KEY: bytes_to_record(answer), METRICS_KEY: metrics}), reply_to=message
+        )
 
-    def evaluate(self, letter: Letter, context: Context) -> Letter:
-        model = self._made()
+    def evaluate(self, message: FlowerMessage, context: FlowerContext) -> FlowerMessage:
+        model = self._make_model()
         space = ParameterSpace.of(model)
-        order, _ = _read(letter.content, model, space)
+        order, _ = _read_message(message.content, model, space)
         # Where the server keeps no buffers, the module has its own.
         model.load_state_dict(space.state_dict(order.start, order.buffers or None), strict=False)
-        with repeatable(task_generator(self.seed, _client_of(context), 0), threads=self.threads):
-            found = self.by(model.eval(), context)
-        if not isinstance(found, Mapping) or EXAMPLES not in found:
-            raise ArgumentError(f"evaluate: expected metrics with {EXAMPLES!r} among them, got {found!r}")
-        metrics = flwr.app.MetricRecord({**_plain(found), EXAMPLES: int(found[EXAMPLES])})
-        return Letter(flwr.app.RecordDict({METRICS: metrics}), reply_to=letter)
+        with repeatable(task_generator(self.seed, _client_id(context), 0), threads=self.threads):
+            found = self.evaluate_fn(model.eval(), context)
+        if not isinstance(found, Mapping) or NUM_EXAMPLES_KEY not in found:
+            raise ArgumentError(f"evaluate: expected metrics with {NUM_EXAMPLES_KEY!r} among them, got {found!r}")
+        metrics = flwr.app.MetricRecord({**_as_python_numbers(found), NUM_EXAMPLES_KEY: int(found[NUM_EXAMPLES_KEY])})
+        return FlowerMessage(flwr.app.RecordDict({METRICS_KEY: metrics}), reply_to=message)
 
-    def _made(self) -> nn.Module:
+    def _make_model(self) -> nn.Module:
         """A module that nobody else has: nodes may share a process."""
         made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else seeded_model(self.model, self.seed)
         if not isinstance(made, nn.Module):
@@ -142,45 +144,47 @@ class _Client:
         return made
 
 
-class _Desk:
+class _NodeState:
     """What stays on the node between its tasks, in the state of its context."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: FlowerContext) -> None:
         self._context = context
 
-    def _kept(self) -> dict[str, Any]:
-        return dict(self._context.state.get(KEY) or {})
+    def _entries(self) -> dict[str, Any]:
+        return dict(self._context.state.get(RECORD_KEY) or {})
 
-    def _keep(self, name: str, value: Any) -> None:
-        self._context.state[KEY] = flwr.app.ConfigRecord(self._kept() | {name: value})
+    def _set_entry(self, name: str, value: Any) -> None:
+        self._context.state[RECORD_KEY] = flwr.app.ConfigRecord(self._entries() | {name: value})
 
     @property
-    def nth(self) -> int:
+    def num_tasks(self) -> int:
         """How many tasks the node was given before."""
-        return int(self._kept().get(NTH, 0))
+        return int(self._entries().get(NUM_TASKS_KEY, 0))
 
-    @nth.setter
-    def nth(self, count: int) -> None:
-        self._keep(NTH, count)
+    @num_tasks.setter
+    def num_tasks(self, count: int) -> None:
+        self._set_entry(NUM_TASKS_KEY, count)
 
     @property
-    def memory(self) -> Memory:
+    def client_state(self) -> Memory:
         """What the trainer wanted to find again."""
-        data = self._kept().get(MEMORY)
+        data = self._entries().get(CLIENT_STATE_KEY)
         return unpack(data).memory if data else None
 
-    @memory.setter
-    def memory(self, tree: Memory) -> None:
+    @client_state.setter
+    def client_state(self, tree: Memory) -> None:
         bare = Payload(torch.empty(0, 0), samples=0, memory=tree)
-        self._keep(MEMORY, b"" if tree is None else pack(bare))
+        self._set_entry(CLIENT_STATE_KEY, b"" if tree is None else pack(bare))
 
 
-def _read(content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace) -> tuple[Message, Ticket | None]:
+def _read_message(
+    content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace
+) -> tuple[Message, Ticket | None]:
     """The message, and its ticket where it came in the wire's form, on the device of the model."""
     device = next(model.parameters(), torch.empty(0)).device
-    data = unpacked(content)
+    data = record_to_bytes(content)
     if data is None:
-        return _plain_message(content, model, space, device), None
+        return _message_from_state_dict(content, model, space, device), None
     ticket = unpack(data, spec=space)
     if not isinstance(ticket, Ticket):
         raise WireError(f"wire: expected a ticket, got {type(ticket).__name__}")
@@ -189,7 +193,7 @@ def _read(content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace)
     return replace(sent, start=sent.start.to(device), tensors=tensors, buffers=buffers), ticket
 
 
-def _plain_message(
+def _message_from_state_dict(
     content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace, device: torch.device
 ) -> Message:
     """The message that a state dict is: all buffers are asked for, but frozen parameters."""
@@ -208,15 +212,17 @@ def _plain_message(
     return Message(space.point(state, device=device), buffers=buffers, asked=asked)
 
 
-def _client_of(context: Context) -> int:
+def _client_id(context: FlowerContext) -> int:
     """Whose task it is: the number of its part of the data, as in a simulation, where it has one."""
     part = context.node_config.get("partition-id")
     return part if type(part) is int and part >= 0 else context.node_id
 
 
-def _batches(data: Callable[[Context, int], Iterable[Any]], context: Context, nth: int) -> Iterable[Any]:
+def _reiterable_batches(
+    data: Callable[[FlowerContext, int], Iterable[Any]], context: FlowerContext, task_index: int
+) -> Iterable[Any]:
     """A task's batches. What is over after one epoch would train less than was asked for, and nobody would know."""
-    batches = data(context, nth)
+    batches = data(context, task_index)
     if isinstance(batches, Iterator):
         kind = type(batches).__name__
         raise ArgumentError(
@@ -225,25 +231,25 @@ def _batches(data: Callable[[Context, int], Iterable[Any]], context: Context, nt
     return batches
 
 
-def _loss_of(
-    criterion: Callable[[Any, Any], Tensor], data: Callable[[Context, int], Iterable[Any]]
-) -> Callable[[nn.Module, Context], dict[str, float]]:
+def _mean_loss(
+    criterion: Callable[[Any, Any], Tensor], data: Callable[[FlowerContext, int], Iterable[Any]]
+) -> Callable[[nn.Module, FlowerContext], dict[str, float]]:
     """The mean of the criterion over a node's data."""
 
-    def evaluate(model: nn.Module, context: Context) -> dict[str, float]:
+    def evaluate(model: nn.Module, context: FlowerContext) -> dict[str, float]:
         total = 0.0
         count = 0
         with torch.no_grad():
-            for batch in _batches(data, context, 0):
+            for batch in _reiterable_batches(data, context, 0):
                 inputs, targets = batch
                 samples = count_samples([batch])
                 total += samples * criterion(model(inputs), targets).item()
                 count += samples
-        return {"loss": total / max(count, 1), EXAMPLES: count}
+        return {"loss": total / max(count, 1), NUM_EXAMPLES_KEY: count}
 
     return evaluate
 
 
-def _plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
+def _as_python_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers of NumPy and torch as those of Python."""
     return {name: x.item() if hasattr(x, "item") else x for name, x in numbers.items()}

@@ -9,14 +9,21 @@ from torch import Tensor
 from manifoldagg.errors import WireError
 from manifoldagg.federated import Payload, Receipt, Server, Ticket
 from manifoldagg.federated.types import check_named, extras
-from manifoldagg.integrations.flower.metrics import samples_of
-from manifoldagg.integrations.flower.records import KEY, array_record, has_numpy, packed, state_dict, unpacked
+from manifoldagg.integrations.flower.metrics import sample_count
+from manifoldagg.integrations.flower.records import (
+    RECORD_KEY,
+    array_record,
+    bytes_to_record,
+    numpy_supports,
+    record_to_bytes,
+    state_dict,
+)
 from manifoldagg.wire import pack, ticket_of, unpack
 
-__all__ = ["Mail"]
+__all__ = ["MessageCodec"]
 
 
-class Mail:
+class MessageCodec:
     """Makes records of a server's tickets, and hands it the records that nodes return.
 
     Args:
@@ -30,53 +37,53 @@ class Mail:
     def __init__(self, server: Server, wire: bool | None, compress: bool, *, key: str, weighted_by_key: str) -> None:
         self._server = server
         self._space = check_named(server.space)
-        self._more = any(extras(server.rule))
-        self._wire = self._more if wire is None else wire
-        self._as_needed = wire is None
+        self._rule_needs_wire = any(extras(server.rule))
+        self._wire = self._rule_needs_wire if wire is None else wire
+        self._wire_if_needed = wire is None
         self._compress = compress
         self._key = key
         self._weighted_by_key = weighted_by_key
         # What NumPy has no dtype for travels in a wider one, and comes back from it without loss.
-        self._widened = {e.name: e.dtype for e in self._space.entries.values() if not has_numpy(e.dtype)}
-        self._last: tuple[Ticket, ArrayRecord] | None = None
+        self._widened_dtypes = {e.name: e.dtype for e in self._space.entries.values() if not numpy_supports(e.dtype)}
+        self._cached_record: tuple[Ticket, ArrayRecord] | None = None
 
-    def sent(self, ticket: Ticket) -> dict[str, ArrayRecord]:
+    def encode(self, ticket: Ticket) -> dict[str, ArrayRecord]:
         """What a node gets. Messages of one version share their arrays."""
         message = ticket.message
-        if self._wire or (self._as_needed and (message.tensors or message.numbers)):
-            return {KEY: packed(pack(ticket, compress=self._compress))}
-        if self._last is None or not _same(self._last[0], ticket):
+        if self._wire or (self._wire_if_needed and (message.tensors or message.numbers)):
+            return {RECORD_KEY: bytes_to_record(pack(ticket, compress=self._compress))}
+        if self._cached_record is None or not _have_same_model(self._cached_record[0], ticket):
             model = self._space.views(message.start) | dict(message.buffers)
-            self._last = ticket, array_record(model)
-        return {self._key: self._last[1]}
+            self._cached_record = ticket, array_record(model)
+        return {self._key: self._cached_record[1]}
 
     def receive(self, ticket: str, content: RecordDict) -> Receipt:
         """Hand the server what came; what cannot be read it refuses."""
-        data = unpacked(content)
-        if data is not None or self._more:
-            return self._server.receive(ticket, partial(self._payload, data, ticket))
-        samples = samples_of(content, self._weighted_by_key) or 0
-        return self._server.receive_model(ticket, partial(self._model, content), samples=samples)
+        data = record_to_bytes(content)
+        if data is not None or self._rule_needs_wire:
+            return self._server.receive(ticket, partial(self._decode_payload, data, ticket))
+        samples = sample_count(content, self._weighted_by_key) or 0
+        return self._server.receive_model(ticket, partial(self._decode_model, content), samples=samples)
 
-    def _payload(self, data: bytes | None, ticket: str) -> Payload:
+    def _decode_payload(self, data: bytes | None, ticket: str) -> Payload:
         if data is None:
             rule = type(self._server.rule).__name__
-            raise WireError(f"wire: expected what `client_app` sends, as {rule} asks for more")
+            raise WireError(f"wire: expected what `client_app` sends, as {rule} needs more than the model")
         if (told := ticket_of(data)) not in (None, ticket):
             raise WireError(f"ticket: expected that of the task, {ticket}, got {told}")
         payload: Payload = unpack(data, spec=self._space)
         return payload
 
-    def _model(self, content: RecordDict) -> dict[str, Tensor]:
+    def _decode_model(self, content: RecordDict) -> dict[str, Tensor]:
         records = list(content.array_records.values())
         if len(records) != 1:
             raise WireError(f"wire: expected one ArrayRecord, a model, got {len(records)}")
         found = state_dict(records[0])
         wide = {name for name, tensor in found.items() if tensor.dtype is torch.float32}
-        return found | {name: found[name].to(dtype) for name, dtype in self._widened.items() if name in wide}
+        return found | {name: found[name].to(dtype) for name, dtype in self._widened_dtypes.items() if name in wide}
 
 
-def _same(a: Ticket, b: Ticket) -> bool:
+def _have_same_model(a: Ticket, b: Ticket) -> bool:
     """Whether two tickets bring the same model."""
     if a.version != b.version or not torch.equal(a.message.start, b.message.start):
         return False

@@ -15,28 +15,28 @@ from flwr.serverapp import Grid
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Server, Ticket
 from manifoldagg.federated.server.client_sampling import Asking, Present
-from manifoldagg.integrations.flower.metrics import bare
+from manifoldagg.integrations.flower.metrics import without_arrays
 from manifoldagg.integrations.flower.nodes import Nodes
 
-__all__ = ["AT_ONCE", "Campaign", "Exam"]
+__all__ = ["MAX_REPLY_BYTES", "EvaluationRound", "MessageDispatcher"]
 
 LOG = logging.getLogger("flwr")
-AT_ONCE = 2**28
+MAX_REPLY_BYTES = 2**28
 """Bytes of replies that are held at a time."""
-LOOK = 1.0
+NODE_REFRESH_INTERVAL = 1.0
 """Seconds between two looks at who is here."""
-GRACE = 60.0
+TTL_MARGIN = 60.0
 """Seconds, beside twice its patience, that a letter is valid for Flower."""
-BEHIND = 2
+MAX_QUEUED_EVALUATIONS = 2
 """Rounds whose models a node has still to evaluate, at most: one of them in its hands, as a rule."""
-LOST = 10.0
+LOST_REPLY_TIMEOUT = 10.0
 """Seconds after which a node gets new work whose answer may have been lost."""
-UNREADABLE = (AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
+UNREADABLE_REPLY_ERRORS = (AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 """What Flower raises where an answer makes no sense; not where the line is broken."""
-Letter: TypeAlias = flwr.app.Message
+FlowerMessage: TypeAlias = flwr.app.Message
 
 
-class _Task(NamedTuple):
+class _TrainTask(NamedTuple):
     """Training, on a ticket, of which only the id is kept when it has gone."""
 
     id: str
@@ -44,7 +44,7 @@ class _Task(NamedTuple):
 
 
 @dataclass(eq=False)
-class Exam:
+class EvaluationRound:
     """The federated evaluation of a round.
 
     Args:
@@ -55,17 +55,17 @@ class Exam:
     """
 
     round: int
-    until: float
-    out: int = 0
-    replies: list[Letter] = field(default_factory=list)
+    deadline: float
+    num_pending: int = 0
+    replies: list[FlowerMessage] = field(default_factory=list)
 
 
-class _Question(NamedTuple):
-    exam: Exam
-    letter: Letter
+class _EvalTask(NamedTuple):
+    evaluation: EvaluationRound
+    message: FlowerMessage
 
 
-class Campaign:
+class MessageDispatcher:
     """Gives nodes their letters, one at a time, and finds their answers.
 
     Args:
@@ -81,231 +81,243 @@ class Campaign:
     """
 
     def __init__(
-        self, grid: Grid, server: Server, *, largest: int, interval: float, takes: Callable[[int], bool]
+        self,
+        grid: Grid,
+        server: Server,
+        *,
+        largest_reply_bytes: int,
+        poll_interval: float,
+        accepts_node: Callable[[int], bool],
     ) -> None:
         self._grid = grid
         self._server = server
-        self._largest = max(largest, 1)
-        self._interval = interval
-        self._takes = takes
-        self._looked = -LOOK
-        self._swept = -math.inf
-        self._most = AT_ONCE
-        self._mail: deque[Letter] = deque()
-        self._unasked: list[str] = []
-        self._idle = False
-        self._due: dict[int, _Task | _Question] = {}
-        self._asking: Asking | None = None
+        self._largest_reply_bytes = max(largest_reply_bytes, 1)
+        self._poll_interval = poll_interval
+        self._accepts_node = accepts_node
+        self._last_refresh = -NODE_REFRESH_INTERVAL
+        self._last_full_poll = -math.inf
+        self._max_reply_bytes = MAX_REPLY_BYTES
+        self._inbox: deque[FlowerMessage] = deque()
+        self._unpolled: list[str] = []
+        self._is_idle = False
+        self._scheduled: dict[int, _TrainTask | _EvalTask] = {}
+        self._sampler: Asking | None = None
         # Those that may be asked: who is here and does not rest.
-        self._ready = Present()
-        self._resting: set[int] = set()
-        self.nodes: Nodes[_Task | _Question] = Nodes()
-        self.exams: list[Exam] = []
+        self._available = Present()
+        self._backing_off: set[int] = set()
+        self.nodes: Nodes[_TrainTask | _EvalTask] = Nodes()
+        self.evaluations: list[EvaluationRound] = []
 
-    def open(self, asking: Callable[[list[int]], Asking]) -> None:
+    def open(self, make_sampler: Callable[[list[int]], Asking]) -> None:
         """See who is here, and ask the first of them."""
-        here, _ = self.nodes.meet(self._here())
-        self._ready = Present(here)
-        self._asking = asking(here)
-        self._ask(self._asking.begin(self._ready))
+        here, _ = self.nodes.update_membership(self._connected_nodes())
+        self._available = Present(here)
+        self._sampler = make_sampler(here)
+        self._dispatch(self._sampler.begin(self._available))
 
     def close(self) -> None:
         """Nobody trains any more."""
-        self._asking = None
+        self._sampler = None
         for ticket in self._server.tickets:
             self._server.drop(ticket)
 
-    def examine(self, exam: Exam, letters: Iterable[Letter]) -> None:
+    def start_evaluation(self, evaluation: EvaluationRound, messages: Iterable[FlowerMessage]) -> None:
         """Let nodes evaluate, each when it is next free; but for those that are rounds behind with it already."""
-        self.exams.append(exam)
-        for letter in letters:
+        self.evaluations.append(evaluation)
+        for letter in messages:
             node = letter.metadata.dst_node_id
             if node not in self.nodes.present:
                 continue
-            behind = sum(isinstance(work, _Question) for work in self.nodes.works(node))
-            if behind < BEHIND:
-                self.nodes.ask(node, _Question(exam, letter), first=True)
-                exam.out += 1
+            behind = sum(isinstance(work, _EvalTask) for work in self.nodes.pending_work(node))
+            if behind < MAX_QUEUED_EVALUATIONS:
+                self.nodes.enqueue(node, _EvalTask(evaluation, letter), priority=True)
+                evaluation.num_pending += 1
 
-    def concluded(self) -> list[Exam]:
+    def finished_evaluations(self) -> list[EvaluationRound]:
         """The exams that are over, once."""
         now = time.monotonic()
-        over = [exam for exam in self.exams if not exam.out or exam.until <= now]
-        self.exams = [exam for exam in self.exams if exam not in over]
+        over = [exam for exam in self.evaluations if not exam.num_pending or exam.deadline <= now]
+        self.evaluations = [exam for exam in self.evaluations if exam not in over]
         return over
 
-    def tasks(self) -> list[tuple[int, Ticket]]:
+    def train_tasks(self) -> list[tuple[int, Ticket]]:
         """Who is to train now, and on which ticket."""
-        return [(node, work.ticket) for node, work in self._due.items() if isinstance(work, _Task) and work.ticket]
+        return [
+            (node, work.ticket)
+            for node, work in self._scheduled.items()
+            if isinstance(work, _TrainTask) and work.ticket
+        ]
 
-    def send(self, configure: Callable[[], Iterable[Letter]]) -> None:
+    def send(self, configure: Callable[[], Iterable[FlowerMessage]]) -> None:
         """Send what is due; `configure` makes the letters of `tasks`. Who gets none of them fails."""
-        due = dict(self.nodes.due(time.monotonic()))
-        for node in [node for node, work in due.items() if self._is_over(work)]:
-            self.nodes.skip(node)
+        due = dict(self.nodes.ready(time.monotonic()))
+        for node in [node for node, work in due.items() if self._is_cancelled(work)]:
+            self.nodes.discard(node)
             del due[node]
-        self._due = due
-        letters = {node: _again(work.letter) for node, work in due.items() if isinstance(work, _Question)}
+        self._scheduled = due
+        letters = {node: _with_fresh_ttl(work.message) for node, work in due.items() if isinstance(work, _EvalTask)}
         if len(letters) < len(due):
             made = {letter.metadata.dst_node_id: letter for letter in configure()}
-            letters |= {node: letter for node, letter in made.items() if isinstance(due.get(node), _Task)}
+            letters |= {node: letter for node, letter in made.items() if isinstance(due.get(node), _TrainTask)}
         patience = {node: letter.metadata.ttl for node, letter in letters.items()}
         for sealed in letters.values():
             # An answer that came in time is Flower's to keep while this side is busy with something else.
-            sealed.metadata.ttl += sealed.metadata.ttl + GRACE
+            sealed.metadata.ttl += sealed.metadata.ttl + TTL_MARGIN
         sent = set(self._grid.push_messages(letters.values())) if letters else set()
         now = time.monotonic()
         unsent = []
         for node, work in due.items():
             letter = letters.get(node)
             if letter is None or letter.metadata.message_id not in sent:
-                self.nodes.skip(node)
-                self.nodes.rest(node, now)
+                self.nodes.discard(node)
+                self.nodes.backoff(node, now)
                 unsent.append((node, work))
             else:
                 # What it holds besides is large, and on its way.
-                kept = _Task(work.id) if isinstance(work, _Task) else work
-                self.nodes.sent(node, letter.metadata.message_id, kept, until=now + patience[node])
-        self._due = {}
+                kept = _TrainTask(work.id) if isinstance(work, _TrainTask) else work
+                self.nodes.mark_sent(node, letter.metadata.message_id, kept, deadline=now + patience[node])
+        self._scheduled = {}
         # Last of all: others may be asked for them, and what is next for a node is not what was due any more.
         for node, work in unsent:
-            self._ended(node, work)
+            self._on_work_finished(node, work)
 
-    def ticket(self, name: str) -> str | None:
+    def ticket_id(self, message_id: str) -> str | None:
         """The id of the ticket that a letter has brought to its node; `None` where none waits for its answer."""
-        held = self.nodes.held(name)
-        return held[1].id if held is not None and isinstance(held[1], _Task) else None
+        held = self.nodes.lookup(message_id)
+        return held[1].id if held is not None and isinstance(held[1], _TrainTask) else None
 
-    def answer(self) -> Letter | None:
+    def next_reply(self) -> FlowerMessage | None:
         """The next answer to a task, which `settle` follows. `None`: none has come yet."""
-        if not self._mail:
-            self._pull()
-        if not self._mail:
+        if not self._inbox:
+            self._poll()
+        if not self._inbox:
             return None
-        reply = self._mail.popleft()
+        reply = self._inbox.popleft()
         name = reply.metadata.reply_to_message_id
-        held = self.nodes.held(name)
+        held = self.nodes.lookup(name)
         if held is None:
             return None
         node, work = held
         well = reply.has_content()
         if not well:
             LOG.warning("node %d: %s", node, reply.error.reason)
-        if isinstance(work, _Task) and self._asking is not None:
+        if isinstance(work, _TrainTask) and self._sampler is not None:
             return reply
-        if isinstance(work, _Question):
+        if isinstance(work, _EvalTask):
             if well:
-                reply.content = bare(reply.content)
-            work.exam.replies.append(reply)
-        self.settle(name, well=well)
+                reply.content = without_arrays(reply.content)
+            work.evaluation.replies.append(reply)
+        self.complete(name, succeeded=well)
         return None
 
-    def settle(self, name: str, *, well: bool) -> None:
+    def complete(self, message_id: str, *, succeeded: bool) -> None:
         """A letter was answered, well or not; once."""
-        if self.nodes.held(name) is not None:
-            node, work = self.nodes.answered(name, time.monotonic(), well=well)
-            self._ended(node, work, well)
+        if self.nodes.lookup(message_id) is not None:
+            node, work = self.nodes.complete(message_id, time.monotonic(), succeeded=succeeded)
+            self._on_work_finished(node, work, succeeded)
 
-    def _pull(self) -> None:
+    def _poll(self) -> None:
         """See what came, for so many letters that their answers are not too large; between two looks at all, wait."""
-        if not self._unasked:
-            if self._idle:
-                time.sleep(self._interval)
-            self._idle = True
-            self._look()
-            self._swept = time.monotonic()
-            self._unasked = self.nodes.letters
-        most = max(1, self._most // self._largest)
-        some, self._unasked = self._unasked[:most], self._unasked[most:]
-        for reply in self._brought(some):
-            self._idle = False
-            self._mail.append(reply)
+        if not self._unpolled:
+            if self._is_idle:
+                time.sleep(self._poll_interval)
+            self._is_idle = True
+            self._refresh_nodes()
+            self._last_full_poll = time.monotonic()
+            self._unpolled = self.nodes.outstanding
+        most = max(1, self._max_reply_bytes // self._largest_reply_bytes)
+        some, self._unpolled = self._unpolled[:most], self._unpolled[most:]
+        for reply in self._pull_safe(some):
+            self._is_idle = False
+            self._inbox.append(reply)
             if reply.has_content():
                 records = reply.content.array_records.values()
-                self._largest = max(self._largest, sum(len(x.data) for record in records for x in record.values()))
+                self._largest_reply_bytes = max(
+                    self._largest_reply_bytes, sum(len(x.data) for record in records for x in record.values())
+                )
 
-    def _brought(self, names: list[str]) -> list[Letter]:
+    def _pull_safe(self, message_ids: list[str]) -> list[FlowerMessage]:
         """The answers to these letters, as far as there are any."""
         try:
-            return list(self._grid.pull_messages(names)) if names else []
-        except UNREADABLE as error:
+            return list(self._grid.pull_messages(message_ids)) if message_ids else []
+        except UNREADABLE_REPLY_ERRORS as error:
             # One of them is expired, or junk on which Flower stumbles.
-            if len(names) > 1:
+            if len(message_ids) > 1:
                 # What it has handed out with it may be lost: these nodes get new work soon. From now on one by one.
-                self._most = 1
-                brought = [reply for name in names for reply in self._brought([name])]
-                for name in set(names).difference(reply.metadata.reply_to_message_id for reply in brought):
-                    self.nodes.hurry(name, time.monotonic() + LOST)
+                self._max_reply_bytes = 1
+                brought = [reply for name in message_ids for reply in self._pull_safe([name])]
+                for name in set(message_ids).difference(reply.metadata.reply_to_message_id for reply in brought):
+                    self.nodes.shorten_deadline(name, time.monotonic() + LOST_REPLY_TIMEOUT)
                 return brought
             LOG.warning("an answer cannot be read: %s", error)
-            self.settle(names[0], well=False)
+            self.complete(message_ids[0], succeeded=False)
             return []
 
-    def _look(self) -> None:
+    def _refresh_nodes(self) -> None:
         """See who has come, gone, or kept its letter for too long."""
         # Who had answered by the end of its time has been found by a look at all that began after it.
-        for name in self.nodes.overdue(self._swept):
-            held = self.nodes.held(name)
+        for name in self.nodes.overdue(self._last_full_poll):
+            held = self.nodes.lookup(name)
             LOG.warning("node %d: has not answered in time", held[0] if held else 0)
-            self.settle(name, well=False)
+            self.complete(name, succeeded=False)
         now = time.monotonic()
-        self._join([node for node in sorted(self._resting) if not self.nodes.is_resting(node, now)])
-        if now - self._looked < LOOK:
+        self._add_nodes([node for node in sorted(self._backing_off) if not self.nodes.is_backing_off(node, now)])
+        if now - self._last_refresh < NODE_REFRESH_INTERVAL:
             return
-        new, left = self.nodes.meet(self._here())
+        new, left = self.nodes.update_membership(self._connected_nodes())
         for node, works in left.items():
             LOG.info("node %d: has left", node)
-            self._ready.discard(node)
-            self._resting.discard(node)
+            self._available.discard(node)
+            self._backing_off.discard(node)
             for work in works:
-                self._drop(work)
-            if self._asking is not None:
-                count = sum(isinstance(work, _Task) for work in works)
-                self._ask(self._asking.lost(node, count, self._ready))
-        self._join(new)
+                self._cancel(work)
+            if self._sampler is not None:
+                count = sum(isinstance(work, _TrainTask) for work in works)
+                self._dispatch(self._sampler.lost(node, count, self._available))
+        self._add_nodes(new)
 
-    def _join(self, nodes: list[int]) -> None:
+    def _add_nodes(self, nodes: list[int]) -> None:
         """These may be asked from now on."""
-        self._resting.difference_update(nodes)
+        self._backing_off.difference_update(nodes)
         for node in nodes:
-            self._ready.add(node)
+            self._available.add(node)
         for node in nodes:
-            if self._asking is not None:
-                self._ask(self._asking.joined(node, self._ready))
+            if self._sampler is not None:
+                self._dispatch(self._sampler.joined(node, self._available))
 
-    def _here(self) -> list[int]:
-        self._looked = time.monotonic()
-        return [node for node in self._grid.get_node_ids() if self._takes(node)]
+    def _connected_nodes(self) -> list[int]:
+        self._last_refresh = time.monotonic()
+        return [node for node in self._grid.get_node_ids() if self._accepts_node(node)]
 
-    def _ask(self, nodes: Iterable[int]) -> None:
+    def _dispatch(self, nodes: Iterable[int]) -> None:
         for node in nodes:
             ticket = self._server.dispatch(node)
-            self.nodes.ask(node, _Task(ticket.id, ticket))
+            self.nodes.enqueue(node, _TrainTask(ticket.id, ticket))
 
-    def _ended(self, node: int, work: _Task | _Question, well: bool = False) -> None:
+    def _on_work_finished(self, node: int, work: _TrainTask | _EvalTask, succeeded: bool = False) -> None:
         """A node is done with its work, and somebody else may be asked."""
-        if isinstance(work, _Question) or not well:
-            self._drop(work)
-        if not well:
-            self._ready.discard(node)
-            self._resting.add(node)
-        if isinstance(work, _Task) and self._asking is not None:
-            self._ask(self._asking.answered(node, well, self._ready))
+        if isinstance(work, _EvalTask) or not succeeded:
+            self._cancel(work)
+        if not succeeded:
+            self._available.discard(node)
+            self._backing_off.add(node)
+        if isinstance(work, _TrainTask) and self._sampler is not None:
+            self._dispatch(self._sampler.answered(node, succeeded, self._available))
 
-    def _drop(self, work: _Task | _Question) -> None:
+    def _cancel(self, work: _TrainTask | _EvalTask) -> None:
         """Nobody waits for this any more."""
-        if isinstance(work, _Question):
-            work.exam.out -= 1
+        if isinstance(work, _EvalTask):
+            work.evaluation.num_pending -= 1
         else:
             with suppress(ArgumentError):  # a refusal may have ended it
                 self._server.drop(work.id)
 
-    def _is_over(self, work: _Task | _Question) -> bool:
+    def _is_cancelled(self, work: _TrainTask | _EvalTask) -> bool:
         """Whether what waits for a node is not to be done any more."""
-        return self._asking is None if isinstance(work, _Task) else work.exam not in self.exams
+        return self._sampler is None if isinstance(work, _TrainTask) else work.evaluation not in self.evaluations
 
 
-def _again(letter: Letter) -> Letter:
+def _with_fresh_ttl(message: FlowerMessage) -> FlowerMessage:
     """The same letter, whose time begins now."""
-    told = letter.metadata
-    return Letter(letter.content, told.dst_node_id, told.message_type, ttl=told.ttl, group_id=told.group_id)
+    told = message.metadata
+    return FlowerMessage(message.content, told.dst_node_id, told.message_type, ttl=told.ttl, group_id=told.group_id)

@@ -8,15 +8,15 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from manifoldagg.federated.limits import UNLIMITED
 
-__all__ = ["bare", "samples_of", "weighted_mean"]
+__all__ = ["sample_count", "weighted_mean", "without_arrays"]
 
-LARGEST = UNLIMITED.max_samples
+MAX_SAMPLES = UNLIMITED.max_samples
 """Samples of a node, as the server has it where nothing is said."""
-NUMBER = -1
+SCALAR = -1
 """Stands for the length of what is no list."""
 
 
-def bare(content: RecordDict) -> RecordDict:
+def without_arrays(content: RecordDict) -> RecordDict:
     """The records of a message but its arrays, which are large.
 
     Example:
@@ -26,16 +26,16 @@ def bare(content: RecordDict) -> RecordDict:
     return RecordDict({name: record for name, record in content.items() if not isinstance(record, ArrayRecord)})
 
 
-def samples_of(content: RecordDict, key: str) -> int | None:
+def sample_count(content: RecordDict, key: str) -> int | None:
     """How many samples a node says that it has, `LARGEST` at most; `None` where it says nothing of the kind.
 
     Example:
-        >>> samples_of(RecordDict({"metrics": MetricRecord({"num-examples": 10.0})}), "num-examples")
+        >>> sample_count(RecordDict({"metrics": MetricRecord({"num-examples": 10.0})}), "num-examples")
         10
     """
     for record in content.metric_records.values():
         given = record.get(key)
-        if isinstance(given, int | float) and 0 < given <= LARGEST and given == int(given):
+        if isinstance(given, int | float) and 0 < given <= MAX_SAMPLES and given == int(given):
             return int(given)
     return None
 
@@ -56,27 +56,27 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
         >>> weighted_mean([RecordDict({"metrics": record}) for record in told], "n")
         {'loss': 1.0}
     """
-    told: dict[str, dict[int, list[_Mean]]] = {}
+    told: dict[str, dict[int, list[_WeightedMean]]] = {}
     for content in contents:
-        samples = samples_of(content, key)
+        samples = sample_count(content, key)
         for record in content.metric_records.values() if samples else ():
             for name, value in record.items():
                 if name != key:
                     values = value if isinstance(value, list) else [value]
-                    length = len(values) if values is value else NUMBER
-                    means = told.setdefault(name, {}).setdefault(length, [_Mean() for _ in values])
+                    length = len(values) if values is value else SCALAR
+                    means = told.setdefault(name, {}).setdefault(length, [_WeightedMean() for _ in values])
                     for mean, each in zip(means, values, strict=True):
                         mean.add(each, samples or 0)
     found: dict[str, float | list[float]] = {}
     for name, shapes in told.items():
         length = min(shapes, key=lambda n: (-max((mean.samples for mean in shapes[n]), default=0), n))
         all_of = [mean.value for mean in shapes[length]]
-        found[name] = all_of[0] if length == NUMBER else all_of
+        found[name] = all_of[0] if length == SCALAR else all_of
     return MetricRecord(found)  # type: ignore[arg-type]
 
 
 @dataclass
-class _Mean:
+class _WeightedMean:
     """Of numbers that are finite, by samples."""
 
     total: float = 0.0

@@ -9,29 +9,31 @@ from manifoldagg.federated.server.client_sampling import Present
 
 __all__ = ["Nodes"]
 
-W = TypeVar("W")
-DOUBLINGS = 30
+Work = TypeVar("Work")
+MAX_BACKOFF_DOUBLINGS = 30
 
 
 @dataclass
-class _Node(Generic[W]):
+class _Node(Generic[Work]):
     """What is known of a node: what waits for it, before the rest and after, and what is on its way."""
 
-    early: deque[W] = field(default_factory=deque)
-    queue: deque[W] = field(default_factory=deque)
-    letter: str = ""
-    work: W | None = None
-    until: float = 0.0
+    priority_queue: deque[Work] = field(default_factory=deque)
+    queue: deque[Work] = field(default_factory=deque)
+    message_id: str = ""
+    work: Work | None = None
+    wait_until: float = 0.0
     failures: int = 0
-    hurried: bool = False
+    last_was_priority: bool = False
 
     @property
-    def first(self) -> deque[W]:
+    def next_queue(self) -> deque[Work]:
         """Where its next work waits: nothing comes before the rest twice in a row, where there is a rest."""
-        return self.early if self.early and not (self.hurried and self.queue) else self.queue
+        return (
+            self.priority_queue if self.priority_queue and not (self.last_was_priority and self.queue) else self.queue
+        )
 
 
-class Nodes(Generic[W]):
+class Nodes(Generic[Work]):
     """A crowd of nodes, each of which has at most one letter in its hands.
 
     What a node is to do waits here until it is free. A node that fails rests, twice as long each time in a row.
@@ -45,7 +47,7 @@ class Nodes(Generic[W]):
 
     Example:
         >>> nodes = Nodes()
-        >>> nodes.meet([7, 5])
+        >>> nodes.update_membership([7, 5])
         ([5, 7], {})
         >>> nodes.ask(5, "train")
         >>> nodes.due(now=0.0)
@@ -55,55 +57,55 @@ class Nodes(Generic[W]):
         ([], ['letter'], (5, 'train'))
     """
 
-    def __init__(self, rest: float = 0.1, longest: float = 60.0) -> None:
-        self._rest = rest
-        self._longest = longest
-        self._nodes: dict[int, _Node[W]] = {}
-        self._holders: dict[str, int] = {}
+    def __init__(self, initial_backoff: float = 0.1, max_backoff: float = 60.0) -> None:
+        self._initial_backoff = initial_backoff
+        self._max_backoff = max_backoff
+        self._nodes: dict[int, _Node[Work]] = {}
+        self._node_by_message: dict[str, int] = {}
         self.present = Present()
 
     @property
-    def letters(self) -> list[str]:
+    def outstanding(self) -> list[str]:
         """Those that are in somebody's hands, the oldest first."""
-        return list(self._holders)
+        return list(self._node_by_message)
 
-    def meet(self, here: Iterable[int]) -> tuple[list[int], dict[int, list[W]]]:
+    def update_membership(self, connected: Iterable[int]) -> tuple[list[int], dict[int, list[Work]]]:
         """See who is here.
 
         Returns:
             Who is new; and who has left, with all that they had to do.
         """
-        now = set(here)
-        left = {node: self._leave(node) for node in list(self.present) if node not in now}
+        now = set(connected)
+        left = {node: self._remove(node) for node in list(self.present) if node not in now}
         new = sorted(now - self._nodes.keys())
         for node in new:
             self._nodes[node] = _Node()
             self.present.add(node)
         return new, left
 
-    def ask(self, node: int, work: W, *, first: bool = False) -> None:
+    def enqueue(self, node: int, work: Work, *, priority: bool = False) -> None:
         """Let work wait for a node that is here, after the rest of its kind.
 
         What comes `first` is before what does not, but not twice in a row.
         """
-        (self._nodes[node].early if first else self._nodes[node].queue).append(work)
+        (self._nodes[node].priority_queue if priority else self._nodes[node].queue).append(work)
 
-    def is_resting(self, node: int, now: float) -> bool:
+    def is_backing_off(self, node: int, now: float) -> bool:
         """Whether it failed and gets no letter yet."""
         found = self._nodes[node]
-        return not found.letter and found.until > now
+        return not found.message_id and found.wait_until > now
 
-    def works(self, node: int) -> list[W]:
+    def pending_work(self, node: int) -> list[Work]:
         """All that a node that is here has to do, in its hands first."""
         found = self._nodes[node]
-        return [*([found.work] if found.work is not None else []), *found.early, *found.queue]
+        return [*([found.work] if found.work is not None else []), *found.priority_queue, *found.queue]
 
-    def due(self, now: float) -> list[tuple[int, W]]:
+    def ready(self, now: float) -> list[tuple[int, Work]]:
         """Who is free, and what each of them is to do next."""
-        free = [(node, x) for node, x in self._nodes.items() if not x.letter and x.until <= now]
-        return [(node, x.first[0]) for node, x in free if x.first]
+        free = [(node, x) for node, x in self._nodes.items() if not x.message_id and x.wait_until <= now]
+        return [(node, x.next_queue[0]) for node, x in free if x.next_queue]
 
-    def sent(self, node: int, letter: str, work: W, until: float) -> None:
+    def mark_sent(self, node: int, message_id: str, work: Work, deadline: float) -> None:
         """What was due is in the node's hands.
 
         Args:
@@ -113,53 +115,55 @@ class Nodes(Generic[W]):
             until: when nobody waits for it any more.
         """
         found = self._nodes[node]
-        hurried = found.first is found.early
-        self.skip(node)
-        found.hurried = hurried
-        found.letter, found.work, found.until = letter, work, until
-        self._holders[letter] = node
+        hurried = found.next_queue is found.priority_queue
+        self.discard(node)
+        found.last_was_priority = hurried
+        found.message_id, found.work, found.wait_until = message_id, work, deadline
+        self._node_by_message[message_id] = node
 
-    def skip(self, node: int) -> None:
+    def discard(self, node: int) -> None:
         """What was due is not to be done any more."""
-        self._nodes[node].first.popleft()
+        self._nodes[node].next_queue.popleft()
 
-    def held(self, letter: str) -> tuple[int, W] | None:
+    def lookup(self, message_id: str) -> tuple[int, Work] | None:
         """Who has a letter in its hands, and its work; `None` where nobody has."""
-        node = self._holders.get(letter)
+        node = self._node_by_message.get(message_id)
         work = None if node is None else self._nodes[node].work
         return None if node is None or work is None else (node, work)
 
-    def answered(self, letter: str, now: float, *, well: bool) -> tuple[int, W]:
+    def complete(self, message_id: str, now: float, *, succeeded: bool) -> tuple[int, Work]:
         """A node has answered, or will not: it is free, or rests where it did not do well."""
-        node = self._holders.pop(letter)
+        node = self._node_by_message.pop(message_id)
         found = self._nodes[node]
         work = found.work
         assert work is not None
-        found.letter, found.work, found.until = "", None, now
-        if well:
+        found.message_id, found.work, found.wait_until = "", None, now
+        if succeeded:
             found.failures = 0
         else:
-            self.rest(node, now)
+            self.backoff(node, now)
         return node, work
 
-    def rest(self, node: int, now: float) -> None:
+    def backoff(self, node: int, now: float) -> None:
         """A node has failed, and gets nothing for a while."""
         found = self._nodes[node]
-        found.until = now + min(self._rest * 2 ** min(found.failures, DOUBLINGS), self._longest)
+        found.wait_until = now + min(
+            self._initial_backoff * 2 ** min(found.failures, MAX_BACKOFF_DOUBLINGS), self._max_backoff
+        )
         found.failures += 1
 
     def overdue(self, now: float) -> list[str]:
         """The letters for which nobody waits any more."""
-        return [letter for letter, node in self._holders.items() if self._nodes[node].until <= now]
+        return [letter for letter, node in self._node_by_message.items() if self._nodes[node].wait_until <= now]
 
-    def hurry(self, letter: str, until: float) -> None:
+    def shorten_deadline(self, message_id: str, deadline: float) -> None:
         """Wait no longer than this for an answer, if anybody has the letter."""
-        if letter in self._holders:
-            found = self._nodes[self._holders[letter]]
-            found.until = min(found.until, until)
+        if message_id in self._node_by_message:
+            found = self._nodes[self._node_by_message[message_id]]
+            found.wait_until = min(found.wait_until, deadline)
 
-    def _leave(self, node: int) -> list[W]:
-        works = self.works(node)
+    def _remove(self, node: int) -> list[Work]:
+        works = self.pending_work(node)
         self.present.discard(node)
-        self._holders.pop(self._nodes.pop(node).letter, None)
+        self._node_by_message.pop(self._nodes.pop(node).message_id, None)
         return works

@@ -14,15 +14,15 @@ from manifoldagg.errors import WireError
 from manifoldagg.federated.server.durability.raw_io import bytes_of
 from manifoldagg.kernels.alloc import in_huge_pages
 
-__all__ = ["KEY", "array_record", "has_numpy", "packed", "state_dict", "unpacked"]
+__all__ = ["RECORD_KEY", "array_record", "bytes_to_record", "numpy_supports", "record_to_bytes", "state_dict"]
 
-KEY = "manifoldagg"
+RECORD_KEY = "manifoldagg"
 """The name of the record in which bytes travel."""
-ENTRY = "wire"
-STYPE = "manifoldagg.wire"
-NPY = "numpy.ndarray"
+ENTRY_NAME = "wire"
+WIRE_STYPE = "manifoldagg.wire"
+NUMPY_STYPE = "numpy.ndarray"
 """What Flower calls the form of its arrays: that of a `.npy` file."""
-HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+HEADER_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
@@ -38,7 +38,7 @@ def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
         >>> record["weight"].numpy().shape, state_dict(record)["bias"].dtype
         ((1, 2), torch.float32)
     """
-    return ArrayRecord({name: _array(tensor) for name, tensor in state_dict.items()})
+    return ArrayRecord({name: _encode_array(tensor) for name, tensor in state_dict.items()})
 
 
 def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
@@ -49,14 +49,14 @@ def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
 
     Cost: one pass.
     """
-    return {name: _tensor(name, array) for name, array in record.items()}
+    return {name: _tensor_from_array(name, array) for name, array in record.items()}
 
 
-def has_numpy(dtype: torch.dtype) -> bool:
+def numpy_supports(dtype: torch.dtype) -> bool:
     """Whether NumPy has such numbers too.
 
     Example:
-        >>> has_numpy(torch.float16), has_numpy(torch.bfloat16)
+        >>> numpy_supports(torch.float16), numpy_supports(torch.bfloat16)
         (True, False)
     """
     try:
@@ -66,51 +66,51 @@ def has_numpy(dtype: torch.dtype) -> bool:
     return True
 
 
-def packed(data: bytes) -> ArrayRecord:
-    """Bytes as a record, which goes under `KEY`.
+def bytes_to_record(data: bytes) -> ArrayRecord:
+    """Bytes as a record, which goes under `RECORD_KEY`.
 
     Args:
         data: what `wire.pack` returns.
 
     Example:
-        >>> unpacked(RecordDict({KEY: packed(b"any")}))
+        >>> unpacked(RecordDict({RECORD_KEY: packed(b"any")}))
         b'any'
     """
-    return ArrayRecord({ENTRY: Array(dtype="uint8", shape=(len(data),), stype=STYPE, data=data)})
+    return ArrayRecord({ENTRY_NAME: Array(dtype="uint8", shape=(len(data),), stype=WIRE_STYPE, data=data)})
 
 
-def unpacked(content: RecordDict) -> bytes | None:
+def record_to_bytes(content: RecordDict) -> bytes | None:
     """The bytes in the content of a message; `None` where there are none."""
-    record = content.array_records.get(KEY)
-    array = None if record is None else record.get(ENTRY)
-    return array.data if array is not None and array.stype == STYPE else None
+    record = content.array_records.get(RECORD_KEY)
+    array = None if record is None else record.get(ENTRY_NAME)
+    return array.data if array is not None and array.stype == WIRE_STYPE else None
 
 
-def _array(tensor: Tensor) -> Array:
+def _encode_array(tensor: Tensor) -> Array:
     """A `.npy` file of a tensor, written in one go."""
-    tensor = tensor.detach() if has_numpy(tensor.dtype) else tensor.detach().float()
+    tensor = tensor.detach() if numpy_supports(tensor.dtype) else tensor.detach().float()
     values = torch.empty(0, dtype=tensor.dtype).numpy()
     shape = tuple(tensor.shape)
     head = io.BytesIO()
     npy.write_array_header_1_0(head, {"descr": values.dtype.str, "fortran_order": False, "shape": shape})
     data = b"".join([head.getvalue(), bytes_of(tensor)])
-    return Array(dtype=str(values.dtype), shape=shape, stype=NPY, data=data)
+    return Array(dtype=str(values.dtype), shape=shape, stype=NUMPY_STYPE, data=data)
 
 
-def _tensor(name: str, array: Array) -> Tensor:
+def _tensor_from_array(name: str, array: Array) -> Tensor:
     try:
-        return _read(array)
+        return _decode_array(array)
     except Exception as error:  # whatever NumPy makes of hostile bytes
         told = repr(str(error)[:200])[1:-1]
         raise WireError(f"wire: {name}: expected an array of numbers: {told}") from None
 
 
-def _read(array: Array) -> Tensor:
-    if array.stype != NPY:
+def _decode_array(array: Array) -> Tensor:
+    if array.stype != NUMPY_STYPE:
         raise ValueError(f"of the form {array.stype!r}")
     data = memoryview(array.data)
     file = io.BytesIO(data[: 2**16])
-    shape, by_columns, dtype = HEADERS[npy.read_magic(file)](file)
+    shape, by_columns, dtype = HEADER_READERS[npy.read_magic(file)](file)
     start = file.tell()
     if dtype.hasobject or dtype.shape or any(size < 0 for size in shape):
         raise ValueError("of no plain numbers")

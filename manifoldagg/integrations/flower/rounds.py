@@ -10,8 +10,8 @@ from manifoldagg.federated.server.durability import tensor_file
 
 __all__ = ["Rounds"]
 
-KIND = "rounds"
-TABLES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+FILE_KIND = "rounds"
+METRIC_TABLES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
 class Rounds:
@@ -33,23 +33,23 @@ class Rounds:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._place = None if path is None else path.with_name(f"{path.name}.rounds")
-        self.ends = [0]
+        self._path = None if path is None else path.with_name(f"{path.name}.rounds")
+        self.cumulative_updates = [0]
         self.result = Result()
 
     @property
     def count(self) -> int:
         """How many are over."""
-        return len(self.ends) - 1
+        return len(self.cumulative_updates) - 1
 
-    def end(self, updates: int) -> None:
+    def finish_round(self, updates: int) -> None:
         """Another one is over, after so many updates in all."""
-        self.ends.append(updates)
+        self.cumulative_updates.append(updates)
 
-    def enter(self, table: str, number: int, metrics: MetricRecord | None) -> None:
+    def record(self, table: str, server_round: int, metrics: MetricRecord | None) -> None:
         """Enter metrics of a round in a table of the result, if there are any."""
         if metrics is not None:
-            getattr(self.result, table)[number] = metrics
+            getattr(self.result, table)[server_round] = metrics
 
     def write(self) -> None:
         """Keep them, whole or not at all.
@@ -57,9 +57,9 @@ class Rounds:
         Raises:
             CheckpointError: with what the system says.
         """
-        if self._place is not None:
-            tables = {name: {n: dict(x) for n, x in getattr(self.result, name).items()} for name in TABLES}
-            tensor_file.write(self._place, KIND, {"ends": self.ends, "tables": tables})
+        if self._path is not None:
+            tables = {name: {n: dict(x) for n, x in getattr(self.result, name).items()} for name in METRIC_TABLES}
+            tensor_file.write(self._path, FILE_KIND, {"ends": self.cumulative_updates, "tables": tables})
 
     def read(self, updates: int) -> None:
         """Go on from those that were kept, as far as a server with so many accepted updates has come.
@@ -67,11 +67,11 @@ class Rounds:
         Raises:
             CheckpointError: if the file is not what was written.
         """
-        if self._place is None or not self._place.exists():
+        if self._path is None or not self._path.exists():
             return  # no round was over
-        kept: Any = tensor_file.read(self._place, KIND)
-        self.ends = [end for end in kept["ends"] if end <= updates]
-        for name in TABLES:
+        kept: Any = tensor_file.read(self._path, FILE_KIND)
+        self.cumulative_updates = [end for end in kept["ends"] if end <= updates]
+        for name in METRIC_TABLES:
             for number, metrics in kept["tables"][name].items():
                 if number <= self.count:
-                    self.enter(name, number, MetricRecord(metrics))
+                    self.record(name, number, MetricRecord(metrics))

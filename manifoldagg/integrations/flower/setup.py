@@ -20,20 +20,22 @@ from manifoldagg.federated.server.state_dicts import resting
 from manifoldagg.integrations.flower.records import state_dict
 from manifoldagg.manifolds import Flat, ParameterSpace
 
-__all__ = ["check_options", "server_of"]
+__all__ = ["build_server", "check_options"]
 
-Model = nn.Module | Callable[[], nn.Module] | None
-TASKS = "concurrency says how many tasks are under way"
-COUNTERPARTS = {
-    **dict.fromkeys(("fraction_train", "min_train_nodes"), f"{TASKS}, updates how many answers a round takes"),
+ModelSource = nn.Module | Callable[[], nn.Module] | None
+CONCURRENCY_HINT = "use concurrency for the number of tasks in flight"
+FLOWER_EQUIVALENTS = {
+    **dict.fromkeys(
+        ("fraction_train", "min_train_nodes"), f"{CONCURRENCY_HINT}, updates for the number of updates per round"
+    ),
     **dict.fromkeys(("num_rounds", "train_config", "evaluate_config", "evaluate_fn"), "start takes it"),
-    "max_tickets": TASKS,
-    "carried": "the arrays have them",
+    "max_in_flight": CONCURRENCY_HINT,
+    "buffers (new keyword of Server for the initial values)": "the arrays have them",
 }
 """What there is in place of options of Flower's strategies, and of a server."""
 
 
-def check_options(given: Mapping[str, Any], own: Collection[str]) -> None:
+def check_options(options: Mapping[str, Any], strategy_options: Collection[str]) -> None:
     """Options for a server: there are such, and all of their values that need no model to be judged are good.
 
     Args:
@@ -44,23 +46,27 @@ def check_options(given: Mapping[str, Any], own: Collection[str]) -> None:
         ArgumentError: naming an option that there is not, with what there is, or one whose value does not fit.
     """
     parameters = inspect.signature(Server).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in {*COUNTERPARTS, *own}]
-    for name in given:
+    known = [
+        p.name
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.name not in {*FLOWER_EQUIVALENTS, *strategy_options}
+    ]
+    for name in options:
         if name not in known:
-            listed = [*own, *known]
+            listed = [*strategy_options, *known]
             near = closest_match(name, listed)
-            meant = COUNTERPARTS.get(name, "" if near is None else f"did you mean {near}?")
+            meant = FLOWER_EQUIVALENTS.get(name, "" if near is None else f"did you mean {near}?")
             raise ArgumentError(f"{name}: expected one of the options {', '.join(listed)}{meant and f': {meant}'}")
-    alone = dict(given)
-    check_patterns(alone.pop("buffers", ()))
+    alone = dict(options)
+    check_patterns(alone.pop("buffer_policy (new keyword of Server)", ()))
     if (journal := alone.pop("journal", None)) is not None:
         Journal.of(journal)
     Server(Flat(1), FedAsync(), torch.zeros(1, dtype=torch.float64), **alone)
 
 
-def server_of(
+def build_server(
     rule: Rule,
-    model: Model,
+    model: ModelSource,
     arrays: ArrayRecord,
     *,
     resume: bool,
@@ -83,17 +89,17 @@ def server_of(
         ArgumentError: naming the arrays, if they do not fit the model, or what else does not.
         CheckpointError: if what is there is none, or of another model or rule.
     """
-    module = None if model is None else _made(model)
+    module = None if model is None else _make_module(model)
     try:
         state = state_dict(arrays)
-        source = state if module is None else _loaded(module, state)
+        source = state if module is None else _load_state(module, state)
         space = ParameterSpace.of_state_dict(state) if module is None else ParameterSpace.of(module)
         if not resume:
             start, carried = space.point(source), space.buffers(source)
     except ManifoldAggError as error:
         raise ArgumentError(f"initial_arrays: {error}") from error
     space.layout.check_parameters("initial_arrays" if module is None else "model")
-    buffers = options.pop("buffers", ())
+    buffers = options.pop("buffer_policy (new keyword of Server)", ())
     if resume:
         assert checkpoint is not None
         # What becomes of the buffers is in the file.
@@ -102,7 +108,7 @@ def server_of(
     return Server(space, rule, start, carried=carried, buffers=buffers, checkpoint=checkpoint, **options)
 
 
-def _made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+def _make_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """A module of our own."""
     module = copy.deepcopy(model) if isinstance(model, nn.Module) else seeded_model(model, 0)
     if not isinstance(module, nn.Module):
@@ -110,7 +116,7 @@ def _made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
-def _loaded(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+def _load_state(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """The module, with these tensors."""
     own = module.state_dict()
     for problem, odd in (("missing", own.keys() - state.keys()), ("unknown", state.keys() - own.keys())):

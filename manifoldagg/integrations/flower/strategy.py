@@ -20,19 +20,19 @@ from manifoldagg.federated import Every, Rule, Server
 from manifoldagg.federated.server.client_sampling import Asking, asking, declared
 from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.types import extras
-from manifoldagg.integrations.flower.codec import Mail
-from manifoldagg.integrations.flower.dispatcher import Campaign, Exam
-from manifoldagg.integrations.flower.metrics import bare, samples_of, weighted_mean
+from manifoldagg.integrations.flower.codec import MessageCodec
+from manifoldagg.integrations.flower.dispatcher import EvaluationRound, MessageDispatcher
+from manifoldagg.integrations.flower.metrics import sample_count, weighted_mean, without_arrays
 from manifoldagg.integrations.flower.records import array_record
 from manifoldagg.integrations.flower.rounds import Rounds
-from manifoldagg.integrations.flower.setup import check_options, server_of
+from manifoldagg.integrations.flower.setup import build_server, check_options
 
 __all__ = ["Asynchronous"]
 
 LOG = logging.getLogger("flwr")
-Letter: TypeAlias = flwr.app.Message
-Aggregate: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
-Examine: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
+FlowerMessage: TypeAlias = flwr.app.Message
+AggregateFn: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
+EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class Asynchronous(Strategy):
@@ -88,11 +88,11 @@ class Asynchronous(Strategy):
     """
 
     server: Server
-    _campaign: Campaign
-    _mail: Mail
+    _dispatcher: MessageDispatcher
+    _codec: MessageCodec
     _rounds: Rounds
-    _taken: list[RecordDict]
-    _quota: int
+    _accepted_contents: list[RecordDict]
+    _updates_per_round: int
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Asynchronous(Strategy):
         model: nn.Module | Callable[[], nn.Module] | None = None,
         updates: int | None = None,
         concurrency: int | None = None,
-        patience: float | None = None,
+        task_timeout: float | None = None,
         wire: bool | None = None,
         compress: bool = False,
         fraction_evaluate: float = 1.0,
@@ -110,8 +110,8 @@ class Asynchronous(Strategy):
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
-        train_metrics_aggr_fn: Aggregate | None = None,
-        evaluate_metrics_aggr_fn: Aggregate | None = None,
+        train_metrics_aggr_fn: AggregateFn | None = None,
+        evaluate_metrics_aggr_fn: AggregateFn | None = None,
         seed: int = 0,
         checkpoint: Every | None = None,
         resume: bool = False,
@@ -133,13 +133,13 @@ class Asynchronous(Strategy):
         check_choice("wire", wire, (None, True, False))
         if resume and checkpoint is None:
             raise ArgumentError("resume: expected a `checkpoint` to go on from")
-        check_options(server_options, OPTIONS)
+        check_options(server_options, STRATEGY_OPTIONS)
         self.model = model
         self.updates = updates
         self.concurrency = concurrency
-        self.patience = None if patience is None else check_number("patience", patience, above=0)
+        self.task_timeout = None if task_timeout is None else check_number("task_timeout", task_timeout, above=0)
         if wire is False and any(extras(rule)):
-            raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} asks for more than models")
+            raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} needs more than the model")
         self.wire = wire
         self.compress = compress
         self.fraction_evaluate = check_number("fraction_evaluate", fraction_evaluate, at_least=0, at_most=1)
@@ -148,15 +148,15 @@ class Asynchronous(Strategy):
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
-        self.train_metrics_aggr_fn: Aggregate = train_metrics_aggr_fn or weighted_mean
-        self.evaluate_metrics_aggr_fn: Aggregate = evaluate_metrics_aggr_fn or weighted_mean
+        self.train_metrics_aggr_fn: AggregateFn = train_metrics_aggr_fn or weighted_mean
+        self.evaluate_metrics_aggr_fn: AggregateFn = evaluate_metrics_aggr_fn or weighted_mean
         self.seed = check_count("seed", seed, at_least=0)
         self.checkpoint = checkpoint
         self.resume = resume
         self.replace = replace
         self.server_options = server_options
-        self.interval = 0.1
-        self._stopped = False
+        self.poll_interval = 0.1
+        self._stop_requested = False
 
     def summary(self) -> None:
         """Log how the strategy is set."""
@@ -165,8 +165,8 @@ class Asynchronous(Strategy):
         LOG.info("\t├──> Rule: %s", self.rule)
         LOG.info("\t├──> Asynchronous:")
         LOG.info("\t│\t├── Updates a round: %s", self.updates or "one a node")
-        LOG.info("\t│\t├── Tasks under way: %s", self.concurrency or "one a node")
-        LOG.info("\t│\t├── Patience: %s", f"{self.patience:g} s" if self.patience else "the timeout")
+        LOG.info("\t│\t├── Concurrency: %s", self.concurrency or "one a node")
+        LOG.info("\t│\t├── Task timeout: %s", f"{self.task_timeout:g} s" if self.task_timeout else "the timeout")
         LOG.info("\t│\t└── Messages: %s", form)
         LOG.info("\t├──> Sampling:")
         LOG.info("\t│\t├── Fraction: evaluate (%.2f)", self.fraction_evaluate)
@@ -182,7 +182,7 @@ class Asynchronous(Strategy):
 
         Nothing is to be stopped before `start`, and a later `start` goes on.
         """
-        self._stopped = True
+        self._stop_requested = True
 
     def start(
         self,
@@ -217,28 +217,28 @@ class Asynchronous(Strategy):
         if not isinstance(initial_arrays, ArrayRecord):
             raise ArgumentError(f"initial_arrays: expected an ArrayRecord, got {type(initial_arrays).__name__}")
         check_count("num_rounds", num_rounds, at_least=0)
-        self._stopped = self._is_open = False
+        self._stop_requested = self._is_open = False
         self._timeout = check_number("timeout", timeout, above=0)
         LOG.info("Starting %s strategy:", type(self).__name__)
         LOG.info("\t├── Number of rounds: %d", num_rounds)
-        LOG.info("\t├── ArrayRecord (%.2f MB)", _size(initial_arrays) / 2**20)
+        LOG.info("\t├── ArrayRecord (%.2f MB)", _num_bytes(initial_arrays) / 2**20)
         LOG.info("\t├── ConfigRecord (train): %s", dict(train_config or {}) or "(empty!)")
         LOG.info("\t├── ConfigRecord (evaluate): %s", dict(evaluate_config or {}) or "(empty!)")
         self.summary()
         began = time.monotonic()
-        self._patience = self.patience or timeout
+        self._message_ttl = self.task_timeout or timeout
         self._train_config = ConfigRecord(dict(train_config or {}))
         self._evaluate_config = ConfigRecord(dict(evaluate_config or {}))
         try:
-            self._begin(initial_arrays, evaluate_fn)
+            self._prepare(initial_arrays, evaluate_fn)
             if self._rounds.count < num_rounds:
-                self._open(grid, _size(initial_arrays), timeout)
-                while self._rounds.count < num_rounds and not self._stopped:
-                    self._round(grid, timeout, evaluate_fn)
-                self._finish()
-            self._save()
+                self._connect(grid, _num_bytes(initial_arrays), timeout)
+                while self._rounds.count < num_rounds and not self._stop_requested:
+                    self._run_round(grid, timeout, evaluate_fn)
+                self._await_evaluations()
+            self._save_checkpoint()
         except BaseException:
-            self._abandon()
+            self._close_after_error()
             raise
         LOG.info("")
         LOG.info("Strategy execution finished in %.2fs", time.monotonic() - began)
@@ -249,7 +249,7 @@ class Asynchronous(Strategy):
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Letter]:
+    ) -> Iterable[FlowerMessage]:
         """Messages for the nodes that are to train now. It is called whenever there are some.
 
         Args:
@@ -263,14 +263,14 @@ class Asynchronous(Strategy):
             At most one for each of these nodes, with the model to start from. Who gets none is asked later.
         """
         config["server-round"] = server_round
-        tasks = self._campaign.tasks()
+        tasks = self._dispatcher.train_tasks()
         return [
-            self._letter(MessageType.TRAIN, node, server_round, self._mail.sent(ticket), config)
+            self._make_message(MessageType.TRAIN, node, server_round, self._codec.encode(ticket), config)
             for node, ticket in tasks
         ]
 
     def aggregate_train(
-        self, server_round: int, replies: Iterable[Letter]
+        self, server_round: int, replies: Iterable[FlowerMessage]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take what nodes return. It is called with each reply as it comes, and with none when a round's time is over.
 
@@ -283,17 +283,17 @@ class Asynchronous(Strategy):
         """
         replies = list(replies)
         for reply in replies:
-            self._take(reply)
-        if replies and not self._is_full:
+            self._process_reply(reply)
+        if replies and not self._is_round_full:
             return None, None
-        taken, self._taken = self._taken, []
-        found = self._counted(taken)
+        taken, self._accepted_contents = self._accepted_contents, []
+        found = self._with_sample_count(taken)
         metrics = self.train_metrics_aggr_fn(found, self.weighted_by_key) if found else None
         return array_record(self.server.state_dict()), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Letter]:
+    ) -> Iterable[FlowerMessage]:
         """Messages for the nodes that are to evaluate the model of a round, each of them when it is next free.
 
         Args:
@@ -302,39 +302,39 @@ class Asynchronous(Strategy):
             config: to go with the messages.
             grid: of the `ServerApp`.
         """
-        present = list(self._campaign.nodes.present)
+        present = list(self._dispatcher.nodes.present)
         count = max(int(len(present) * self.fraction_evaluate), self.min_evaluate_nodes)
         if not self.fraction_evaluate:
             return []
         if not 0 < count <= len(present):
             LOG.info(
-                "configure_evaluate: %d nodes are connected, of at least %d; nobody evaluates", len(present), count
+                "configure_evaluate: %d nodes are connected, of at least %d; skipping evaluation", len(present), count
             )
             return []
         config["server-round"] = server_round
         chosen = self._generator.permutation(len(present))[:count]
         model = {self.arrayrecord_key: arrays}
-        return [self._letter(MessageType.EVALUATE, present[i], server_round, model, config) for i in chosen]
+        return [self._make_message(MessageType.EVALUATE, present[i], server_round, model, config) for i in chosen]
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Letter]) -> MetricRecord | None:
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[FlowerMessage]) -> MetricRecord | None:
         """Make one record of what nodes have found, once all have answered or their time is over.
 
         Args:
             server_round: whose model it was.
             replies: of nodes, with errors or with content.
         """
-        found = self._counted(reply.content for reply in replies if reply.has_content())
+        found = self._with_sample_count(reply.content for reply in replies if reply.has_content())
         return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
 
-    def _counted(self, contents: Iterable[RecordDict]) -> list[RecordDict]:
+    def _with_sample_count(self, contents: Iterable[RecordDict]) -> list[RecordDict]:
         """Those that say how many samples they stand for: no other one has a place in a mean."""
-        return [content for content in contents if samples_of(content, self.weighted_by_key) is not None]
+        return [content for content in contents if sample_count(content, self.weighted_by_key) is not None]
 
-    def _begin(self, initial_arrays: ArrayRecord, evaluate_fn: Examine | None) -> None:
+    def _prepare(self, initial_arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
         """Before the first round: the server, and what its rounds have come to."""
         path = None if self.checkpoint is None else Path(self.checkpoint.path)
         resume = self.resume and path is not None and path.exists()
-        self.server = server_of(
+        self.server = build_server(
             self.rule,
             self.model,
             initial_arrays,
@@ -343,168 +343,170 @@ class Asynchronous(Strategy):
             checkpoint=self.checkpoint,
             **self.server_options,
         )
-        self._mail = Mail(
+        self._codec = MessageCodec(
             self.server, self.wire, self.compress, key=self.arrayrecord_key, weighted_by_key=self.weighted_by_key
         )
-        self._taken = []
+        self._accepted_contents = []
         self._rounds = Rounds(path)
-        self._has_come_to(array_record(self.server.state_dict()))
+        self._set_model(array_record(self.server.state_dict()))
         if resume:
             for ticket in self.server.tickets:
                 self.server.drop(ticket)
             self._rounds.read(self.server.updates)
             LOG.info("Going on after %d rounds and %d updates", self._rounds.count, self.server.updates)
         # At the beginning, or where a server was killed while it evaluated.
-        is_new = self.server.updates == self._rounds.ends[-1]
+        is_new = self.server.updates == self._rounds.cumulative_updates[-1]
         if is_new and self._rounds.count not in self._rounds.result.evaluate_metrics_serverapp:
-            self._examine(evaluate_fn)
-        self._keep()
+            self._evaluate_on_server(evaluate_fn)
+        self._write_rounds()
 
-    def _open(self, grid: Grid, largest: int, timeout: float) -> None:
+    def _connect(self, grid: Grid, largest_reply_bytes: int, timeout: float) -> None:
         """The nodes that are there."""
         until = time.monotonic() + timeout
         while len(list(grid.get_node_ids())) < self.min_available_nodes and time.monotonic() < until:
-            if self._stopped:
+            if self._stop_requested:
                 break
             LOG.info("Waiting for at least %d nodes to connect", self.min_available_nodes)
-            time.sleep(self.interval)
+            time.sleep(self.poll_interval)
         routing = declared(self.rule, "routing")
         weights = self.server_options.get("weights")
         known = [clients for clients in (routing, weights) if isinstance(clients, Mapping)]
         drawn, self._generator = (np.random.default_rng([self.seed, i, self.server.updates]) for i in range(2))
 
         def asked(here: list[int]) -> Asking:
-            self._quota = self.updates or max(1, len(here))
+            self._updates_per_round = self.updates or max(1, len(here))
             return asking(self.rule, here if routing is None else list(routing), self.concurrency, drawn)
 
-        self._campaign = Campaign(
+        self._dispatcher = MessageDispatcher(
             grid,
             self.server,
-            largest=largest,
-            interval=self.interval,
-            takes=lambda node: all(node in clients for clients in known),
+            largest_reply_bytes=largest_reply_bytes,
+            poll_interval=self.poll_interval,
+            accepts_node=lambda node: all(node in clients for clients in known),
         )
         self._is_open = True
-        self._campaign.open(asked)
+        self._dispatcher.open(asked)
 
-    def _round(self, grid: Grid, timeout: float, evaluate_fn: Examine | None) -> None:
+    def _run_round(self, grid: Grid, timeout: float, evaluate_fn: EvaluateFn | None) -> None:
         """One round."""
         number = self._rounds.count + 1
         LOG.info("")
         LOG.info("[ROUND %d]", number)
         config = self._train_config
 
-        def configure() -> Iterable[Letter]:
+        def configure() -> Iterable[FlowerMessage]:
             self._train_config = ConfigRecord(dict(config))
             return self.configure_train(number, self._arrays, self._train_config, grid)
 
         until = time.monotonic() + timeout
         arrays = metrics = None
-        if self._is_full:  # a server that was killed between its last update and the end of the round
+        if self._is_round_full:  # a server that was killed between its last update and the end of the round
             arrays, metrics = self.aggregate_train(number, [])
         while arrays is None:
-            self._campaign.send(configure)
-            reply = self._campaign.answer()
+            self._dispatcher.send(configure)
+            reply = self._dispatcher.next_reply()
             if reply is not None:
                 arrays, metrics = self.aggregate_train(number, [reply])
                 # What a method of somebody else's has not taken is a failure.
-                self._campaign.settle(reply.metadata.reply_to_message_id, well=False)
-            self._conclude()
-            if arrays is None and self._stopped:
+                self._dispatcher.complete(reply.metadata.reply_to_message_id, succeeded=False)
+            self._record_evaluations()
+            if arrays is None and self._stop_requested:
                 return
             if arrays is None and time.monotonic() > until:
-                LOG.warning("round %d: ends after %g s, with %d updates", number, timeout, len(self._taken))
+                LOG.warning("round %d: ends after %g s, with %d updates", number, timeout, len(self._accepted_contents))
                 arrays, metrics = self.aggregate_train(number, [])
                 break
         if arrays is not None:
-            self._has_come_to(arrays)
-        self._rounds.end(self.server.updates)
-        self._rounds.enter("train_metrics_clientapp", number, metrics)
-        self._keep()
+            self._set_model(arrays)
+        self._rounds.finish_round(self.server.updates)
+        self._rounds.record("train_metrics_clientapp", number, metrics)
+        self._write_rounds()
         letters = self.configure_evaluate(number, self._arrays, self._evaluate_config, grid)
-        self._campaign.examine(Exam(number, time.monotonic() + timeout), letters)
-        self._examine(evaluate_fn)
-        self._keep()
+        self._dispatcher.start_evaluation(EvaluationRound(number, time.monotonic() + timeout), letters)
+        self._evaluate_on_server(evaluate_fn)
+        self._write_rounds()
 
-    def _examine(self, evaluate_fn: Examine | None) -> None:
+    def _evaluate_on_server(self, evaluate_fn: EvaluateFn | None) -> None:
         """Evaluate the model of the last round here."""
         if evaluate_fn is not None:
             number = self._rounds.count
-            self._rounds.enter("evaluate_metrics_serverapp", number, evaluate_fn(number, self._arrays))
+            self._rounds.record("evaluate_metrics_serverapp", number, evaluate_fn(number, self._arrays))
 
-    def _has_come_to(self, arrays: ArrayRecord) -> None:
+    def _set_model(self, arrays: ArrayRecord) -> None:
         """The model, after all updates that were taken."""
         self._arrays = self._rounds.result.arrays = arrays
-        self._known = self.server.updates
+        self._model_updates = self.server.updates
 
     @property
-    def _is_full(self) -> bool:
+    def _is_round_full(self) -> bool:
         """Whether enough updates for the round were taken."""
-        return self.server.updates - self._rounds.ends[-1] >= self._quota
+        return self.server.updates - self._rounds.cumulative_updates[-1] >= self._updates_per_round
 
-    def _finish(self) -> None:
+    def _await_evaluations(self) -> None:
         """After the last round: evaluations are waited for."""
-        self._campaign.close()
-        while self._campaign.exams and not self._stopped:
-            self._campaign.send(list)
-            self._campaign.answer()
-            self._conclude()
-        if self.server.updates > self._known:
-            self._has_come_to(array_record(self.server.state_dict()))
+        self._dispatcher.close()
+        while self._dispatcher.evaluations and not self._stop_requested:
+            self._dispatcher.send(list)
+            self._dispatcher.next_reply()
+            self._record_evaluations()
+        if self.server.updates > self._model_updates:
+            self._set_model(array_record(self.server.state_dict()))
 
-    def _abandon(self) -> None:
+    def _close_after_error(self) -> None:
         """Something was raised: nobody waits for the nodes any more, and what there is is kept, as far as it can be."""
         if self._is_open:
-            for step in (self._campaign.close, self._save):
+            for step in (self._dispatcher.close, self._save_checkpoint):
                 try:
                     step()
                 except Exception:
                     LOG.exception("after an error:")
 
-    def _save(self) -> None:
+    def _save_checkpoint(self) -> None:
         """Keep what there is. A full disk is no reason to lose it here, too."""
         if self.checkpoint is not None:
             try:
                 self.server.save()
             except CheckpointError as error:
                 LOG.error("checkpoint: %s", error)
-            self._keep()
+            self._write_rounds()
 
-    def _conclude(self) -> None:
+    def _record_evaluations(self) -> None:
         """Enter what nodes have found."""
-        for exam in self._campaign.concluded():
+        for exam in self._dispatcher.finished_evaluations():
             metrics = self.aggregate_evaluate(exam.round, exam.replies)
-            self._rounds.enter("evaluate_metrics_clientapp", exam.round, metrics)
-            self._keep()
+            self._rounds.record("evaluate_metrics_clientapp", exam.round, metrics)
+            self._write_rounds()
 
-    def _keep(self) -> None:
+    def _write_rounds(self) -> None:
         """Write down what the rounds have come to. A full disk is no reason to stop."""
         try:
             self._rounds.write()
         except CheckpointError as error:
             LOG.error("checkpoint: %s", error)
 
-    def _take(self, reply: Letter) -> None:
+    def _process_reply(self, reply: FlowerMessage) -> None:
         """Take an answer to a task, and let its node have another."""
         name = reply.metadata.reply_to_message_id
-        ticket = self._campaign.ticket(name)
+        ticket = self._dispatcher.ticket_id(name)
         if ticket is None:
             return
-        accepted = reply.has_content() and self._mail.receive(ticket, reply.content).accepted
+        accepted = reply.has_content() and self._codec.receive(ticket, reply.content).accepted
         if accepted:
-            self._taken.append(bare(reply.content))
-        self._campaign.settle(name, well=accepted)
+            self._accepted_contents.append(without_arrays(reply.content))
+        self._dispatcher.complete(name, succeeded=accepted)
 
-    def _letter(
-        self, kind: str, node: int, number: int, arrays: dict[str, ArrayRecord], config: ConfigRecord
-    ) -> Letter:
+    def _make_message(
+        self, message_type: str, node: int, server_round: int, arrays: dict[str, ArrayRecord], config: ConfigRecord
+    ) -> FlowerMessage:
         content = RecordDict({**arrays, self.configrecord_key: config})
-        return Letter(content, dst_node_id=node, message_type=kind, ttl=self._patience, group_id=str(number))
+        return FlowerMessage(
+            content, dst_node_id=node, message_type=message_type, ttl=self._message_ttl, group_id=str(server_round)
+        )
 
 
-OPTIONS = [p.name for p in inspect.signature(Asynchronous).parameters.values() if p.kind is p.KEYWORD_ONLY]
+STRATEGY_OPTIONS = [p.name for p in inspect.signature(Asynchronous).parameters.values() if p.kind is p.KEYWORD_ONLY]
 """Those that a strategy has beside its server's."""
 
 
-def _size(arrays: ArrayRecord) -> int:
+def _num_bytes(arrays: ArrayRecord) -> int:
     return sum(len(array.data) for array in arrays.values())

@@ -158,7 +158,7 @@ def test_periodic_averages_are_those_of_swa_bit_for_bit(seed, periodic, first, c
         states[1], other = leaves.step(SPACE, states[1], updates[1])
         ours, theirs = outcome.model, other.model
         swa.update(version, theirs)
-        point = swa.overwrite(version)
+        point = swa.reset_point(version)
         theirs = theirs if point is None else point
         assert torch.equal(ours, theirs)
 

@@ -199,7 +199,7 @@ def test_a_model_lies_there_once_and_goes_with_the_last_letter():
 
 @pytest.mark.parametrize("method", ["fedasync", "orthofl"])
 def test_a_worker_that_does_not_find_a_model_gets_it_by_value(alone, monkeypatch, method):
-    monkeypatch.setattr(shared_tensors, "SMALL", 16)
+    monkeypatch.setattr(shared_tensors, "MIN_COMPRESSED_BYTES", 16)
     asked = []
 
     def absent(name, target):
@@ -215,7 +215,7 @@ def test_a_worker_that_does_not_find_a_model_gets_it_by_value(alone, monkeypatch
 
 
 def test_where_no_file_can_be_written_all_goes_by_value(alone, monkeypatch):
-    monkeypatch.setattr(shared_tensors, "SMALL", 16)
+    monkeypatch.setattr(shared_tensors, "MIN_COMPRESSED_BYTES", 16)
     monkeypatch.setattr(shared_tensors.Shelf, "_filed", lambda self, tensor: None)
     executor = Posted(0, 2)
     assert same(trained("orthofl", "plain", executor), alone["orthofl", "plain"])

@@ -26,7 +26,7 @@ class Kept:
     Example:
         >>> import torch
         >>> spare = []
-        >>> kept = Kept(torch.zeros(2), freed=spare.append)
+        >>> kept = ParamState(torch.zeros(2), freed=spare.append)
         >>> kept.size, spare
         (8, [])
         >>> del kept
@@ -61,7 +61,7 @@ class Store(NamedTuple):
 
     Example:
         >>> import torch
-        >>> first = Store().held(("version", 0), Kept(torch.zeros(2)))
+        >>> first = Store().held(("version", 0), ParamState(torch.zeros(2)))
         >>> both = first.held(("version", 0))
         >>> ("version", 0) in both.released(("version", 0)), ("version", 0) in first.released(("version", 0))
         (True, False)

@@ -249,7 +249,7 @@ def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, as
         shutil.copytree(left, folder)
         # What is open stays so until the process is buried.
         with disked(monkeypatch, disk), monkeypatch.context() as patch:
-            patch.setattr(journal, "_closed", lambda file: None)
+            patch.setattr(journal, "_to_domain", lambda file: None)
             try:
                 back(folder, script.server)
             finally:

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from manifoldagg.federated.clients import Local
 from manifoldagg.integrations.flower import client_app
-from manifoldagg.integrations.flower.records import packed
+from manifoldagg.integrations.flower.records import bytes_to_record
 from trial.digits import TASK, note, part, right
 
 torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def lie(state: dict[str, torch.Tensor], told: int) -> dict[str, ArrayRecord]:
 
 def junk(data: bytes) -> ArrayRecord:
     """Bytes that say that they are the wire's."""
-    return packed(data)
+    return bytes_to_record(data)
 
 
 @app.train()

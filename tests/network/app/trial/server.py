@@ -68,7 +68,7 @@ def main(grid: Grid, context: Context) -> None:
         FedAsync(0.5),
         model=TASK.model,
         updates=config["updates"],
-        patience=config["patience"],
+        task_timeout=config["patience"],
         min_available_nodes=config["least"],
         fraction_evaluate=config["evaluate"],
         checkpoint=Every(folder / "server.checkpoint", updates=1),
