@@ -92,7 +92,7 @@ def measured(size: int, clients: int, average: bool, limit: float) -> dict[str, 
         calls = []
         for _ in range(5):
             start = time.perf_counter()
-            server._moment()
+            server._make_snapshot()
             calls.append(time.perf_counter() - start)
         averaging = SWA(server.space) if average else None
         start = time.perf_counter()

@@ -40,7 +40,7 @@ from manifoldagg._io import new_figure
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import CheckpointError, WireError
 from manifoldagg.experiments import task
-from manifoldagg.federated import Checks, Every, Journal, Payload, Receipt, Ticket, clients
+from manifoldagg.federated import CheckpointPolicy, Journal, Payload, Receipt, Ticket, UpdateLimits, clients
 from manifoldagg.federated.rules import CA2FL
 from manifoldagg.simulation import Federation, dirichlet_partition
 
@@ -115,20 +115,20 @@ class Hour:
             self.model,
             self.rule,
             averaging=SWA(self.space, start=50, cycle=5),
-            checks=Checks(norm_factor=20.0, samples_factor=5.0),
+            update_limits=UpdateLimits(norm_factor=20.0, samples_factor=5.0),
             max_staleness=500,
             timeout=TIMEOUT,
             memory_limit=20 * self.size,
-            history=KEPT,
-            retries=KEPT,
-            max_tickets=5000,
+            history_size=KEPT,
+            receipt_cache_size=KEPT,
+            max_in_flight=5000,
             **files,
         )
 
     def _files(self) -> dict[str, Any]:
         return {
-            "checkpoint": Every(self.folder / "server", updates=200, keep=2),
-            "journal": Journal(self.folder / "journal", "batch", every=50),
+            "checkpoint": CheckpointPolicy(self.folder / "server", every_updates=200, keep=2),
+            "journal": Journal(self.folder / "journal", "batch", fsync_every=50),
             "spill": self.folder,
         }
 
@@ -296,7 +296,7 @@ def lasting(
         raise RuntimeError(f"{hour.taken} updates were taken, and the server knows {hour.server.updates}")
     made["exams"].append([time.perf_counter() - begun, hour.accuracy()])
     made["counts"] = dict(hour.counts)
-    made["refused"] = hour.server.refused
+    made["refused"] = hour.server.rejected
     hour.server.close()
     return made
 

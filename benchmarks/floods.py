@@ -45,11 +45,11 @@ from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg._io import new_figure
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, BusyError, WireError
-from manifoldagg.federated import Checks, Every, Journal, Message, Payload, Receipt, Ticket
+from manifoldagg.federated import CheckpointPolicy, Journal, Message, Payload, Receipt, Ticket, UpdateLimits
 from manifoldagg.federated.rules import MasFL
-from manifoldagg.federated.server.durability.tensor_file import packed
-from manifoldagg.federated.server.durability.tree_codec import framed
-from manifoldagg.federated.server.events import Accepted, Dispatched, Dropped, Event, Expired, Refused
+from manifoldagg.federated.server.durability.tensor_file import dumps
+from manifoldagg.federated.server.durability.tree_codec import with_length
+from manifoldagg.federated.server.events import Accepted, Dispatched, Dropped, Event, Expired, Rejected
 
 HERE = Path(__file__).parent
 BOUND = 128e6
@@ -141,10 +141,10 @@ def made(space: ParameterSpace, clock: Seconds, **options: Any) -> Server:
         model(),
         MasFL(),
         averaging=SWA(space, cycle=3),
-        checks=Checks(max_norm=1e6, norm_factor=50.0, samples_factor=5.0),
+        update_limits=UpdateLimits(max_norm=1e6, norm_factor=50.0, samples_factor=5.0),
         clock=clock.__call__,
-        history=1000,
-        retries=5000,
+        history_size=1000,
+        receipt_cache_size=5000,
         **options,
     )
 
@@ -171,7 +171,7 @@ class Twin:
         starts = defaultdict(list)
         for event in events:
             if isinstance(event, Dispatched):
-                starts[event.start].append(event)
+                starts[event.start_version].append(event)
         for event in events:
             # Who left while an update was under way started from what was there before it.
             for left in starts.pop(self.own.version, ()):
@@ -180,7 +180,7 @@ class Twin:
                 receipt = self.own.receive(self._names.pop(event.ticket), self.brought.pop(event.ticket))
                 if repr(receipt) != repr(event.receipt):
                     raise RuntimeError(f"the receipt was {event.receipt}, and is {receipt}")
-            elif isinstance(event, Dropped | Expired) or (isinstance(event, Refused) and event.ended):
+            elif isinstance(event, Dropped | Expired) or (isinstance(event, Rejected) and event.is_final):
                 self.own.drop(self._names.pop(str(event.ticket)))
         for left in starts.pop(self.own.version, ()):
             self._names[left.ticket] = self.own.dispatch(left.client).id
@@ -190,13 +190,13 @@ class Twin:
 
 def known(server: Server) -> bytes:
     """All that a server knows, but for what nobody else could: ids, refusals, and where it keeps it."""
-    tree: dict[str, Any] = dict(server.moment().tree())
+    tree: dict[str, Any] = dict(server.snapshot().tree())
     for name in ("options", "clock", "time", "answered", "refused", "journal"):
         del tree[name]
     tree["kept"] = sorted(tree["kept"], key=lambda pair: repr(pair[0]))
     tree["tickets"] = sorted(repr(ticket[1:3]) for ticket in tree["tickets"])
     tree["history"] = server.history
-    return bytes(packed("known", tree))
+    return bytes(dumps("known", tree))
 
 
 class Source:
@@ -460,7 +460,7 @@ class Source:
             line[self.random.choice([*line, "more"])] = value
         else:
             lines[self.random.choice([*lines, "more"])] = value
-        return self.sent(framed(json.dumps(lines)) + data[8 + length :], EITHER)
+        return self.sent(with_length(json.dumps(lines)) + data[8 + length :], EITHER)
 
     def sizes(self) -> Sent:
         data = self.data()
@@ -474,7 +474,7 @@ class Source:
         line["shape"] = self.random.choice(([huge], [1, huge], [huge, 0], [2**31, 2**31]))
         if self.random.random() < 0.5:
             line["data_offsets"] = [0, self.random.choice((huge, 4 * huge))]
-        return self.sent(framed(json.dumps(lines)) + data[8 + length :], REFUSED)
+        return self.sent(with_length(json.dumps(lines)) + data[8 + length :], REFUSED)
 
     def bombs(self) -> Sent:
         """Few bytes that say that they are many, and of which many come."""
@@ -495,11 +495,11 @@ class Source:
             },
             "points": {"dtype": "U8", "shape": [len(zeros)], "data_offsets": [0, len(zeros)]},
         }
-        return self.sent(framed(json.dumps(lines)) + zeros, REFUSED)
+        return self.sent(with_length(json.dumps(lines)) + zeros, REFUSED)
 
     def noise(self) -> Sent:
         data = self.random.randbytes(self.random.choice((0, 1, 7, 8, 9, 100, 10_000)))
-        return self.sent(framed(data.decode("latin1")) if self.random.random() < 0.3 else data, REFUSED)
+        return self.sent(with_length(data.decode("latin1")) if self.random.random() < 0.3 else data, REFUSED)
 
     def others(self) -> Sent:
         ticket = self.ticket()
@@ -515,7 +515,7 @@ class Source:
             ("[" * 50_000, "[" * 500 + "]" * 500, json.dumps({"dict": [[i, 0] for i in range(9999)]}))
         )
         lines["__metadata__"]["value"] = self.random.choice((deep, '{"list": [' + "0," * 10**6 + "0]}"))
-        return self.sent(framed(json.dumps(lines)) + data[8 + length :], REFUSED)
+        return self.sent(with_length(json.dumps(lines)) + data[8 + length :], REFUSED)
 
 
 def framed_header(data: bytes | bytearray) -> bytes:
@@ -614,8 +614,8 @@ def flooded(
         max_staleness=STALE,
         memory_limit=20 * 4 * space.layout.size,
         timeout=TIMEOUT,
-        max_tickets=1000,
-        max_waiting=2,
+        max_in_flight=1000,
+        max_queued_updates=2,
         **options,
     )
     twin = Twin(server, made(space, Seconds()))
@@ -678,7 +678,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = {
             "journal": Journal(Path(folder) / "journal", "batch"),
-            "checkpoint": Every(Path(folder) / "server", updates=1000),
+            "checkpoint": CheckpointPolicy(Path(folder) / "server", every_updates=1000),
         }
         for part, share, more in (
             ("in turns", 0.5, {}),

@@ -8,8 +8,8 @@ of gradient descent, in virtual time. Liars are drawn by the seed, and train as 
     x-10    ten times of it, the other way
     noise   a normal displacement ten times as long
 
-`clip` is `Checks(clip_factor=1.5)`, `gate` is `Checks(min_cosine=-0.2)`. The rate of each rule is the best of a few
-without liars, on seeds that are not used afterwards, and the same for all defences.
+`clip` is `UpdateLimits(clip_factor=1.5)`, `gate` is `UpdateLimits(min_cosine=-0.2)`. The rate of each rule is the best
+of a few without liars, on seeds that are not used afterwards, and the same for all defences.
 
 Runs that are done are kept in `build/liars.jsonl`, and are not done again.
 """
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.experiments import task
-from manifoldagg.federated import Checks, Payload, Server, rules
+from manifoldagg.federated import Payload, Server, UpdateLimits, rules
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import Federation, dirichlet_partition
@@ -55,9 +55,9 @@ RULES: dict[str, tuple[Callable[[float], Any], tuple[float, ...]]] = {
 CHECKED = ("FedAsync", "FedOrtho", "AsyncBezier", "FedBuff")
 DEFENCES = {
     "": None,
-    "clip": Checks(clip_factor=1.5),
-    "gate": Checks(min_cosine=-0.2),
-    "clip, gate": Checks(clip_factor=1.5, min_cosine=-0.2),
+    "clip": UpdateLimits(clip_factor=1.5),
+    "gate": UpdateLimits(min_cosine=-0.2),
+    "clip, gate": UpdateLimits(clip_factor=1.5, min_cosine=-0.2),
 }
 LIES = ("flip", "x10", "x-10", "noise")
 FACTORS = {"flip": -1.0, "x10": 10.0, "x-10": -10.0}
@@ -127,7 +127,9 @@ def lied(kind: str, base: Tensor, points: Tensor, generator: torch.Generator) ->
     return base + noise * (10 * (points[-1] - base).norm() / noise[-1].norm())
 
 
-def run(clients: Clients, rule: Any, checks: Checks | None, kind: str, liars: int, seed: int, rounds: int) -> dict:
+def run(
+    clients: Clients, rule: Any, checks: UpdateLimits | None, kind: str, liars: int, seed: int, rounds: int
+) -> dict:
     """The accuracy after so many answers, and which part of the honest ones, and of the others, was refused."""
     draws = np.random.default_rng([seed, 7])
     means = draws.lognormal(0.0, 0.5, CLIENTS)

@@ -35,7 +35,7 @@ from timing import by_parts, machine, ratio
 
 from manifoldagg.experiments import task
 from manifoldagg.experiments.registry import method
-from manifoldagg.federated import Every, Message, Payload
+from manifoldagg.federated import CheckpointPolicy, Message, Payload
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.simulation import (
     Errand,
@@ -124,7 +124,7 @@ def run_part(size: Size) -> list[Row]:
     rows: list[Row] = []
     pool = processes(2)()
     folder = tempfile.TemporaryDirectory()
-    kept = Every(Path(folder.name) / "run", seconds=1.0, keep=1)
+    kept = CheckpointPolicy(Path(folder.name) / "run", every_seconds=1.0, keep=1)
     try:
         for name in ("fedasync", "asyncbezier"):
             chosen = method(name)

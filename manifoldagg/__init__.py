@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from manifoldagg.averaging import average, average_adapters
     from manifoldagg.curves import Bezier, Fit, fit
     from manifoldagg.errors import ManifoldAggError
-    from manifoldagg.federated import Server, Versions, aggregate
+    from manifoldagg.federated import AsyncAggregator, Server, aggregate
     from manifoldagg.federated import rules as rules
     from manifoldagg.manifolds import ParameterSpace
 
@@ -61,12 +61,12 @@ _HOMES = {
 
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncAggregator",
     "Bezier",
     "Fit",
     "ManifoldAggError",
     "ParameterSpace",
     "Server",
-    "Versions",
     "aggregate",
     "average",
     "average_adapters",

@@ -59,7 +59,7 @@ def _postpone_in_finaliser(number: int, frame: FrameType | None) -> bool:
 def graceful_shutdown(message: str | Callable[[], str] = "interrupted") -> Iterator[None]:
     """In this block Ctrl-C is a `KeyboardInterrupt`, and a polite kill unwinds too: neither leaves half a file.
 
-    Once all is undone, `said`, or what it says then, goes to stderr, and the process ends as one does that was
+    Once all is undone, `message`, or what it says then, goes to stderr, and the process ends as one does that was
     interrupted.
 
     Example:

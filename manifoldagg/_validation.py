@@ -59,7 +59,7 @@ def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
 
 
 def one_line(text: str, max_length: int = MAX_REPR_LENGTH) -> str:
-    """A text of no more than `most` characters, all of which can be printed."""
+    """A text of no more than `max_length` characters, all of which can be printed."""
     if not text.isprintable():
         text = repr(text[:max_length])[1:-1]
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."

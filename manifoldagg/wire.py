@@ -22,9 +22,17 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_number
 from manifoldagg.errors import ArgumentError, WireError
-from manifoldagg.federated.server.durability.raw_io import bytes_of
-from manifoldagg.federated.server.durability.tree_codec import KNOWN, decoded, dtype_of, encoded, entries, framed, spans
-from manifoldagg.federated.server.validation import stored
+from manifoldagg.federated.server.durability.raw_io import tensor_bytes
+from manifoldagg.federated.server.durability.tree_codec import (
+    SAFETENSORS_DTYPES,
+    decode,
+    encode,
+    header_entries,
+    offsets,
+    parse_dtype,
+    with_length,
+)
+from manifoldagg.federated.server.validation import require_dense
 from manifoldagg.federated.types import Message, Payload, Receipt, Ticket
 from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.manifolds import Layout, ParameterSpace
@@ -112,7 +120,7 @@ def pack(
     if not isinstance(ticket, str | Ticket | None):
         raise ArgumentError(f"ticket: expected one, or its id, got {type(ticket).__name__}")
     writer = _TensorWriter(space.layout if space else None)
-    text = encoded(_to_fields(value), writer.add_tensor, _wire_error, bounded=True)
+    text = encode(_to_fields(value), writer.add_tensor, _wire_error, is_bounded=True)
     metadata = {"format": FORMAT, "version": VERSION, "kind": kind, "value": text}
     told = value if isinstance(value, Ticket) else ticket
     if told is not None:
@@ -128,8 +136,8 @@ def pack(
         metadata["coded"] = json.dumps(coded)
     # Readers want each entry to begin at a multiple of the size of its numbers.
     parts.sort(key=lambda part: -part.dtype.itemsize)
-    listed = entries((part.name, part.dtype, part.shape, len(part.data)) for part in parts)
-    head = framed(f'{{"__metadata__":{json.dumps(metadata)}{"," if listed else ""}{listed}}}')
+    listed = header_entries((part.name, part.dtype, part.shape, len(part.data)) for part in parts)
+    head = with_length(f'{{"__metadata__":{json.dumps(metadata)}{"," if listed else ""}{listed}}}')
     _check_size(head[8:], _wire_error)
     return b"".join([head, *(part.data for part in parts)])
 
@@ -159,7 +167,7 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
     view = _as_byte_view(data)
     try:
         reader = _TensorReader(view, space)
-        content = decoded(reader.json_value("value"), reader.read_tensor, bounded=True)
+        content = decode(reader.json_value("value"), reader.read_tensor, is_bounded=True)
         if reader.unread_entries:
             raise ValueError("it has entries that nothing names")
         return _from_fields(reader.kind, content, space)
@@ -259,7 +267,7 @@ class _TensorReader:
         self.kind = self.metadata["kind"]
         self._body = np.frombuffer(view, np.uint8)[8 + length :]
         self.unread_entries = {name: _HeaderEntry(line) for name, line in lines.items()}
-        follow = spans(lines)
+        follow = offsets(lines)
         if (follow[-1][1] if follow else 0) != len(self._body):
             raise ValueError("its entries are not all that follows the header")
         coded = self.json_value("coded") if "coded" in self.metadata else {}
@@ -344,7 +352,7 @@ class _HeaderEntry:
         name, shape, self.compressed = encoding
         if self.dtype is not torch.uint8 or type(self.compressed) is not bool:
             raise ValueError("a code that is none")
-        self.dtype = dtype_of(name)
+        self.dtype = parse_dtype(name)
         self.shape = _parse_shape(shape)
         length = self.end - self.begin
         if not self.compressed:
@@ -359,7 +367,7 @@ class _HeaderEntry:
             raise ValueError("an entry whose shape is not that of its bytes")
 
 
-DTYPE_BY_NAME = {name: dtype for dtype, name in KNOWN.items()}
+DTYPE_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 def _encode_tensor(
@@ -369,13 +377,13 @@ def _encode_tensor(
     shape = list(tensor.shape)
     if error and leaf not in curved and name.partition("/")[0] in ("points", "tensors"):
         tensor = _round_to_grid(tensor.detach(), error)
-    data = bytes_of(tensor)
+    data = tensor_bytes(tensor)
     told = [str(tensor.dtype).removeprefix("torch."), shape]
     if (compress or error) and data.nbytes >= MIN_COMPRESSED_BYTES:
         smaller = _compress(data, tensor.dtype.itemsize)
         if len(smaller) < data.nbytes:
             return _EncodedTensor(name, torch.uint8, [len(smaller)], smaller, [*told, True])
-    if tensor.dtype not in KNOWN:
+    if tensor.dtype not in SAFETENSORS_DTYPES:
         return _EncodedTensor(name, torch.uint8, [data.nbytes], data, [*told, False])
     return _EncodedTensor(name, tensor.dtype, shape, data)
 
@@ -505,9 +513,7 @@ RECEIPT_FIELDS |= dict.fromkeys(("buffered", "clipped"), _has_type(bool))
 EXTRA_FIELDS = {"tensors": _is_tensor_mapping, "numbers": _is_mapping_of(_is_number), "buffers": _is_tensor_mapping}
 MESSAGE_FIELDS = {
     "start": _is_floating_tensor,
-    "requested_buffers (field name of Message; must equal the dataclass field, changes the wire format: raise VERSION)": lambda x: (
-        type(x) is tuple and all(type(name) is str for name in x)
-    ),
+    "requested_buffers": lambda x: type(x) is tuple and all(type(name) is str for name in x),
     **EXTRA_FIELDS,
 }
 MESSAGE_FIELDS |= {"version": lambda x: x is None or (type(x) is int and x >= 0)}
@@ -570,7 +576,7 @@ def _check_values(text: str, error: Callable[[str], Exception]) -> None:
 
 def _check_stored(name: str, tensor: Tensor) -> None:
     try:
-        stored(name, tensor)
+        require_dense(name, tensor)
     except ArgumentError as error:
         raise _wire_error(str(error)) from None
 

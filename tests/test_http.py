@@ -227,7 +227,7 @@ def test_an_upload_that_takes_too_long_ends():
 
 
 def test_who_comes_when_all_hands_are_full_is_told_when_to_come_again():
-    door = opened(uploads=1, max_tickets=1)
+    door = opened(uploads=1, max_in_flight=1)
 
     async def talk(http):
         sent = (await http.post("/dispatch/ward-7", headers={"Idempotency-Key": "a"})).content

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manifoldagg import Versions
+from manifoldagg import AsyncAggregator
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples" / "hosts").glob("*.py"))}
@@ -34,5 +34,5 @@ def test_its_calls_of_ours_are_such(host):
     ours = [call for call in calls if ast.unparse(call.func).startswith("self.versions.")]
     assert {call.func.attr for call in ours} == {"send", "take"}
     for call in ours:
-        signature = inspect.signature(getattr(Versions, call.func.attr))
+        signature = inspect.signature(getattr(AsyncAggregator, call.func.attr))
         signature.bind(None, *call.args, **{word.arg: word.value for word in call.keywords})

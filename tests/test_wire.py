@@ -22,7 +22,7 @@ from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated import Message, Payload, Receipt, Ticket
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.federated.server.durability.tree_codec import DEEPEST, WIDEST, framed
+from manifoldagg.federated.server.durability.tree_codec import MAX_DEPTH, MAX_INT_KEYS, with_length
 from manifoldagg.manifolds import Flat, Sphere
 from manifoldagg.wire import pack, ticket_of, unpack
 from tests.federated.server.durability.test_tensor_file import DTYPES, LEAVES, QUANTIZED, alike
@@ -61,7 +61,7 @@ EXTRA = {
 }
 # Values are made in the test, where their types are checked, which draws samples of its own.
 MESSAGES = st.builds(
-    lambda seed, dtype, asked, extra: lambda: Message(draw(seed, P).to(dtype), asked=tuple(asked), **extra),
+    lambda seed, dtype, asked, extra: lambda: Message(draw(seed, P).to(dtype), requested_buffers=tuple(asked), **extra),
     *(seeds, SENT, st.lists(NAMES, max_size=2)),
     st.fixed_dictionaries({"version": st.none() | st.integers(0), **EXTRA}),
 )
@@ -125,18 +125,18 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype, compress):
         random = random % 2
     x = random.view(dtype).reshape(300, 4)
     memory = [x, x[0, 0].reshape(()), x[:0]]
-    assert alike(unpack(pack(Payload(torch.zeros(1, 2), 1, memory=memory), compress=compress)).memory, memory)
+    assert alike(unpack(pack(Payload(torch.zeros(1, 2), 1, client_state=memory), compress=compress)).memory, memory)
 
 
 def test_views_come_back_as_their_values():
     x = torch.arange(12.0).reshape(3, 4).requires_grad_()
     start, *memory = x[:, 1], x.T, x[1:, ::2], x[0, 0].expand(5), torch.nn.Parameter(x), torch.ones(9)[::9]
-    back = unpack(pack(Payload(start[None], 1, memory=memory)))
+    back = unpack(pack(Payload(start[None], 1, client_state=memory)))
     assert alike([back.points[0], *back.memory], [torch.tensor(part.tolist()) for part in (start, *memory)])
 
 
 def test_it_is_a_file_of_safetensors_with_the_names_of_the_model():
-    message = Message(SPACE.point(MODEL), buffers=SPACE.buffers(MODEL), asked=("1.running_mean",))
+    message = Message(SPACE.point(MODEL), buffers=SPACE.buffers(MODEL), requested_buffers=("1.running_mean",))
     found = safetensors.torch.load(pack(message, spec=SPACE))
     state = MODEL.state_dict()
     expected = {f"start/{leaf.name}": state[leaf.name].float() for leaf in SPACE.layout.leaves}
@@ -179,7 +179,7 @@ def test_tensors_have_memory_of_their_own_that_can_be_written():
 
 @given(st.integers(0, 10**6), st.booleans())
 def test_what_is_compressed_well_is_filled_up(size, large):
-    payload = Payload(torch.full((1, 2), 0.5), 1, memory=torch.full((size,), float(large)))
+    payload = Payload(torch.full((1, 2), 0.5), 1, client_state=torch.full((size,), float(large)))
     data = pack(payload, compress=True)
     assert len(data) * wire.MAX_COMPRESSION_RATIO >= 4 * size
     assert alike(tree(unpack(data)), tree(payload))
@@ -203,7 +203,7 @@ NUMBERS = st.floats(width=64) | st.sampled_from([math.nan, math.inf, -math.inf, 
 )
 def test_no_number_moves_further_than_was_allowed(numbers, dtype, error):
     x = torch.tensor(numbers, dtype=torch.float64).to(dtype)
-    payload = Payload(x[None], 1, tensors={"t": x}, memory=x, base=x, buffers={"b": x})
+    payload = Payload(x[None], 1, tensors={"t": x}, client_state=x, base=x, buffers={"b": x})
     back = unpack(pack(payload, error=error))
     assert alike([back.memory, back.base, back.buffers], [x, x, {"b": x}])
     for found in (back.points[0], back.tensors["t"]):
@@ -233,7 +233,7 @@ def test_a_message_is_not_rounded():
         ({"memory": {"a": {1}}}, r"^wire: \['memory'\]\['a'\]: .* a set cannot"),
         ({"memory": {2**70: 1}}, r"^wire: \['memory'\]: .* key 1180591620717411303424"),
         (
-            {"memory": {"m": dict.fromkeys(range(WIDEST + 1))}},
+            {"memory": {"m": dict.fromkeys(range(MAX_INT_KEYS + 1))}},
             r"^wire: \['memory'\]\['m'\]: .* more than 4096 integers",
         ),
         ({"memory": {"m": FREED}}, "^wire: memory/m: .* whose storage was freed"),
@@ -254,22 +254,22 @@ def test_branches_within_one_another_are_counted_on_both_sides():
     def nested(depth):
         return [nested(depth - 1)] if depth else None
 
-    value = Payload(torch.ones(1, 2), 1, memory=nested(DEEPEST - 1))
-    assert unpack(pack(value)).memory == value.memory
+    value = Payload(torch.ones(1, 2), 1, client_state=nested(MAX_DEPTH - 1))
+    assert unpack(pack(value)).memory == value.client_state
     with pytest.raises(WireError, match="^wire: cannot be saved: it has more than 64 branches"):
-        pack(replace(value, memory=nested(DEEPEST)))
+        pack(replace(value, client_state=nested(MAX_DEPTH)))
 
 
 def test_integers_as_keys_are_counted_on_both_sides():
     """Those that collide take as long as all before them."""
-    memory = {"m": dict.fromkeys(range(WIDEST))}
-    data = pack(Payload(torch.ones(1, 2), 1, memory=memory))
+    memory = {"m": dict.fromkeys(range(MAX_INT_KEYS))}
+    data = pack(Payload(torch.ones(1, 2), 1, client_state=memory))
     assert unpack(data).memory == memory
     value = header_of(data)["__metadata__"]["value"].replace("[[0, null]", "[[-1, null], [0, null]")
     with pytest.raises(WireError, match="more than 4096 integers as keys"):
         unpack(altered(data, value=value))
-    words = {str(n): n for n in range(WIDEST + 1)}
-    assert unpack(pack(Payload(torch.ones(1, 2), 1, memory=words))).memory == words
+    words = {str(n): n for n in range(MAX_INT_KEYS + 1)}
+    assert unpack(pack(Payload(torch.ones(1, 2), 1, client_state=words))).memory == words
 
 
 def test_tensors_come_back_on_the_cpu_whatever_the_default_device():
@@ -338,7 +338,7 @@ def header_of(data):
 
 def forged(data, header):
     length = int.from_bytes(data[:8], "little")
-    return framed(header if isinstance(header, str) else json.dumps(header)) + data[8 + length :]
+    return with_length(header if isinstance(header, str) else json.dumps(header)) + data[8 + length :]
 
 
 def refused_or_read(data):
@@ -354,11 +354,14 @@ def refused_or_read(data):
 
 
 SAMPLES = [
-    pack(Message(SPACE.point(MODEL), buffers=SPACE.buffers(MODEL), numbers={"turn": 3.0}, asked=("a",)), spec=SPACE),
+    pack(
+        Message(SPACE.point(MODEL), buffers=SPACE.buffers(MODEL), numbers={"turn": 3.0}, requested_buffers=("a",)),
+        spec=SPACE,
+    ),
     pack(
         Payload(
             *(torch.ones(2, P), 10),
-            memory={"m": [torch.zeros(400), (math.nan, b"x")]},
+            client_state={"m": [torch.zeros(400), (math.nan, b"x")]},
             tensors={"t": torch.ones(P, dtype=torch.complex64)},
         ),
         spec=SPACE,
@@ -374,7 +377,7 @@ SAMPLES = [
 def test_any_bytes_are_refused(data):
     with pytest.raises(WireError, match="^wire: expected what `pack` returns: "):
         unpack(data)
-    refused_or_read(framed(data.decode("latin1")))
+    refused_or_read(with_length(data.decode("latin1")))
 
 
 @pytest.mark.parametrize("data", SAMPLES, ids=lambda data: unpack(data).__class__.__name__)
@@ -448,7 +451,7 @@ def altered(data, **changes):
 PLAIN = pack(Message(torch.ones(4), tensors={"t": torch.ones(2)}))
 VALUE = header_of(PLAIN)["__metadata__"]["value"]
 NESTED = "[" * 100_000 + "]" * 100_000
-SMALL = pack(Payload(torch.ones(1, 4), 1, memory=torch.zeros(4000)), compress=True)
+SMALL = pack(Payload(torch.ones(1, 4), 1, client_state=torch.zeros(4000)), compress=True)
 FRAME = zstandard.ZstdCompressor().compress(bytes(10**6))
 
 
@@ -462,14 +465,14 @@ def line(dtype, shape, *offsets):
 
 HOSTILE = {
     "a header longer than all": (struct.pack("<Q", 2**63) + PLAIN[8:], "its header is longer"),
-    "a header of many bytes": (framed('{"__metadata__":{"a":"' + "x" * 2**24 + '"}}'), "more than 16777216 bytes"),
-    "a header of many values": (framed('{"a":[' + "[]," * 2**20 + "0]}"), "more than 1048576 values"),
-    "deep brackets": (framed(NESTED), "RecursionError|a header"),
+    "a header of many bytes": (with_length('{"__metadata__":{"a":"' + "x" * 2**24 + '"}}'), "more than 16777216 bytes"),
+    "a header of many values": (with_length('{"a":[' + "[]," * 2**20 + "0]}"), "more than 1048576 values"),
+    "deep brackets": (with_length(NESTED), "RecursionError|a header"),
     "deep text": (altered(PLAIN, value=NESTED), "RecursionError"),
     "a name twice": (forged(PLAIN, '{"a":1,"a":2}'), "a name that is there twice"),
     "NaN": (forged(PLAIN, '{"__metadata__":NaN}'), "NaN is no JSON"),
     "digits": (forged(PLAIN, '{"__metadata__":' + "9" * 5000 + "}"), "digits"),
-    "utf-16": (framed("x") + PLAIN, "wire"),
+    "utf-16": (with_length("x") + PLAIN, "wire"),
     "another format": (altered(PLAIN, format="pt"), "not those of this package"),
     "a newer version": (altered(PLAIN, version="2"), "is of version '2', and this package reads 1"),
     "another kind": (altered(PLAIN, kind="outcome"), "KeyError"),
@@ -536,7 +539,7 @@ def test_planes_are_put_together_over_the_edges_of_pieces(monkeypatch, dtype):
     monkeypatch.setattr(wire, "CHUNK_BYTES", 100)
     for size in (512, 700, 701):
         x = (draw(size, size, dtype=torch.float64).abs() % 2).round().to(dtype)
-        data = pack(Payload(torch.ones(1, 2), 1, memory=x), compress=True)
+        data = pack(Payload(torch.ones(1, 2), 1, client_state=x), compress=True)
         assert "coded" in header_of(data)["__metadata__"]
         assert torch.equal(unpack(data).memory, x)
 
@@ -558,14 +561,14 @@ def test_a_lying_frame_makes_no_more_memory_than_it_may():
     assert zstandard.frame_content_size(bytes(lying)) == 10**6
     lying[4] = 0xE0  # the flag of a size in eight bytes, a window of its own
     lying[5:9] = struct.pack("<Q", 2**40)
-    value = pack(Payload(torch.ones(1, 4), 1, memory=torch.zeros(len(lying), dtype=torch.uint8)))
+    value = pack(Payload(torch.ones(1, 4), 1, client_state=torch.zeros(len(lying), dtype=torch.uint8)))
     data = bytearray(coded(value, ["uint8", [len(lying)], True]))
     header = header_of(value)
     header["__metadata__"]["coded"] = json.dumps({"memory": ["uint8", [len(lying) * 50], True]})
     start, end = header["memory"]["data_offsets"]
     body = bytearray(value[8 + int.from_bytes(value[:8], "little") :])
     body[start:end] = lying
-    data = framed(json.dumps(header)) + bytes(body)
+    data = with_length(json.dumps(header)) + bytes(body)
     with pytest.raises(WireError):
         unpack(data)
 
@@ -582,7 +585,7 @@ def test_junk_is_a_refused_receipt_and_leaves_the_ticket_open(as_shipped):
     server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
     ticket = server.dispatch("ward-7")
     receipt = server.receive(ticket.id, partial(unpack, b"of my own making"))
-    assert (receipt.accepted, server.refused, server.version) == (False, {"wire": 1}, 0)
+    assert (receipt.accepted, server.rejected, server.version) == (False, {"wire": 1}, 0)
     assert receipt.reason.startswith("wire: expected what `pack` returns")
     data = pack(Payload(torch.tensor([[2.0, 4.0]]), samples=10))
     assert server.receive(ticket.id, partial(unpack, data)).accepted
@@ -606,7 +609,7 @@ def test_what_a_function_raises_of_its_own_comes_out_and_changes_nothing():
     ticket = server.dispatch("ward-7")
     with pytest.raises(ZeroDivisionError):
         server.receive(ticket, lambda: 1 / 0)
-    assert server.refused == {}
+    assert server.rejected == {}
     assert server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).accepted
 
 
@@ -620,7 +623,7 @@ def test_a_payload_of_another_model_is_refused_by_its_layout():
         receipt = server.receive(ticket, partial(unpack, data, spec=server.space))
         assert not receipt.accepted
         assert receipt.reason.startswith(told)
-    assert server.refused == {"wire": 2}
+    assert server.rejected == {"wire": 2}
 
 
 def test_a_client_whose_model_is_wrapped_is_told_so():
@@ -646,7 +649,7 @@ def test_over_the_wire_and_directly_are_the_same_to_the_last_bit():
         for turn in range(3):
             ticket = server.dispatch("ward-7")
             sent = unpack(pack(ticket), spec=server.space) if wired else ticket
-            buffers = {name: sent.message.buffers[name] + 1 for name in sent.message.asked}
+            buffers = {name: sent.message.buffers[name] + 1 for name in sent.message.requested_buffers}
             payload = Payload((sent.message.start + 0.1 * draw(turn, P).float())[None], 4, buffers=buffers)
             data = pack(payload, spec=server.space, ticket=sent, compress=True)
             answer = partial(unpack, data, spec=server.space) if wired else payload

@@ -110,7 +110,7 @@ WAYS = (
 class Watched(rules.AsyncCorrected):
     """`AsyncCorrected` that shows each update to `look` before it takes it."""
 
-    rows: ClassVar[bool] = False
+    accepts_tensor_lists: ClassVar[bool] = False
     look: Callable[[Update, float, int], None] | None = field(default=None, compare=False, kw_only=True)
 
     def step(self, space: Any, state: Any, update: Update, *, out: Any = None) -> tuple[Any, Outcome]:

@@ -101,7 +101,7 @@ MODELS: Mapping[str, type[nn.Module]] = {"sphere": Spherical, "rotation": Turned
 class Projected(rules.AsyncCorrected):
     """The step of `AsyncCorrected` on the numbers as they are, and then to the nearest point of the space."""
 
-    rows: ClassVar[bool] = False
+    accepts_tensor_lists: ClassVar[bool] = False
 
     def init(self, space: Any, start: Any) -> Any:
         """As on a flat space."""
@@ -118,7 +118,7 @@ class Projected(rules.AsyncCorrected):
 class Geometry(rules.AsyncCorrected):
     """`AsyncCorrected` that notes by how much `Projected` differs, as a part of the step."""
 
-    rows: ClassVar[bool] = False
+    accepts_tensor_lists: ClassVar[bool] = False
     noted: list[float] | None = field(default=None, compare=False, kw_only=True)
 
     def step(self, space: Any, state: Any, update: Update, *, out: Any = None) -> tuple[Any, Outcome]:

@@ -3,23 +3,23 @@
 from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
-from manifoldagg import Versions
+from manifoldagg import AsyncAggregator
 from manifoldagg.federated.rules import FedOrtho
 
 
 class Corrected(ModelAggregator):
     def __init__(self, model):
         super().__init__()
-        self.versions = Versions(FedOrtho(rate=0.5), model)
+        self.versions = AsyncAggregator(FedOrtho(rate=0.5), model)
 
     def reset_stats(self):  # a round begins
-        self.versions.send("round", again=True)
+        self.versions.checkout("round", restart=True)
         self.began = self.versions.version
 
     def accept_model(self, model):
-        self.versions.send(client := model.meta["client_name"], version=self.began, again=True)
+        self.versions.checkout(client := model.meta["client_name"], version=self.began, restart=True)
         steps = model.meta.get("NUM_STEPS_CURRENT_ROUND", 1)
-        self.versions.take(client, model.params, samples=steps, difference=model.params_type == "DIFF")
+        self.versions.submit(client, model.params, samples=steps, difference=model.params_type == "DIFF")
 
     def aggregate_model(self):
         return FLModel(params=self.versions.model)

@@ -71,8 +71,8 @@ def main() -> None:
             sent = ask(http, "POST", f"/dispatch/{options.name}", headers=headers).raise_for_status()
             ticket = wire.unpack(sent.content, spec=space)
             payload = work(model, ticket.message, trainer, batches, memory=memory, generator=generator)
-            memory = payload.memory  # it stays here
-            data = wire.pack(replace(payload, memory=None), spec=space, ticket=ticket)
+            memory = payload.client_state  # it stays here
+            data = wire.pack(replace(payload, client_state=None), spec=space, ticket=ticket)
             answer = ask(http, "POST", f"/receive/{options.name}", data=data)
             told = answer.json()
             if answer.status_code == 200:

@@ -89,7 +89,7 @@ class Door:
 
     async def status(self, _: Request) -> Response:
         """Where the server is."""
-        return JSONResponse({"version": self.server.version, "refused": self.server.refused})
+        return JSONResponse({"version": self.server.version, "refused": self.server.rejected})
 
     async def dispatch(self, request: Request) -> Response:
         """A ticket. A client has one: the same key gets the same one, another key ends the last."""
@@ -188,7 +188,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     rule = AsyncBezier(rate=0.5)
-    limits: dict[str, Any] = {"timeout": 600.0, "max_tickets": 100, "max_waiting": 4}
+    limits: dict[str, Any] = {"timeout": 600.0, "max_in_flight": 100, "max_queued_updates": 4}
     if options.checkpoint and options.checkpoint.exists():
         server = Server.resume(options.checkpoint, ParameterSpace.of(task("digits").model()), rule)
     else:

@@ -38,8 +38,8 @@ def fit_curved(
         embedding: a Bézier curve or a simplex, on the space of the points.
         points: (m, *shape) in float64.
         view: from their mean, along tangents that span their logs there.
-        seen: the points in it (m, k).
-        search: p; the fall in ten iterations; the steps of each sum.
+        projected: the points in it (m, k).
+        options: p; the fall in ten iterations; the steps of each sum.
     """
     space = embedding.space
     unit = math.sqrt(float(projected.square().sum(-1).mean()))

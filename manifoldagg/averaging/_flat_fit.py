@@ -64,9 +64,9 @@ class Residuals:
         points: (m, k).
 
     Attributes:
-        places: (m,) parameters of a curve or of the curve of a tunnel, (m, size) of a simplex.
+        coordinates: (m,) parameters of a curve or of the curve of a tunnel, (m, size) of a simplex.
         distances: (m,).
-        valid: whether a tunnel neither folds nor stands still.
+        is_valid: whether a tunnel neither folds nor stands still.
     """
 
     coordinates: Tensor

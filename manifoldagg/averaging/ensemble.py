@@ -38,10 +38,10 @@ class Ensemble:
     r"""Of the same samples: what the drawn models say together, what each says, and what the single model says.
 
     Attributes:
-        together: of the mean $\frac1n \sum_j p_{\iota_\varphi(x_j)}$ of class probabilities.
+        combined: of the mean $\frac1n \sum_j p_{\iota_\varphi(x_j)}$ of class probabilities.
         members: of each drawn model.
         single: of the single model.
-        places: $x_j$ that were drawn: numbers, or tensors (*domain).
+        coordinates: $x_j$ that were drawn: numbers, or tensors (*domain).
     """
 
     combined: Score

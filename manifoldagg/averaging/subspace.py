@@ -37,12 +37,12 @@ class Subspace:
     Attributes:
         embedding: $\iota$.
         phi: $\xi$ (size, *shape), in the dtype of the points.
-        places: $x_j$ (m, *domain), where the subspace is nearest to each point.
+        coordinates: $x_j$ (m, *domain), where the subspace is nearest to each point.
         residuals: $d(\Theta_j, \iota_\xi(x_j))$ (m,), before $\xi$ was rounded to that dtype.
         steps: of the descent.
         converged: whether it ended because the sum would fall no further.
         view: the plane of its picture: that of the two longest axes of the points.
-        seen: the points in it (m, 2).
+        projected_points: the points in it (m, 2).
     """
 
     embedding: Embedding

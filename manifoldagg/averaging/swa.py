@@ -35,12 +35,12 @@ class _AverageState:
     """What an average has heard: replaced as a whole, so that nobody ever finds half a mean, whatever interrupts.
 
     Attributes:
-        last: the latest version.
+        last_version: the latest version.
         count: how many models are averaged.
         like: their shape, dtype and device, in no memory.
         mean: their mean in float64; of what is kept since, the point that was written before it. A row where leaves are
             of low rank.
-        kept: models with their versions.
+        models: models with their versions.
         truncated: what truncations of the mean left out.
     """
 
@@ -71,7 +71,7 @@ class SWA:
     needs its statistics anew at an average: [`refresh_buffers`][manifoldagg.curves.refresh_buffers].
 
     A server refuses a periodic one as its `averaging`: what listens to a server cannot write its model. Call
-    `overwrite` in a loop of your own, or let the rule average and write: `rules.AsyncCurve(periodic=...)`.
+    `reset_point` in a loop of your own, or let the rule average and write: `rules.AsyncCurve(periodic=...)`.
 
     Every method may be called from any thread. An update that is interrupted has happened or has not; a server tells it
     again, which changes nothing where it has.
@@ -84,7 +84,7 @@ class SWA:
         kind: `"streaming"` or `"exact"`.
         offset: 0: version $\tau$ is averaged where $\tau$ meets the conditions; 1: version $\tau + 1$, as in the
             Report's Algorithm 1.
-        periodic: $C$: see `overwrite`, which has to be called. `None`: never.
+        periodic: $C$: see `reset_point`, which has to be called. `None`: never.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
@@ -160,7 +160,7 @@ class SWA:
 
     @property
     def has_reset_points(self) -> bool:
-        """Whether `overwrite` has anything to say: whether `periodic` is given."""
+        """Whether `reset_point` has anything to say: whether `periodic` is given."""
         return self.periodic is not None
 
     @property
@@ -274,8 +274,8 @@ class SWA:
             mean = _clone_mean(AmbientSpace.of(self.space, point).check("mean", mean, point))
         elif mean is not None:
             mean = check_model(self.space, mean, "mean").clone()
-        for version in sorted(check_count("kept", version, at_least=0) for version in state["kept"]):
-            kept[version] = check_model(self.space, state["kept"][version], f"kept[{version}]").clone()
+        for version in sorted(check_count("state", version, at_least=0) for version in state["kept"]):
+            kept[version] = check_model(self.space, state["kept"][version], f"state[{version}]").clone()
         held = [*kept.values()] if mean is None else [mean, *kept.values()]
         exact = self.kind == "exact"
         fits = count == len(kept) if exact else not kept and (count == 0 or mean is not None)
@@ -283,7 +283,7 @@ class SWA:
             raise ArgumentError(f"state: expected that of a SWA of kind {self.kind}")
         shape = next((x.shape for x in held if isinstance(x, Tensor)), self.space.shape)
         means = [("mean", x, torch.float64) for x in (mean if isinstance(mean, tuple) else (mean,)) if x is not None]
-        for name, x, dtype in [*means, *((f"kept[{v}]", x, like.dtype) for v, x in kept.items())]:
+        for name, x, dtype in [*means, *((f"state[{v}]", x, like.dtype) for v, x in kept.items())]:
             fitting = isinstance(mean, tuple) or x.shape == shape
             if (x.dtype, x.device) != (dtype, like.device) or not fitting:
                 raise ArgumentError(f"{name}: expected a tensor {dtype} on {like.device}, got {x.dtype} on {x.device}")

@@ -37,15 +37,16 @@ def calibrate(
     \,\Delta_m$$
 
     for each named tensor. Among the shifts orthogonal to $\Delta_m$, this one is nearest to $\Delta$. Where $\Delta_m$
-    is zero, $\Delta$ is added whole. With `against`, the pairwise ablation, it is the client's update that loses what
-    lies in the span of the others': $W_m + \Delta - \operatorname{proj}_{\operatorname{span}(o_1, \dots)} \Delta_m$.
+    is zero, $\Delta$ is added whole. With `other_updates`, the pairwise ablation, it is the client's update that loses
+    what lies in the span of the others': $W_m + \Delta - \operatorname{proj}_{\operatorname{span}(o_1, \dots)}
+    \Delta_m$.
 
     Args:
         start: $W_m$, the client's model as it arrived: a point, or a mapping from names to tensors.
         global_shift: $\Delta$, how far the global model moved, before aggregation, since the client had started.
         client_shift: $\Delta_m$, how far the client moved in that time.
         granularity: `"tensor"` (OrthoFL), or `"model"` (full projection).
-        against: the most recent updates of the other clients, for the pairwise form.
+        other_updates: the most recent updates of the other clients, for the pairwise form.
         space: of points: its named tensors are those of `granularity="tensor"`, and without one a point is a single
             tensor; of a mapping: which tensors are parameters. A curved one is refused.
 
@@ -69,7 +70,7 @@ def calibrate(
     """
     check_choice("granularity", granularity, GRANULARITIES)
     if not (other_updates is None or isinstance(other_updates, Sequence | Tensor)):
-        raise ArgumentError(f"against: expected a sequence of updates, got {type(other_updates).__name__}")
+        raise ArgumentError(f"other_updates: expected a sequence of updates, got {type(other_updates).__name__}")
     if space is not None:
         require_flat(space)
     given: dict[str, Any] = {"start": start, "global_shift": global_shift, "client_shift": client_shift}
@@ -100,7 +101,7 @@ def calibrate_frame(
         shifts: with `segments` where there are named tensors.
         start: $W_m$.
         granularity: as in `calibrate`.
-        against: likewise.
+        other_updates: likewise.
 
     Returns:
         A new point.

@@ -32,10 +32,10 @@ class Corrected:
     Attributes:
         frame: with the rows that the correction added.
         gram: of its rows.
-        lines: $C$, (n, k), or (S, n, k) with one for each segment.
+        coefficients: $C$, (n, k), or (S, n, k) with one for each segment.
         state: the next one, of a correction that keeps one.
-        came: the Gram matrix of the displacements as they came; not `gram` where rows were formed on the way.
-        beside: inner products (S, k + 1) of a vector that was read beside them with the rows, and with itself.
+        original_gram: the Gram matrix of the displacements as they came; not `gram` where rows were formed on the way.
+        auxiliary: inner products (S, k + 1) of a vector that was read beside them with the rows, and with itself.
     """
 
     frame: Frame
@@ -96,7 +96,7 @@ class Correction(abc.ABC):
 
     It acts on each control point by itself, so that a curve keeps its start at $\Theta^\tau$. One that is algebra has
     `coefficients` alone; what it needs besides $v$ and $g$ it adds to the frame as rows, in `extend`; tensors that it
-    remembers it makes in `remember`. A state is returned, never changed.
+    remembers it makes in `update_state`. A state is returned, never changed.
 
     Attributes:
         granularity: `"tensor"` where it asks the Gram matrix for its segments, such as `gram["head.weight"]`.
@@ -157,8 +157,8 @@ class Correction(abc.ABC):
             frame: of displacements and the drift.
             state: what the last call returned, of a correction that keeps one. It is not changed.
             granularity: to read segments for what comes after; its own where not given.
-            beside: the name of a vector of a flat space, the vector, and what it is less: it is not corrected, and read
-                in the same pass as the rows.
+            auxiliary: the name of a vector of a flat space, the vector, and what it is less: it is not corrected, and
+                read in the same pass as the rows.
 
         Raises:
             ArgumentError: if inner products overflow float64, or the correction cannot work on such a frame.

@@ -52,12 +52,13 @@ class Frame:
         minus: as many, or `None`.
         segments: the named tensors in a row, with their lengths; `None` is one piece.
         extra: the names of the rows after the drift.
-        points: whether the $v_i$ are points less the base, as the drift is.
-        passage: from the base of a curved space; `None` on a flat one.
-        original: the displacements (n, *shape) at the base, where they are at hand.
+        rows_are_points: whether the $v_i$ are points less the base, as the drift is.
+        transporter: from the base of a curved space; `None` on a flat one.
+        base_displacements: the displacements (n, *shape) at the base, where they are at hand.
         ambient: takes inner products and sums of rows that are tangent to no curved leaf.
-        descent: whether every row is minus the tangent, as a pseudo-gradient is: inner products are the same.
-        unread: the rows that `gram` does not read, by their places, and how long they are at most.
+        is_pseudo_gradient: whether every row is minus the tangent, as a pseudo-gradient is: inner products are the
+            same.
+        unmeasured: the rows that `gram` does not read, by their places, and how long they are at most.
 
     Example:
         >>> import torch
@@ -248,8 +249,8 @@ class Frame:
             name: what to call it.
             plus: the row.
             minus: what it is less.
-            aside: whether nothing but lengths are asked of it: tensors that know how long they are at most, by their
-                `bound`, are not read then. Their inner products are NaN.
+            norm_only: whether nothing but lengths are asked of it: tensors that know how long they are at most, by
+                their `norm_bound`, are not read then. Their inner products are NaN.
         """
         bound = plus.norm_bound if norm_only and minus is None and isinstance(plus, TensorList) else None
         unread = self.unmeasured if bound is None else {**self.unmeasured, len(self.rows): bound}
@@ -277,10 +278,11 @@ class Frame:
         return replace(self, rows=rows, minus=minus, extra=(), rows_are_points=False, base_displacements=None)
 
     def require_flat(self, operation: str, *, sums_only: bool = False) -> None:
-        """Refuse a curved leaf, by name; one of low rank not, where inner products and `sums` are all that is needed.
+        """Refuse a curved leaf, by name; one of low rank not, where inner products and `sums_only` are all that is
+        needed.
 
         Raises:
-            ArgumentError: naming it, and `what` cannot be done there.
+            ArgumentError: naming it, and `operation` cannot be done there.
         """
         leaves = () if sums_only else self.ambient.leaves
         leaves = leaves if self.transporter is None else self.transporter.leaves
@@ -546,7 +548,7 @@ class PendingSum:
 
 
 def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:
-    """Tensor j of a row, as a vector; `here` are its entries among those of all."""
+    """Tensor j of a row, as a vector; `entries` are its entries among those of all."""
     return row[j].flatten() if isinstance(row, tuple) else row[entries]
 
 

@@ -139,7 +139,7 @@ class Gram:
         r"""$\sum_j |c_j| \sqrt{G_{jj}}$: the length of this combination of the rows is no more than that.
 
         Args:
-            line: $c$, numbers: (k,), or (S, k) with those of each segment.
+            coefficients: $c$, numbers: (k,), or (S, k) with those of each segment.
 
         Example:
             >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).reach(np.array([1.0, -0.5], dtype=object))
@@ -154,8 +154,8 @@ def lost_to_cancellation(remaining: Any, original: Any) -> bool:
     """Whether so little is left of a displacement that its inner products are rounding.
 
     Args:
-        left: (n, n) inner products of the corrected displacements.
-        came: (k, k) of the rows before they were corrected.
+        remaining: (n, n) inner products of the corrected displacements.
+        original: (k, k) of the rows before they were corrected.
     """
     # C G Cᵀ adds terms as large as |v|², each rounded: what is left is known to ε of those, not to ε of itself.
     return any(not row[i] >= CANCELLATION_TOLERANCE * original[i][i] for i, row in enumerate(remaining))

@@ -170,8 +170,8 @@ def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: An
 
     Args:
         threshold: $\vartheta$.
-        square: $\langle v, v\rangle$.
-        along: $\langle v, g\rangle$.
+        squared_norm: $\langle v, v\rangle$.
+        drift_product: $\langle v, g\rangle$.
         drift: $\langle g, g\rangle > 0$.
 
     Example:

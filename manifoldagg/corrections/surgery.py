@@ -154,7 +154,7 @@ def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLE
 
     Args:
         inner: (m, m) inner products of the rows.
-        along: m inner products with $v$.
+        products: m inner products with $v$.
         tolerance: of the rank, relative to the length of a row.
 
     Returns:

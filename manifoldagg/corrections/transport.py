@@ -139,7 +139,7 @@ def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor
     r"""$\log_x$ of points (n, *shape) that lie on the space.
 
     Raises:
-        ArgumentError: saying `what` is wrong, if a point has no log or is beyond the injectivity radius.
+        ArgumentError: saying `name` is wrong, if a point has no log or is beyond the injectivity radius.
     """
     log = space._log(x.expand_as(points), points)
     try:

@@ -50,10 +50,10 @@ def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Floa
     Args:
         speed: as for `arc_length`.
         edges: as there.
-        part: in [0, 1].
+        fraction: in [0, 1].
 
     Returns:
-        (*batch,) in float64; 0 and 1 exactly at part 0 and 1; where there is no length, `part` between the ends.
+        (*batch,) in float64; 0 and 1 exactly at part 0 and 1; where there is no length, `fraction` between the ends.
 
     Example:
         >>> parameter_at_arc_length(lambda t: 2 * t, [0.0, 1.0], torch.tensor(0.25))

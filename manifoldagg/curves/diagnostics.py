@@ -33,7 +33,7 @@ class Barrier:
 
     Attributes:
         t: (m,), where on the curve each loss was taken.
-        part: (m,), how much of the way lies before it: `t` itself, or the part of the length. The chord's losses
+        fraction: (m,), how much of the way lies before it: `t` itself, or the part of the length. The chord's losses
             are those at this part of the chord.
         losses: (m,), along the curve.
         chord: (m,), along the chord: the straight line, or the geodesic.

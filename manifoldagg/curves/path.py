@@ -89,11 +89,11 @@ class CurveEmbedding(Embedding):
 
         Args:
             phi: control points (size, *space.shape).
-            part: of the length, in [0, 1]: a number, or (*batch,) numbers.
+            fraction: of the length, in [0, 1]: a number, or (*batch,) numbers.
 
         Returns:
-            (*batch,) in float64, without a derivative; 0 and 1 exactly for part 0 and 1; `part` where the curve is a
-            single point.
+            (*batch,) in float64, without a derivative; 0 and 1 exactly for part 0 and 1; `fraction` where the curve is
+            a single point.
 
         Raises:
             ArgumentError: if a part lies outside of [0, 1], or the length is not finite.
@@ -101,7 +101,7 @@ class CurveEmbedding(Embedding):
         self._check_phi(phi)
         parts = as_parameter(fraction, phi, "fraction")
         if not bool(((parts >= 0) & (parts <= 1)).all()):
-            raise ArgumentError(f"part: expected numbers in [0, 1], got {fraction}")
+            raise ArgumentError(f"fraction: expected numbers in [0, 1], got {fraction}")
         return parameter_at_arc_length(self._speed(phi.detach()), self.breaks, parts.detach()).to(phi.device)
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ class Path(Generic[C]):
         return self.curve.length(self.phi, a, b)
 
     def parameter_at_length(self, fraction: Parameter) -> Float64[Tensor, "*batch"]:
-        """Where `part` of the length is behind."""
+        """Where `fraction` of the length is behind."""
         return self.curve.parameter_at_length(self.phi, fraction)
 
     def nearest(self, point: Points) -> tuple[Tensor, Tensor]:

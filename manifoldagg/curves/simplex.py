@@ -98,14 +98,14 @@ class Hull(Embedding):
         Args:
             phi: the points that draw the embedding.
             predict: $f$, from a point (*space.shape) to a floating tensor of one shape, such as class probabilities.
-            draws: $n$.
+            num_draws: $n$.
             generator: of the draws.
 
         Returns:
             A tensor like those of `predict`, without derivatives, summed in float64.
 
         Raises:
-            ArgumentError: if `draws` is no positive integer, or predictions are no floating tensors of one shape.
+            ArgumentError: if `num_draws` is no positive integer, or predictions are no floating tensors of one shape.
         """
         total = made = torch.zeros(())
         with torch.no_grad():

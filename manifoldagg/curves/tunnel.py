@@ -342,10 +342,10 @@ class Tunnel(Embedding):
 class _AmbientForm:
     """ξ is a normal tangent, all coordinates of it: as large as a point.
 
-    What each form says: the `coordinates` of ξ; the dimension of the ball `normal` to the curve, and whether it `fills`
-    what is normal to the control points' span; the length of a `unit` of ξ; the `point` of a place; what leads to it
-    from the curve, and the control points, in common coordinates (`offset`); the ξ of a vector `across` the curve; and
-    a `draw` from the ball.
+    What each form says: the `num_coordinates` of ξ; the dimension of the ball `num_normal` to the curve, and whether it
+    `fills_normal_space` what is normal to the control points' span; the length of a `chord_scale` of ξ; the `point` of
+    a place; what leads to it from the curve, and the control points, in common coordinates (`offset`); the ξ of a
+    vector `normal_coordinates` the curve; and a `sample_ball` from the ball.
     """
 
     curve: Bezier

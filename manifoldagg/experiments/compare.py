@@ -19,7 +19,7 @@ from manifoldagg.experiments.progress_dir import Curve, Unfinished
 from manifoldagg.experiments.tuning import Tuning
 from manifoldagg.federated import Server
 from manifoldagg.federated.clients.determinism import one_thread
-from manifoldagg.federated.server.client_sampling import asking
+from manifoldagg.federated.server.client_sampling import sampler_for
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import registry
 from manifoldagg.simulation.availability import Participations
@@ -290,7 +290,7 @@ def _try(federation: Federation, method: Method, scenario: Mapping[str, Any], ta
     clients = federation.scheduled
     with blamed(f"methods: {method.name}"):
         rule: Any = method.bound(clients).rule
-        asking(rule, clients, tasks, np.random.default_rng(0))
+        sampler_for(rule, clients, tasks, np.random.default_rng(0))
         sizes = {client: len(federation.train[client]) for client in clients}
         message = Server.of(federation.model(), rule, weights=sizes).dispatch(clients[0]).message
         steps = getattr(method.trainer, "steps_of", None)

@@ -39,7 +39,7 @@ def task(source: str | Callable[[], Task], model: str | None = None) -> Task:
     | `shakespeare:path` | those of [`shakespeare`][manifoldagg.experiments.datasets.shakespeare]: a text of plays |
     | `leaf:folder` | those of [`leaf`][manifoldagg.experiments.datasets.leaf]: JSON by user |
     | `npz:file` | those of [`npz`][manifoldagg.experiments.datasets.npz]: arrays of your own |
-    | `module:name` | none: a `Task` in a Python module of your own, or a function that makes one |
+    | `module:name` | none: a `TaskKey` in a Python module of your own, or a function that makes one |
 
     Other processes, those of an executor for instance, are sent the name or the function in place of the data. So it
     makes the same each time, and can be pickled: a function of a module, or a `functools.partial` of one.

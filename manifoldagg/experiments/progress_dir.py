@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Every
+from manifoldagg.federated import CheckpointPolicy
 from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.simulation.cost import Evaluation
 from manifoldagg.simulation.run import Run
@@ -77,9 +77,9 @@ class Unfinished:
                 path = folder / "settings"
                 given = {**settings, "versions": versions()}
                 if path.exists():
-                    check_same(folder, tensor_file.read(path, "comparison"), given)
+                    check_same(folder, tensor_file.load(path, "comparison"), given)
                 else:
-                    tensor_file.write(path, "comparison", given)
+                    tensor_file.save(path, "comparison", given)
                 self._log = held.enter_context(open(folder / "log.jsonl", "w", encoding="utf-8", buffering=1))
                 self._held = held.pop_all()
         except OSError as error:
@@ -97,9 +97,9 @@ class Unfinished:
         """Another line of the log, which is made anew by a comparison that goes on."""
         self._log.write(json.dumps({"method": method, "seed": seed} | asdict(row), allow_nan=False) + "\n")
 
-    def checkpoint(self, method: str, seed: int) -> Every:
+    def checkpoint(self, method: str, seed: int) -> CheckpointPolicy:
         """Of a run that is under way."""
-        return Every(f"{self._run(method, seed)}.checkpoint", seconds=SECONDS, keep=1)
+        return CheckpointPolicy(f"{self._run(method, seed)}.checkpoint", every_seconds=SECONDS, keep=1)
 
     def finished(self, method: str, seed: int) -> Run | None:
         """A run that is over; `None` if it is not.
@@ -110,7 +110,7 @@ class Unfinished:
         path = self._run(method, seed)
         if not path.exists():
             return None
-        tree: Any = tensor_file.read(path, "finished run")
+        tree: Any = tensor_file.load(path, "finished run")
         check_same(path, tree["of"], {"method": method, "seed": seed})
         columns = [tree["trace"][one.name].tolist() for one in fields(Record)]
         return Run(
@@ -138,17 +138,17 @@ class Unfinished:
             "seconds": run.seconds,
             "evaluation_seconds": run.evaluation_seconds,
         }
-        tensor_file.write(self._run(method, seed), "finished run", tree)
+        tensor_file.save(self._run(method, seed), "finished run", tree)
         Path(self.checkpoint(method, seed).path).unlink(missing_ok=True)
 
     def curve(self, method: str) -> Curve | None:
         """The one of a method that may be drawn, if there is one by now."""
         path = self._folder / f"{_known(method)}.curve"
-        return Curve(*tensor_file.read(path, "curve")) if path.exists() else None
+        return Curve(*tensor_file.load(path, "curve")) if path.exists() else None
 
     def draw(self, curve: Curve) -> None:
         """Keep a curve that may be drawn."""
-        tensor_file.write(self._folder / f"{_known(curve.method)}.curve", "curve", tuple(curve))
+        tensor_file.save(self._folder / f"{_known(curve.method)}.curve", "curve", tuple(curve))
 
     def _run(self, method: str, seed: int) -> Path:
         return self._folder / f"{_known(method)}-{seed}.run"

@@ -8,7 +8,7 @@ from pathlib import Path
 from manifoldagg import __version__
 from manifoldagg._io import atomic_write
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.server.durability.raw_io import bytes_of
+from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 from manifoldagg.simulation.federated_dataset import Federation
 from manifoldagg.simulation.run import Method
 from manifoldagg.simulation.run_metadata import files
@@ -94,5 +94,5 @@ def _digest(federation: Federation) -> str:
         made.update(repr(len(part)).encode() + part.astype("<i8").tobytes())
     for name, tensor in model.state_dict().items():
         made.update(repr((name, tensor.dtype, tensor.shape)).encode())
-        made.update(bytes_of(tensor))
+        made.update(tensor_bytes(tensor))
     return made.hexdigest()

@@ -1,18 +1,18 @@
 """Thin federated drivers over the geometry: rules, trainers, the server, and a front door for other codebases."""
 
 from manifoldagg.federated.clients.client import work
-from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.server.aggregate import aggregate
-from manifoldagg.federated.server.async_aggregator import Versions
-from manifoldagg.federated.server.durability.checkpoint import Every
+from manifoldagg.federated.server.async_aggregator import AsyncAggregator
+from manifoldagg.federated.server.durability.checkpoint import CheckpointPolicy
 from manifoldagg.federated.server.durability.journal import Journal
 from manifoldagg.federated.server.server import Server
 from manifoldagg.federated.types import Averaging, Message, Outcome, Payload, Receipt, Rule, Ticket, Trainer, Update
 
 __all__ = [
+    "AsyncAggregator",
     "Averaging",
-    "Checks",
-    "Every",
+    "CheckpointPolicy",
     "Journal",
     "Message",
     "Outcome",
@@ -23,7 +23,7 @@ __all__ = [
     "Ticket",
     "Trainer",
     "Update",
-    "Versions",
+    "UpdateLimits",
     "aggregate",
     "work",
 ]

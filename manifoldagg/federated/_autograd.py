@@ -6,7 +6,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["without_derivatives"]
+__all__ = ["no_grad"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -14,15 +14,15 @@ set_grad_enabled = torch._C._set_grad_enabled
 """In one instruction, where the public class runs code that an interrupt could end in its middle."""
 
 
-def without_derivatives(call: Callable[P, T]) -> Callable[P, T]:
-    """`call` under `no_grad` and outside of inference mode; their two decorators would cost as much as the books.
+def no_grad(function: Callable[P, T]) -> Callable[P, T]:
+    """`function` under `no_grad` and outside of inference mode; their two decorators would cost as much as the books.
 
     Example:
-        >>> without_derivatives(torch.is_grad_enabled)(), torch.is_grad_enabled()
+        >>> no_grad(torch.is_grad_enabled)(), torch.is_grad_enabled()
         (False, True)
     """
 
-    @wraps(call)
+    @wraps(function)
     def plain(*args: P.args, **named: P.kwargs) -> T:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
@@ -30,7 +30,7 @@ def without_derivatives(call: Callable[P, T]) -> Callable[P, T]:
         before = torch.is_grad_enabled()
         try:
             set_grad_enabled(False)
-            return call(*args, **named)
+            return function(*args, **named)
         finally:
             set_grad_enabled(before)
 

@@ -14,37 +14,37 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError, StateDictError
-from manifoldagg.federated.pytrees import widened
+from manifoldagg.federated.pytrees import upcast_8bit
 from manifoldagg.kernels import TensorList
 from manifoldagg.kernels.tensor_list import CPU
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
 
 __all__ = [
-    "Packed",
-    "Patterns",
-    "Waiting",
-    "check_patterns",
-    "collect",
-    "of_model",
-    "packed",
-    "policies",
-    "settle",
-    "unpacked",
+    "BufferPolicy",
+    "PackedBuffers",
+    "PendingBuffers",
+    "accumulate",
+    "apply_pending",
+    "buffers_from_tree",
+    "buffers_to_tree",
+    "check_buffer_policy",
+    "initial_buffers",
+    "resolve_policies",
 ]
 
 POLICIES = ("average", "latest", "leave")
-VARIANCE = "running_var"
+VARIANCE_SUFFIX = "running_var"
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
 _is_cpu = attrgetter("is_cpu")
-Patterns = Mapping[str, str] | Sequence[str]
+BufferPolicy = Mapping[str, str] | Sequence[str]
 """Policy by name or glob pattern; or patterns alone, that are averaged."""
 
 
 @dataclass(frozen=True)
-class Group:
+class BufferGroup:
     """Names and shapes of buffers of one policy, one dtype and one device, all of them variances or none."""
 
     policy: str
@@ -52,9 +52,9 @@ class Group:
     shapes: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def variances(self) -> bool:
+    def is_variance(self) -> bool:
         """Whether they are variances, of which none is negative."""
-        return self.names[0].endswith(VARIANCE)
+        return self.names[0].endswith(VARIANCE_SUFFIX)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -62,13 +62,13 @@ class Group:
         return tuple(map(math.prod, self.shapes))
 
     @cached_property
-    def lines(self) -> bool:
+    def is_1d(self) -> bool:
         """Whether all have one dimension: those of batch normalisation, which need no views."""
         return all(len(shape) == 1 for shape in self.shapes)
 
 
 @dataclass(frozen=True, eq=False)
-class Packed(Mapping[str, Tensor]):
+class PackedBuffers(Mapping[str, Tensor]):
     """Buffers by name, those of a group in one vector: what is done to hundreds of them is done to a few.
 
     Args:
@@ -77,18 +77,20 @@ class Packed(Mapping[str, Tensor]):
         order: of the names.
     """
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[BufferGroup, ...] = ()
     vectors: tuple[Tensor, ...] = ()
     order: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, chosen: Mapping[str, str], tensors: Mapping[str, Tensor]) -> "Packed":
-        """Copies of `tensors`, which the policies `chosen` name."""
-        held = TensorList([tensors[name] for name in chosen])
+    def of(cls, policy_by_name: Mapping[str, str], tensors: Mapping[str, Tensor]) -> "PackedBuffers":
+        """Copies of `tensors`, which the policies `policy_by_name` name."""
+        held = TensorList([tensors[name] for name in policy_by_name])
         devices = CPU if held.devices <= {CPU} else tuple(map(_device, held))
-        groups = _grouped(tuple(chosen.items()), tuple(map(_shape, held)), tuple(map(_dtype, held)), devices)
-        vectors = tuple(_vector(tensors, group, tensors[group.names[0]].device) for group in groups)
-        return cls(groups, vectors, tuple(chosen))
+        groups = _group_buffers(
+            tuple(policy_by_name.items()), tuple(map(_shape, held)), tuple(map(_dtype, held)), devices
+        )
+        vectors = tuple(_concatenate(tensors, group, tensors[group.names[0]].device) for group in groups)
+        return cls(groups, vectors, tuple(policy_by_name))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._views[name]
@@ -100,18 +102,18 @@ class Packed(Mapping[str, Tensor]):
         return len(self.order)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Packed, (self.groups, self.vectors, self.order)
+        return PackedBuffers, (self.groups, self.vectors, self.order)
 
-    def clone(self) -> "Packed":
+    def clone(self) -> "PackedBuffers":
         """The same in memory of its own."""
         return replace(self, vectors=tuple(vector.clone() for vector in self.vectors))
 
-    def copies(self) -> dict[str, Tensor]:
+    def to_dict(self) -> dict[str, Tensor]:
         """The buffers by name, each in memory of its own: those of a group in one call."""
         return self._split(torch.split_with_sizes_copy)
 
     @cached_property
-    def asked(self) -> tuple[str, ...]:
+    def requested_names(self) -> tuple[str, ...]:
         """The names of those that clients send back: all but what is left."""
         left = {name for group in self.groups if group.policy == "leave" for name in group.names}
         return tuple(name for name in self.order if name not in left)
@@ -124,14 +126,14 @@ class Packed(Mapping[str, Tensor]):
         found = dict[str, Tensor]()
         for group, vector in zip(self.groups, self.vectors, strict=True):
             pieces = split(vector, group.sizes)
-            if not group.lines:
+            if not group.is_1d:
                 pieces = [piece.view(shape) for shape, piece in zip(group.shapes, pieces, strict=True)]
             found.update(zip(group.names, pieces, strict=True))
         return found
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingBuffers:
     """The buffers of the updates since the model last moved.
 
     Attributes:
@@ -143,11 +145,11 @@ class Waiting:
 
     weight: float
     total: tuple[Tensor, ...]
-    latest: Packed
+    latest: PackedBuffers
     count: int = 1
 
 
-def check_patterns(patterns: Any) -> Patterns:
+def check_buffer_policy(patterns: Any) -> BufferPolicy:
     """Policies by name or pattern, or patterns alone.
 
     Raises:
@@ -158,7 +160,7 @@ def check_patterns(patterns: Any) -> Patterns:
     return patterns if isinstance(patterns, Mapping) else list(patterns)
 
 
-def policies(entries: Sequence[Entry], patterns: Patterns) -> dict[str, str]:
+def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[str, str]:
     """Each entry's policy: `"average"`, `"latest"` or `"leave"`.
 
     A name goes before a pattern, an earlier pattern before a later one. What no pattern matches is averaged. Where
@@ -172,7 +174,7 @@ def policies(entries: Sequence[Entry], patterns: Patterns) -> dict[str, str]:
         >>> policies(entries, {"*running*": "leave"})
         {'1.running_mean': 'leave', '1.num_batches_tracked': 'latest'}
     """
-    given = check_patterns(patterns)
+    given = check_buffer_policy(patterns)
     named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "average")
     for pattern, policy in named.items():
         check_choice(f"buffers: {pattern}", policy, POLICIES)
@@ -190,14 +192,14 @@ def policies(entries: Sequence[Entry], patterns: Patterns) -> dict[str, str]:
     return chosen
 
 
-def collect(
-    waiting: Waiting | None,
-    brought: Mapping[str, Tensor],
-    now: Packed,
+def accumulate(
+    pending: PendingBuffers | None,
+    received: Mapping[str, Tensor],
+    current: PackedBuffers,
     weight: float,
     *,
     name: str = "buffers",
-) -> Waiting:
+) -> PendingBuffers:
     """Add copies of the buffers that an update brought to those that wait for the model to move.
 
     Raises:
@@ -205,126 +207,126 @@ def collect(
             infinities of a mask), or others wait than these.
     """
     vectors = []
-    for group, mine in zip(now.groups, now.vectors, strict=True):
+    for group, mine in zip(current.groups, current.vectors, strict=True):
         if group.policy == "leave":
             vectors.append(mine)
             continue
-        theirs = _vector(brought, group, mine.device)
-        if not _is_sound(theirs, mine, group):
-            odd = next(key for key in group.names if not _is_sound(brought[key].to(mine.device), now[key], group))
-            what = "finite values >= 0" if group.variances else "finite values"
+        theirs = _concatenate(received, group, mine.device)
+        if not _is_finite(theirs, mine, group):
+            odd = next(key for key in group.names if not _is_finite(received[key].to(mine.device), current[key], group))
+            what = "finite values >= 0" if group.is_variance else "finite values"
             raise ArgumentError(f"{name}: {odd}: expected {what}, or those of the current model")
         vectors.append(theirs)
-    latest = replace(now, vectors=tuple(vectors))
-    if waiting is None:
-        return Waiting(weight, (), latest)
-    if waiting.latest.groups != now.groups:
+    latest = replace(current, vectors=tuple(vectors))
+    if pending is None:
+        return PendingBuffers(weight, (), latest)
+    if pending.latest.groups != current.groups:
         raise ArgumentError(f"{name}: expected the buffers and policies of the updates that wait")
     total = list(vectors)
-    for i, group in enumerate(now.groups):
+    for i, group in enumerate(current.groups):
         if group.policy == "average":
-            before = waiting.total[i] if waiting.total else waiting.weight * waiting.latest.vectors[i].double()
+            before = pending.total[i] if pending.total else pending.weight * pending.latest.vectors[i].double()
             total[i] = before + weight * vectors[i].double()
-    return Waiting(waiting.weight + weight, tuple(total), latest, waiting.count + 1)
+    return PendingBuffers(pending.weight + weight, tuple(total), latest, pending.count + 1)
 
 
-def settle(waiting: Waiting, now: Packed, numbers: Mapping[str, float]) -> Packed:
+def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapping[str, float]) -> PackedBuffers:
     r"""The buffers after a step: averaged ones go to $b + s\,(\bar b - b)$, as far as the model along its curve.
 
     Args:
-        waiting: what the updates brought. The mean of a single one is its own, bit for bit.
-        now: the server's buffers; they are not written.
+        pending: what the updates brought. The mean of a single one is its own, bit for bit.
+        current: the server's buffers; they are not written.
         numbers: of the outcome: its `step` is $s$, in [0, 1]; 1 where it has none.
     """
     told = numbers.get("step", 1.0)
     part = min(max(told, 0.0), 1.0) if math.isfinite(told) else 1.0
     after = []
-    for i, group in enumerate(now.groups):
-        mine = now.vectors[i]
-        latest = waiting.latest.vectors[i]
+    for i, group in enumerate(current.groups):
+        mine = current.vectors[i]
+        latest = pending.latest.vectors[i]
         if group.policy != "average":
             after.append(latest)
             continue
-        mean = waiting.total[i] / waiting.weight if waiting.total else latest
+        mean = pending.total[i] / pending.weight if pending.total else latest
         on_the_way = mean if part == 1 else torch.lerp(mine.double(), mean.double(), part)
         # What agrees stays as it is: infinities have no way between them.
         after.append(torch.where(mean == mine, mine, on_the_way.to(mine.dtype)))
-    return replace(now, vectors=tuple(after))
+    return replace(current, vectors=tuple(after))
 
 
-def of_model(
-    space: Manifold, carried: Mapping[str, Tensor] | None, patterns: Patterns
-) -> tuple[Packed, dict[str, str]]:
+def initial_buffers(
+    space: Manifold, buffers: Mapping[str, Tensor] | None, buffer_policy: BufferPolicy
+) -> tuple[PackedBuffers, dict[str, str]]:
     """Copies of the buffers that a server starts from, and the policy of each; nothing where it keeps none.
 
     Raises:
         ArgumentError: if they are not what the space carries.
     """
-    if carried is None:
-        if patterns:
-            raise ArgumentError("carried: expected the buffers to start from, as `buffers` says what becomes of them")
-        return Packed(), {}
+    if buffers is None:
+        if buffer_policy:
+            raise ArgumentError("buffers: expected the buffers to start from, as `buffer_policy` says what becomes of them")
+        return PackedBuffers(), {}
     if not isinstance(space, ParameterSpace):
-        raise ArgumentError(f"carried: expected a ParameterSpace to carry them, got {type(space).__name__}")
+        raise ArgumentError(f"buffers: expected a ParameterSpace to carry them, got {type(space).__name__}")
     try:
-        space.layout.check_buffers(carried)
+        space.layout.check_buffers(buffers)
     except StateDictError as error:
-        raise StateDictError(f"carried: {error}") from None
-    chosen = policies(space.layout.buffers, patterns)
-    return Packed.of(chosen, {name: carried[name].detach() for name in chosen}), chosen
+        raise StateDictError(f"buffers: {error}") from None
+    chosen = resolve_policies(space.layout.buffers, buffer_policy)
+    return PackedBuffers.of(chosen, {name: buffers[name].detach() for name in chosen}), chosen
 
 
-def unpacked(buffers: Packed) -> dict[str, Any]:
+def buffers_to_tree(buffers: PackedBuffers) -> dict[str, Any]:
     """A tree of plain values and tensors, of which `packed` makes the same buffers.
 
     Example:
-        >>> unpacked(Packed())
+        >>> unpacked(PackedBuffers())
         {'groups': [], 'vectors': (), 'order': ()}
     """
     groups = [(group.policy, group.names, group.shapes) for group in buffers.groups]
     return {"groups": groups, "vectors": buffers.vectors, "order": buffers.order}
 
 
-def packed(tree: Mapping[str, Any]) -> Packed:
+def buffers_from_tree(tree: Mapping[str, Any]) -> PackedBuffers:
     """What `unpacked` made a tree of.
 
     Example:
-        >>> packed(unpacked(Packed())) == Packed()
+        >>> packed(unpacked(PackedBuffers())) == PackedBuffers()
         True
     """
-    return Packed(tuple([Group(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])
+    return PackedBuffers(tuple([BufferGroup(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])
 
 
 # Kept by content: whoever aggregates state dicts brings the same buffers each time.
 @lru_cache(maxsize=64)
-def _grouped(
-    chosen: tuple[tuple[str, str], ...],
+def _group_buffers(
+    policy_items: tuple[tuple[str, str], ...],
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...],
     devices: torch.device | tuple[torch.device, ...],
-) -> tuple[Group, ...]:
+) -> tuple[BufferGroup, ...]:
     """The groups of buffers of these names and policies, on one device or each on its own."""
     found: dict[tuple[str, torch.dtype, torch.device, bool], dict[str, tuple[int, ...]]] = {}
     each = devices if isinstance(devices, tuple) else repeat(devices)
-    for (name, policy), shape, dtype, device in zip(chosen, shapes, dtypes, each, strict=False):
-        found.setdefault((policy, dtype, device, name.endswith(VARIANCE)), {})[name] = tuple(shape)
-    return tuple(Group(policy, tuple(mine), tuple(mine.values())) for (policy, *_), mine in found.items())
+    for (name, policy), shape, dtype, device in zip(policy_items, shapes, dtypes, each, strict=False):
+        found.setdefault((policy, dtype, device, name.endswith(VARIANCE_SUFFIX)), {})[name] = tuple(shape)
+    return tuple(BufferGroup(policy, tuple(mine), tuple(mine.values())) for (policy, *_), mine in found.items())
 
 
-def _vector(tensors: Mapping[str, Tensor], group: Group, device: torch.device) -> Tensor:
+def _concatenate(tensors: Mapping[str, Tensor], group: BufferGroup, device: torch.device) -> Tensor:
     """Copies of the tensors of a group, one after another: one call, as hundreds would take milliseconds."""
     mine = [tensors[name] for name in group.names]
     if device != CPU or not all(map(_is_cpu, mine)):
         mine = [tensor.to(device) for tensor in mine]
-    return torch.cat(mine if group.lines else [tensor.reshape(-1) for tensor in mine])
+    return torch.cat(mine if group.is_1d else [tensor.reshape(-1) for tensor in mine])
 
 
-def _is_sound(given: Tensor, mine: Tensor, group: Group) -> bool:
+def _is_finite(received: Tensor, current: Tensor, group: BufferGroup) -> bool:
     """Whether values are finite, and those of variances not negative; or the server's own."""
-    if not (given.is_floating_point() or given.is_complex()):
+    if not (received.is_floating_point() or received.is_complex()):
         return True
-    theirs = widened(given)
+    theirs = upcast_8bit(received)
     fit = theirs.isfinite()
-    if group.variances:
+    if group.is_variance:
         fit &= theirs >= 0
-    return bool((fit | (theirs == widened(mine))).all())
+    return bool((fit | (theirs == upcast_8bit(current))).all())

@@ -12,20 +12,20 @@ from torch import Tensor
 from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.types import Update
-from manifoldagg.federated.weights import MOST
+from manifoldagg.federated.weights import MAX_SAMPLES
 from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import AmbientSpace
 from manifoldagg.manifolds.formulas import norm
 
-__all__ = ["UNLIMITED", "Checks", "norm_of", "scaled_back"]
+__all__ = ["DEFAULT_LIMITS", "UpdateLimits", "clip_update", "update_norm"]
 
-WIDEST = 10**6
+MAX_WINDOW = 10**6
 """The longest window of norms: a median over it is taken with every update."""
 
 
 @dataclass(frozen=True)
-class Checks:
+class UpdateLimits:
     r"""Limits on what a client may send; what is beyond them is refused, or scaled back.
 
     The norm of an update is the largest distance of its points from its base, $\max_i d(\Theta^t, \varphi_i)$. An
@@ -60,7 +60,7 @@ class Checks:
     `min_cosine`) before the rule reads them; an update that is clipped is read and written once more.
 
     Example:
-        >>> Checks(norm_factor=10.0).refuse(25.0, accepted=[1.0, 2.0, 3.0, 2.0, 2.0])
+        >>> UpdateLimits(norm_factor=10.0).check_norm(25.0, accepted=[1.0, 2.0, 3.0, 2.0, 2.0])
         Traceback (most recent call last):
             ...
         manifoldagg.errors.ArgumentError: points: expected a norm <= 20 (10 x the median of those accepted), got 25
@@ -87,25 +87,25 @@ class Checks:
             check_number("samples_factor", self.samples_factor, at_least=1)
         for name in ("norm_window", "norm_after", "max_samples", "max_points"):
             check_count(name, getattr(self, name))
-        if self.max_samples > MOST:
+        if self.max_samples > MAX_SAMPLES:
             raise ArgumentError("max_samples: expected at most 2^53")
-        if self.norm_window > WIDEST:
-            raise ArgumentError(f"norm_window: expected at most {WIDEST}")
+        if self.norm_window > MAX_WINDOW:
+            raise ArgumentError(f"norm_window: expected at most {MAX_WINDOW}")
         if self.norm_after > self.norm_window:
             raise ArgumentError(
                 f"norm_after: expected at most norm_window = {self.norm_window}, got {short_repr(self.norm_after)}"
             )
 
     @cached_property
-    def clips(self) -> bool:
+    def uses_clipping(self) -> bool:
         """Whether an update may be scaled back."""
         return self.clip is not None or self.clip_factor is not None
 
     @cached_property
-    def measured(self) -> bool:
+    def needs_norms(self) -> bool:
         """Whether the norm of an update, or its cosine, is asked for."""
         limits = (self.max_norm, self.norm_factor, self.min_cosine)
-        return self.clips or any(limit is not None for limit in limits)
+        return self.uses_clipping or any(limit is not None for limit in limits)
 
     def check_space(self, space: Manifold) -> None:
         """That what is asked for has a meaning on a space.
@@ -113,13 +113,13 @@ class Checks:
         Raises:
             ArgumentError: naming what it lacks.
         """
-        if space.flat or space.ambient or not self.measured:
+        if space.flat or space.ambient or not self.needs_norms:
             return
-        lacks = sorted(({"inner", "log"} | ({"exp"} if self.clips else set())) - space.capabilities)
+        lacks = sorted(({"inner", "log"} | ({"exp"} if self.uses_clipping else set())) - space.capabilities)
         if lacks:
-            raise ArgumentError(f"checks: norms need {', '.join(lacks)}, which {space} does not have")
+            raise ArgumentError(f"update_limits: norms need {', '.join(lacks)}, which {space} does not have")
 
-    def passed(
+    def apply(
         self, space: Manifold, update: Update, accepted: tuple[float, ...]
     ) -> tuple[Update, float, tuple[float, ...]]:
         r"""The update that a rule is given, $\lambda$, and the norms accepted lately with that of this one.
@@ -128,21 +128,21 @@ class Checks:
             ArgumentError: naming the limit that the update is over.
         """
         late = self.min_cosine is not None and update.staleness > 0
-        length, cosine = _reach(space, update.base, update.points, update.current if late else None)
-        self.refuse(length, accepted)
+        length, cosine = _norm_and_cosine(space, update.base, update.points, update.current if late else None)
+        self.check_norm(length, accepted)
         if self.min_cosine is not None and cosine < self.min_cosine:
             raise ArgumentError(f"points: expected a cosine with the drift >= {self.min_cosine:g}, got {cosine:g}")
-        limit = self.limit(accepted)
+        limit = self.clip_threshold(accepted)
         kept = 1.0 if length <= limit else limit / length
         if kept < 1:
-            update = replace(update, points=scaled_back(space, update.base, update.points, kept))
+            update = replace(update, points=clip_update(space, update.base, update.points, kept))
         return update, kept, (*accepted, min(length, limit))[-self.norm_window :]
 
-    def limit(self, accepted: Sequence[float]) -> float:
+    def clip_threshold(self, accepted: Sequence[float]) -> float:
         """To which norm updates are scaled back, where these were accepted lately; infinite where to none.
 
         Example:
-            >>> checks = Checks(clip=5.0, clip_factor=2.0, norm_after=3)
+            >>> checks = UpdateLimits(clip=5.0, clip_factor=2.0, norm_after=3)
             >>> checks.limit([1.0, 2.0]), checks.limit([1.0, 2.0, 3.0]), checks.limit([1.0, 3.0, 4.0])
             (5.0, 4.0, 5.0)
         """
@@ -152,7 +152,7 @@ class Checks:
         # As in `refuse`: a median of 0 says nothing.
         return min(fixed, self.clip_factor * float(np.median(accepted)) or math.inf)
 
-    def refuse(self, norm: float, accepted: Sequence[float]) -> None:
+    def check_norm(self, norm: float, accepted: Sequence[float]) -> None:
         """Say no to a norm over a limit, or to one that is no number.
 
         Raises:
@@ -170,15 +170,15 @@ class Checks:
             raise ArgumentError(f"points: expected a norm <= {limit:g} ({why}), got {norm:g}")
 
 
-UNLIMITED = Checks()
+DEFAULT_LIMITS = UpdateLimits()
 
 
-def norm_of(space: Manifold, base: Tensor, points: Tensor) -> float:
+def update_norm(space: Manifold, base: Tensor, points: Tensor) -> float:
     r"""$\max_i d(\Theta^t, \varphi_i)$; infinite where there is no such number."""
-    return _reach(space, base, points, None)[0]
+    return _norm_and_cosine(space, base, points, None)[0]
 
 
-def scaled_back(space: Manifold, base: Tensor, points: Tensor, kept: float) -> Tensor:
+def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
     r"""The points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ of an update that is scaled back.
 
     On a flat space each number is rounded once. Where leaves are of low rank it is the point nearest to the sum; as
@@ -188,31 +188,31 @@ def scaled_back(space: Manifold, base: Tensor, points: Tensor, kept: float) -> T
         space: of the points.
         base: $\Theta^t$ (P,).
         points: $\varphi_i$ (n, P), which are not written.
-        kept: $\lambda$ in (0, 1).
+        factor: $\lambda$ in (0, 1).
     """
     if space.flat:
         scaled = torch.empty_like(points, memory_format=torch.contiguous_format)
         start = base.flatten()
         for row, out in zip(points.flatten(1), scaled.flatten(1), strict=True):
-            combine(start, [row], [kept], minus=[start], out=out)
+            combine(start, [row], [factor], minus=[start], out=out)
         return scaled
     if not space.ambient:
         starts = base.expand_as(points)
-        moved = space._exp(starts, kept * space._log(starts, points))
+        moved = space._exp(starts, factor * space._log(starts, points))
         return space._project(moved) if "project" in space.capabilities else moved
-    goal = kept * norm_of(space, base, points)
-    nearest = _nearest(space, base, points, kept)
-    if norm_of(space, base, nearest) > goal * (1 + torch.finfo(points.dtype).eps):
-        nearest = _nearest(space, base, points, kept / 2)
+    goal = factor * update_norm(space, base, points)
+    nearest = _nearest_low_rank(space, base, points, factor)
+    if update_norm(space, base, nearest) > goal * (1 + torch.finfo(points.dtype).eps):
+        nearest = _nearest_low_rank(space, base, points, factor / 2)
     return nearest
 
 
-def _nearest(space: Manifold, base: Tensor, points: Tensor, kept: float) -> Tensor:
+def _nearest_low_rank(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
     """For each point the one of low rank that is nearest to where it would be scaled back to."""
-    return torch.stack([AmbientSpace.of(space, base).combine(base, [row], [kept], minus=[base]) for row in points])
+    return torch.stack([AmbientSpace.of(space, base).combine(base, [row], [factor], minus=[base]) for row in points])
 
 
-def _reach(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
+def _norm_and_cosine(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
     r"""The norm of an update, infinite where there is no such number; and where `current` is given its cosine with the
     drift, NaN where one of them is zero.
     """

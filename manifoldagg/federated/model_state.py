@@ -2,28 +2,28 @@
 
 from dataclasses import dataclass, field
 
-from manifoldagg.federated.buffers import Packed, Waiting
+from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers
 from manifoldagg.federated.types import Point, State
 
-__all__ = ["Snapshot"]
+__all__ = ["ModelState"]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ModelState:
     r"""All that an update may change for everybody. Nothing in it is ever written: a step makes the next one.
 
     Attributes:
         current: $\Theta^\tau$, the model.
         state: the rule's.
         buffers: the model's.
-        waiting: the buffers of the updates since the model last moved.
+        pending_buffers: the buffers of the updates since the model last moved.
         version: $\tau$, how often the model has moved.
         norms: of the updates that were accepted lately, where somebody asks for them.
     """
 
     current: Point
     state: State
-    buffers: Packed = field(default_factory=Packed)
-    waiting: Waiting | None = None
+    buffers: PackedBuffers = field(default_factory=PackedBuffers)
+    pending_buffers: PendingBuffers | None = None
     version: int = 0
     norms: tuple[float, ...] = ()

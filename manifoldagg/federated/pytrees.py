@@ -13,7 +13,18 @@ from manifoldagg._validation import is_finite
 from manifoldagg.corrections.frame import PendingSum
 from manifoldagg.kernels.alloc import clone, empty_like
 
-__all__ = ["Tree", "copied", "covers", "disjoint", "replaced", "settled", "size_of", "spoils", "tensors", "widened"]
+__all__ = [
+    "Tree",
+    "copy_tensor",
+    "has_structure",
+    "introduces_nonfinite",
+    "materialize",
+    "size_of",
+    "tensors",
+    "tree_map",
+    "unalias",
+    "upcast_8bit",
+]
 
 Tree = Any
 
@@ -38,45 +49,47 @@ def tensors(tree: Tree) -> list[Tensor]:
     return found
 
 
-def replaced(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
-    """The tree with `change` applied to its tensors; what does not change is the same object.
+def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
+    """The tree with `function` applied to its tensors; what does not change is the same object.
 
     Example:
-        >>> replaced({"m": [torch.ones(2)], "count": 3}, torch.neg)
+        >>> tree_map({"m": [torch.ones(2)], "count": 3}, torch.neg)
         {'m': [tensor([-1., -1.])], 'count': 3}
     """
     if isinstance(tree, Tensor):
-        return change(tree)
+        return function(tree)
     if isinstance(tree, dict):
-        branches = {name: replaced(branch, change) for name, branch in tree.items()}
+        branches = {name: tree_map(branch, function) for name, branch in tree.items()}
         return tree if all(branches[name] is tree[name] for name in tree) else branches
     if isinstance(tree, list | tuple):
-        items = [replaced(branch, change) for branch in tree]
+        items = [tree_map(branch, function) for branch in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if hasattr(tree, "_to_fields") else type(tree)(items)
     return tree
 
 
-def covers(saved: Tree, fresh: Tree) -> bool:
+def has_structure(tree: Tree, template: Tree) -> bool:
     """Whether a state has all that a rule begins with, also that of a rule within, and tensors where it has such.
 
     Example:
-        >>> covers({"m": torch.ones(2), "count": 3}, {"m": torch.zeros(2)}), covers({"m": 3}, {"m": torch.zeros(2)})
-        (True, False)
+        >>> has_structure({"m": torch.ones(2), "count": 3}, {"m": torch.zeros(2)}), has_structure({"m": 3}, {"m":
+        torch.zeros(2)}) (True, False)
     """
-    if isinstance(fresh, Tensor):
-        return isinstance(saved, Tensor) and saved.shape == fresh.shape
-    if not isinstance(fresh, dict):
+    if isinstance(template, Tensor):
+        return isinstance(tree, Tensor) and tree.shape == template.shape
+    if not isinstance(template, dict):
         return True
-    return isinstance(saved, dict) and all(name in saved and covers(saved[name], fresh[name]) for name in fresh)
+    return isinstance(tree, dict) and all(
+        name in tree and has_structure(tree[name], template[name]) for name in template
+    )
 
 
-def copied(tensor: Tensor) -> Tensor:
+def copy_tensor(tensor: Tensor) -> Tensor:
     """A copy, without derivative. One of medium size is made in the caller's thread, which is done before others wake.
 
     Example:
-        >>> copied(torch.ones(2, requires_grad=True))
+        >>> copy_tensor(torch.ones(2, requires_grad=True))
         tensor([1., 1.])
     """
     tensor = tensor.detach()
@@ -87,12 +100,12 @@ def copied(tensor: Tensor) -> Tensor:
     return copy
 
 
-def disjoint(tree: Tree, others: Tree) -> Tree:
+def unalias(tree: Tree, others: Tree) -> Tree:
     """The tree, in which a tensor that shares memory with one of `others` is a copy.
 
     Example:
         >>> x = torch.zeros(2)
-        >>> disjoint({"mine": x[:1]}, x)["mine"].data_ptr() == x.data_ptr()
+        >>> unalias({"mine": x[:1]}, x)["mine"].data_ptr() == x.data_ptr()
         False
     """
     mine = _storages(tree)
@@ -101,10 +114,10 @@ def disjoint(tree: Tree, others: Tree) -> Tree:
     taken = _storages(others).keys()
     if taken.isdisjoint(mine):
         return tree
-    return replaced(tree, lambda x: x if taken.isdisjoint(_storages(x)) else copied(x))
+    return tree_map(tree, lambda x: x if taken.isdisjoint(_storages(x)) else copy_tensor(x))
 
 
-def settled(tree: Tree) -> Tree:
+def materialize(tree: Tree) -> Tree:
     """The tree with the sums in its dicts formed, which a rule keeps of rows.
 
     Example:
@@ -113,7 +126,7 @@ def settled(tree: Tree) -> Tree:
     """
     if isinstance(tree, PendingSum):
         return tree.materialize()
-    return {name: settled(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
+    return {name: materialize(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
 
 
 def size_of(tree: Tree) -> int:
@@ -127,14 +140,14 @@ def size_of(tree: Tree) -> int:
     return sum(_storages(tree).values())
 
 
-def spoils(new: Tree, old: Tree) -> bool:
+def introduces_nonfinite(new: Tree, old: Tree) -> bool:
     """Whether a tensor of `new` has values that are not finite where `old` has none such, or no tensor.
 
     What is the same object in both is not looked at.
 
     Example:
         >>> x = torch.tensor([float("inf")])
-        >>> spoils({"m": x}, {"m": torch.zeros(1)}), spoils({"m": x + 1}, {"m": x})
+        >>> introduces_nonfinite({"m": x}, {"m": torch.zeros(1)}), introduces_nonfinite({"m": x + 1}, {"m": x})
         (True, False)
     """
     ahead = [(new, old)]
@@ -143,7 +156,7 @@ def spoils(new: Tree, old: Tree) -> bool:
         if now is before:
             continue
         if isinstance(now, Tensor):
-            if not _is_sound(now) and not (isinstance(before, Tensor) and not _is_sound(before)):
+            if not _is_finite(now) and not (isinstance(before, Tensor) and not _is_finite(before)):
                 return True
         elif isinstance(now, dict):
             earlier = before if isinstance(before, dict) else {}
@@ -155,18 +168,18 @@ def spoils(new: Tree, old: Tree) -> bool:
     return False
 
 
-def widened(tensor: Tensor) -> Tensor:
+def upcast_8bit(tensor: Tensor) -> Tensor:
     """A floating tensor of eight bits in float32, which has the arithmetic that it lacks; others as they are."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
-def _is_sound(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """Whether a tensor of any dtype and layout has finite values only."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
-    for part in _parts(tensor.detach()):
+    for part in _dense_parts(tensor.detach()):
         real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
-        if real.is_floating_point() and not real.is_meta and not is_finite(widened(real)):
+        if real.is_floating_point() and not real.is_meta and not is_finite(upcast_8bit(real)):
             return False
     return True
 
@@ -181,7 +194,7 @@ def _storages(tree: Tree) -> dict[int, int]:
     while ahead:
         branch = ahead.pop()
         if isinstance(branch, Tensor):
-            for part in (branch,) if branch.layout is torch.strided else _parts(branch):
+            for part in (branch,) if branch.layout is torch.strided else _dense_parts(branch):
                 storage = part.untyped_storage()
                 if address := storage.data_ptr():
                     held[address] = storage.nbytes()
@@ -192,7 +205,7 @@ def _storages(tree: Tree) -> dict[int, int]:
     return held
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors that a tensor is made of."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()

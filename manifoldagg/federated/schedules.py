@@ -114,7 +114,7 @@ def rate_at(rate: Rate, version: int) -> float:
         >>> rate_at(lambda version: 1 / (version + 1), 3)
         0.25
     """
-    return _value("rate", rate, version) if callable(rate) else float(rate)
+    return _evaluate("rate", rate, version) if callable(rate) else float(rate)
 
 
 def weight_at(weight: Weight, staleness: int) -> float:
@@ -127,15 +127,15 @@ def weight_at(weight: Weight, staleness: int) -> float:
         >>> weight_at(lambda staleness: 0.5**staleness, 2)
         0.25
     """
-    return _value("staleness", weight, staleness)
+    return _evaluate("staleness", weight, staleness)
 
 
-def _value(name: str, function: Callable[[int], float], place: int) -> float:
+def _evaluate(name: str, function: Callable[[int], float], argument: int) -> float:
     """What a function says, which is its owner's fault where it cannot be used."""
     try:
-        given = function(place)
-        where = f"{name}({short_repr(place)})"
-        _check_plain(where, given)
+        given = function(argument)
+        where = f"{name}({short_repr(argument)})"
+        _check_plain_number(where, given)
         return check_number(where, given, at_least=0)
     except ManifoldAggError as error:
         raise RuleError(str(error)) from error
@@ -165,7 +165,7 @@ def check_options(options: Any) -> None:
         value = getattr(options, option.name)
         kinds = (option.type, *get_args(option.type))
         if int in kinds or float in kinds:
-            _check_plain(option.name, value)
+            _check_plain_number(option.name, value)
         if option.type is bool:
             check_choice(option.name, value, (True, False))
         elif option.type == Rate:
@@ -174,6 +174,6 @@ def check_options(options: Any) -> None:
             check_function(option.name, value)
 
 
-def _check_plain(name: str, value: Any) -> None:
+def _check_plain_number(name: str, value: Any) -> None:
     if isinstance(value, Tensor | np.ndarray):
         raise ArgumentError(f"{name}: expected a plain number, got {short_repr(value)}")

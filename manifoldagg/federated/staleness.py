@@ -8,7 +8,7 @@ from manifoldagg.federated.schedules import check_options
 
 __all__ = ["Constant", "Hinge", "Polynomial"]
 
-MOST = sys.float_info.max
+MAX_STALENESS = sys.float_info.max
 """The most that a staleness counts for: Python makes no float of a larger integer."""
 
 
@@ -36,7 +36,7 @@ class Polynomial:
         check_number("a", self.a, at_least=0)
 
     def __call__(self, staleness: int) -> float:
-        return float(min(staleness + 1, MOST) ** -self.a)
+        return float(min(staleness + 1, MAX_STALENESS) ** -self.a)
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,4 @@ class Hinge:
         check_number("b", self.b, at_least=0)
 
     def __call__(self, staleness: int) -> float:
-        return 1.0 if staleness <= self.b else 1.0 / (self.a * (min(staleness, MOST) - self.b) + 1)
+        return 1.0 if staleness <= self.b else 1.0 / (self.a * (min(staleness, MAX_STALENESS) - self.b) + 1)

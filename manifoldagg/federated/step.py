@@ -10,58 +10,58 @@ from torch import Tensor
 from manifoldagg._validation import check_choice, check_shape, is_finite
 from manifoldagg.corrections.frame import DEFERRED, PendingStep
 from manifoldagg.errors import ArgumentError, RuleError
-from manifoldagg.federated.buffers import collect, settle
-from manifoldagg.federated.limits import UNLIMITED, Checks
-from manifoldagg.federated.model_state import Snapshot
-from manifoldagg.federated.pytrees import disjoint, settled, spoils
-from manifoldagg.federated.types import Outcome, Rule, Update, by_rows
+from manifoldagg.federated.buffers import accumulate, apply_pending
+from manifoldagg.federated.limits import DEFAULT_LIMITS, UpdateLimits
+from manifoldagg.federated.model_state import ModelState
+from manifoldagg.federated.pytrees import introduces_nonfinite, materialize, unalias
+from manifoldagg.federated.types import Outcome, Rule, Update, accepts_tensor_lists
 from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["Terms", "step"]
+__all__ = ["StepConfig", "step"]
 
 
 @dataclass(frozen=True)
-class Terms:
+class StepConfig:
     """On which terms updates are taken.
 
     Args:
         space: of the models.
         rule: that steps.
         policies: of the buffers, by name.
-        checks: limits on norms and cosines.
-        buffers: what messages call those of an update.
+        update_limits: limits on norms and cosines.
+        buffers_label: what messages call those of an update.
     """
 
     space: Manifold
     rule: Rule
     policies: Mapping[str, str]
-    checks: Checks = UNLIMITED
-    buffers: str = "buffers"
+    update_limits: UpdateLimits = DEFAULT_LIMITS
+    buffers_label: str = "buffers"
 
     def __post_init__(self) -> None:
-        if getattr(self.rule, "private", False):
+        if getattr(self.rule, "is_private", False):
             for name, policy in self.policies.items():
                 if policy != "leave":
-                    raise ArgumentError(f"buffers: {name}: expected 'leave' with Private, which adds no noise to them")
+                    raise ArgumentError(f"buffer_policy: {name}: ..., which adds no noise to them")
             for name in ("norm_factor", "clip_factor"):
-                if getattr(self.checks, name) is not None:
+                if getattr(self.update_limits, name) is not None:
                     what = "what some clients send would decide on others"
-                    raise ArgumentError(f"checks: {name}: expected None with Private: {what}")
+                    raise ArgumentError(f"update_limits: {name}: ...: {what}")
 
     @cached_property
-    def rows(self) -> bool:
+    def uses_tensor_lists(self) -> bool:
         """Whether the rule takes models as they lie in memory."""
-        return by_rows(self.rule, self.space)
+        return accepts_tensor_lists(self.rule, self.space)
 
 
 def step(
-    terms: Terms, before: Snapshot, update: Update, buffers: Mapping[str, Tensor], out: Row | None
-) -> tuple[Snapshot, Outcome]:
+    config: StepConfig, before: ModelState, update: Update, buffers: Mapping[str, Tensor], out: Row | None
+) -> tuple[ModelState, Outcome]:
     """Take one update, as a rule does, in memory of its own.
 
     Args:
-        terms: on which it is taken.
+        config: on which it is taken.
         before: what it meets. Nothing in it is written.
         update: checked. It is not written, and what is kept of it is a copy.
         buffers: that it brought.
@@ -77,66 +77,70 @@ def step(
     """
     norms = before.norms
     kept = 1.0
-    if terms.checks.measured:
-        update, kept, norms = terms.checks.passed(terms.space, update, norms)
+    if config.update_limits.needs_norms:
+        update, kept, norms = config.update_limits.apply(config.space, update, norms)
     brought = update
-    if not terms.rows:
+    if not config.uses_tensor_lists:
         # A rule may write `out` while it reads the points. As a combination is written, each entry is read before.
-        mine = [update.base, before.current, before.state, update.memory, out]
-        points, tensors = disjoint((update.points, update.tensors), mine)
+        mine = [update.base, before.current, before.state, update.client_state, out]
+        points, tensors = unalias((update.points, update.tensors), mine)
         apart = points is update.points and tensors is update.tensors
         brought = update if apart else replace(update, points=points, tensors=tensors)
-    answer = terms.rule.step(terms.space, before.state, brought, out=DEFERRED if terms.rows else out)
-    state, outcome, numbers = _answered(answer)
-    if terms.checks.clips:  # a rule may have scaled it once more
+    answer = config.rule.step(config.space, before.state, brought, out=DEFERRED if config.uses_tensor_lists else out)
+    state, outcome, numbers = _parse_result(answer)
+    if config.update_limits.uses_clipping:  # a rule may have scaled it once more
         numbers["clip"] = kept * numbers.get("clip", 1.0)
     model: Any = outcome.model
-    if not (model is None or terms.rows):
-        model = _checked(terms, model, out)
-    if not outcome.sound and (spoils(state, before.state) or spoils(outcome.memory, update.memory)):
+    if not (model is None or config.uses_tensor_lists):
+        model = _validate_model(config, model, out)
+    if not outcome.state_is_finite and (
+        introduces_nonfinite(state, before.state) or introduces_nonfinite(outcome.client_state, update.client_state)
+    ):
         raise ArgumentError("points: the rule's state would not be finite")
     # What is kept may share memory neither with what clients hold nor with models that will be recycled.
     foreign = [update.base, before.current, update.points, update.tensors, out]
-    state, memory = disjoint((state, outcome.memory), foreign)
+    state, memory = unalias((state, outcome.client_state), foreign)
     after = before.buffers
-    waiting = before.waiting
-    if terms.policies:
+    waiting = before.pending_buffers
+    if config.policies:
         share = update.weight if update.share is None else update.share
-        waiting = collect(waiting, buffers, after, share, name=terms.buffers)
+        waiting = accumulate(waiting, buffers, after, share, name=config.buffers_label)
     if model is None:
-        return replace(before, state=state, waiting=waiting, norms=norms), Outcome(None, memory, numbers)
+        return replace(before, state=state, pending_buffers=waiting, norms=norms), Outcome(None, memory, numbers)
     if waiting is not None:
-        after = settle(waiting, after, numbers)
-    if terms.rows:  # last: whatever could fail has not
-        model = _formed(model, out)
-    return Snapshot(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
+        after = apply_pending(waiting, after, numbers)
+    if config.uses_tensor_lists:  # last: whatever could fail has not
+        model = _materialize(model, out)
+    return ModelState(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
 
 
-def _answered(answer: Any) -> tuple[Any, Outcome, dict[str, float]]:
+def _parse_result(result: Any) -> tuple[Any, Outcome, dict[str, float]]:
     """The next state, the outcome and its numbers, of what a rule has answered."""
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Outcome)):
-        raise RuleError(f"rule: step: expected a state and an Outcome, got {type(answer).__name__}")
-    state, outcome = answer
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Outcome)):
+        raise RuleError(f"rule: step: expected a state and an Outcome, got {type(result).__name__}")
+    state, outcome = result
     try:
         numbers = {name: float(value) for name, value in outcome.numbers.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RuleError(f"rule: numbers: expected a mapping from names to numbers: {error}") from None
-    return settled(state), outcome, numbers
+    return materialize(state), outcome, numbers
 
 
-def _formed(motion: Any, out: Row | None) -> Any:
+def _materialize(pending_step: Any, out: Row | None) -> Any:
     """The new model of a rule that takes rows, in `out`."""
-    if not isinstance(motion, PendingStep):
-        given = type(motion).__name__
-        raise RuleError(f"rule: new model: expected what Frame.move makes, as `rows = True` says, got {given}")
-    return motion.materialize(out)
+    if not isinstance(pending_step, PendingStep):
+        given = type(pending_step).__name__
+        raise RuleError(
+            f"rule: new model: expected what Frame.move makes, as `accepts_tensor_lists = True` says, got {given}"
+        )
+    return pending_step.materialize(out)
 
 
-def _checked(terms: Terms, model: Tensor, out: Any) -> Any:
+def _validate_model(config: StepConfig, model: Tensor, out: Any) -> Any:
     """The new model, in `out`."""
     if model is not out:
         try:
-            check_shape("rule: new model", model, *terms.space.axes)
+            check_shape("rule: new model", model, *config.space.axes)
             check_choice("rule: new model: dtype", model.dtype, (out.dtype,))
         except ArgumentError as error:
             raise RuleError(str(error)) from None

@@ -27,7 +27,7 @@ from manifoldagg.manifolds import Loss, Manifold, ParameterSpace
 
 __all__ = [
     "Averaging",
-    "Memory",
+    "ClientState",
     "Message",
     "Outcome",
     "Payload",
@@ -39,19 +39,19 @@ __all__ = [
     "Ticket",
     "Trainer",
     "Update",
-    "by_rows",
+    "accepts_tensor_lists",
     "check_averaging",
-    "check_named",
+    "check_parameter_space",
     "check_rule_protocol",
     "check_trainer",
-    "extras",
+    "extra_fields",
 ]
 
-BUSY = "server: busy"
+BUSY_PREFIX = "server: busy"
 """How a reason begins that says nothing against the update."""
 State = Any
 """A tree (nested dicts, lists, tuples) of tensors and numbers that a rule threads through its steps."""
-Memory = Any
+ClientState = Any
 """A tree of tensors and numbers that the server keeps for one client."""
 if TYPE_CHECKING:
     # A rule knows which of the two it takes, as it says by `rows`; a type cannot.
@@ -73,7 +73,7 @@ class Message:
         tensors: what the rule adds.
         numbers: likewise.
         buffers: the model's by name, where the server keeps them.
-        asked: which of them a client sends back: those that the server does not leave as they are.
+        requested_buffers: which of them a client sends back: those that the server does not leave as they are.
         version: of the model, which schedules of trainers go by; `None` where nobody told.
 
     Example:
@@ -85,13 +85,13 @@ class Message:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    asked: tuple[str, ...] = ()
+    requested_buffers: tuple[str, ...] = ()
     version: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Of its tensors: what it takes to send them as they are."""
-        return _bytes_of(self.start, *self.tensors.values(), *self.buffers.values())
+        return _total_nbytes(self.start, *self.tensors.values(), *self.buffers.values())
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Payload:
         samples: how many samples it trained on.
         tensors: further tensors that its rule asks for.
         numbers: further numbers that its rule asks for.
-        memory: what the trainer wants to find again; who drives the client hands it to the next `train`.
+        client_state: what the trainer wants to find again; who drives the client hands it to the next `train`.
         buffers: the client's buffers by name, those that the message asks for.
         base: $\Theta^t$ (P,), where the ticket was issued with `keep=False`: the server has not kept it.
     """
@@ -112,15 +112,15 @@ class Payload:
     samples: int
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
-    memory: Memory = None
+    client_state: ClientState = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     base: Float[Tensor, " P"] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors, but for the client's own `memory`, which does not travel."""
+        """Of its tensors, but for the client's own `client_state`, which does not travel."""
         base = () if self.base is None else (self.base,)
-        return _bytes_of(self.points, *self.tensors.values(), *self.buffers.values(), *base)
+        return _total_nbytes(self.points, *self.tensors.values(), *self.buffers.values(), *base)
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class Update:
         samples: as in the payload, as far as they are believed.
         tensors: as in the payload.
         numbers: as in the payload.
-        memory: what the server keeps for this client.
+        client_state: what the server keeps for this client.
         share: the client's data in the server's own measure, which $w_i$ divides by their sum at the time: means over
             several updates weigh by it, whatever the order in which they came. `None` where nobody knows it.
-        descent: whether the points are pseudo-gradients $\Theta^t - \varphi_i$, as an outer optimiser has them; for
-            rules with `rows` alone, whose frames are minus what they are else.
+        is_pseudo_gradient: whether the points are pseudo-gradients $\Theta^t - \varphi_i$, as an outer optimiser has
+            them; for rules with `rows` alone, whose frames are minus what they are else.
     """
 
     client: Hashable
@@ -154,9 +154,9 @@ class Update:
     samples: int = 1
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
-    memory: Memory = None
+    client_state: ClientState = None
     share: float | None = None
-    descent: bool = False
+    is_pseudo_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,16 +166,16 @@ class Outcome:
     Attributes:
         model: the new one, (P,), or of a rule with `rows` what `Frame.move` returned; `None`: the update is buffered,
             the model did not move.
-        memory: what the server keeps for this client from now on, `None` for nothing.
+        client_state: what the server keeps for this client from now on, `None` for nothing.
         numbers: for the receipt and the history: `cosine`, `step`, `norm`, `buffered` (how many updates wait), others.
-        sound: whether the rule knows that what it keeps is finite: nobody looks at it then. Who changes an outcome of
-            another rule says it anew.
+        state_is_finite: whether the rule knows that what it keeps is finite: nobody looks at it then. Who changes an
+            outcome of another rule says it anew.
     """
 
     model: Point | PendingStep | None
-    memory: Memory = None
+    client_state: ClientState = None
     numbers: Mapping[str, float] = field(default_factory=dict)
-    sound: bool = False
+    state_is_finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Ticket:
         Raises:
             ArgumentError: if the space is no `ParameterSpace`.
         """
-        return check_named(self.space).state_dict(self.message.start, self.message.buffers or None)
+        return check_parameter_space(self.space).state_dict(self.message.start, self.message.buffers or None)
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Receipt:
         """
         if self.accepted:
             return self
-        if self.reason.startswith(BUSY):
+        if self.reason.startswith(BUSY_PREFIX):
             raise BusyError(self.reason)
         raise ArgumentError(self.reason)
 
@@ -268,14 +268,15 @@ class Rule(Protocol):
     to how many points it holds ((k, P); `None` for one, (P,)), and `numbers`, a sequence of names. A payload brings
     exactly these.
 
-    A rule that on a flat space needs no more than a Gram matrix and a combination says `rows = True`. Its models are
+    A rule that on a flat space needs no more than a Gram matrix and a combination says `accepts_tensor_lists = True`.
+    Its models are
     then rows, as the kernels take them: vectors (P,), or tuples of the tensors of a state dict where they lie, which
     `aggregate` never flattens. `start`, `base`, `current` and `out` are one each, `points` is a tuple of them. It forms
     its model by [`Frame.move`][manifoldagg.corrections.Frame.move], which looks first whether it would be finite; what
     it keeps it forms as vectors.
 
     What of `"points"` (and the base) and of its further tensors it measures itself, so that it fails where they are not
-    finite, a rule names in `measured`: nobody reads them first.
+    finite, a rule names in `self_checked`: nobody reads them first.
     """
 
     @property
@@ -285,7 +286,9 @@ class Rule(Protocol):
     def init(self, space: Manifold, start: Point) -> State:
         """The state before the first step."""
 
-    def message(self, space: Manifold, state: State, current: Float[Tensor, " P"], memory: Memory) -> Message:
+    def message(
+        self, space: Manifold, state: State, current: Float[Tensor, " P"], client_state: ClientState
+    ) -> Message:
         """What a client is sent. Its start is a point of `space`, such as `current` itself: the server copies it."""
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
@@ -305,7 +308,7 @@ class Trainer(Protocol):
         message: Message,
         loss: Loss,
         batches: Iterable[Any],
-        memory: Memory,
+        client_state: ClientState,
         *,
         generator: torch.Generator,
     ) -> Payload:
@@ -333,7 +336,7 @@ class Averaging(Protocol):
         """Go on from what `state` returned."""
 
 
-def _bytes_of(*tensors: Tensor) -> int:
+def _total_nbytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -348,7 +351,7 @@ def check_rule_protocol(rule: Rule) -> Rule:
     # By name: a look at the protocol takes longer than a step of a small model.
     if not all(hasattr(rule, name) for name in ("cohort", "init", "message", "step")):
         raise ArgumentError(f"rule: expected cohort, init, message and step; {rule!r} lacks some")
-    if not _takes_out(type(rule)):
+    if not _accepts_out(type(rule)):
         raise ArgumentError(
             f"rule: step: expected (space, state, update, *, out=None); that of {rule!r} takes no `out`"
         )
@@ -357,7 +360,7 @@ def check_rule_protocol(rule: Rule) -> Rule:
 
 
 @lru_cache(maxsize=256)
-def _takes_out(kind: type) -> bool:
+def _accepts_out(kind: type) -> bool:
     """Whether the `step` of such rules can be told where the model goes."""
     step = getattr(kind, "step", None)
     if step is None:  # an attribute of the instance
@@ -377,7 +380,7 @@ def check_trainer(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def check_named(space: Manifold | None) -> ParameterSpace:
+def check_parameter_space(space: Manifold | None) -> ParameterSpace:
     """A space whose points are models with named tensors.
 
     Raises:
@@ -388,9 +391,9 @@ def check_named(space: Manifold | None) -> ParameterSpace:
     return space
 
 
-def by_rows(rule: Rule, space: Manifold) -> bool:
+def accepts_tensor_lists(rule: Rule, space: Manifold) -> bool:
     """Whether the rule takes models of this space as rows, that is as they lie in memory."""
-    return bool(getattr(rule, "rows", False)) and space.flat
+    return bool(getattr(rule, "accepts_tensor_lists", False)) and space.flat
 
 
 def check_averaging(averaging: Averaging | None) -> Averaging | None:
@@ -407,7 +410,7 @@ def check_averaging(averaging: Averaging | None) -> Averaging | None:
     return averaging
 
 
-def extras(rule: Rule) -> tuple[dict[str, int | None], tuple[str, ...]]:
+def extra_fields(rule: Rule) -> tuple[dict[str, int | None], tuple[str, ...]]:
     """The further tensors (name to number of points, `None` for one) and numbers that a rule asks for.
 
     Raises:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from manifoldagg.federated.server.events import (
     Accepted,
+    Callback,
     CheckpointFailed,
     CheckpointWritten,
     Dispatched,
     Dropped,
     Event,
     Expired,
-    Refused,
-    Watcher,
+    Rejected,
 )
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["to_logging", "to_prometheus", "to_tensorboard"]
 
-WARNING_EVENTS = (Refused, Expired, CheckpointFailed)
+WARNING_EVENTS = (Rejected, Expired, CheckpointFailed)
 """What goes to a log as a warning."""
 STALENESS_BUCKETS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """Bounds of the histogram of staleness."""
@@ -30,7 +30,7 @@ SECONDS_BUCKETS = tuple(digit * 10.0**power for power in range(-4, 5) for digit 
 """Bounds of the histograms of seconds: from a tenth of a millisecond to half a day."""
 
 
-def to_logging(logger: logging.Logger) -> Watcher:
+def to_logging(logger: logging.Logger) -> Callback:
     """A line for each event: a refusal, a ticket that expired, a checkpoint that failed as a warning, all else as news.
 
     Handlers that write JSON find the event itself as the record's `event`.
@@ -70,7 +70,7 @@ def to_logging(logger: logging.Logger) -> Watcher:
     return watch
 
 
-def to_tensorboard(writer: "SummaryWriter") -> Watcher:
+def to_tensorboard(writer: "SummaryWriter") -> Callback:
     """Curves over the versions of the model: the numbers of each update, what was refused, tickets out, memory.
 
     They are called `updates/staleness`, `updates/latency` and so on, one for each number of the history's rows;
@@ -82,12 +82,12 @@ def to_tensorboard(writer: "SummaryWriter") -> Watcher:
     refused: dict[str, int] = {}
 
     def watch(event: Event) -> None:
-        values: dict[str, Any] = {"tickets": event.out}
+        values: dict[str, Any] = {"tickets": event.in_flight}
         if isinstance(event, Accepted):
             taken = {**event.row, "latency": event.latency, "seconds": event.seconds}
             values |= {f"updates/{name}": x for name, x in taken.items() if name not in ("client", "version")}
             values |= {f"memory/{kind}": size for kind, size in event.memory.items()}
-        if isinstance(event, Refused):
+        if isinstance(event, Rejected):
             refused[event.field] = refused.get(event.field, 0) + 1
             values[f"refused/{event.field}"] = refused[event.field]
         for name, x in values.items():
@@ -97,7 +97,7 @@ def to_tensorboard(writer: "SummaryWriter") -> Watcher:
     return watch
 
 
-def to_prometheus(registry: "CollectorRegistry | None" = None) -> Watcher:
+def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
     """Metrics under `manifoldagg_…`: counters of what happens, histograms of staleness and seconds, gauges of what is.
 
     Bytes in memory are those after the last update that was taken.
@@ -132,7 +132,7 @@ def to_prometheus(registry: "CollectorRegistry | None" = None) -> Watcher:
         kind: Counter(f"manifoldagg_{name}", f"{name.replace('_', ' ')}, so far", registry=where)
         for kind, name in kinds.items()
     }
-    refused = Counter("manifoldagg_refused", "rejected updates, by field", ["field"], registry=where)
+    refused = Counter("manifoldagg_rejected", "rejected updates, by field", ["field"], registry=where)
     staleness = Histogram(
         "manifoldagg_staleness_versions", "staleness of applied updates", buckets=STALENESS_BUCKETS, registry=where
     )
@@ -146,10 +146,10 @@ def to_prometheus(registry: "CollectorRegistry | None" = None) -> Watcher:
 
     def watch(event: Event) -> None:
         version.set(event.version)
-        tickets.set(event.out)
+        tickets.set(event.in_flight)
         if type(event) in counters:
             counters[type(event)].inc()
-        if isinstance(event, Refused):
+        if isinstance(event, Rejected):
             refused.labels(event.field).inc()
         if isinstance(event, Accepted):
             staleness.observe(event.receipt.staleness)

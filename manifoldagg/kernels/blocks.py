@@ -27,7 +27,7 @@ class Blocks:
     """The blocks of all segments, in order.
 
     Attributes:
-        cuts: start and stop of each segment.
+        segment_bounds: start and stop of each segment.
         table: (B, 3), int64: start, stop and segment of each block. An empty segment has none.
     """
 

@@ -69,14 +69,14 @@ class Ranks:
         """The numbers of all ranks, in the order of their positions.
 
         Args:
-            terms: what must be the same on every rank, at most `PACKET_SIZE - 3` small integers by name.
+            invariants: what must be the same on every rank, at most `PACKET_SIZE - 3` small integers by name.
             numbers: float64; their shape must follow from the terms.
 
         Returns:
             (W, *shape): the numbers of the W ranks, bit for bit.
 
         Raises:
-            ArgumentError: on every rank, if the terms of one differ, or one was refused in its `guard`.
+            ArgumentError: on every rank, if the terms of one differ, or one was refused in its `propagate_errors`.
         """
         head = [1, self.position, dist.get_rank(), *invariants.values()]
         flat = numbers.reshape(-1)

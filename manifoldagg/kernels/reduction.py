@@ -46,7 +46,7 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
     rounded once, but for ties closer than that.
 
     Args:
-        partials: (B, n) float64, a row for each block.
+        block_sums: (B, n) float64, a row for each block.
         blocks: which segment each belongs to.
 
     Returns:
@@ -111,7 +111,7 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
 
 
 def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
-    """The $e$ (S, k) where a row is `outside`; 0 elsewhere, and where its segment is zero or not finite."""
+    """The $e$ (S, k) where a row is `is_out_of_range`; 0 elsewhere, and where its segment is zero or not finite."""
     powers = np.zeros(is_out_of_range.shape, int)
     for s, i in np.argwhere(is_out_of_range).tolist():
         largest = _max_abs(rows, i, *blocks.segment_bounds[s])

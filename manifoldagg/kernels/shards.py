@@ -109,10 +109,10 @@ class LocalShard:
 
     Attributes:
         blocks: the blocks of the piece.
-        counted: for each segment, whether its entries count here: one rank's do where several hold a copy.
-        cuts: a digest of what must be the same of the segments on every rank.
-        dtypes: a digest of which vectors there are.
-        tensors: the local part of each vector, by its `id`.
+        is_counted: for each segment, whether its entries count here: one rank's do where several hold a copy.
+        segments_checksum: a digest of what must be the same of the segments on every rank.
+        dtypes_checksum: a digest of which vectors there are.
+        local_tensors: the local part of each vector, by its `id`.
     """
 
     blocks: Blocks

@@ -38,7 +38,7 @@ class AmbientSpace:
 
     Attributes:
         leaves: of the space; none where it is flat.
-        told: what truncations did since this was made: `truncated` and `state_truncated`, the Frobenius norms of
+        diagnostics: what truncations did since this was made: `truncated` and `state_truncated`, the Frobenius norms of
             what they left out of points and of what is kept (added up over truncations), and `tied`, at how many of
             them singular values were equal at the cut. Nothing where the space is flat.
 
@@ -332,7 +332,7 @@ class AmbientSpace:
     def _truncate_sum(
         self, i: int, stacks: list[Tensor], weights: list[float], rank: int, drops_rounding: bool = False
     ) -> TruncatedSVD:
-        """The truncated sum of stacks; where `rounded` without what may be the rounding of their factors."""
+        """The truncated sum of stacks; where `drops_rounding` without what may be the rounding of their factors."""
         joint, cores = self._basis(i, stacks)
         line = torch.zeros(len(joint.cores), dtype=torch.float64)
         for core, weight in zip(cores, weights, strict=True):

@@ -33,7 +33,7 @@ def assign_manifolds(
     Args:
         layout: of the model.
         manifolds: by a leaf's own name, by one that is tied to it, or by the first pattern that matches.
-        brought: for leaves that `manifolds` does not speak of.
+        defaults: for leaves that `manifolds` does not speak of.
 
     Raises:
         ArgumentError: if a pattern matches no leaf, or a space does not fit a leaf.

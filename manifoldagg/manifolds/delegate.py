@@ -40,7 +40,7 @@ class Composite(Manifold):
 
 
 class Delegate(Composite):
-    """Hands every formula that it does not write, and what the space declares, to the space `inside`."""
+    """Hands every formula that it does not write, and what the space declares, to the space `base_space`."""
 
     @property
     @abc.abstractmethod

@@ -69,7 +69,7 @@ class Layout:
 
     Args:
         leaves: the parameters that are geometry, in the order in which they lie in a point.
-        carried: frozen parameters, buffers and counters: kept with a model, never moved.
+        buffers: frozen parameters, buffers and counters: kept with a model, never moved.
         aliases: (name, leaf) for each further name of a tied parameter.
         dtype: of the point: float32, or float64 where a leaf needs it.
 
@@ -167,7 +167,7 @@ class Layout:
         """The names, shapes and dtypes of `tensors` must be the layout's, and tied tensors equal.
 
         Raises:
-            StateDictError: after `label`, naming the first tensors that are missing, extra, misshaped, of another
+            StateDictError: after `prefix`, naming the first tensors that are missing, extra, misshaped, of another
                 dtype or untied.
         """
         self.check_entries(tensors, prefix)
@@ -234,7 +234,7 @@ class Layout:
 
         Args:
             models: name to tensor.
-            own: the model of which this is the layout: its names, shapes and dtypes have been seen.
+            reference: the model of which this is the layout: its names, shapes and dtypes have been seen.
 
         Raises:
             StateDictError: as `check`.
@@ -324,7 +324,7 @@ def check_names(expected: Set[str], given: Set[str], prefix: str = "") -> None:
     """Exactly these names.
 
     Raises:
-        StateDictError: after `label`, naming the first that are missing or extra.
+        StateDictError: after `prefix`, naming the first that are missing or extra.
     """
     for problem, names in (("missing", expected - given), ("extra", given - expected)):
         if names:

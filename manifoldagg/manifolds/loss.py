@@ -21,13 +21,13 @@ class ModelLoss:
     r"""$\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$, as from `ParameterSpace.loss`.
 
     The module lends its code and its mode and is never written. What a forward pass writes, such as statistics of
-    batches, it writes into `held`.
+    batches, it writes into `replacements`.
 
     Args:
         layout: of the module.
         model: the module.
         criterion: (output, target) to a scalar.
-        held: by the module's own names what takes the place of its buffers and frozen parameters.
+        replacements: by the module's own names what takes the place of its buffers and frozen parameters.
 
     Example:
         >>> from manifoldagg.manifolds import ParameterSpace
@@ -68,7 +68,7 @@ class ModelLoss:
         """The same loss with buffers of its own, so that training with one does not show in the other.
 
         Args:
-            carried: where they begin, as from `carried`; they are not written. Where these stand if not given.
+            buffers: where they begin, as from `buffers`; they are not written. Where these stand if not given.
 
         Raises:
             StateDictError: naming what is not carried, or does not fit.

@@ -48,7 +48,7 @@ class Leaf:
         name: empty where the part is the whole.
         space: of the part.
         part: its slice of a flattened point.
-        stored: the dtype in which a model keeps it, where that is narrower than a point's.
+        storage_dtype: the dtype in which a model keeps it, where that is narrower than a point's.
     """
 
     name: str

@@ -38,7 +38,7 @@ ModelsByPrefix = Mapping[str, Mapping[str, Tensor]]
 
 
 def as_tensors(name: str, model: Any, *, writable: bool = False) -> dict[str, Tensor]:
-    """The entries of a model as tensors over the same memory, which are `written` or only read."""
+    """The entries of a model as tensors over the same memory, which are `writable` or only read."""
     entries = model if isinstance(model, Mapping) else dict(_entries(name, model))
     keys = [*entries] if set(map(type, entries)) <= {str} else [*map(str, entries)]
     found = dict(zip(keys, entries.values(), strict=True))

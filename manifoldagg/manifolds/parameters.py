@@ -289,7 +289,7 @@ class ParameterSpace(Delegate):
 
         Args:
             state: by the names that state dicts have.
-            label: what messages begin with.
+            prefix: what messages begin with.
             scaling: of its adapters, where it is not that of the space.
 
         Raises:
@@ -311,12 +311,12 @@ class ParameterSpace(Delegate):
 
         Args:
             point: (P,), finite.
-            carried: as from [`carried`][manifoldagg.manifolds.ParameterSpace.carried]; left out of the result where
+            buffers: as from [`buffers`][manifoldagg.manifolds.ParameterSpace.carried]; left out of the result where
                 not given.
 
         Raises:
             ArgumentError: if `point` does not lie in the space.
-            StateDictError: naming a tensor of `carried` that is not the layout's, or a leaf whose dtype overflows.
+            StateDictError: naming a tensor of `buffers` that is not the layout's, or a leaf whose dtype overflows.
         """
         check_finite("point", check_shape("point", point, *self.shape))
         if buffers is not None:
@@ -362,7 +362,7 @@ class ParameterSpace(Delegate):
 
         Returns:
             `loss(theta, batch)` for `theta` (P,) and `batch` a pair (inputs, targets): a scalar. What training does to
-            the buffers is in its [`carried`][manifoldagg.manifolds.ModelLoss].
+            the buffers is in its [`buffers`][manifoldagg.manifolds.ModelLoss].
 
         Raises:
             StateDictError: if `model` does not have this layout.

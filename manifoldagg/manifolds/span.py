@@ -24,17 +24,17 @@ MAX_NORM_RATIO = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    r"""k points of a space whose leaves are flat or spheres, on the rows $p_h$ and $p_j - p_h$, $h$ the `start`.
+    r"""k points of a space whose leaves are flat or spheres, on the rows $p_h$ and $p_j - p_h$, $h$ the `origin`.
 
     The difference of two near points keeps its digits so, which their cosine would lose.
 
     Args:
         rows: the points (P,), as they are given.
-        start: $h$.
+        origin: $h$.
         lengths: of the segments, one for each sphere and for each run of flat entries.
         tolerances: by how much a model may miss the sphere that a segment is; NaN where it is flat.
-        inner: Gram matrices (S', k, k) of the segments that are spheres, row and column 0 being $p_h$ and the others in
-            the order of the points.
+        sphere_grams: Gram matrices (S', k, k) of the segments that are spheres, row and column 0 being $p_h$ and the
+            others in the order of the points.
     """
 
     rows: Sequence[Float[Tensor, " P"]]

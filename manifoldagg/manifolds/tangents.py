@@ -24,11 +24,11 @@ class TangentSpace(AmbientSpace):
     as a matrix: with it at another point is what is tangent of it there.
 
     A leaf whose $X$ has a lower rank than its factors has no such tangents: there everything is as in `AmbientSpace`,
-    and `told` says at how many leaves (`ambient`).
+    and `diagnostics` says at how many leaves (`ambient`).
 
     Attributes:
-        here: $X$.
-        smooth: the leaves with tangents.
+        base_point: $X$.
+        smooth_leaves: the leaves with tangents.
 
     Example:
         >>> x = torch.tensor([[1.0], [0.0], [2.0], [0.0]])  # diag(2, 0)

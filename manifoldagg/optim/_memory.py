@@ -19,8 +19,8 @@ class MemoryAccess:
 
     Attributes:
         names: of the parameters.
-        written: the parameters, and what is kept beside them.
-        read: what the step is made of.
+        writes: the parameters, and what is kept beside them.
+        reads: what the step is made of.
     """
 
     names: Sequence[str]

@@ -18,7 +18,7 @@ from torch import Tensor
 from manifoldagg.corrections.frame import PendingSum
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Rule
-from manifoldagg.federated.server.durability.fingerprint import path_of
+from manifoldagg.federated.server.durability.fingerprint import import_path
 from manifoldagg.kernels import TensorList
 
 __all__ = [
@@ -93,7 +93,7 @@ def check_state(name: str, state: ParamState, rule: Rule, initial_state: Any, sh
 def _rule_name(rule: Any) -> str:
     parts = [getattr(rule, part.name) for part in fields(rule)] if is_dataclass(rule) else []
     within = ", ".join(_rule_name(part) for part in parts if hasattr(part, "init") and hasattr(part, "step"))
-    return path_of(type(rule)) + (f"({within})" if within else "")
+    return import_path(type(rule)) + (f"({within})" if within else "")
 
 
 def _without_suffix(name: str) -> str:
@@ -168,7 +168,7 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
     """The tree of which these are the leaves, each beside its parameter; `None` where nothing is kept.
 
     Args:
-        kept: beside each parameter.
+        states: beside each parameter.
         bounds: of rows by name, as far as they are known.
     """
     if not states[0]:

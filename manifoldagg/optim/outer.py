@@ -16,9 +16,9 @@ from manifoldagg._validation import check_count, check_number, is_finite
 from manifoldagg.corrections.frame import DEFERRED, PendingStep, PendingSum, overflow_headroom
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Update
-from manifoldagg.federated.pytrees import spoils
+from manifoldagg.federated.pytrees import introduces_nonfinite
 from manifoldagg.federated.server.validation import check_rule
-from manifoldagg.federated.types import extras
+from manifoldagg.federated.types import extra_fields
 from manifoldagg.kernels import TensorList, across_ranks
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.backends import selection
@@ -82,7 +82,7 @@ class Outer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], rule: Rule, *, lr: float = 1.0) -> None:
-        if not getattr(check_rule(rule), "rows", False) or any(extras(rule)):
+        if not getattr(check_rule(rule), "accepts_tensor_lists", False) or any(extra_fields(rule)):
             raise ArgumentError(f"rule: expected one that works on rows and asks for models alone, got {rule!r}")
         check_number("lr", float(lr), at_least=0)
         self.rule = rule
@@ -166,7 +166,7 @@ class Outer(torch.optim.Optimizer):
         check_number("weight", weight, above=0)
         if not (worker is None or type(worker) is int or WORKER_NAME.fullmatch(str(worker))):
             raise ArgumentError(f"worker: expected an int or a word of letters, digits and dashes, got {worker!r}")
-        if base is None and staleness and getattr(self.rule, "drifts", True):
+        if base is None and staleness and getattr(self.rule, "uses_drift", True):
             raise ArgumentError(
                 f"base: expected where the worker started, for {type(self.rule).__name__} of what is late"
             )
@@ -242,7 +242,9 @@ class Outer(torch.optim.Optimizer):
         memory = others.pop(own, None)
         space = _parameter_space(tuple([(x.shape, x.dtype) for x in here]))
         base = _local_rows([bases[p] for p in params]) if bases else here
-        update = Update(base=base, current=here, points=(gradients,), memory=memory, descent=True, **update_info)
+        update = Update(
+            base=base, current=here, points=(gradients,), client_state=memory, is_pseudo_gradient=True, **update_info
+        )
         try:
             with _reduce_across_ranks(params[0]) if spread else nullcontext():
                 before = self.rule.init(space, here) if state is None else state
@@ -261,14 +263,16 @@ class Outer(torch.optim.Optimizer):
             motion = replace(motion, coefficients=param_set.rate * motion.coefficients)
             if not param_set.rate * outcome.numbers.get("norm", math.inf) <= overflow_headroom(here):
                 motion.check()
-        if own is not None and outcome.memory is not None:
-            others[own] = outcome.memory
+        if own is not None and outcome.client_state is not None:
+            others[own] = outcome.client_state
         leaves = {RULE_ENTRY: rule_key(self.rule)} | flatten_state({**state, **others}, here.lengths)
         bounds = None if spread else self._norm_bounds.get(params[0], {})
         move = PlannedStep(params, param_set.names, here, kept, motion, leaves, bounds)
         for name, one in move.pending_sums.items():
             one.check_finite_result(move.dtypes(name))
-        if not outcome.sound and (spoils(state, before) or spoils(outcome.memory, memory)):
+        if not outcome.state_is_finite and (
+            introduces_nonfinite(state, before) or introduces_nonfinite(outcome.client_state, memory)
+        ):
             raise ArgumentError("points: the rule's state would not be finite")
         return move
 

@@ -25,14 +25,15 @@ class AdaptiveRouting:
 
     the posterior mean under a gamma prior at the guessed rate; a client that falls silent gets slower by it. A is the
     first loss less the lowest, B the mean of what was observed, L the largest; the guesses hold until one is positive.
-    Re-routing moves p towards the best routing found, by at most `change` in total variation $\frac12 \| p' - p \|_1$.
+    Re-routing moves p towards the best routing found, by at most `max_change` in total variation $\frac12 \| p' - p
+    \|_1$.
 
     Args:
         bound: guesses of all constants, and the kind of bound.
         routing: p at the beginning, (n,); `None` is the uniform one.
-        change: of `reroute`, the most that a call may move, in (0, 1].
-        weight: of the guessed rates, in services.
-        memory: services of a client after which one counts 1/e; `None` forgets nothing.
+        max_change: of `reroute`, the most that a call may move, in (0, 1].
+        prior_weight: of the guessed rates, in services.
+        horizon: services of a client after which one counts 1/e; `None` forgets nothing.
 
     Raises:
         ArgumentError: naming what does not fit; by a method, before it changes anything.

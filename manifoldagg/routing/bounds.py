@@ -35,7 +35,7 @@ class Bound(ContentEquality):
 
     Args:
         rates: of the clients, (n,), tasks per unit of time.
-        tasks: m, in the network at any time.
+        concurrency: m, in the network at any time.
         rate: η, by which the server multiplies updates. That the bounds hold only for small ones is not checked.
         smoothness: L.
         noise: B = 2M² + σ², of the heterogeneity M² of the clients and the variance σ² of their gradients.
@@ -81,7 +81,7 @@ class Bound(ContentEquality):
         return self._value(positive_vector("p", p, self.clients))
 
     def gradient(self, p: np.ndarray | Sequence[float]) -> np.ndarray:
-        r"""The free partial derivatives $\partial / \partial p_j$ of the formula, (n,): those of `free`.
+        r"""The free partial derivatives $\partial / \partial p_j$ of the formula, (n,): those of `unnormalised`.
 
         Along routings only the differences of its entries matter.
 
@@ -200,7 +200,7 @@ class UpdateBound(Bound):
 
     Args:
         rates: and the other constants as in `NormBound`.
-        rounds: T >= 0, the updates that there will be.
+        num_updates: T >= 0, the updates that there will be.
 
     Source: Queue (5), appendix E.
 

@@ -29,7 +29,7 @@ def covariance(loads: np.ndarray, concurrency: int) -> np.ndarray:
 
     Args:
         loads: $\rho$, (n,), not negative, not all 0.
-        tasks: m >= 0.
+        concurrency: m >= 0.
 
     Source: Queue (7), (9); (9) is not used, as its diagonal is $E[x_i^2] = \sum_k (2k-1) \rho_i^k Z_{m-k}/Z_m$.
     Cost: O(nm + n²), independent of ties.

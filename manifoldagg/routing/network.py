@@ -33,7 +33,7 @@ class ClosedNetwork(ContentEquality):
     Args:
         routing: p, (n,), not negative, 1 in sum up to 1e-6 (taken as it is: nothing is rescaled).
         rates: $\mu$, (n,), positive, tasks per unit of time; service times are exponential.
-        tasks: m >= 1, queued or in service, over all clients.
+        concurrency: m >= 1, queued or in service, over all clients.
 
     Raises:
         ArgumentError: naming what does not fit; a routing with by how much its sum misses 1.
@@ -136,7 +136,7 @@ class ClosedNetwork(ContentEquality):
         """A run of the network, event by event: what the exact values are checked against.
 
         Args:
-            rounds: completions to run for.
+            num_updates: completions to run for.
             generator: draws everything.
             start: "cold" sends all m tasks at time 0, each by the routing; "stationary" draws the m - 1 tasks that
                 the first one sent meets from their exact law, so that all means per round are unbiased.

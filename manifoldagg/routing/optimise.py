@@ -155,11 +155,11 @@ def optimise_concurrency(
     Args:
         bound: its own number of tasks does not matter.
         routing: p, (n,); `None` is the uniform one.
-        most: look no further than this many tasks.
+        max_concurrency: look no further than this many tasks.
 
     Raises:
-        ArgumentError: if `routing` does not fit, or if without `most` 100,000 tasks do not settle it (with noise 0,
-            nothing speaks against more of them).
+        ArgumentError: if `routing` does not fit, or if without `max_concurrency` 100,000 tasks do not settle it (with
+            noise 0, nothing speaks against more of them).
 
     Source: Queue §4.2, figure 2. Cost: O(n) for each number of tasks looked at.
 

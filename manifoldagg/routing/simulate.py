@@ -17,7 +17,7 @@ class Simulation:
     r"""Means over a run of the network: estimates of what `ClosedNetwork` knows exactly.
 
     Args:
-        rounds: completions that were simulated.
+        num_updates: completions that were simulated.
         time: how long they took.
         throughput: rounds / time, of $\lambda$.
         mean_tasks: mean over the time of the tasks at each client, of $E[\xi_i]$, (n,).
@@ -44,7 +44,7 @@ def simulate(
     generator: np.random.Generator,
     utilisation: np.ndarray | None = None,
 ) -> Simulation:
-    r"""Run `rounds` completions; of arguments that were checked.
+    r"""Run `num_updates` completions; of arguments that were checked.
 
     Args:
         utilisation: (n,), of the clients with m - 1 tasks, for a stationary start; `None` is the cold one.
@@ -107,7 +107,7 @@ def simulate(
 
 
 def sample_stationary(utilisation: np.ndarray, concurrency: int, generator: np.random.Generator) -> np.ndarray:
-    r"""One state from $\pi_{n,k}$ exactly, (n,) integers, k = `tasks`.
+    r"""One state from $\pi_{n,k}$ exactly, (n,) integers, k = `concurrency`.
 
     Queues of an open network, geometric with ratios $U_i = \lambda_k \rho_i$, for all clients but the busiest; what is
     left of the k tasks is the busiest one's, accepted with probability $U_{\max}^{left}$, or never if negative.

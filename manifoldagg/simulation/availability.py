@@ -72,7 +72,7 @@ class Participation(Resumable, Generic[C]):
         >>> from manifoldagg.simulation.delays import Deterministic
         >>> from manifoldagg.simulation.schedulers import IndependentClients
         >>> clients = IndependentClients(Deterministic(2.0), np.random.default_rng(0))
-        >>> crowd = Participation(clients, [Change(1.0, "a", "fail"), Change(5.0, "b", "join")])
+        >>> crowd = Participation(clients, [LogRecord(1.0, "a", "fail"), LogRecord(5.0, "b", "join")])
         >>> crowd.dispatch("a", work=1.0)
         >>> crowd.next()
         Change(time=1.0, client='a', kind='fail', lost=1)

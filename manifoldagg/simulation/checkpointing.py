@@ -5,8 +5,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from manifoldagg.errors import CheckpointError
-from manifoldagg.federated import Every
-from manifoldagg.federated.server.durability.checkpoint import Writer
+from manifoldagg.federated import CheckpointPolicy
+from manifoldagg.federated.server.durability.checkpoint import CheckpointWriter
 from manifoldagg.simulation.snapshot import Stand
 
 __all__ = ["Keeper"]
@@ -26,23 +26,23 @@ class Keeper:
         ArgumentError: if `every` does not say so.
     """
 
-    def __init__(self, every: Every | None, answers: int) -> None:
+    def __init__(self, every: CheckpointPolicy | None, answers: int) -> None:
         self._every = every
-        self._writer = None if every is None else Writer(every, self._note)
+        self._writer = None if every is None else CheckpointWriter(every, self._note)
         self._seconds = 0.0
         self._written = time.monotonic()
         self._stand: Stand | None = None
         if self._writer is not None:
-            self._writer.begin(answers)
+            self._writer.reset(answers)
 
     def look(self, stand: Callable[[], Stand]) -> None:
         """The run is between two events."""
         if self._writer is None or self._every is None:
             return
         self._stand = latest = stand()
-        patient = self._every.updates is None and time.monotonic() - self._written < SHARE * self._seconds
+        patient = self._every.every_updates is None and time.monotonic() - self._written < SHARE * self._seconds
         if not patient:
-            self._writer.look(latest.updates, lambda: latest)
+            self._writer.maybe_write(latest.updates, lambda: latest)
 
     def __enter__(self) -> "Keeper":
         return self

@@ -88,7 +88,7 @@ class UnderWay:
         """All that it needs to go on."""
         return Stand(
             about=self.about,
-            server=self.server.moment(),
+            server=self.server.snapshot(),
             out=self.desk.out,
             memories=self.crew.memories,
             spent=self.spent,

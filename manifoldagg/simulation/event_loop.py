@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.federated.server.client_sampling import Asking, Present
+from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler
 from manifoldagg.simulation.availability import Change, Participation
 from manifoldagg.simulation.federated_dataset import Key
 from manifoldagg.simulation.schedulers import Completion, Scheduler
@@ -46,7 +46,7 @@ class Course:
     """Who is asked when, and who answers next.
 
     A client's tasks run in order: what it is asked while it is busy waits, here where the scheduler does not queue.
-    Every `Ask` is followed by `give`, every `Answer` by `settle`, before the next event.
+    Every `Ask` is followed by `give`, every `ClosedTicket` by `settle`, before the next event.
 
     Args:
         clients: all that will ever take part, once each.
@@ -65,15 +65,15 @@ class Course:
     Example:
         >>> import numpy as np
         >>> from manifoldagg.simulation import Deterministic, IndependentClients
-        >>> from manifoldagg.federated.server.client_sampling import Continuous
+        >>> from manifoldagg.federated.server.client_sampling import AsyncSampler
         >>> alone = IndependentClients({3: Deterministic(1.0), 5: Deterministic(1.6)}, np.random.default_rng(0))
-        >>> course = Course([3, 5], Continuous(None, np.random.default_rng(0)), alone)
+        >>> course = Course([3, 5], AsyncSampler(None, np.random.default_rng(0)), alone)
         >>> answers = []
         >>> while len(answers) < 4:
         ...     event = course.next()
         ...     if isinstance(event, Ask):
         ...         key = course.give(event.client, work=1.0)
-        ...     elif isinstance(event, Answer):
+        ...     elif isinstance(event, ClosedTicket):
         ...         answers.append(tuple(event.key))
         ...         course.settle(accepted=True)
         >>> answers
@@ -81,7 +81,11 @@ class Course:
     """
 
     def __init__(
-        self, clients: Sequence[int], asking: Asking, scheduler: Scheduler[int], changes: Iterable[Change[int]] = ()
+        self,
+        clients: Sequence[int],
+        asking: ClientSampler,
+        scheduler: Scheduler[int],
+        changes: Iterable[Change[int]] = (),
     ) -> None:
         if scheduler.now or scheduler.in_flight:
             raise ArgumentError(
@@ -99,10 +103,10 @@ class Course:
         self.clients = clients
         self._scheduler = scheduler
         self._asking = asking
-        self.present = Present(here)
+        self.present = AvailableClients(here)
         self._given: dict[int, deque[_Given]] = {}
         self._count: dict[int, int] = {}
-        self._asks = deque(asking.begin(self.present))
+        self._asks = deque(asking.start(self.present))
         self.pending: Ask | Answer | None = None
         self.answers = 0
 
@@ -164,7 +168,7 @@ class Course:
             raise ArgumentError(f"course: expected an Answer to settle, got {self.pending}")
         client = self.pending.key.client
         self.pending = None
-        self._asks.extend(self._asking.answered(client, accepted, self.present))
+        self._asks.extend(self._asking.on_completion(client, accepted, self.present))
 
     def _finish(self, done: Completion) -> Answer:
         """A task of a client has finished; its next one is taken up."""
@@ -184,11 +188,11 @@ class Course:
         client = change.client
         if change.kind in ("join", "return"):
             self.present.add(client)
-            self._asks.extend(self._asking.joined(client, self.present))
+            self._asks.extend(self._asking.on_join(client, self.present))
             return ()
         self.present.discard(client)
         if change.kind == "leave":
             return ()
         lost = tuple(Key(client, task.nth) for task in self._given.pop(client, ()))
-        self._asks.extend(self._asking.lost(client, len(lost), self.present))
+        self._asks.extend(self._asking.on_dropout(client, len(lost), self.present))
         return lost

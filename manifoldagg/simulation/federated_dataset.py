@@ -91,7 +91,8 @@ class Federation:
             ArgumentError: naming the argument that does not fit.
 
         Example:
-            >>> points = Task("points", torch.zeros(20, 2), torch.arange(20) % 2, lambda: nn.Linear(2, 2), target=1.0)
+            >>> points = TaskKey("points", torch.zeros(20, 2), torch.arange(20) % 2, lambda: nn.Linear(2, 2),
+            target=1.0)
             >>> federation = Federation.split(points, 2, partition="iid", seed=0)
             >>> [len(part) for part in (*federation.train, *federation.held_out)]
             [8, 8, 2, 2]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.federated import Message, Server, Ticket
-from manifoldagg.federated.server.durability.persistent_map import Ordered
+from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
 from manifoldagg.simulation.federated_dataset import Key
 
 __all__ = ["Desk", "same_bits"]
@@ -24,7 +24,7 @@ class Desk:
         latest: the message of the last one.
     """
 
-    def __init__(self, server: Server, out: Ordered[Key, Ticket]) -> None:
+    def __init__(self, server: Server, out: PersistentOrderedMap[Key, Ticket]) -> None:
         self._server = server
         self._version = -1
         self._shared: dict[str, Tensor] = {}
@@ -50,12 +50,12 @@ class Desk:
 
     def give(self, key: Key, ticket: Ticket) -> None:
         """A ticket is out, for a task."""
-        self.out = self.out.put(key, ticket)
+        self.out = self.out.set(key, ticket)
 
     def take(self, key: Key) -> Ticket:
         """The ticket of a task that is not under way any more."""
         ticket = self.out[key]
-        self.out = self.out.without(key)
+        self.out = self.out.remove(key)
         return ticket
 
     def _share(self, name: str, tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.determinism import one_thread
-from manifoldagg.federated.server.durability.raw_io import bytes_of
+from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 
 __all__ = ["checksum", "recalled"]
 
@@ -43,7 +43,7 @@ def checksum(*parts: Tensor | np.ndarray) -> int:
     """
     value = 0
     for part in parts:
-        value = zlib.crc32(bytes_of(part) if isinstance(part, Tensor) else part.tobytes(), value)
+        value = zlib.crc32(tensor_bytes(part) if isinstance(part, Tensor) else part.tobytes(), value)
     return value
 
 

@@ -34,7 +34,7 @@ class Resumable(ABC):
             ArgumentError: if there is no such folder.
             CheckpointError: with what the system says.
         """
-        tensor_file.write(path, self.kind, self.state())
+        tensor_file.save(path, self.kind, self.state())
 
     def resume(self, path: str | Path) -> None:
         """Go on from what `save` wrote. This was made with the same arguments as that one.
@@ -43,4 +43,4 @@ class Resumable(ABC):
             ArgumentError: if the state is none of this; all stays as it was, here and below.
             CheckpointError: if the file is truncated, altered, or none of this kind; an older one is named.
         """
-        self.restore(tensor_file.read(path, self.kind))
+        self.restore(tensor_file.load(path, self.kind))

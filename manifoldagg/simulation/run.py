@@ -10,9 +10,9 @@ from immutables import Map
 
 from manifoldagg._validation import check_choice, check_count, check_instance
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Every, Rule, Server, Trainer
-from manifoldagg.federated.server.durability.fingerprint import describe as described
-from manifoldagg.federated.server.durability.persistent_map import Ordered
+from manifoldagg.federated import CheckpointPolicy, Rule, Server, Trainer
+from manifoldagg.federated.server.durability.fingerprint import fingerprint as described
+from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
 from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.types import check_trainer
 from manifoldagg.manifolds import ParameterSpace
@@ -37,7 +37,7 @@ from manifoldagg.simulation.workload import course_of
 __all__ = ["Method", "Run", "check_method", "run"]
 
 WORKS = ("data", "dispatched")
-UNREAD: dict[str, Any] = {"history": 0, "retries": 0}
+UNREAD: dict[str, Any] = {"history_size": 0, "receipt_cache_size": 0}
 """What a server keeps for those who read it or ask again: here nobody does."""
 
 
@@ -166,7 +166,7 @@ def run(
     watch: Callable[[Event], None] | None = None,
     progress: Callable[[], None] | None = None,
     log: Callable[[Evaluation], None] | None = None,
-    checkpoint: Every | None = None,
+    checkpoint: CheckpointPolicy | None = None,
     resume: bool = False,
 ) -> Run:
     """Train in virtual time until the server has had `rounds` answers.
@@ -260,7 +260,7 @@ def run(
     if halt is None:
         sizes = {client: len(federation.train[client]) for client in clients}
         server = Server.of(model, rule, weights=sizes, **UNREAD)
-        desk = Desk(server, Ordered())
+        desk = Desk(server, PersistentOrderedMap())
     else:
         server = halt.server(ParameterSpace.of(model), rule)
         desk = Desk(server, halt.out(server.space))

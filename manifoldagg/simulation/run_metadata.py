@@ -11,7 +11,7 @@ import torch
 from manifoldagg import __version__
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.fingerprint import difference
+from manifoldagg.federated.server.durability.fingerprint import first_difference
 from manifoldagg.simulation.federated_dataset import Federation
 from manifoldagg.simulation.spec_parser import named
 from manifoldagg.simulation.stable_repr import describe
@@ -78,7 +78,7 @@ def check_same(path: Path, was: Mapping[str, Any], given: Mapping[str, Any]) -> 
             ...
         manifoldagg.errors.CheckpointError: run: settings: methods: FedGS: was 1, got 2
     """
-    told = difference("settings", _named(was), _named(given))
+    told = first_difference("settings", _named(was), _named(given))
     if told is not None:
         raise CheckpointError(f"{path}: {told}")
 

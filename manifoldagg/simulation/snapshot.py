@@ -13,11 +13,11 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Message, Rule, Server, Ticket
-from manifoldagg.federated.pytrees import Tree, copied
+from manifoldagg.federated.pytrees import Tree, copy_tensor
 from manifoldagg.federated.server.durability import tensor_file
-from manifoldagg.federated.server.durability.checkpoint import Moment, Saved
-from manifoldagg.federated.server.durability.persistent_map import Ordered
-from manifoldagg.federated.types import Memory
+from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint, ServerSnapshot
+from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
+from manifoldagg.federated.types import ClientState
 from manifoldagg.manifolds import Manifold
 from manifoldagg.simulation.cost import Evaluation, Spent
 from manifoldagg.simulation.evaluation import Marks
@@ -70,9 +70,9 @@ class Stand(NamedTuple):
     """
 
     about: Mapping[str, Any]
-    server: Moment
-    out: Ordered[Key, Ticket]
-    memories: Map[int, Memory]
+    server: ServerSnapshot
+    out: PersistentOrderedMap[Key, Ticket]
+    memories: Map[int, ClientState]
     spent: Spent
     ledger: Ledger
     events: int
@@ -127,7 +127,7 @@ class Stand(NamedTuple):
             CheckpointError: naming what cannot be saved, or with what the system says.
         """
         begun = time.perf_counter()
-        tensor_file.write(path, KIND, self.tree(), keep=keep)
+        tensor_file.save(path, KIND, self.tree(), keep=keep)
         note(seconds=time.perf_counter() - begun)
 
 
@@ -151,7 +151,7 @@ class Halt:
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self._path = path
-        self._tree: dict[str, Any] = tensor_file.read(path, KIND)
+        self._tree: dict[str, Any] = tensor_file.load(path, KIND)
         check_same(path, self._tree["about"], about)
         self.spent = Spent(**self._tree["spent"])
         self.rows = [Evaluation(**row) for row in self._tree["rows"]]
@@ -165,21 +165,21 @@ class Halt:
         Raises:
             CheckpointError: if space or rule are others, naming the first difference.
         """
-        return Server.resume(Saved(self._path, self._tree["server"]), space, rule)
+        return Server.resume(LoadedCheckpoint(self._path, self._tree["server"]), space, rule)
 
-    def memories(self) -> Map[int, Memory]:
+    def memories(self) -> Map[int, ClientState]:
         """What clients had kept for themselves."""
         return Map(self._tree["memories"])
 
-    def out(self, space: Manifold) -> Ordered[Key, Ticket]:
+    def out(self, space: Manifold) -> PersistentOrderedMap[Key, Ticket]:
         """The tickets that were out, in order."""
         models = _models(self._tree["server"])
         # The server writes a model that nobody needs any more.
         own: dict[int, Tensor] = {}
-        out: Ordered[Key, Ticket] = Ordered()
+        out: PersistentOrderedMap[Key, Ticket] = PersistentOrderedMap()
         for client, nth, name, version, (start, tensors, numbers, buffers, asked) in self._tree["out"]:
             if start is None and version not in own:
-                own[version] = copied(models[version])
+                own[version] = copy_tensor(models[version])
             message = Message(
                 own[version] if start is None else self._tree["tensors"][start],
                 {name: self._tree["tensors"][place] for name, place in tensors.items()},
@@ -188,7 +188,7 @@ class Halt:
                 asked,
                 version,
             )
-            out = out.put(Key(client, nth), Ticket(name, version, message, space))
+            out = out.set(Key(client, nth), Ticket(name, version, message, space))
         return out
 
     def replay(self, course: Course, foresight: Foresight) -> Ledger:
@@ -260,7 +260,7 @@ class _Pool:
             {name: self._place(tensor) for name, tensor in message.tensors.items()},
             dict(message.numbers),
             {name: self._place(tensor) for name, tensor in message.buffers.items()},
-            message.asked,
+            message.requested_buffers,
         )
 
     def _place(self, tensor: Tensor) -> int:

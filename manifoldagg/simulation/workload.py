@@ -8,7 +8,7 @@ import numpy as np
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule
-from manifoldagg.federated.server.client_sampling import asking, few
+from manifoldagg.federated.server.client_sampling import sampler_for, shorten
 from manifoldagg.simulation.availability import Change, Participations
 from manifoldagg.simulation.delays import Delay, Delays
 from manifoldagg.simulation.empirical_delays import Empirical, assign
@@ -43,7 +43,7 @@ def course_of(
     def stream(name: int) -> np.random.Generator:
         return np.random.default_rng([federation.seed, name])
 
-    who = asking(rule, clients, tasks, stream(ASKING))
+    who = sampler_for(rule, clients, tasks, stream(ASKING))
     if scheduler is not None and delays is not None:
         raise ArgumentError("scheduler, delays: expected one of them; delays are those of clients that work alone")
     if delays is not None:
@@ -73,5 +73,5 @@ def _delays(delays: Delays, clients: Clients, generator: np.random.Generator) ->
         raise ArgumentError(f"delays: expected a Delay, or a mapping from clients, got {made!r}")
     missing = [client for client in clients if client not in made]
     if missing:
-        raise ArgumentError(f"delays: expected one for each client that takes part; none for {few(missing)}")
+        raise ArgumentError(f"delays: expected one for each client that takes part; none for {shorten(missing)}")
     return {client: made[client] for client in clients}

@@ -72,12 +72,12 @@ def check_manifold(
     r"""Hold a space to every law that is about the primitives it declares.
 
     Tangents have the lengths 1e-7 (1e-3 in float32), 1e-3, 0.1, 0.7, 2 and nine tenths of the injectivity radius
-    (10 where it is infinite) or `farthest`, as far as they are below it.
+    (10 where it is infinite) or `max_distance`, as far as they are below it.
 
     Args:
         space: with `random_point` and `random_tangent`, which make the cases.
         condition: $\kappa$, how much the space's formulas may enlarge rounding errors.
-        farthest: where to stop: coordinates of a space that grows exponentially determine its points no further.
+        max_distance: where to stop: coordinates of a space that grows exponentially determine its points no further.
         seeds: how many draws at each distance.
         dtypes: which to try.
         laws: names of laws to try; all where not given.

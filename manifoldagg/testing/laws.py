@@ -29,7 +29,7 @@ class LawCase:
         space: under test.
         seed: of every draw.
         dtype: float32 or float64.
-        t: the length of the tangents `u` and `v`, and so the distance of `x` and `y`.
+        distance: the length of the tangents `u` and `v`, and so the distance of `x` and `y`.
         condition: how much the space's formulas enlarge rounding errors.
     """
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server, aggregate
-from manifoldagg.federated.buffers import Packed, collect, policies, settle
+from manifoldagg.federated.buffers import PackedBuffers, accumulate, apply_pending, resolve_policies
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import Flat, ParameterSpace
 from manifoldagg.manifolds.layout import Entry
@@ -57,15 +57,20 @@ def send(space, server, mean, count=5, rule=None):
 
 
 def test_policies_by_name_and_pattern():
-    assert policies(ENTRIES, ()) == {
+    assert resolve_policies(ENTRIES, ()) == {
         "1.running_mean": "average",
         "1.running_var": "average",
         "1.num_batches_tracked": "latest",
         "mask": "latest",
     }
     given = {"*running*": "latest", "1.*": "leave", "1.running_var": "average", "*": "leave"}
-    assert list(policies(ENTRIES, given).values()) == ["latest", "average", "leave", "leave"]
-    assert list(policies(ENTRIES, ["*running*", "nothing*"]).values()) == ["average", "average", "latest", "latest"]
+    assert list(resolve_policies(ENTRIES, given).values()) == ["latest", "average", "leave", "leave"]
+    assert list(resolve_policies(ENTRIES, ["*running*", "nothing*"]).values()) == [
+        "average",
+        "average",
+        "latest",
+        "latest",
+    ]
 
 
 def test_averaged_buffers_go_with_the_step_and_integers_keep_the_newest():
@@ -123,33 +128,33 @@ def test_buffers_of_any_dtype_are_checked_for_nan(dtype):
 
 
 def test_waiting_buffers_are_weighted():
-    now = Packed.of({"b": "average"}, {"b": torch.zeros(1)})
-    waiting = collect(None, {"b": torch.tensor([1.0])}, now, 0.25)
-    waiting = collect(waiting, {"b": torch.tensor([5.0])}, now, 0.75)
-    assert settle(waiting, now, {})["b"].tolist() == [4.0]
-    assert settle(waiting, now, {"step": 0.5})["b"].tolist() == [2.0]
-    assert settle(waiting, now, {"step": 7.0})["b"].tolist() == [4.0]
-    assert settle(waiting, now, {"step": float("nan")})["b"].tolist() == [4.0]
+    now = PackedBuffers.of({"b": "average"}, {"b": torch.zeros(1)})
+    waiting = accumulate(None, {"b": torch.tensor([1.0])}, now, 0.25)
+    waiting = accumulate(waiting, {"b": torch.tensor([5.0])}, now, 0.75)
+    assert apply_pending(waiting, now, {})["b"].tolist() == [4.0]
+    assert apply_pending(waiting, now, {"step": 0.5})["b"].tolist() == [2.0]
+    assert apply_pending(waiting, now, {"step": 7.0})["b"].tolist() == [4.0]
+    assert apply_pending(waiting, now, {"step": float("nan")})["b"].tolist() == [4.0]
     assert now["b"].tolist() == [0.0]
 
 
 @given(seeds)
 def test_the_buffers_of_a_single_update_are_its_own_bit_for_bit(seed):
     mine, theirs = draw(seed, 2, 3, dtype=torch.float32)
-    now = Packed.of({"b": "average"}, {"b": mine})
-    waiting = collect(None, {"b": theirs}, now, 0.3)
-    assert torch.equal(settle(waiting, now, {})["b"], theirs)
+    now = PackedBuffers.of({"b": "average"}, {"b": mine})
+    waiting = accumulate(None, {"b": theirs}, now, 0.3)
+    assert torch.equal(apply_pending(waiting, now, {})["b"], theirs)
 
 
 def test_infinities_of_a_mask_stay_and_others_are_refused():
     mask = torch.tensor([0.0, -float("inf")])
     # Another buffer that lies in the same vector is not to blame.
-    now = Packed.of({"even": "average", "mask": "average"}, {"even": torch.ones(3), "mask": mask})
-    waiting = collect(None, {"even": torch.ones(3), "mask": mask.clone()}, now, 1.0)
-    waiting = collect(waiting, {"even": torch.ones(3), "mask": mask.clone()}, now, 1.0)
-    assert torch.equal(settle(waiting, now, {"step": 0.5})["mask"], mask)
+    now = PackedBuffers.of({"even": "average", "mask": "average"}, {"even": torch.ones(3), "mask": mask})
+    waiting = accumulate(None, {"even": torch.ones(3), "mask": mask.clone()}, now, 1.0)
+    waiting = accumulate(waiting, {"even": torch.ones(3), "mask": mask.clone()}, now, 1.0)
+    assert torch.equal(apply_pending(waiting, now, {"step": 0.5})["mask"], mask)
     with pytest.raises(ArgumentError, match="buffers: mask: expected finite values, or those of the current model"):
-        collect(None, {"even": torch.ones(3), "mask": -mask}, now, 1.0)
+        accumulate(None, {"even": torch.ones(3), "mask": -mask}, now, 1.0)
 
 
 def test_packed_buffers_are_a_mapping_of_copies():
@@ -162,7 +167,7 @@ def test_packed_buffers_are_a_mapping_of_copies():
         "mask": torch.tensor([True, False]),
     }
     chosen = dict.fromkeys(given, "average") | {"n": "latest", "mask": "leave"}
-    packed = Packed.of(chosen, given)
+    packed = PackedBuffers.of(chosen, given)
     assert list(packed) == list(given)
     assert len(packed.vectors) == 4
     assert all(packed[name].shape == given[name].shape for name in given)
@@ -177,10 +182,10 @@ def test_packed_buffers_are_a_mapping_of_copies():
 
 
 def test_what_waits_is_of_the_same_buffers():
-    now = {name: Packed.of({"b": name}, {"b": torch.zeros(1)}) for name in ("average", "latest")}
-    waiting = collect(None, {"b": torch.ones(1)}, now["average"], 1.0)
+    now = {name: PackedBuffers.of({"b": name}, {"b": torch.zeros(1)}) for name in ("average", "latest")}
+    waiting = accumulate(None, {"b": torch.ones(1)}, now["average"], 1.0)
     with pytest.raises(ArgumentError, match="buffers: expected the buffers and policies of the updates that wait"):
-        collect(waiting, {"b": torch.ones(1)}, now["latest"], 1.0)
+        accumulate(waiting, {"b": torch.ones(1)}, now["latest"], 1.0)
 
 
 class Counted(TorchDispatchMode):
@@ -265,13 +270,15 @@ def test_aggregate_takes_the_same_policies():
     model = {name: t.float() if t.is_floating_point() else t for name, t in net().state_dict().items()}
     other = {name: t + 1 if t.is_floating_point() else t for name, t in model.items()}
     for policy, expected in (("average", 0.25), ("latest", 1.0), ("leave", 0.0)):
-        new, _, _ = aggregate(FedAsync(0.25), None, model, model, other, buffers={"*mean": policy, "*var": "leave"})
+        new, _, _ = aggregate(
+            FedAsync(0.25), None, model, model, other, buffer_policy={"*mean": policy, "*var": "leave"}
+        )
         assert new["1.running_mean"].tolist() == [expected] * 2
         assert new["1.running_var"].tolist() == [1.0, 1.0]
     state, rule = None, Gathers(2)
     for expected in (0.0, 1.0):
         kept = bits(model)
-        new, state, _ = aggregate(rule, state, model, model, other, buffers=["*running*"])
+        new, state, _ = aggregate(rule, state, model, model, other, buffer_policy=["*running*"])
         assert new["1.running_mean"].tolist() == [expected] * 2
         assert bits(model) == kept
     assert state["steps"] == 1

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from manifoldagg.corrections.transport import Transporter
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Checks, Payload, Server, Update
-from manifoldagg.federated.limits import norm_of, scaled_back
+from manifoldagg.federated import Payload, Server, Update, UpdateLimits
+from manifoldagg.federated.limits import clip_update, update_norm
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, FedOrtho
 from manifoldagg.manifolds import Flat, Lorentz, LowRank, Product, Sphere, SymmetricPositiveDefinite
 from tests.support import draw, relative, seeds
@@ -49,7 +49,7 @@ def test_a_rule_sees_the_scaled_update_and_nothing_else(name, seed, exponent):
 
         return points
 
-    clipped, ours = life(RULES[name], [lambda base, move=move: base + move for move in moves], Checks(clip=limit))
+    clipped, ours = life(RULES[name], [lambda base, move=move: base + move for move in moves], UpdateLimits(clip=limit))
     _, theirs = life(RULES[name], [formula(move) for move in moves])
     # The kernel multiplies what the formula multiplies; its last digit of lambda is that of another sum of squares.
     assert relative(ours.model, theirs.model) <= 1e-6
@@ -63,7 +63,7 @@ def test_a_rule_sees_the_scaled_update_and_nothing_else(name, seed, exponent):
 @given(seeds)
 def test_what_is_short_enough_is_taken_bit_for_bit(seed):
     updates = [lambda base, i=i: base + draw(seed + i, 1, P, dtype=torch.float32) for i in range(5)]
-    receipts, ours = life(FedOrtho(0.7), updates, Checks(clip=1e3, clip_factor=1e3, min_cosine=-1.0))
+    receipts, ours = life(FedOrtho(0.7), updates, UpdateLimits(clip=1e3, clip_factor=1e3, min_cosine=-1.0))
     _, theirs = life(FedOrtho(0.7), updates)
     assert torch.equal(ours.model, theirs.model)
     assert not any(receipt.clipped for receipt in receipts)
@@ -94,22 +94,22 @@ def points_on(space, seed, count, reach=0.3):
 def test_it_stays_on_its_geodesic_and_is_as_long_as_the_limit(name, seed, kept):
     space = SPACES[name]
     base, points = points_on(space, seed, 2)
-    scaled = scaled_back(space, base, points, kept)
+    scaled = clip_update(space, base, points, kept)
     starts = base.expand_as(points)
     assert relative(space._log(starts, scaled), kept * space._log(starts, points)) <= 1e-9
-    assert norm_of(space, base, scaled) == pytest.approx(kept * norm_of(space, base, points), rel=1e-9)
+    assert update_norm(space, base, scaled) == pytest.approx(kept * update_norm(space, base, points), rel=1e-9)
 
 
 @given(seeds, st.floats(0.01, 0.99))
 def test_where_leaves_are_of_low_rank_it_is_no_longer_than_the_limit(seed, kept):
     space = LowRank(5, 4, 2)
     base, *points = (space.random_point(generator=torch.Generator().manual_seed(seed + i)) for i in range(3))
-    scaled = scaled_back(space, base, torch.stack(points), kept)
-    assert norm_of(space, base, scaled) <= kept * norm_of(space, base, torch.stack(points)) * (1 + 1e-5)
+    scaled = clip_update(space, base, torch.stack(points), kept)
+    assert update_norm(space, base, scaled) <= kept * update_norm(space, base, torch.stack(points)) * (1 + 1e-5)
 
 
 def test_the_running_median_counts_what_was_left():
-    checks = Checks(clip_factor=2.0, norm_after=3, norm_window=5)
+    checks = UpdateLimits(clip_factor=2.0, norm_after=3, norm_window=5)
     server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), checks=checks)
 
     def send(length):
@@ -121,18 +121,18 @@ def test_the_running_median_counts_what_was_left():
     assert [send(length) for length in (1.0, 2.0, 4.0)] == [(1.0, False), (2.0, False), (4.0, False)]
     # Twice the median of {1, 2, 4}; then of {1, 2, 4, 4}, and of {1, 2, 4, 4, 6}, and of {2, 4, 4, 6, 8}.
     assert [send(100.0) for _ in range(4)] == [(4.0, True), (6.0, True), (8.0, True), (8.0, True)]
-    assert len(server._books.value.now.norms) == 5
+    assert len(server._state.value.model_state.norms) == 5
 
 
 def test_with_a_limit_and_a_factor_the_smaller_one_counts():
-    assert Checks(clip=3.0, clip_factor=2.0, norm_after=1).limit([1.0]) == 2.0
-    assert Checks(clip=3.0, clip_factor=2.0, norm_after=1).limit([2.0]) == 3.0
+    assert UpdateLimits(clip=3.0, clip_factor=2.0, norm_after=1).clip_threshold([1.0]) == 2.0
+    assert UpdateLimits(clip=3.0, clip_factor=2.0, norm_after=1).clip_threshold([2.0]) == 3.0
     # A median of 0 says nothing.
-    assert Checks(clip_factor=2.0, norm_after=1).limit([0.0]) == math.inf
+    assert UpdateLimits(clip_factor=2.0, norm_after=1).clip_threshold([0.0]) == math.inf
 
 
 def test_what_is_beyond_max_norm_is_refused_not_clipped():
-    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), checks=Checks(max_norm=10.0, clip=1.0))
+    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), checks=UpdateLimits(max_norm=10.0, clip=1.0))
     assert server.receive(server.dispatch("a").id, Payload(torch.full((1, 1), 9.0), 1)).clipped
     receipt = server.receive(server.dispatch("a").id, Payload(torch.full((1, 1), 12.0), 1))
     assert receipt.reason == "points: expected a norm <= 10, got 11"
@@ -144,14 +144,14 @@ def test_what_is_beyond_max_norm_is_refused_not_clipped():
 @given(seeds, st.floats(-1, 1))
 def test_the_gate_asks_for_the_cosine_that_receipts_tell(seed, least):
     updates = [lambda base, i=i: base + draw(seed + i, 2, P, dtype=torch.float32) for i in range(8)]
-    receipts, server = life(AsyncBezier(0.5), updates, Checks(min_cosine=least))
+    receipts, server = life(AsyncBezier(0.5), updates, UpdateLimits(min_cosine=least))
     late = [r for r in receipts if r.accepted and not math.isnan(r.cosine)]
     # A Gram matrix of three rows sums as one of two does.
     assert all(receipt.cosine >= least - 1e-12 for receipt in late)
     assert receipts[0].accepted
     for receipt in receipts:
         assert receipt.accepted or receipt.reason.startswith("points: expected a cosine with the drift >= ")
-    assert server.refused.get("points", 0) == sum(not receipt.accepted for receipt in receipts)
+    assert server.rejected.get("points", 0) == sum(not receipt.accepted for receipt in receipts)
 
 
 @pytest.mark.parametrize("name", ["sphere", "hyperbolic", "product"])
@@ -165,21 +165,23 @@ def test_the_cosine_at_the_base_is_that_of_parallel_transport_to_the_model(name,
     inner = passage.gram(rows.flatten(1)).sum(0)
     cosine = (inner[0, 1] / (inner[0, 0] * inner[1, 1]).sqrt()).item()
     update = Update("a", base, current, point[None], staleness=1)
-    Checks(min_cosine=max(-1.0, cosine - 1e-6)).passed(space, update, ())
+    UpdateLimits(min_cosine=max(-1.0, cosine - 1e-6)).apply(space, update, ())
     with pytest.raises(ArgumentError, match="points: expected a cosine with the drift"):
-        Checks(min_cosine=min(1.0, cosine + 1e-6)).passed(space, update, ())
+        UpdateLimits(min_cosine=min(1.0, cosine + 1e-6)).apply(space, update, ())
 
 
 def test_updates_that_are_not_late_pass_whatever_they_say():
     for narrow in (None, torch.bfloat16):
-        server = Server(Flat(2), FedAsync(0.5), torch.full((2,), 0.1), checks=Checks(min_cosine=1.0), base_dtype=narrow)
+        server = Server(
+            Flat(2), FedAsync(0.5), torch.full((2,), 0.1), checks=UpdateLimits(min_cosine=1.0), base_dtype=narrow
+        )
         for away in (1.0, -1.0, 3.0):
             ticket = server.dispatch("a")
             assert server.receive(ticket.id, Payload(ticket.message.start[None] + away, 1)).accepted
 
 
 def test_who_did_not_move_has_no_direction():
-    server = Server(Flat(2), FedAsync(0.5), torch.zeros(2), checks=Checks(min_cosine=0.5))
+    server = Server(Flat(2), FedAsync(0.5), torch.zeros(2), checks=UpdateLimits(min_cosine=0.5))
     late, first = server.dispatch("late"), server.dispatch("first")
     assert server.receive(first.id, Payload(torch.ones(1, 2), 1)).accepted
     assert server.receive(late.id, Payload(torch.zeros(1, 2), 1)).accepted
@@ -195,4 +197,4 @@ def test_who_did_not_move_has_no_direction():
 )
 def test_limits_out_of_range_are_refused(options, message):
     with pytest.raises(ArgumentError, match=message):
-        Checks(**options)
+        UpdateLimits(**options)

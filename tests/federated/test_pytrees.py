@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldagg._validation import is_finite
 from manifoldagg.federated import Server
-from manifoldagg.federated.pytrees import copied, disjoint, replaced, size_of, spoils, tensors
+from manifoldagg.federated.pytrees import copy_tensor, introduces_nonfinite, size_of, tensors, tree_map, unalias
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import bits
@@ -18,19 +18,22 @@ def test_trees_are_walked_compared_and_set_apart():
     tree = {"a": [x[:2], 3], "b": (x[2:], {"c": y, "d": None}), "e": "word"}
     assert [tensor.shape[0] for tensor in tensors(tree)] == [2, 6, 2]
     assert size_of([tree, tree]) == 40
-    assert replaced(tree, lambda tensor: tensor) is tree
-    apart = disjoint(tree, {"elsewhere": [x]})
+    assert tree_map(tree, lambda tensor: tensor) is tree
+    apart = unalias(tree, {"elsewhere": [x]})
     assert apart["b"][1] is tree["b"][1]
     assert not {t.untyped_storage().data_ptr() for t in tensors(apart)} & {x.untyped_storage().data_ptr()}
     assert bits(apart) == bits(tree)
     inf = torch.tensor([float("inf")])
     assert [
-        spoils(x, y) for x, y in (([inf], []), ({"a": inf + 0}, {"a": inf}), ((inf.half().to_sparse(),), None))
+        introduces_nonfinite(x, y)
+        for x, y in (([inf], []), ({"a": inf + 0}, {"a": inf}), ((inf.half().to_sparse(),), None))
     ] == [True, False, True]
-    assert spoils(torch.tensor([complex(1, float("nan"))]), None)
-    assert not spoils({"n": float("inf"), "i": torch.tensor(3), "e": torch.zeros(0), "f": torch.ones(1)}, None)
+    assert introduces_nonfinite(torch.tensor([complex(1, float("nan"))]), None)
+    assert not introduces_nonfinite(
+        {"n": float("inf"), "i": torch.tensor(3), "e": torch.zeros(0), "f": torch.ones(1)}, None
+    )
     # Neither has memory that the other could share.
-    assert disjoint([torch.zeros(0), torch.zeros(2).to_sparse()], [torch.zeros(0)])[1].is_sparse
+    assert unalias([torch.zeros(0), torch.zeros(2).to_sparse()], [torch.zeros(0)])[1].is_sparse
 
 
 class Pool(TorchDispatchMode):
@@ -61,7 +64,7 @@ def two_threads():
 def test_medium_tensors_are_copied_and_checked_in_the_callers_thread(dtype):
     x = torch.arange(2.0**16, dtype=dtype)
     with Pool() as pool:
-        y = copied(x)
+        y = copy_tensor(x)
         assert is_finite(x)
     assert pool.shared == []
     assert bits(y) == bits(x)
@@ -71,7 +74,7 @@ def test_medium_tensors_are_copied_and_checked_in_the_callers_thread(dtype):
         assert not is_finite(y)
     # What NumPy does not take goes as it went.
     for odd in (x.bfloat16(), x.view(256, 256).mT, x[::2]):
-        assert bits(copied(odd)) == bits(odd)
+        assert bits(copy_tensor(odd)) == bits(odd)
         assert is_finite(odd)
 
 

@@ -195,7 +195,7 @@ def test_an_owners_fault_comes_out_of_receive_and_is_no_refusal(make, unusable):
     with pytest.raises(RuleError):
         s.receive(tickets[0], Payload(draw(1, 1, 3), 1))
     assert fingerprint(s) == before
-    assert s.refused == {}
+    assert s.rejected == {}
     # Nobody was blamed: the ticket is good, and the schedule is asked once for what it decides.
     assert s.receive(tickets[0], Payload(draw(1, 1, 3), 1)).accepted
     assert len(schedule.asked) == 2
@@ -209,7 +209,7 @@ def test_what_a_schedule_raises_comes_out_of_receive():
     ticket = s.dispatch("a")
     with pytest.raises(ZeroDivisionError):
         s.receive(ticket, Payload(draw(1, 1, 3), 1))
-    assert s.refused == {}
+    assert s.rejected == {}
 
 
 def test_a_schedule_that_changes_is_asked_once_though_clients_join_meanwhile():

@@ -8,11 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from manifoldagg import aggregate
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
-from manifoldagg.federated.buffers import Packed
-from manifoldagg.federated.model_state import Snapshot
-from manifoldagg.federated.pytrees import disjoint, tensors
+from manifoldagg.federated.buffers import PackedBuffers
+from manifoldagg.federated.model_state import ModelState
+from manifoldagg.federated.pytrees import tensors, unalias
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedOrtho
-from manifoldagg.federated.step import Terms, step
+from manifoldagg.federated.step import StepConfig, step
 from manifoldagg.manifolds import Flat, ParameterSpace, ambient
 from tests.federated.fingerprint import Gathers, bits
 from tests.support import draw, seeds
@@ -26,9 +26,9 @@ def scene(seed, rule, count):
     """What a step takes: its terms, what it meets, an update of `count` points, buffers, and memory for the model."""
     base, current, *points = draw(seed, 2 + count, 4, dtype=torch.float32)
     kept, brought = draw(seed + 1, 2, 2, dtype=torch.float32)
-    before = Snapshot(current, rule.init(SPACE, current), Packed.of({"mean": "average"}, {"mean": kept}))
-    update = Update("a", base, current, torch.stack(points), memory={"last": base + 1})
-    return Terms(SPACE, rule, {"mean": "average"}), before, update, {"mean": brought}, torch.empty(4)
+    before = ModelState(current, rule.init(SPACE, current), PackedBuffers.of({"mean": "average"}, {"mean": kept}))
+    update = Update("a", base, current, torch.stack(points), client_state={"last": base + 1})
+    return StepConfig(SPACE, rule, {"mean": "average"}), before, update, {"mean": brought}, torch.empty(4)
 
 
 @given(seeds)
@@ -49,11 +49,11 @@ def test_an_update_that_waits_moves_nothing_but_the_state():
     after, outcome = step(terms, before, update, buffers, out)
     assert outcome.model is None
     assert (after.current is before.current, after.buffers is before.buffers, after.version) == (True, True, 0)
-    assert after.waiting.latest["mean"].tolist() == buffers["mean"].tolist()
+    assert after.pending_buffers.latest["mean"].tolist() == buffers["mean"].tolist()
     # What is kept for the client is what it was.
-    assert outcome.memory is update.memory
+    assert outcome.client_state is update.client_state
     last, _ = step(terms, after, update, buffers, out)
-    assert (last.version, last.waiting) == (1, None)
+    assert (last.version, last.pending_buffers) == (1, None)
 
 
 @given(seeds)
@@ -67,8 +67,8 @@ def test_what_is_kept_lies_in_memory_of_its_own(seed):
     terms, before, update, buffers, out = scene(seed, Keeps(1), 1)
     after, outcome = step(terms, before, update, buffers, out)
     lent = [update.points, update.base, update.current, out]
-    kept = (after.state, outcome.memory)
-    assert disjoint(kept, lent) is kept
+    kept = (after.state, outcome.client_state)
+    assert unalias(kept, lent) is kept
     # Points that lie where the model goes are read before it is written.
     tied = Update("a", update.base, update.current, out[None])
     expected = out + 1
@@ -117,7 +117,7 @@ def test_what_a_rule_gets_wrong_is_refused_behind_both(rule, words):
     ticket = server.dispatch("a")
     assert server.receive(ticket.id, Payload(torch.ones(1, 4), 1)).reason.startswith(words.format("points"))
     with pytest.raises(ArgumentError) as error:
-        aggregate(rule, None, MODEL, MODEL, MODEL, buffers=["mean"])
+        aggregate(rule, None, MODEL, MODEL, MODEL, buffer_policy=["mean"])
     assert str(error.value).startswith(words.format("update"))
 
 
@@ -142,7 +142,7 @@ def test_a_rule_that_makes_no_model_is_an_error_of_its_owner_behind_both(rule, w
     with pytest.raises(RuleError, match=words):
         server.receive(server.dispatch("a"), Payload(torch.ones(1, 4), 1))
     with pytest.raises(RuleError, match=words):
-        aggregate(rule, None, MODEL, MODEL, MODEL, buffers=["mean"])
+        aggregate(rule, None, MODEL, MODEL, MODEL, buffer_policy=["mean"])
 
 
 class Large(TorchDispatchMode):

@@ -10,7 +10,7 @@ import torch
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.federated import Payload, Receipt, Server
 from manifoldagg.federated.rules import FedAsync, FedBuff
-from manifoldagg.federated.server.update_lock import Answering
+from manifoldagg.federated.server.update_lock import PendingUpdate
 from manifoldagg.federated.weights import check_client
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds
@@ -66,20 +66,20 @@ def test_a_receipt_says_again_what_was_refused():
 
 
 def test_a_busy_server_says_so_in_the_receipt_too():
-    s = server(max_waiting=0)
+    s = server(max_queued_updates=0)
     ticket = s.dispatch("a")
-    another = Answering("of another thread")
+    another = PendingUpdate("of another thread")
     another.thread = -1
-    with another.lasts:
-        s._turn.come(another)
-        s._turn.admit(another)
+    with another.alive_lock:
+        s._update_lock.register(another)
+        s._update_lock.enqueue(another)
         receipt = s.receive(ticket, payload())
     assert not receipt.accepted
     with pytest.raises(BusyError, match="server: busy: 1 updates wait for their turn, of at most 0"):
         receipt.check()
     # It was interrupted before it could go.
     assert s.receive(ticket, payload()).check().accepted
-    s = server(max_tickets=1)
+    s = server(max_in_flight=1)
     s.dispatch("a")
     with pytest.raises(BusyError, match="server: busy: "):
         s.dispatch("b")

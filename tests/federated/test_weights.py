@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import manifoldagg.federated.weights
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server
-from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.rules import FedAvg
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds import Flat
@@ -56,7 +56,7 @@ def test_observed_weights_are_the_formula(script):
     """Zero samples: a dispatch without an answer."""
     weights, told, registered = Weights.of("observed", None), {}, set()
     for client, samples in script:
-        weights = weights.registered(client)
+        weights = weights.with_client(client)
         registered.add(client)
         if samples:
             told[client] = samples
@@ -64,13 +64,13 @@ def test_observed_weights_are_the_formula(script):
             exact = Fraction(samples) / (len(registered) * mean)
             # One rounding of the integers and one of the quotient.
             assert weights.weight(client, samples) == pytest.approx(float(exact), rel=4e-16)
-            weights = weights.recorded(client, samples)
+            weights = weights.with_report(client, samples)
 
 
 def test_once_all_have_answered_observed_weights_sum_to_one():
     weights, amounts = Weights.of("observed", None), {"a": 3, "b": 8, "c": 1}
     for client, samples in amounts.items():
-        weights = weights.registered(client).recorded(client, samples)
+        weights = weights.with_client(client).with_report(client, samples)
     assert [weights.weight(*pair) for pair in amounts.items()] == pytest.approx([3 / 12, 8 / 12, 1 / 12])
 
 
@@ -143,7 +143,7 @@ def test_whom_nobody_can_compare_is_believed():
 
 @pytest.mark.parametrize(
     "options",
-    [{"weights": "uniform"}, {"weights": dict.fromkeys(range(7), 1)}, {"checks": Checks(samples_factor=None)}],
+    [{"weights": "uniform"}, {"weights": dict.fromkeys(range(7), 1)}, {"checks": UpdateLimits(samples_factor=None)}],
 )
 def test_what_samples_do_not_weigh_is_not_clipped(options):
     s = server(**options)
@@ -170,40 +170,40 @@ def test_what_is_believed_is_the_median_of_the_others(script, samples, factor):
         return samples if samples <= limit else math.floor(limit)
 
     for client, amount in script:
-        believed = weights.believed(client, amount)
+        believed = weights.capped(client, amount)
         assert believed == plain(client, amount)
-        weights = weights.registered(client).recorded(client, believed)
+        weights = weights.with_client(client).with_report(client, believed)
         sixth = client not in told and len(told) == 5
         told[client] = believed
         if sixth:
             told = {client: plain(client, amount) for client, amount in told.items()}
-    assert dict(weights.told) == told
+    assert dict(weights.reported) == told
     assert weights.total == sum(told.values())
     assert weights == Weights.of_state(weights.state(), None, factor)
     for client in range(11):
-        assert weights.believed(client, samples) == plain(client, samples)
+        assert weights.capped(client, samples) == plain(client, samples)
 
 
 def test_a_claim_that_is_plainly_fine_is_compared_with_nobody(monkeypatch):
     weights = Weights.of("observed", 100.0)
     for client in range(9):
-        weights = weights.registered(client).recorded(client, 90 + client)
+        weights = weights.with_client(client).with_report(client, 90 + client)
 
     def sort(values):
         raise AssertionError("looked at every client")
 
     monkeypatch.setattr(manifoldagg.federated.weights, "sorted", sort, raising=False)
-    assert weights.believed(3, 6400) == 6400
+    assert weights.capped(3, 6400) == 6400
     with pytest.raises(AssertionError, match="every client"):
-        weights.believed(3, 10_000)
+        weights.capped(3, 10_000)
 
 
 def test_weights_are_values():
     first = Weights.of("observed", None)
-    second = first.registered("a").recorded("a", 3)
+    second = first.with_client("a").with_report("a", 3)
     assert first == Weights.of("observed", None)
-    assert second.registered("a").recorded("a", 3) is second
-    assert second.recorded("a", 5).recorded("a", 3) == second
+    assert second.with_client("a").with_report("a", 3) is second
+    assert second.with_report("a", 5).with_report("a", 3) == second
 
 
 @given(
@@ -213,18 +213,18 @@ def test_weights_are_values():
 def test_weights_go_on_from_their_state(given, script):
     weights = Weights.of(given, None)
     for client, samples in script:
-        weights = weights.registered(client)
-        weights = weights.recorded(client, samples) if samples else weights
+        weights = weights.with_client(client)
+        weights = weights.with_report(client, samples) if samples else weights
     again = Weights.of_state(weights.state(), None, None)
     assert again == weights
     for client in ("a", 1, "b"):
-        after = weights.registered(client).recorded(client, 12)
-        assert again.registered(client).recorded(client, 12) == after
-        assert again.registered(client).weight(client, 12) == weights.registered(client).weight(client, 12)
+        after = weights.with_client(client).with_report(client, 12)
+        assert again.with_client(client).with_report(client, 12) == after
+        assert again.with_client(client).weight(client, 12) == weights.with_client(client).weight(client, 12)
 
 
 def test_weights_may_be_given_anew_to_those_who_take_part():
-    told = Weights.of("observed", None).registered("a").recorded("a", 30).registered("b")
+    told = Weights.of("observed", None).with_client("a").with_report("a", 30).with_client("b")
     given = Weights.of_state(told.state(), {"a": 1, "b": 3}, None)
     assert given.weight("a", 30) == 0.25
     assert Weights.of_state(given.state(), "observed", None) == told

@@ -100,7 +100,7 @@ class Counts:
     def train(self, space, message, loss, batches, memory, *, generator):
         count = 0 if memory is None else memory["count"]
         kept = {"count": count + 1, "start": message.start, "odd": (None, b"b", 2**40, [float("nan")])}
-        return Payload(message.start[None], 1, numbers={"count": count}, memory=kept)
+        return Payload(message.start[None], 1, numbers={"count": count}, client_state=kept)
 
 
 def test_memory_and_count_stay_on_the_node_and_no_code_is_kept():
@@ -138,7 +138,7 @@ def test_what_training_raises_comes_out_and_the_next_task_is_another(form):
             seen.append((generator.initial_seed(), memory))
             if len(seen) == 2:
                 raise DivergenceError("the loss is nan")
-            return Payload(message.start[None], 1, memory={"kept": len(seen)})
+            return Payload(message.start[None], 1, client_state={"kept": len(seen)})
 
     app = app_of(of, Fails())
     context = node(**{"partition-id": 0})
@@ -178,7 +178,7 @@ def test_half_numbers_and_frozen_parameters_come_back():
     )
     payloads = [answer(app, content, node(), space)[2] for content in contents]
     assert same(*payloads)
-    assert set(payloads[0].buffers) == set(ticket.message.asked)
+    assert set(payloads[0].buffers) == set(ticket.message.requested_buffers)
     assert server.receive(ticket, payloads[1]).accepted
 
 

@@ -12,7 +12,7 @@ from flwr.app import Context, RecordDict
 
 from manifoldagg.experiments.registry import RULES, method
 from manifoldagg.federated import Server
-from manifoldagg.federated.types import extras
+from manifoldagg.federated.types import extra_fields
 from tests.integrations.engine import running
 
 ROOT = Path(__file__).parents[2]
@@ -82,5 +82,5 @@ def test_the_guide_tells_which_rules_take_an_app_of_ones_own():
     for name in RULES:
         rule = method(name).bound(range(NODES)).rule
         message = Server.of(torch.nn.Linear(2, 2), rule).dispatch(0).message
-        expected[type(rule).__name__] = not (any(extras(rule)) or message.tensors or message.numbers)
+        expected[type(rule).__name__] = not (any(extra_fields(rule)) or message.tensors or message.numbers)
     assert found == expected | {'OrthoFL(protocol="client")': False}

@@ -61,7 +61,7 @@ def test_a_log_has_a_line_for_each_event(tmp_path, monkeypatch, caplog):
     lines = [record.getMessage() for record in records]
     kinds = [
         *["Dispatched"] * 4,
-        "Refused",
+        "Rejected",
         *["Accepted"] * 2,
         "Dropped",
         "Expired",
@@ -132,7 +132,7 @@ def test_prometheus_counts_what_happened(tmp_path, monkeypatch):
         "checkpoints_failed": 1,
     }
     assert {name: value(f"{name}_total") for name in totals} == totals
-    assert value("refused_total", field="points") == server.refused["points"] == 1
+    assert value("refused_total", field="points") == server.rejected["points"] == 1
     assert (value("staleness_versions_count"), value("staleness_versions_sum")) == (2, 1)
     assert (value("staleness_versions_bucket", le="0.0"), value("staleness_versions_bucket", le="1.0")) == (1, 2)
     assert (value("latency_seconds_bucket", le="2.0"), value("latency_seconds_bucket", le="5.0")) == (0, 2)

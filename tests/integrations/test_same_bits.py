@@ -109,7 +109,7 @@ def by_hand(of, trainer):
         space = ParameterSpace.of(model)
         state = message.content["arrays"].to_torch_state_dict()
         asked = tuple(entry.name for entry in space.layout.buffers)
-        order = Order(space.point(state), buffers=space.buffers(state), asked=asked)
+        order = Order(space.point(state), buffers=space.buffers(state), requested_buffers=asked)
         generator = task_generator(0, client, nth)
         with repeatable(generator):
             payload = work(model, order, trainer, of.batches(client, nth), generator=generator)

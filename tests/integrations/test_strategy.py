@@ -14,9 +14,9 @@ from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import Every, Payload, Server, rules
+from manifoldagg.federated import CheckpointPolicy, Payload, Server, rules
 from manifoldagg.federated import clients as trainers
-from manifoldagg.federated.types import extras
+from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower import Asynchronous, client_app, dispatcher
 from manifoldagg.integrations.flower.metrics import weighted_mean
 from manifoldagg.integrations.flower.records import RECORD_KEY, array_record, bytes_to_record, state_dict
@@ -26,7 +26,7 @@ from tests.federated.rules.registered import golden
 from tests.integrations.engine import running
 
 GOLDEN = golden()
-PLAIN = {name: rule for name, rule in GOLDEN.items() if extras(rule) == ({}, ())}
+PLAIN = {name: rule for name, rule in GOLDEN.items() if extra_fields(rule) == ({}, ())}
 
 
 class Net(nn.Sequential):
@@ -111,7 +111,7 @@ def test_an_unmodified_app_runs_for_so_many_rounds():
 
 def kept(rule):
     """What becomes of the buffers: they are left alone by a rule that adds no noise to them."""
-    return {"buffers": {"*": "leave"}} if getattr(rule, "private", False) else {}
+    return {"buffers": {"*": "leave"}} if getattr(rule, "is_private", False) else {}
 
 
 def tells_more(rule):
@@ -131,7 +131,7 @@ def test_every_rule_that_needs_no_more_than_models_takes_them():
                 rule = rules.GeneralizedAsyncSGD(dict.fromkeys(nodes, 1 / 3))
             strategy = asynchronous(rule, fraction_evaluate=0.0, **kept(rule))
             strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
-            taken[name] = (strategy.server.updates, strategy.server.refused)
+            taken[name] = (strategy.server.updates, strategy.server.rejected)
     assert taken == {name: (6, {}) for name in taken}
     assert len(taken) > 20
 
@@ -168,7 +168,7 @@ def test_who_fails_lies_or_hangs_costs_nobody_else_anything():
             released.set()
         numbers = dict(engine.nodes)
     server = strategy.server
-    assert (server.updates, server.refused) == (16, {"model": 1})
+    assert (server.updates, server.rejected) == (16, {"model": 1})
     assert all(x.isfinite().all() for x in state_dict(result.arrays).values())
     # The liar got the model anew, and was taken then; who fails was asked again, now and then.
     assert {numbers[row["client"]] for row in server.history} >= {0, 2}
@@ -322,7 +322,7 @@ class Decaying(Asynchronous):
 
     def aggregate_train(self, server_round, replies):
         arrays, metrics = super().aggregate_train(server_round, replies)
-        self.kept = [*getattr(self, "kept", []), *([server_round] if arrays is not None else [])]
+        self.kept = [*getattr(self, "factor", []), *([server_round] if arrays is not None else [])]
         return arrays, metrics
 
 
@@ -367,7 +367,7 @@ def play(folder, rounds, *, stop_at=None, die_at=None, resume=False, **every):
             raise KeyboardInterrupt
         return MetricRecord({"size": float(sum(np.abs(x.numpy()).sum() for x in arrays.values()))})
 
-    checkpoint = Every(folder / "server", **(every or {"updates": 1}))
+    checkpoint = CheckpointPolicy(folder / "server", **(every or {"updates": 1}))
     options = {"min_available_nodes": 1, "min_evaluate_nodes": 1, "updates": 2, "checkpoint": checkpoint}
     strategy = asynchronous(rules.FedAsync(rate=0.5), resume=resume, **options)
     with running(plain_app(), 1) as engine:
@@ -412,7 +412,7 @@ def test_whatever_is_raised_nothing_is_lost(where, tmp_path):
             raise SystemExit if where == "SystemExit" else KeyError("of my own")
         return MetricRecord({"updates": strategy.server.updates})
 
-    options = {"updates": 2, "checkpoint": Every(tmp_path / "server", updates=1000), "resume": True}
+    options = {"updates": 2, "checkpoint": CheckpointPolicy(tmp_path / "server", every_updates=1000), "resume": True}
     strategy = asynchronous(train_metrics_aggr_fn=count, **options)
     with running(plain_app(), 2) as engine:
         with pytest.raises((KeyError, SystemExit)):
@@ -433,7 +433,7 @@ def test_whatever_is_raised_nothing_is_lost(where, tmp_path):
 
 
 def test_what_is_raised_at_the_beginning_comes_out(tmp_path):
-    checkpoint = Every(tmp_path / "server", updates=1)
+    checkpoint = CheckpointPolicy(tmp_path / "server", every_updates=1)
     with running(plain_app(), 2) as engine:
         with pytest.raises(ArgumentError, match=r"^initial_arrays"):
             asynchronous(checkpoint=checkpoint).start(engine.grid, first(Narrow))
@@ -456,7 +456,7 @@ def test_a_new_run_leaves_nothing_of_another_ones_rounds(tmp_path):
         found.append((rounds.cumulative_updates, rounds.result.evaluate_metrics_serverapp))
         return state
 
-    strategy = asynchronous(updates=2, checkpoint=Every(path, updates=1000), fraction_evaluate=0.0)
+    strategy = asynchronous(updates=2, checkpoint=CheckpointPolicy(path, every_updates=1000), fraction_evaluate=0.0)
     with running(plain_app(train), 2) as engine:
         strategy.start(engine.grid, first(), num_rounds=1, evaluate_fn=lambda n, x: MetricRecord({"n": n}))
     assert found[0] == ([0], {0: MetricRecord({"n": 0})})
@@ -476,7 +476,7 @@ def test_nobody_waits_for_nodes_where_there_is_nothing_to_do(tmp_path):
         def _connect(self, *arguments):
             raise AssertionError("nodes are waited for")
 
-    checkpoint = Every(tmp_path / "server", updates=1)
+    checkpoint = CheckpointPolicy(tmp_path / "server", every_updates=1)
     with running(plain_app(), 0) as engine:
         strategy = Empty(rules.FedAsync(rate=0.5), model=Net, checkpoint=checkpoint)
         result = strategy.start(engine.grid, first(), num_rounds=0, evaluate_fn=lambda n, x: MetricRecord({"n": n}))
@@ -523,7 +523,7 @@ def test_metrics_that_are_lies_cost_nobody_else_anything():
     strategy = asynchronous(updates=6)
     with running(app, 4) as engine:
         result = strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
-    assert strategy.server.refused.keys() == {"samples"}
+    assert strategy.server.rejected.keys() == {"samples"}
     assert result.train_metrics_clientapp == {n: MetricRecord({"loss": 0.5}) for n in (1, 2)}
     assert result.evaluate_metrics_clientapp == {n: MetricRecord({"loss": 0.5}) for n in (1, 2)}
 
@@ -550,7 +550,7 @@ def test_narrow_models_travel_in_wider_numbers():
     with running(plain_app(), 2) as engine:
         strategy = asynchronous(model=Narrow, updates=4)
         result = strategy.start(engine.grid, first(Narrow), num_rounds=1)
-    assert (strategy.server.updates, strategy.server.refused) == (4, {})
+    assert (strategy.server.updates, strategy.server.rejected) == (4, {})
     assert strategy.server.state_dict()["0.weight"].dtype is torch.bfloat16
     assert state_dict(result.arrays)["0.weight"].dtype is torch.float32
 
@@ -567,7 +567,7 @@ def test_a_client_app_answers_whatever_a_rule_asks_for(rule, trainer):
     with running(client_app(trainer, Net, batches), 2) as engine:
         strategy = asynchronous(rule, updates=4)
         result = strategy.start(engine.grid, first(), num_rounds=1, timeout=60.0)
-    assert (strategy.server.updates, strategy.server.refused) == (4, {})
+    assert (strategy.server.updates, strategy.server.rejected) == (4, {})
     assert "loss" in result.evaluate_metrics_clientapp[1]
 
 
@@ -650,7 +650,7 @@ def test_a_payload_is_of_the_task_that_it_names(finished):
 
 
 def test_a_plain_answer_to_a_rule_that_asks_for_more_is_refused_by_name():
-    rule = next(rule for rule in GOLDEN.values() if any(extras(rule)))
+    rule = next(rule for rule in GOLDEN.values() if any(extra_fields(rule)))
     strategy = asynchronous(rule, wire=None, fraction_evaluate=0.0)
     with running(plain_app(lambda state, part: state), 2) as engine:
         strategy.start(engine.grid, first(), num_rounds=1, timeout=0.5)
@@ -661,7 +661,7 @@ def test_a_plain_answer_to_a_rule_that_asks_for_more_is_refused_by_name():
 @pytest.mark.usefixtures("as_shipped")
 def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
     fedasync = rules.FedAsync(rate=0.5)
-    more = next(rule for rule in GOLDEN.values() if any(extras(rule)))
+    more = next(rule for rule in GOLDEN.values() if any(extra_fields(rule)))
     for options, words in (
         ({"rule": rules.FedAsync}, "rule: expected an instance"),
         ({"model": 3}, "model: expected a module or a function"),
@@ -705,7 +705,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
         with pytest.raises(ArgumentError, match=f"^{words}"):
             Asynchronous(fedasync, model=model).start(None, arrays)
     with pytest.raises(ArgumentError, match="^buffers: 'odd' matches nothing"):
-        Asynchronous(fedasync, model=Net, buffers={"odd": "leave"}).start(None, first())
+        Asynchronous(fedasync, model=Net, buffer_policy={"odd": "leave"}).start(None, first())
     for options, words in (({"num_rounds": -1}, "num_rounds: expected"), ({"timeout": 0}, "timeout: expected")):
         with pytest.raises(ArgumentError, match=words):
             Asynchronous(fedasync).start(None, first(), **options)
@@ -718,7 +718,7 @@ def test_options_that_float64_alone_can_have_are_left_to_the_model():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_another_rule_takes_over_where_there_is_a_checkpoint(tmp_path):
-    options = {"checkpoint": Every(tmp_path / "server", updates=1), "resume": True}
+    options = {"checkpoint": CheckpointPolicy(tmp_path / "server", every_updates=1), "resume": True}
     slow, fast = rules.FedAsync(rate=0.5), rules.FedAsync(rate=1.0)
     with running(plain_app(), 2) as engine:
         for rule, replace, rounds in ((slow, True, 1), (fast, True, 2), (fast, False, 3)):

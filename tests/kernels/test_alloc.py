@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from manifoldagg.federated.pytrees import copied
+from manifoldagg.federated.pytrees import copy_tensor
 from manifoldagg.kernels import TensorList, combine
 from manifoldagg.kernels.alloc import HUGE_PAGE_BYTES, _madvise, empty_like, in_huge_pages
 
@@ -38,7 +38,7 @@ needs_pages = pytest.mark.skipif(_madvise() is None, reason="no such advice on t
     "make",
     [
         empty_like,
-        copied,
+        copy_tensor,
         lambda x: combine(None, [x], [1.0]),
         lambda x: combine(None, [(x[:1000], x[1000:])], [1.0])[1],
         lambda x: TensorList([x.repeat(2).view(-1, 4)[:, :2]]).new_empty()[0],
@@ -49,7 +49,7 @@ def test_large_results_are_asked_for_in_huge_pages(asked, make):
 
 
 @needs_pages
-@pytest.mark.parametrize("make", [empty_like, copied, lambda x: TensorList([x] * 3).new_empty()[0]])
+@pytest.mark.parametrize("make", [empty_like, copy_tensor, lambda x: TensorList([x] * 3).new_empty()[0]])
 def test_small_results_are_not(asked, make):
     assert not asked(make(torch.zeros(HUGE_PAGE_BYTES // 8 - 1)))
 
@@ -110,4 +110,4 @@ def test_transforms_and_the_compiler_pass_through():
 def test_where_there_is_no_such_advice_results_are_the_same(monkeypatch):
     monkeypatch.setattr("manifoldagg.kernels.alloc._madvise", lambda: None)
     x = torch.arange(MANY, dtype=torch.float32)
-    assert torch.equal(copied(x), x)
+    assert torch.equal(copy_tensor(x), x)

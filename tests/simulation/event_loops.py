@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import rules
-from manifoldagg.federated.server.client_sampling import asking
+from manifoldagg.federated.server.client_sampling import sampler_for
 from manifoldagg.simulation import (
     Completion,
     Deterministic,
@@ -69,7 +69,7 @@ class Plot:
         generator = lambda: np.random.default_rng([self.seed, next(names)])  # noqa: E731
         clients = list(self.clients)
         some = self.tasks if self.kind.startswith("some") else None
-        who = asking(rule_of(self.kind, clients, self.cohort), clients, some, generator())
+        who = sampler_for(rule_of(self.kind, clients, self.cohort), clients, some, generator())
         changes = churn(clients, Exponential(self.up), Exponential(2.0), 60.0, generator()) if self.up else ()
         return Course(clients, who, scheduler_of(self.scheduler, clients, generator()), changes)
 
@@ -99,7 +99,7 @@ class Asked(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """An `Answer` with what became of it."""
+    """An `ClosedTicket` with what became of it."""
 
     key: Key
     done: Completion

@@ -162,7 +162,7 @@ class Counts:
         torch.func.vjp(lambda x: loss(x, batch), theta.detach())[1](torch.ones(()))
         if self.diverges:
             raise DivergenceError("the loss is nan")
-        return Payload(message.start[None], 1, memory={"kept": torch.zeros(1000)})
+        return Payload(message.start[None], 1, client_state={"kept": torch.zeros(1000)})
 
 
 @pytest.mark.parametrize("diverges", [False, True])

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import rules
-from manifoldagg.federated.server.client_sampling import Cohorts, Continuous, Drawn, Present, Routed
+from manifoldagg.federated.server.client_sampling import (
+    AsyncSampler,
+    AvailableClients,
+    CohortSampler,
+    RoutedSampler,
+    RuleSampler,
+)
 from manifoldagg.simulation import Change, Deterministic, IndependentClients
 from manifoldagg.simulation.event_loop import Answer, Ask, Course, Lost
 from tests.simulation.event_loops import Answered, Asked, drive, plots
@@ -25,7 +31,7 @@ def never_first(often):
 
 def alone(changes=(), clients=(0, 1), tasks=None, seconds=2.0):
     scheduler = IndependentClients(Deterministic(seconds), np.random.default_rng(0))
-    return Course(list(clients), Continuous(tasks, np.random.default_rng(0)), scheduler, changes)
+    return Course(list(clients), AsyncSampler(tasks, np.random.default_rng(0)), scheduler, changes)
 
 
 @given(plots(), OFTEN)
@@ -167,22 +173,22 @@ def test_as_many_tasks_are_routed_as_ever(plot, often):
 
 def test_draws_are_uniform_and_routes_have_their_shares():
     clients = [3, 5, 7, 8]
-    here = Present(clients)
+    here = AvailableClients(clients)
     generator = np.random.default_rng(0)
     n = 1200
-    pairs = Counter(frozenset(Cohorts(2, generator).begin(here)) for _ in range(n))
-    first = Counter(Drawn(rules.DeFedAvg(2).draw, 2, 1, generator).begin(here)[0] for _ in range(n))
-    some = Continuous(3, generator)
-    some.begin(here)
+    pairs = Counter(frozenset(CohortSampler(2, generator).start(here)) for _ in range(n))
+    first = Counter(RuleSampler(rules.DeFedAvg(2).draw, 2, 1, generator).start(here)[0] for _ in range(n))
+    some = AsyncSampler(3, generator)
+    some.start(here)
     idle = Counter()
     for _ in range(n):
         # Whoever answers and the one that is idle are as likely.
         busy = next(iter(some._busy))
-        (drawn,) = some.answered(busy, True, here)
+        (drawn,) = some.on_completion(busy, True, here)
         idle[drawn == busy] += 1
-    routed = Routed({3: 0.1, 5: 0.4, 7: 0.3, 8: 0.2}, n, generator)
+    routed = RoutedSampler({3: 0.1, 5: 0.4, 7: 0.3, 8: 0.2}, n, generator)
     here.discard(5)
-    shares = Counter(routed.begin(here))
+    shares = Counter(routed.start(here))
     expected = [
         (pairs, {frozenset(pair): 1 / 6 for pair in combinations(clients, 2)}),
         (first, dict.fromkeys(clients, 1 / 4)),
@@ -278,7 +284,7 @@ def test_what_does_not_fit_is_refused_by_name():
     used = IndependentClients(Deterministic(1.0), generator)
     used.dispatch(0, 1.0)
     for call, words in (
-        (lambda: Course(clients, Continuous(None, generator), used), "scheduler: expected a new one, .* with 1 task"),
+        (lambda: Course(clients, AsyncSampler(None, generator), used), "scheduler: expected a new one, .* with 1 task"),
         (lambda: alone([Change(1.0, 9, "leave")]), "participation: .*client=9.* takes no part"),
         (lambda: alone([Change(1.0, 0, "return")]), "changes: .* cannot happen to a client that is here"),
         (lambda: alone(["leave"]), r"changes\[0\]: expected a Change"),

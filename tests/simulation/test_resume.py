@@ -14,7 +14,7 @@ from manifoldagg.errors import ArgumentError, CheckpointError, DivergenceError
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.progress_dir import Unfinished, discard
 from manifoldagg.experiments.registry import RULES, method, methods
-from manifoldagg.federated import Every, Payload, Server, rules
+from manifoldagg.federated import CheckpointPolicy, Payload, Server, rules
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.server import server as server_module
 from manifoldagg.federated.server.durability import checkpoint as checkpoints
@@ -58,7 +58,7 @@ class Remembers:
         points = message.start + 0.01 * trace
         memory = {"count": count + 1, "trace": trace}
         buffers = {name: message.buffers[name] + 1 for name in message.asked}
-        return Payload(points[None] * (torch.nan if count % 5 == 2 else 1), 10, buffers=buffers, memory=memory)
+        return Payload(points[None] * (torch.nan if count % 5 == 2 else 1), 10, buffers=buffers, client_state=memory)
 
 
 REMEMBERS = Method("remembers", rules.FedAsync(0.5), Remembers())
@@ -81,7 +81,14 @@ def stopping(count):
 
 
 def once(path, what=REMEMBERS, often=2, rounds=ROUNDS, federation=FEDERATION, **options):
-    return run(federation, what, rounds=rounds, checkpoint=Every(path, updates=often, keep=1), resume=True, **options)
+    return run(
+        federation,
+        what,
+        rounds=rounds,
+        checkpoint=CheckpointPolicy(path, every_updates=often, keep=1),
+        resume=True,
+        **options,
+    )
 
 
 def in_parts(path, stops, what=REMEMBERS, **options):
@@ -100,7 +107,7 @@ def killed(monkeypatch):
         writer._next.clear()
         writer.finish()
 
-    monkeypatch.setattr(checkpoints.Writer, "write", kill)
+    monkeypatch.setattr(checkpoints.CheckpointWriter, "write", kill)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -258,7 +265,7 @@ def test_a_run_that_is_over_ends_as_it_did(tmp_path):
 
 def test_messages_are_written_once_and_not_where_the_server_keeps_them(tmp_path):
     in_parts(tmp_path / "run", [4])
-    tree = tensor_file.read(tmp_path / "run", "run")
+    tree = tensor_file.load(tmp_path / "run", "run")
     starts = [message[0] for *_, message in tree["out"]]
     assert len(starts) >= 4
     assert set(starts) == {None}
@@ -419,11 +426,17 @@ def test_other_settings_are_refused_by_name(change, words, tmp_path, monkeypatch
     before = path.read_bytes()
     federation, what = change.pop("federation", FEDERATION), change.pop("what", REMEMBERS)
     if "versions" in change:
-        was = tensor_file.read(path, "run")["about"]["versions"]
+        was = tensor_file.load(path, "run")["about"]["versions"]
         was |= change.pop("versions")
         monkeypatch.setattr("manifoldagg.simulation.run_metadata.versions", lambda: was)
     with pytest.raises(CheckpointError, match=f"^{re.escape(f'{path}: {words}')}"):
-        run(federation, what, **({"rounds": ROUNDS} | change), checkpoint=Every(path, updates=1), resume=True)
+        run(
+            federation,
+            what,
+            **({"rounds": ROUNDS} | change),
+            checkpoint=CheckpointPolicy(path, every_updates=1),
+            resume=True,
+        )
     assert path.read_bytes() == before
 
 
@@ -465,7 +478,7 @@ def test_torn_and_foreign_files_are_refused(tmp_path):
 def test_without_resume_a_run_begins_anew(tmp_path):
     in_parts(tmp_path / "run", [6], STEADY)
     rounds = []
-    checkpoint = Every(tmp_path / "run", updates=2)
+    checkpoint = CheckpointPolicy(tmp_path / "run", every_updates=2)
     run(FEDERATION, STEADY, rounds=ROUNDS, checkpoint=checkpoint, watch=lambda event: rounds.append(event.round))
     assert rounds == list(range(1, ROUNDS + 1))
 
@@ -476,7 +489,7 @@ def test_what_cannot_be_kept_is_told_at_the_door(tmp_path):
     like = {"rounds": 3, "progress": lambda: told.append(1)}
     odd = replace(REMEMBERS, rule=rules.FedAsync(lambda version: 0.5))
     with pytest.raises(CheckpointError, match="rule: rate: expected a function of a module"):
-        run(FEDERATION, odd, checkpoint=Every(tmp_path / "run", updates=1), **like)
+        run(FEDERATION, odd, checkpoint=CheckpointPolicy(tmp_path / "run", every_updates=1), **like)
     with pytest.raises(ArgumentError, match="resume: expected a `checkpoint` to go on from"):
         run(FEDERATION, REMEMBERS, resume=True, **like)
     with pytest.raises(ArgumentError, match="checkpoint: expected Every, got 'run'"):
@@ -510,7 +523,7 @@ def test_seconds_are_waited_for_and_a_slow_disk_is_waited_for_longer(tmp_path, m
             note(seconds=3.0)
 
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    with Keeper(Every(tmp_path / "run", seconds=10.0), 0) as keeper:
+    with Keeper(CheckpointPolicy(tmp_path / "run", every_seconds=10.0), 0) as keeper:
         for second in range(150):
             now[0] = max(now[0], float(second))
             keeper.look(Told)
@@ -520,6 +533,6 @@ def test_seconds_are_waited_for_and_a_slow_disk_is_waited_for_longer(tmp_path, m
 
 def test_what_is_written_is_what_json_could_hold_of_the_log(tmp_path):
     in_parts(tmp_path / "run", [4])
-    rows = tensor_file.read(tmp_path / "run", "run")["rows"]
+    rows = tensor_file.load(tmp_path / "run", "run")["rows"]
     whole = run(FEDERATION, REMEMBERS, rounds=ROUNDS)
     assert json.loads(json.dumps(rows)) == [vars(row) for row in whole.evaluations[: len(rows)]]

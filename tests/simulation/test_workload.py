@@ -167,7 +167,7 @@ class Counting:
 
     def train(self, space, message, loss, batches, memory, *, generator):
         self.seen.append((memory, message))
-        return Payload(message.start[None] + 0.01, 1, memory={"tasks": (memory or {"tasks": 0})["tasks"] + 1})
+        return Payload(message.start[None] + 0.01, 1, client_state={"tasks": (memory or {"tasks": 0})["tasks"] + 1})
 
 
 def test_a_client_finds_what_its_last_task_left(federation):

@@ -13,7 +13,7 @@ from manifoldagg._validation import check_count
 from manifoldagg.curves import Embedding, Fit, fit
 from manifoldagg.curves.batchnorm import batch_norm_layers, refreshed_buffers
 from manifoldagg.errors import ArgumentError, StateDictError
-from manifoldagg.federated.types import Memory, Message, Payload
+from manifoldagg.federated.types import ClientState, Message, Payload
 from manifoldagg.manifolds import Loss, Manifold, ModelLoss
 
 __all__ = ["Assignment", "Client", "count_samples"]
@@ -39,7 +39,7 @@ class Assignment:
     message: Message
     loss: Loss
     batches: Iterable[Any]
-    memory: Memory
+    memory: ClientState
     generator: torch.Generator
 
     @property
@@ -63,14 +63,14 @@ class Assignment:
                 batches. Layers in evaluation keep theirs.
         """
         loss = self.loss
-        if not self.message.asked or not isinstance(loss, ModelLoss):
+        if not self.message.requested_buffers or not isinstance(loss, ModelLoss):
             return {}
         carried = loss.buffers
         if at is not None:
             carried = refreshed_buffers(
                 loss, at, self.batches, [norm for norm in batch_norm_layers(loss.model) if norm.training]
             )
-        return {name: carried[name] for name in self.message.asked}
+        return {name: carried[name] for name in self.message.requested_buffers}
 
     def fit(self, embedding: Embedding, **options: Any) -> Fit:
         """[`fit`][manifoldagg.fit] from the message's start."""
@@ -105,7 +105,7 @@ class Client(abc.ABC):
         message: Message,
         loss: Loss,
         batches: Iterable[Any],
-        memory: Memory,
+        memory: ClientState,
         *,
         generator: torch.Generator,
     ) -> Payload:
@@ -152,7 +152,7 @@ class Client(abc.ABC):
 def _with_buffers(loss: Loss, message: Message) -> Loss:
     """The loss as the message finds the model, with buffers of its own."""
     carried = {entry.name for entry in loss.layout.buffers} if isinstance(loss, ModelLoss) else set()
-    if missing := [name for name in message.asked if name not in carried]:
+    if missing := [name for name in message.requested_buffers if name not in carried]:
         expected = "expected one of ParameterSpace.loss, which keeps the buffers that the message asks for"
         raise ArgumentError(f"loss: {expected}: {', '.join(missing[:LISTED])}")
     if not isinstance(loss, ModelLoss):

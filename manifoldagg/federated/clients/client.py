@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.federated.types import Memory, Message, Payload, Trainer
+from manifoldagg.federated.types import ClientState, Message, Payload, Trainer
 from manifoldagg.manifolds import ParameterSpace
 
 __all__ = ["work"]
@@ -19,7 +19,7 @@ def work(
     batches: Iterable[Any],
     criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
     *,
-    memory: Memory = None,
+    memory: ClientState = None,
     generator: torch.Generator,
 ) -> Payload:
     """Train a module from a message, as [`Trainer.train`][manifoldagg.federated.Trainer] in the module's own space.

@@ -67,8 +67,8 @@ class Calibrated(Client):
         message = replace(message, start=start)
         inner = memory.get("trainer")
         payload = self.trainer.train(given.space, message, given.loss, given.batches, inner, generator=given.generator)
-        kept = {"turn": turn, "start": start, "global": home, "trainer": payload.memory}
-        return replace(payload, memory=kept | {"model": payload.points[-1].detach().clone()})
+        kept = {"turn": turn, "start": start, "global": home, "trainer": payload.client_state}
+        return replace(payload, client_state=kept | {"model": payload.points[-1].detach().clone()})
 
 
 def _fits(memory: Any, start: Tensor) -> bool:

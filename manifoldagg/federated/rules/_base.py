@@ -17,7 +17,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._geometry import in_float64
 from manifoldagg.federated.rules._riemannian_step import arrive, tangents_at
 from manifoldagg.federated.schedules import check_options
-from manifoldagg.federated.types import Memory, Message, Outcome, Point, State, Target, Update
+from manifoldagg.federated.types import ClientState, Message, Outcome, Point, State, Target, Update
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold, check_point
 from manifoldagg.manifolds.manifold import check_is_manifold
@@ -30,15 +30,15 @@ class ServerRule(abc.ABC):
     """A [`Rule`][manifoldagg.federated.Rule] that counts versions and sends its clients the current model.
 
     `needs_flat` says what of it has no meaning on curved leaves, in the plural; such a space is refused. So does
-    `needs_sums`, of what has a meaning on leaves of low rank too: inner products and sums of points. `drifts` says
-    whether a step depends on where the model has gone since the client left; of others who is late needs no base.
-    `no_sum` says why [`Private`][manifoldagg.federated.rules.Private] refuses it.
+    `needs_linear_leaves`, of what has a meaning on leaves of low rank too: inner products and sums of points.
+    `uses_drift` says whether a step depends on where the model has gone since the client left; of others who is late
+    needs no base. `not_private_because` says why [`Private`][manifoldagg.federated.rules.Private] refuses it.
     """
 
     needs_flat: ClassVar[str] = ""
-    needs_sums: ClassVar[str] = ""
-    drifts: ClassVar[bool] = True
-    no_sum: ClassVar[str] = "its step is no sum of updates"
+    needs_linear_leaves: ClassVar[str] = ""
+    uses_drift: ClassVar[bool] = True
+    not_private_because: ClassVar[str] = "its step is no sum of updates"
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -47,7 +47,7 @@ class ServerRule(abc.ABC):
         self.check_space(space, start)
         return {"version": 0}
 
-    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
+    def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         return Message(current)
 
     @abc.abstractmethod
@@ -62,7 +62,7 @@ class ServerRule(abc.ABC):
             ArgumentError: naming its curved leaves, and what needs them flat.
         """
         check_is_manifold(space)
-        lacks = self.needs_flat or ("" if space.ambient else self.needs_sums)
+        lacks = self.needs_flat or ("" if space.ambient else self.needs_linear_leaves)
         if lacks and not space.flat:
             curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
             name = type(self).__name__

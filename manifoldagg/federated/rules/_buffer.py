@@ -82,7 +82,7 @@ class BufferedRule(TangentRule):
     """
 
     rate: Rate
-    no_sum: ClassVar[str] = ""
+    not_private_because: ClassVar[str] = ""
 
     @property
     @abc.abstractmethod
@@ -139,7 +139,7 @@ class BufferedRule(TangentRule):
             waiting = {**state, "count": count, "total": total, "unit": unit, "buffer": buffer}
             numbers |= frame.ambient.diagnostics
             # Sums of displacements no longer than the root of the largest number, in units of the largest share.
-            return waiting, Outcome(None, update.memory, numbers, sound=frame.transporter is None)
+            return waiting, Outcome(None, update.client_state, numbers, state_is_finite=frame.transporter is None)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
         rate = self.step_size(state)
         if mechanism is not None:
@@ -150,4 +150,4 @@ class BufferedRule(TangentRule):
         numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | told_of(frame)
         after = {name: kept for name, kept in state.items() if name not in ("unit", "buffer")}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
-        return after | changes, Outcome(model, update.memory, numbers)
+        return after | changes, Outcome(model, update.client_state, numbers)

@@ -16,7 +16,7 @@ from manifoldagg.federated.rules._riemannian_step import tangents_at, travel
 from manifoldagg.federated.rules._step_curve import Course
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
-from manifoldagg.federated.types import Memory, Outcome, Point, State, Target, Update
+from manifoldagg.federated.types import ClientState, Outcome, Point, State, Target, Update
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
 
@@ -31,9 +31,9 @@ class CurveRule(TangentRule):
     """
 
     cohort: ClassVar[int] = 1
-    rows: ClassVar[bool] = True
-    plain: ClassVar[bool] = True
-    no_sum: ClassVar[str] = "every single update moves the model; FedBuff(1) is such a rule that can be"
+    accepts_tensor_lists: ClassVar[bool] = True
+    single_point: ClassVar[bool] = True
+    not_private_because: ClassVar[str] = "every single update moves the model; FedBuff(1) is such a rule that can be"
     overshoot: str = "clamp"
 
     @property
@@ -59,14 +59,14 @@ class CurveRule(TangentRule):
         """
         return {}
 
-    def remember(self, update: Update) -> Memory:
+    def remember(self, update: Update) -> ClientState:
         """What to keep for the client."""
-        return update.memory
+        return update.client_state
 
     def init(self, space: Manifold, start: Point) -> State:
         state = super().init(space, start)
         if not space.flat:
-            if self.overshoot == "extend" and not self.plain and not space.ambient:
+            if self.overshoot == "extend" and not self.single_point and not space.ambient:
                 curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
                 raise ArgumentError(
                     f"overshoot: extend follows a polynomial, which needs flat leaves; not so: {curved}"
@@ -76,7 +76,7 @@ class CurveRule(TangentRule):
         return state
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
-        if self.plain:
+        if self.single_point:
             check_points(self, update)
         else:
             check_points(self, update, None, "at least one control point")
@@ -144,11 +144,11 @@ class ScheduledRule(CurveRule):
         version = state["version"]
         rate = rate_at(self.rate, version)
         if self.dominance is not None:
-            rate = self.dominance.temper(rate, self.dominance.count(update.memory), version + 1)
+            rate = self.dominance.temper(rate, self.dominance.count(update.client_state), version + 1)
         return min(penalty(self.decay), self.penalty_limit) * update.weight * rate
 
-    def remember(self, update: Update) -> Memory:
-        return update.memory if self.dominance is None else self.dominance.memory(update.memory)
+    def remember(self, update: Update) -> ClientState:
+        return update.client_state if self.dominance is None else self.dominance.memory(update.client_state)
 
 
 def staleness_penalty(strength: float, candidate: float, drift: float) -> float:

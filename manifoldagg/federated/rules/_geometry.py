@@ -80,7 +80,7 @@ def frame_of(
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
         ambient = AmbientSpace.of(space, point) if transport is None else TangentSpace.at(space, current)
         segments = segments or ambient.segments
-        if update.descent:
+        if update.is_pseudo_gradient:
             if ambient.leaves:
                 raise ArgumentError("points: expected models: of low-rank leaves there are no pseudo-gradients")
             return Frame.of_gradients(points, base, current, segments=segments)

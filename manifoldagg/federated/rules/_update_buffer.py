@@ -30,7 +30,7 @@ class HeldRule(TangentRule):
     """
 
     cohort: ClassVar[int] = 1
-    drifts: ClassVar[bool] = False
+    uses_drift: ClassVar[bool] = False
     size: int
     rate: Rate
     staleness: Weight
@@ -73,13 +73,15 @@ class HeldRule(TangentRule):
             numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(len(held) + 1)}
             # Displacements no longer than the root of the largest number.
             sound = frame.transporter is None
-            return waiting, Outcome(None, update.memory, numbers | frame.ambient.diagnostics, sound=sound)
+            return waiting, Outcome(
+                None, update.client_state, numbers | frame.ambient.diagnostics, state_is_finite=sound
+            )
         rate = rate_at(self.rate, state["version"])
         kept = [rate * s for s in (*state["kept"].values(), share)]
         model, norm, gram = self.reached(space, update, frame, held, kept, out)
         numbers = {"cosine": cosine(gram), "weight": share, "buffered": 0.0, "rate": rate, "step": rate, "norm": norm}
         after = {"version": state["version"] + 1, "kept": {}, "held": {}}
-        return after, Outcome(model, update.memory, numbers | told_of(frame))
+        return after, Outcome(model, update.client_state, numbers | told_of(frame))
 
     def read(self, frame: Frame) -> Gram:
         """Inner products of the rows, of which the first one is no longer than it may be.
@@ -99,7 +101,7 @@ class OrderedRule(HeldRule):
     Windows of all displacements are sorted beside the model: no more is held than K of such.
     """
 
-    measured: ClassVar[tuple[str, ...]] = ("points",)
+    self_checked: ClassVar[tuple[str, ...]] = ("points",)
 
     @property
     @abc.abstractmethod

@@ -11,14 +11,14 @@ class RuleAround:
     rule: Rule
 
     @property
-    def rows(self) -> bool:
+    def accepts_tensor_lists(self) -> bool:
         """As the rule."""
-        return bool(getattr(self.rule, "rows", False))
+        return bool(getattr(self.rule, "accepts_tensor_lists", False))
 
     @property
-    def drifts(self) -> bool:
+    def uses_drift(self) -> bool:
         """As the rule."""
-        return bool(getattr(self.rule, "drifts", True))
+        return bool(getattr(self.rule, "uses_drift", True))
 
     @property
     def cohort(self) -> int:

@@ -35,5 +35,5 @@ class ASGD(ScheduledRule):
         return Tangent()
 
     @property
-    def drifts(self) -> bool:  # type: ignore[override]  # of an option
+    def uses_drift(self) -> bool:  # type: ignore[override]  # of an option
         return self.decay > 0

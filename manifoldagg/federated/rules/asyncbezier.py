@@ -13,7 +13,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._curve_rule import ScheduledRule
 from manifoldagg.federated.rules._geometry import root
 from manifoldagg.federated.rules._step_curve import PULL_BACKS, Course
-from manifoldagg.federated.types import Memory, Message, State, Update
+from manifoldagg.federated.types import ClientState, Message, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncBezier"]
@@ -88,7 +88,7 @@ class AsyncBezier(ScheduledRule):
         tensor([1., 0.])
     """
 
-    plain: ClassVar[bool] = False
+    single_point: ClassVar[bool] = False
     threshold: float | str = 1.0
     pull_back: str = field(default="chord", kw_only=True)
     bend: float | str = field(default=1.0, kw_only=True)
@@ -113,7 +113,7 @@ class AsyncBezier(ScheduledRule):
         """What payloads bring."""
         return ("pace",) if self.normalise else ()
 
-    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
+    def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         return Message(current, numbers=dict.fromkeys(self.numbers, 1.0))
 
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:

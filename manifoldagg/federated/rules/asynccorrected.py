@@ -48,7 +48,7 @@ class AsyncCorrected(ScheduledRule):
         0.6
     """
 
-    plain: ClassVar[bool] = False
+    single_point: ClassVar[bool] = False
     correction: Correction = field(default=TANGENT, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, root
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
-from manifoldagg.federated.types import Memory, Message, Outcome, State, Update
+from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
 from manifoldagg.kernels import combine, gram
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
@@ -80,7 +80,7 @@ class AsyncCurve(ServerRule):
 
     cohort: ClassVar[int] = 1
     needs_flat: ClassVar[str] = "rotated control points"
-    measured: ClassVar[tuple[str, ...]] = ("points",)
+    self_checked: ClassVar[tuple[str, ...]] = ("points",)
     numbers: ClassVar[tuple[str, ...]] = ("batches",)
     clients: int
     rate: Rate = 1.0
@@ -102,10 +102,10 @@ class AsyncCurve(ServerRule):
         if self.periodic is not None:
             check_count("periodic", self.periodic)
 
-    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
-        if not memory or "step" not in state:
+    def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
+        if not client_state or "step" not in state:
             return Message(current)
-        m = state["step"] / memory["batches"]
+        m = state["step"] / client_state["batches"]
         return Message(current, {"m": m, "v": m.square().clamp_(max=torch.finfo(m.dtype).max)})
 
     def step(
@@ -123,7 +123,7 @@ class AsyncCurve(ServerRule):
         corrected = self.correction.apply(frame, state.get("correction"), auxiliary=beside)
         dominance = Dominance(self.clients, self.smoothed)
         rate = rate_at(self.rate, version)
-        s = dominance.temper(rate, dominance.count(update.memory), version + 1)
+        s = dominance.temper(rate, dominance.count(update.client_state), version + 1)
         line, norm = _line(corrected, s)
         if line is None:
             end = corrected.combine(current, [1.0])
@@ -139,8 +139,8 @@ class AsyncCurve(ServerRule):
         if norm is None or self._overwrites(version + 1):
             norm = root(gram([moved])[0, 0, 0].item())
         numbers = {"cosine": cosine(corrected.original_gram), "rate": rate, "step": s, "norm": norm}
-        memory = dominance.memory(update.memory) | {"batches": batches}
-        return after, Outcome(model, memory, numbers, sound=self._sound(corrected))
+        memory = dominance.memory(update.client_state) | {"batches": batches}
+        return after, Outcome(model, memory, numbers, state_is_finite=self._sound(corrected))
 
     def _sound(self, corrected: Corrected) -> bool:
         """Whether rows are so short that no combination of them is too large for a number."""

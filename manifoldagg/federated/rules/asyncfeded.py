@@ -11,7 +11,7 @@ from manifoldagg._validation import check_count, check_number
 from manifoldagg.federated.rules._base import TangentRule, follow
 from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, root, told_of
 from manifoldagg.federated.schedules import Rate, rate_at
-from manifoldagg.federated.types import Memory, Message, Outcome, State, Target, Update
+from manifoldagg.federated.types import ClientState, Message, Outcome, State, Target, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncFedED"]
@@ -64,7 +64,7 @@ class AsyncFedED(TangentRule):
     """
 
     cohort: ClassVar[int] = 1
-    rows: ClassVar[bool] = True
+    accepts_tensor_lists: ClassVar[bool] = True
     rate: Rate = 1.0
     epsilon: float = field(default=1.0, kw_only=True)
     target: float = field(default=1.0, kw_only=True)
@@ -80,10 +80,10 @@ class AsyncFedED(TangentRule):
         check_number("epochs", check_count("epochs", self.epochs), at_most=LONGEST)
         check_count("warm_up", self.warm_up, at_least=0)
 
-    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
-        return Message(current, numbers={"epochs": float(self.planned(memory))})
+    def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
+        return Message(current, numbers={"epochs": float(self.planned(client_state))})
 
-    def planned(self, memory: Memory) -> int:
+    def planned(self, memory: ClientState) -> int:
         """$K_i$ of a client with this memory."""
         return int((memory or {}).get("epochs", self.epochs))
 
@@ -94,7 +94,7 @@ class AsyncFedED(TangentRule):
         moved = root(gram.matrix[0, 0])
         drift = root(gram.matrix[1, 1])
         version = state["version"]
-        epochs = self.planned(update.memory)
+        epochs = self.planned(update.client_state)
         gamma = self.target
         if version >= self.warm_up:
             # Without a move the ratio would be infinite or 0 / 0, and the step is 0 at any rate.
@@ -107,5 +107,5 @@ class AsyncFedED(TangentRule):
         numbers = {"cosine": cosine(gram), "rate": rate, "step": rate, "norm": rate * moved}
         numbers |= {"distance": gamma, "epochs": float(epochs)} | told_of(frame)
         model = follow(space, update.current, frame, gram, [rate, 0.0], out)
-        memory = {**(update.memory or {}), "epochs": epochs}
+        memory = {**(update.client_state or {}), "epochs": epochs}
         return {"version": version + 1}, Outcome(model, memory, numbers)

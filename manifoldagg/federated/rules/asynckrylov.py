@@ -41,7 +41,7 @@ class AsyncKrylov(ScheduledRule):
         KrylovDC(granularity='tensor', tolerance=0.001)
     """
 
-    plain: ClassVar[bool] = False
+    single_point: ClassVar[bool] = False
     granularity: str = field(default="tensor", kw_only=True)
     tolerance: float = field(default=1e-3, kw_only=True)
 

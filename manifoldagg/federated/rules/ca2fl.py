@@ -76,9 +76,9 @@ class CA2FL(ServerRule):
     """
 
     cohort: ClassVar[int] = 1
-    measured: ClassVar[tuple[str, ...]] = ("points",)
-    no_sum: ClassVar[str] = "it keeps what each client sent and adds it again"
-    needs_sums: ClassVar[str] = "cached displacements"
+    self_checked: ClassVar[tuple[str, ...]] = ("points",)
+    not_private_because: ClassVar[str] = "it keeps what each client sent and adds it again"
+    needs_linear_leaves: ClassVar[str] = "cached displacements"
     size: int = 10
     rate: Rate = 1.0
     clients: int | None = None
@@ -100,7 +100,7 @@ class CA2FL(ServerRule):
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
         check_points(self, update)
-        memory = dict(update.memory or {})
+        memory = dict(update.client_state or {})
         held = [*state["held"]]
         again = memory.get("round") == state["version"]
         slot = memory["slot"] if again else (len(held) if "cache" in memory else NONE)
@@ -132,7 +132,7 @@ class CA2FL(ServerRule):
             waits["buffer"] = _wide(rounded, cache=1.0, held=-1.0, buffer=1.0)
             if again:
                 waits["replaced"] = _wide(rounded, before=1.0, held=-1.0, replaced=1.0)
-            return waits, Outcome(None, mine, told | frame.ambient.diagnostics, sound=True)
+            return waits, Outcome(None, mine, told | frame.ambient.diagnostics, state_is_finite=True)
         rate = rate_at(self.rate, state["version"])
         cached = state["cached"] + joined
         mean = 1 - guests / self.size if self.unknown == "mean" else 1.0
@@ -146,7 +146,7 @@ class CA2FL(ServerRule):
         after = {"version": state["version"] + 1, "cached": cached, **EMPTY, "sum": _wide(rounded, **change)}
         numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.ambient.diagnostics
         # No displacement is longer than the root of the largest number: sums of them in float64 are finite.
-        return after, Outcome(model, mine, numbers, sound=True)
+        return after, Outcome(model, mine, numbers, state_is_finite=True)
 
 
 def _line(frame: Frame, **coefficients: Any) -> list[float]:

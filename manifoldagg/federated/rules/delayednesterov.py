@@ -49,10 +49,10 @@ class DelayedNesterov(ServerRule):
     """
 
     cohort: ClassVar[int] = 1
-    rows: ClassVar[bool] = True
-    drifts: ClassVar[bool] = False
-    no_sum: ClassVar[str] = "every single update moves the model"
-    needs_sums: ClassVar[str] = "momenta from other points"
+    accepts_tensor_lists: ClassVar[bool] = True
+    uses_drift: ClassVar[bool] = False
+    not_private_because: ClassVar[str] = "every single update moves the model"
+    needs_linear_leaves: ClassVar[str] = "momenta from other points"
     size: int = 4
     rate: Rate = 0.7
     beta: float = 0.9
@@ -98,4 +98,4 @@ class DelayedNesterov(ServerRule):
             "norm": frame.combination_norm(gram, line),
         }
         model = frame.move(gram, line, out)
-        return after, Outcome(model, update.memory, numbers | frame.ambient.diagnostics)
+        return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.schedules import check_options
-from manifoldagg.federated.types import Memory
+from manifoldagg.federated.types import ClientState
 
 __all__ = ["Dominance"]
 
@@ -46,17 +46,17 @@ class Dominance:
         part = (own + 1) / (total + self.clients) if self.smoothed else own / total
         return min(1.0, rate / (self.clients * part))
 
-    def count(self, memory: Memory) -> int:
+    def count(self, memory: ClientState) -> int:
         """How many updates have come from a client of this memory, with the one at hand.
 
         Raises:
             ArgumentError: if it is no mapping, or its `updates` no count.
         """
         if memory is not None and not isinstance(memory, Mapping):
-            raise ArgumentError(f"memory: expected a mapping or None, got {memory!r}")
+            raise ArgumentError(f"client_state: ..., got {memory!r}")
         return check_count("memory['updates']", (memory or {}).get("updates", 0), at_least=0) + 1
 
-    def memory(self, memory: Memory) -> Memory:
+    def memory(self, memory: ClientState) -> ClientState:
         """The memory after the update at hand."""
         count = self.count(memory)
         return {**(memory or {}), "updates": count}

@@ -69,7 +69,7 @@ class FADAS(BufferedRule):
     """
 
     cohort: ClassVar[int] = 1
-    measured: ClassVar[tuple[str, ...]] = ("points",)
+    self_checked: ClassVar[tuple[str, ...]] = ("points",)
     needs_flat: ClassVar[str] = "elementwise squares"
     size: int = 10
     rate: Rate = 1e-3

@@ -54,8 +54,8 @@ class FedAdam(FedAvg):
         [tensor([ 0.4950, -0.4999])]
     """
 
-    rows: ClassVar[bool] = False
-    measured: ClassVar[tuple[str, ...]] = ("points",)
+    accepts_tensor_lists: ClassVar[bool] = False
+    self_checked: ClassVar[tuple[str, ...]] = ("points",)
     needs_flat: ClassVar[str] = "elementwise squares"
     rate: Rate = 0.01
     beta1: float = field(default=0.9, kw_only=True)

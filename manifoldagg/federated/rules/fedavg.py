@@ -50,8 +50,8 @@ class FedAvg(BufferedRule):
         [tensor([2.5000])]
     """
 
-    rows: ClassVar[bool] = True
-    drifts: ClassVar[bool] = False
+    accepts_tensor_lists: ClassVar[bool] = True
+    uses_drift: ClassVar[bool] = False
     cohort: int
     rate: Rate = 1.0
     weighted: bool = field(default=True, kw_only=True)

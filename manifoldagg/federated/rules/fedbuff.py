@@ -52,8 +52,8 @@ class FedBuff(BufferedRule):
     """
 
     cohort: ClassVar[int] = 1
-    rows: ClassVar[bool] = True
-    drifts: ClassVar[bool] = False
+    accepts_tensor_lists: ClassVar[bool] = True
+    uses_drift: ClassVar[bool] = False
     size: int = 10
     rate: Rate = 1.0
     staleness: Weight = field(default_factory=Polynomial)

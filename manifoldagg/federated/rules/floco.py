@@ -11,7 +11,7 @@ from manifoldagg._validation import check_count, check_finite, check_number
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import check_points, root
-from manifoldagg.federated.types import Memory, Message, Outcome, State, Update
+from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
 from manifoldagg.kernels import combine, gram
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
@@ -99,8 +99,8 @@ class FLOCO(ServerRule):
         vertices = check_finite("spread: first vertices", start + (noise - noise.mean(0)).to(start.device))
         return state | {"count": 0, "total": 0.0, "vertices": vertices, "signals": []}
 
-    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
-        placed = {"centre": memory["centre"]} if memory and "centre" in memory else {}
+    def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
+        placed = {"centre": client_state["centre"]} if client_state and "centre" in client_state else {}
         # Where the server rounds what clients start from, the vertices lie about that point.
         centroid = combine(None, [*state["vertices"]], [1 / self.vertices] * self.vertices)
         vertices = empty_like(state["vertices"])
@@ -148,9 +148,9 @@ class FLOCO(ServerRule):
         norm = root(gram([model], minus=current)[0, 0, 0].item())
         return after, Outcome(model, memory, numbers | {"buffered": 0.0, "step": 1.0, "norm": norm})
 
-    def _placed(self, state: State, update: Update) -> tuple[list[Tensor], Memory]:
+    def _placed(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
         """The signals of the cohort, and the client's memory, with its centre where it can be found."""
-        memory = update.memory
+        memory = update.client_state
         now = state["version"] == self.personal
         known = "axes" in state and not (memory and "centre" in memory)
         if not (now or known):

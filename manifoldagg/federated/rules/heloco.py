@@ -62,9 +62,9 @@ class HeLoCo(ServerRule):
     """
 
     cohort: ClassVar[int] = 1
-    rows: ClassVar[bool] = True
-    drifts: ClassVar[bool] = False
-    needs_sums: ClassVar[str] = "momenta from other points"
+    accepts_tensor_lists: ClassVar[bool] = True
+    uses_drift: ClassVar[bool] = False
+    needs_linear_leaves: ClassVar[str] = "momenta from other points"
     rate: Rate = 0.7
     beta: float = 0.9
     staleness: Weight = field(default_factory=Constant)
@@ -101,7 +101,7 @@ class HeLoCo(ServerRule):
         numbers = {"cosine": cosine(gram), "rate": rate, "step": rate * share, "norm": root(gram.squared_norm(line))}
         model = frame.move(gram, line, out)
         after = {"version": state["version"] + 1, "momentum": frame.for_state(kept, out)}
-        return after, Outcome(model, update.memory, numbers | frame.ambient.diagnostics)
+        return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)
 
     def turned(self, square: float, along: float, momentum: float) -> tuple[float, float]:
         r"""The coefficients of $\pi v$ on $v$ and $m$, from their inner products.

@@ -62,7 +62,7 @@ class Krum(HeldRule):
         [tensor([2.])]
     """
 
-    rows: ClassVar[bool] = True
+    accepts_tensor_lists: ClassVar[bool] = True
     size: int = 10
     liars: int = 2
     select: int = 1

@@ -14,7 +14,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import check_points, root
 from manifoldagg.federated.schedules import Rate, rate_at
-from manifoldagg.federated.types import Memory, Message, Outcome, State, Update
+from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
 from manifoldagg.kernels import combine, gram
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.chunking import chunks
@@ -41,8 +41,8 @@ class ControlVariates(ServerRule):
     cohort: ClassVar[int] = 1
     tensors: ClassVar[Mapping[str, int | None]] = {"gradient": None}
     numbers: ClassVar[Sequence[str]] = ("opening",)
-    measured: ClassVar[Sequence[str]] = ("gradient",)
-    no_sum: ClassVar[str] = "it keeps a control variate of each client"
+    self_checked: ClassVar[Sequence[str]] = ("gradient",)
+    not_private_because: ClassVar[str] = "it keeps a control variate of each client"
     needs_flat: ClassVar[str] = "control variates"
     size: int = 10
     clients: int | None = field(default=None, kw_only=True)
@@ -81,14 +81,16 @@ class ControlVariates(ServerRule):
         reach = {"reach": {"g": 0.0, "c": 0.0}}
         return super().init(space, start) | {"joined": 0, "among": self.clients or 0, "waiting": {}} | zeros | reach
 
-    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
-        opening = self.initial == "gradient" and (memory is None or state["joined"] < (self.clients or 0))
+    def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
+        opening = self.initial == "gradient" and (client_state is None or state["joined"] < (self.clients or 0))
         numbers = {"opening": float(opening), "beta": self.momentum} | self.told()
         if opening:
             return Message(current, numbers=numbers)
         beta = self.momentum
         tensors = {"direction": combine(None, [state["g"], state["c"]], [1 - beta, beta])}
-        return Message(current, tensors | ({} if memory is None else {"control": memory["control"]}), numbers)
+        return Message(
+            current, tensors | ({} if client_state is None else {"control": client_state["control"]}), numbers
+        )
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
@@ -96,7 +98,7 @@ class ControlVariates(ServerRule):
         check_points(self, update)
         opening = update.numbers["opening"]
         beta = self.momentum
-        memory = update.memory
+        memory = update.client_state
         allowed = (0,) if self.initial == "zero" else (1,) if memory is None else (0, 1)
         if opening not in allowed:
             expected = "1, the first answer of a client" if allowed == (1,) else " or ".join(map(str, allowed))
@@ -116,7 +118,9 @@ class ControlVariates(ServerRule):
             after = {**state, "joined": joined, "among": among, "c": c}
             if state["version"] == 0:
                 after["g"] = check_finite("tensors: gradient: mean", c.to(gradient.dtype, copy=True))
-            return after | {"reach": _reach(after)}, Outcome(None, kept, {"buffered": float(len(who))}, sound=True)
+            return after | {"reach": _reach(after)}, Outcome(
+                None, kept, {"buffered": float(len(who))}, state_is_finite=True
+            )
         if waiting:
             rows.append(waiting["sum"])
             minus.append(None)
@@ -139,13 +143,13 @@ class ControlVariates(ServerRule):
                 # Not one that the answers of others would be refused for.
                 check_finite("tensors: gradient: model after a step", model)
                 after |= {"waiting": {**held, "length": _length(total)}, "reach": _reach(state)}
-            return after, Outcome(None, kept, {"buffered": float(len(who))}, sound=settled)
+            return after, Outcome(None, kept, {"buffered": float(len(who))}, state_is_finite=settled)
         settled = self._settled(state, waiting, ahead, gradient.dtype)
         g, c = self._means(state, rows, minus, among, checked=not settled)
         model, numbers = self.move(state, update, g, out)
         after = {"version": state["version"] + 1, "joined": joined, "among": among, "waiting": {}, "g": g, "c": c}
         after["reach"] = ahead if settled else _reach(after)
-        return after, Outcome(model, kept, {"buffered": 0.0} | numbers, sound=True)
+        return after, Outcome(model, kept, {"buffered": 0.0} | numbers, state_is_finite=True)
 
     def _means(
         self, state: State, rows: list[Tensor], minus: list[Tensor | None], among: int, checked: bool = True

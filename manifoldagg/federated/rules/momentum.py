@@ -12,13 +12,13 @@ from torch import Tensor
 from manifoldagg._validation import check_decay, check_finite, check_number
 from manifoldagg.corrections.frame import DEFERRED, Deferred
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.pytrees import settled
+from manifoldagg.federated.pytrees import materialize
 from manifoldagg.federated.rules._geometry import frame_of, in_float64, root
 from manifoldagg.federated.rules._riemannian_step import arrive, tangents_at
 from manifoldagg.federated.rules._wrapper import RuleAround
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.federated.types import (
-    Memory,
+    ClientState,
     Message,
     Outcome,
     Point,
@@ -26,7 +26,7 @@ from manifoldagg.federated.types import (
     State,
     Target,
     Update,
-    by_rows,
+    accepts_tensor_lists,
     check_rule_protocol,
 )
 from manifoldagg.kernels.alloc import empty_like
@@ -70,7 +70,7 @@ class Momentum(RuleAround):
         [tensor([4.2500])]
     """
 
-    no_sum: ClassVar[str] = "what it moves by is what the rule in it does; write Momentum(Private(rule))"
+    not_private_because: ClassVar[str] = "what it moves by is what the rule in it does; write Momentum(Private(rule))"
     rule: Rule
     beta: float = 0.9
     nesterov: bool = field(default=False, kw_only=True)
@@ -79,13 +79,13 @@ class Momentum(RuleAround):
         check_options(self)
         check_rule_protocol(self.rule)
         check_decay("beta", self.beta)
-        if self.nesterov and not self.rows:
+        if self.nesterov and not self.accepts_tensor_lists:
             raise ArgumentError(f"nesterov: expected a rule that works on rows, got {type(self.rule).__name__}")
 
     @property
-    def private(self) -> bool:
+    def is_private(self) -> bool:
         """As the rule."""
-        return bool(getattr(self.rule, "private", False))
+        return bool(getattr(self.rule, "is_private", False))
 
     @property
     def tensors(self) -> Mapping[str, int | None]:
@@ -102,11 +102,11 @@ class Momentum(RuleAround):
             raise ArgumentError("nesterov: expected a flat space, where a step and a velocity have a sum")
         return {"rule": self.rule.init(space, start)}
 
-    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
-        return self.rule.message(space, state["rule"], current, memory)
+    def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
+        return self.rule.message(space, state["rule"], current, client_state)
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
-        if by_rows(self.rule, space):
+        if accepts_tensor_lists(self.rule, space):
             return self._on_rows(space, state, update, out)
         inner, outcome = self.rule.step(space, state["rule"], update, out=out)
         after = {**state, "rule": inner}
@@ -145,7 +145,7 @@ class Momentum(RuleAround):
     def _on_rows(self, space: Manifold, state: State, update: Update, out: Target) -> tuple[State, Outcome]:
         """The same as algebra on the rows of which the rule makes its step."""
         inner, outcome = self.rule.step(space, state["rule"], update, out=DEFERRED)
-        after = {**state, "rule": inner if isinstance(out, Deferred) else settled(inner)}
+        after = {**state, "rule": inner if isinstance(out, Deferred) else materialize(inner)}
         motion: Any = outcome.model
         if motion is None:
             return after, outcome

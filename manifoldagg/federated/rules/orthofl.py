@@ -15,7 +15,7 @@ from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import check_points, cosine, root
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Polynomial
-from manifoldagg.federated.types import Memory, Message, Outcome, State, Update
+from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
 from manifoldagg.kernels import Row, combine
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import AmbientSpace
@@ -81,8 +81,8 @@ class OrthoFL(ServerRule):
     """
 
     cohort: ClassVar[int] = 1
-    no_sum: ClassVar[str] = "clients start from what they sent themselves"
-    needs_sums: ClassVar[str] = "shifts between models"
+    not_private_because: ClassVar[str] = "clients start from what they sent themselves"
+    needs_linear_leaves: ClassVar[str] = "shifts between models"
     rate: Rate = 0.6
     staleness: Weight = field(default_factory=Polynomial)
     weighted: bool = False
@@ -110,13 +110,17 @@ class OrthoFL(ServerRule):
             raise ArgumentError(f"protocol: expected 'server' where leaves are of low rank, got {self.protocol!r}")
         return state | ({"updates": {}} if self.calibration == "pairwise" else {})
 
-    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
-        if memory is None:
+    def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
+        if client_state is None:
             return Message(current)
-        if "start" in memory:
-            return Message(memory["start"])
-        numbers = {"rate": memory["rate"], "turn": memory["turn"], "by_tensor": float(self.granularity == "tensor")}
-        return Message(memory["before"], numbers=numbers)
+        if "start" in client_state:
+            return Message(client_state["start"])
+        numbers = {
+            "rate": client_state["rate"],
+            "turn": client_state["turn"],
+            "by_tensor": float(self.granularity == "tensor"),
+        }
+        return Message(client_state["before"], numbers=numbers)
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
@@ -125,7 +129,7 @@ class OrthoFL(ServerRule):
         current = update.current.detach()
         base = update.base.detach()
         model = update.points[0].detach()
-        memory = update.memory
+        memory = update.client_state
         after = {**state, "version": state["version"] + 1}
         kept = weight_at(self.staleness, update.staleness)
         rate = rate_at(self.rate, state["version"]) * kept * (update.weight if self.weighted else 1.0)

@@ -14,7 +14,7 @@ from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.rules._gaussian_mechanism import Mechanism, key_of
 from manifoldagg.federated.rules._wrapper import RuleAround
 from manifoldagg.federated.schedules import check_options
-from manifoldagg.federated.types import Memory, Message, Outcome, Point, Rule, State, Target, Update
+from manifoldagg.federated.types import ClientState, Message, Outcome, Point, Rule, State, Target, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Private"]
@@ -64,8 +64,8 @@ class Private(RuleAround):
         1
     """
 
-    no_sum: ClassVar[str] = "it is private already"
-    private: ClassVar[bool] = True
+    not_private_because: ClassVar[str] = "it is private already"
+    is_private: ClassVar[bool] = True
     """Whether a server refuses what else would tell of one client."""
     rule: Rule
     clip: float
@@ -76,8 +76,8 @@ class Private(RuleAround):
     def __post_init__(self) -> None:
         check_options(self)
         name = type(self.rule).__name__
-        if not isinstance(self.rule, BufferedRule) or self.rule.no_sum:
-            why = getattr(self.rule, "no_sum", ServerRule.no_sum)
+        if not isinstance(self.rule, BufferedRule) or self.rule.not_private_because:
+            why = getattr(self.rule, "not_private_because", ServerRule.not_private_because)
             raise ArgumentError(f"rule: {name} cannot be private: {why}")
         if getattr(self.rule, "weighted", False):
             raise ArgumentError(f"rule: expected {name}(weighted=False): sample counts are the clients' own data")
@@ -90,9 +90,9 @@ class Private(RuleAround):
             check_count("seed", self.seed, at_least=0)
 
     @property
-    def measured(self) -> tuple[str, ...]:
+    def self_checked(self) -> tuple[str, ...]:
         """What the rule measures itself."""
-        return tuple(getattr(self.rule, "measured", ()))
+        return tuple(getattr(self.rule, "self_checked", ()))
 
     def init(self, space: Manifold, start: Point) -> State:
         inner = self.rule.init(space, start)
@@ -102,13 +102,13 @@ class Private(RuleAround):
         secret = secrets.token_bytes(64) if self.seed is None else str(self.seed).encode()
         return {"rule": inner, "participations": 0, "key": key_of(secret)}
 
-    def message(self, space: Manifold, state: State, current: Tensor, memory: Memory) -> Message:
+    def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         return self.rule.message(space, state["rule"], current, None)
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
-        if update.descent:
+        if update.is_pseudo_gradient:
             raise ArgumentError("rule: Private needs clients that can be told apart, which an outer optimiser has not")
-        memory: dict[str, Any] = update.memory or {"n": 0, "version": None, "here": 0}
+        memory: dict[str, Any] = update.client_state or {"n": 0, "version": None, "here": 0}
         version = state["rule"]["version"]
         # With m updates in a buffer already, one more makes its square 2 m + 1 larger.
         here = memory["here"] if memory["version"] == version else 0

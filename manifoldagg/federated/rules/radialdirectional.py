@@ -49,8 +49,8 @@ class RadialDirectional(FedAvg):
         [tensor([2.1213, 2.1213])]
     """
 
-    needs_sums: ClassVar[str] = "lengths of tensors"
-    no_sum: ClassVar[str] = "it divides each tensor of an update by its length"
+    needs_linear_leaves: ClassVar[str] = "lengths of tensors"
+    not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         check_points(self, update)
@@ -73,7 +73,7 @@ class RadialDirectional(FedAvg):
             waiting = after | {"lengths": lengths, "buffer": frame.for_state(line, out)}
             numbers |= frame.ambient.diagnostics
             # Sums of vectors of length 1, in weights whose sum is finite.
-            return waiting, Outcome(None, update.memory, numbers, sound=True)
+            return waiting, Outcome(None, update.client_state, numbers, state_is_finite=True)
         total = check_number("weight: sum over the buffer", after["total"], above=0)
         rate = self.step_size(state)
         for row, part, length in zip(line, gram.parts, lengths, strict=True):
@@ -82,4 +82,4 @@ class RadialDirectional(FedAvg):
         numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": root(gram.squared_norm(line))}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
         model = frame.move(gram, line, out)
-        return after, Outcome(model, update.memory, numbers | frame.ambient.diagnostics)
+        return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)

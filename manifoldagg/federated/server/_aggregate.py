@@ -11,13 +11,23 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.errors import ArgumentError, StateDictError
-from manifoldagg.federated.buffers import Packed, Patterns, Waiting, check_patterns, policies
-from manifoldagg.federated.model_state import Snapshot
-from manifoldagg.federated.pytrees import covers, widened
-from manifoldagg.federated.server.input_warnings import warn_of_difference, warn_of_factors, warn_of_integers
+from manifoldagg.federated.buffers import (
+    BufferPolicy,
+    PackedBuffers,
+    PendingBuffers,
+    check_buffer_policy,
+    resolve_policies,
+)
+from manifoldagg.federated.model_state import ModelState
+from manifoldagg.federated.pytrees import has_structure, upcast_8bit
+from manifoldagg.federated.server.input_warnings import (
+    warn_if_adapter_factors,
+    warn_if_difference,
+    warn_if_integers_change,
+)
 from manifoldagg.federated.server.validation import check_rule
-from manifoldagg.federated.step import Terms, step
-from manifoldagg.federated.types import Memory, Rule, State, Update, by_rows, extras
+from manifoldagg.federated.step import StepConfig, step
+from manifoldagg.federated.types import ClientState, Rule, State, Update, accepts_tensor_lists, extra_fields
 from manifoldagg.federated.weights import check_client
 from manifoldagg.kernels.alloc import empty_like, stack
 from manifoldagg.kernels.operands import check_no_alias
@@ -36,32 +46,39 @@ from manifoldagg.manifolds.model_io import (
     writable_leaves,
 )
 
-__all__ = ["Known", "ServerState", "Stepped", "check_models", "space_of", "stepped"]
+__all__ = [
+    "AggregateState",
+    "StepResult",
+    "UpdateInfo",
+    "aggregate_step",
+    "check_rule_needs_models_only",
+    "infer_space",
+]
 
-SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+SIGNED_DTYPES = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Integers that torch does not add, and those whose sums have the same bits."""
 CURRENT, BASE = "current: ", "base: "
-POINTS = re.compile(r"^points(\[\d+\])?")
+POINTS_PATTERN = re.compile(r"^points(\[\d+\])?")
 """What messages call the points of an update, which came as `update` here."""
 
 
 @dataclass(frozen=True)
-class ServerState:
+class AggregateState:
     """A rule's state, with what a server keeps beside it.
 
     Attributes:
         state: the rule's.
-        buffers: of the updates that wait for the model to move.
-        memory: what is kept for each client.
+        pending_buffers: of the updates that wait for the model to move.
+        client_states: what is kept for each client.
     """
 
     state: State
-    buffers: Waiting | None = None
-    memory: Mapping[Hashable, Memory] = field(default_factory=dict)
+    pending_buffers: PendingBuffers | None = None
+    client_states: Mapping[Hashable, ClientState] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Known:
+class UpdateInfo:
     """What a server knows of an update beside its models.
 
     Attributes:
@@ -79,59 +96,59 @@ class Known:
     share: float | None = None
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """What a step has made: the new model, the next state, its numbers, and whether the model has moved."""
 
     model: Any
     state: State
     numbers: dict[str, float]
-    moved: bool
+    has_moved: bool
 
 
-def check_models(rule: Rule) -> Rule:
+def check_rule_needs_models_only(rule: Rule) -> Rule:
     """A rule that asks clients for models and for nothing else.
 
     Raises:
         ArgumentError: if it is another, or none.
     """
-    if any(extras(check_rule(rule))):
+    if any(extra_fields(check_rule(rule))):
         raise ArgumentError(f"rule: {type(rule).__name__} asks clients for more than models; use a Server")
     return rule
 
 
-def stepped(
+def aggregate_step(
     rule: Rule,
     state: State,
     current: Model,
     base: Model,
     update: Model | Sequence[Model],
-    known: Known,
+    info: UpdateInfo,
     *,
-    buffers: Patterns = (),
+    buffer_policy: BufferPolicy = (),
     manifolds: Assignment | None = None,
     difference: bool = False,
     adapters: bool | None = None,
     scaling: Scaling = 1.0,
     out: Model | None = None,
-) -> Stepped:
+) -> StepResult:
     """One step, as `aggregate` takes it, and whether it has moved the model."""
     with torch.no_grad():
-        check_models(rule)
-        _check_known(known)
+        check_rule_needs_models_only(rule)
+        _check_info(info)
         check_choice("difference", difference, (True, False))
-        given = _given(current, base, update)
-        buffers = check_patterns(buffers)
+        given = _named_models(current, base, update)
+        buffer_policy = check_buffer_policy(buffer_policy)
         ours, theirs = scaling if isinstance(scaling, tuple) and len(scaling) == 2 else (scaling, None)
-        space = space_of("current", given[CURRENT], manifolds, buffers, adapters, ours)
+        space = infer_space("current", given[CURRENT], manifolds, buffer_policy, adapters, ours)
         if theirs is not None and not adapters:
             raise ArgumentError("scaling: expected 1 without `adapters`, whose products are scaled, got two")
         layout = space.layout
-        models = _stacked(space, given, theirs, difference)
+        models = _models_in_layout(space, given, theirs, difference)
         # What is written is what came, not what is made of it.
-        written = Layout.of_state_dict(given[CURRENT], list(buffers)) if adapters else layout
+        written = Layout.of_state_dict(given[CURRENT], list(buffer_policy)) if adapters else layout
         target = None if out is None else open_for_write(written, out, given[CURRENT])
-        rows = by_rows(rule, space)
-        chosen = policies(layout.buffers, buffers) if buffers else _unsaid(layout)
+        rows = accepts_tensor_lists(rule, space)
+        chosen = resolve_policies(layout.buffers, buffer_policy) if buffer_policy else _default_policies(layout)
         layout.check_parameters("current")
         read: list[Any] = [
             *(layout.tensor_lists(models, reference="" if adapters else CURRENT) if rows else space.points(models))
@@ -140,25 +157,25 @@ def stepped(
         label, newest = [*models.items()][-1]
         name = label.removesuffix(": ")
         if not difference:
-            warn_of_difference(name, layout, space.gauge_free_norms(newest), space.gauge_free_norms(models[BASE]))
-        warn_of_integers(name, layout, newest, models[CURRENT], buffers)
-        kept = state if isinstance(state, ServerState) else ServerState(state)
-        before = Snapshot(
+            warn_if_difference(name, layout, space.gauge_free_norms(newest), space.gauge_free_norms(models[BASE]))
+        warn_if_integers_change(name, layout, newest, models[CURRENT], buffer_policy)
+        kept = state if isinstance(state, AggregateState) else AggregateState(state)
+        before = ModelState(
             current=here,
             state=rule.init(space, here) if kept.state is None else kept.state,
-            buffers=Packed.of(chosen, models[CURRENT]),
-            waiting=kept.buffers,
+            buffers=PackedBuffers.of(chosen, models[CURRENT]),
+            pending_buffers=kept.pending_buffers,
         )
         taken = Update(
-            client=known.client,
+            client=info.client,
             base=then if rows else then.to(here.device),
             current=here,
             points=tuple(brought) if rows else stack(brought).to(here.device),
-            staleness=known.staleness,
-            weight=known.weight,
-            samples=known.samples,
-            memory=kept.memory.get(known.client),
-            share=known.share,
+            staleness=info.staleness,
+            weight=info.weight,
+            samples=info.samples,
+            client_state=kept.client_states.get(info.client),
+            share=info.share,
         )
         blank: Any = empty_like(here) if not rows else None if target is None else writable_leaves(layout, target)
         if target is not None:
@@ -170,42 +187,44 @@ def stepped(
             if there:
                 blank.apart = tuple(read)  # the step need not ask again
         try:
-            after, outcome = step(Terms(space, rule, chosen, buffers="update"), before, taken, newest, blank)
+            after, outcome = step(StepConfig(space, rule, chosen, buffers_label="update"), before, taken, newest, blank)
         except Exception as error:
             # Of the models every row is known to fit: one that does not is kept in the state.
-            if state is not None and (str(error).startswith("rows[") or not covers(kept.state, rule.init(space, here))):
+            if state is not None and (
+                str(error).startswith("rows[") or not has_structure(kept.state, rule.init(space, here))
+            ):
                 expected = f"what {type(rule).__name__} returned for such models, or None"
                 raise ArgumentError(f"state: expected {expected}") from error
             if not isinstance(error, ArgumentError):
                 raise
             if rows:
                 layout.check_values(models)
-            error.args = (POINTS.sub("update" if len(brought) == 1 else r"update\1", str(error)),)
+            error.args = (POINTS_PATTERN.sub("update" if len(brought) == 1 else r"update\1", str(error)),)
             raise
         new: Mapping[str, Tensor]
         if outcome.model is not None:
             named = layout.to_state_dict if rows else space._state_dict
-            new = named(after.current, after.buffers.copies() if rows and target is None else after.buffers)
+            new = named(after.current, after.buffers.to_dict() if rows and target is None else after.buffers)
         elif target is None:
             same = [given[CURRENT][leaf.name].clone() for leaf in written.leaves]
-            new = written.to_state_dict(same, before.buffers.copies())
+            new = written.to_state_dict(same, before.buffers.to_dict())
         else:
             new = given[CURRENT]
         if target is not None:
             copy_into(target, new)
         returned = convert_like(current, new, given[CURRENT]) if out is None else out
-        held = _held(kept, after, known.client, outcome.memory)
-        return Stepped(returned, held, dict(outcome.numbers), outcome.model is not None)
+        held = _next_state(kept, after, info.client, outcome.client_state)
+        return StepResult(returned, held, dict(outcome.numbers), outcome.model is not None)
 
 
-def _check_known(known: Known) -> None:
-    check_count("staleness", known.staleness, at_least=0)
-    check_count("samples", known.samples)
-    check_number("weight", known.weight, above=0)
-    check_client(known.client)
+def _check_info(info: UpdateInfo) -> None:
+    check_count("staleness", info.staleness, at_least=0)
+    check_count("samples", info.samples)
+    check_number("weight", info.weight, above=0)
+    check_client(info.client)
 
 
-def _given(current: Model, base: Model, update: Model | Sequence[Model]) -> ModelsByPrefix:
+def _named_models(current: Model, base: Model, update: Model | Sequence[Model]) -> ModelsByPrefix:
     """The tensors of each model as it came, the client's last."""
     points = list(update) if _is_curve(current, update) else [update]
     if not points:
@@ -217,37 +236,45 @@ def _given(current: Model, base: Model, update: Model | Sequence[Model]) -> Mode
     return given
 
 
-def _stacked(space: ParameterSpace, given: ModelsByPrefix, scaling: Scaling | None, difference: bool) -> ModelsByPrefix:
+def _models_in_layout(
+    space: ParameterSpace, named: ModelsByPrefix, scaling: Scaling | None, difference: bool
+) -> ModelsByPrefix:
     """The same with the leaves of the layout in place of factors of adapters, and models in place of differences."""
-    theirs = [label for label in given if label not in (CURRENT, BASE)]
+    theirs = [label for label in named if label not in (CURRENT, BASE)]
     models = {
-        label: space.stack_factors(model, label, scaling if label in theirs else None) for label, model in given.items()
+        label: space.stack_factors(model, label, scaling if label in theirs else None) for label, model in named.items()
     }
     if difference:
         _check_flat(space)
-        models |= {label: _moved(space.layout, models[BASE], models[label], label) for label in theirs}
+        models |= {label: _apply_difference(space.layout, models[BASE], models[label], label) for label in theirs}
     return models
 
 
 @lru_cache(maxsize=64)
-def _unsaid(layout: Layout) -> dict[str, str]:
+def _default_policies(layout: Layout) -> dict[str, str]:
     """The policies of buffers of which nobody has said any, asked once of hundreds of them."""
-    return policies(layout.buffers, ())
+    return resolve_policies(layout.buffers, ())
 
 
-def _held(kept: ServerState, after: Snapshot, client: Hashable, memory: Memory | None) -> State | ServerState:
+def _next_state(
+    before: AggregateState, after: ModelState, client: Hashable, client_state: ClientState | None
+) -> State | AggregateState:
     """What is kept until the next step: the rule's state alone where there is nothing beside it."""
-    memories = {name: tree for name, tree in kept.memory.items() if name != client}
-    if memory is not None:
-        memories[client] = memory
-    return ServerState(after.state, after.waiting, memories) if memories or after.waiting is not None else after.state
+    memories = {name: tree for name, tree in before.client_states.items() if name != client}
+    if client_state is not None:
+        memories[client] = client_state
+    return (
+        AggregateState(after.state, after.pending_buffers, memories)
+        if memories or after.pending_buffers is not None
+        else after.state
+    )
 
 
-def space_of(
+def infer_space(
     name: str,
     model: Mapping[str, Tensor],
     manifolds: Assignment | None,
-    buffers: Patterns,
+    buffer_policy: BufferPolicy,
     adapters: bool | None,
     scaling: Scaling,
 ) -> ParameterSpace:
@@ -259,7 +286,7 @@ def space_of(
     Warns:
         UserWarning: if `adapters` is `None` and there are some.
     """
-    kept = {"buffers": list(buffers), "adapters": bool(adapters), "scaling": scaling}
+    kept = {"buffers": list(buffer_policy), "adapters": bool(adapters), "scaling": scaling}
     try:
         space = ParameterSpace.of_state_dict(model, manifolds, **kept)
     except StateDictError as error:
@@ -267,7 +294,7 @@ def space_of(
             raise StateDictError(f"{name}: {error}") from None
         raise
     if adapters is None:
-        warn_of_factors(name, model)
+        warn_if_adapter_factors(name, model)
     return space
 
 
@@ -290,7 +317,7 @@ def _check_flat(space: ParameterSpace) -> None:
             raise ArgumentError(f"difference: expected models, as {name} lives on {curved}, where points have no sums")
 
 
-def _moved(
+def _apply_difference(
     layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
 ) -> dict[str, Tensor]:
     """The model that is so far from the base.
@@ -300,14 +327,14 @@ def _moved(
     """
     layout.check_entries(base, "base: ")
     layout.check_entries(difference, label)
-    return {name: _sum(base[name], difference[name]) for name in difference}
+    return {name: _add(base[name], difference[name]) for name in difference}
 
 
-def _sum(start: Tensor, difference: Tensor) -> Tensor:
+def _add(start: Tensor, difference: Tensor) -> Tensor:
     step = difference.to(start.device)
     if start.dtype is torch.bool:
         return step
-    signed = SIGNED.get(start.dtype)
+    signed = SIGNED_DTYPES.get(start.dtype)
     if signed is not None:
         return (start.view(signed) + step.view(signed)).view(start.dtype)
-    return (widened(start) + widened(step)).to(start.dtype)
+    return (upcast_8bit(start) + upcast_8bit(step)).to(start.dtype)

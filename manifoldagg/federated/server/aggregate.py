@@ -3,8 +3,8 @@
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from manifoldagg.federated.buffers import Patterns
-from manifoldagg.federated.server._aggregate import Known, stepped
+from manifoldagg.federated.buffers import BufferPolicy
+from manifoldagg.federated.server._aggregate import UpdateInfo, aggregate_step
 from manifoldagg.federated.types import Rule, State
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.lora.scaling import Scaling
@@ -24,7 +24,7 @@ def aggregate(
     weight: float = 1.0,
     samples: int = 1,
     client: Hashable = None,
-    buffers: Patterns = (),
+    buffer_policy: BufferPolicy = (),
     manifolds: Assignment | None = None,
     difference: bool = False,
     adapters: bool | None = None,
@@ -50,8 +50,8 @@ def aggregate(
         weight: $w_i$, the client's share of the data.
         samples: how many samples the client trained on.
         client: who trained, for rules that tell clients apart.
-        buffers: glob patterns of floating entries that are no parameters, such as `"*mask"`, or a mapping from patterns
-            to `"average"`, `"latest"` or `"leave"`. Entries called `running_mean`, `running_var` or
+        buffer_policy: glob patterns of floating entries that are no parameters, such as `"*mask"`, or a mapping from
+            patterns to `"average"`, `"latest"` or `"leave"`. Entries called `running_mean`, `running_var` or
             `num_batches_tracked` are buffers without being named. Averaged ones, the default, move linearly by the
             rule's step towards the client's; integer and boolean entries become the client's unless they are left.
         manifolds: name or pattern to the space of those entries, as in
@@ -81,8 +81,8 @@ def aggregate(
 
     Warns:
         UserWarning: naming an update that looks like a difference of models; an entry of integers, no single one,
-            which becomes the client's though `buffers` does not name it; and factors of adapters of which `adapters`
-            does not say what they are. Nothing has changed then.
+            which becomes the client's though `buffer_policy` does not name it; and factors of adapters of which
+            `adapters` does not say what they are. Nothing has changed then.
 
     Cost: with a rule that works on rows (its docstring says how often it reads and writes a model) the tensors are read
     and written where they lie, and no more memory is taken than the result. Copied, one by one, are arrays of foreign
@@ -101,15 +101,15 @@ def aggregate(
         >>> current
         [array([2.])]
     """
-    known = Known(client, staleness, weight, samples)
-    model, state, numbers, _ = stepped(
+    known = UpdateInfo(client, staleness, weight, samples)
+    model, state, numbers, _ = aggregate_step(
         rule,
         state,
         current,
         base,
         update,
         known,
-        buffers=buffers,
+        buffer_policy=buffer_policy,
         manifolds=manifolds,
         difference=difference,
         adapters=adapters,

@@ -8,19 +8,32 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.buffers import Patterns, Waiting, check_patterns, packed, policies, unpacked
-from manifoldagg.federated.limits import UNLIMITED
-from manifoldagg.federated.model_state import Snapshot
-from manifoldagg.federated.pytrees import copied, covers, replaced
-from manifoldagg.federated.server._aggregate import Known, ServerState, check_models, space_of, stepped
-from manifoldagg.federated.server.dispatch import message
-from manifoldagg.federated.server.durability.fingerprint import path_of
-from manifoldagg.federated.server.durability.persistent_map import Atomic
-from manifoldagg.federated.server.durability.spill import Filed
-from manifoldagg.federated.server.durability.store import Kept, Store
-from manifoldagg.federated.server.lock import Lock
+from manifoldagg.federated.buffers import (
+    BufferPolicy,
+    PendingBuffers,
+    buffers_from_tree,
+    buffers_to_tree,
+    check_buffer_policy,
+    resolve_policies,
+)
+from manifoldagg.federated.limits import DEFAULT_LIMITS
+from manifoldagg.federated.model_state import ModelState
+from manifoldagg.federated.pytrees import copy_tensor, has_structure, tree_map
+from manifoldagg.federated.server._aggregate import (
+    AggregateState,
+    UpdateInfo,
+    aggregate_step,
+    check_rule_needs_models_only,
+    infer_space,
+)
+from manifoldagg.federated.server.dispatch import make_message
+from manifoldagg.federated.server.durability.fingerprint import import_path
+from manifoldagg.federated.server.durability.persistent_map import AtomicReference
+from manifoldagg.federated.server.durability.spill import SpilledTree
+from manifoldagg.federated.server.durability.store import InMemoryTree, Store
+from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.validation import check_samples
-from manifoldagg.federated.types import Memory, Message, Rule, State
+from manifoldagg.federated.types import ClientState, Message, Rule, State
 from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.kernels.alloc import clone
 from manifoldagg.manifolds import Layout
@@ -28,19 +41,19 @@ from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.lora.scaling import Scaling
 from manifoldagg.manifolds.model_io import Model, as_tensors, convert_like
 
-__all__ = ["Versions"]
+__all__ = ["AsyncAggregator"]
 
-Task = tuple[Hashable, Hashable]
+TaskKey = tuple[Hashable, Hashable]
 """A client, and which of its tasks."""
 
 
-class Versions:
-    r"""What a loop of one's own needs around [`aggregate`][manifoldagg.aggregate]: two calls, `send` and `take`.
+class AsyncAggregator:
+    r"""What a loop of one's own needs around [`aggregate`][manifoldagg.aggregate]: two calls, `checkout` and `submit`.
 
     It keeps the model, each older version once for as long as somebody works on it, the rule's state, what waits and
     what is kept for clients; and it knows of each answer its base, its staleness and its weight. For models in float32
     or float64 it agrees with a [`Server`][manifoldagg.Server] bit for bit. What is refused changes nothing: the client
-    has its task still, may answer again, or is given up by `drop`. All methods may be called from any thread.
+    has its task still, may answer again, or is given up by `cancel`. All methods may be called from any thread.
 
     A client has one task at a time, or several under names of their own.
 
@@ -49,7 +62,7 @@ class Versions:
         model: to start from: a state dict, or a list of tensors or NumPy arrays. It is copied.
         weights: as of a server: `"observed"`, `"uniform"`, or a mapping from clients to samples. Of what is observed a
             claim counts at most 100 times the median of what others have told, once five others have.
-        buffers: as of `aggregate`.
+        buffer_policy: as of `aggregate`.
         manifolds: likewise.
         adapters: likewise.
         scaling: likewise, of the models that are sent.
@@ -60,7 +73,7 @@ class Versions:
     Example:
         >>> import numpy as np
         >>> from manifoldagg.federated.rules import FedAsync
-        >>> versions = Versions(FedAsync(0.5), [np.array([0.0])])
+        >>> versions = AsyncAggregator(FedAsync(0.5), [np.array([0.0])])
         >>> early, late = versions.send("ward-7"), versions.send("ward-8")
         >>> numbers = versions.take("ward-7", [early[0] + 2], samples=30)
         >>> numbers = versions.take("ward-8", [late[0] + 4], samples=10)
@@ -78,33 +91,35 @@ class Versions:
         model: Model,
         *,
         weights: str | Mapping[Any, int] = "observed",
-        buffers: Patterns = (),
+        buffer_policy: BufferPolicy = (),
         manifolds: Assignment | None = None,
         adapters: bool | None = None,
         scaling: Scaling = 1.0,
     ) -> None:
-        self._rule = check_models(rule)
-        self._buffers = check_patterns(buffers)
+        self._rule = check_rule_needs_models_only(rule)
+        self._buffer_policy = check_buffer_policy(buffer_policy)
         self._manifolds = manifolds
-        self._like = model
+        self._template = model
         first = as_tensors("model", model)
-        self._space = space_of("model", first, manifolds, self._buffers, adapters, scaling)
+        self._space = infer_space("model", first, manifolds, self._buffer_policy, adapters, scaling)
         self._adapters = self._space.adapters is not None
         self._scaling = scaling
         layout = self._space.layout
         layout.check_parameters("model")
-        policies(layout.buffers, self._buffers)
+        resolve_policies(layout.buffers, self._buffer_policy)
         # Models are kept as they come.
-        self._layout = Layout.of_state_dict(first, list(self._buffers)) if self._adapters else layout
+        self._layout = Layout.of_state_dict(first, list(self._buffer_policy)) if self._adapters else layout
         point = self._point(first)
-        self._like = self._made(first)
+        self._template = self._build_model(first)
         state = rule.init(self._space, point)
-        self._message(Snapshot(point, state), None)
-        store = Store().held(_at(0), Kept(self._like))
-        self._record = Atomic(_Record(0, state, Weights.of(weights, UNLIMITED.samples_factor), store))
-        self._turn = Lock()
+        self._make_message(ModelState(point, state), None)
+        store = Store().retain(_version_key(0), InMemoryTree(self._template))
+        self._state = AtomicReference(_State(0, state, Weights.of(weights, DEFAULT_LIMITS.samples_factor), store))
+        self._update_lock = OwnedLock()
 
-    def send(self, client: Hashable, task: Hashable = None, *, version: int | None = None, again: bool = False) -> Any:
+    def checkout(
+        self, client: Hashable, task: Hashable = None, *, version: int | None = None, restart: bool = False
+    ) -> Any:
         """Note that a client begins with the current model.
 
         Args:
@@ -112,7 +127,7 @@ class Versions:
             task: a name, where the client has several at a time.
             version: that it began with, where a host learns that late; `None` for the current one. It is known as
                 long as somebody works on it, under whatever name.
-            again: give up the task that the client may have under this name.
+            restart: give up the task that the client may have under this name.
 
         Returns:
             The model, in memory of its own: the server's, or another one where the rule lets this client begin there.
@@ -124,17 +139,19 @@ class Versions:
         Cost: three copies of the model.
         """
         place = (check_client(client), check_client(task, "task"))
-        now = self._record.value
+        now = self._state.value
         began = now.version if version is None else check_count("version", version, at_least=0)
-        kept = now.store.find(_at(began))
+        kept = now.store.find(_version_key(began))
         if kept is None:
             raise ArgumentError(f"version: nobody has {began} any more")
         now.weights.check(client)
-        model, apart = self._start(now, client) if version is None else (self._copy(now.model(began)), False)
-        self._record.update(lambda now: (now.sent(place, Begun(began, apart), kept, again), None))
+        model, apart = (
+            self._start_model(now, client) if version is None else (self._copy_model(now.model(began)), False)
+        )
+        self._state.update(lambda now: (now.with_task(place, TaskStart(began, apart), kept, restart), None))
         return model
 
-    def take(
+    def submit(
         self,
         client: Hashable,
         update: Model | Sequence[Model],
@@ -169,72 +186,72 @@ class Versions:
         Cost: that of `aggregate`.
         """
         place = (check_client(client), check_client(task, "task"))
-        samples = check_samples(samples, UNLIMITED.max_samples)
-        if self._turn.is_mine():
-            raise ArgumentError("versions: an update cannot wait for itself; take this one after the other was taken")
-        with self._turn.lock:
-            now = self._record.value
-            began, apart = now.began(place)
+        samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
+        if self._update_lock.held_by_me():
+            raise ArgumentError("async_aggregator: ...; take this one after the other was taken")
+        with self._update_lock.lock:
+            now = self._state.value
+            began, apart = now.task_start(place)
             if difference and apart:
                 name = type(self._rule).__name__
                 raise ArgumentError(f"difference: expected a model, as {name} let {client!r} begin with one of its own")
-            believed = now.weights.believed(client, samples)
-            known = Known(
+            believed = now.weights.capped(client, samples)
+            known = UpdateInfo(
                 client=client,
                 staleness=now.version - began,
                 weight=now.weights.weight(client, believed),
                 samples=believed,
                 share=now.weights.share(client, believed),
             )
-            made = stepped(
+            made = aggregate_step(
                 self._rule,
                 now.state,
                 now.model(now.version),
                 now.model(began),
                 update,
                 known,
-                buffers=self._buffers,
+                buffer_policy=self._buffer_policy,
                 manifolds=self._manifolds,
                 difference=difference,
                 adapters=self._adapters,
                 scaling=(self._scaling, scaling),
             )
-            version = self._record.update(lambda now: now.taken(place, known, made))
+            version = self._state.update(lambda now: now.with_update(place, known, made))
         return {**made.numbers, "version": version, "staleness": known.staleness, "weight": known.weight}
 
-    def drop(self, client: Hashable, task: Hashable = None) -> None:
+    def cancel(self, client: Hashable, task: Hashable = None) -> None:
         """Give a task up: nobody will answer it.
 
         Raises:
             ArgumentError: if there is none.
         """
         place = (check_client(client), check_client(task, "task"))
-        self._record.update(lambda now: (now.without(place), None))
+        self._state.update(lambda now: (now.without_task(place), None))
 
     @property
     def model(self) -> Any:
         """A copy of the current model."""
-        now = self._record.value
-        return self._copy(now.model(now.version))
+        now = self._state.value
+        return self._copy_model(now.model(now.version))
 
     @property
     def version(self) -> int:
         """How often the model has moved."""
-        return self._record.value.version
+        return self._state.value.version
 
     @property
-    def tasks(self) -> dict[Task, int]:
+    def in_flight(self) -> dict[TaskKey, int]:
         """Who works on what, by client and the name of the task (`None` without), and how stale it is by now.
 
         Example:
             >>> import torch
             >>> from manifoldagg.federated.rules import FedAsync
-            >>> versions = Versions(FedAsync(0.5), [torch.ones(1)])
+            >>> versions = AsyncAggregator(FedAsync(0.5), [torch.ones(1)])
             >>> _ = versions.send("ward-7")
             >>> versions.tasks
             {('ward-7', None): 0}
         """
-        now = self._record.value
+        now = self._state.value
         return {place: now.version - begun.version for place, begun in now.tasks.items()}
 
     def state(self) -> dict[str, Any]:
@@ -242,20 +259,20 @@ class Versions:
 
         Cost: a copy of everything.
         """
-        now = self._record.value
-        held = _held(now.state)
-        waiting = held.buffers
+        now = self._state.value
+        held = _as_aggregate_state(now.state)
+        waiting = held.pending_buffers
         tree = {
-            "rule": path_of(type(self._rule)),
+            "rule": import_path(type(self._rule)),
             "version": now.version,
             "models": {version: as_tensors("model", now.model(version)) for version in now.versions},
             "tasks": [(*place, *begun) for place, begun in now.tasks.items()],
             "weights": now.weights.state(),
             "state": held.state,
-            "waiting": None if waiting is None else {**vars(waiting), "latest": unpacked(waiting.latest)},
-            "memory": list(held.memory.items()),
+            "waiting": None if waiting is None else {**vars(waiting), "latest": buffers_to_tree(waiting.latest)},
+            "memory": list(held.client_states.items()),
         }
-        return replaced(tree, copied)  # type: ignore[no-any-return]
+        return tree_map(tree, copy_tensor)  # type: ignore[no-any-return]
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned, in place of all that is known here.
@@ -269,31 +286,33 @@ class Versions:
         Example:
             >>> import torch
             >>> from manifoldagg.federated.rules import FedAsync
-            >>> versions = Versions(FedAsync(0.5), [torch.zeros(1)])
+            >>> versions = AsyncAggregator(FedAsync(0.5), [torch.zeros(1)])
             >>> base = versions.send("ward-7")
             >>> saved = versions.state()
-            >>> versions = Versions(FedAsync(0.5), [torch.zeros(1)])
+            >>> versions = AsyncAggregator(FedAsync(0.5), [torch.zeros(1)])
             >>> versions.load(saved)
             >>> versions.take("ward-7", [base[0] + 1], samples=10)["norm"]
             0.5
         """
-        if not isinstance(state, Mapping) or set(state) != FIELDS:
-            raise ArgumentError("state: expected what Versions.state() returned")
-        mine = path_of(type(self._rule))
+        if not isinstance(state, Mapping) or set(state) != STATE_KEYS:
+            raise ArgumentError("state: AsyncAggregator.state()")
+        mine = import_path(type(self._rule))
         if state["rule"] != mine:
             raise ArgumentError(f"state: rule: expected {mine}, got {state['rule']}")
-        tree = replaced(dict(state), copied)
-        with self._turn.lock:
-            weights = self._record.value.weights
+        tree = tree_map(dict(state), copy_tensor)
+        with self._update_lock.lock:
+            weights = self._state.value.weights
             try:
-                fresh = self._read(tree, Weights.of_state(tree["weights"], _given(weights), weights.factor))
+                fresh = self._parse_state(
+                    tree, Weights.of_state(tree["weights"], _weights_spec(weights), weights.cap_factor)
+                )
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 if isinstance(error, ArgumentError):
                     raise
                 raise ArgumentError("state: expected what Versions.state() returned") from error
-            self._record.update(lambda _: (fresh, None))
+            self._state.update(lambda _: (fresh, None))
 
-    def _read(self, tree: Mapping[str, Any], weights: Weights) -> "_Record":
+    def _parse_state(self, tree: Mapping[str, Any], weights: Weights) -> "_State":
         """The record of a tree."""
         models = tree["models"]
         for version, model in models.items():
@@ -301,39 +320,41 @@ class Versions:
         memory = dict(tree["memory"])
         waiting = tree["waiting"]
         if waiting is not None:
-            waiting = Waiting(**{**waiting, "latest": packed(waiting["latest"])})
+            waiting = PendingBuffers(**{**waiting, "latest": buffers_from_tree(waiting["latest"])})
         current = check_count("state: version", tree["version"], at_least=0)
         point = self._point(models[current])
-        if not covers(tree["state"], self._rule.init(self._space, point)):
+        if not has_structure(tree["state"], self._rule.init(self._space, point)):
             raise ArgumentError(f"state: state: expected one of {type(self._rule).__name__} for this model")
-        state = ServerState(tree["state"], waiting, memory) if memory or waiting is not None else tree["state"]
-        kept = {version: Kept(self._made(model)) for version, model in models.items()}
-        record = _Record(current, state, weights, Store().held(_at(current), kept[current]))
+        state = AggregateState(tree["state"], waiting, memory) if memory or waiting is not None else tree["state"]
+        kept = {version: InMemoryTree(self._build_model(model)) for version, model in models.items()}
+        record = _State(current, state, weights, Store().retain(_version_key(current), kept[current]))
         for client, task, began, apart in tree["tasks"]:
             weights.check(client)
             place = (client, check_client(task, "task"))
-            if place in record.tasks or client not in weights.told or began > current or type(apart) is not bool:
+            if place in record.tasks or client not in weights.reported or began > current or type(apart) is not bool:
                 raise ArgumentError(
                     f"state: tasks: expected one of {client!r} by each name, of a version up to {current}"
                 )
-            record = record.held(place, Begun(began, apart), kept[began])
+            record = record.with_known_task(place, TaskStart(began, apart), kept[began])
         return record
 
-    def _start(self, now: "_Record", client: Hashable) -> tuple[Any, bool]:
+    def _start_model(self, now: "_State", client: Hashable) -> tuple[Any, bool]:
         """What a client begins with that the rule sends now, and whether it is another model than the current one."""
         model = as_tensors("model", now.model(now.version))
         point = self._point(model)
-        held = _held(now.state)
-        sent, apart = self._message(Snapshot(point, held.state, version=now.version), held.memory.get(client))
-        return self._made(model | self._space.state_dict(sent.start) if apart else model), apart
+        held = _as_aggregate_state(now.state)
+        sent, apart = self._make_message(
+            ModelState(point, held.state, version=now.version), held.client_states.get(client)
+        )
+        return self._build_model(model | self._space.state_dict(sent.start) if apart else model), apart
 
-    def _message(self, now: Snapshot, memory: Memory) -> tuple[Message, bool]:
+    def _make_message(self, now: ModelState, client_state: ClientState) -> tuple[Message, bool]:
         """What the rule sends to a client with this memory.
 
         Raises:
             ArgumentError: if that is more than a model.
         """
-        sent, apart = message(self._space, self._rule, now, memory, None)
+        sent, apart = make_message(self._space, self._rule, now, client_state, None)
         if sent.tensors or sent.numbers:
             more = ", ".join([*sent.tensors, *sent.numbers])
             raise ArgumentError(
@@ -345,25 +366,25 @@ class Versions:
         (point,) = self._space.points({"model: ": self._space.stack_factors(model, "model: ")})
         return point
 
-    def _copy(self, model: Model) -> Any:
-        return self._made(as_tensors("model", model))
+    def _copy_model(self, model: Model) -> Any:
+        return self._build_model(as_tensors("model", model))
 
-    def _made(self, found: Mapping[str, Tensor]) -> Any:
+    def _build_model(self, named: Mapping[str, Tensor]) -> Any:
         """A model of these tensors, in memory of its own and of the kind of the first."""
         layout = self._layout
-        leaves = [clone(found[leaf.name].detach()) for leaf in layout.leaves]
-        carried = {entry.name: found[entry.name].detach().clone() for entry in layout.buffers}
-        return convert_like(self._like, layout.to_state_dict(leaves, carried), as_tensors("model", self._like))
+        leaves = [clone(named[leaf.name].detach()) for leaf in layout.leaves]
+        carried = {entry.name: named[entry.name].detach().clone() for entry in layout.buffers}
+        return convert_like(self._template, layout.to_state_dict(leaves, carried), as_tensors("model", self._template))
 
 
-class Begun(NamedTuple):
+class TaskStart(NamedTuple):
     """How a task began: with which version, and whether its client was let begin with another model than that."""
 
     version: int
-    apart: bool
+    custom_start: bool
 
 
-class _Record(NamedTuple):
+class _State(NamedTuple):
     """All that is known, as one immutable value. Every method returns a new one, or says why there is none.
 
     Attributes:
@@ -378,7 +399,7 @@ class _Record(NamedTuple):
     state: State
     weights: Weights
     store: Store
-    tasks: Map[Task, Begun] = Map()
+    tasks: Map[TaskKey, TaskStart] = Map()
 
     @property
     def versions(self) -> list[int]:
@@ -387,10 +408,10 @@ class _Record(NamedTuple):
 
     def model(self, version: int) -> Model:
         """A version that somebody has."""
-        found: Model = self.store.load(_at(version))
+        found: Model = self.store.load(_version_key(version))
         return found
 
-    def began(self, task: Task) -> Begun:
+    def task_start(self, task: TaskKey) -> TaskStart:
         """How a task began.
 
         Raises:
@@ -402,57 +423,65 @@ class _Record(NamedTuple):
             raise ArgumentError(f"client: {client!r} has no {of}: it was sent none, or has answered")
         return self.tasks[task]
 
-    def sent(self, task: Task, begun: Begun, kept: Kept | Filed, again: bool) -> "_Record":
-        """With a task that begins with a version, which is `kept`; `again` in place of the one that there is.
+    def with_task(self, task: TaskKey, start: TaskStart, stored: InMemoryTree | SpilledTree, restart: bool) -> "_State":
+        """With a task that begins with a version, which is `kept`; `restart` in place of the one that there is.
 
         Raises:
             ArgumentError: if there is such a task.
         """
         client, name = task
         if task not in self.tasks:
-            return self._replace(weights=self.weights.registered(client)).held(task, begun, kept)
-        if not again:
+            return self._replace(weights=self.weights.with_client(client)).with_known_task(task, start, stored)
+        if not restart:
             of = "a task" if name is None else f"a task {name!r}"
-            raise ArgumentError(f"client: {client!r} has {of} already; drop it, send `again`, or name this `task`")
-        return self.without(task).held(task, begun, kept)
+            raise ArgumentError(
+                f"client: {client!r} has {of} already; cancel it, pass `restart=True`, or name this `task`"
+            )
+        return self.without_task(task).with_known_task(task, start, stored)
 
-    def held(self, task: Task, begun: Begun, kept: Kept | Filed) -> "_Record":
+    def with_known_task(self, task: TaskKey, start: TaskStart, stored: InMemoryTree | SpilledTree) -> "_State":
         """With a task that began with a version, which is `kept` where nobody has it."""
-        return self._replace(store=self.store.held(_at(begun.version), kept), tasks=self.tasks.set(task, begun))
+        return self._replace(
+            store=self.store.retain(_version_key(start.version), stored), tasks=self.tasks.set(task, start)
+        )
 
-    def without(self, task: Task) -> "_Record":
+    def without_task(self, task: TaskKey) -> "_State":
         """Without a task.
 
         Raises:
             ArgumentError: if there is none.
         """
-        return self._replace(store=self.store.released(_at(self.began(task).version)), tasks=self.tasks.delete(task))
+        return self._replace(
+            store=self.store.release(_version_key(self.task_start(task).version)), tasks=self.tasks.delete(task)
+        )
 
-    def taken(self, task: Task, known: Known, made: Any) -> tuple["_Record", int]:
+    def with_update(self, task: TaskKey, info: UpdateInfo, result: Any) -> tuple["_State", int]:
         """With the answer to a task; and the version of the model.
 
         Raises:
             ArgumentError: if the task was dropped meanwhile.
         """
-        after = self.without(task)
-        after = after._replace(state=made.state, weights=after.weights.recorded(known.client, known.samples))
-        if not made.moved:
+        after = self.without_task(task)
+        after = after._replace(state=result.state, weights=after.weights.with_report(info.client, info.samples))
+        if not result.moved:
             return after, after.version
         version = self.version + 1
-        store = after.store.held(_at(version), Kept(made.model)).released(_at(self.version))
+        store = after.store.retain(_version_key(version), InMemoryTree(result.model)).release(
+            _version_key(self.version)
+        )
         return after._replace(version=version, store=store), version
 
 
-FIELDS = {"rule", "version", "models", "tasks", "weights", "state", "waiting", "memory"}
+STATE_KEYS = {"rule", "version", "models", "tasks", "weights", "state", "waiting", "memory"}
 
 
-def _held(state: State) -> ServerState:
-    return state if isinstance(state, ServerState) else ServerState(state)
+def _as_aggregate_state(state: State) -> AggregateState:
+    return state if isinstance(state, AggregateState) else AggregateState(state)
 
 
-def _at(version: int) -> tuple[str, int]:
+def _version_key(version: int) -> tuple[str, int]:
     return ("version", version)
 
 
-def _given(weights: Weights) -> str | dict[Any, int]:
-    return dict(weights.amounts) if weights.kind == "given" else weights.kind
+def _weights_spec(weights: Weights) -> str | dict[Any, int]:
+    return dict(weights.sample_counts) if weights.kind == "given" else weights.kind

@@ -8,49 +8,49 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_finite, check_shape, is_finite
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.model_state import Snapshot
-from manifoldagg.federated.pytrees import copied
-from manifoldagg.federated.types import Memory, Message, Rule
+from manifoldagg.federated.model_state import ModelState
+from manifoldagg.federated.pytrees import copy_tensor
+from manifoldagg.federated.types import ClientState, Message, Rule
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["check_base_dtype", "message", "rounded"]
+__all__ = ["check_base_dtype", "make_message", "round_base"]
 
 BASE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_base_dtype(space: Manifold, narrow: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
+def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
     """The dtype in which bases are kept: narrower than models of `dtype`; `None` for theirs.
 
     Raises:
         ArgumentError: naming `base_dtype`.
     """
-    if narrow is not None:
-        check_choice("base_dtype", narrow, [d for d in BASE_DTYPES if d.itemsize < dtype.itemsize])
+    if base_dtype is not None:
+        check_choice("base_dtype", base_dtype, [d for d in BASE_DTYPES if d.itemsize < dtype.itemsize])
         if not (space.flat or space.ambient):
             raise ArgumentError(
                 "base_dtype: expected a flat space or low rank; a rounded point would leave its manifold"
             )
-    return narrow
+    return base_dtype
 
 
-def rounded(current: Tensor, narrow: torch.dtype | None) -> Tensor | None:
+def round_base(current: Tensor, base_dtype: torch.dtype | None) -> Tensor | None:
     """The base in the narrow dtype; `None` where there is none, or where it overflows."""
-    if narrow is None:
+    if base_dtype is None:
         return None
-    base = current.to(narrow)
+    base = current.to(base_dtype)
     return base if is_finite(base) else None
 
 
-def message(
-    space: Manifold, rule: Rule, snapshot: Snapshot, memory: Memory, base: Tensor | None
+def make_message(
+    space: Manifold, rule: Rule, model_state: ModelState, client_state: ClientState, base: Tensor | None
 ) -> tuple[Message, bool]:
     """What the rule sends, in memory of its own; a client starts from exactly what is kept as its base.
 
     Args:
         space: of the models.
         rule: whose message it is.
-        snapshot: from which the client leaves.
-        memory: the client's.
+        model_state: from which the client leaves.
+        client_state: the client's.
         base: as it is kept; `None` for the current model.
 
     Returns:
@@ -59,8 +59,8 @@ def message(
     Raises:
         ArgumentError: if the rule answers with no message of this space.
     """
-    start = snapshot.current if base is None else base.to(snapshot.current.dtype)
-    sent = rule.message(space, snapshot.state, start, memory)
+    start = model_state.current if base is None else base.to(model_state.current.dtype)
+    sent = rule.message(space, model_state.state, start, client_state)
     if not isinstance(sent, Message):
         raise ArgumentError(f"rule: message: expected a Message, got {type(sent).__name__}")
     check_shape("rule: message: start", sent.start, *space.axes)
@@ -69,15 +69,15 @@ def message(
         check_finite("rule: message: start", sent.start)
     own = replace(
         sent,
-        start=copied(sent.start),
-        tensors=_copies(sent.tensors),
+        start=copy_tensor(sent.start),
+        tensors=_copy_tensors(sent.tensors),
         numbers=dict(sent.numbers),
-        buffers=dict(snapshot.buffers.clone()),
-        asked=snapshot.buffers.asked,
-        version=snapshot.version,
+        buffers=dict(model_state.buffers.clone()),
+        requested_buffers=model_state.buffers.requested_names,
+        version=model_state.version,
     )
     return own, sent.start is not start
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: copied(tensor) for name, tensor in tensors.items()}
+def _copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: copy_tensor(tensor) for name, tensor in tensors.items()}

@@ -8,6 +8,7 @@ from manifoldagg.federated.types import Receipt
 
 __all__ = [
     "Accepted",
+    "Callback",
     "CheckpointFailed",
     "CheckpointWritten",
     "Closed",
@@ -15,8 +16,7 @@ __all__ = [
     "Dropped",
     "Event",
     "Expired",
-    "Refused",
-    "Watcher",
+    "Rejected",
 ]
 
 
@@ -26,11 +26,11 @@ class Event:
 
     Attributes:
         version: of the server's model after it.
-        out: how many tickets are out after it.
+        in_flight: how many tickets are out after it.
     """
 
     version: int
-    out: int
+    in_flight: int
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Dispatched(Event):
     Attributes:
         client: who.
         ticket: its id.
-        start: version of the model that it works on.
+        start_version: version of the model that it works on.
     """
 
     client: Hashable
     ticket: str
-    start: int
+    start_version: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Accepted(Event):
 
 
 @dataclass(frozen=True)
-class Refused(Event):
+class Rejected(Event):
     """An update was not taken.
 
     Attributes:
@@ -81,7 +81,7 @@ class Refused(Event):
         field: that was wrong, as in `server.refused`.
         reason: as in the receipt.
         latency: seconds of the server's clock from the dispatch to the answer; NaN where the ticket is not known.
-        ended: whether no update can be taken on the ticket any more. Otherwise the client may try again.
+        is_final: whether no update can be taken on the ticket any more. Otherwise the client may try again.
     """
 
     client: Hashable | None
@@ -89,7 +89,7 @@ class Refused(Event):
     field: str
     reason: str
     latency: float
-    ended: bool
+    is_final: bool
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class CheckpointWritten(Event):
 
     Attributes:
         path: of the file.
-        written: version of the model in it; `version` may be past it by now.
+        model_version: version of the model in it; `version` may be past it by now.
         seconds: that it took.
     """
 
     path: str
-    written: int
+    model_version: int
     seconds: float
 
 
@@ -153,5 +153,5 @@ class Closed(Event):
     """The server was closed, and every ticket with it."""
 
 
-Watcher: TypeAlias = Callable[[Event], object]
+Callback: TypeAlias = Callable[[Event], object]
 """What is called with each event."""

@@ -2,33 +2,33 @@
 
 import threading
 
-__all__ = ["Lock"]
+__all__ = ["OwnedLock"]
 
 
-class Lock:
+class OwnedLock:
     """A lock that a thread may take more than once, and ask whether it has it.
 
     Attributes:
         lock: taken by `with`, in one instruction: an interrupt cannot leave it held.
 
     Example:
-        >>> mine = Lock()
+        >>> mine = OwnedLock()
         >>> with mine.lock:
-        ...     mine.is_mine()
+        ...     mine.held_by_me()
         True
-        >>> mine.is_mine()
+        >>> mine.held_by_me()
         False
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         # Nobody waits for it: it refuses to notify for a thread that does not have the lock, and does nothing else.
-        self._asked = threading.Condition(self.lock)
+        self._owner_probe = threading.Condition(self.lock)
 
-    def is_mine(self) -> bool:
+    def held_by_me(self) -> bool:
         """Whether this thread has it."""
         try:
-            self._asked.notify()
+            self._owner_probe.notify()
         except RuntimeError:
             return False
         return True

@@ -18,40 +18,60 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError, SpillError
-from manifoldagg.federated._autograd import without_derivatives
-from manifoldagg.federated.buffers import Patterns, check_patterns, of_model
-from manifoldagg.federated.limits import UNLIMITED, Checks
-from manifoldagg.federated.model_state import Snapshot
-from manifoldagg.federated.pytrees import copied
-from manifoldagg.federated.server._aggregate import space_of
-from manifoldagg.federated.server.dispatch import check_base_dtype, message, rounded
-from manifoldagg.federated.server.durability.checkpoint import Every, Moment, Saved, Writer, check_name
-from manifoldagg.federated.server.durability.eviction import Overflow
-from manifoldagg.federated.server.durability.fingerprint import called, describe, path_of
-from manifoldagg.federated.server.durability.journal import Appender, Hold, Journal
-from manifoldagg.federated.server.durability.log_format import packed
-from manifoldagg.federated.server.durability.persistent_map import Atomic
-from manifoldagg.federated.server.durability.recovery import UNSAID, Living, Story, recovered
+from manifoldagg.federated._autograd import no_grad
+from manifoldagg.federated.buffers import BufferPolicy, check_buffer_policy, initial_buffers
+from manifoldagg.federated.limits import DEFAULT_LIMITS, UpdateLimits
+from manifoldagg.federated.model_state import ModelState
+from manifoldagg.federated.pytrees import copy_tensor
+from manifoldagg.federated.server._aggregate import infer_space
+from manifoldagg.federated.server.dispatch import check_base_dtype, make_message, round_base
+from manifoldagg.federated.server.durability.checkpoint import (
+    CheckpointPolicy,
+    CheckpointWriter,
+    LoadedCheckpoint,
+    ServerSnapshot,
+    check_storable_client,
+)
+from manifoldagg.federated.server.durability.eviction import Evictor
+from manifoldagg.federated.server.durability.fingerprint import fingerprint, import_path, qualified_name
+from manifoldagg.federated.server.durability.journal import Journal, JournalLock, JournalWriter
+from manifoldagg.federated.server.durability.log_format import pack_payload
+from manifoldagg.federated.server.durability.persistent_map import AtomicReference
+from manifoldagg.federated.server.durability.recovery import UNSET, JournalReplay, ReplayTarget, recover
 from manifoldagg.federated.server.durability.spill import Spill
-from manifoldagg.federated.server.durability.store import Kept, Store
-from manifoldagg.federated.server.durability.subscriptions import Watch
-from manifoldagg.federated.server.events import Watcher
-from manifoldagg.federated.server.lock import Lock
-from manifoldagg.federated.server.state import ANYONE, Books, Limits, Open, Row, Taken, row
-from manifoldagg.federated.server.state_dicts import payload_of, resting
-from manifoldagg.federated.server.update_lock import Answering, Turn
-from manifoldagg.federated.server.validation import Form, admit, blame, check_rule, check_start
-from manifoldagg.federated.step import Terms, step
+from manifoldagg.federated.server.durability.store import InMemoryTree, Store
+from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
+from manifoldagg.federated.server.events import Callback
+from manifoldagg.federated.server.lock import OwnedLock
+from manifoldagg.federated.server.state import (
+    ANY_CLIENT,
+    AppliedUpdate,
+    HistoryRow,
+    PendingTicket,
+    ServerLimits,
+    ServerState,
+    history_row,
+)
+from manifoldagg.federated.server.state_dicts import freeze_policies, payload_from_state_dict
+from manifoldagg.federated.server.update_lock import PendingUpdate, UpdateLock
+from manifoldagg.federated.server.validation import (
+    PayloadSchema,
+    check_rule,
+    check_start,
+    raise_nonfinite,
+    validate_payload,
+)
+from manifoldagg.federated.step import StepConfig, step
 from manifoldagg.federated.types import (
     Averaging,
     Payload,
     Receipt,
     Rule,
     Ticket,
-    by_rows,
+    accepts_tensor_lists,
     check_averaging,
-    check_named,
-    extras,
+    check_parameter_space,
+    extra_fields,
 )
 from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels.alloc import empty_like
@@ -61,7 +81,7 @@ from manifoldagg.manifolds.lora.scaling import Scaling
 
 __all__ = ["Server"]
 
-CLOCK = time.monotonic
+DEFAULT_CLOCK = time.monotonic
 """What gives the seconds, unless another does."""
 LOG = logging.getLogger("manifoldagg")
 # Who wants to read it adds a handler: a library does not write to the terminal by itself.
@@ -87,9 +107,9 @@ class Server:
             $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`, $|D_i| / (N \cdot$ mean of the
             $|D|$ seen$)$, with N the clients that were ever dispatched to. Means over a cohort weigh by the samples.
         max_staleness: refuse what is staler than so many versions.
-        checks: limits on norms, cosines, sample counts and control points.
+        update_limits: limits on norms, cosines, sample counts and control points.
         averaging: what listens to every new version, in order; it may keep the models and must not write them.
-        carried: the model's buffers at the start, as from `space.carried`; clients then send theirs, but those that are
+        buffers: the model's buffers at the start, as from `space.carried`; clients then send theirs, but those that are
             left. Without it the server keeps none and takes none.
         buffers: what becomes of them, by name or glob pattern: `"average"` (with the rule's step; the default),
             `"latest"` or `"leave"`. What is no floating tensor is never averaged: the latest is taken.
@@ -101,10 +121,11 @@ class Server:
         history: how many of the latest rows `history` keeps; `None` for all.
         timeout: seconds after which a ticket ends that nobody answers; see `expire`.
         clock: gives the seconds; that of a simulation, for instance.
-        max_tickets: how many may be out at once. Beyond, `dispatch` raises `BusyError`.
-        max_waiting: how many updates may wait for their turn. Beyond, they get a receipt that says so. Those whose
+        max_in_flight: how many may be out at once. Beyond, `dispatch` raises `BusyError`.
+        max_queued_updates: how many updates may wait for their turn. Beyond, they get a receipt that says so. Those
+            whose
             payload is still being made of what came are not counted: how many do so at once is for the host to bound.
-        retries: how many of the latest receipts are kept for clients that ask again.
+        receipt_cache_size: how many of the latest receipts are kept for clients that ask again.
         checkpoint: when to write checkpoints beside the work, and where to. Clients are then strings or integers.
         journal: where everything that is taken is appended before its receipt is given, so that `resume` knows of it;
             with a [`Journal`][manifoldagg.federated.server.durability.journal.Journal], when that is brought to the
@@ -131,7 +152,7 @@ class Server:
         'ticket: unknown, or used already'
     """
 
-    @without_derivatives
+    @no_grad
     def __init__(
         self,
         space: Manifold,
@@ -140,85 +161,95 @@ class Server:
         *,
         weights: str | Mapping[Any, int] = "observed",
         max_staleness: int | None = None,
-        checks: Checks | None = None,
+        update_limits: UpdateLimits | None = None,
         averaging: Averaging | None = None,
-        carried: Mapping[str, Tensor] | None = None,
-        buffers: Patterns = (),
+        buffers: Mapping[str, Tensor] | None = None,
+        buffer_policy: BufferPolicy = (),
         base_dtype: torch.dtype | None = None,
         memory_limit: int | None = None,
         spill: str | Path | None = None,
-        history: int | None = 10_000,
+        history_size: int | None = 10_000,
         timeout: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-        max_tickets: int | None = None,
-        max_waiting: int | None = None,
-        retries: int = 10_000,
-        checkpoint: Every | None = None,
+        max_in_flight: int | None = None,
+        max_queued_updates: int | None = None,
+        receipt_cache_size: int = 10_000,
+        checkpoint: CheckpointPolicy | None = None,
         journal: str | Path | Journal | None = None,
     ) -> None:
         kept_in = None if journal is None else Journal.of(journal)
         first = check_start(space, start)
-        tensors, numbers = extras(check_rule(rule))
-        checks = UNLIMITED if checks is None else checks
-        if not isinstance(checks, Checks):
-            raise ArgumentError(f"checks: expected Checks, got {checks!r}")
-        checks.check_space(space)
-        kept, policies = of_model(space, carried, buffers)
+        tensors, numbers = extra_fields(check_rule(rule))
+        update_limits = DEFAULT_LIMITS if update_limits is None else update_limits
+        if not isinstance(update_limits, UpdateLimits):
+            raise ArgumentError(f"update_limits: expected UpdateLimits, got {update_limits!r}")
+        update_limits.check_space(space)
+        kept, policies = initial_buffers(space, buffers, buffer_policy)
         sent = tuple(Entry(name, tuple(x.shape), x.dtype) for name, x in kept.items() if policies[name] != "leave")
         self.space = space
         self.rule = rule
         self._averaging = check_averaging(averaging)
         self._base_dtype = check_base_dtype(space, base_dtype, first.dtype)
-        rows = by_rows(rule, space)
-        measured = frozenset(getattr(rule, "measured", ())) if space.flat else frozenset()
-        self._form = Form(space, first.dtype, first.device, tensors, numbers, sent, checks, rows, measured)
-        self._terms = Terms(space, rule, policies, checks)
+        rows = accepts_tensor_lists(rule, space)
+        measured = frozenset(getattr(rule, "self_checked", ())) if space.flat else frozenset()
+        self._schema = PayloadSchema(
+            space, first.dtype, first.device, tensors, numbers, sent, update_limits, rows, measured
+        )
+        self._step_config = StepConfig(space, rule, policies, update_limits)
         memory_limit = None if memory_limit is None else check_count("memory_limit", memory_limit, at_least=0)
         files = Spill(spill)
         if not callable(clock):
             raise ArgumentError(f"clock: expected a function that returns seconds, got {clock!r}")
         self._clock = clock
-        self._turn = Turn(None if max_waiting is None else check_count("max_waiting", max_waiting, at_least=0))
-        self._saving = Lock()
-        self._spare: deque[Tensor] = deque(maxlen=1)
+        self._update_lock = UpdateLock(
+            None if max_queued_updates is None else check_count("max_queued_updates", max_queued_updates, at_least=0)
+        )
+        self._save_lock = OwnedLock()
+        self._free_list: deque[Tensor] = deque(maxlen=1)
         # What listens may keep models: their memory is not used again.
-        self._freed = self._spare.append if averaging is None else None
-        self._process = os.getpid()
-        limits = Limits(
+        self._recycle = self._free_list.append if averaging is None else None
+        self._pid = os.getpid()
+        limits = ServerLimits(
             max_staleness=None if max_staleness is None else check_count("max_staleness", max_staleness, at_least=0),
             timeout=None if timeout is None else check_number("timeout", timeout, above=0),
-            max_tickets=None if max_tickets is None else check_count("max_tickets", max_tickets),
-            history=None if history is None else check_count("history", history, at_least=0),
-            retries=check_count("retries", retries, at_least=0),
+            max_in_flight=None if max_in_flight is None else check_count("max_in_flight", max_in_flight),
+            history_size=None if history_size is None else check_count("history_size", history_size, at_least=0),
+            receipt_cache_size=check_count("receipt_cache_size", receipt_cache_size, at_least=0),
         )
-        now = Snapshot(first, rule.init(space, first.clone()), kept)
-        store = Store().held(("version", 0), Kept(first, self._freed))
-        self._books = Atomic(
-            Books(limits, now, Weights.of(weights, checks.samples_factor), store, averaged=averaging is not None)
+        now = ModelState(first, rule.init(space, first.clone()), kept)
+        store = Store().retain(("version", 0), InMemoryTree(first, self._recycle))
+        self._state = AtomicReference(
+            ServerState(
+                limits,
+                now,
+                Weights.of(weights, update_limits.samples_factor),
+                store,
+                has_averaging=averaging is not None,
+            )
         )
-        self._watch = Watch(self._books)
-        self._overflow = Overflow(self._books, memory_limit, files)
+        self._dispatcher = EventDispatcher(self._state)
+        self._evictor = Evictor(self._state, memory_limit, files)
         self._options = {
-            "checks": asdict(checks),
+            "update_limits": asdict(update_limits),
             "base_dtype": None if base_dtype is None else str(base_dtype).removeprefix("torch."),
             "memory_limit": memory_limit,
-            "max_waiting": self._turn.most,
+            "max_queued_updates": self._update_lock.max_queued,
             "policies": policies,
         }
-        self._writer = None if checkpoint is None else Writer(checkpoint, self._watch.note)
-        self._journal: Appender | None = None
+        self._checkpoint_writer = None if checkpoint is None else CheckpointWriter(checkpoint, self._dispatcher.publish)
+        self._journal: JournalWriter | None = None
         if checkpoint is not None or journal is not None:
             # What a file cannot hold is told now.
-            describe("space", space)
-            describe("rule", rule)
+            fingerprint("space", space)
+            fingerprint("rule", rule)
             for client in weights if isinstance(weights, Mapping) else ():
-                check_name(client)
-            called("clock", clock)
+                check_storable_client(client)
+            qualified_name("clock", clock)
         if kept_in is not None:
-            with _held(kept_in) as hold:
-                if kept_in.files():
+            with _locked_journal(kept_in) as hold:
+                if kept_in.segments():
                     raise ArgumentError(f"journal: {kept_in.path}: there is one; go on from it with `Server.resume`")
-                self._keep_in(kept_in, Story(os.urandom(16).hex(), 0, 0.0), hold)
+                self._start_journal(kept_in, JournalReplay(os.urandom(16).hex(), 0, 0.0), hold)
 
     @classmethod
     def of(
@@ -226,7 +257,7 @@ class Server:
         model: torch.nn.Module | Mapping[str, Tensor],
         rule: Rule,
         *,
-        buffers: Patterns = (),
+        buffer_policy: BufferPolicy = (),
         adapters: bool | None = None,
         scaling: Scaling = 1.0,
         **server_options: Any,
@@ -263,20 +294,20 @@ class Server:
                     "adapters: expected a state dict with them, as PEFT's get_peft_model_state_dict gives"
                 )
             space = ParameterSpace.of(model)
-            buffers = resting(model, buffers)
+            buffer_policy = freeze_policies(model, buffer_policy)
         else:
             if not isinstance(model, Mapping):
                 raise ArgumentError(f"model: expected a torch.nn.Module or a state dict, got {type(model).__name__}")
-            space = space_of("model", model, None, check_patterns(buffers), adapters, scaling)
+            space = infer_space("model", model, None, check_buffer_policy(buffer_policy), adapters, scaling)
         space.layout.check_parameters("model")
         start = space.points({"model: ": space.stack_factors(tensors_of(model))})[0]
         carried = space.buffers(model)
-        return cls(space, rule, start, carried=carried, buffers=buffers, **server_options)
+        return cls(space, rule, start, buffers=carried, buffer_policy=buffer_policy, **server_options)
 
     @classmethod
-    @without_derivatives
+    @no_grad
     def resume(
-        cls, path: str | Path | Saved, space: Manifold, rule: Rule, *, replace: bool = False, **options: Any
+        cls, path: str | Path | LoadedCheckpoint, space: Manifold, rule: Rule, *, replace: bool = False, **options: Any
     ) -> "Server":
         """A server that goes on from a checkpoint, bit for bit.
 
@@ -321,122 +352,133 @@ class Server:
             >>> server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).version, server.model
             (1, tensor([1., 2.]))
         """
-        given = options.pop("journal", UNSAID)
-        journal = None if given is None or given is UNSAID else Journal.of(given)
-        with nullcontext() if journal is None else _held(journal) as hold:
-            saved, story = recovered(path, journal, unsaid=given is UNSAID)
-            replace = replace and not (story is not None and story.told)
-            saved.check(space, rule, options.get("clock", CLOCK), replace=replace)
-            if story is not None and story.told:
-                saved = cls._relived(saved, story, space, rule, options)
-            server = cls._of_saved(saved, space, rule, options)
+        given = options.pop("journal", UNSET)
+        journal = None if given is None or given is UNSET else Journal.of(given)
+        with nullcontext() if journal is None else _locked_journal(journal) as hold:
+            saved, story = recover(path, journal, journal_unset=given is UNSET)
+            replace = replace and not (story is not None and story.records)
+            saved.check_compatible(space, rule, options.get("clock", DEFAULT_CLOCK), replace=replace)
+            if story is not None and story.records:
+                saved = cls._replay(saved, story, space, rule, options)
+            server = cls._from_checkpoint(saved, space, rule, options)
             if journal is not None and story is not None and hold is not None:
-                server._keep_in(journal, story, hold)
-        if server._writer is not None:
-            server._writer.begin(server.updates)
+                server._start_journal(journal, story, hold)
+        if server._checkpoint_writer is not None:
+            server._checkpoint_writer.reset(server.updates)
         return server
 
     @classmethod
-    def _of_saved(cls, saved: Saved, space: Manifold, rule: Rule, options: Mapping[str, Any]) -> "Server":
+    def _from_checkpoint(
+        cls, checkpoint: LoadedCheckpoint, space: Manifold, rule: Rule, options: Mapping[str, Any]
+    ) -> "Server":
         """A server with the record that was saved."""
-        server = cls(space, rule, saved.model, **saved.options(options))
-        books = saved.books(server._books.value, server._clock(), options.get("weights"), server._freed)
-        saved.load(server._averaging)
-        server._books.update(lambda _: (books, None))
-        server._overflow.move()
+        server = cls(space, rule, checkpoint.model, **checkpoint.server_options(options))
+        books = checkpoint.restore_state(server._state.value, server._clock(), options.get("weights"), server._recycle)
+        checkpoint.restore_averaging(server._averaging)
+        server._state.update(lambda _: (books, None))
+        server._evictor.evict()
         return server
 
     @classmethod
-    def _relived(cls, saved: Saved, story: Story, space: Manifold, rule: Rule, options: Mapping[str, Any]) -> Saved:
+    def _replay(
+        cls,
+        checkpoint: LoadedCheckpoint,
+        replay: JournalReplay,
+        space: Manifold,
+        rule: Rule,
+        options: Mapping[str, Any],
+    ) -> LoadedCheckpoint:
         """The record after all that a journal tells beyond it."""
         given = {name: options[name] for name in ("averaging", "spill") if name in options}
-        story.time = saved.time
-        server = cls._of_saved(saved, space, rule, {**given, "clock": story.now})
+        replay.time = checkpoint.time
+        server = cls._from_checkpoint(checkpoint, space, rule, {**given, "clock": replay.clock})
 
         def take(payload: Payload, was: Mapping[str, Any]) -> Receipt:
-            ticket = server._books.value.find(was["ticket"])
+            ticket = server._state.value.find(was["ticket"])
             if isinstance(ticket, Receipt):
                 raise ArgumentError("ticket: used already")
-            receipt = server._take(was["ticket"], ticket, payload, math.nan, was=was)
+            receipt = server._apply(was["ticket"], ticket, payload, math.nan, record=was)
             try:
-                server._settle()
+                server._after_update()
             except Exception:  # as it was then, which has undone nothing
                 LOG.exception("averaging: raised for version %d", receipt.version)
             return receipt
 
         def narrow(model: Tensor) -> Tensor | None:
-            return rounded(model, server._base_dtype)
+            return round_base(model, server._base_dtype)
 
-        story.live(Living(server._books, take, narrow))
-        tree = {**server.moment().tree(), "clock": saved.clock}
+        replay.replay(ReplayTarget(server._state, take, narrow))
+        tree = {**server.snapshot().tree(), "clock": checkpoint.clock}
         server.close()
-        return Saved(saved.path, tree)
+        return LoadedCheckpoint(checkpoint.path, tree)
 
-    @without_derivatives
-    def dispatch(self, client: Hashable, *, keep: bool = True) -> Ticket:
+    @no_grad
+    def dispatch(self, client: Hashable, *, retain_base: bool = True) -> Ticket:
         """Send a client to work on the current model.
 
         Args:
             client: any hashable name that equals itself; no tensor.
-            keep: keep the version that it starts from. Otherwise its payload must bring the base.
+            retain_base: keep the version that it starts from. Otherwise its payload must bring the base.
 
         Raises:
             ArgumentError: if `client` is no such name, or missing from the weights that were given up front; or if
-                `keep` is no truth value.
+                `retain_base` is no truth value.
             BusyError: if as many tickets are out as may be.
             CheckpointError: if the journal cannot be written.
 
         Cost: one copy of the model, which is read once and written once: a client's model is its own.
         """
-        check_choice("keep", keep, (True, False))
+        check_choice("retain_base", retain_base, (True, False))
         self._check_process()
         self._expire()
-        self._books.value.weights.check(client)
-        if self._writer is not None or self._journal is not None:
-            check_name(client)
+        self._state.value.weights.check(client)
+        if self._checkpoint_writer is not None or self._journal is not None:
+            check_storable_client(client)
         if self._journal is not None:
-            self._journal.check()
+            self._journal.retry_if_failed()
         # Each turn of the loop but the last is one in which somebody else moved the model on.
-        while (ticket := self._left(client, keep)) is None:
+        while (ticket := self._issue_ticket(client, retain_base)) is None:
             pass
-        self._log()
-        self._tell_of_events()
+        self._flush_journal()
+        self._dispatch_events()
         return ticket
 
-    def _left(self, client: Hashable, keep: bool) -> Ticket | None:
+    def _issue_ticket(self, client: Hashable, retain_base: bool) -> Ticket | None:
         """A ticket for the current model; none, and nothing has changed, where a checkpoint may have been made in the
         meantime that knows its version no more: a journal would not find it.
         """
-        books = self._books.value
-        books.check_free()
-        place = books.current
+        books = self._state.value
+        books.check_capacity()
+        place = books.current_key
         kept = books.store.find(place)
         base = None
-        if keep and self._base_dtype is not None:
-            narrow = ("base", books.now.version)
+        if retain_base and self._base_dtype is not None:
+            narrow = ("base", books.model_state.version)
             held = books.store.find(narrow)
             # One that is in a file is rounded again: who starts now needs no file.
-            base = held.tree if isinstance(held, Kept) else rounded(books.now.current, self._base_dtype)
+            base = (
+                held.tree if isinstance(held, InMemoryTree) else round_base(books.model_state.current, self._base_dtype)
+            )
             if base is not None:
                 place = narrow
-                kept = Kept(base) if held is None else held
-        sent, apart = message(self.space, self.rule, books.now, books.store.load(("client", client)), base)
+                kept = InMemoryTree(base) if held is None else held
+        sent, apart = make_message(self.space, self.rule, books.model_state, books.store.load(("client", client)), base)
         ticket_id = os.urandom(16).hex()
-        ticket = Open(client, books.now.version, place if keep else None, self._clock(), apart)
+        ticket = PendingTicket(client, books.model_state.version, place if retain_base else None, self._clock(), apart)
 
-        def entered(now: Books) -> tuple[Books, bool]:
-            passed = now.now.version != ticket.version and now.store.find(place) is None
-            if keep and passed and self._journal is not None:
+        def entered(now: ServerState) -> tuple[ServerState, bool]:
+            passed = now.model_state.version != ticket.version and now.store.find(place) is None
+            if retain_base and passed and self._journal is not None:
                 return now, False
-            return now.dispatched(ticket_id, ticket, kept), True
+            return now.with_ticket(ticket_id, ticket, kept), True
 
-        if not self._books.update(entered):
+        if not self._state.update(entered):
             return None
         return Ticket(ticket_id, ticket.version, sent, self.space)
 
-    @without_derivatives
+    @no_grad
     def receive(
-        self, ticket: str | Ticket, payload: Payload | Callable[[], Payload], *, client: Hashable = ANYONE
+        self, ticket: str | Ticket, payload: Payload | Callable[[], Payload], *, client: Hashable = ANY_CLIENT
     ) -> Receipt:
         """Take what a client returns on a ticket. The payload must not be written before this returns.
 
@@ -466,20 +508,20 @@ class Server:
         Gram matrix tells whether what came is finite, and what is refused costs no more than what is taken.
         """
 
-        def brought(_: Open) -> Any:
+        def brought(_: PendingTicket) -> Any:
             # By its type: what an object says of its class may be untrue, or raise.
             return payload if issubclass(type(payload), Payload | type) or not callable(payload) else payload()
 
         return self._receive(ticket, client, brought)
 
-    @without_derivatives
+    @no_grad
     def receive_model(
         self,
         ticket: str | Ticket,
         model: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | Callable[[], Any],
         *,
         samples: int,
-        client: Hashable = ANYONE,
+        client: Hashable = ANY_CLIENT,
         scaling: Scaling | None = None,
     ) -> Receipt:
         """Take what a client returns as a state dict, its module's whole one: parameters and buffers.
@@ -505,63 +547,67 @@ class Server:
         Warns:
             UserWarning: naming a model that looks like a difference of models. Nothing has changed then.
         """
-        if any(extras(self.rule)):
+        if any(extra_fields(self.rule)):
             raise ArgumentError(f"rule: {type(self.rule).__name__} asks clients for more than models; use `receive`")
-        check_named(self.space)
-        books = self._books.value
+        check_parameter_space(self.space)
+        books = self._state.value
 
-        def brought(found: Open) -> Payload:
-            base = None if found.apart else found.base
+        def brought(found: PendingTicket) -> Payload:
+            base = None if found.custom_start else found.base_key
             if isinstance(model, torch.nn.Module):  # which can be called too
                 raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
             came = model() if callable(model) else model
             began = partial(books.store.load, base)
-            return payload_of(self._form, came, samples, books.now.current, began, scaling=scaling)
+            return payload_from_state_dict(
+                self._schema, came, samples, books.model_state.current, began, scaling=scaling
+            )
 
         return self._receive(ticket, client, brought)
 
-    def _receive(self, ticket: str | Ticket, client: Hashable, brought: Callable[[Open], Any]) -> Receipt:
+    def _receive(self, ticket: str | Ticket, client: Hashable, make_payload: Callable[[PendingTicket], Any]) -> Receipt:
         try:
-            receipt = self._received(ticket, client, brought)
-            self._log()
+            receipt = self._receive_locked(ticket, client, make_payload)
+            self._flush_journal()
         except Exception:  # and not who is interrupted
-            self._tell_of_events()
+            self._dispatch_events()
             raise
-        self._tell_of_events()
+        self._dispatch_events()
         return receipt
 
-    def _received(self, ticket: str | Ticket, client: Hashable, brought: Callable[[Open], Any]) -> Receipt:
+    def _receive_locked(
+        self, ticket: str | Ticket, client: Hashable, make_payload: Callable[[PendingTicket], Any]
+    ) -> Receipt:
         self._check_process()
         self._expire()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
-        self._check_written()
-        came = self._clock() if self._books.value.watching or self._journal is not None else math.nan
-        answer = Answering(ticket_id if type(ticket_id) is str else "")
-        with answer.lasts:
-            self._turn.come(answer)
+        self._check_journal_idle()
+        came = self._clock() if self._state.value.subscriptions or self._journal is not None else math.nan
+        answer = PendingUpdate(ticket_id if type(ticket_id) is str else "")
+        with answer.alive_lock:
+            self._update_lock.register(answer)
             try:
-                found = self._find(ticket_id, client, came)
-                if isinstance(found, Open):
-                    payload = admit(self._form, brought(found), based=found.base is None)
-                    data = b"" if self._journal is None else packed(payload)
-                    self._turn.admit(answer)
+                found = self._lookup(ticket_id, client, came)
+                if isinstance(found, PendingTicket):
+                    payload = validate_payload(self._schema, make_payload(found), requires_base=found.base_key is None)
+                    data = b"" if self._journal is None else pack_payload(payload)
+                    self._update_lock.enqueue(answer)
             except ManifoldAggError as error:
-                return self._refuse(ticket_id, error, came)
+                return self._reject(ticket_id, error, came)
             else:
                 if isinstance(found, Receipt):
-                    self._catch_up()
+                    self._finish_interrupted()
                     return found
-                self._turn.check()
-                with self._turn.lock:
+                self._update_lock.check()
+                with self._update_lock.lock:
                     # What an interrupt kept from the average comes first.
-                    self._tell()
+                    self._notify_average()
                     if self._journal is not None:
-                        self._journal.check()
-                    receipt = self._answer(ticket_id, client, payload, came, data)
-                    self._settle()
+                        self._journal.retry_if_failed()
+                    receipt = self._process(ticket_id, client, payload, came, data)
+                    self._after_update()
                 return receipt
             finally:
-                self._turn.go(answer)
+                self._update_lock.unregister(answer)
 
     def drop(self, ticket: str | Ticket) -> None:
         """Give a ticket back: nobody will answer on it.
@@ -574,9 +620,9 @@ class Server:
         """
         self._check_process()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
-        self._books.update(lambda now: (now.dropped(ticket_id), None))
-        self._log()
-        self._tell_of_events()
+        self._state.update(lambda now: (now.with_dropped_ticket(ticket_id), None))
+        self._flush_journal()
+        self._dispatch_events()
 
     def expire(self) -> list[str]:
         """End the tickets that nobody has answered for `timeout` seconds. `dispatch` and `receive` do so too.
@@ -586,10 +632,10 @@ class Server:
         """
         self._check_process()
         due = self._expire()
-        self._log()
+        self._flush_journal()
         return due
 
-    def on_event(self, callback: Watcher) -> Callable[[], None]:
+    def on_event(self, callback: Callback) -> Callable[[], None]:
         """Tell somebody of everything that happens from now on.
 
         They hear of one event at a time, in the order in which things took effect, before the call that has brought it
@@ -602,7 +648,7 @@ class Server:
 
         Args:
             callback: called with an [`Event`][manifoldagg.federated.server.events.Event]: `Dispatched`, `Accepted`,
-                `Refused`, `Dropped`, `Expired`, `CheckpointWritten`, `CheckpointFailed` or `Closed`. It should take
+                `Rejected`, `Dropped`, `Expired`, `CheckpointWritten`, `CheckpointFailed` or `Closed`. It should take
                 less time than
                 there is between two events: those that wait are kept.
 
@@ -623,13 +669,13 @@ class Server:
             >>> stop()
             >>> ticket = server.dispatch("ward-7")
         """
-        return self._watch.add(callback)
+        return self._dispatcher.subscribe(callback)
 
     @property
     def model(self) -> Float[Tensor, " P"]:
         """A copy of the current model (P,)."""
-        books = self._books.value
-        return copied(books.now.current)
+        books = self._state.value
+        return copy_tensor(books.model_state.current)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The current model as a state dict, in the model's own dtypes, with the buffers that the server keeps.
@@ -637,9 +683,9 @@ class Server:
         Raises:
             ArgumentError: if the space is no `ParameterSpace`.
         """
-        space = check_named(self.space)
-        books = self._books.value
-        return space.state_dict(books.now.current, books.now.buffers or None)
+        space = check_parameter_space(self.space)
+        books = self._state.value
+        return space.state_dict(books.model_state.current, books.model_state.buffers or None)
 
     def spec(self) -> dict[str, Any]:
         """Of the server's space, fit for JSON: what a client makes the same space of, with the module or without.
@@ -653,7 +699,7 @@ class Server:
             >>> ParameterSpace.of_spec(server.spec()) == server.space
             True
         """
-        return check_named(self.space).spec()
+        return check_parameter_space(self.space).spec()
 
     def averaged(self) -> Float[Tensor, " P"]:
         """A copy of the average (P,); of the current model where nothing was averaged. Waits for a running update.
@@ -661,46 +707,46 @@ class Server:
         Raises:
             ArgumentError: if it is called from within an update, or the writing of the journal.
         """
-        self._check_waits()
-        with self._turn.lock:
-            self._tell()
+        self._check_may_wait()
+        with self._update_lock.lock:
+            self._notify_average()
             average = None if self._averaging is None else self._averaging.average
-            return self.model if average is None else copied(average)
+            return self.model if average is None else copy_tensor(average)
 
     @property
     def version(self) -> int:
         """How often the model has moved."""
-        return self._books.value.now.version
+        return self._state.value.model_state.version
 
     @property
     def updates(self) -> int:
         """How many updates were accepted."""
-        return self._books.value.history.count
+        return self._state.value.history.next_index
 
     @property
     def tickets(self) -> list[str]:
         """The ids of the tickets that are out, the oldest first."""
-        return list(self._books.value.tickets)
+        return list(self._state.value.tickets)
 
     @property
-    def history(self) -> list[Row]:
+    def history(self) -> list[HistoryRow]:
         """A flat row, fit for a data frame, for each of the latest accepted updates, at most `history=` of them.
 
         A row has the client, its samples, the receipt and the rule's numbers.
         """
-        return [dict(row) for row in self._books.value.history.values()]
+        return [dict(row) for row in self._state.value.history.values()]
 
     @property
-    def refused(self) -> dict[str, int]:
+    def rejected(self) -> dict[str, int]:
         """How many updates were refused, by the field that was wrong."""
-        return dict(self._books.value.refused)
+        return dict(self._state.value.rejected)
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes of the `model`, the `state`, older `versions` and `clients` in memory; of both in files: `spilled`."""
-        return self._books.value.usage()
+        return self._state.value.memory_usage()
 
-    @without_derivatives
+    @no_grad
     def save(self, path: str | Path | None = None) -> None:
         """Write a checkpoint, in place of the file that is there: whole or not at all.
 
@@ -722,43 +768,43 @@ class Server:
 
         Cost: one pass over all that is kept.
         """
-        self._check_waits()
-        writer = self._writer
+        self._check_may_wait()
+        writer = self._checkpoint_writer
         if path is None and writer is None:
             raise ArgumentError("path: expected one, as the server has no `checkpoint`")
-        ours = writer if writer is not None and (path is None or writer.is_of(path)) else None
+        ours = writer if writer is not None and (path is None or writer.targets(path)) else None
         # From a handler or a finaliser within a save, which then goes on: nobody waits for it.
-        within = self._saving.is_mine() or (writer is not None and writer.is_mine())
+        within = self._save_lock.held_by_me() or (writer is not None and writer.held_by_me())
         # One at a time, so that no older record takes the place of a newer one, for which the journal was cut.
-        with nullcontext() if within else self._saving.lock:
+        with nullcontext() if within else self._save_lock.lock:
             if ours is not None:
-                self._now(ours.put)
+                self._snapshot(ours.enqueue)
                 ours.finish()
             elif path is not None:
-                moment = self._now()
+                moment = self._snapshot()
                 if writer is not None or within:
-                    moment = moment._replace(written=None)
-                moment.write(path, 1, self._watch.note)
+                    moment = moment._replace(on_written=None)
+                moment.write(path, 1, self._dispatcher.publish)
 
-    def moment(self) -> Moment:
+    def snapshot(self) -> ServerSnapshot:
         """What `save` writes, taken in no time and never written: for who keeps more beside it, in one file.
 
         Raises:
             ArgumentError: if the server was closed, or it is called from within an update, or from within the writing
                 of its journal.
         """
-        self._check_waits()
-        return self._now()
+        self._check_may_wait()
+        return self._snapshot()
 
-    def _now(self, put: Callable[[Moment], None] | None = None) -> Moment:
+    def _snapshot(self, enqueue: Callable[[ServerSnapshot], None] | None = None) -> ServerSnapshot:
         """What a checkpoint is made of, once a running update is over; handed on before the next one begins."""
-        with self._turn.lock:
-            self._tell()
-            moment = self._moment()
-            if moment.books.closed:
+        with self._update_lock.lock:
+            self._notify_average()
+            moment = self._make_snapshot()
+            if moment.server_state.is_closed:
                 raise ArgumentError("server: was closed")
-            if put is not None:
-                put(moment)
+            if enqueue is not None:
+                enqueue(moment)
         return moment
 
     def close(self) -> None:
@@ -771,89 +817,93 @@ class Server:
             CheckpointError: if the last checkpoint could not be written, or whatever else was in its way. The server is
                 closed then too.
         """
-        self._check_waits()
-        with self._turn.lock:
+        self._check_may_wait()
+        with self._update_lock.lock:
             try:
-                self._tell()
+                self._notify_average()
                 if self._journal is not None:
                     self._journal.close()
             finally:
-                self._books.update(lambda now: (now.close(), None))
-                self._overflow.close()
-        self._tell_of_events()
-        if self._writer is not None:
-            self._writer.finish()
+                self._state.update(lambda now: (now.close(), None))
+                self._evictor.close()
+        self._dispatch_events()
+        if self._checkpoint_writer is not None:
+            self._checkpoint_writer.finish()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Server has locks and tickets that are out: it is not copied or pickled; keep its `model`")
 
-    def _moment(self) -> Moment:
+    def _make_snapshot(self) -> ServerSnapshot:
         """What a checkpoint is made of; in a turn, in which the average has heard of everything."""
         averaging = self._averaging
-        told = None if averaging is None else (path_of(type(averaging)), averaging.state())
-        cut = None if self._journal is None else self._journal.cut
-        return Moment(self._books.value, self.space, self.rule, self._options, self._clock, self._clock(), told, cut)
+        told = None if averaging is None else (import_path(type(averaging)), averaging.state())
+        cut = None if self._journal is None else self._journal.rotate
+        return ServerSnapshot(
+            self._state.value, self.space, self.rule, self._options, self._clock, self._clock(), told, cut
+        )
 
-    def _keep_in(self, journal: Journal, story: Story, hold: Hold) -> None:
+    def _start_journal(self, journal: Journal, replay: JournalReplay, journal_lock: JournalLock) -> None:
         """Begin a journal anew, with the whole record: nobody else has the server yet."""
-        appender = Appender(journal, self._books, story.name, hold)
-        appender.begin(story.number, self._moment().tree(), story.after)
-        appender.clear(story.number)
-        self._books.update(lambda now: (now._replace(log=appender.log(story.number)), None))
+        appender = JournalWriter(journal, self._state, replay.name, journal_lock)
+        appender.open_segment(replay.next_lsn, self._make_snapshot().tree(), replay.predecessor)
+        appender.delete_segments(replay.next_lsn)
+        self._state.update(lambda now: (now._replace(pending_log=appender.empty_log(replay.next_lsn)), None))
         self._journal = appender
 
-    def _log(self) -> None:
+    def _flush_journal(self) -> None:
         """Write what was entered into the journal, if there is one."""
         if self._journal is not None:
             self._journal.write()
 
-    def _find(self, ticket_id: Any, client: Any, came: float) -> Open | Receipt:
+    def _lookup(self, ticket_id: Any, client: Any, received_at: float) -> PendingTicket | Receipt:
         """The ticket of an update that may be taken, or the receipt that there is for it."""
-        books = self._books.value
+        books = self._state.value
         found = books.find(ticket_id, client)
         if isinstance(found, Receipt):
             return found
         try:
             books.check_staleness(found)
         except ArgumentError as error:
-            return self._end(ticket_id, error, came)
+            return self._close_ticket(ticket_id, error, received_at)
         return found
 
-    def _answer(self, ticket_id: str, client: Any, payload: Payload, came: float, data: bytes | bytearray) -> Receipt:
+    def _process(
+        self, ticket_id: str, client: Any, payload: Payload, received_at: float, packed_payload: bytes | bytearray
+    ) -> Receipt:
         """What becomes of an update whose turn it is."""
         try:
-            found = self._find(ticket_id, client, came)
+            found = self._lookup(ticket_id, client, received_at)
             if isinstance(found, Receipt):
                 return found
-            return self._take(ticket_id, found, payload, came, data)
+            return self._apply(ticket_id, found, payload, received_at, packed_payload)
         except RuleError:
             raise
         except ManifoldAggError as error:
-            return self._refuse(ticket_id, error, came)
+            return self._reject(ticket_id, error, received_at)
 
-    def _take(
+    def _apply(
         self,
         ticket_id: str,
-        ticket: Open,
+        ticket: PendingTicket,
         payload: Payload,
-        came: float,
-        data: bytes | bytearray = b"",
-        was: Mapping[str, Any] | None = None,
+        received_at: float,
+        packed_payload: bytes | bytearray = b"",
+        record: Mapping[str, Any] | None = None,
     ) -> Receipt:
         """Take an update; with the weight that it had where it is told by a journal."""
-        books = self._books.value
-        begun = time.perf_counter() if books.watching else math.nan
-        samples = books.weights.believed(ticket.client, payload.samples) if was is None else was["samples"]
-        update = books.update_of(ticket, payload, samples)
-        if was is not None:
-            update = replace(update, weight=was["weight"], share=was["share"])
-        model = self._blank(books.now.current)
+        books = self._state.value
+        begun = time.perf_counter() if books.subscriptions else math.nan
+        samples = books.weights.capped(ticket.client, payload.samples) if record is None else record["samples"]
+        update = books.make_update(ticket, payload, samples)
+        if record is not None:
+            update = replace(update, weight=record["weight"], share=record["share"])
+        model = self._alloc_model(books.model_state.current)
         try:
-            after, outcome = step(self._terms, books.now, update, payload.buffers, model.tree)
+            after, outcome = step(self._step_config, books.model_state, update, payload.buffers, model.tree)
         except Exception:
-            blame(self._form, payload)
+            raise_nonfinite(self._schema, payload)
             raise
-        seconds = time.perf_counter() - begun if books.watching else math.nan
+        seconds = time.perf_counter() - begun if books.subscriptions else math.nan
         moved = outcome.model is not None
         receipt = Receipt(
             accepted=True,
@@ -867,102 +917,102 @@ class Server:
             buffered=not moved,
             clipped=samples < payload.samples or outcome.numbers.get("clip", 1.0) < 1,
         )
-        line = row(ticket.client, payload.samples, receipt, outcome.numbers)
-        taken = Taken(model if moved else None, receipt, line, came, seconds, data)
-        self._books.update(lambda now: (now.entered(ticket_id, update, after, outcome, taken), None))
+        line = history_row(ticket.client, payload.samples, receipt, outcome.numbers)
+        taken = AppliedUpdate(model if moved else None, receipt, line, received_at, seconds, packed_payload)
+        self._state.update(lambda now: (now.with_update(ticket_id, update, after, outcome, taken), None))
         return receipt
 
-    def _refuse(self, ticket_id: Any, error: ManifoldAggError, came: float) -> Receipt:
+    def _reject(self, ticket_id: Any, error: ManifoldAggError, received_at: float) -> Receipt:
         """Count a refusal, and end a ticket whose files were lost."""
         if isinstance(error, SpillError) and not error.temporary:
-            return self._end(ticket_id, error, came)
+            return self._close_ticket(ticket_id, error, received_at)
         reason = str(error)
-        LOG.warning("refused: %s", reason)
-        return self._books.update(lambda now: now.refusing(ticket_id, reason, came))
+        LOG.warning("rejected: %s", reason)
+        return self._state.update(lambda now: now.with_rejection(ticket_id, reason, received_at))
 
-    def _end(self, ticket_id: str, error: ManifoldAggError, came: float) -> Receipt:
+    def _close_ticket(self, ticket_id: str, error: ManifoldAggError, received_at: float) -> Receipt:
         """End a ticket on which no update can be taken any more."""
         reason = str(error)
-        receipt = self._books.update(lambda now: now.refusing_for_good(ticket_id, reason, came))
-        LOG.warning("refused, and its ticket ended: %s", receipt.reason)
+        receipt = self._state.update(lambda now: now.with_final_rejection(ticket_id, reason, received_at))
+        LOG.warning("rejected, ticket closed: %s", receipt.reason)
         return receipt
 
     def _expire(self) -> list[str]:
         """End the tickets whose time is over, but those whose answers wait for their turn."""
-        timeout = self._books.value.limits.timeout
+        timeout = self._state.value.limits.timeout
         if timeout is None:
             return []
         time = self._clock()
-        due = self._books.update(lambda now: now.expired(time, but=self._turn.tickets))
+        due = self._state.update(lambda now: now.without_expired(time, exclude=self._update_lock.tickets))
         if due:
             LOG.warning("tickets expired after %g s: %d", timeout, len(due))
-            self._tell_of_events()
+            self._dispatch_events()
         return due
 
-    def _catch_up(self) -> None:
+    def _finish_interrupted(self) -> None:
         """Do what an interrupt of an update that was entered has left undone."""
-        if self._books.value.untold and not self._turn.is_mine():
-            with self._turn.lock:
-                self._settle()
+        if self._state.value.pending_notifications and not self._update_lock.held_by_me():
+            with self._update_lock.lock:
+                self._after_update()
 
-    def _settle(self) -> None:
+    def _after_update(self) -> None:
         """What follows an update that is entered."""
         try:
-            self._tell()
+            self._notify_average()
         finally:
-            self._overflow.move()
-            books = self._books.value
-            if self._writer is not None and not books.untold and not books.closed:
-                self._writer.look(books.history.count, self._moment)
+            self._evictor.evict()
+            books = self._state.value
+            if self._checkpoint_writer is not None and not books.pending_notifications and not books.is_closed:
+                self._checkpoint_writer.maybe_write(books.history.next_index, self._make_snapshot)
 
-    def _tell(self) -> None:
+    def _notify_average(self) -> None:
         """Tell the average what it has not heard: if it raises an error it has, after an interrupt it is told again."""
-        while self._averaging is not None and (untold := self._books.value.untold):
+        while self._averaging is not None and (untold := self._state.value.pending_notifications):
             failed = None
             try:
                 self._averaging.update(untold[0].version, untold[0].model.tree)
             except Exception as error:
                 failed = error
-            self._books.update(lambda now: (now._replace(untold=now.untold[1:]), None))
+            self._state.update(lambda now: (now._replace(pending_notifications=now.pending_notifications[1:]), None))
             if failed is not None:
                 raise failed
 
-    def _tell_of_events(self) -> None:
+    def _dispatch_events(self) -> None:
         """Tell those who watch, if anybody does; during an update that is left to its end."""
-        if self._books.value.watching and not self._turn.is_mine():
-            self._watch.tell()
+        if self._state.value.subscriptions and not self._update_lock.held_by_me():
+            self._dispatcher.drain()
 
-    def _blank(self, like: Tensor) -> Kept:
+    def _alloc_model(self, template: Tensor) -> InMemoryTree:
         """Memory for a model, which is used again when nobody has that model any more."""
         try:
-            blank = self._spare.pop()
+            blank = self._free_list.pop()
         except IndexError:
-            blank = empty_like(like)
-        return Kept(blank, self._freed)
+            blank = empty_like(template)
+        return InMemoryTree(blank, self._recycle)
 
     def _check_process(self) -> None:
         """Not in a fork: its books are a copy, of which clients know nothing."""
-        if os.getpid() != self._process:
+        if os.getpid() != self._pid:
             raise ArgumentError(
-                f"server: belongs to process {self._process}, of which this is a fork; it can only be read here"
+                f"server: belongs to process {self._pid}, of which this is a fork; it can only be read here"
             )
 
-    def _check_written(self) -> None:
+    def _check_journal_idle(self) -> None:
         """Not from a handler within the writing of the journal: who has the turn may wait for that."""
-        if self._journal is not None and self._journal.is_mine():
+        if self._journal is not None and self._journal.held_by_me():
             raise ArgumentError("server: its journal is being written; call this after that has returned")
 
-    def _check_waits(self) -> None:
+    def _check_may_wait(self) -> None:
         """Where an update that is running may be waited for."""
         self._check_process()
-        self._turn.check()
-        self._check_written()
+        self._update_lock.check()
+        self._check_journal_idle()
 
 
 @contextmanager
-def _held(journal: Journal) -> Iterator[Hold]:
+def _locked_journal(journal: Journal) -> Iterator[JournalLock]:
     """A journal that nobody else has; whatever goes wrong, it is let go."""
-    hold = Hold(journal)
+    hold = JournalLock(journal)
     try:
         yield hold
     except BaseException:

@@ -9,104 +9,113 @@ from typing import Any, NamedTuple
 from immutables import Map
 
 from manifoldagg.errors import ArgumentError, BusyError
-from manifoldagg.federated.model_state import Snapshot
+from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import size_of
-from manifoldagg.federated.server.durability.persistent_map import Ordered
-from manifoldagg.federated.server.durability.spill import Filed
-from manifoldagg.federated.server.durability.store import Kept, Key, Store
-from manifoldagg.federated.server.events import Accepted, Closed, Dispatched, Dropped, Event, Expired, Refused, Watcher
+from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
+from manifoldagg.federated.server.durability.spill import SpilledTree
+from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoreKey
+from manifoldagg.federated.server.events import (
+    Accepted,
+    Callback,
+    Closed,
+    Dispatched,
+    Dropped,
+    Event,
+    Expired,
+    Rejected,
+)
 from manifoldagg.federated.types import Outcome, Payload, Receipt, Update
 from manifoldagg.federated.weights import Weights, check_client
 
 __all__ = [
-    "ANYONE",
-    "Answer",
-    "Books",
-    "Change",
-    "Limits",
-    "Log",
-    "Open",
-    "Row",
-    "Taken",
-    "Told",
-    "Watching",
-    "row",
+    "ANY_CLIENT",
+    "AppliedUpdate",
+    "ClosedTicket",
+    "HistoryRow",
+    "LogRecord",
+    "PendingLog",
+    "PendingNotification",
+    "PendingTicket",
+    "ServerLimits",
+    "ServerState",
+    "Subscription",
+    "history_row",
 ]
 
-ANYONE = object()
+ANY_CLIENT = object()
 """Stands for whichever client a ticket was issued to."""
-UNKNOWN = "ticket: unknown, or used already"
-CLOSED = "server: was closed"
-Row = dict[str, object]
+UNKNOWN_TICKET = "ticket: unknown, or used already"
+SERVER_CLOSED = "server: was closed"
+HistoryRow = dict[str, object]
 """A line of the history."""
 
 
-class Limits(NamedTuple):
+class ServerLimits(NamedTuple):
     """What a server keeps to.
 
     Attributes:
         max_staleness: of an update, in versions.
         timeout: of a ticket, in seconds.
-        max_tickets: that are out at once.
-        history: how many of the latest rows are kept.
-        retries: how many of the latest receipts are kept.
+        max_in_flight: that are out at once.
+        history_size: how many of the latest rows are kept.
+        receipt_cache_size: how many of the latest receipts are kept.
     """
 
     max_staleness: int | None = None
     timeout: float | None = None
-    max_tickets: int | None = None
-    history: int | None = None
-    retries: int | None = None
+    max_in_flight: int | None = None
+    history_size: int | None = None
+    receipt_cache_size: int | None = None
 
 
-class Open(NamedTuple):
+class PendingTicket(NamedTuple):
     """A ticket that is out: whose, from which version, where its base is kept, if it is, and since when in seconds.
 
-    `apart` says whether its client starts from elsewhere than its base, as the rule wants it.
+    `custom_start` says whether its client starts from elsewhere than its base, as the rule wants it.
     """
 
     client: Hashable
     version: int
-    base: Key | None
-    since: float
-    apart: bool = False
+    base_key: StoreKey | None
+    issued_at: float
+    custom_start: bool = False
 
 
-class Answer(NamedTuple):
+class ClosedTicket(NamedTuple):
     """What was said on a ticket that is no longer out, and to whom."""
 
     client: Hashable
     receipt: Receipt
 
 
-class Taken(NamedTuple):
+class AppliedUpdate(NamedTuple):
     """What is made of an update.
 
     Attributes:
         model: the new one; `None` where it did not move.
         receipt: for the client.
         row: for the history.
-        came: when, in seconds of the clock; NaN where nobody asked.
+        received_at: when, in seconds of the clock; NaN where nobody asked.
         seconds: that the step took; likewise.
         payload: packed for the journal; empty where there is none.
     """
 
-    model: Kept | None
+    model: InMemoryTree | None
     receipt: Receipt
-    row: Row
-    came: float
+    row: HistoryRow
+    received_at: float
     seconds: float
     payload: bytes | bytearray = b""
 
 
-class Told(NamedTuple):
+class PendingNotification(NamedTuple):
     """A model of which the average has still to hear."""
 
     version: int
-    model: Kept
+    model: InMemoryTree
 
 
-class Change(NamedTuple):
+class LogRecord(NamedTuple):
     """A change, for the journal: what it was, all that it depends on, and the packed payload of an update."""
 
     kind: str
@@ -114,115 +123,117 @@ class Change(NamedTuple):
     payload: bytes | bytearray
 
 
-class Log(NamedTuple):
+class PendingLog(NamedTuple):
     """What the journal has still to be told.
 
     Attributes:
         name: of the journal.
-        changes: that are not written, by number.
-        refused: how many updates were, by field, as it was told last.
+        records: that are not written, by number.
+        rejected: how many updates were, by field, as it was told last.
     """
 
     name: str
-    changes: Ordered[int, Change]
-    refused: Map[str, int]
+    records: PersistentOrderedMap[int, LogRecord]
+    rejected: Map[str, int]
 
 
-class Watching(NamedTuple):
+class Subscription(NamedTuple):
     """Who is told of events, and from which one on."""
 
-    watcher: Watcher
-    since: int
+    callback: Callback
+    first_event: int
 
 
-class Books(NamedTuple):
+class ServerState(NamedTuple):
     """The record. Every method returns a new one, or says why there is none; nothing is ever written.
 
     What it refers to stays as it is while somebody has the record: a reader needs no lock, and no hold to give back.
 
     Attributes:
         limits: that it keeps to.
-        now: the present.
+        model_state: the present.
         weights: who takes part.
         store: the present model, older versions, their rounded bases, client memory.
         tickets: that are out, the oldest first.
-        answered: receipts by ticket, for those who ask again.
+        closed_tickets: receipts by ticket, for those who ask again.
         history: rows by number.
-        refused: how many updates, by the field that was wrong.
-        averaged: whether there is an average, which is to be told of new models.
-        untold: models of which it has still to hear.
-        closed: whether no more tickets are issued.
-        watching: who is told of events, which are kept for them alone.
-        events: of which they have still to hear, by number.
-        log: what the journal has still to be told; `None` without one.
+        rejected: how many updates, by the field that was wrong.
+        has_averaging: whether there is an average, which is to be told of new models.
+        pending_notifications: models of which it has still to hear.
+        is_closed: whether no more tickets are issued.
+        subscriptions: who is told of events, which are kept for them alone.
+        pending_events: of which they have still to hear, by number.
+        pending_log: what the journal has still to be told; `None` without one.
     """
 
-    limits: Limits
-    now: Snapshot
+    limits: ServerLimits
+    model_state: ModelState
     weights: Weights
     store: Store
-    tickets: Ordered[str, Open] = Ordered()
-    answered: Ordered[str, Answer] = Ordered()
-    history: Ordered[int, Row] = Ordered()
-    refused: Map[str, int] = Map()
-    averaged: bool = False
-    untold: tuple[Told, ...] = ()
-    closed: bool = False
-    watching: tuple[Watching, ...] = ()
-    events: Ordered[int, Event] = Ordered()
-    log: Log | None = None
+    tickets: PersistentOrderedMap[str, PendingTicket] = PersistentOrderedMap()
+    closed_tickets: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
+    history: PersistentOrderedMap[int, HistoryRow] = PersistentOrderedMap()
+    rejected: Map[str, int] = Map()
+    has_averaging: bool = False
+    pending_notifications: tuple[PendingNotification, ...] = ()
+    is_closed: bool = False
+    subscriptions: tuple[Subscription, ...] = ()
+    pending_events: PersistentOrderedMap[int, Event] = PersistentOrderedMap()
+    pending_log: PendingLog | None = None
 
     @property
-    def current(self) -> Key:
+    def current_key(self) -> StoreKey:
         """Where the model is."""
-        return ("version", self.now.version)
+        return ("version", self.model_state.version)
 
-    def check_free(self) -> None:
+    def check_capacity(self) -> None:
         """That a ticket can be issued.
 
         Raises:
             ArgumentError: if the server was closed.
             BusyError: if as many tickets are out as may be.
         """
-        if self.closed:
-            raise ArgumentError(CLOSED)
-        most = self.limits.max_tickets
+        if self.is_closed:
+            raise ArgumentError(SERVER_CLOSED)
+        most = self.limits.max_in_flight
         if most is not None and len(self.tickets) >= most:
             raise BusyError(f"server: busy: {len(self.tickets)} tickets are out, of at most {most}")
 
-    def dispatched(self, ticket_id: str, ticket: Open, base: Kept | Filed | None) -> "Books":
+    def with_ticket(
+        self, ticket_id: str, ticket: PendingTicket, base: InMemoryTree | SpilledTree | None
+    ) -> "ServerState":
         """With a ticket out. `base` is what the ticket names, should nobody keep it any more.
 
         Raises:
             ArgumentError: if the server was closed.
             BusyError: if as many tickets are out as may be.
         """
-        self.check_free()
+        self.check_capacity()
         after = self._replace(
-            weights=self.weights.registered(ticket.client),
-            store=self.store if ticket.base is None else self.store.held(ticket.base, base),
-            tickets=self.tickets.put(ticket_id, ticket),
-        ).logging("dispatched", ticket=ticket_id, open=tuple(ticket))
-        return after.noting(Dispatched, client=ticket.client, ticket=ticket_id, start=ticket.version)
+            weights=self.weights.with_client(ticket.client),
+            store=self.store if ticket.base_key is None else self.store.retain(ticket.base_key, base),
+            tickets=self.tickets.set(ticket_id, ticket),
+        ).with_log_record("dispatched", ticket=ticket_id, open=tuple(ticket))
+        return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 
-    def find(self, ticket_id: Any, client: Any = ANYONE) -> Open | Receipt:
+    def find(self, ticket_id: Any, client: Any = ANY_CLIENT) -> PendingTicket | Receipt:
         """A ticket that is out, or the receipt that was given on it.
 
         Raises:
             ArgumentError: if it is neither, or another client's, or `client` is no name.
         """
-        found = self._known(ticket_id)
+        found = self._lookup(ticket_id)
         if found is None:
-            raise ArgumentError(CLOSED if self.closed else UNKNOWN)
-        if client is not ANYONE and check_client(client) != found.client:
+            raise ArgumentError(SERVER_CLOSED if self.is_closed else UNKNOWN_TICKET)
+        if client is not ANY_CLIENT and check_client(client) != found.client:
             raise ArgumentError("client: expected the one that the ticket was issued to")
-        return found if isinstance(found, Open) else found.receipt
+        return found if isinstance(found, PendingTicket) else found.receipt
 
-    def staleness(self, ticket: Open) -> int:
+    def staleness(self, ticket: PendingTicket) -> int:
         """Of an update that is taken now, in versions."""
-        return self.now.version - ticket.version
+        return self.model_state.version - ticket.version
 
-    def check_staleness(self, ticket: Open) -> None:
+    def check_staleness(self, ticket: PendingTicket) -> None:
         """That its version is not too old.
 
         Raises:
@@ -232,7 +243,7 @@ class Books(NamedTuple):
         if most is not None and self.staleness(ticket) > most:
             raise ArgumentError(f"staleness: expected at most {most}, got {self.staleness(ticket)}")
 
-    def update_of(self, ticket: Open, payload: Payload, samples: int) -> Update:
+    def make_update(self, ticket: PendingTicket, payload: Payload, samples: int) -> Update:
         """A payload with what the server knows about it. Base and memory come from their files now.
 
         Args:
@@ -243,22 +254,24 @@ class Books(NamedTuple):
         Raises:
             SpillError: if a file is not what was written.
         """
-        base: Any = payload.base if ticket.base is None else self.store.load(ticket.base)
+        base: Any = payload.base if ticket.base_key is None else self.store.load(ticket.base_key)
         return Update(
             client=ticket.client,
-            base=base.to(self.now.current),
-            current=self.now.current,
+            base=base.to(self.model_state.current),
+            current=self.model_state.current,
             points=payload.points,
             staleness=self.staleness(ticket),
             weight=self.weights.weight(ticket.client, samples),
             samples=samples,
             tensors=payload.tensors,
             numbers=payload.numbers,
-            memory=self.store.load(("client", ticket.client)),
+            client_state=self.store.load(("client", ticket.client)),
             share=self.weights.share(ticket.client, samples),
         )
 
-    def entered(self, ticket_id: str, update: Update, after: Snapshot, outcome: Outcome, taken: Taken) -> "Books":
+    def with_update(
+        self, ticket_id: str, update: Update, after: ModelState, outcome: Outcome, applied: AppliedUpdate
+    ) -> "ServerState":
         """With an update taken.
 
         Args:
@@ -271,156 +284,166 @@ class Books(NamedTuple):
         Raises:
             ArgumentError: if its ticket is not out any more.
         """
-        ticket = self._out(ticket_id)
+        ticket = self._pending(ticket_id)
         store = self.store
-        untold = self.untold
-        if taken.model is not None:
-            store = store.held(("version", after.version), taken.model).released(self.current)
-            if self.averaged:
-                untold = (*untold, Told(after.version, taken.model))
-        if outcome.memory is not update.memory:
+        untold = self.pending_notifications
+        if applied.model is not None:
+            store = store.retain(("version", after.version), applied.model).release(self.current_key)
+            if self.has_averaging:
+                untold = (*untold, PendingNotification(after.version, applied.model))
+        if outcome.client_state is not update.client_state:
             key = ("client", update.client)
             if key in store:
-                store = store.released(key)
-            if outcome.memory is not None:
-                store = store.held(key, Kept(outcome.memory))
+                store = store.release(key)
+            if outcome.client_state is not None:
+                store = store.retain(key, InMemoryTree(outcome.client_state))
         books = self._replace(
-            now=after,
-            weights=self.weights.recorded(update.client, update.samples),
-            store=store.released(ticket.base),
-            tickets=self.tickets.without(ticket_id),
-            answered=self.answered.put(ticket_id, Answer(ticket.client, taken.receipt)).latest(self.limits.retries),
-            history=self.history.put(self.history.count, taken.row).latest(self.limits.history),
-            untold=untold,
-        ).logging(
+            model_state=after,
+            weights=self.weights.with_report(update.client, update.samples),
+            store=store.release(ticket.base_key),
+            tickets=self.tickets.remove(ticket_id),
+            closed_tickets=self.closed_tickets.set(ticket_id, ClosedTicket(ticket.client, applied.receipt)).tail(
+                self.limits.receipt_cache_size
+            ),
+            history=self.history.set(self.history.next_index, applied.row).tail(self.limits.history_size),
+            pending_notifications=untold,
+        ).with_log_record(
             "accepted",
-            taken.payload,
+            applied.payload,
             ticket=ticket_id,
             samples=update.samples,
             weight=update.weight,
             share=update.share,
-            receipt=dict(vars(taken.receipt)),
-            time=taken.came,
+            receipt=dict(vars(applied.receipt)),
+            time=applied.received_at,
         )
-        if not self.watching:
+        if not self.subscriptions:
             return books
-        return books.noting(
+        return books.with_event(
             Accepted,
             client=ticket.client,
             ticket=ticket_id,
-            receipt=taken.receipt,
-            row=MappingProxyType(taken.row),
-            latency=taken.came - ticket.since,
-            seconds=taken.seconds,
-            memory=MappingProxyType(books.usage()),
+            receipt=applied.receipt,
+            row=MappingProxyType(applied.row),
+            latency=applied.received_at - ticket.issued_at,
+            seconds=applied.seconds,
+            memory=MappingProxyType(books.memory_usage()),
         )
 
-    def noting(self, kind: Callable[..., Event], **fields: Any) -> "Books":
+    def with_event(self, kind: Callable[..., Event], **fields: Any) -> "ServerState":
         """With an event of which those who watch, if anybody does, have still to hear."""
-        if not self.watching:
+        if not self.subscriptions:
             return self
-        event = kind(version=self.now.version, out=len(self.tickets), **fields)
-        return self._replace(events=self.events.put(self.events.count, event))
+        event = kind(version=self.model_state.version, out=len(self.tickets), **fields)
+        return self._replace(pending_events=self.pending_events.set(self.pending_events.next_index, event))
 
-    def logging(self, kind: str, payload: bytes | bytearray = b"", **content: Any) -> "Books":
+    def with_log_record(self, kind: str, payload: bytes | bytearray = b"", **content: Any) -> "ServerState":
         """With a change of which the journal, if there is one, has still to be told."""
-        log = self.log
+        log = self.pending_log
         if log is None:
             return self
-        if log.refused is not self.refused:
-            content["refused"] = dict(self.refused)
-        changes = log.changes.put(log.changes.count, Change(kind, content, payload))
-        return self._replace(log=Log(log.name, changes, self.refused))
+        if log.rejected is not self.rejected:
+            content["refused"] = dict(self.rejected)
+        changes = log.records.set(log.records.next_index, LogRecord(kind, content, payload))
+        return self._replace(pending_log=PendingLog(log.name, changes, self.rejected))
 
-    def logged(self, number: int) -> "Books":
+    def log_truncated(self, lsn: int) -> "ServerState":
         """Without the changes before a number, which are written."""
-        if self.log is None:
+        if self.pending_log is None:
             return self
-        changes = self.log.changes
-        while changes and changes.oldest < number:
-            changes = changes.without(changes.oldest)
-        return self._replace(log=self.log._replace(changes=changes))
+        changes = self.pending_log.records
+        while changes and changes.first_key < lsn:
+            changes = changes.remove(changes.first_key)
+        return self._replace(pending_log=self.pending_log._replace(records=changes))
 
-    def ended(self, ticket_id: str, receipt: Receipt | None = None) -> "Books":
+    def without_ticket(self, ticket_id: str, receipt: Receipt | None = None) -> "ServerState":
         """Without a ticket that is out, its receipt to be had again; without any where it was dropped."""
         ticket = self.tickets[ticket_id]
-        answered = self.answered
+        answered = self.closed_tickets
         if receipt is not None:
-            answered = answered.put(ticket_id, Answer(ticket.client, receipt)).latest(self.limits.retries)
-        tickets = self.tickets.without(ticket_id)
-        return self._replace(store=self.store.released(ticket.base), tickets=tickets, answered=answered)
+            answered = answered.set(ticket_id, ClosedTicket(ticket.client, receipt)).tail(
+                self.limits.receipt_cache_size
+            )
+        tickets = self.tickets.remove(ticket_id)
+        return self._replace(store=self.store.release(ticket.base_key), tickets=tickets, closed_tickets=answered)
 
-    def dropped(self, ticket_id: Any) -> "Books":
+    def with_dropped_ticket(self, ticket_id: Any) -> "ServerState":
         """Without a ticket that nobody will answer on.
 
         Raises:
             ArgumentError: if it is not out.
         """
-        client = self._out(ticket_id).client
+        client = self._pending(ticket_id).client
         return (
-            self.ended(ticket_id).logging("dropped", ticket=ticket_id).noting(Dropped, client=client, ticket=ticket_id)
+            self.without_ticket(ticket_id)
+            .with_log_record("dropped", ticket=ticket_id)
+            .with_event(Dropped, client=client, ticket=ticket_id)
         )
 
-    def refusing(self, ticket_id: Any, reason: str, came: float, *, for_good: bool = False) -> tuple["Books", Receipt]:
+    def with_rejection(
+        self, ticket_id: Any, reason: str, received_at: float, *, is_final: bool = False
+    ) -> tuple["ServerState", Receipt]:
         """With a refusal counted, by the field that its reason names first; and its receipt.
 
         Args:
             ticket_id: of the update, whatever it is.
             reason: for the receipt.
-            came: when it came, in seconds of the clock; NaN where nobody asked.
-            for_good: whether the ticket, which is out, ends.
+            received_at: when it came, in seconds of the clock; NaN where nobody asked.
+            is_final: whether the ticket, which is out, ends.
         """
         field = reason.partition(":")[0].partition("[")[0]
-        receipt = Receipt(False, reason, self.now.version)
-        books = self._replace(refused=self.refused.set(field, self.refused.get(field, 0) + 1))
-        if for_good:
-            books = books.ended(ticket_id, receipt).logging("ended", tickets=[ticket_id], reason=reason, time=came)
-        if not self.watching:
+        receipt = Receipt(False, reason, self.model_state.version)
+        books = self._replace(rejected=self.rejected.set(field, self.rejected.get(field, 0) + 1))
+        if is_final:
+            books = books.without_ticket(ticket_id, receipt).with_log_record(
+                "ended", tickets=[ticket_id], reason=reason, time=received_at
+            )
+        if not self.subscriptions:
             return books, receipt
-        found = self._known(ticket_id)
-        books = books.noting(
-            Refused,
+        found = self._lookup(ticket_id)
+        books = books.with_event(
+            Rejected,
             client=None if found is None else found.client,
             ticket=None if found is None else ticket_id,
             field=field,
             reason=reason,
-            latency=came - found.since if isinstance(found, Open) else math.nan,
-            ended=for_good,
+            latency=received_at - found.issued_at if isinstance(found, PendingTicket) else math.nan,
+            is_final=is_final,
         )
         return books, receipt
 
-    def refusing_for_good(self, ticket_id: str, reason: str, came: float) -> tuple["Books", Receipt]:
+    def with_final_rejection(self, ticket_id: str, reason: str, received_at: float) -> tuple["ServerState", Receipt]:
         """Without a ticket on which no update can be taken any more; and its receipt, the older one if there is one."""
         if ticket_id in self.tickets:
-            return self.refusing(ticket_id, reason, came, for_good=True)
-        answer = self.answered.get(ticket_id)
-        return self, Receipt(False, reason, self.now.version) if answer is None else answer.receipt
+            return self.with_rejection(ticket_id, reason, received_at, is_final=True)
+        answer = self.closed_tickets.get(ticket_id)
+        return self, Receipt(False, reason, self.model_state.version) if answer is None else answer.receipt
 
-    def expired(self, now: float, but: Collection[str] = ()) -> tuple["Books", list[str]]:
+    def without_expired(self, now: float, exclude: Collection[str] = ()) -> tuple["ServerState", list[str]]:
         """Without the tickets that are older than they may be at `now`, but those that are answered; and their ids."""
         timeout = self.limits.timeout
         # To put tickets in order would cost every update, where long ones are between many that were short.
-        if timeout is None or not self.tickets or now - self.tickets[self.tickets.oldest].since <= timeout:
+        if timeout is None or not self.tickets or now - self.tickets[self.tickets.first_key].issued_at <= timeout:
             return self, []
-        due = takewhile(lambda name: now - self.tickets[name].since > timeout, self.tickets)
-        ended = [name for name in due if name not in but]
-        receipt = Receipt(False, f"ticket: expired: nobody answered within {timeout:g} s", self.now.version)
+        due = takewhile(lambda name: now - self.tickets[name].issued_at > timeout, self.tickets)
+        ended = [name for name in due if name not in exclude]
+        receipt = Receipt(False, f"ticket: expired: nobody answered within {timeout:g} s", self.model_state.version)
         books = self
         for ticket_id in ended:
             client, _, _, since, _ = self.tickets[ticket_id]
-            books = books.ended(ticket_id, receipt)
-            books = books.noting(Expired, client=client, ticket=ticket_id, latency=now - since)
+            books = books.without_ticket(ticket_id, receipt)
+            books = books.with_event(Expired, client=client, ticket=ticket_id, latency=now - since)
         if ended:
-            books = books.logging("ended", tickets=ended, reason=receipt.reason, time=now)
+            books = books.with_log_record("ended", tickets=ended, reason=receipt.reason, time=now)
         return books, ended
 
-    def _known(self, ticket_id: Any) -> Open | Answer | None:
+    def _lookup(self, ticket_id: Any) -> PendingTicket | ClosedTicket | None:
         """What there is of a ticket."""
         if type(ticket_id) is not str:  # one of another class may do what it likes when it is looked up
             return None
-        return self.tickets.get(ticket_id) or self.answered.get(ticket_id)
+        return self.tickets.get(ticket_id) or self.closed_tickets.get(ticket_id)
 
-    def _out(self, ticket_id: Any) -> Open:
+    def _pending(self, ticket_id: Any) -> PendingTicket:
         """A ticket that is out.
 
         Raises:
@@ -428,30 +451,34 @@ class Books(NamedTuple):
         """
         found = self.find(ticket_id)
         if isinstance(found, Receipt):
-            raise ArgumentError(UNKNOWN)
+            raise ArgumentError(UNKNOWN_TICKET)
         return found
 
-    def close(self) -> "Books":
+    def close(self) -> "ServerState":
         """Without anything but the model and what is written of its past."""
-        current = self.store.places[self.current][0]
+        current = self.store.entries[self.current_key][0]
         books = self._replace(
-            store=Store().held(self.current, current), tickets=Ordered(), untold=(), closed=True, log=None
+            store=Store().retain(self.current_key, current),
+            tickets=PersistentOrderedMap(),
+            pending_notifications=(),
+            is_closed=True,
+            pending_log=None,
         )
-        return books if self.closed else books.noting(Closed)
+        return books if self.is_closed else books.with_event(Closed)
 
-    def usage(self) -> dict[str, int]:
+    def memory_usage(self) -> dict[str, int]:
         """Bytes: the model, its state, older versions that tickets hold, client memory, and what is in files."""
-        used = self.store.usage(without=self.current)
+        used = self.store.memory_usage(exclude=self.current_key)
         return {
-            "model": size_of(self.now.current),
-            "state": size_of([self.now.state, self.now.buffers.vectors]),
+            "model": size_of(self.model_state.current),
+            "state": size_of([self.model_state.state, self.model_state.buffers.vectors]),
             "versions": used["version"] + used["base"],
             "clients": used["client"],
             "spilled": used["spilled"],
         }
 
 
-def row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> Row:
+def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> HistoryRow:
     """A line of the history: plain Python values under plain names. What a rule calls `buffered` is called `waiting`.
 
     Example:

@@ -8,27 +8,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.buffers import Patterns, check_patterns
-from manifoldagg.federated.server.input_warnings import warn_of_difference
-from manifoldagg.federated.server.validation import Form, by_name, check_names, stored
-from manifoldagg.federated.types import Payload, check_named
+from manifoldagg.federated.buffers import BufferPolicy, check_buffer_policy
+from manifoldagg.federated.server.input_warnings import warn_if_difference
+from manifoldagg.federated.server.validation import PayloadSchema, as_str_dict, check_names, require_dense
+from manifoldagg.federated.types import Payload, check_parameter_space
 from manifoldagg.kernels.alloc import stack
 from manifoldagg.manifolds import LowRank, ParameterSpace
 from manifoldagg.manifolds.layout import EXTRA_STATE, matches_any
 from manifoldagg.manifolds.lora.factors import combine_stacks
 from manifoldagg.manifolds.lora.scaling import Scaling
 
-__all__ = ["payload_of", "resting"]
+__all__ = ["freeze_policies", "payload_from_state_dict"]
 
 
-def resting(model: nn.Module, patterns: Patterns) -> Patterns:
+def freeze_policies(model: nn.Module, patterns: BufferPolicy) -> BufferPolicy:
     """Policies for the buffers of a module: those that are given, and frozen parameters stay where they are.
 
     Args:
         model: the module.
         patterns: go before.
     """
-    given = check_patterns(patterns)
+    given = check_buffer_policy(patterns)
     named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "average")
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     for name in frozen:
@@ -37,26 +37,26 @@ def resting(model: nn.Module, patterns: Patterns) -> Patterns:
     return named
 
 
-def payload_of(
-    form: Form,
+def payload_from_state_dict(
+    schema: PayloadSchema,
     model: Any,
     samples: Any,
-    now: Tensor,
-    base: Callable[[], Tensor | None],
+    current: Tensor,
+    load_base: Callable[[], Tensor | None],
     *,
     scaling: Scaling | None = None,
 ) -> Payload:
     """The payload that a client's state dicts are.
 
     Args:
-        form: of the server's payloads.
+        schema: of the server's payloads.
         model: a state dict, or a sequence of them: the control points of a curve, the client's model last. It brings
             the buffers. What the server has not asked for may be missing and is not read.
         samples: that the client trained on.
-        now: the server's model (P,), beside which a difference of models is short.
-        base: gives the model (P,) that the client started from. A state dict of narrower numbers is rounded: what that
-            took away is given back to what comes of it, which would else carry it into every update. `None` where the
-            client did not start there.
+        current: the server's model (P,), beside which a difference of models is short.
+        load_base: gives the model (P,) that the client started from. A state dict of narrower numbers is rounded: what
+            that took away is given back to what comes of it, which would else carry it into every update. `None` where
+            the client did not start there.
         scaling: of the client's adapters, where it is not that of the server's.
 
     Raises:
@@ -65,31 +65,31 @@ def payload_of(
     Warns:
         UserWarning: naming a model that looks like a difference of models.
     """
-    whole = check_named(form.space)
-    space = _bare(whole)
-    given = {"model": model} if isinstance(model, Mapping) else _sequence(model)
-    most = form.checks.max_points
+    whole = check_parameter_space(schema.space)
+    space = _without_buffers(whole)
+    given = {"model": model} if isinstance(model, Mapping) else _label_sequence(model)
+    most = schema.update_limits.max_points
     if not 1 <= len(given) <= most:
         raise ArgumentError(f"model: expected a state dict, or from 1 to {most} of them, got {len(given)}")
     leaves = space.entries
     models = {}
     for label, state in given.items():
-        found = {name: x for name, x in by_name(label, state).items() if name.rpartition(".")[2] != EXTRA_STATE}
+        found = {name: x for name, x in as_str_dict(label, state).items() if name.rpartition(".")[2] != EXTRA_STATE}
         check_names(label, found, leaves, whole.entries)
-        own = {name: _tensor(f"{label}: {name}", found[name]) for name in leaves}
+        own = {name: _require_tensor(f"{label}: {name}", found[name]) for name in leaves}
         models[f"{label}: "] = space.stack_factors(own, f"{label}: ", scaling)
-    points = [point.to(form.device) for point in space.points(models)]
-    narrow = any(entry.dtype.itemsize < form.dtype.itemsize for entry in leaves.values())
-    start = base() if narrow else None
+    points = [point.to(schema.device) for point in space.points(models)]
+    narrow = any(entry.dtype.itemsize < schema.dtype.itemsize for entry in leaves.values())
+    start = load_base() if narrow else None
     if start is not None:
-        points = _given_back(space, points, start.to(points[0]))
-    pieces = [space.gauge_free_norms(_pieces(space, point)) for point in (points[-1], now)]
-    warn_of_difference(label, space.layout, *pieces)
-    buffers = {entry.name: found[entry.name] for entry in form.buffers if entry.name in found}
+        points = _restore_rounding(space, points, start.to(points[0]))
+    pieces = [space.gauge_free_norms(_split_by_leaf(space, point)) for point in (points[-1], current)]
+    warn_if_difference(label, space.layout, *pieces)
+    buffers = {entry.name: found[entry.name] for entry in schema.buffers if entry.name in found}
     return Payload(stack(points), samples, buffers=buffers)
 
 
-def _given_back(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
+def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
     """Points with what flat leaves and adapters of their start have lost in the dtypes of a state dict."""
     (began,) = space.points({"": space.stack_factors(space.state_dict(start))})
     curved = dict(space.manifolds)
@@ -109,25 +109,25 @@ def _given_back(space: ParameterSpace, points: list[Tensor], start: Tensor) -> l
     return found
 
 
-def _pieces(space: ParameterSpace, point: Tensor) -> dict[str, Tensor]:
+def _split_by_leaf(space: ParameterSpace, point: Tensor) -> dict[str, Tensor]:
     """The numbers of each leaf."""
     pieces = point.split(space.layout.sizes)
     return {leaf.name: piece for leaf, piece in zip(space.layout.leaves, pieces, strict=True)}
 
 
-def _sequence(models: Any) -> dict[str, Any]:
+def _label_sequence(models: Any) -> dict[str, Any]:
     if type(models) not in (list, tuple):  # another kind may say something else each time that it is read
         raise ArgumentError(f"model: expected a state dict or a sequence of them, got {type(models).__name__}")
     return {f"model[{i}]": model for i, model in enumerate(models)}
 
 
-def _tensor(name: str, given: Any) -> Tensor:
-    if not isinstance(given, Tensor):
-        raise ArgumentError(f"{name}: expected a tensor, got {type(given).__name__}")
-    return stored(name, given)
+def _require_tensor(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ArgumentError(f"{name}: expected a tensor, got {type(value).__name__}")
+    return require_dense(name, value)
 
 
 @lru_cache(maxsize=64)
-def _bare(space: ParameterSpace) -> ParameterSpace:
+def _without_buffers(space: ParameterSpace) -> ParameterSpace:
     """The same geometry, with nothing carried beside it."""
     return ParameterSpace(replace(space.layout, buffers=()), space.manifolds, space.adapters)

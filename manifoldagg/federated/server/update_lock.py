@@ -4,12 +4,12 @@ import threading
 from itertools import count
 
 from manifoldagg.errors import ArgumentError, BusyError
-from manifoldagg.federated.server.lock import Lock
+from manifoldagg.federated.server.lock import OwnedLock
 
-__all__ = ["Answering", "Turn"]
+__all__ = ["PendingUpdate", "UpdateLock"]
 
 
-class Answering:
+class PendingUpdate:
     """An answer, from the call to its end.
 
     Attributes:
@@ -19,71 +19,71 @@ class Answering:
         lasts: held by the call as long as it lasts: an interrupt cannot leave it held.
     """
 
-    __slots__ = ("lasts", "place", "thread", "ticket")
+    __slots__ = ("alive_lock", "position", "thread", "ticket")
 
     def __init__(self, ticket: str) -> None:
         self.ticket = ticket
         self.thread = threading.get_ident()
-        self.place: int | None = None
-        self.lasts = threading.Lock()
+        self.position: int | None = None
+        self.alive_lock = threading.Lock()
 
 
-class Turn(Lock):
+class UpdateLock(OwnedLock):
     """Whose turn it is, who has its `lock`, and who waits for it.
 
     Args:
-        most: how many may wait beside the one whose turn it is; `None` for any number.
+        max_queued: how many may wait beside the one whose turn it is; `None` for any number.
 
     Example:
-        >>> turn = Turn(0)
-        >>> answer = Answering("ticket")
-        >>> with answer.lasts:
-        ...     turn.come(answer)
+        >>> turn = UpdateLock(0)
+        >>> answer = PendingUpdate("ticket")
+        >>> with answer.alive_lock:
+        ...     turn.register(answer)
         ...     turn.admit(answer)
-        ...     turn.tickets, turn.admitted
+        ...     turn.tickets, turn.num_queued
         (['ticket'], 1)
         >>> turn.tickets
         []
     """
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, max_queued: int | None) -> None:
         super().__init__()
-        self.most = most
+        self.max_queued = max_queued
         # What an interrupt leaves here does not last, and counts for nothing.
-        self._answers: dict[Answering, None] = {}
-        self._places = count()
+        self._updates: dict[PendingUpdate, None] = {}
+        self._positions = count()
 
     @property
     def tickets(self) -> list[str]:
         """Ids of the tickets on which an answer is under way."""
-        return [answer.ticket for answer in self._lasting()]
+        return [answer.ticket for answer in self._alive()]
 
     @property
-    def admitted(self) -> int:
+    def num_queued(self) -> int:
         """How many have their turn, or wait for it."""
-        return sum(answer.place is not None for answer in self._lasting())
+        return sum(answer.position is not None for answer in self._alive())
 
-    def come(self, answer: Answering) -> None:
+    def register(self, update: PendingUpdate) -> None:
         """Note an answer, which lasts until its `lasts` is let go."""
-        self._answers[answer] = None
+        self._updates[update] = None
 
-    def admit(self, answer: Answering) -> None:
+    def enqueue(self, update: PendingUpdate) -> None:
         """Let an answer wait for its turn.
 
         Raises:
             BusyError: if more of other threads are before it than may be.
         """
-        place = answer.place = next(self._places)
-        if self.most is None:
+        place = update.position = next(self._positions)
+        if self.max_queued is None:
             return
-        others = [other.place for other in self._lasting() if other.thread != answer.thread]
+        others = [other.position for other in self._alive() if other.thread != update.thread]
         waiting = sum(other is not None and other < place for other in others)
-        if waiting > self.most:
-            raise BusyError(f"server: busy: {waiting} updates wait for their turn, of at most {self.most}")
+        if waiting > self.max_queued:
+            raise BusyError(f"server: busy: {waiting} updates wait for their turn, of at most {self.max_queued}")
 
-    def go(self, answer: Answering) -> None:
+    def unregister(self, update: PendingUpdate) -> None:
         """Forget an answer."""
-        self._answers.pop(answer, None)
+        self._updates.pop(update, None)
 
     def check(self) -> None:
         """Not from within an update: its thread would wait for itself.
@@ -91,8 +91,8 @@ class Turn(Lock):
         Raises:
             ArgumentError: if it is.
         """
-        if self.is_mine():
+        if self.held_by_me():
             raise ArgumentError("server: an update cannot wait for itself; call this after `receive` has returned")
 
-    def _lasting(self) -> list[Answering]:
-        return [answer for answer in [*self._answers] if answer.lasts.locked()]
+    def _alive(self) -> list[PendingUpdate]:
+        return [answer for answer in [*self._updates] if answer.alive_lock.locked()]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_finite, check_shape, closest_match, one_line, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.types import Payload, Rule, check_rule_protocol
 from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
@@ -24,18 +24,18 @@ from manifoldagg.manifolds.manifold import check_is_manifold
 from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 
 __all__ = [
-    "Form",
-    "admit",
-    "blame",
-    "by_name",
+    "PayloadSchema",
+    "as_str_dict",
     "check_names",
     "check_rule",
     "check_samples",
     "check_start",
-    "stored",
+    "raise_nonfinite",
+    "require_dense",
+    "validate_payload",
 ]
 
-LISTED = 5
+MAX_LISTED = 5
 """How many wrong names a refusal lists."""
 NESTED = attrgetter("is_nested")
 DTYPE = attrgetter("dtype")
@@ -43,7 +43,7 @@ SHAPE = attrgetter("shape")
 DEVICE = attrgetter("device")
 LAYOUT = attrgetter("layout")
 FIELDS = attrgetter("points", "samples", "tensors", "numbers", "buffers", "base")
-WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
+IS_FUNCTORCH_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def check_rule(rule: Rule) -> Rule:
 
 
 @dataclass(frozen=True)
-class Form:
+class PayloadSchema:
     """What the payloads of one server look like.
 
     Args:
@@ -75,10 +75,11 @@ class Form:
         tensors: further tensors by name, and how many points each holds; `None` for one.
         numbers: names of further numbers.
         buffers: that a client sends.
-        checks: the most samples and control points that are believed.
-        rows: whether the rule reads of points and base no more than a Gram matrix and a combination, on a flat space.
+        update_limits: the most samples and control points that are believed.
+        uses_tensor_lists: whether the rule reads of points and base no more than a Gram matrix and a combination, on a
+            flat space.
             Neither is finite where they are not: so nobody reads them first, and `blame` says what it was.
-        measured: of what else it says the same: `"points"`, and the names of tensors.
+        self_checked: of what else it says the same: `"points"`, and the names of tensors.
     """
 
     space: Manifold
@@ -87,14 +88,14 @@ class Form:
     tensors: Mapping[str, int | None]
     numbers: tuple[str, ...]
     buffers: tuple[Entry, ...]
-    checks: Checks
-    rows: bool = False
-    measured: frozenset[str] = frozenset()
+    update_limits: UpdateLimits
+    uses_tensor_lists: bool = False
+    self_checked: frozenset[str] = frozenset()
 
     @property
-    def unread(self) -> bool:
+    def skips_finite_check(self) -> bool:
         """Whether nobody looks first at whether points and base are finite."""
-        return self.rows or "points" in self.measured
+        return self.uses_tensor_lists or "points" in self.self_checked
 
     @cached_property
     def axes(self) -> list[int | None]:
@@ -102,7 +103,7 @@ class Form:
         return self.space.axes
 
     @cached_property
-    def buffers_like(self) -> tuple[list[str], list[torch.dtype], list[tuple[int, ...]], list[int], list[int]]:
+    def buffer_specs(self) -> tuple[list[str], list[torch.dtype], list[tuple[int, ...]], list[int], list[int]]:
         """Names, dtypes, shapes, sizes and bytes a number of the buffers."""
         names = [entry.name for entry in self.buffers]
         dtypes = [entry.dtype for entry in self.buffers]
@@ -111,57 +112,57 @@ class Form:
         return names, dtypes, shapes, sizes, [dtype.itemsize for dtype in dtypes]
 
 
-def admit(form: Form, payload: Payload, *, based: bool) -> Payload:
+def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: bool) -> Payload:
     """The payload as the server reads it: plain tensors on its device, plain numbers, nothing else.
 
     What a payload is made of may be of classes with code of their own, which may raise, or say something else each time
     that it is asked. Nothing of that gets further than this.
 
     Args:
-        form: what it must look like.
+        schema: what it must look like.
         payload: as it came. It is not written; tensors that are right already are not copied. With `form.rows`, what
             follows says whether points and base are finite.
-        based: whether it must bring its base.
+        requires_base: whether it must bring its base.
 
     Raises:
         ArgumentError: naming the field that does not fit, first of all.
     """
-    if not _is_a(payload, Payload):
+    if not _is_instance(payload, Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
-    given, samples, tensors, numbers, buffers, base = _answered("payload", lambda: FIELDS(payload))
-    points = _vectors(form, "points", given, None)
+    given, samples, tensors, numbers, buffers, base = _call_untrusted("payload", lambda: FIELDS(payload))
+    points = _check_vectors(schema, "points", given, None)
     # Before anybody reads them: they may be so many that nobody could.
     count = points.shape[0]
-    most = form.checks.max_points
+    most = schema.update_limits.max_points
     if count == 0:
-        listed = ", ".join(map(str, ("n", *form.space.shape)))
+        listed = ", ".join(map(str, ("n", *schema.space.shape)))
         raise ArgumentError(f"points: expected ({listed}) with n >= 1, got {tuple(points.shape)}")
     if count > most:
         raise ArgumentError(f"points: expected at most {most} control points, got {count}")
-    if based != (base is not None):
+    if requires_base != (base is not None):
         expected = "the point that the client started from, which the server has not kept"
-        raise ArgumentError(f"base: expected {expected if based else 'none, the server has kept it'}")
+        raise ArgumentError(f"base: expected {expected if requires_base else 'none, the server has kept it'}")
     return Payload(
-        points=_sound(form, "points", points),
-        samples=check_samples(samples, form.checks.max_samples),
-        tensors=_tensors(form, tensors),
-        numbers=_numbers(form, numbers),
-        buffers=_buffers(form, buffers),
-        base=_sound(form, "base", _vectors(form, "base", base)) if based else None,
+        points=_check_points(schema, "points", points),
+        samples=check_samples(samples, schema.update_limits.max_samples),
+        tensors=_check_tensors(schema, tensors),
+        numbers=_check_numbers(schema, numbers),
+        buffers=_check_buffers(schema, buffers),
+        base=_check_points(schema, "base", _check_vectors(schema, "base", base)) if requires_base else None,
     )
 
 
-def blame(form: Form, payload: Payload) -> None:
+def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
     """Say what of an admitted payload was not looked at and is not finite, if it was that on which an update failed.
 
     Raises:
         ArgumentError: naming the field, as `admit` does where it looks.
     """
-    if form.unread:
+    if schema.skips_finite_check:
         check_finite("points", payload.points)
         if payload.base is not None:
             check_finite("base", payload.base)
-    for name in form.measured & payload.tensors.keys():
+    for name in schema.self_checked & payload.tensors.keys():
         check_finite(f"tensors: {name}", payload.tensors[name])
 
 
@@ -186,37 +187,37 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
     return start.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _sound(form: Form, name: str, points: Tensor) -> Tensor:
+def _check_points(schema: PayloadSchema, name: str, points: Tensor) -> Tensor:
     """Vectors that lie on the manifold."""
-    if form.unread:
+    if schema.skips_finite_check:
         return points
     check_finite(name, points)
-    return points if form.space.flat else check_point(form.space, points, name=name)
+    return points if schema.space.flat else check_point(schema.space, points, name=name)
 
 
-def _is_a(given: object, kind: type) -> bool:
+def _is_instance(value: object, kind: type) -> bool:
     """By its type: what an object says of its class may be untrue, or raise."""
-    return issubclass(type(given), kind)
+    return issubclass(type(value), kind)
 
 
-def _answered(name: str, ask: Callable[[], T]) -> T:
+def _call_untrusted(name: str, function: Callable[[], T]) -> T:
     """What an object with code of its own says; what it raises is its own fault."""
     try:
-        return ask()
+        return function()
     except Exception as error:
         raise ArgumentError(f"{name}: expected one that can be read; its code raised {type(error).__name__}") from error
 
 
-def _vectors(form: Form, name: str, given: Any, *batch: int | None) -> Tensor:
+def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | None) -> Tensor:
     """Plain dense vectors (*batch, *shape), of the server's dtype and on its device."""
-    tensor = stored(name, given) if _is_a(given, Tensor) else given
-    check_shape(name, tensor, *batch, *form.axes)
-    if tensor.dtype != form.dtype:
-        raise ArgumentError(f"{name}: expected {form.dtype}, got {tensor.dtype}")
-    return tensor.to(form.device)
+    tensor = require_dense(name, value) if _is_instance(value, Tensor) else value
+    check_shape(name, tensor, *batch, *schema.axes)
+    if tensor.dtype != schema.dtype:
+        raise ArgumentError(f"{name}: expected {schema.dtype}, got {tensor.dtype}")
+    return tensor.to(schema.device)
 
 
-def _plain(name: str, tensor: Tensor) -> Tensor:
+def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
     """Without a derivative and of no subclass; itself where it is so already."""
     if type(tensor) is not Tensor:
         # What dispatches by itself, such as a fake or a distributed tensor, has no memory of its own to read.
@@ -224,112 +225,116 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
             raise ArgumentError(f"{name}: expected a plain tensor with values, got a {type(tensor).__name__}")
         with torch._C.DisableTorchFunctionSubclass():
             tensor = Tensor.as_subclass(tensor, Tensor)
-    if WRAPPED(tensor):
+    if IS_FUNCTORCH_WRAPPED(tensor):
         raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def check_samples(given: Any, most: int) -> int:
+def check_samples(value: Any, max_samples: int) -> int:
     """How many samples a client tells, as a plain integer.
 
     Raises:
-        ArgumentError: if it is none from 1 to `most`.
+        ArgumentError: if it is none from 1 to `max_samples`.
     """
-    number = given if type(given) is int else _answered("samples", lambda: _integer(given))
-    if number is None or not 1 <= number <= most:
-        raise ArgumentError(f"samples: expected an integer from 1 to {most}, got {short_repr(given)}")
+    number = value if type(value) is int else _call_untrusted("samples", lambda: _as_int(value))
+    if number is None or not 1 <= number <= max_samples:
+        raise ArgumentError(f"samples: expected an integer from 1 to {max_samples}, got {short_repr(value)}")
     return number
 
 
-def _integer(given: Any) -> int | None:
+def _as_int(value: Any) -> int | None:
     """An integer that says the same however it is asked; `None` for anything else."""
-    if isinstance(given, bool) or not isinstance(given, int | Integral):
+    if isinstance(value, bool) or not isinstance(value, int | Integral):
         return None
     # The first gives an integer, but of which class, the second a plain one.
-    number = int.__index__(operator.index(given))
-    return number if int(given) == given.__index__() == number else None
+    number = int.__index__(operator.index(value))
+    return number if int(value) == value.__index__() == number else None
 
 
-def _tensors(form: Form, given: Any) -> dict[str, Tensor]:
-    given = _named("tensors", given, form.tensors)
+def _check_tensors(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
+    given = _check_mapping("tensors", given, schema.tensors)
     brought = {}
-    for name, count in form.tensors.items():
+    for name, count in schema.tensors.items():
         field = f"tensors: {name}"
-        brought[name] = _vectors(form, field, given[name], *([] if count is None else [count]))
-        if name not in form.measured:
+        brought[name] = _check_vectors(schema, field, given[name], *([] if count is None else [count]))
+        if name not in schema.self_checked:
             check_finite(field, brought[name])
     return brought
 
 
-def _numbers(form: Form, given: Any) -> dict[str, float]:
-    given = _named("numbers", given, form.numbers)
-    return {name: _number(f"numbers: {name}", given[name]) for name in form.numbers}
+def _check_numbers(schema: PayloadSchema, given: Any) -> dict[str, float]:
+    given = _check_mapping("numbers", given, schema.numbers)
+    return {name: _check_finite_number(f"numbers: {name}", given[name]) for name in schema.numbers}
 
 
-def _number(name: str, given: Any) -> float:
+def _check_finite_number(name: str, value: Any) -> float:
     """A finite float. Not through `check_number`, which lets what the number's own code raises come out."""
-    number = given if type(given) is float else _answered(name, lambda: _real(given))
+    number = value if type(value) is float else _call_untrusted(name, lambda: _as_float(value))
     if not math.isfinite(number):
-        raise ArgumentError(f"{name}: expected a finite number, got {short_repr(given)}")
+        raise ArgumentError(f"{name}: expected a finite number, got {short_repr(value)}")
     return number
 
 
-def _real(given: Any) -> float:
+def _as_float(value: Any) -> float:
     """A number, infinite where it is too large; NaN for anything else."""
-    if isinstance(given, bool) or not isinstance(given, Real):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
-        return float(given)
+        return float(value)
     except OverflowError:
         return math.inf
 
 
-def _buffers(form: Form, given: Any) -> dict[str, Tensor]:
-    names, *_ = form.buffers_like
-    given = _named("buffers", given, names)
+def _check_buffers(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
+    names, *_ = schema.buffer_specs
+    given = _check_mapping("buffers", given, names)
     if not names:
         return {}
     brought = dict(zip(names, map(given.__getitem__, names), strict=True))
-    if _is_fit(form, [*brought.values()]):
+    if _buffers_ok(schema, [*brought.values()]):
         return brought
-    for entry in form.buffers:
+    for entry in schema.buffers:
         name = f"buffers: {entry.name}"
         tensor = brought[entry.name]
-        real = _is_a(tensor, Tensor)
+        real = _is_instance(tensor, Tensor)
         if real:
-            tensor = _plain(name, tensor)
+            tensor = _plain_tensor(name, tensor)
         if not real or tensor.dtype != entry.dtype:
             what = tensor.dtype if real else type(tensor).__name__
             raise ArgumentError(f"{name}: expected a tensor of {entry.dtype}, got {what}")
-        tensor = stored(name, tensor)
+        tensor = require_dense(name, tensor)
         if tuple(tensor.shape) != entry.shape:
             raise ArgumentError(f"{name}: expected shape {entry.shape}, got {tuple(tensor.shape)}")
-        brought[entry.name] = tensor.to(form.device)
+        brought[entry.name] = tensor.to(schema.device)
     return brought
 
 
-def _is_fit(form: Form, brought: Sequence[Any]) -> bool:
+def _buffers_ok(schema: PayloadSchema, received: Sequence[Any]) -> bool:
     """Whether buffers are as they should be and nothing needs to be done to them.
 
     Models have hundreds: what is asked of all of them is asked in one go, attribute by attribute, not one by one.
     """
-    _, dtypes, shapes, sizes, widths = form.buffers_like
-    if not set(map(type, brought)) <= {Tensor} or any(map(NESTED, brought)) or any(map(WRAPPED, brought)):
+    _, dtypes, shapes, sizes, widths = schema.buffer_specs
+    if (
+        not set(map(type, received)) <= {Tensor}
+        or any(map(NESTED, received))
+        or any(map(IS_FUNCTORCH_WRAPPED, received))
+    ):
         return False
-    if list(map(DTYPE, brought)) != dtypes or list(map(SHAPE, brought)) != shapes:
+    if list(map(DTYPE, received)) != dtypes or list(map(SHAPE, received)) != shapes:
         return False
-    if not set(map(DEVICE, brought)) <= {form.device} or not set(map(LAYOUT, brought)) <= {torch.strided}:
+    if not set(map(DEVICE, received)) <= {schema.device} or not set(map(LAYOUT, received)) <= {torch.strided}:
         return False
-    if not all(map(Tensor.is_contiguous, brought)) or needs_autograd_path(brought):
+    if not all(map(Tensor.is_contiguous, received)) or needs_autograd_path(received):
         return False
-    stored = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, brought))
-    used = map(operator.add, map(Tensor.storage_offset, brought), sizes)
+    stored = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, received))
+    used = map(operator.add, map(Tensor.storage_offset, received), sizes)
     return all(map(operator.ge, stored, map(operator.mul, used, widths)))
 
 
-def stored(name: str, given: Tensor) -> Tensor:
+def require_dense(name: str, value: Tensor) -> Tensor:
     """A plain tensor that has values. Nested ones have no shape to ask for; freed storage has nothing."""
-    tensor = _plain(name, given)
+    tensor = _plain_tensor(name, value)
     if needs_autograd_path([tensor]):
         raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
     if tensor.is_nested:
@@ -346,27 +351,27 @@ def stored(name: str, given: Tensor) -> Tensor:
     return tensor
 
 
-def by_name(name: str, given: Any) -> dict[str, Any]:
+def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
     """What a mapping has under its names.
 
     Raises:
         ArgumentError: if it is no mapping from names, or cannot be read.
     """
-    if not _is_a(given, Mapping):
-        raise ArgumentError(f"{name}: expected a mapping from names, got {type(given).__name__}")
-    found: dict[Any, Any] = given if type(given) is dict else _answered(name, lambda: dict(given))
+    if not _is_instance(mapping, Mapping):
+        raise ArgumentError(f"{name}: expected a mapping from names, got {type(mapping).__name__}")
+    found: dict[Any, Any] = mapping if type(mapping) is dict else _call_untrusted(name, lambda: dict(mapping))
     if set(map(type, found)) <= {str}:
         return found
     others = [key for key in found if not isinstance(key, str)]
     if others:
-        raise ArgumentError(f"{name}: unknown: {_listed(others)}")
+        raise ArgumentError(f"{name}: unknown: {_join_names(others)}")
     # Names of a class with code of its own, as plain ones.
     return {str.__str__(key): value for key, value in found.items()}
 
 
-def _named(name: str, given: Any, expected: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """What a mapping has under exactly the names that are expected."""
-    found = by_name(name, given)
+    found = as_str_dict(name, value)
     if found or expected:
         check_names(name, found, expected, expected)
     return found
@@ -381,15 +386,15 @@ def check_names(name: str, found: Collection[str], expected: Collection[str], kn
     names = set(found)
     for problem, odd in (("missing", set(expected) - names), ("unknown", names - set(known))):
         if odd:
-            raise ArgumentError(f"{name}: {problem}: {_listed(odd)}{wrapper_hint(names, expected)}")
+            raise ArgumentError(f"{name}: {problem}: {_join_names(odd)}{wrapper_hint(names, expected)}")
 
 
-def _listed(names: Collection[object]) -> str:
+def _join_names(names: Collection[object]) -> str:
     """The first of these names, and how many more there are."""
-    further = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(heapq.nsmallest(LISTED, map(_short, names))) + further
+    further = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(heapq.nsmallest(MAX_LISTED, map(_short_name, names))) + further
 
 
-def _short(name: Any) -> str:
+def _short_name(name: Any) -> str:
     """A name, without quotes, that can be printed."""
-    return one_line(str.__str__(name), 40) if _is_a(name, str) else short_repr(name, 40)
+    return one_line(str.__str__(name), 40) if _is_instance(name, str) else short_repr(name, 40)

@@ -15,8 +15,8 @@ from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated import Message, Payload, Ticket, Trainer, work
 from manifoldagg.federated.clients.base import count_samples
 from manifoldagg.federated.clients.determinism import repeatable, seeded_model, task_generator
-from manifoldagg.federated.pytrees import replaced
-from manifoldagg.federated.types import Memory
+from manifoldagg.federated.pytrees import tree_map
+from manifoldagg.federated.types import ClientState
 from manifoldagg.integrations.flower.records import RECORD_KEY, bytes_to_record, record_to_bytes, state_dict
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.wire import pack, unpack
@@ -109,15 +109,15 @@ class _Client:
         order, ticket = _read_message(message.content, model, space)
         desk = _NodeState(context)
         nth = desk.num_tasks
-        memory = replaced(desk.client_state, lambda x: x.to(order.start.device))
+        memory = tree_map(desk.client_state, lambda x: x.to(order.start.device))
         desk.num_tasks = nth + 1  # also of a task that fails: the next one is another
         trainer: Any = self.trainer if isinstance(self.trainer, Trainer) else self.trainer(context)
         generator = task_generator(self.seed, _client_id(context), nth)
         with repeatable(generator, threads=self.threads):
             batches = _reiterable_batches(self.data, context, nth)
             payload = work(model, order, trainer, batches, self.criterion, memory=memory, generator=generator)
-        desk.client_state = payload.memory
-        answer = pack(replace(payload, memory=None), spec=space, ticket=ticket)
+        desk.client_state = payload.client_state
+        answer = pack(replace(payload, client_state=None), spec=space, ticket=ticket)
         metrics = flwr.app.MetricRecord({**_as_python_numbers(payload.numbers), NUM_EXAMPLES_KEY: int(payload.samples)})
         return FlowerMessage(
             flwr.app.RecordDict({RECORD_KEY: bytes_to_record(answer), METRICS_KEY: metrics}), reply_to=message
@@ -166,14 +166,14 @@ class _NodeState:
         self._set_entry(NUM_TASKS_KEY, count)
 
     @property
-    def client_state(self) -> Memory:
+    def client_state(self) -> ClientState:
         """What the trainer wanted to find again."""
         data = self._entries().get(CLIENT_STATE_KEY)
         return unpack(data).memory if data else None
 
     @client_state.setter
-    def client_state(self, tree: Memory) -> None:
-        bare = Payload(torch.empty(0, 0), samples=0, memory=tree)
+    def client_state(self, tree: ClientState) -> None:
+        bare = Payload(torch.empty(0, 0), samples=0, client_state=tree)
         self._set_entry(CLIENT_STATE_KEY, b"" if tree is None else pack(bare))
 
 
@@ -209,7 +209,7 @@ def _message_from_state_dict(
     frozen = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
     asked = tuple(entry.name for entry in space.layout.buffers if entry.name not in frozen)
     buffers = {name: x.to(device) for name, x in space.buffers(state).items()}
-    return Message(space.point(state, device=device), buffers=buffers, asked=asked)
+    return Message(space.point(state, device=device), buffers=buffers, requested_buffers=asked)
 
 
 def _client_id(context: FlowerContext) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifoldagg.errors import WireError
 from manifoldagg.federated import Payload, Receipt, Server, Ticket
-from manifoldagg.federated.types import check_named, extras
+from manifoldagg.federated.types import check_parameter_space, extra_fields
 from manifoldagg.integrations.flower.metrics import sample_count
 from manifoldagg.integrations.flower.records import (
     RECORD_KEY,
@@ -36,8 +36,8 @@ class MessageCodec:
 
     def __init__(self, server: Server, wire: bool | None, compress: bool, *, key: str, weighted_by_key: str) -> None:
         self._server = server
-        self._space = check_named(server.space)
-        self._rule_needs_wire = any(extras(server.rule))
+        self._space = check_parameter_space(server.space)
+        self._rule_needs_wire = any(extra_fields(server.rule))
         self._wire = self._rule_needs_wire if wire is None else wire
         self._wire_if_needed = wire is None
         self._compress = compress

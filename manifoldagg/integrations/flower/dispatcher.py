@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Server, Ticket
-from manifoldagg.federated.server.client_sampling import Asking, Present
+from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler
 from manifoldagg.integrations.flower.metrics import without_arrays
 from manifoldagg.integrations.flower.nodes import Nodes
 
@@ -49,8 +49,8 @@ class EvaluationRound:
 
     Args:
         round: whose model it is.
-        until: when it is over, whoever has answered.
-        out: how many answers are still to come.
+        deadline: when it is over, whoever has answered.
+        num_pending: how many answers are still to come.
         replies: that have come, without arrays.
     """
 
@@ -71,9 +71,9 @@ class MessageDispatcher:
     Args:
         grid: of Flower.
         server: issues the tickets.
-        largest: bytes of the largest reply that is expected.
-        interval: seconds between two looks for answers.
-        takes: whether a node may be asked to train.
+        largest_reply_bytes: bytes of the largest reply that is expected.
+        poll_interval: seconds between two looks for answers.
+        accepts_node: whether a node may be asked to train.
 
     Attributes:
         nodes: which of them is free.
@@ -101,19 +101,19 @@ class MessageDispatcher:
         self._unpolled: list[str] = []
         self._is_idle = False
         self._scheduled: dict[int, _TrainTask | _EvalTask] = {}
-        self._sampler: Asking | None = None
+        self._sampler: ClientSampler | None = None
         # Those that may be asked: who is here and does not rest.
-        self._available = Present()
+        self._available = AvailableClients()
         self._backing_off: set[int] = set()
         self.nodes: Nodes[_TrainTask | _EvalTask] = Nodes()
         self.evaluations: list[EvaluationRound] = []
 
-    def open(self, make_sampler: Callable[[list[int]], Asking]) -> None:
+    def open(self, make_sampler: Callable[[list[int]], ClientSampler]) -> None:
         """See who is here, and ask the first of them."""
         here, _ = self.nodes.update_membership(self._connected_nodes())
-        self._available = Present(here)
+        self._available = AvailableClients(here)
         self._sampler = make_sampler(here)
-        self._dispatch(self._sampler.begin(self._available))
+        self._dispatch(self._sampler.start(self._available))
 
     def close(self) -> None:
         """Nobody trains any more."""
@@ -149,7 +149,7 @@ class MessageDispatcher:
         ]
 
     def send(self, configure: Callable[[], Iterable[FlowerMessage]]) -> None:
-        """Send what is due; `configure` makes the letters of `tasks`. Who gets none of them fails."""
+        """Send what is due; `configure` makes the letters of `train_tasks`. Who gets none of them fails."""
         due = dict(self.nodes.ready(time.monotonic()))
         for node in [node for node, work in due.items() if self._is_cancelled(work)]:
             self.nodes.discard(node)
@@ -187,7 +187,7 @@ class MessageDispatcher:
         return held[1].id if held is not None and isinstance(held[1], _TrainTask) else None
 
     def next_reply(self) -> FlowerMessage | None:
-        """The next answer to a task, which `settle` follows. `None`: none has come yet."""
+        """The next answer to a task, which `complete` follows. `None`: none has come yet."""
         if not self._inbox:
             self._poll()
         if not self._inbox:
@@ -273,7 +273,7 @@ class MessageDispatcher:
                 self._cancel(work)
             if self._sampler is not None:
                 count = sum(isinstance(work, _TrainTask) for work in works)
-                self._dispatch(self._sampler.lost(node, count, self._available))
+                self._dispatch(self._sampler.on_dropout(node, count, self._available))
         self._add_nodes(new)
 
     def _add_nodes(self, nodes: list[int]) -> None:
@@ -283,7 +283,7 @@ class MessageDispatcher:
             self._available.add(node)
         for node in nodes:
             if self._sampler is not None:
-                self._dispatch(self._sampler.joined(node, self._available))
+                self._dispatch(self._sampler.on_join(node, self._available))
 
     def _connected_nodes(self) -> list[int]:
         self._last_refresh = time.monotonic()
@@ -302,7 +302,7 @@ class MessageDispatcher:
             self._available.discard(node)
             self._backing_off.add(node)
         if isinstance(work, _TrainTask) and self._sampler is not None:
-            self._dispatch(self._sampler.answered(node, succeeded, self._available))
+            self._dispatch(self._sampler.on_completion(node, succeeded, self._available))
 
     def _cancel(self, work: _TrainTask | _EvalTask) -> None:
         """Nobody waits for this any more."""

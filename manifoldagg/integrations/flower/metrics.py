@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from manifoldagg.federated.limits import UNLIMITED
+from manifoldagg.federated.limits import DEFAULT_LIMITS
 
 __all__ = ["sample_count", "weighted_mean", "without_arrays"]
 
-MAX_SAMPLES = UNLIMITED.max_samples
+MAX_SAMPLES = DEFAULT_LIMITS.max_samples
 """Samples of a node, as the server has it where nothing is said."""
 SCALAR = -1
 """Stands for the length of what is no list."""

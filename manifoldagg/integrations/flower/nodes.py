@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from manifoldagg.federated.server.client_sampling import Present
+from manifoldagg.federated.server.client_sampling import AvailableClients
 
 __all__ = ["Nodes"]
 
@@ -40,7 +40,7 @@ class Nodes(Generic[Work]):
 
     Args:
         rest: seconds after a first failure.
-        longest: seconds of any rest.
+        max_backoff: seconds of any rest.
 
     Attributes:
         present: the nodes that are here.
@@ -62,7 +62,7 @@ class Nodes(Generic[Work]):
         self._max_backoff = max_backoff
         self._nodes: dict[int, _Node[Work]] = {}
         self._node_by_message: dict[str, int] = {}
-        self.present = Present()
+        self.present = AvailableClients()
 
     @property
     def outstanding(self) -> list[str]:
@@ -86,7 +86,7 @@ class Nodes(Generic[Work]):
     def enqueue(self, node: int, work: Work, *, priority: bool = False) -> None:
         """Let work wait for a node that is here, after the rest of its kind.
 
-        What comes `first` is before what does not, but not twice in a row.
+        What comes `priority` is before what does not, but not twice in a row.
         """
         (self._nodes[node].priority_queue if priority else self._nodes[node].queue).append(work)
 
@@ -110,9 +110,9 @@ class Nodes(Generic[Work]):
 
         Args:
             node: that was free.
-            letter: unlike any other.
-            work: what `answered` returns for it, in place of what waited.
-            until: when nobody waits for it any more.
+            message_id: unlike any other.
+            work: what `complete` returns for it, in place of what waited.
+            deadline: when nobody waits for it any more.
         """
         found = self._nodes[node]
         hurried = found.next_queue is found.priority_queue

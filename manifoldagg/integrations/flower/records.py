@@ -11,7 +11,7 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from manifoldagg.errors import WireError
-from manifoldagg.federated.server.durability.raw_io import bytes_of
+from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 from manifoldagg.kernels.alloc import in_huge_pages
 
 __all__ = ["RECORD_KEY", "array_record", "bytes_to_record", "numpy_supports", "record_to_bytes", "state_dict"]
@@ -93,7 +93,7 @@ def _encode_array(tensor: Tensor) -> Array:
     shape = tuple(tensor.shape)
     head = io.BytesIO()
     npy.write_array_header_1_0(head, {"descr": values.dtype.str, "fortran_order": False, "shape": shape})
-    data = b"".join([head.getvalue(), bytes_of(tensor)])
+    data = b"".join([head.getvalue(), tensor_bytes(tensor)])
     return Array(dtype=str(values.dtype), shape=shape, stype=NUMPY_STYPE, data=data)
 
 

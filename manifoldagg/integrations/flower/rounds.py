@@ -59,7 +59,7 @@ class Rounds:
         """
         if self._path is not None:
             tables = {name: {n: dict(x) for n, x in getattr(self.result, name).items()} for name in METRIC_TABLES}
-            tensor_file.write(self._path, FILE_KIND, {"ends": self.cumulative_updates, "tables": tables})
+            tensor_file.save(self._path, FILE_KIND, {"ends": self.cumulative_updates, "tables": tables})
 
     def read(self, updates: int) -> None:
         """Go on from those that were kept, as far as a server with so many accepted updates has come.
@@ -69,7 +69,7 @@ class Rounds:
         """
         if self._path is None or not self._path.exists():
             return  # no round was over
-        kept: Any = tensor_file.read(self._path, FILE_KIND)
+        kept: Any = tensor_file.load(self._path, FILE_KIND)
         self.cumulative_updates = [end for end in kept["ends"] if end <= updates]
         for name in METRIC_TABLES:
             for number, metrics in kept["tables"][name].items():

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from manifoldagg._validation import closest_match
 from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.federated import Every, Rule, Server
-from manifoldagg.federated.buffers import check_patterns
+from manifoldagg.federated import CheckpointPolicy, Rule, Server
+from manifoldagg.federated.buffers import check_buffer_policy
 from manifoldagg.federated.clients.determinism import seeded_model
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.federated.server.durability.journal import Journal
-from manifoldagg.federated.server.state_dicts import resting
+from manifoldagg.federated.server.state_dicts import freeze_policies
 from manifoldagg.integrations.flower.records import state_dict
 from manifoldagg.manifolds import Flat, ParameterSpace
 
@@ -30,7 +30,7 @@ FLOWER_EQUIVALENTS = {
     ),
     **dict.fromkeys(("num_rounds", "train_config", "evaluate_config", "evaluate_fn"), "start takes it"),
     "max_in_flight": CONCURRENCY_HINT,
-    "buffers (new keyword of Server for the initial values)": "the arrays have them",
+    "buffers": "the arrays have them",
 }
 """What there is in place of options of Flower's strategies, and of a server."""
 
@@ -39,8 +39,8 @@ def check_options(options: Mapping[str, Any], strategy_options: Collection[str])
     """Options for a server: there are such, and all of their values that need no model to be judged are good.
 
     Args:
-        given: by name.
-        own: the names of options that the strategy has beside them.
+        options: by name.
+        strategy_options: the names of options that the strategy has beside them.
 
     Raises:
         ArgumentError: naming an option that there is not, with what there is, or one whose value does not fit.
@@ -58,7 +58,7 @@ def check_options(options: Mapping[str, Any], strategy_options: Collection[str])
             meant = FLOWER_EQUIVALENTS.get(name, "" if near is None else f"did you mean {near}?")
             raise ArgumentError(f"{name}: expected one of the options {', '.join(listed)}{meant and f': {meant}'}")
     alone = dict(options)
-    check_patterns(alone.pop("buffer_policy (new keyword of Server)", ()))
+    check_buffer_policy(alone.pop("buffer_policy", ()))
     if (journal := alone.pop("journal", None)) is not None:
         Journal.of(journal)
     Server(Flat(1), FedAsync(), torch.zeros(1, dtype=torch.float64), **alone)
@@ -71,7 +71,7 @@ def build_server(
     *,
     resume: bool,
     replace: bool,
-    checkpoint: Every | None,
+    checkpoint: CheckpointPolicy | None,
     **options: Any,
 ) -> Server:
     """A server that starts from arrays, or goes on from its checkpoint.
@@ -99,13 +99,13 @@ def build_server(
     except ManifoldAggError as error:
         raise ArgumentError(f"initial_arrays: {error}") from error
     space.layout.check_parameters("initial_arrays" if module is None else "model")
-    buffers = options.pop("buffer_policy (new keyword of Server)", ())
+    buffers = options.pop("buffer_policy", ())
     if resume:
         assert checkpoint is not None
         # What becomes of the buffers is in the file.
         return Server.resume(checkpoint.path, space, rule, replace=replace, checkpoint=checkpoint, **options)
-    buffers = buffers if module is None else resting(module, buffers)
-    return Server(space, rule, start, carried=carried, buffers=buffers, checkpoint=checkpoint, **options)
+    buffers = buffers if module is None else freeze_policies(module, buffers)
+    return Server(space, rule, start, buffers=carried, buffer_policy=buffers, checkpoint=checkpoint, **options)
 
 
 def _make_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -16,10 +16,10 @@ from torch import nn
 
 from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import Every, Rule, Server
-from manifoldagg.federated.server.client_sampling import Asking, asking, declared
+from manifoldagg.federated import CheckpointPolicy, Rule, Server
+from manifoldagg.federated.server.client_sampling import ClientSampler, rule_attribute, sampler_for
 from manifoldagg.federated.server.validation import check_rule
-from manifoldagg.federated.types import extras
+from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower.codec import MessageCodec
 from manifoldagg.integrations.flower.dispatcher import EvaluationRound, MessageDispatcher
 from manifoldagg.integrations.flower.metrics import sample_count, weighted_mean, without_arrays
@@ -40,9 +40,9 @@ class Asynchronous(Strategy):
 
     It drives a [`Server`][manifoldagg.federated.Server] with any rule. What a node sends is taken at once, however
     stale; what does not fit, such as a NaN or another shape, is refused, and the node gets the model anew. A node that
-    fails, says nothing for `patience` seconds or leaves costs nobody else anything. An unmodified `ClientApp`, which
-    returns one `ArrayRecord` and a `MetricRecord` with `"num-examples"`, works with every rule that needs no more than
-    models; [`client_app`][manifoldagg.integrations.flower.client_app] makes one for all.
+    fails, says nothing for `task_timeout` seconds or leaves costs nobody else anything. An unmodified `ClientApp`,
+    which returns one `ArrayRecord` and a `MetricRecord` with `"num-examples"`, works with every rule that needs no more
+    than models; [`client_app`][manifoldagg.integrations.flower.client_app] makes one for all.
 
     A round is over when `updates` answers were taken, or after `timeout` seconds of `start`: then the model is
     evaluated, and training goes on. Who evaluates does so when it is next free. The methods that Flower's strategies
@@ -54,7 +54,7 @@ class Asynchronous(Strategy):
             buffer, or frozen. `None`: as names and dtypes in the arrays tell it.
         updates: answers taken a round; `None`: as many as nodes are connected at the beginning.
         concurrency: tasks under way at a time; `None`: one a node.
-        patience: seconds that a node may take for a task, or an evaluation; `None`: `timeout` of `start`.
+        task_timeout: seconds that a node may take for a task, or an evaluation; `None`: `timeout` of `start`.
         wire: messages go in the wire's form, whole, to nodes that run `client_app`. `None`: where the rule asks for
             more than models, or tells more.
         compress: them, without loss.
@@ -113,7 +113,7 @@ class Asynchronous(Strategy):
         train_metrics_aggr_fn: AggregateFn | None = None,
         evaluate_metrics_aggr_fn: AggregateFn | None = None,
         seed: int = 0,
-        checkpoint: Every | None = None,
+        checkpoint: CheckpointPolicy | None = None,
         resume: bool = False,
         replace: bool = False,
         **server_options: Any,
@@ -125,8 +125,8 @@ class Asynchronous(Strategy):
             if count is not None:
                 check_count(name, count)
         if concurrency is not None:
-            asking(rule, list(declared(rule, "routing") or ()), concurrency, np.random.default_rng(0))
-        if checkpoint is not None and not isinstance(checkpoint, Every):
+            sampler_for(rule, list(rule_attribute(rule, "routing") or ()), concurrency, np.random.default_rng(0))
+        if checkpoint is not None and not isinstance(checkpoint, CheckpointPolicy):
             raise ArgumentError(f"checkpoint: expected Every, got {short_repr(checkpoint)}")
         for name, given in (("compress", compress), ("resume", resume), ("replace", replace)):
             check_choice(name, given, (True, False))
@@ -138,7 +138,7 @@ class Asynchronous(Strategy):
         self.updates = updates
         self.concurrency = concurrency
         self.task_timeout = None if task_timeout is None else check_number("task_timeout", task_timeout, above=0)
-        if wire is False and any(extras(rule)):
+        if wire is False and any(extra_fields(rule)):
             raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} needs more than the model")
         self.wire = wire
         self.compress = compress
@@ -160,7 +160,7 @@ class Asynchronous(Strategy):
 
     def summary(self) -> None:
         """Log how the strategy is set."""
-        whole = any(extras(self.rule)) if self.wire is None else self.wire
+        whole = any(extra_fields(self.rule)) if self.wire is None else self.wire
         form = "whole, in the wire's form" if whole else "models"
         LOG.info("\t├──> Rule: %s", self.rule)
         LOG.info("\t├──> Asynchronous:")
@@ -368,14 +368,14 @@ class Asynchronous(Strategy):
                 break
             LOG.info("Waiting for at least %d nodes to connect", self.min_available_nodes)
             time.sleep(self.poll_interval)
-        routing = declared(self.rule, "routing")
+        routing = rule_attribute(self.rule, "routing")
         weights = self.server_options.get("weights")
         known = [clients for clients in (routing, weights) if isinstance(clients, Mapping)]
         drawn, self._generator = (np.random.default_rng([self.seed, i, self.server.updates]) for i in range(2))
 
-        def asked(here: list[int]) -> Asking:
+        def asked(here: list[int]) -> ClientSampler:
             self._updates_per_round = self.updates or max(1, len(here))
-            return asking(self.rule, here if routing is None else list(routing), self.concurrency, drawn)
+            return sampler_for(self.rule, here if routing is None else list(routing), self.concurrency, drawn)
 
         self._dispatcher = MessageDispatcher(
             grid,

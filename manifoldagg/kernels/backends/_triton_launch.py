@@ -32,10 +32,10 @@ class LaunchOperands:
             and after them how far apart its entries are; the edges of the pieces; the first piece of each block.
         strides: of each vector, opaque; none where all are 1. Of rows in pieces the number of pieces, opaque.
         dtypes: of each row.
-        places: for each row that was asked for, its number; -1 for `None`.
-        shared: the rows that were asked for repeatedly are the first `shared` ones.
-        aligned: whether every stride is 1 and every address a multiple of 16 bytes.
-        pieces: whether the rows are in pieces.
+        indices: for each row that was asked for, its number; -1 for `None`.
+        num_shared: the rows that were asked for repeatedly are the first `num_shared` ones.
+        is_aligned: whether every stride is 1 and every address a multiple of 16 bytes.
+        has_pieces: whether the rows are in pieces.
         width: how many neighbouring entries a thread takes at once.
     """
 
@@ -55,7 +55,7 @@ class LaunchOperands:
         """Number the rows, those that appear repeatedly first.
 
         Args:
-            wanted: vectors, tuples of tensors of one dtype that lie in one piece each, or `None`.
+            operands: vectors, tuples of tensors of one dtype that lie in one piece each, or `None`.
             lengths: of the tensors, where there are tuples.
             blocks: of the launch, where there are tuples.
 

@@ -106,7 +106,7 @@ def combine(
 
 
 def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> bool | None:
-    """Each goal, from what was there before any of them was written; `apart`: a later one reads where it goes.
+    """Each goal, from what was there before any of them was written; `deferred`: a later one reads where it goes.
 
     `None`, and nothing is written, as in `block_products`.
     """

@@ -68,7 +68,7 @@ def combine(
 class _BlockReader:
     """Lines of float64 into which the rows are read, block by block.
 
-    While it is iterated, `each` has them at the width of the block at hand, and `factors` as matrices of
+    While it is iterated, `buffers` has them at the width of the block at hand, and `matrices` as matrices of
     `PRODUCT_COLUMNS` columns, a batch of them, whose products add to those of the lines.
     """
 
@@ -126,7 +126,7 @@ class _BlockReader:
             at += stop - start
 
     def read(self, b: int, j: int, buffer: Tensor) -> None:
-        """Block b of row j, in float64, into a line; `less` holds what was subtracted last."""
+        """Block b of row j, in float64, into a line; `subtrahend` holds what was subtracted last."""
         self.load(self.views[id(self.rows.plus[j])], b, buffer)
         if (minus := self.rows.minus[j]) is None:
             return

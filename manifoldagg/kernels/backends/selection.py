@@ -120,8 +120,8 @@ def combine_many(combinations: Sequence[LinearCombination]) -> None:
     """Form each goal where it goes, in one pass over all rows where the backend knows how.
 
     Args:
-        goals: of rows in tensors of the same lengths. Where one goes is apart from where others go, and from what is
-            read, or the same entries of the same dtype.
+        combinations: of rows in tensors of the same lengths. Where one goes is apart from where others go, and from
+            what is read, or the same entries of the same dtype.
 
     Cost: with the compiled backend every row is read once from memory for all goals; no scratch of size P. With others
         each goal reads its rows, and what a later one reads is formed in memory of its own first.

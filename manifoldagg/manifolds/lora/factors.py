@@ -32,7 +32,7 @@ class FactorQR:
     r"""One factor $B = Q R$ (*batch, m, r), by a thin QR.
 
     Attributes:
-        whole: $Q$ (*batch, m, r), orthonormal columns.
+        full_basis: $Q$ (*batch, m, r), orthonormal columns.
         basis: the same, or $Q R R^+$ where B lacks rank, whose $Q Q^\top$ is the projector to the span of B.
         factor: $R$ (*batch, r, r).
         inverse: $R^+$, directions left out that the dtype of the factor cannot tell from rounding.
@@ -64,7 +64,7 @@ class TruncatedSVD:
         rank: how many are kept.
         left: makes columns (*batch, m, any) of their coordinates in the basis of the left factor.
         right: the same of the right one.
-        turns: the coordinates of the singular vectors on either side.
+        coordinates: the coordinates of the singular vectors on either side.
     """
 
     values: Tensor
@@ -221,7 +221,7 @@ class JointBasis:
 
         Args:
             coefficients: (k,).
-            cut: what `combine` made of them.
+            truncated_svd: what `combine` made of them.
         """
         counts = torch.tensor(self.ranks)
         sizes = coefficients.abs().double().repeat_interleave(counts)

@@ -127,7 +127,7 @@ class ScaledBias:
 
     Attributes:
         entry: of the state dict.
-        of: the name of the factor.
+        factor_name: the name of the factor.
         scaling: of the pair.
     """
 
@@ -157,7 +157,7 @@ class Adapters:
         Args:
             state: name to tensor.
             scaling: as [`scalings`][manifoldagg.manifolds.lora.scaling.resolve_scalings] takes it.
-            where: what messages begin with.
+            prefix: what messages begin with.
 
         Raises:
             StateDictError: if it has none, or naming a tensor that does not fit.
@@ -251,7 +251,7 @@ class Adapters:
 
         Args:
             state: with the names of this one.
-            label: what messages begin with.
+            prefix: what messages begin with.
             scaling: where the model that it comes from has another than this one.
 
         Raises:
@@ -326,7 +326,7 @@ def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -
     same.
 
     Args:
-        cut: of the matrix.
+        truncated_svd: of the matrix.
         m: its rows.
         dtype: of what it was made of: whose rounding is no direction.
     """

@@ -101,8 +101,8 @@ class AdapterTensors:
 
     Attributes:
         pairs: factors of one matrix each, in the order of the state dict.
-        scaled: biases of a second factor, which a model multiplies with its scaling too.
-        alone: magnitudes, heads and all else, each a tensor of its own.
+        scaled_biases: biases of a second factor, which a model multiplies with its scaling too.
+        unpaired: magnitudes, heads and all else, each a tensor of its own.
     """
 
     pairs: tuple[FactorPair, ...]

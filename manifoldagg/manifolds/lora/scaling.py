@@ -31,7 +31,7 @@ def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix:
             a regular expression for the end of a module's name; or a config, with `lora_alpha`, `r`, `use_rslora`,
             `alpha_pattern` and `rank_pattern`.
         pairs: of the adapter.
-        where: what messages begin with.
+        prefix: what messages begin with.
 
     Raises:
         ArgumentError: if a scaling is not above 0, a pair has no pattern or a pattern no pair, or the config is that

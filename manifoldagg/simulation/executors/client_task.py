@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from manifoldagg.federated import Message, Payload, Trainer, work
 from manifoldagg.federated.clients.determinism import repeatable
-from manifoldagg.federated.pytrees import Tree, replaced
-from manifoldagg.federated.types import Memory
+from manifoldagg.federated.pytrees import Tree, tree_map
+from manifoldagg.federated.types import ClientState
 from manifoldagg.simulation.federated_dataset import Federation, Key
 
 __all__ = ["Counted", "Errand", "perform"]
@@ -38,7 +38,7 @@ class Errand:
     trainer: Trainer
     key: Key
     message: Message
-    memory: Memory = None
+    memory: ClientState = None
 
 
 class Counted:
@@ -108,7 +108,7 @@ def perform(errand: Errand, criterion: Callable[[Any, Any], Tensor] = cross_entr
         >>> federation = Federation.split(task("digits"), 30, partition=iid_partition, seed=0)
         >>> model = federation.model()
         >>> message = Message(ParameterSpace.of(model).point(model))
-        >>> errand = Errand(federation, clients.Local(epochs=1), Key(client=3, nth=0), message)
+        >>> errand = Errand(federation, clients.Local(epochs=1), StoreKey(client=3, nth=0), message)
         >>> torch.equal(perform(errand).points, perform(errand).points)
         True
     """
@@ -122,14 +122,14 @@ def perform(errand: Errand, criterion: Callable[[Any, Any], Tensor] = cross_entr
             trainer,
             federation.batches(client, nth),
             criterion,
-            memory=replaced(errand.memory, _copied),
+            memory=tree_map(errand.memory, _copied),
             generator=generator,
         )
     return replace(
         payload,
         points=_own(payload.points),
         tensors=_each(payload.tensors),
-        memory=owned(payload.memory),
+        client_state=owned(payload.client_state),
         buffers=_each(payload.buffers),
         base=owned(payload.base),
     )
@@ -137,7 +137,7 @@ def perform(errand: Errand, criterion: Callable[[Any, Any], Tensor] = cross_entr
 
 def owned(tree: Tree) -> Tree:
     """The tree with tensors that lie as torch would lay them: how a sum is vectorised depends on where it begins."""
-    return replaced(tree, _own)
+    return tree_map(tree, _own)
 
 
 def _own(tensor: Tensor) -> Tensor:

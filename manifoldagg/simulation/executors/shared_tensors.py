@@ -14,8 +14,8 @@ from torch import Tensor
 
 from manifoldagg.errors import SpillError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.raw_io import bytes_of
-from manifoldagg.federated.server.durability.spill import Filed, Spill
+from manifoldagg.federated.server.durability.raw_io import tensor_bytes
+from manifoldagg.federated.server.durability.spill import Spill, SpilledTree
 
 __all__ = ["Lying", "Missing", "Parcel", "Shelf", "packed", "unpacked"]
 
@@ -57,7 +57,7 @@ class Parcel(NamedTuple):
         """
         data = _RECEIVED.keep(self.name, self.data) if self.name else self.data
         made = torch.empty(self.shape, dtype=self.dtype)
-        target = bytes_of(made)
+        target = tensor_bytes(made)
         if data is not None:
             target[:] = data
         else:
@@ -102,7 +102,7 @@ _RECEIVED = _Received()
 class Lying:
     """A tensor on a shelf, for as long as somebody refers to this."""
 
-    def __init__(self, tensor: Tensor, filed: Filed | None) -> None:
+    def __init__(self, tensor: Tensor, filed: SpilledTree | None) -> None:
         self.tensor = tensor
         self.filed = filed
         self.sent = False
@@ -147,10 +147,10 @@ class Shelf:
             by_value = whole or lying.filed is None or (self.far and not lying.sent)
             lying.sent = lying.sent or by_value
         name = "" if lying.filed is None else os.fspath(lying.filed.path)
-        data = bytes(bytes_of(tensor)) if by_value else None
+        data = bytes(tensor_bytes(tensor)) if by_value else None
         return Parcel(name, data, tensor.dtype, tuple(tensor.shape), tensor.device)
 
-    def _filed(self, tensor: Tensor) -> Filed | None:
+    def _filed(self, tensor: Tensor) -> SpilledTree | None:
         for spill in self._spills:
             try:
                 return spill.write(tensor)
@@ -206,7 +206,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not _is_dense(obj):
             return NotImplemented
-        return _Pickler._opened, (bytes(bytes_of(obj)), obj.dtype, tuple(obj.shape), obj.device)
+        return _Pickler._opened, (bytes(tensor_bytes(obj)), obj.dtype, tuple(obj.shape), obj.device)
 
     @staticmethod
     def _opened(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:

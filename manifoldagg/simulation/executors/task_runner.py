@@ -11,7 +11,7 @@ from immutables import Map
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Trainer
-from manifoldagg.federated.types import Memory
+from manifoldagg.federated.types import ClientState
 from manifoldagg.simulation.executors.executor import Executors, Workers
 from manifoldagg.simulation.executors.task_transport import Letter, Outcome, Terms, done
 from manifoldagg.simulation.federated_dataset import Federation, Key
@@ -51,16 +51,16 @@ class _Task:
 
     def forget(self) -> None:
         """As if it had never been sent."""
-        self.memory: Memory = None
+        self.memory: ClientState = None
         # What lies on the shelf for it goes with it.
         self.letter: Letter | None = None
         self.future: Future[Outcome] | None = None
         self.outcome: Outcome | None = None
 
-    def leaves(self) -> Memory:
+    def leaves(self) -> ClientState:
         """What the client's next task starts from."""
         assert self.outcome is not None
-        return self.memory if self.outcome.payload is None else self.outcome.payload.memory
+        return self.memory if self.outcome.payload is None else self.outcome.payload.client_state
 
 
 class Crew:
@@ -97,8 +97,8 @@ class Crew:
         >>> message = Message(ParameterSpace.of(model).point(model))
         >>> with ThreadPoolExecutor(2) as pool, Crew(federation, clients.Local(epochs=1), pool) as crew:
         ...     for client in (3, 4, 5):
-        ...         crew.give(Key(client, 0), message)
-        ...     [crew.result(Key(client, 0)).samples == len(federation.train[client]) for client in (5, 3, 4)]
+        ...         crew.give(StoreKey(client, 0), message)
+        ...     [crew.result(StoreKey(client, 0)).samples == len(federation.train[client]) for client in (5, 3, 4)]
         [True, True, True]
     """
 
@@ -108,7 +108,7 @@ class Crew:
         trainer: Trainer,
         executor: Executors = None,
         foresight: Coming | None = None,
-        memories: Map[int, Memory] = Map(),
+        memories: Map[int, ClientState] = Map(),
     ) -> None:
         self._terms = Terms(federation, trainer)
         self._ours = None if executor is None or isinstance(executor, Workers) else Workers(executor)
@@ -270,7 +270,7 @@ class Crew:
         place = line.index(task)
         return place == 0 or line[place - 1].outcome is not None
 
-    def _before(self, task: _Task) -> Memory:
+    def _before(self, task: _Task) -> ClientState:
         line = self._lines[task.key.client]
         place = line.index(task)
         return line[place - 1].leaves() if place else self.memories.get(task.key.client)

@@ -11,7 +11,7 @@ import torch
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Trainer
-from manifoldagg.federated.types import Memory
+from manifoldagg.federated.types import ClientState
 from manifoldagg.kernels import set_backend
 from manifoldagg.kernels.backends import selection
 from manifoldagg.simulation.executors.client_task import Counted, Errand, perform
@@ -73,7 +73,7 @@ class Terms:
         """Where tensors lie for other processes."""
         return Shelf()
 
-    def errand(self, key: Key, message: Message, memory: Memory) -> Errand:
+    def errand(self, key: Key, message: Message, memory: ClientState) -> Errand:
         """What is to be done for a task."""
         return Errand(self.federation, self.trainer, key, message, memory)
 
@@ -108,7 +108,7 @@ class Letter:
         whole: bring it all by value, as it was not found.
     """
 
-    def __init__(self, terms: Terms, key: Key, message: Message, memory: Memory, *, whole: bool = False) -> None:
+    def __init__(self, terms: Terms, key: Key, message: Message, memory: ClientState, *, whole: bool = False) -> None:
         self._terms = terms
         self._parts = (key, message, memory)
         self._whole = whole

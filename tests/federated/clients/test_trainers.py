@@ -291,7 +291,7 @@ def test_every_trainer_returns_the_buffers_that_the_server_asks_for(name):
     loss = space.loss(net, nn.functional.cross_entropy)
     ticket = server.dispatch(0)
     asked = set(before) - {leaf.name for leaf in space.layout.leaves} - {"4.weight", "4.bias"}
-    assert set(ticket.message.asked) == asked
+    assert set(ticket.message.requested_buffers) == asked
     payload = trainer.train(space, ticket.message, loss, LABELLED, None, generator=seeded())
     assert payload.buffers.keys() == asked
     assert server.receive(ticket.id, payload).reason == ""
@@ -331,7 +331,7 @@ def test_a_message_without_buffers_asks_for_none():
     net = network()
     space = ParameterSpace.of(net)
     message = Server(space, rules.FedAsync(0.5), space.point(net)).dispatch(0).message
-    assert message.asked == ()
+    assert message.requested_buffers == ()
     loss = space.loss(net, nn.functional.cross_entropy)
     assert trained_whole(space, message, loss).buffers == {}
     assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in loss.buffers.items())
@@ -350,7 +350,7 @@ def test_buffers_that_a_loss_does_not_have_are_refused_before_training():
     with pytest.raises(ArgumentError, match=words):
         trained_whole(space, message, never)
     with pytest.raises(ArgumentError, match="asks for: moon$"):
-        trained_whole(space, replace(message, asked=("moon",)), space.loss(net, never))
+        trained_whole(space, replace(message, requested_buffers=("moon",)), space.loss(net, never))
     for buffers, words in (
         ({}, "message: buffers: missing: 1.num"),
         ({"mask": torch.zeros(3)}, r"message: buffers: mask: expected shape \(2,\)"),

@@ -91,8 +91,8 @@ def test_it_is_the_papers_algorithm(seed, size, steps, horizon, chosen):
         g, c = beta * (change / size + c) + (1 - beta) * g, c + change / CLIENTS
         # Normalising divides roundings of numbers of size 20 by directions that are seldom below 0.1.
         assert relative(server.model, theta) <= 1e-11
-        assert relative(server._books.value.now.state["g"], g) <= 1e-10
-        assert relative(server._books.value.now.state["c"], c) <= 1e-10
+        assert relative(server._state.value.model_state.state["g"], g) <= 1e-10
+        assert relative(server._state.value.model_state.state["c"], c) <= 1e-10
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_client_that_answers_twice_counts_once_and_is_averaged_with_the_others
     assert sent("a", [0, 1.0, 0, 0], 1.0).buffered
     assert not sent("b", [0, 0, 1.0, 0], 3.0).buffered
     assert relative(server.model, rule.rate / 3 * torch.tensor([1.0, 1, 1, 0]).double()) <= 1e-14
-    assert server._books.value.now.state["c"].tolist() == [1.0] * D
+    assert server._state.value.model_state.state["c"].tolist() == [1.0] * D
     # A ticket of before is a displacement from where it started, like any other.
     before = server.model
     sent("a", [0, 0, 0, 1.0], 1.0)
@@ -198,9 +198,9 @@ def test_late_clients_open_first():
     opening = work(server, server.dispatch(1), 1)
     assert opening.numbers["opening"] == 1.0
     assert torch.equal(server.model, before)
-    store = server._books.value.store
+    store = server._state.value.store
     mean = sum(store.load(("client", i))["control"] for i in range(2)) / 2
-    assert relative(server._books.value.now.state["c"], mean) <= 1e-14
+    assert relative(server._state.value.model_state.state["c"], mean) <= 1e-14
 
 
 @pytest.mark.parametrize(

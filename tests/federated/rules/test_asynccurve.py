@@ -132,13 +132,13 @@ def test_so_it_is_through_every_phase_of_the_correction():
         who, born = i % N, max(i - 2, 0)
         base = plain.models[born]
         points = torch.stack([base + 0.1, base + draw(i, P)])
-        given_ = Update(who, base, model, points, memory=memories.get(who), numbers={"batches": 1.0})
+        given_ = Update(who, base, model, points, client_state=memories.get(who), numbers={"batches": 1.0})
         plain.take(who, born, *points)
         state, outcome = rule.step(SPACE, state, given_)
         assert state["correction"]["phase"] == plain.phase
         # Roundings of some steps: they are forgotten as the model moves on.
         assert relative(outcome.model, plain.models[-1]) <= 1e-9
-        memories[who], model = outcome.memory, plain.models[-1]
+        memories[who], model = outcome.client_state, plain.models[-1]
         phases.add(plain.phase)
     assert phases == {"gradient", "tangent", "position"}
 

@@ -115,7 +115,7 @@ def the_correction_remembers():
 def moments_are_those_of_the_last_step():
     rule, given_ = asynccurve.AsyncCurve(1, 0.5), update(15)
     state, outcome = rule.step(SPACE, rule.init(SPACE, given_.base), given_)
-    sent = rule.message(SPACE, state, outcome.model, outcome.memory).tensors
+    sent = rule.message(SPACE, state, outcome.model, outcome.client_state).tensors
     m = (given_.current - outcome.model) / 4
     assert relative(sent["m"], m) <= 1e-14
     assert relative(sent["v"], m * m) <= 1e-14
@@ -200,7 +200,9 @@ def simplex(rule, count=4):
     x = draw(0, P)
     state, memory = rule.init(SPACE, x), {}
     for i in range(count):
-        given_ = Update(i % 2, draw(i, P), x, draw(i + 5, 3, P), weight=0.2 + 0.3 * (i % 2), memory=memory.get(i % 2))
+        given_ = Update(
+            i % 2, draw(i, P), x, draw(i + 5, 3, P), weight=0.2 + 0.3 * (i % 2), client_state=memory.get(i % 2)
+        )
         state, outcome = rule.step(SPACE, state, given_)
         memory[i % 2] = outcome.memory
         x = x if outcome.model is None else outcome.model
@@ -225,16 +227,16 @@ def centres_are_places_of_the_simplex_and_stay():
     rule = floco.FLOCO(2, 3, personal=0)
     seen = list(simplex(rule, 20))
     for given_, _, outcome in seen[2:]:
-        centre = outcome.memory["centre"]
+        centre = outcome.client_state["centre"]
         assert (centre >= 0).all()
         assert float(centre.sum()) == pytest.approx(1)
-        if given_.memory:
-            assert torch.equal(centre, given_.memory["centre"])
+        if given_.client_state:
+            assert torch.equal(centre, given_.client_state["centre"])
     first, state = seen[2][0], seen[1][1]
     d = first.points.mean(0) - first.base - state["mean"]
-    assert relative(seen[2][2].memory["centre"], onto_simplex((state["axes"] @ d) / state["scale"])) <= 1e-12
-    sent = rule.message(SPACE, seen[-1][1], seen[-1][2].model, seen[-1][2].memory)
-    assert torch.equal(sent.tensors["centre"], seen[-1][2].memory["centre"])
+    assert relative(seen[2][2].client_state["centre"], onto_simplex((state["axes"] @ d) / state["scale"])) <= 1e-12
+    sent = rule.message(SPACE, seen[-1][1], seen[-1][2].model, seen[-1][2].client_state)
+    assert torch.equal(sent.tensors["centre"], seen[-1][2].client_state["centre"])
     assert relative(sent.tensors["vertices"].mean(0), seen[-1][2].model) <= 1e-13
 
 
@@ -396,7 +398,7 @@ def clips_centres(x, scale=1.0):
 
 @caught_by(floco.FLOCO, "_placed", "centres_are_places_of_the_simplex_and_stay")
 def places_again_at_every_answer(self, state, update, place=floco.FLOCO._placed):
-    signals, memory = place(self, state, replace(update, memory=None))
+    signals, memory = place(self, state, replace(update, client_state=None))
     return signals, memory
 
 

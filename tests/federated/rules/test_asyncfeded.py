@@ -89,22 +89,22 @@ def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(seed, rate, epsilon
 
 def test_the_warm_up_is_the_first_ten_rounds():
     rule, base, current = AsyncFedED(), draw(0, SIZE), draw(1, SIZE)
-    update = Update(0, base, current, draw(2, 1, SIZE), memory={"epochs": 7})
+    update = Update(0, base, current, draw(2, 1, SIZE), client_state={"epochs": 7})
     told = [rule.step(SPACE, {"version": version}, update)[1] for version in (0, 9, 10)]
     gamma = (current - base).norm() / (update.points[0] - base).norm()
     assert [out.numbers["distance"] for out in told] == pytest.approx([1, 1, gamma.item()], rel=1e-12)
     assert [out.numbers["rate"] for out in told] == pytest.approx([0.5, 0.5, 1 / (gamma.item() + 1)], rel=1e-12)
-    assert [out.memory["epochs"] for out in told] == [7, 7, 7 + math.floor(1 - gamma)]
+    assert [out.client_state["epochs"] for out in told] == [7, 7, 7 + math.floor(1 - gamma)]
 
 
 def test_who_has_not_moved_says_nothing():
     base, current = draw(0, SIZE), draw(1, SIZE)
     rule = AsyncFedED(warm_up=0)
     for here in (base, current):
-        update = Update(0, base, here, base[None], memory={"epochs": 3, "kept": 1.0})
+        update = Update(0, base, here, base[None], client_state={"epochs": 3, "kept": 1.0})
         _, outcome = rule.step(SPACE, {"version": 0}, update)
         assert torch.equal(outcome.model, here)
-        assert outcome.memory == {"epochs": 3, "kept": 1.0}
+        assert outcome.client_state == {"epochs": 3, "kept": 1.0}
 
 
 def test_a_drift_beyond_all_measure_is_one_epoch():
@@ -112,7 +112,7 @@ def test_a_drift_beyond_all_measure_is_one_epoch():
     for gain in (0.0, 1.0, 1e9):
         update = Update(0, base, torch.full_like(base, 1e153), torch.full_like(base, 1e-153)[None])
         _, outcome = replace(rule, gain=gain).step(SPACE, {"version": 0}, update)
-        assert outcome.memory["epochs"] == (rule.epochs if gain == 0 else 1)
+        assert outcome.client_state["epochs"] == (rule.epochs if gain == 0 else 1)
 
 
 @settings(max_examples=10)
@@ -158,8 +158,8 @@ def test_the_trainer_obeys(make):
 def test_a_plan_has_an_end():
     rule, x, memory = AsyncFedED(gain=1e300, target=1e10, warm_up=0), draw(0, SIZE), None
     for k in range(3):
-        _, outcome = rule.step(SPACE, {"version": k}, Update(0, x, x, x[None] + 1, memory=memory))
-        memory = outcome.memory
+        _, outcome = rule.step(SPACE, {"version": k}, Update(0, x, x, x[None] + 1, client_state=memory))
+        memory = outcome.client_state
         assert outcome.numbers["epochs"] == rule.message(SPACE, {}, x, memory).numbers["epochs"] == 2.0**53
 
 

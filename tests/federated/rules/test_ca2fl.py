@@ -66,10 +66,10 @@ def test_with_everyone_in_every_buffer_it_is_their_mean(seed, n, option):
         moves = draw(seed + r + 1, n, SIZE)
         for i in range(n):
             base = draw(seed + 7 * i + r, SIZE)
-            given_ = Update(i, base, model, (base + moves[i])[None], memory=memory[i])
+            given_ = Update(i, base, model, (base + moves[i])[None], client_state=memory[i])
             state, outcome = rule.step(SPACE, state, given_)
             other, theirs = plain.step(SPACE, other, given_)
-            memory[i] = outcome.memory
+            memory[i] = outcome.client_state
         assert relative(outcome.model - model, 0.7 * moves.mean(0)) <= 1e-13
         assert relative(outcome.model, theirs.model) <= 1e-14
         assert outcome.numbers["norm"] == pytest.approx((outcome.model - model).norm().item(), rel=1e-9)
@@ -81,7 +81,7 @@ def alone(rule, *moves):
     model, memories, went = torch.zeros(SIZE).double(), {}, []
     state = rule.init(SPACE, model)
     for client, move in moves:
-        update = Update(client, model, model, (model + move)[None], memory=memories.get(client))
+        update = Update(client, model, model, (model + move)[None], client_state=memories.get(client))
         state, outcome = rule.step(SPACE, state, update)
         memories[client] = outcome.memory
         went.append(0 * model if outcome.model is None else outcome.model - model)
@@ -108,10 +108,10 @@ def test_a_vector_a_client_and_no_more():
     rule, model, memories = CA2FL(2), torch.zeros(SIZE), {}
     state = rule.init(SPACE, model)
     for k in range(12):
-        update = Update(k % 3, model, model, draw(k, 1, SIZE, dtype=torch.float32), memory=memories.get(k % 3))
+        update = Update(k % 3, model, model, draw(k, 1, SIZE, dtype=torch.float32), client_state=memories.get(k % 3))
         state, outcome = rule.step(SPACE, state, update)
-        memories[k % 3] = outcome.memory
-        kept = [value for value in outcome.memory.values() if isinstance(value, torch.Tensor)]
+        memories[k % 3] = outcome.client_state
+        kept = [value for value in outcome.client_state.values() if isinstance(value, torch.Tensor)]
         assert [(tensor.numel(), tensor.dtype) for tensor in kept] == [(SIZE, torch.float32)]
         assert len(state["held"]) <= 1
     assert not {"buffer", "replaced"} & state.keys()
@@ -122,9 +122,9 @@ def test_the_sum_of_the_caches_is_the_sum_of_the_caches():
     state = rule.init(SPACE, model)
     clients = torch.randint(4, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     for k, client in enumerate(clients):
-        update = Update(client, model, model, draw(k, 1, SIZE), memory=memories.get(client))
+        update = Update(client, model, model, draw(k, 1, SIZE), client_state=memories.get(client))
         state, outcome = rule.step(SPACE, state, update)
-        memories[client] = outcome.memory
+        memories[client] = outcome.client_state
     assert relative(state["sum"], sum(memory["cache"] for memory in memories.values())) <= 1e-13
     assert state["cached"] == 4
 
@@ -158,9 +158,9 @@ def test_a_spike_is_forgotten_with_the_next_answer(size):
     for k in range(24):
         client = "abcb"[k % 4] if k < 12 else "abc"[k % 3]
         move = 1e10 if k == 5 else 0.1 + k
-        update = Update(client, model, model, torch.tensor([[move]]), memory=memories.get(client))
+        update = Update(client, model, model, torch.tensor([[move]]), client_state=memories.get(client))
         state, outcome = rule.step(Flat(1), state, update)
-        memories[client] = outcome.memory
+        memories[client] = outcome.client_state
     # In float64, as the sum is: numbers of size 1e10 were added and taken away.
     assert state["sum"].item() == pytest.approx(sum(float(m["cache"]) for m in memories.values()), abs=1e-4)
 

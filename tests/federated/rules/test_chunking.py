@@ -28,7 +28,9 @@ def walked(rule, dtype, count=6):
         points = base + 1e-3 * draw(i + 20, 1, P, dtype=dtype)
         tensors = {"gradient": draw(i + 40, P, dtype=dtype)} if rule.__class__.__name__.endswith("MasFL") else {}
         numbers = {"opening": 0.0} if tensors else {}
-        given_ = Update(i % 2, base, current, points, tensors=tensors, numbers=numbers, memory=memories.get(i % 2))
+        given_ = Update(
+            i % 2, base, current, points, tensors=tensors, numbers=numbers, client_state=memories.get(i % 2)
+        )
         state, outcome = rule.step(SPACE, state, given_)
         memories[i % 2] = outcome.memory
         current = current if outcome.model is None else outcome.model

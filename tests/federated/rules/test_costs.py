@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manifoldagg.federated import Payload, Server, rules
-from manifoldagg.federated.types import extras
+from manifoldagg.federated.types import extra_fields
 from manifoldagg.manifolds import Flat
 from tests.federated.rules.memory_traffic import SIZE, counted
 from tests.federated.rules.registered import RULES, golden
@@ -34,8 +34,10 @@ def received(rule):
     rule = replace(rule, **sizes)
     clients = ["heavy", "light"] if hasattr(rule, "routing") else ["heavy", "light", "other"]
     server = Server(Flat(SIZE), rule, draw(0, SIZE, dtype=torch.float32), weights=dict.fromkeys(clients, 1))
-    tensors, names = extras(rule)
-    count = getattr(rule, "vertices", 1 if getattr(rule, "plain", "AsyncCurve" not in type(rule).__name__) else 2)
+    tensors, names = extra_fields(rule)
+    count = getattr(
+        rule, "vertices", 1 if getattr(rule, "single_point", "AsyncCurve" not in type(rule).__name__) else 2
+    )
     tickets = [server.dispatch(client) for client in 3 * clients]
     seen = {}
     passes = {}
@@ -67,7 +69,7 @@ def test_a_rule_costs_what_its_docstring_says(name):
         assert (said is not None) == (kind in seen), f"{name}: {kind}: expected the cost in its docstring: {seen}"
         if said:
             assert tuple(map(float, said.groups())) == seen[kind], f"{name}: {kind}"
-    if getattr(CASES[name], "rows", False):
+    if getattr(CASES[name], "accepts_tensor_lists", False):
         # One pass that reads, one that reads and writes: nothing else touches the parameters.
         assert set().union(*passes.values()) == KEEPING.get(name, {(1, 1)})
 

@@ -102,7 +102,7 @@ CASES = [*((SPACE, rule) for rule in RULES), *((FRAMES, rule) for rule in ON_FRA
 @given(seed=seeds)
 def test_a_step_stays_on_the_space_and_is_as_long_as_it_says(space, rule, seed):
     curves = (2,) if space is FRAMES else (1, 2)
-    for n in (1,) if getattr(rule, "plain", True) else curves:
+    for n in (1,) if getattr(rule, "single_point", True) else curves:
         given_ = scene(seed, n, space)
         kept = [t.clone() for t in (given_.base, given_.current, given_.points)]
         outcome = move(rule, given_, space)
@@ -255,7 +255,7 @@ def test_momentum_is_carried_along_the_step():
 class AheadOfTheModel(Momentum):
     r"""Clients start at $\exp_\Theta \beta u$, where the momentum alone will take the model."""
 
-    def message(self, space, state, current, memory):
+    def message(self, space, state, current, client_state):
         u = state.get("velocity", torch.zeros_like(current))
         return Message(space.exp(current, self.beta * u))
 

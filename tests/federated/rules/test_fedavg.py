@@ -105,5 +105,5 @@ def test_a_cohort_is_averaged_by_shares_of_the_data_where_they_are_known():
 
 def test_what_the_server_keeps_for_a_client_is_handed_back():
     rule = FedAvg(2)
-    given_ = Update(0, *draw(0, 2, 9), draw(1, 1, 9), memory={"kept": 1.0})
-    assert rule.step(SPACE, rule.init(SPACE, draw(0, 9)), given_)[1].memory == {"kept": 1.0}
+    given_ = Update(0, *draw(0, 2, 9), draw(1, 1, 9), client_state={"kept": 1.0})
+    assert rule.step(SPACE, rule.init(SPACE, draw(0, 9)), given_)[1].client_state == {"kept": 1.0}

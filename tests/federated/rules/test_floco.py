@@ -177,13 +177,13 @@ def test_nothing_that_came_in_is_written():
     rule, start = FLOCO(3, 2, personal=0), draw(0, P)
     state = rule.init(SPACE, start)
     for i in range(7):
-        given_ = Update(i % 2, start, start, draw(i, 2, P), memory={"kept": 1.0})
+        given_ = Update(i % 2, start, start, draw(i, 2, P), client_state={"kept": 1.0})
         kept, points, base = copy.deepcopy(state), given_.points.clone(), start.clone()
         after, outcome = rule.step(SPACE, state, given_, out=torch.empty(P, dtype=torch.float64))
         assert str(kept) == str(state)
         assert torch.equal(points, given_.points)
         assert torch.equal(base, start)
-        assert outcome.memory["kept"] == 1
+        assert outcome.client_state["kept"] == 1
         state = after
     assert isinstance(rule, Rule)
 

@@ -8,14 +8,14 @@ from torch import nn
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server, aggregate
-from manifoldagg.federated.types import extras
+from manifoldagg.federated.types import extra_fields
 from manifoldagg.manifolds import ParameterSpace, Sphere
 from tests.federated.fingerprint import Gathers
 from tests.federated.rules.registered import golden, missing, mutated
 from tests.support import draw, seeds
 
 CASES = golden()
-BEYOND = {name: rule for name, rule in CASES.items() if extras(rule) != ({}, ())}
+BEYOND = {name: rule for name, rule in CASES.items() if extra_fields(rule) != ({}, ())}
 """These ask clients for more than models."""
 RULES = {name: rule for name, rule in CASES.items() if name not in BEYOND} | {"a rule that waits": Gathers(2)}
 
@@ -65,7 +65,7 @@ def trained(space, seed, start, carried):
 
 def policies(rule):
     """What becomes of the buffers: they are left alone by a rule that adds no noise to them."""
-    return dict.fromkeys(POLICIES, "leave") if getattr(rule, "private", False) else POLICIES
+    return dict.fromkeys(POLICIES, "leave") if getattr(rule, "is_private", False) else POLICIES
 
 
 def agree(name, seed, script, manifolds=None):
@@ -85,7 +85,7 @@ def agree(name, seed, script, manifolds=None):
             continue
         ticket, client, base = open_.pop(place % len(open_))
         # As many as a rule has vertices; an end and a control point where it is not for plain models alone.
-        count = getattr(RULES[name], "vertices", 1 if getattr(RULES[name], "plain", True) else 2)
+        count = getattr(RULES[name], "vertices", 1 if getattr(RULES[name], "single_point", True) else 2)
         pairs = [trained(space, seed + 31 * i + j, ticket.message.start, server.state_dict()) for j in range(count)]
         carried = {key: pairs[-1][1][key] for key in (entry.name for entry in space.layout.buffers)}
         brought = carried if chosen is POLICIES else {}
@@ -102,7 +102,7 @@ def agree(name, seed, script, manifolds=None):
             weight=receipt.weight,
             samples=5,
             client=client,
-            buffers=chosen,
+            buffer_policy=chosen,
             manifolds=manifolds,
         )
         receipts += 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from manifoldagg.corrections import DelayCompensated, OrthoDC, OrthoDyn, Pairwise, Position
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server, Update, aggregate
-from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.rules import (
     ASGD,
     CA2FL,
@@ -112,7 +112,7 @@ def played(rule, space, seed, turns=6, seen=lambda x: x, on=None):
         base = after[-1 - late]
         count = many(rule)
         points = torch.stack([seen(drawn(space, seed + 7 * turn + i)) for i in range(count)])
-        given_ = Update(client, base, after[-1], points, staleness=late, memory=memory.get(client))
+        given_ = Update(client, base, after[-1], points, staleness=late, client_state=memory.get(client))
         state, outcome = rule.step(on, state, given_)
         memory[client] = outcome.memory
         outcomes.append(outcome)
@@ -234,7 +234,7 @@ def test_ranks_do_not_grow(rule):
     state, memory, left_out = rule.init(space, current), {}, 0.0
     for turn in range(50):
         point = current + 0.1 * drawn(space, turn)
-        given_ = Update(turn % 3, current, current, point[None], memory=memory.get(turn % 3))
+        given_ = Update(turn % 3, current, current, point[None], client_state=memory.get(turn % 3))
         state, outcome = rule.step(space, state, given_)
         memory[turn % 3] = outcome.memory
         left_out += outcome.numbers["state_truncated"]
@@ -270,7 +270,7 @@ def driven(server, turns, seed):
 @pytest.mark.parametrize("rule", [FedBuff(2), CA2FL(2), Momentum(ASGD(0.5)), OrthoFL(calibration="pairwise")], ids=str)
 def test_a_server_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
     start = draw(0, *SPACE.shape, dtype=torch.float32)
-    server = Server(SPACE, rule, start, checks=Checks(norm_factor=100.0), base_dtype=torch.bfloat16)
+    server = Server(SPACE, rule, start, checks=UpdateLimits(norm_factor=100.0), base_dtype=torch.bfloat16)
     driven(server, 5, 0)
     server.save(tmp_path / "server")
     other = Server.resume(tmp_path / "server", SPACE, rule)

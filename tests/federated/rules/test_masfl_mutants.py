@@ -86,10 +86,10 @@ def c_is_the_mean_of_all_who_joined(k):
         server = run(k.MasFL(2, 0.1, 0.4, initial=initial), k.ControlVariate(steps=2, rate=0.05), COHORTS[:3] * 2)
         if initial == "gradient":
             work(server, ControlVariate(steps=2, rate=0.05), server.dispatch(4), 4)
-        store = server._books.value.store
+        store = server._state.value.store
         kept = [store.load(("client", c))["control"] for c in range(5) if ("client", c) in store]
         assert len(kept) == 4 + (initial == "gradient")
-        assert relative(server._books.value.now.state["c"], sum(kept) / len(kept)) <= 1e-13
+        assert relative(server._state.value.model_state.state["c"], sum(kept) / len(kept)) <= 1e-13
 
 
 @law
@@ -138,7 +138,7 @@ class MasFLUsesTheNewMean(MasFL):
     """g with the c that was updated already."""
 
     def move(self, state, update, g, out):
-        control, sum_ = update.memory["control"], state["waiting"].get("sum", 0.0)
+        control, sum_ = update.client_state["control"], state["waiting"].get("sum", 0.0)
         change = sum_ + update.tensors["gradient"] - control
         g.add_(self.beta * change / 4)
         return super().move(state, update, g, out)
@@ -178,7 +178,7 @@ class MasFLNeverFillsItsMemory(MasFL):
 
     def step(self, space, state, update, *, out=None):
         after, outcome = super().step(space, state, update, out=out)
-        return after, Outcome(outcome.model, update.memory or outcome.memory, outcome.numbers)
+        return after, Outcome(outcome.model, update.client_state or outcome.client_state, outcome.numbers)
 
 
 @caught_by("ControlVariate", "masfl_is_the_papers_loop")

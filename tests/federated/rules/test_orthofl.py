@@ -260,7 +260,7 @@ def test_who_was_away_finds_what_the_others_did_in_its_next_shift(protocol):
         payload = Calibrated(Answers()).train(
             server.space, ticket.message, None, [], memory, generator=torch.Generator()
         )
-        memory = payload.memory
+        memory = payload.client_state
         assert server.receive(ticket.id, payload).accepted
 
     works(server.dispatch("a"), [1.0, 0.0])
@@ -314,8 +314,8 @@ def test_nothing_that_is_given_is_written():
     assert outcome.model is out
     assert all(torch.equal(a, b) for a, b in zip((base, current, model), kept, strict=True))
     out.zero_()
-    assert outcome.memory["start"].any()
-    assert outcome.memory["global"].any()
+    assert outcome.client_state["start"].any()
+    assert outcome.client_state["global"].any()
 
 
 def test_only_what_is_trainable_is_calibrated():

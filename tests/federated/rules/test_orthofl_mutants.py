@@ -125,10 +125,10 @@ class OrthoFLProjectsTheClientsShift(OrthoFL):
 
     def step(self, space, state, update, *, out=None):
         after, outcome = super().step(space, state, update, out=out)
-        old = update.memory or {"start": update.base, "global": update.base}
+        old = update.client_state or {"start": update.base, "global": update.base}
         shift, own = update.current - old["global"], update.points[0] - old["start"]
         start = old["start"] + shift + cut(own, shift)
-        return after, replace(outcome, memory=outcome.memory | {"start": start})
+        return after, replace(outcome, client_state=outcome.client_state | {"start": start})
 
 
 @caught_by("OrthoFL", "starts_are_the_papers")
@@ -136,7 +136,7 @@ class OrthoFLTakesTheShiftAfterAggregation(OrthoFL):
     def step(self, space, state, update, *, out=None):
         after, outcome = super().step(space, state, update, out=out)
         moved = replace(update, current=outcome.model.clone())
-        return after, replace(outcome, memory=super().step(space, state, moved)[1].memory)
+        return after, replace(outcome, client_state=super().step(space, state, moved)[1].client_state)
 
 
 @caught_by("OrthoFL", "starts_are_the_papers")
@@ -144,9 +144,9 @@ class OrthoFLMeasuresBothShiftsFromTheClientsStart(OrthoFL):
     """As the published code does."""
 
     def step(self, space, state, update, *, out=None):
-        known = update.memory
+        known = update.client_state
         if known is not None:
-            update = replace(update, memory=known | {"global": known["start"]})
+            update = replace(update, client_state=known | {"global": known["start"]})
         return super().step(space, state, update, out=out)
 
 
@@ -156,17 +156,17 @@ class OrthoFLTestsASum(OrthoFL):
 
     def step(self, space, state, update, *, out=None):
         after, outcome = super().step(space, state, update, out=out)
-        home = update.base if update.memory is None else update.memory["global"]
+        home = update.base if update.client_state is None else update.client_state["global"]
         if (update.current - home).sum() == 0:
-            return after, replace(outcome, memory=outcome.memory | {"start": update.points[0].clone()})
+            return after, replace(outcome, client_state=outcome.client_state | {"start": update.points[0].clone()})
         return after, outcome
 
 
 @caught_by("OrthoFL", "starts_are_the_papers", "the_protocols_agree")
 class OrthoFLForgetsItsClients(OrthoFL):
-    def message(self, space, state, current, memory):
-        known = memory is not None and "start" not in memory
-        return super().message(space, state, current, memory) if known else Message(current)
+    def message(self, space, state, current, client_state):
+        known = client_state is not None and "start" not in client_state
+        return super().message(space, state, current, client_state) if known else Message(current)
 
 
 @caught_by("OrthoFL", "starts_are_the_papers")
@@ -178,17 +178,17 @@ class OrthoFLIgnoresStaleness(OrthoFL):
 @caught_by("OrthoFL", "an_old_ticket_leaves_the_start")
 class OrthoFLTakesOldTicketsForNewOnes(OrthoFL):
     def step(self, space, state, update, *, out=None):
-        known = update.memory
+        known = update.client_state
         memory = None if known is None else known | {"version": 0}
-        return super().step(space, state, replace(update, memory=memory), out=out)
+        return super().step(space, state, replace(update, client_state=memory), out=out)
 
 
 @caught_by("OrthoFL", "the_protocols_agree")
 class OrthoFLSendsTheModelAfterAggregation(OrthoFL):
     def step(self, space, state, update, *, out=None):
         after, outcome = super().step(space, state, update, out=out)
-        if "before" in outcome.memory:
-            return after, replace(outcome, memory=outcome.memory | {"before": outcome.model.clone()})
+        if "before" in outcome.client_state:
+            return after, replace(outcome, client_state=outcome.client_state | {"before": outcome.model.clone()})
         return after, outcome
 
 
@@ -204,7 +204,7 @@ class CalibratedCountsLostAnswers(Calibrated):
 class CalibratedTakesTheSentModelForItsHome(Calibrated):
     def train(self, space, message, loss, batches, memory, *, generator):
         payload = super().train(space, message, loss, batches, memory, generator=generator)
-        return replace(payload, memory=payload.memory | {"global": message.start})
+        return replace(payload, client_state=payload.client_state | {"global": message.start})
 
 
 test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()

@@ -260,7 +260,7 @@ def test_pseudo_gradients_are_displacements_the_other_way():
         for descent, row in ((False, base + v), (True, -v)):
             model, state = current, rule.init(space, current)
             for _ in range(3):
-                state, outcome = rule.step(space, state, Update(0, base, model, (row,), descent=descent))
+                state, outcome = rule.step(space, state, Update(0, base, model, (row,), is_pseudo_gradient=descent))
                 model = outcome.model
             steps.append(model)
         assert relative(*steps) <= 1e-14

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, RuleError
-from manifoldagg.federated import Checks, Payload, Server, Update, aggregate, rules
+from manifoldagg.federated import Payload, Server, Update, UpdateLimits, aggregate, rules
 from manifoldagg.federated.rules import FADAS, DeFedAvg, FedAdam, FedAvg, FedBuff, Momentum, Private
 from manifoldagg.federated.staleness import Constant
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
@@ -42,7 +42,7 @@ def play(rule, seed, rounds, clients=range(4), space=SPACE):
         client = clients[i % len(clients)]
         base = models[max(0, len(models) - 1 - i % 3)]
         late = min(i % 3, len(models) - 1)
-        brought = Update(client, base, models[-1], base[None] + draw(seed + i + 1, 1, P), late, memory=memories.get(client))  # fmt: skip
+        brought = Update(client, base, models[-1], base[None] + draw(seed + i + 1, 1, P), late, client_state=memories.get(client))  # fmt: skip
         state, outcome = rule.step(space, state, brought)
         memories[client] = outcome.memory
         states.append(state)
@@ -119,7 +119,7 @@ class NoiseOfTheVersionAlone(rules.FedBuff):
         after, outcome = super().take(space, state, update, out, None)
         if outcome.model is None or mechanism.noise == 0 or noise is None:
             return super().take(space, state, update, out, mechanism)
-        return after, type(outcome)(outcome.model + noise - update.current, outcome.memory, outcome.numbers)
+        return after, type(outcome)(outcome.model + noise - update.current, outcome.client_state, outcome.numbers)
 
 
 test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()
@@ -239,7 +239,7 @@ def test_every_rule_is_taken_or_refused_by_name_with_the_reason(name):
 def descended(rule):
     """A step on a pseudo-gradient."""
     zero = torch.zeros(P)
-    return rule.step(SPACE, rule.init(SPACE, zero), Update(0, zero, zero, (zero,), descent=True))
+    return rule.step(SPACE, rule.init(SPACE, zero), Update(0, zero, zero, (zero,), is_pseudo_gradient=True))
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -257,11 +257,11 @@ def descended(rule):
             r"space: clipping and noise, of Private, need flat leaves; these are curved: .*Sphere",
         ),
         (
-            lambda: Server(SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), checks=Checks(norm_factor=10.0)),
+            lambda: Server(SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), checks=UpdateLimits(norm_factor=10.0)),
             "checks: norm_factor: expected None with Private: what some clients send would decide on others",
         ),
         (
-            lambda: Server(SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), checks=Checks(clip_factor=2.0)),
+            lambda: Server(SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), checks=UpdateLimits(clip_factor=2.0)),
             "checks: clip_factor: expected None with Private",
         ),
         (
@@ -277,7 +277,7 @@ def test_what_would_break_the_promise_is_refused(make, words):
 
 
 def test_receipts_say_how_much_was_left_of_an_update():
-    server = Server(SPACE, Private(FedBuff(2), 0.5, 1.0), torch.zeros(P), checks=Checks(clip=1.0))
+    server = Server(SPACE, Private(FedBuff(2), 0.5, 1.0), torch.zeros(P), checks=UpdateLimits(clip=1.0))
     for length, clip in ((0.25, 1.0), (0.75, 2 / 3), (4.0, 1 / 8)):
         point = torch.zeros(1, P)
         point[0, 0] = length
@@ -288,7 +288,7 @@ def test_receipts_say_how_much_was_left_of_an_update():
 
 
 def test_buffers_may_be_left():
-    server = Server.of(torch.nn.BatchNorm1d(2), Private(FedBuff(1), 1.0, 1.0), buffers={"*": "leave"})
+    server = Server.of(torch.nn.BatchNorm1d(2), Private(FedBuff(1), 1.0, 1.0), buffer_policy={"*": "leave"})
     assert isinstance(server.space, ParameterSpace)
     ticket = server.dispatch("a")
     assert server.receive_model(ticket, ticket.state_dict(), samples=1).accepted

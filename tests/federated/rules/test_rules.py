@@ -301,7 +301,7 @@ def test_clients_that_answer_often_are_held_back(smoothed):
     for k, client in enumerate("aababacaad", 1):
         given_ = update(k, memory=memories.get(client))
         state, outcome = rule.step(SPACE, state, given_)
-        memories[client] = outcome.memory
+        memories[client] = outcome.client_state
         counts[client] = counts.get(client, 0) + 1
         part = (counts[client] + 1) / (k + 4) if smoothed else counts[client] / k
         assert outcome.numbers["rate"] == pytest.approx(min(1.0, 0.6 / (4 * part)), rel=1e-12)

@@ -35,7 +35,7 @@ def went(rule, *moves, base=None):
     state = rule.init(SPACE, model)
     for client, move, *facts in moves:
         start = model if base is None else base
-        update = Update(client, start, model, (start + move)[None], memory=memories.get(client))
+        update = Update(client, start, model, (start + move)[None], client_state=memories.get(client))
         state, outcome = rule.step(SPACE, state, replace(update, **dict(*facts)))
         memories[client] = outcome.memory
         steps.append(None if outcome.model is None else outcome.model - model)
@@ -162,9 +162,9 @@ def defedavg_draws_every_client_once(k):
 @caught_by("CA2FL", "ca2fl_remembers_who_is_not_there")
 class CA2FLNeverFillsItsCache(ca2fl.CA2FL):
     def step(self, space, state, update, *, out=None):
-        after, outcome = super().step(space, state, replace(update, memory=None), out=out)
+        after, outcome = super().step(space, state, replace(update, client_state=None), out=out)
         after.pop("sum", None)
-        return after, replace(outcome, memory=None)
+        return after, replace(outcome, client_state=None)
 
 
 @caught_by("CA2FL", "ca2fl_with_everyone_in_every_buffer_is_their_mean", "ca2fl_remembers_who_is_not_there")
@@ -177,17 +177,17 @@ class CA2FLForgetsTheMean(ca2fl.CA2FL):
 @caught_by("CA2FL", "ca2fl_calibrates_by_what_was_held_before")
 class CA2FLCalibratesByItsOwnBuffer(ca2fl.CA2FL):
     def step(self, space, state, update, *, out=None):
-        memory = update.memory and {**update.memory, "round": -1}
-        return super().step(space, state, replace(update, memory=memory), out=out)
+        memory = update.client_state and {**update.client_state, "round": -1}
+        return super().step(space, state, replace(update, client_state=memory), out=out)
 
 
 @caught_by("CA2FL", "ca2fl_keeps_the_last_of_several")
 class CA2FLKeepsTheFirstOfSeveral(ca2fl.CA2FL):
     def step(self, space, state, update, *, out=None):
-        again = update.memory and update.memory["round"] == state["version"]
+        again = update.client_state and update.client_state["round"] == state["version"]
         after, outcome = super().step(space, state, update, out=out)
         if again and "sum" in after:
-            after["sum"] = after["sum"] + update.memory["cache"] - outcome.memory["cache"]
+            after["sum"] = after["sum"] + update.client_state["cache"] - outcome.client_state["cache"]
         return after, outcome
 
 
@@ -259,7 +259,7 @@ class AsyncFedEDRoundsItsEpochs(asyncfeded.AsyncFedED):
     def step(self, space, state, update, *, out=None):
         state, outcome = super().step(space, state, update, out=out)
         change = round(self.gain * (self.target - outcome.numbers["distance"]))
-        return state, replace(outcome, memory={"epochs": max(1, self.planned(update.memory) + change)})
+        return state, replace(outcome, client_state={"epochs": max(1, self.planned(update.client_state) + change)})
 
 
 @caught_by("AsyncFedED", "asyncfeded_is_the_papers_step")
@@ -267,12 +267,12 @@ class AsyncFedEDAsksForNoEpochs(asyncfeded.AsyncFedED):
     def step(self, space, state, update, *, out=None):
         state, outcome = super().step(space, state, update, out=out)
         change = math.floor(self.gain * (self.target - outcome.numbers["distance"]))
-        return state, replace(outcome, memory={"epochs": self.planned(update.memory) + change})
+        return state, replace(outcome, client_state={"epochs": self.planned(update.client_state) + change})
 
 
 @caught_by("AsyncFedED", "asyncfeded_is_the_papers_step")
 class AsyncFedEDNeverTells(asyncfeded.AsyncFedED):
-    def message(self, space, state, current, memory):
+    def message(self, space, state, current, client_state):
         return Message(current, numbers={"epochs": float(self.epochs)})
 
 

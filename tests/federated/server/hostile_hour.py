@@ -45,7 +45,7 @@ FORMS = {
     "averaged": {"averaging": lambda: SWA(Flat(P))},
     "buffered": {"rule": lambda: Gathers(2)},
     "narrow": {"base_dtype": torch.bfloat16},
-    "brought": {"keep": False},
+    "brought": {"retain_base": False},
     "filed": {"memory_limit": 0},
 }
 
@@ -153,7 +153,7 @@ def test_an_interrupted_save_leaves_a_whole_file_and_nothing_else(tmp_path):
 def bombarded(count):
     """So many interrupts of `receive` by a timer, at random; how many took an update twice, or lost its receipt."""
     dice = random.Random(0)
-    made = scene(history=None)
+    made = scene(history_size=None)
     taken = 2
     hits = 0
     started = time.perf_counter()

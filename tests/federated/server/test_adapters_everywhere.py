@@ -1,4 +1,4 @@
-"""Adapters through `aggregate`, `Versions` and servers: what dense arithmetic makes of the matrices they stand for."""
+"""Adapters through `aggregate`, `AsyncAggregator` and servers: what dense arithmetic makes of the matrices they stand for."""
 
 import warnings
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifoldagg import ParameterSpace, Server, Versions, aggregate, wire
+from manifoldagg import AsyncAggregator, ParameterSpace, Server, aggregate, wire
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import rules
 from manifoldagg.manifolds import LowRank
@@ -248,27 +248,27 @@ def test_versions_and_servers_do_what_aggregate_does():
     rule = rules.FedOrtho(0.5)
     start = adapter(0, 3)
     server = Server.of(start, rule, adapters=True, scaling=2.0, weights="uniform")
-    versions = Versions(rule, start, adapters=True, scaling=2.0, weights="uniform")
+    versions = AsyncAggregator(rule, start, adapters=True, scaling=2.0, weights="uniform")
     assert apart(dense(versions.model), dense(start)) == 0
     tickets = {}
     for name in "ab":
         tickets[name] = server.dispatch(name)
-        versions.send(name)
+        versions.checkout(name)
     for i, name in enumerate("aba"):
         update = adapter(20 + 10 * i, 2)
         receipt = server.receive_model(tickets[name], update, samples=5, scaling=0.5)
         assert receipt.accepted, receipt.reason
-        numbers = versions.take(name, update, samples=5, scaling=0.5)
+        numbers = versions.submit(name, update, samples=5, scaling=0.5)
         assert (receipt.staleness, receipt.weight) == (numbers["staleness"], numbers["weight"])
         assert receipt.norm == pytest.approx(numbers["norm"], rel=1e-9)
         assert apart(dense(server.state_dict()), dense(versions.model)) <= 1e5 * EPS
         tickets[name] = server.dispatch(name)
-        sent = versions.send(name)
+        sent = versions.checkout(name)
         assert apart(dense(tickets[name].state_dict()), dense(sent)) <= 1e5 * EPS
-    again = Versions(rule, start, adapters=True, scaling=2.0, weights="uniform")
+    again = AsyncAggregator(rule, start, adapters=True, scaling=2.0, weights="uniform")
     again.load(versions.state())
     assert apart(dense(again.model), dense(versions.model)) == 0
-    assert again.tasks == versions.tasks
+    assert again.in_flight == versions.in_flight
 
 
 def test_a_server_goes_on_from_its_checkpoint_and_clients_read_its_spec(tmp_path):
@@ -317,4 +317,4 @@ def test_a_module_is_no_state_dict_of_adapters():
     with pytest.warns(UserWarning, match="model: q.lora_A.weight: factors of adapters"):
         Server.of(adapter(0, 3), rules.FedAsync(0.5))
     with pytest.warns(UserWarning, match="model: q.lora_A.weight: factors of adapters"):
-        Versions(rules.FedAsync(0.5), adapter(0, 3))
+        AsyncAggregator(rules.FedAsync(0.5), adapter(0, 3))

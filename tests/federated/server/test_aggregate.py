@@ -133,7 +133,7 @@ def test_statistics_are_buffers_without_being_named():
         new, _, numbers = aggregate(rule, None, current, base, update)
         assert torch.allclose(new["1.running_var"], torch.tensor(0.05 + numbers["step"] * 0.55))
         assert new["1.num_batches_tracked"] == 4
-        named, _, _ = aggregate(rule, None, current, base, update, buffers=["*running_*", "*tracked"])
+        named, _, _ = aggregate(rule, None, current, base, update, buffer_policy=["*running_*", "*tracked"])
         assert all(torch.equal(named[name], tensor) for name, tensor in new.items())
     # By their name alone, also where somebody has made counters floating.
     state = {name: tensor.float() for name, tensor in nn.BatchNorm1d(2).state_dict().items()}
@@ -165,7 +165,7 @@ def test_integers_that_change_are_named():
         new, _, _ = aggregate(FedAsync(0.5), None, current, current, update)
     assert new["q"].tolist() == [1, 1, 1]
     for told in (["q"], {"q": "leave"}):
-        aggregate(FedAsync(0.5), None, current, current, update, buffers=told)
+        aggregate(FedAsync(0.5), None, current, current, update, buffer_policy=told)
     aggregate(FedAsync(0.5), None, current, current, update | {"q": current["q"].clone()})
 
 
@@ -216,11 +216,13 @@ def test_buffers_follow_the_step_and_counters_the_client():
 def test_a_mask_of_infinities_stays_and_a_broken_statistic_is_refused():
     mask = torch.tensor([0.0, -float("inf")])
     state = {"w": torch.ones(2), "mask": mask}
-    new, _, _ = aggregate(FedAsync(0.5), None, state, state, state | {"w": torch.zeros(2)}, buffers=["mask"])
+    new, _, _ = aggregate(FedAsync(0.5), None, state, state, state | {"w": torch.zeros(2)}, buffer_policy=["mask"])
     assert torch.equal(new["mask"], mask)
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ArgumentError, match="update: mask: expected finite values, or those of the current"):
-            aggregate(FedAsync(0.5), None, state, state, state | {"mask": torch.tensor([0.0, bad])}, buffers=["mask"])
+            aggregate(
+                FedAsync(0.5), None, state, state, state | {"mask": torch.tensor([0.0, bad])}, buffer_policy=["mask"]
+            )
 
 
 def test_whatever_a_state_dict_has_beside_its_tensors_comes_back():
@@ -284,7 +286,7 @@ def test_buffers_of_a_new_model_have_memory_of_their_own(rule):
         return found | {"num_batches_tracked": torch.tensor(int(at))}
 
     current, client = model(1.0), model(3.0)
-    new, _, _ = aggregate(rule, None, current, current, client, buffers={"mask": "leave", "scale": "latest"})
+    new, _, _ = aggregate(rule, None, current, current, client, buffer_policy={"mask": "leave", "scale": "latest"})
     storages = {name: tensor.untyped_storage() for name, tensor in new.items()}
     assert {name: storage.nbytes() for name, storage in storages.items()} == {
         name: tensor.nbytes for name, tensor in current.items()
@@ -322,7 +324,7 @@ def test_what_is_kept_shares_no_memory(waits):
             return {"points": update.points, "model": model}, Outcome(None if waits else model, {"m": model})
 
     current, mine = {"w": torch.zeros(2), "b": torch.ones(2)}, {"w": torch.ones(2), "b": torch.full((2,), 3.0)}
-    new, state, _ = aggregate(Keeps(), None, current, current, mine, buffers=["b"])
+    new, state, _ = aggregate(Keeps(), None, current, current, mine, buffer_policy=["b"])
     for tensor in (*new.values(), *mine.values()):
         tensor.fill_(9.0)
     assert (state.state["model"].tolist(), state.memory[None]["m"].tolist()) == ([2.0, 2.0], [2.0, 2.0])
@@ -376,8 +378,8 @@ class Blows(FedAsync):
         (lambda: aggregate(Blows(), None, W, W, W), "update: the rule's state would not be finite"),
         (lambda: aggregate("FedAsync", None, W, W, W), "rule: expected"),
         (lambda: aggregate(Wants(), None, W, W, W), "rule: Wants asks clients for more than models; use a Server"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, buffers={"v": "latest"}), "buffers: 'v' matches nothing"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, buffers={"w": "keep"}), "buffers: w: expected one of average, latest, leave"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"v": "latest"}), "buffers: 'v' matches nothing"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"w": "keep"}), "buffers: w: expected one of average, latest, leave"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(call, words):
@@ -509,7 +511,7 @@ def test_the_state_is_the_server_s_whatever_the_tensors_are(rule):
         server.receive(ticket.id, Payload(space.point(mine)[None], 1))
         current, state, _ = aggregate(rule, state, current, base, mine, staleness=late, client="a")
         assert torch.equal(space.point(current), server.model)
-    now = server._books.value.now.state
+    now = server._state.value.model_state.state
     held = state.state if hasattr(state, "state") else state
     assert now.keys() == held.keys()
     assert all(
@@ -564,15 +566,15 @@ class Bare(FedOrtho):
         (lambda: aggregate(FedAsync(), None, *[[np.ones(2)]] * 3, out=[np.ones(2, ">f8")]), "out: 0: expected a writable array in the byte order"),
         (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[:2], "b": LINE[1:3]}), "out: expected"),
         (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
-        (lambda: aggregate(ASGD(), None, B, B, B, buffers=["rm"], out=B | {"rm": torch.zeros(1).expand(2)}), "out: expected tensors with memory"),
-        (lambda: aggregate(ASGD(), None, B, B, B, buffers=["rm"], out={"w": LINE[:2], "rm": LINE[:2]}), "out: expected tensors with memory"),
-        (lambda: aggregate(ASGD(), None, B, B, B, buffers=["rm"], out={"w": LINE[:2], "rm": LINE[1:3]}), "out: expected tensors with memory"),
+        (lambda: aggregate(ASGD(), None, B, B, B, buffer_policy=["rm"], out=B | {"rm": torch.zeros(1).expand(2)}), "out: expected tensors with memory"),
+        (lambda: aggregate(ASGD(), None, B, B, B, buffer_policy=["rm"], out={"w": LINE[:2], "rm": LINE[:2]}), "out: expected tensors with memory"),
+        (lambda: aggregate(ASGD(), None, B, B, B, buffer_policy=["rm"], out={"w": LINE[:2], "rm": LINE[1:3]}), "out: expected tensors with memory"),
         (lambda: aggregate(ASGD(), None, W, W, W, out={"w": torch.ones(2).to_sparse()}), "out: w: expected a dense tensor"),
         (lambda: aggregate(ASGD(), None, W, W, {"w": torch.ones(2, device="meta")}), "update: w: expected a dense tensor"),
         (lambda: aggregate(ASGD(), None, W, W, W, out={"w": INFERENCE}), "out: w: expected a tensor that was not made in inference mode"),
         (lambda: aggregate(FedBuff(2), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
-        (lambda: aggregate(ASGD(), None, W, W, W, buffers="*w*"), "buffers: expected a sequence of glob patterns"),
-        (lambda: aggregate(ASGD(), None, W, W, W, buffers=None), "buffers: expected a sequence of glob patterns"),
+        (lambda: aggregate(ASGD(), None, W, W, W, buffer_policy="*w*"), "buffers: expected a sequence of glob patterns"),
+        (lambda: aggregate(ASGD(), None, W, W, W, buffer_policy=None), "buffers: expected a sequence of glob patterns"),
     ],
 )  # fmt: skip
 def test_a_target_that_does_not_fit_is_refused_by_name(call, words):

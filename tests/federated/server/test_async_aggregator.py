@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifoldagg import Server, Versions
+from manifoldagg import AsyncAggregator, Server
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload
 from manifoldagg.federated.rules import (
@@ -63,7 +63,7 @@ def through_a_file(state):
 
 
 def agree(name, seed, weights, script, manifolds=None):
-    """The same life in a server and in `Versions`; how many answers were taken."""
+    """The same life in a server and in `AsyncAggregator`; how many answers were taken."""
     rule = RULES[name]
     net = network()
     if manifolds:
@@ -72,30 +72,30 @@ def agree(name, seed, weights, script, manifolds=None):
     space = ParameterSpace.of_state_dict(first, manifolds, buffers=list(POLICIES))
     options = {"weights": WEIGHTS[weights], "buffers": policies(rule)}
     server = Server(space, rule, space.point(first), carried=space.buffers(first), **options)
-    versions = Versions(rule, first, manifolds=manifolds, **options)
-    count = getattr(rule, "vertices", 1 if getattr(rule, "plain", True) else 2)
+    versions = AsyncAggregator(rule, first, manifolds=manifolds, **options)
+    count = getattr(rule, "vertices", 1 if getattr(rule, "single_point", True) else 2)
     out, taken = [], 0
     for i, (client, what, place) in enumerate(script):
         if what == "resume":
             saved = through_a_file(versions.state())
-            versions = Versions(rule, first, manifolds=manifolds, **options)
+            versions = AsyncAggregator(rule, first, manifolds=manifolds, **options)
             versions.load(saved)
         elif what == "send" or not out:
             ticket = server.dispatch(client)
             # The first task of a client needs no name.
-            task = None if (client, None) not in versions.tasks else i
-            base = versions.send(client, task)
+            task = None if (client, None) not in versions.in_flight else i
+            base = versions.checkout(client, task)
             assert alike(dict(base), ticket.state_dict())
             out.append((ticket, client, task))
         elif what == "again":
             ticket, client, task = out.pop(place % len(out))
             server.drop(ticket)
             out.append((server.dispatch(client), client, task))
-            versions.send(client, task, again=True)
+            versions.checkout(client, task, restart=True)
         elif what == "drop":
             ticket, client, task = out.pop(place % len(out))
             server.drop(ticket)
-            versions.drop(client, task)
+            versions.cancel(client, task)
         else:
             ticket, client, task = out[place % len(out)]
             pairs = [trained(space, seed + 31 * i + j, ticket.message.start, server.state_dict()) for j in range(count)]
@@ -105,7 +105,7 @@ def agree(name, seed, weights, script, manifolds=None):
                 before = versions.state()
                 models[-1]["1.bias"] = torch.full((3,), float("nan"))
                 with pytest.raises(ArgumentError, match="1.bias: expected finite"):
-                    versions.take(client, models if count > 1 else models[0], samples=5, task=task)
+                    versions.submit(client, models if count > 1 else models[0], samples=5, task=task)
                 assert alike(versions.state(), before)
                 continue
             del out[place % len(out)]
@@ -113,7 +113,7 @@ def agree(name, seed, weights, script, manifolds=None):
             points = torch.stack([point for point, _ in pairs])
             brought = carried if options["buffers"] is POLICIES else {}
             receipt = server.receive(ticket, Payload(points, samples, buffers=brought)).check()
-            numbers = versions.take(client, models if count > 1 else models[0], samples=samples, task=task)
+            numbers = versions.submit(client, models if count > 1 else models[0], samples=samples, task=task)
             told = [(numbers[key], getattr(receipt, key)) for key in ("version", "staleness", "weight")]
             told += [(numbers[key], getattr(receipt, key)) for key in ("cosine", "step", "norm") if key in numbers]
             assert all(repr(float(mine)) == repr(float(theirs)) for mine, theirs in told)
@@ -122,7 +122,7 @@ def agree(name, seed, weights, script, manifolds=None):
         assert versions.version == server.version
         # A version is there as long as somebody has it.
         assert len(versions.state()["models"]) == len({server.version, *(t.version for t, *_ in out)})
-        assert sorted(versions.tasks.values()) == sorted(server.version - t.version for t, *_ in out)
+        assert sorted(versions.in_flight.values()) == sorted(server.version - t.version for t, *_ in out)
     return taken
 
 
@@ -148,7 +148,7 @@ def test_the_traces_are_answered():
 @pytest.mark.parametrize("name", BEYOND)
 def test_what_asks_for_more_than_models_needs_a_server(name):
     with pytest.raises(ArgumentError, match="asks clients for more than models; use a Server"):
-        Versions(BEYOND[name], {"w": torch.ones(2)})
+        AsyncAggregator(BEYOND[name], {"w": torch.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -164,35 +164,35 @@ def test_what_sends_clients_more_than_models_needs_a_server(rule, more):
 def test_what_sends_one_client_more_than_a_model_is_told_before_it_leaves():
     versions = made(OrthoFL(0.5, protocol=lambda client: "client" if client == "a" else "server"))
     for client in "ab":
-        versions.take(client, {"w": versions.send(client)["w"] + 1}, samples=1)
-    unchanged(versions, "rule: OrthoFL sends clients more than models, rate, turn", versions.send, "a")
-    versions.send("b")
+        versions.submit(client, {"w": versions.checkout(client)["w"] + 1}, samples=1)
+    unchanged(versions, "rule: OrthoFL sends clients more than models, rate, turn", versions.checkout, "a")
+    versions.checkout("b")
 
 
 @pytest.mark.usefixtures("as_shipped")
 def test_a_difference_from_what_the_rule_let_a_client_begin_with_is_refused():
     """Its version is not what it is new minus; the same answer as a model is taken."""
     versions = made(OrthoFL(0.5))
-    first = versions.send("a"), versions.send("b")
+    first = versions.checkout("a"), versions.checkout("b")
     for client, base, step in zip("ab", first, (torch.tensor([1.0, 2, 0]), torch.tensor([1.0, 0, 3])), strict=True):
         # So far all begin with the model.
         assert torch.equal(base["w"], torch.zeros(3))
-        versions.take(client, {"w": step}, samples=1, difference=True)
-    base = versions.send("a")
+        versions.submit(client, {"w": step}, samples=1, difference=True)
+    base = versions.checkout("a")
     assert not torch.equal(base["w"], versions.model["w"])
     step = {"w": torch.ones(3)}
     words = "difference: expected a model, as OrthoFL let 'a' begin with one of its own"
-    unchanged(versions, words, versions.take, "a", step, samples=1, difference=True)
+    unchanged(versions, words, versions.submit, "a", step, samples=1, difference=True)
     again = made(OrthoFL(0.5))
     again.load(through_a_file(versions.state()))
-    unchanged(again, words, again.take, "a", step, samples=1, difference=True)
+    unchanged(again, words, again.submit, "a", step, samples=1, difference=True)
     for each in (versions, again):
-        each.take("a", {"w": base["w"] + 1}, samples=1)
+        each.submit("a", {"w": base["w"] + 1}, samples=1)
     assert alike(versions.state(), again.state())
 
 
 def made(rule=None, **options):
-    return Versions(rule or FedAsync(0.5), {"w": torch.zeros(3)}, **options)
+    return AsyncAggregator(rule or FedAsync(0.5), {"w": torch.zeros(3)}, **options)
 
 
 def unchanged(versions, words, call, *args, **named):
@@ -205,76 +205,78 @@ def unchanged(versions, words, call, *args, **named):
 @pytest.mark.usefixtures("as_shipped")
 def test_what_a_host_does_wrong_is_told_and_changes_nothing():
     versions = made()
-    base = versions.send("a")
+    base = versions.checkout("a")
     update = {"w": torch.ones(3)}
     unchanged(
-        versions, "client: 'a' has a task already; drop it, send `again`, or name this `task`", versions.send, "a"
+        versions, "client: 'a' has a task already; drop it, send `again`, or name this `task`", versions.checkout, "a"
     )
-    unchanged(versions, "client: 'b' has no task: it was sent none, or has", versions.take, "b", update, samples=1)
-    unchanged(versions, "client: 'a' has no task 3", versions.take, "a", update, samples=1, task=3)
-    unchanged(versions, "client: 'b' has no task", versions.drop, "b")
-    unchanged(versions, "client: expected a hashable name", versions.send, torch.ones(1))
-    unchanged(versions, "^task: expected a hashable name", versions.send, "b", [1])
-    unchanged(versions, "^task: expected a hashable name", versions.drop, "a", torch.ones(1))
-    unchanged(versions, "^task: expected a name that equals", versions.take, "a", update, samples=1, task=float("nan"))
+    unchanged(versions, "client: 'b' has no task: it was sent none, or has", versions.submit, "b", update, samples=1)
+    unchanged(versions, "client: 'a' has no task 3", versions.submit, "a", update, samples=1, task=3)
+    unchanged(versions, "client: 'b' has no task", versions.cancel, "b")
+    unchanged(versions, "client: expected a hashable name", versions.checkout, torch.ones(1))
+    unchanged(versions, "^task: expected a hashable name", versions.checkout, "b", [1])
+    unchanged(versions, "^task: expected a hashable name", versions.cancel, "a", torch.ones(1))
+    unchanged(
+        versions, "^task: expected a name that equals", versions.submit, "a", update, samples=1, task=float("nan")
+    )
     for odd in (0, 10**9 + 1, 10**300, 10**400, 10**5000, True, 1.0):
         unchanged(
-            versions, "^samples: expected an integer from 1 to 1000000000", versions.take, "a", update, samples=odd
+            versions, "^samples: expected an integer from 1 to 1000000000", versions.submit, "a", update, samples=odd
         )
-    unchanged(versions, "version: nobody has 1 any more", versions.send, "b", version=1)
-    unchanged(versions, "version: expected an integer >= 0", versions.send, "b", version=-1)
+    unchanged(versions, "version: nobody has 1 any more", versions.checkout, "b", version=1)
+    unchanged(versions, "version: expected an integer >= 0", versions.checkout, "b", version=-1)
     for odd in ({"w": torch.ones(2)}, {"v": torch.ones(3)}, {"w": torch.tensor([1.0, 2.0, float("nan")])}, [], 3):
-        unchanged(versions, "^update: ", versions.take, "a", odd, samples=1)
-    assert versions.take("a", update, samples=1)["version"] == 1
-    unchanged(versions, "client: 'a' has no task: it was sent none, or has", versions.take, "a", update, samples=1)
+        unchanged(versions, "^update: ", versions.submit, "a", odd, samples=1)
+    assert versions.submit("a", update, samples=1)["version"] == 1
+    unchanged(versions, "client: 'a' has no task: it was sent none, or has", versions.submit, "a", update, samples=1)
     assert torch.equal(base["w"], torch.zeros(3))
     only = made(weights={"a": 3})
-    unchanged(only, "client: 'b' has no entry in the weights", only.send, "b")
+    unchanged(only, "client: 'b' has no entry in the weights", only.checkout, "b")
 
 
 def test_several_tasks_of_a_client_are_told_apart_by_name():
     versions = made(FedAsync(1.0))
     for task in ("x", "y", None):
-        versions.send("a", task)
-        versions.send("b")
-        versions.take("b", {"w": torch.full((3,), 2.0)}, samples=1)
-    assert versions.tasks == {("a", "x"): 3, ("a", "y"): 2, ("a", None): 1}
-    assert versions.take("a", {"w": torch.ones(3)}, samples=1, task="y")["staleness"] == 2
-    assert versions.tasks == {("a", "x"): 4, ("a", None): 2}
+        versions.checkout("a", task)
+        versions.checkout("b")
+        versions.submit("b", {"w": torch.full((3,), 2.0)}, samples=1)
+    assert versions.in_flight == {("a", "x"): 3, ("a", "y"): 2, ("a", None): 1}
+    assert versions.submit("a", {"w": torch.ones(3)}, samples=1, task="y")["staleness"] == 2
+    assert versions.in_flight == {("a", "x"): 4, ("a", None): 2}
 
 
 def test_a_version_that_somebody_has_can_be_begun_with_later():
     """A host that hands out a model under no name learns with the answer who began with it."""
     versions = made(FedOrtho(0.5))
-    versions.send("round")
+    versions.checkout("round")
     began = versions.version
     for client in "abc":
-        versions.send(client, version=began)
-        numbers = versions.take(client, {"w": torch.ones(3)}, samples=1)
-    assert (numbers["staleness"], versions.tasks) == (2, {("round", None): 3})
-    assert versions.send("round", again=True)["w"].tolist() == versions.model["w"].tolist()
+        versions.checkout(client, version=began)
+        numbers = versions.submit(client, {"w": torch.ones(3)}, samples=1)
+    assert (numbers["staleness"], versions.in_flight) == (2, {("round", None): 3})
+    assert versions.checkout("round", restart=True)["w"].tolist() == versions.model["w"].tolist()
     assert list(versions.state()["models"]) == [3]
     # Who alone has a version can begin with it again.
-    versions.send("late", version=3)
-    versions.drop("round")
-    versions.send("a")
-    versions.take("a", {"w": torch.ones(3)}, samples=1)
-    versions.send("late", version=3, again=True)
-    assert versions.tasks == {("late", None): 1}
+    versions.checkout("late", version=3)
+    versions.cancel("round")
+    versions.checkout("a")
+    versions.submit("a", {"w": torch.ones(3)}, samples=1)
+    versions.checkout("late", version=3, restart=True)
+    assert versions.in_flight == {("late", None): 1}
 
 
 def test_nothing_that_is_handed_out_or_in_is_the_models_own():
     first = {"w": torch.zeros(3)}
-    versions = Versions(FedAsync(0.5), first)
+    versions = AsyncAggregator(FedAsync(0.5), first)
     first["w"].fill_(9.0)
-    base = versions.send("a")
+    base = versions.checkout("a")
     base["w"].fill_(9.0)
     versions.model["w"].fill_(9.0)
     saved = versions.state()
     for model in saved["models"].values():
         model["w"].fill_(9.0)
     update = {"w": torch.full((3,), 2.0)}
-    versions.take("a", update, samples=1)
+    versions.submit("a", update, samples=1)
     update["w"].fill_(9.0)
     assert versions.model["w"].tolist() == [1.0, 1.0, 1.0]
 
@@ -282,39 +284,39 @@ def test_nothing_that_is_handed_out_or_in_is_the_models_own():
 def test_a_model_may_be_written_in_place_by_a_client_that_trains_here():
     """The base stays what it was, though the client's model is the one that it was given."""
     versions = made(FedOrtho(1.0))
-    base = versions.send("a")
+    base = versions.checkout("a")
     base["w"] += 2
-    versions.take("a", base, samples=1)
+    versions.submit("a", base, samples=1)
     assert versions.model["w"].tolist() == [2.0, 2.0, 2.0]
 
 
 def test_differences_and_curves_are_taken_as_aggregate_takes_them():
     plain, short = made(FedOrtho(0.5)), made(FedOrtho(0.5))
     for client in "abc":
-        base = plain.send(client), short.send(client)
+        base = plain.checkout(client), short.checkout(client)
         step = {"w": torch.arange(3.0) + ord(client)}
-        plain.take(client, {"w": base[0]["w"] + step["w"]}, samples=1)
-        short.take(client, step, samples=1, difference=True)
+        plain.submit(client, {"w": base[0]["w"] + step["w"]}, samples=1)
+        short.submit(client, step, samples=1, difference=True)
     assert alike(plain.model, short.model)
     curve = made(AsyncBezier(0.5))
-    base = curve.send("a")
-    curve.take("a", [{"w": base["w"] + 1}, {"w": base["w"] + 2}], samples=1)
+    base = curve.checkout("a")
+    curve.submit("a", [{"w": base["w"] + 1}, {"w": base["w"] + 2}], samples=1)
     assert curve.version == 1
 
 
 def test_arrays_come_back_as_arrays_and_tied_ones_tied():
     shared = np.zeros((2, 2), np.float32)
     model = {"in": shared, "out": shared, "b": np.ones(2, ">f4")}
-    versions = Versions(FedAsync(0.5), model)
-    base = versions.send("a")
+    versions = AsyncAggregator(FedAsync(0.5), model)
+    base = versions.checkout("a")
     assert base["in"].base is base["out"].base or np.shares_memory(base["in"], base["out"])
     assert base["b"].dtype.str == ">f4"
-    versions.take("a", copy.deepcopy(base), samples=1)
+    versions.submit("a", copy.deepcopy(base), samples=1)
     saved = through_a_file(versions.state())
-    again = Versions(FedAsync(0.5), model)
+    again = AsyncAggregator(FedAsync(0.5), model)
     again.load(saved)
     assert all(np.array_equal(again.model[key], versions.model[key]) for key in model)
-    assert isinstance(Versions(FedAsync(0.5), (np.ones(2),)).send("a"), tuple)
+    assert isinstance(AsyncAggregator(FedAsync(0.5), (np.ones(2),)).checkout("a"), tuple)
 
 
 def test_what_is_kept_for_clients_and_what_waits_outlives_the_process():
@@ -326,8 +328,8 @@ def test_what_is_kept_for_clients_and_what_waits_outlives_the_process():
                 first = made(rule)
                 first.load(saved)
             for versions in (whole, first):
-                base = versions.send(client)
-                numbers = versions.take(client, {"w": base["w"] + i + 1}, samples=i + 1)
+                base = versions.checkout(client)
+                numbers = versions.submit(client, {"w": base["w"] + i + 1}, samples=i + 1)
             assert numbers["staleness"] == 0
         assert alike(whole.state(), first.state())
 
@@ -335,7 +337,7 @@ def test_what_is_kept_for_clients_and_what_waits_outlives_the_process():
 @pytest.mark.usefixtures("as_shipped")
 def test_a_state_of_something_else_is_refused():
     versions = made()
-    versions.send("a")
+    versions.checkout("a")
     saved = versions.state()
     for change, words in [
         ({"rule": "x.Y"}, "state: rule: expected .*FedAsync, got x.Y"),
@@ -371,11 +373,11 @@ def test_a_state_of_tensors_of_another_shape_is_refused():
 
 def test_a_claim_counts_at_most_a_hundred_medians():
     server = Server.of(torch.nn.Linear(2, 1), FedAsync(0.5))
-    versions = Versions(FedAsync(0.5), server.state_dict())
+    versions = AsyncAggregator(FedAsync(0.5), server.state_dict())
     for i, samples in enumerate([3, 5, 4, 6, 2, 3, 10**9]):
         receipt = server.receive_model(server.dispatch(i), server.state_dict(), samples=samples).check()
-        versions.send(i)
-        assert versions.take(i, versions.model, samples=samples)["weight"] == receipt.weight
+        versions.checkout(i)
+        assert versions.submit(i, versions.model, samples=samples)["weight"] == receipt.weight
     assert receipt.clipped
 
 
@@ -387,12 +389,12 @@ def test_threads_take_turns():
     def work(mine):
         barrier.wait()
         for name in mine:
-            base = versions.send(name)
-            versions.take(name, {"w": base["w"] + 1}, samples=1)
+            base = versions.checkout(name)
+            versions.submit(name, {"w": base["w"] + 1}, samples=1)
 
     threads = [threading.Thread(target=work, args=(names[i::8],)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (versions.version, versions.tasks) == (8, {})
+    assert (versions.version, versions.in_flight) == (8, {})

@@ -68,7 +68,7 @@ def test_curves_and_lists_of_arrays_are_differences_too():
 def test_booleans_are_the_clients_own_and_counters_are_added():
     base = {"w": torch.ones(3), "mask": torch.tensor([True, False]), "num_batches_tracked": torch.tensor(5)}
     brought = {"w": torch.ones(3), "mask": torch.tensor([False, True]), "num_batches_tracked": torch.tensor(2)}
-    new, _, _ = aggregate(FedAsync(0.5), None, base, base, brought, difference=True, buffers=["mask"])
+    new, _, _ = aggregate(FedAsync(0.5), None, base, base, brought, difference=True, buffer_policy=["mask"])
     assert torch.equal(new["w"], torch.full((3,), 1.5))
     assert torch.equal(new["mask"], brought["mask"])
     assert new["num_batches_tracked"] == 7
@@ -80,7 +80,7 @@ def test_wide_integers_without_a_sign_are_added_too(dtype, policy):
     most = 2 ** (8 * dtype.itemsize) - 1
     base = {"w": torch.ones(2), "n": torch.tensor([most, most - 2, 0], dtype=dtype)}
     step = {"w": torch.ones(2), "n": torch.tensor([2, 1, most], dtype=dtype)}
-    new, _, _ = aggregate(FedAsync(0.5), None, base, base, step, difference=True, buffers={"n": policy})
+    new, _, _ = aggregate(FedAsync(0.5), None, base, base, step, difference=True, buffer_policy={"n": policy})
     assert new["n"].tolist() == ([1, most - 1, most] if policy == "latest" else base["n"].tolist())
 
 

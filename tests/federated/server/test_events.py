@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manifoldagg.errors import ArgumentError, BusyError, CheckpointError
-from manifoldagg.federated import Checks, Every, Payload, Server
+from manifoldagg.federated import CheckpointPolicy, Payload, Server, UpdateLimits
 from manifoldagg.federated.rules import FedOrtho
 from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.events import (
@@ -23,7 +23,7 @@ from manifoldagg.federated.server.events import (
     Dispatched,
     Dropped,
     Expired,
-    Refused,
+    Rejected,
 )
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, Gathers, fingerprint
@@ -55,7 +55,7 @@ def heard(rule=None, **options):
 
 def test_every_thing_that_happens_is_told_with_what_is_known_of_it(tmp_path):
     s, clock, told = heard(
-        FedOrtho(0.5), timeout=10.0, max_staleness=1, checkpoint=Every(tmp_path / "often", updates=3)
+        FedOrtho(0.5), timeout=10.0, max_staleness=1, checkpoint=CheckpointPolicy(tmp_path / "often", every_updates=3)
     )
     old, ticket = s.dispatch("old"), s.dispatch("ward-7")
     assert told == [Dispatched(0, 1, "old", old.id, 0), Dispatched(0, 2, "ward-7", ticket.id, 0)]
@@ -99,7 +99,7 @@ def test_every_thing_that_happens_is_told_with_what_is_known_of_it(tmp_path):
     s.close()
     s.close()
     written = [event for event in told if isinstance(event, CheckpointWritten)]
-    assert [(event.path, event.written) for event in written] == [
+    assert [(event.path, event.model_version) for event in written] == [
         (str(tmp_path / name), v) for name, v in (("now", 2), ("often", 3))
     ]
     assert all(0 < event.seconds < PATIENCE for event in written)
@@ -115,7 +115,7 @@ def test_what_is_no_ticket_is_told_of_without_it():
 
 
 def test_a_checkpoint_that_fails_is_told(tmp_path, monkeypatch):
-    s, _, told = heard(rule=Adds(), checkpoint=Every(tmp_path / "often", updates=1))
+    s, _, told = heard(rule=Adds(), checkpoint=CheckpointPolicy(tmp_path / "often", every_updates=1))
 
     def full(*_, **__):
         raise CheckpointError("disk full")
@@ -182,7 +182,7 @@ def test_what_a_watcher_interrupts_the_others_hear_once(kind):
     assert later == []
     stop()
     assert [event.out for event in told] == [event.out for event in later] == [1, 2, 3]
-    assert not s._books.value.events
+    assert not s._state.value.pending_events
 
 
 def test_who_is_told_twice_over_is_ended_one_by_one():
@@ -197,7 +197,7 @@ def test_who_is_told_twice_over_is_ended_one_by_one():
 def test_the_books_keep_no_events_that_nobody_waits_for():
     s = Server(Flat(P), Adds(), torch.zeros(P))
     s.dispatch("a")
-    assert s._books.value.events.count == 0
+    assert s._state.value.pending_events.next_index == 0
     told = []
 
     def once(event):
@@ -208,9 +208,9 @@ def test_the_books_keep_no_events_that_nobody_waits_for():
     stop = s.on_event(once)
     s.dispatch("a")
     assert [event.client for event in told] == ["a"]
-    assert not s._books.value.events
+    assert not s._state.value.pending_events
     s.dispatch("a")
-    assert s._books.value.events.count == 2
+    assert s._state.value.pending_events.next_index == 2
 
 
 def test_who_comes_later_hears_nothing_of_what_was_before():
@@ -244,7 +244,7 @@ def test_whatever_a_watcher_raises_the_update_stands_and_it_is_logged(caplog):
     assert not s.receive(ticket, payload(math.nan)).accepted
     assert fingerprint(s) == before
     assert s.receive(ticket, payload()).accepted
-    assert [type(event) for event in told] == [Dispatched, Refused, Accepted]
+    assert [type(event) for event in told] == [Dispatched, Rejected, Accepted]
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert [record.exc_info[1].args for record in errors] == [("full disk",)] * 2
     assert "fails" in errors[0].getMessage()
@@ -318,7 +318,7 @@ def test_what_a_rule_brings_about_is_told_after_its_update():
 
 
 def test_tickets_that_expire_are_told_though_the_server_is_busy():
-    s, clock, told = heard(timeout=1.0, max_tickets=1, weights={"a": 1})
+    s, clock, told = heard(timeout=1.0, max_in_flight=1, weights={"a": 1})
     s.dispatch("a")
     clock.now = 2.0
     with pytest.raises(ArgumentError, match="client"):
@@ -375,7 +375,7 @@ def test_nobody_waits_for_a_watcher_but_who_tells():
     slow.go.set()
     teller.join(PATIENCE)
     assert [type(event) for event in slow.told] == [Dispatched, Dispatched, Accepted]
-    assert not s._books.value.events
+    assert not s._state.value.pending_events
 
 
 def test_an_update_is_told_while_the_next_one_is_taken():
@@ -398,24 +398,24 @@ def replayed(told):
     for event in told:
         match event:
             case Dispatched():
-                assert event.start <= version
+                assert event.start_version <= version
                 out[event.ticket] = event.client
             case Accepted():
                 version += not event.receipt.buffered
                 assert out.pop(event.ticket) == event.client == event.row["client"]
-            case Refused():
+            case Rejected():
                 refused[event.field] = refused.get(event.field, 0) + 1
-                if event.ended:
+                if event.is_final:
                     del out[event.ticket]
             case Dropped() | Expired():
                 assert out.pop(event.ticket) == event.client
-        assert (event.version, event.out) == (version, len(out))
+        assert (event.version, event.in_flight) == (version, len(out))
     return version, out, refused
 
 
 @pytest.mark.usefixtures("as_shipped", "eager")
 def test_the_events_of_eight_threads_tell_the_whole_story_in_order():
-    s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", max_staleness=5, checks=Checks(max_norm=1e6))
+    s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", max_staleness=5, checks=UpdateLimits(max_norm=1e6))
     told, inside = [], []
 
     def hears(event):
@@ -440,8 +440,8 @@ def test_the_events_of_eight_threads_tell_the_whole_story_in_order():
     together(8, work)
     version, out, refused = replayed(told)
     assert version == s.version > 500
-    assert set(out) == set(s._books.value.tickets)
-    assert refused == s.refused
+    assert set(out) == set(s._state.value.tickets)
+    assert refused == s.rejected
     assert [event.row for event in told if isinstance(event, Accepted)] == s.history
 
 

@@ -50,7 +50,7 @@ class Paused(Adds):
 def busy():
     """A scene in the middle of an update in another thread, and what to call for its receipt."""
     rule = Paused()
-    made = scene(lambda: rule, max_waiting=1)
+    made = scene(lambda: rule, max_queued_updates=1)
     rule.stops = True
     receipts = []
     thread = threading.Thread(target=lambda: receipts.append(made.receive()), daemon=True)
@@ -99,7 +99,7 @@ def test_a_forked_child_removes_none_of_its_parents_files(tmp_path):
 
     def child():
         # As at the end of a process, but without what the test run itself has to say then.
-        made.server._books = None
+        made.server._state = None
         gc.collect()
         atexit._run_exitfuncs()
 
@@ -159,7 +159,7 @@ def test_an_id_cannot_be_counted_up():
 
 
 def test_receipts_are_remembered_up_to_a_bound():
-    made = scene(retries=3)
+    made = scene(receipt_cache_size=3)
     tickets = [made.server.dispatch("a") for _ in range(5)]
     receipts = [made.receive(ticket) for ticket in tickets]
     again = [made.receive(ticket) for ticket in tickets]
@@ -179,7 +179,7 @@ def test_a_ticket_that_is_too_stale_is_over():
     assert made.receive(late) is receipt
     with pytest.raises(ArgumentError, match="ticket: unknown"):
         made.server.drop(late.id)
-    assert made.server.refused == {"staleness": 1}
+    assert made.server.rejected == {"staleness": 1}
 
 
 def test_a_ticket_that_nobody_answers_expires_on_the_servers_clock():
@@ -205,7 +205,7 @@ def test_a_ticket_whose_time_is_over_is_refused_though_nobody_has_called_expire(
 
 
 def test_so_many_tickets_and_no_more():
-    made = scene(max_tickets=4)
+    made = scene(max_in_flight=4)
     more = [made.server.dispatch("b"), made.server.dispatch("c")]
     before = outside(made.server)
     with pytest.raises(BusyError, match="server: busy: 4 tickets are out, of at most 4"):
@@ -257,7 +257,7 @@ def full_disk(patch):
     def write(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    patch.setattr("manifoldagg.federated.server.durability.spill.appended", write)
+    patch.setattr("manifoldagg.federated.server.durability.spill.write_all", write)
 
 
 def test_warnings_that_are_errors_cost_no_receipt(tmp_path, monkeypatch):
@@ -294,5 +294,5 @@ def test_a_broken_file_ends_the_tickets_that_need_it_and_no_others(fault, tmp_pa
     assert str(tmp_path) in receipt.reason
     assert made.receive(late) is receipt
     assert made.receive(good).accepted
-    assert made.server.refused == {"spill": 1}
+    assert made.server.rejected == {"spill": 1}
     assert made.server.version == 4

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from manifoldagg.federated import Checks, Update
+from manifoldagg.federated import Update, UpdateLimits
 from manifoldagg.federated.rules import (
     ASGD,
     CA2FL,
@@ -76,10 +76,10 @@ def test_one_liar_moves_the_model_so_far_and_with_a_clip_no_farther(name):
     rule, direction, others, bound = BOUNDS[name]
     for length in (1e-2, 1.0, 4.0):
         assert moved(rule, direction, length, None, others) == pytest.approx(bound(length), rel=1e-9, abs=1e-12)
-        clipped = moved(rule, direction, length, Checks(clip=0.5), others)
+        clipped = moved(rule, direction, length, UpdateLimits(clip=0.5), others)
         assert clipped == pytest.approx(bound(min(length, 0.5)), rel=1e-9, abs=1e-12)
     # A clip holds whatever was sent.
-    assert moved(rule, direction, 1e9, Checks(clip=0.5), others) == pytest.approx(bound(0.5), rel=1e-6, abs=1e-12)
+    assert moved(rule, direction, 1e9, UpdateLimits(clip=0.5), others) == pytest.approx(bound(0.5), rel=1e-6, abs=1e-12)
 
 
 def test_of_fedadam_no_entry_goes_farther_than_its_rate_allows_and_the_square_stays():
@@ -107,7 +107,7 @@ def test_a_base_of_the_clients_own_takes_a_clip_in():
     """Who brings the base says what the length is of: FedAsync then goes wherever its model is."""
     current = BASE + DRIFT
     far = BASE + 1e6 * ACROSS
-    update, kept, _ = Checks(clip=0.5).passed(SPACE, Update("liar", far, current, far[None]), ())
+    update, kept, _ = UpdateLimits(clip=0.5).apply(SPACE, Update("liar", far, current, far[None]), ())
     assert kept == 1.0
     rule = FedAsync(0.5)
     _, outcome = rule.step(SPACE, rule.init(SPACE, current), update)
@@ -117,7 +117,9 @@ def test_a_base_of_the_clients_own_takes_a_clip_in():
 def test_small_lies_add_up_below_a_clip():
     rule, model = FedAsync(0.5), BASE
     for _ in range(100):
-        update, kept, _ = Checks(clip=0.5).passed(SPACE, Update("liar", model, model, (model + 0.5 * ACROSS)[None]), ())
+        update, kept, _ = UpdateLimits(clip=0.5).apply(
+            SPACE, Update("liar", model, model, (model + 0.5 * ACROSS)[None]), ()
+        )
         assert kept == 1.0
         _, outcome = rule.step(SPACE, rule.init(SPACE, model), update)
         model = outcome.model

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server
-from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.rules import FedAsync, FedOrtho
 from manifoldagg.federated.server import server as server_module
-from manifoldagg.federated.server.state import Books
-from manifoldagg.federated.server.validation import admit
+from manifoldagg.federated.server.state import ServerState
+from manifoldagg.federated.server.validation import validate_payload
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.federated.fingerprint import Adds, Gathers, Listens, fingerprint, versions
 from tests.support import draw, relative, seeds
@@ -129,7 +129,7 @@ def after(updates, **options):
 
 @pytest.mark.parametrize(("history", "kept"), [(3, [4, 5, 6]), (0, []), (None, [1, 2, 3, 4, 5, 6])])
 def test_history_keeps_the_latest_rows(history, kept):
-    s = after(6, history=history)
+    s = after(6, history_size=history)
     assert [row["version"] for row in s.history] == kept
     assert s.version == 6
 
@@ -156,7 +156,7 @@ def test_tickets_are_used_once_and_only_here():
         with pytest.raises(ArgumentError, match="ticket: unknown"):
             s.drop(id_)
     assert fingerprint(s) == before
-    assert s.refused == {"client": 2, "ticket": 6}
+    assert s.rejected == {"client": 2, "ticket": 6}
 
 
 def test_a_ticket_survives_a_refusal():
@@ -194,9 +194,9 @@ def test_an_update_may_grow_stale_while_it_is_checked(monkeypatch):
         if not taken:
             taken.append(None)
             taken[0] = s.receive(quick.id, payload()).accepted
-        return admit(form, brought, based=based)
+        return validate_payload(form, brought, requires_base=based)
 
-    monkeypatch.setattr("manifoldagg.federated.server.server.admit", slow)
+    monkeypatch.setattr("....validate_payload", slow)
     assert s.receive(late.id, payload()).reason == "staleness: expected at most 0, got 1"
     assert taken == [True]
 
@@ -229,7 +229,9 @@ class Careless:
 
     def step(self, space, state, update, *, out=None):
         kept = {"points": update.points, "part": [update.points[0, :2]], "current": update.current, "base": update.base}
-        return {**kept, "out": out, "n": 1}, Outcome(update.points[0], memory={"points": update.points[0], "out": out})
+        return {**kept, "out": out, "n": 1}, Outcome(
+            update.points[0], client_state={"points": update.points[0], "out": out}
+        )
 
 
 def test_a_careless_rule_cannot_tie_the_server_to_a_client():
@@ -240,7 +242,7 @@ def test_a_careless_rule_cannot_tie_the_server_to_a_client():
     s.receive(ticket.id, Payload(points, 7))
     points.fill_(9)
     assert s.model.tolist() == [1.0] * 4
-    state = s._books.value.now.state
+    state = s._state.value.model_state.state
     assert state["points"].tolist() == [[1.0] * 4]
     assert state["part"][0].tolist() == [1.0] * 2
     again = s.dispatch("a")
@@ -254,7 +256,7 @@ def test_what_a_rule_keeps_is_not_recycled():
     s = Server(SPACE, Careless(), torch.zeros(4))
     for value in (1.0, 2.0, 3.0):
         s.receive(s.dispatch("a").id, payload(value))
-        kept = s._books.value.now.state
+        kept = s._state.value.model_state.state
         before = [kept[name].tolist() for name in ("current", "base")]
         s.receive(s.dispatch("a").id, payload(value + 0.5))
         assert [kept[name].tolist() for name in ("current", "base")] == before
@@ -268,12 +270,12 @@ def test_a_payload_that_lies_in_the_servers_memory_is_copied():
         assert s.receive(s.dispatch("b").id, payload()).accepted
     s.drop(s.dispatch("b").id)
     spare = torch.full((4,), 5.0)
-    s._spare.append(spare)
+    s._free_list.append(spare)
     assert s.receive(late.id, Payload(spare[None], 1)).accepted
     # Where the model was made the points were read to the end, and what was kept of them is not the model.
     assert s.model.tolist() == [6.0] * 4
-    assert s._books.value.store.load(("client", "a"))["last"].tolist() == [5.0] * 4
-    current = s._books.value.now.current
+    assert s._state.value.store.load(("client", "a"))["last"].tolist() == [5.0] * 4
+    current = s._state.value.model_state.current
     assert s.receive(s.dispatch("a").id, Payload(current[None], 1)).accepted
     assert s.model.tolist() == [6.0] * 4
 
@@ -290,7 +292,7 @@ def test_a_rule_that_fails_changes_nothing(error):
     before = fingerprint(s)
     if isinstance(error, ArgumentError):
         assert s.receive(ticket.id, payload()).reason == "rate: broken"
-        assert s.refused == {"rate": 1}
+        assert s.rejected == {"rate": 1}
     else:
         with pytest.raises(type(error)):
             s.receive(ticket.id, payload())
@@ -312,7 +314,7 @@ def test_a_rule_that_answers_with_no_point_is_its_owners_to_mend(model):
     with pytest.raises(RuleError, match="^rule: new model"):
         s.receive(ticket.id, payload())
     assert fingerprint(s) == before
-    assert s.refused == {}
+    assert s.rejected == {}
 
 
 def test_a_model_that_is_not_finite_is_refused():
@@ -373,7 +375,7 @@ def test_an_update_is_entered_whole_or_not_at_all(monkeypatch):
                 s.receive(tickets[0].id, payload())
         assert fingerprint(s) == before
     with monkeypatch.context() as patch:
-        patch.setattr(Books, "entered", interrupted)
+        patch.setattr(ServerState, "with_update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             s.receive(tickets[0].id, payload())
     assert fingerprint(s) == before
@@ -447,7 +449,7 @@ def test_grad_modes_of_the_caller_do_not_matter():
             assert s.receive(ticket.id, Payload(points + 1, 1)).reason == ""
             s.dispatch("b")
         assert not s.model.requires_grad
-        assert not s._books.value.now.current.is_inference()
+        assert not s._state.value.model_state.current.is_inference()
     assert s.version == 5
     with torch.inference_mode():
         s = server(Gathers(1))
@@ -493,7 +495,7 @@ def test_a_listener_that_fails_comes_after_the_update():
     ticket = s.dispatch("a")
     with pytest.raises(ArgumentError, match="too loud"):
         s.receive(ticket.id, payload())
-    assert (s.version, s.refused, len(s.history)) == (1, {}, 1)
+    assert (s.version, s.rejected, len(s.history)) == (1, {}, 1)
     assert s.receive(ticket.id, payload()).version == 1
 
 
@@ -586,25 +588,25 @@ def test_after_closing_only_the_model_is_there():
         (lambda: Server(Sphere(4), Adds(), torch.zeros(4)), "start: expected a point of Sphere"),
         (lambda: server(weights="heavy"), "weights: expected one of observed, uniform"),
         (lambda: server(max_staleness=-1), "max_staleness: expected"),
-        (lambda: server(checks={"max_norm": 1.0}), "checks: expected Checks"),
+        (lambda: server(update_limits={"max_norm": 1.0}), "checks: expected Checks"),
         (lambda: server(averaging=torch.zeros(4)), "averaging: expected `average`, `update`, `state` and `load`"),
         (lambda: server(averaging=SWA(SPACE, periodic=3)), "averaging: expected periodic=None"),
-        (lambda: server(carried={}), "carried: expected a ParameterSpace"),
-        (lambda: server(buffers={"*": "latest"}), "carried: expected the buffers to start from"),
+        (lambda: server(buffers={}), "carried: expected a ParameterSpace"),
+        (lambda: server(buffer_policy={"*": "latest"}), "carried: expected the buffers to start from"),
         (lambda: server(base_dtype=torch.float32), "base_dtype: expected one of torch.bfloat16, torch.float16; got"),
         (lambda: Server(Sphere(4), Adds(), torch.eye(4)[0], base_dtype=torch.float16), "base_dtype: expected a flat space or low rank"),
         (lambda: server(memory_limit=-1), "memory_limit: expected an integer >= 0"),
-        (lambda: server(history=-1), "history: expected an integer >= 0, got -1"),
+        (lambda: server(history_size=-1), "history_size: expected an integer >= 0, got -1"),
         (lambda: server().on_event("print"), "callback: expected a function of an event, got 'print'"),
         (lambda: server(spill="/no/such/folder"), "spill: expected a folder that exists"),
-        (lambda: server(checks=Checks(max_norm=0)), "max_norm: expected a finite number > 0"),
-        (lambda: server(checks=Checks(norm_factor=-1)), "norm_factor: expected"),
-        (lambda: server(checks=Checks(norm_after=9, norm_window=5)), "norm_after: expected at most norm_window = 5"),
-        (lambda: server(checks=Checks(max_samples=2**53 + 1)), r"max_samples: expected at most 2\^53"),
-        (lambda: server(checks=Checks(max_samples=0)), "max_samples: expected"),
-        (lambda: server(checks=Checks(samples_factor=0.5)), "samples_factor: expected a finite number >= 1"),
-        (lambda: server(checks=Checks(max_points=0)), "max_points: expected"),
-        (lambda: server(checks=Checks(norm_window=10**30)), "norm_window: expected at most 1000000"),
+        (lambda: server(update_limits=UpdateLimits(max_norm=0)), "max_norm: expected a finite number > 0"),
+        (lambda: server(update_limits=UpdateLimits(norm_factor=-1)), "norm_factor: expected"),
+        (lambda: server(update_limits=UpdateLimits(norm_after=9, norm_window=5)), "norm_after: expected at most norm_window = 5"),
+        (lambda: server(update_limits=UpdateLimits(max_samples=2**53 + 1)), r"max_samples: expected at most 2\^53"),
+        (lambda: server(update_limits=UpdateLimits(max_samples=0)), "max_samples: expected"),
+        (lambda: server(update_limits=UpdateLimits(samples_factor=0.5)), "samples_factor: expected a finite number >= 1"),
+        (lambda: server(update_limits=UpdateLimits(max_points=0)), "max_points: expected"),
+        (lambda: server(update_limits=UpdateLimits(norm_window=10**30)), "norm_window: expected at most 1000000"),
         (lambda: server(weights={"a": 1}).dispatch("b"), "client: 'b' has no entry in the weights"),
         (lambda: server().dispatch("a", keep="no"), "keep: expected one of True, False; got 'no'"),
         (lambda: Server.of({"w": torch.full((2,), float("nan"))}, FedAsync()), "^model: w: expected finite"),

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Checks, Payload, Server, rules
-from manifoldagg.federated.types import extras
+from manifoldagg.federated import Payload, Server, UpdateLimits, rules
+from manifoldagg.federated.types import extra_fields
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.fingerprint import bits
 from tests.federated.rules.registered import golden
 
-CASES = {name: rule for name, rule in golden().items() if not getattr(rule, "private", False)}
-PLAIN = {name: rule for name, rule in CASES.items() if extras(rule) == ({}, ())}
+CASES = {name: rule for name, rule in golden().items() if not getattr(rule, "is_private", False)}
+PLAIN = {name: rule for name, rule in CASES.items() if extra_fields(rule) == ({}, ())}
 
 
 def net(seed=0):
@@ -55,7 +55,7 @@ def test_state_dicts_are_the_payload_that_they_name(name):
     rule = PLAIN[name]
     twins = [Server.of(net(), rule, weights="uniform") for _ in range(2)]
     space = twins[0].space
-    counts = [rule.vertices] if hasattr(rule, "vertices") else [1, 1] if getattr(rule, "plain", True) else [1, 2]
+    counts = [rule.vertices] if hasattr(rule, "vertices") else [1, 1] if getattr(rule, "single_point", True) else [1, 2]
     for turn, count in enumerate(counts):
         here = twins[1].model
         tickets = [server.dispatch("heavy") for server in twins]
@@ -66,7 +66,7 @@ def test_state_dicts_are_the_payload_that_they_name(name):
         given = states[0] if count == 1 else states
         receipts = [
             twins[0].receive_model(tickets[0], given, samples=4),
-            twins[1].receive(tickets[1], as_payload(space, states, tickets[1].message.asked, 4, start)),
+            twins[1].receive(tickets[1], as_payload(space, states, tickets[1].message.requested_buffers, 4, start)),
         ]
         assert receipts[0].reason == ""
         assert repr(receipts[0]) == repr(receipts[1])
@@ -88,18 +88,18 @@ def test_what_asks_for_more_than_models_is_refused_to_the_owner(name):
 def test_a_server_of_a_module_carries_what_it_carries():
     """Its buffers follow the clients'; its frozen parameters stay, and nobody sends them."""
     model = net()
-    server = Server.of(model, rules.FedAsync(0.5), history=3)
+    server = Server.of(model, rules.FedAsync(0.5), history_size=3)
     assert bits(server.state_dict()) == bits(model.state_dict())
     message = server.dispatch("a").message
-    assert message.asked == ("mask", "1.running_mean", "1.running_var", "1.num_batches_tracked")
-    assert message.buffers.keys() == {*message.asked, "2.weight", "2.bias"}
+    assert message.requested_buffers == ("mask", "1.running_mean", "1.running_var", "1.num_batches_tracked")
+    assert message.buffers.keys() == {*message.requested_buffers, "2.weight", "2.bias"}
     for tensor in model.state_dict().values():
         tensor.zero_()
     assert server.state_dict()["1.running_var"].tolist() == [1.0] * 8
-    named = Server.of(net(), rules.FedAsync(0.5), buffers={"1.*": "leave", "2.bias": "latest"})
-    assert named.dispatch("a").message.asked == ("mask", "2.bias")
-    listed = Server.of(net(), rules.FedAsync(0.5), buffers=["2.*"])
-    assert "2.weight" in listed.dispatch("a").message.asked
+    named = Server.of(net(), rules.FedAsync(0.5), buffer_policy={"1.*": "leave", "2.bias": "latest"})
+    assert named.dispatch("a").message.requested_buffers == ("mask", "2.bias")
+    listed = Server.of(net(), rules.FedAsync(0.5), buffer_policy=["2.*"])
+    assert "2.weight" in listed.dispatch("a").message.requested_buffers
 
 
 def test_clients_of_narrow_models_start_from_what_they_are_sent():
@@ -124,10 +124,10 @@ def test_names_are_no_patterns_and_one_string_is_no_list():
     model = nn.ModuleDict({"head[0]": nn.Linear(2, 2), "tail": nn.Linear(2, 2)})
     model["head[0]"].requires_grad_(False)
     server = Server.of(model, rules.FedAsync(0.5))
-    assert server._terms.policies["head[0].weight"] == "leave"
+    assert server._step_config.policies["head[0].weight"] == "leave"
     for buffers in ("latest", "*mask", 3, None):
         with pytest.raises(ArgumentError, match="^buffers: expected a sequence of glob patterns"):
-            Server.of(net(), rules.FedAsync(0.5), buffers=buffers)
+            Server.of(net(), rules.FedAsync(0.5), buffer_policy=buffers)
 
 
 def test_no_client_can_make_a_variance_negative():
@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_refused_by_name_and_may_be_sent_again(model, words
     assert not receipt.accepted
     assert receipt.reason.startswith(words)
     assert bits(server.state_dict()) == before
-    assert server.refused == {words.partition(":")[0].partition("[")[0]: 1}
+    assert server.rejected == {words.partition(":")[0].partition("[")[0]: 1}
     assert server.receive_model(ticket, STATE, samples=2).accepted
 
 
@@ -255,7 +255,7 @@ def test_state_dicts_are_for_named_tensors_alone():
 
 
 def test_who_returns_a_model_is_checked_and_gets_the_receipt_again():
-    server = Server.of(net(), rules.FedAsync(0.5), checks=Checks(max_samples=9))
+    server = Server.of(net(), rules.FedAsync(0.5), update_limits=UpdateLimits(max_samples=9))
     ticket = server.dispatch("a")
     assert "client" in server.receive_model(ticket, STATE, samples=1, client="b").reason
     assert server.receive_model(ticket, STATE, samples=10, client="a").reason.startswith("samples: expected")

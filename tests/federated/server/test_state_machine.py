@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from manifoldagg.errors import ArgumentError, BusyError, ManifoldAggError
 from manifoldagg.federated import Payload, Server
-from manifoldagg.federated.limits import Checks
+from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, Gathers, fingerprint, versions
 from tests.federated.server.hostile import forked, signalled
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
         self.options = {
             "max_staleness": LIMIT,
             "memory_limit": 40,
-            "checks": Checks(max_norm=50.0),
+            "checks": UpdateLimits(max_norm=50.0),
             "timeout": float(TIMEOUT),
             "clock": self.clock,
             "max_tickets": TICKETS,
@@ -247,11 +247,11 @@ class Machine(RuleBasedStateMachine):
             try:
                 self.server.dispatch("a")
             except ManifoldAggError:
-                return self.server.version, self.server.model.tolist(), self.server.refused
+                return self.server.version, self.server.model.tolist(), self.server.rejected
             return None
 
         before = fingerprint(self.server)
-        assert forked(child) == (self.server.version, self.server.model.tolist(), self.server.refused)
+        assert forked(child) == (self.server.version, self.server.model.tolist(), self.server.rejected)
         assert fingerprint(self.server) == before
 
     @rule(at=st.none() | st.integers(0, 60))
@@ -278,12 +278,12 @@ class Machine(RuleBasedStateMachine):
         oracle = self.oracle
         assert torch.equal(s.model, oracle.versions[-1])
         assert s.version == len(oracle.versions) - 1
-        assert s.refused == oracle.refused
+        assert s.rejected == oracle.refused
         columns = ("client", "samples", "version", "staleness", "waiting")
         assert [tuple(row[name] for name in columns) for row in s.history] == oracle.rows
         held = {version for _, version, keep, _ in oracle.open.values() if keep} | {s.version}
         assert set(versions(s)) == held
-        store = s._books.value.store
+        store = s._state.value.store
         for version in held:
             assert torch.equal(store.find(("version", version)).load(), oracle.versions[version])
         used = s.memory

@@ -91,17 +91,17 @@ def test_ten_thousand_updates_of_sixteen_threads():
     assert sorted(receipt.version for receipt in receipts) == list(range(1, UPDATES + 1))
     assert whole(s.model, UPDATES)
     assert s.version == UPDATES
-    assert s._books.value.now.state == {"steps": UPDATES}
+    assert s._state.value.model_state.state == {"steps": UPDATES}
     history = s.history
     assert [row["version"] for row in history] == list(range(1, UPDATES + 1))
     # Client memory counts each client's answers.
     answers = {}
     for row in history:
         answers[row["client"]] = answers.get(row["client"], 0) + 1
-    assert all(s._books.value.store.load(("client", client))["answers"] == n for client, n in answers.items())
+    assert all(s._state.value.store.load(("client", client))["answers"] == n for client, n in answers.items())
     assert refusals
     assert not any(receipt.accepted for receipt in refusals)
-    assert s.refused == {"points": len(refusals)}
+    assert s.rejected == {"points": len(refusals)}
     assert len(dropped) > 0
     assert versions(s) == [UPDATES]
     assert s.memory["versions"] == 0
@@ -130,7 +130,7 @@ def test_a_ticket_is_good_once_however_many_try():
         # One update, whose receipt everybody gets who asks, or one drop, after which nobody does.
         assert len(taken) + outcome.count(True) == 1
         assert all(isinstance(receipt, bool) or receipt.accepted == bool(taken) for receipt in outcome)
-    assert len(s._books.value.tickets) == 0
+    assert len(s._state.value.tickets) == 0
     assert whole(s.model, s.version)
     assert s.version == len(s.history)
     assert versions(s) == [s.version]
@@ -196,7 +196,7 @@ def test_dispatch_drop_and_model_do_not_wait_for_arithmetic():
         assert whole(ticket.message.start, 0)
         assert not s.receive(ticket.id, Payload(torch.ones(1, P + 1), 1)).accepted
         s.drop(ticket.id)
-        assert (s.version, s.history, s.refused["points"]) == (0, [], 1)
+        assert (s.version, s.history, s.rejected["points"]) == (0, [], 1)
         assert s.memory["versions"] == 0
 
     together(1, others)
@@ -239,7 +239,7 @@ def test_an_answer_that_waits_for_its_turn_does_not_expire():
     receipts = []
     thread = threading.Thread(target=lambda: receipts.append(s.receive(waits, LATER)), daemon=True)
     thread.start()
-    while waits.id not in s._turn.tickets:
+    while waits.id not in s._update_lock.tickets:
         pass
     clock[0] = 11.0
     assert s.expire() == [gone.id]
@@ -269,19 +269,19 @@ def test_those_that_still_unpack_keep_nobody_out():
 
 
 def test_beyond_those_that_may_wait_others_are_refused():
-    s, _, _, finish = paused(max_waiting=1)
+    s, _, _, finish = paused(max_queued_updates=1)
     first, second = s.dispatch("b"), s.dispatch("c")
     receipts = []
     thread = threading.Thread(target=lambda: receipts.append(s.receive(first, LATER)), daemon=True)
     thread.start()
-    while s._turn.admitted < 2:
+    while s._update_lock.num_queued < 2:
         pass
     assert s.receive(second, LATER).reason == "server: busy: 2 updates wait for their turn, of at most 1"
     assert finish().version == 1
     thread.join(PATIENCE)
     assert receipts[0].accepted
     assert s.receive(second, LATER).accepted
-    assert s._turn.admitted == 0
+    assert s._update_lock.num_queued == 0
 
 
 def test_closing_tells_what_was_not_heard():
@@ -316,7 +316,7 @@ def test_a_ticket_that_is_dropped_during_its_update_is_dropped():
     assert (receipt.accepted, receipt.reason) == (False, "ticket: unknown, or used already")
     assert whole(s.model, 0)
     assert versions(s) == [0]
-    assert s._books.value.now.state == {"steps": 0}
+    assert s._state.value.model_state.state == {"steps": 0}
 
 
 @pytest.mark.parametrize("weights", ["uniform", "observed"])

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from manifoldagg._validation import check_finite
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Outcome, Payload, Server
-from manifoldagg.federated.limits import Checks, norm_of
+from manifoldagg.federated.limits import UpdateLimits, update_norm
 from manifoldagg.federated.pytrees import tensors as tensors_of
 from manifoldagg.federated.rules import AsyncBezier
-from manifoldagg.federated.types import by_rows, extras
+from manifoldagg.federated.types import accepts_tensor_lists, extra_fields
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, SymmetricPositiveDefinite, distance
 from tests.federated.fingerprint import Adds, fingerprint
 from tests.federated.rules.registered import golden
@@ -45,7 +45,7 @@ class Demanding(Adds):
             raise ArgumentError(f"points: Demanding expects one model; got {len(update.points)} points")
         state, outcome = super().step(space, state, update, out=out)
         seen = {"control": update.tensors["control"], "epochs": update.numbers["epochs"]}
-        return {**state, **seen}, Outcome(outcome.model, outcome.memory, outcome.numbers)
+        return {**state, **seen}, Outcome(outcome.model, outcome.client_state, outcome.numbers)
 
 
 NET = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -316,7 +316,7 @@ def test_the_corpus_is_large():
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_payload_is_refused_and_changes_nothing(name):
     make, reason = BAD[name]
-    s = server(checks=Checks(max_norm=1e6, norm_factor=10.0, norm_after=2))
+    s = server(update_limits=UpdateLimits(max_norm=1e6, norm_factor=10.0, norm_after=2))
     late = s.dispatch("b")
     for _ in range(2):
         assert s.receive(s.dispatch("a").id, good()).reason == ""
@@ -327,7 +327,7 @@ def test_a_bad_payload_is_refused_and_changes_nothing(name):
     assert receipt.reason.startswith(reason)
     assert len(receipt.reason) < 300
     assert fingerprint(s) == before
-    assert s.refused == {reason.partition(":")[0]: 1}
+    assert s.rejected == {reason.partition(":")[0]: 1}
     assert all(math.isnan(number) for number in (receipt.weight, receipt.cosine, receipt.step, receipt.norm))
     # It is the payload that was refused, not the ticket; and the other ticket holds its version still.
     assert s.receive(ticket.id, good()).accepted
@@ -400,9 +400,9 @@ def test_what_is_odd_but_right_comes_in_unharmed(name):
     assert s.receive(s.dispatch("a").id, given).reason == ""
     assert torch.equal(given.points.detach(), torch.ones(1, P))
     assert torch.allclose(s.model, torch.ones(P), atol=1e-6)
-    kept = s._books.value.store.load(("client", "a"))["last"]
+    kept = s._state.value.store.load(("client", "a"))["last"]
     assert (type(kept), kept.requires_grad) == (torch.Tensor, False)
-    assert type(s._books.value.now.state["epochs"]) is float
+    assert type(s._state.value.model_state.state["epochs"]) is float
 
 
 def test_no_payload_is_written_or_kept():
@@ -412,11 +412,11 @@ def test_no_payload_is_written_or_kept():
     s.receive(s.dispatch("a").id, given)
     after = [given.points, *given.tensors.values(), *given.buffers.values()]
     assert all(torch.equal(a, b) for a, b in zip(kept, after, strict=True))
-    model, state, carried = s.model, s._books.value.now.state["control"].clone(), s.state_dict()
+    model, state, carried = s.model, s._state.value.model_state.state["control"].clone(), s.state_dict()
     for tensor in (given.points, *given.tensors.values()):
         tensor.fill_(9.0)
     assert torch.equal(s.model, model)
-    assert torch.equal(s._books.value.now.state["control"], state)
+    assert torch.equal(s._state.value.model_state.state["control"], state)
     assert all(torch.equal(tensor, s.state_dict()[name]) for name, tensor in carried.items())
 
 
@@ -434,7 +434,7 @@ def test_a_step_is_taken_outside_of_transforms():
 
 
 def test_the_largest_norm():
-    s = Server(Flat(2), Adds(), torch.zeros(2), checks=Checks(max_norm=5.0))
+    s = Server(Flat(2), Adds(), torch.zeros(2), checks=UpdateLimits(max_norm=5.0))
     assert s.receive(s.dispatch("a").id, Payload(torch.tensor([[3.0, 4.0]]), 1)).accepted
     ticket = s.dispatch("a")
     assert (
@@ -447,7 +447,7 @@ def test_the_largest_norm():
 
 
 def test_the_running_median():
-    s = Server(Flat(1), Adds(), torch.zeros(1), checks=Checks(norm_factor=3.0, norm_window=5, norm_after=3))
+    s = Server(Flat(1), Adds(), torch.zeros(1), checks=UpdateLimits(norm_factor=3.0, norm_window=5, norm_after=3))
 
     def send(norm):
         ticket = s.dispatch("a")
@@ -461,11 +461,11 @@ def test_the_running_median():
     assert [send(norm) for norm in sent] == [True, True, True, False, True, True, False, True]
     # 1 and 100 have left the window: {2, 6, 12, 18, 1}, then {6, 12, 18, 1, 1}, then {12, 18, 1, 1, 1}.
     assert [send(norm) for norm in (1, 1, 1, 3.5, 3)] == [True, True, True, False, True]
-    assert s.refused == {"points": 3}
+    assert s.rejected == {"points": 3}
 
 
 def test_a_median_of_zero_shuts_nobody_out():
-    s = Server(Flat(1), Adds(), torch.zeros(1), checks=Checks(norm_factor=2.0, norm_after=1))
+    s = Server(Flat(1), Adds(), torch.zeros(1), checks=UpdateLimits(norm_factor=2.0, norm_after=1))
     for norm in (0.0, 0.0, 1.0):
         ticket = s.dispatch("a")
         assert s.receive(ticket.id, Payload(ticket.message.start[None] + norm, 1)).accepted
@@ -474,16 +474,16 @@ def test_a_median_of_zero_shuts_nobody_out():
 def test_norms_are_the_spaces():
     space, x = Sphere(3), torch.tensor([1.0, 0.0, 0.0])
     points = torch.stack([torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.6, 0.8, 0.0])])
-    assert norm_of(space, x, points) == pytest.approx(math.pi / 2, rel=1e-6)
+    assert update_norm(space, x, points) == pytest.approx(math.pi / 2, rel=1e-6)
     matrices = SymmetricPositiveDefinite(2)
     base, point = torch.eye(2), torch.diag(torch.tensor([math.e, 1.0]))
-    assert norm_of(matrices, base, point[None]) == pytest.approx(distance(matrices, base, point).item())
+    assert update_norm(matrices, base, point[None]) == pytest.approx(distance(matrices, base, point).item())
     flat = draw(0, 3, 4)
-    assert norm_of(Flat(4), flat[0], flat[1:]) == pytest.approx(
+    assert update_norm(Flat(4), flat[0], flat[1:]) == pytest.approx(
         (flat[1:] - flat[0]).norm(dim=1).max().item(), rel=1e-14
     )
     # The antipode has no log.
-    assert norm_of(Sphere(3), x, -x[None]) == math.inf
+    assert update_norm(Sphere(3), x, -x[None]) == math.inf
 
 
 def test_points_of_curved_leaves_lie_on_them_to_the_rounding_of_the_leaf():
@@ -503,7 +503,9 @@ def test_points_of_curved_leaves_lie_on_them_to_the_rounding_of_the_leaf():
     )
 
 
-BY_ROWS = {name: rule for name, rule in golden().items() if by_rows(rule, Flat(P)) and not any(extras(rule))}
+BY_ROWS = {
+    name: rule for name, rule in golden().items() if accepts_tensor_lists(rule, Flat(P)) and not any(extra_fields(rule))
+}
 
 
 @pytest.fixture(params=BY_ROWS)
@@ -514,7 +516,7 @@ def plain(request):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("checks", [None, Checks(max_norm=1e6)])
+@pytest.mark.parametrize("checks", [None, UpdateLimits(max_norm=1e6)])
 def test_what_nobody_looked_at_is_refused_in_the_same_words(plain, checks, dtype):
     s = Server(Flat(P), plain, torch.zeros(P, dtype=dtype), checks=checks)
     count = 2 if isinstance(plain, AsyncBezier) else 1

@@ -51,7 +51,7 @@ class Remembers:
         if count % 4 == 3:
             raise DivergenceError(f"the loss is nan in task {count}")
         trace = 0.5 * trace + step
-        return Payload((message.start + 0.01 * trace)[None], 10, memory={"count": count + 1, "trace": trace})
+        return Payload((message.start + 0.01 * trace)[None], 10, client_state={"count": count + 1, "trace": trace})
 
 
 LOCAL = trainers.Local(epochs=1, rate=0.05)
@@ -70,7 +70,7 @@ class WritesIt:
             tensor.add_(1)
         if float(torch.rand((), generator=generator)) < 0.2:
             raise DivergenceError("the loss is nan")
-        return Payload((point + 0.01 * trace)[None], 10, buffers=message.buffers, memory={"trace": trace})
+        return Payload((point + 0.01 * trace)[None], 10, buffers=message.buffers, client_state={"trace": trace})
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DrawsLater:
     def train(self, space, message, loss, batches, memory, *, generator):
         step = 0 if memory is None else torch.randn(space.shape)
         buffers = {name: message.buffers[name] for name in message.asked}
-        return Payload((message.start + 0.01 * step)[None], 10, buffers=buffers, memory=1)
+        return Payload((message.start + 0.01 * step)[None], 10, buffers=buffers, client_state=1)
 
 
 def normalised():

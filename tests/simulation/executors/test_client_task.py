@@ -119,12 +119,12 @@ def test_tensors_lie_as_torch_lays_them_wherever_they_came_from():
     class Looks:
         def train(self, space, message, loss, batches, memory, *, generator):
             seen.extend([message.start, message.tensors["t"], memory["m"]])
-            return Payload(torch.zeros(2, *space.shape)[1:], 1, {"t": apart}, memory={"m": apart})
+            return Payload(torch.zeros(2, *space.shape)[1:], 1, {"t": apart}, client_state={"m": apart})
 
     of = federation()
     size = ParameterSpace.of(of.model()).layout.size
     message = Message(torch.zeros(size + 1)[1:], {"t": apart})
     payload = perform(Errand(of, Looks(), Key(0, 0), message, {"m": apart}))
-    for tensor in (*seen, payload.points, payload.tensors["t"], payload.memory["m"]):
+    for tensor in (*seen, payload.points, payload.tensors["t"], payload.client_state["m"]):
         assert tensor.data_ptr() % 64 == 0
         assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -140,14 +140,14 @@ def test_a_client_that_is_lost_goes_on_from_its_last_answer():
             for nth in range(3):
                 crew.give(Key(0, nth), runners.message(of))
             crew.give(Key(1, 0), runners.message(of))
-            counts = [crew.result(key).memory["count"] for key in (Key(0, 0), Key(1, 0))]
+            counts = [crew.result(key).client_state["count"] for key in (Key(0, 0), Key(1, 0))]
             crew.lose([Key(0, 1), Key(0, 2), Key(4, 0)])
             crew.give(Key(0, 3), runners.message(of))
-            counts.append(crew.result(Key(0, 3)).memory["count"])
+            counts.append(crew.result(Key(0, 3)).client_state["count"])
             crew.give(Key(0, 4), runners.message(of))
             crew.give(Key(0, 5), runners.message(of))
             crew.lose([Key(0, 4)])
-            return [*counts, crew.result(Key(0, 5)).memory["count"]]
+            return [*counts, crew.result(Key(0, 5)).client_state["count"]]
 
     with ThreadPoolExecutor(2) as pool:
         assert told(pool) == told(None) == [1, 1, 2, 3]
@@ -170,7 +170,7 @@ class Echo:
     """Sends back what it got."""
 
     def train(self, space, message, loss, batches, memory, *, generator):
-        return Payload(message.start[None], 1, {"t": message.tensors["t"]}, memory=memory)
+        return Payload(message.start[None], 1, {"t": message.tensors["t"]}, client_state=memory)
 
 
 def letter(parameters, memory=None):

@@ -4,49 +4,49 @@ import logging
 from collections.abc import Callable
 
 from manifoldagg.errors import SpillError
-from manifoldagg.federated.server.durability.persistent_map import Atomic
-from manifoldagg.federated.server.durability.spill import Spill, trim
+from manifoldagg.federated.server.durability.persistent_map import AtomicReference
+from manifoldagg.federated.server.durability.spill import Spill, malloc_trim
 from manifoldagg.federated.server.durability.store import Store
-from manifoldagg.federated.server.state import Books
+from manifoldagg.federated.server.state import ServerState
 
-__all__ = ["Overflow"]
+__all__ = ["Evictor"]
 
 LOG = logging.getLogger("manifoldagg")
-TRIMMED = 2**20
+MIN_TRIM_BYTES = 2**20
 """Bytes that go to files between two requests that freed memory be returned, or a quarter of the limit."""
 
 
-class Overflow:
+class Evictor:
     """Keeps what is held for clients within a limit.
 
     Args:
-        books: of the server.
+        state: of the server.
         limit: in bytes; `None` for none.
         spill: where files go.
     """
 
-    def __init__(self, books: Atomic[Books], limit: int | None, spill: Spill) -> None:
+    def __init__(self, state: AtomicReference[ServerState], limit: int | None, spill: Spill) -> None:
         self.limit = limit
-        self._books = books
+        self._state = state
         self._spill = spill
-        self._untrimmed = 0
+        self._untrimmed_bytes = 0
 
-    def move(self) -> None:
+    def evict(self) -> None:
         """Bring what is held within the limit, and let go of the memory that leaves."""
-        while self.limit is not None and (size := self._move_one(self.limit)):
-            self._untrimmed += size
-            if self._untrimmed > max(self.limit // 4, TRIMMED):
-                self._untrimmed = 0
-                trim()
+        while self.limit is not None and (size := self._evict_one(self.limit)):
+            self._untrimmed_bytes += size
+            if self._untrimmed_bytes > max(self.limit // 4, MIN_TRIM_BYTES):
+                self._untrimmed_bytes = 0
+                malloc_trim()
 
     def close(self) -> None:
         """Remove all files."""
         self._spill.close()
 
-    def _move_one(self, limit: int) -> int:
+    def _evict_one(self, limit: int) -> int:
         """Move the oldest tree to a file; its size, or 0 where none has to move, or none can."""
-        books = self._books.value
-        over = books.store.over(limit, without=books.current)
+        books = self._state.value
+        over = books.store.next_victim(limit, exclude=books.current_key)
         if over is None:
             return 0
         key, kept = over
@@ -56,10 +56,10 @@ class Overflow:
             LOG.warning("memory_limit: %s stays in memory: %s", key, error)
             if error.temporary:
                 return 0
-            self._store(lambda store: store.stuck(key, kept))
+            self._update_store(lambda store: store.pinned(key, kept))
         else:
-            self._store(lambda store: store.moved(key, kept, filed))
+            self._update_store(lambda store: store.evicted(key, kept, filed))
         return kept.size
 
-    def _store(self, change: Callable[[Store], Store]) -> None:
-        self._books.update(lambda now: (now._replace(store=change(now.store)), None))
+    def _update_store(self, change: Callable[[Store], Store]) -> None:
+        self._state.update(lambda now: (now._replace(store=change(now.store)), None))

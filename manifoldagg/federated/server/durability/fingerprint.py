@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.raw_io import bytes_of
+from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 
-__all__ = ["called", "describe", "difference", "path_of"]
+__all__ = ["fingerprint", "first_difference", "import_path", "qualified_name"]
 
-NOBODY = (types.ModuleType, types.NoneType)
+BUILTIN_OWNERS = (types.ModuleType, types.NoneType)
 """To these belong what Python calls built-in functions."""
-LONGEST = 60
+MAX_VALUE_CHARS = 60
 """Letters of a value in a message."""
 
 
-def describe(name: str, value: Any) -> Tree:
+def fingerprint(name: str, value: Any) -> Tree:
     """What a value is: plain ones themselves, functions and classes by name, objects by class and content.
 
     Two descriptions are equal where the values do the same, as far as names tell. Tensors and modules are told by a
@@ -49,12 +49,12 @@ def describe(name: str, value: Any) -> Tree:
         manifoldagg.errors.CheckpointError: rate: expected a function of a module, as others can be found by ...
     """
     try:
-        return _described(name, value)
+        return _fingerprint(name, value)
     except RecursionError:
         raise CheckpointError(f"{name}: expected what does not contain itself") from None
 
 
-def called(name: str, function: Any) -> str | None:
+def qualified_name(name: str, function: Any) -> str | None:
     """The qualified name of what is called, whatever object it is bound to; `None` for `None`.
 
     Args:
@@ -66,21 +66,21 @@ def called(name: str, function: Any) -> str | None:
 
     Example:
         >>> import time
-        >>> called("clock", time.monotonic), called("clock", [].pop)
+        >>> qualified_name("clock", time.monotonic), qualified_name("clock", [].pop)
         ('time.monotonic', 'list.pop')
     """
     if function is None:
         return None
     if isinstance(function, types.FunctionType):
-        return _found(name, function)
+        return _importable_path(name, function)
     if getattr(function, "__module__", "") is None:
         return str(function.__qualname__)
-    return path_of(
+    return import_path(
         function if isinstance(function, types.MethodType | types.BuiltinFunctionType | type) else type(function)
     )
 
 
-def difference(name: str, was: Tree, given: Tree) -> str | None:
+def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
     """Where two descriptions first differ and how; `None` where they are equal.
 
     Example:
@@ -88,76 +88,85 @@ def difference(name: str, was: Tree, given: Tree) -> str | None:
         >>> difference("staleness", describe("", Polynomial(0.5)), describe("", Polynomial(0.7)))
         'staleness: a: was 0.5, got 0.7'
     """
-    if isinstance(was, dict) and isinstance(given, dict) and was.keys() == given.keys():
-        found = (_apart(name, key, was[key], given[key]) for key in was)
+    if isinstance(saved, dict) and isinstance(current, dict) and saved.keys() == current.keys():
+        found = (_entry_difference(name, key, saved[key], current[key]) for key in saved)
         return next((told for told in found if told is not None), None)
-    if isinstance(was, list) and isinstance(given, list) and was and given:
-        pairs = enumerate(zip(was, given, strict=False))
-        found = (difference(f"{name}[{i}]", old, new) for i, (old, new) in pairs)
-        longer = None if len(was) == len(given) else f"{name}: was {len(was)} entries, got {len(given)}"
+    if isinstance(saved, list) and isinstance(current, list) and saved and current:
+        pairs = enumerate(zip(saved, current, strict=False))
+        found = (first_difference(f"{name}[{i}]", old, new) for i, (old, new) in pairs)
+        longer = None if len(saved) == len(current) else f"{name}: was {len(saved)} entries, got {len(current)}"
         return next((told for told in found if told is not None), longer)
     # Written out, what is no number is equal too.
-    return None if was == given or repr(was) == repr(given) else f"{name}: was {_short(was)}, got {_short(given)}"
+    return (
+        None
+        if saved == current or repr(saved) == repr(current)
+        else f"{name}: was {_shorten(saved)}, got {_shorten(current)}"
+    )
 
 
-def _apart(name: str, key: str, was: Tree, given: Tree) -> str | None:
+def _entry_difference(name: str, key: str, saved: Tree, current: Tree) -> str | None:
     """The difference between two entries of descriptions. Fields have names, other entries are the thing itself."""
-    if key == "fields" and was.keys() == given.keys():
-        found = (difference(f"{name}: {field}", was[field], given[field]) for field in was)
+    if key == "fields" and saved.keys() == current.keys():
+        found = (first_difference(f"{name}: {field}", saved[field], current[field]) for field in saved)
         return next((told for told in found if told is not None), None)
-    return difference(name, was, given)
+    return first_difference(name, saved, current)
 
 
-def _described(name: str, value: Any) -> Tree:
+def _fingerprint(name: str, value: Any) -> Tree:
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, types.FunctionType):
-        return {"function": _found(name, value)}
+        return {"function": _importable_path(name, value)}
     if isinstance(value, type):
-        return {"type": path_of(value)}
-    kind = {"class": path_of(type(value))}
+        return {"type": import_path(value)}
+    kind = {"class": import_path(type(value))}
     if isinstance(value, types.MethodType | types.BuiltinMethodType):
         owner = value.__self__
-        return {"method": path_of(value), "of": None if isinstance(owner, NOBODY) else _described(name, owner)}
+        return {
+            "method": import_path(value),
+            "of": None if isinstance(owner, BUILTIN_OWNERS) else _fingerprint(name, owner),
+        }
     if isinstance(value, functools.partial):
-        return kind | _fields(name, {"func": value.func, "args": value.args, "keywords": value.keywords})
+        return kind | _fingerprint_fields(name, {"func": value.func, "args": value.args, "keywords": value.keywords})
     if isinstance(value, Enum):
         return kind | {"name": value.name}
     if isinstance(value, torch.dtype | torch.device):
         return kind | {"name": str(value)}
     if isinstance(value, Tensor):
-        return kind | _content(value)
+        return kind | _tensor_digest(value)
     if isinstance(value, np.ndarray):
-        return kind | _content(torch.from_numpy(np.atleast_1d(value)))
+        return kind | _tensor_digest(torch.from_numpy(np.atleast_1d(value)))
     if isinstance(value, nn.Module):
-        return kind | _fields(name, value.state_dict())
+        return kind | _fingerprint_fields(name, value.state_dict())
     if is_dataclass(value):
         # What does not count where values are compared does not count here.
-        return kind | _fields(
+        return kind | _fingerprint_fields(
             name, {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
         )
     if isinstance(value, Mapping):
-        return kind | {"items": [[_described(name, key), _described(f"{name}[{key!r}]", value[key])] for key in value]}
+        return kind | {
+            "items": [[_fingerprint(name, key), _fingerprint(f"{name}[{key!r}]", value[key])] for key in value]
+        }
     if isinstance(value, list | tuple):
-        return kind | {"items": [_described(f"{name}[{i}]", part) for i, part in enumerate(value)]}
+        return kind | {"items": [_fingerprint(f"{name}[{i}]", part) for i, part in enumerate(value)]}
     if isinstance(value, set | frozenset):
-        return kind | {"items": sorted((_described(name, part) for part in value), key=repr)}
+        return kind | {"items": sorted((_fingerprint(name, part) for part in value), key=repr)}
     state = value.__getstate__()
-    return kind | _fields(name, state if isinstance(state, dict) else {"state": state})
+    return kind | _fingerprint_fields(name, state if isinstance(state, dict) else {"state": state})
 
 
-def _fields(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    return {"fields": {key: _described(f"{name}: {key}", part) for key, part in content.items()}}
+def _fingerprint_fields(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    return {"fields": {key: _fingerprint(f"{name}: {key}", part) for key, part in content.items()}}
 
 
-def path_of(value: Any) -> str:
+def import_path(value: Any) -> str:
     """The qualified name of a class or a function."""
     return f"{value.__module__}.{value.__qualname__}"
 
 
-def _found(name: str, function: Any) -> str:
+def _importable_path(name: str, function: Any) -> str:
     """The name of a function, under which it is found."""
     module = getattr(function, "__module__", None) or ""
     try:
@@ -168,16 +177,16 @@ def _found(name: str, function: Any) -> str:
         raise CheckpointError(
             f"{name}: expected a function of a module, as others can be found by no name; got {function!r}"
         )
-    return path_of(function)
+    return import_path(function)
 
 
-def _content(tensor: Tensor) -> dict[str, Any]:
-    digest = hashlib.sha256(bytes_of(tensor)).hexdigest()
+def _tensor_digest(tensor: Tensor) -> dict[str, Any]:
+    digest = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
     return {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "digest": digest}
 
 
-def _short(description: Any) -> str:
+def _shorten(description: Any) -> str:
     if isinstance(description, dict):
         description = next(iter(description.values()), description)
     text = str(description) if isinstance(description, str) else repr(description)
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"

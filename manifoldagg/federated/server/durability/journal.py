@@ -22,18 +22,18 @@ from manifoldagg._validation import check_choice, check_count
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability import tensor_file
-from manifoldagg.federated.server.durability.log_format import KIND, frame, unreadable
-from manifoldagg.federated.server.durability.persistent_map import Atomic, Ordered
-from manifoldagg.federated.server.lock import Lock
-from manifoldagg.federated.server.state import Books, Log
+from manifoldagg.federated.server.durability.log_format import KIND, encode_record, read_error
+from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
+from manifoldagg.federated.server.lock import OwnedLock
+from manifoldagg.federated.server.state import PendingLog, ServerState
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Appender", "Hold", "Journal"]
+__all__ = ["Journal", "JournalLock", "JournalWriter"]
 
 SUFFIX = ".journal"
-SYNCS = ("always", "batch")
+FSYNC_MODES = ("always", "batch")
 LOG = logging.getLogger("manifoldagg")
 
 
@@ -44,9 +44,9 @@ class Journal:
     Args:
         path: of the files, `path.0.journal` and so on, in a folder that exists.
         fsync: `"always"`: before a call returns what it has changed is on the disk; calls of several threads share a
-            sync. `"batch"`: it is with the system, and outlives the process; with the machine up to `every` of the
-            latest changes may be lost (tickets that were issued, dropped or ended, and updates).
-        every: so many changes are brought to the disk together, with `"batch"`.
+            sync. `"batch"`: it is with the system, and outlives the process; with the machine up to `fsync_every` of
+            the latest changes may be lost (tickets that were issued, dropped or ended, and updates).
+        fsync_every: so many changes are brought to the disk together, with `"batch"`.
 
     Raises:
         ArgumentError: naming what does not fit.
@@ -58,33 +58,33 @@ class Journal:
 
     path: str | Path
     fsync: str = "always"
-    every: int = 100
+    fsync_every: int = 100
 
     def __post_init__(self) -> None:
         # The process may change its directory before it writes.
         object.__setattr__(self, "path", tensor_file.check_path(self.path))
-        check_choice("fsync", self.fsync, SYNCS)
-        check_count("every", self.every)
+        check_choice("fsync", self.fsync, FSYNC_MODES)
+        check_count("fsync_every", self.fsync_every)
 
     @classmethod
-    def of(cls, given: Any) -> "Journal":
+    def of(cls, value: Any) -> "Journal":
         """What is given as `journal`: a path, or one of these.
 
         Raises:
             ArgumentError: if it is neither.
         """
-        if isinstance(given, str | Path):
-            return cls(given)
-        if not isinstance(given, Journal):
-            raise ArgumentError(f"journal: expected a path or a Journal, got {given!r}")
-        return given
+        if isinstance(value, str | Path):
+            return cls(value)
+        if not isinstance(value, Journal):
+            raise ArgumentError(f"journal: expected a path or a Journal, got {value!r}")
+        return value
 
-    def file(self, first: int) -> Path:
+    def segment_path(self, first_lsn: int) -> Path:
         """Of the changes from a number on."""
         place = Path(self.path)
-        return place.with_name(f"{place.name}.{first}{SUFFIX}")
+        return place.with_name(f"{place.name}.{first_lsn}{SUFFIX}")
 
-    def files(self) -> list[int]:
+    def segments(self) -> list[int]:
         """The first numbers of the files that there are, in order.
 
         Raises:
@@ -95,12 +95,12 @@ class Journal:
         try:
             names = os.listdir(place.parent)
         except OSError as error:
-            raise unreadable(place.parent, error) from error
+            raise read_error(place.parent, error) from error
         found = (name[len(begin) : -len(SUFFIX)] for name in names if name.startswith(begin) and name.endswith(SUFFIX))
         return sorted(int(number) for number in found if number.isdecimal())
 
 
-class Hold:
+class JournalLock:
     """A journal that nobody else has, until it is closed.
 
     Args:
@@ -117,27 +117,27 @@ class Hold:
             file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise CheckpointError(f"{lock}: cannot be opened: {error.strerror or error}") from error
-        self.close = weakref.finalize(self, _closed, file)
+        self.close = weakref.finalize(self, _close_descriptor, file)
         self.file = file
         try:
-            _claim(file, place)
+            _flock(file, place)
         except BaseException:
             self.close()
             raise
 
 
-class _At(NamedTuple):
+class _Position(NamedTuple):
     """Where an appender is: in which file, what its first number is, its end, the next number, how many are on disk."""
 
-    file: int
-    mark: bytes
-    first: int
-    end: int
-    number: int
-    synced: int
+    descriptor: int
+    magic: bytes
+    first_lsn: int
+    end_offset: int
+    next_lsn: int
+    durable_lsn: int
 
 
-class Appender:
+class JournalWriter:
     """Appends what the books have entered, in the order in which it took effect.
 
     A change is entered with what it changes, in the same instant, and leaves when it is written: whatever goes wrong in
@@ -145,73 +145,77 @@ class Appender:
 
     Args:
         journal: where to, and how.
-        books: of the server.
+        state: of the server.
         name: of the journal.
-        hold: of the journal, closed with this.
+        journal_lock: of the journal, closed with this.
 
     Cost: of a change, its bytes written once; with `"always"` a sync, which those share that come meanwhile.
     """
 
-    def __init__(self, journal: Journal, books: Atomic[Books], name: str, hold: Hold) -> None:
+    def __init__(
+        self, journal: Journal, state: AtomicReference[ServerState], name: str, journal_lock: JournalLock
+    ) -> None:
         self.journal = journal
         self.name = name
-        self._hold = hold
-        self._books = books
-        self._lock = Lock()
-        self._failed = False
-        self._lost = False
-        self._at: _At | None = None
-        self._close: Callable[[], object] = int
+        self._journal_lock = journal_lock
+        self._state = state
+        self._write_lock = OwnedLock()
+        self._has_failed = False
+        self._needs_checkpoint = False
+        self._position: _Position | None = None
+        self._close_segment: Callable[[], object] = int
 
-    def begin(self, first: int, moment: Tree = None, after: list[Any] | None = None) -> None:
+    def open_segment(self, first_lsn: int, snapshot: Tree = None, predecessor: list[Any] | None = None) -> None:
         """Go on in a new file.
 
         Args:
-            first: number of its first change.
-            moment: the whole record before it; `None` where a checkpoint holds that.
-            after: what the record went on from, if that was not of this journal.
+            first_lsn: number of its first change.
+            snapshot: the whole record before it; `None` where a checkpoint holds that.
+            predecessor: what the record went on from, if that was not of this journal.
 
         Raises:
             CheckpointError: naming what cannot be saved, or with what the system says.
         """
         mark = os.urandom(8)
-        place = self.journal.file(first)
-        tensor_file.write(
-            place, KIND, {"name": self.name, "mark": mark, "first": first, "moment": moment, "after": after}
+        place = self.journal.segment_path(first_lsn)
+        tensor_file.save(
+            place, KIND, {"name": self.name, "mark": mark, "first": first_lsn, "moment": snapshot, "after": predecessor}
         )
         try:
             file = os.open(place, os.O_RDWR)
         except OSError as error:
             raise CheckpointError(f"{place}: cannot be opened: {error.strerror or error}") from error
-        close = weakref.finalize(self, _closed, file)
+        close = weakref.finalize(self, _close_descriptor, file)
         try:
-            at = _At(file, mark, first, os.lseek(file, 0, os.SEEK_END), first, first)
+            at = _Position(file, mark, first_lsn, os.lseek(file, 0, os.SEEK_END), first_lsn, first_lsn)
         except BaseException as error:
             close()
             if isinstance(error, OSError):
                 raise CheckpointError(f"{place}: cannot be opened: {error.strerror or error}") from error
             raise
-        before = self._close
-        self._at = at
-        self._close = close
-        self._lost = False
+        before = self._close_segment
+        self._position = at
+        self._close_segment = close
+        self._needs_checkpoint = False
         before()
 
-    def log(self, number: int) -> Log:
+    def empty_log(self, first_lsn: int) -> PendingLog:
         """What it has still to be told, from a number on: nothing yet."""
-        return Log(self.name, Ordered(first=number, after=number), self._books.value.refused)
+        return PendingLog(
+            self.name, PersistentOrderedMap(first_index=first_lsn, next_index=first_lsn), self._state.value.rejected
+        )
 
-    def is_mine(self) -> bool:
+    def held_by_me(self) -> bool:
         """Whether this thread is writing."""
-        return self._lock.is_mine()
+        return self._write_lock.held_by_me()
 
-    def check(self) -> None:
+    def retry_if_failed(self) -> None:
         """That what was entered before could be written; where it could not it is tried again.
 
         Raises:
             CheckpointError: if it cannot be. Nothing more should be entered then.
         """
-        if self._failed:
+        if self._has_failed:
             self.write()
 
     def write(self) -> None:
@@ -220,32 +224,32 @@ class Appender:
         Raises:
             CheckpointError: with what the system says. What was entered stays, and is written with the next call.
         """
-        log = self._books.value.log
-        if log is None or not (log.changes or self._failed) or self.is_mine():
+        log = self._state.value.pending_log
+        if log is None or not (log.records or self._has_failed) or self.held_by_me():
             return
-        with self._lock.lock:
-            self._trying(self._write)
+        with self._write_lock.lock:
+            self._guarded(self._write)
 
-    def cut(self, place: int) -> None:
+    def rotate(self, lsn: int) -> None:
         """Go on in a new file, as a checkpoint holds all changes before a place, and remove older files."""
-        with self._lock.lock:
-            at = self._at
+        with self._write_lock.lock:
+            at = self._position
             try:
-                if at is not None and at.number > at.first and (not self._lost or place >= at.number):
-                    if not self._lost:
-                        self._trying(self._sync)
-                    self._renew(at)
-                self.clear(place)
+                if at is not None and at.next_lsn > at.first_lsn and (not self._needs_checkpoint or lsn >= at.next_lsn):
+                    if not self._needs_checkpoint:
+                        self._guarded(self._sync)
+                    self._rotate(at)
+                self.delete_segments(lsn)
             except CheckpointError as error:  # the checkpoint is there, and so are the changes
                 LOG.error("%s", error)
 
-    def clear(self, place: int) -> None:
+    def delete_segments(self, lsn: int) -> None:
         """Remove the files that have no change from a place on."""
-        files = self.journal.files()
+        files = self.journal.segments()
         for first, after in pairwise(files):
-            if after <= place:
+            if after <= lsn:
                 with suppress(OSError):
-                    os.unlink(self.journal.file(first))
+                    os.unlink(self.journal.segment_path(first))
 
     def close(self) -> None:
         """Write what was entered, bring it to the disk, and write nothing any more.
@@ -253,90 +257,90 @@ class Appender:
         Raises:
             CheckpointError: with what the system says. It is closed then too.
         """
-        with self._lock.lock:
+        with self._write_lock.lock:
             try:
-                if self._at is not None:
-                    self._trying(self._write)
-                    self._trying(self._sync)
+                if self._position is not None:
+                    self._guarded(self._write)
+                    self._guarded(self._sync)
             finally:
-                self._at = None
-                self._close()
-                self._hold.close()
+                self._position = None
+                self._close_segment()
+                self._journal_lock.close()
 
-    def _renew(self, at: _At) -> None:
+    def _rotate(self, position: _Position) -> None:
         """Go on in a new file, or in the older one: then one that says otherwise must not be there."""
         try:
-            self.begin(at.number)
+            self.open_segment(position.next_lsn)
         except BaseException:
-            if self._at is at:
+            if self._position is position:
                 try:
-                    os.unlink(self.journal.file(at.number))
+                    os.unlink(self.journal.segment_path(position.next_lsn))
                 except FileNotFoundError:
                     pass
                 except OSError:
-                    self._lost = self._failed = True
+                    self._needs_checkpoint = self._has_failed = True
             raise
 
-    def _trying(self, act: Callable[[], None]) -> None:
+    def _guarded(self, function: Callable[[], None]) -> None:
         try:
-            act()
+            function()
         except BaseException as error:
-            self._failed = True
+            self._has_failed = True
             if not isinstance(error, OSError):
                 raise
             told = f"journal: {self.journal.path}: could not be written: {error.strerror or error}"
             LOG.error("%s", told)
             raise CheckpointError(told) from error
-        self._failed = False
+        self._has_failed = False
 
     def _write(self) -> None:
-        at = self._at
-        log = self._books.value.log
+        at = self._position
+        log = self._state.value.pending_log
         if at is None or log is None:
             return
-        if self._lost:
+        if self._needs_checkpoint:
             raise OSError("what was written may be lost; a checkpoint begins a new file")
-        changes = [log.changes[number] for number in log.changes if number >= at.number]
-        end = at.end
-        os.lseek(at.file, end, os.SEEK_SET)
-        for number, change in enumerate(changes, at.number):
-            for part in frame(at.mark, number, at.synced, change):
+        changes = [log.records[number] for number in log.records if number >= at.next_lsn]
+        end = at.end_offset
+        os.lseek(at.descriptor, end, os.SEEK_SET)
+        for number, change in enumerate(changes, at.next_lsn):
+            for part in encode_record(at.magic, number, at.durable_lsn, change):
                 end += len(part)
-                _written(at.file, part)
-        after = at._replace(end=end, number=at.number + len(changes))
+                _write_all(at.descriptor, part)
+        after = at._replace(end_offset=end, next_lsn=at.next_lsn + len(changes))
         if self.journal.fsync == "always":
-            os.fsync(at.file)
-            after = after._replace(synced=after.number)
-        self._at = after
-        self._books.update(lambda now: (now.logged(after.number), None))
-        if after.number - after.synced >= self.journal.every:
+            os.fsync(at.descriptor)
+            after = after._replace(durable_lsn=after.next_lsn)
+        self._position = after
+        self._state.update(lambda now: (now.log_truncated(after.next_lsn), None))
+        if after.next_lsn - after.durable_lsn >= self.journal.fsync_every:
             self._sync()
 
     def _sync(self) -> None:
         """Bring to the disk what is written."""
-        at = self._at
-        if at is None or at.synced == at.number:
+        at = self._position
+        if at is None or at.durable_lsn == at.next_lsn:
             return
         try:
-            os.fsync(at.file)
+            os.fsync(at.descriptor)
         except OSError:
             # The system may have dropped what it could not write, and would not say so again.
-            self._lost = True
+            self._needs_checkpoint = True
             raise
-        self._at = at._replace(synced=at.number)
+        self._position = at._replace(durable_lsn=at.next_lsn)
 
 
-def _written(file: int, part: memoryview) -> None:
+def _write_all(file: int, part: memoryview) -> None:
     while part:
         part = part[os.write(file, part) :]
 
 
-def _closed(file: int) -> None:
+def _close_descriptor(file: int) -> None:
     with suppress(OSError):
         os.close(file)
 
 
-def _claim(file: int, path: Path) -> None:
+def _flock(file: int, path: Path) -> None:
     """That nobody else has the lock of a journal, until it is closed.
 
     Raises:

@@ -20,73 +20,82 @@ from torch import Tensor
 
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.server.durability import tensor_file
-from manifoldagg.federated.server.durability.tree_codec import decoded, encoded
-from manifoldagg.federated.server.state import Change
+from manifoldagg.federated.server.durability.tree_codec import decode, encode
+from manifoldagg.federated.server.state import LogRecord
 from manifoldagg.federated.types import Payload
 
-__all__ = ["KIND", "Told", "frame", "indexed", "opened", "packed", "payload_of", "unreadable"]
+__all__ = [
+    "KIND",
+    "StoredRecord",
+    "encode_record",
+    "pack_payload",
+    "read_error",
+    "read_payload",
+    "read_segment_header",
+    "scan",
+]
 
 KIND = "journal"
 """Of the archive that a file begins with."""
 PAYLOAD = "payload"
-HEAD = struct.Struct("<8sQQQQL")
+RECORD_HEADER = struct.Struct("<8sQQQQL")
 """Of a frame: mark, number, how many were on the disk, bytes of JSON, bytes of the payload, checksum but of these."""
-FIELDS = ("points", "samples", "tensors", "numbers", "buffers", "base")
+PAYLOAD_FIELDS = ("points", "samples", "tensors", "numbers", "buffers", "base")
 LOG = logging.getLogger("manifoldagg")
 
 
-class Told(NamedTuple):
+class StoredRecord(NamedTuple):
     """A change that is in a file: its number, what it was, and where its payload lies."""
 
-    number: int
+    lsn: int
     kind: str
     content: dict[str, Any]
     path: Path
-    place: int
-    length: int
+    payload_offset: int
+    payload_length: int
 
 
-def packed(payload: Payload) -> bytearray:
+def pack_payload(payload: Payload) -> bytearray:
     """A payload for the journal: its bytes are taken now, and it may be written afterwards.
 
     Raises:
         CheckpointError: naming what no file can hold.
     """
-    return tensor_file.packed(PAYLOAD, {name: getattr(payload, name) for name in FIELDS})
+    return tensor_file.dumps(PAYLOAD, {name: getattr(payload, name) for name in PAYLOAD_FIELDS})
 
 
-def frame(mark: bytes, number: int, synced: int, change: Change) -> Iterator[memoryview]:
+def encode_record(magic: bytes, lsn: int, durable_lsn: int, record: LogRecord) -> Iterator[memoryview]:
     """The parts of a frame.
 
     Args:
-        mark: of the file.
-        number: of the change.
-        synced: how many changes are on the disk.
-        change: what it holds.
+        magic: of the file.
+        lsn: of the change.
+        durable_lsn: how many changes are on the disk.
+        record: what it holds.
 
     Raises:
         CheckpointError: naming what no file can hold.
     """
-    text = encoded((change.kind, change.content), lambda tensor, way: None, CheckpointError).encode()
-    head = HEAD.pack(mark, number, synced, len(text), len(change.payload), 0)[:-4]
+    text = encode((record.kind, record.content), lambda tensor, way: None, CheckpointError).encode()
+    head = RECORD_HEADER.pack(magic, lsn, durable_lsn, len(text), len(record.payload), 0)[:-4]
     checksum = zlib.crc32(text, zlib.crc32(head))
     yield memoryview(head + checksum.to_bytes(4, "little") + text)
-    yield memoryview(change.payload)
+    yield memoryview(record.payload)
 
 
-def payload_of(told: Told) -> Payload:
+def read_payload(record: StoredRecord) -> Payload:
     """What came with an update.
 
     Raises:
         CheckpointError: if it was altered.
         OSError: if it cannot be read.
     """
-    with open(told.path, "rb") as file:
-        file.seek(told.place)
-        return Payload(**tensor_file.read_from(file, PAYLOAD, told.length))
+    with open(record.path, "rb") as file:
+        file.seek(record.payload_offset)
+        return Payload(**tensor_file.load_from(file, PAYLOAD, record.payload_length))
 
 
-def opened(path: Path) -> tuple[dict[str, Any], int]:
+def read_segment_header(path: Path) -> tuple[dict[str, Any], int]:
     """What a file begins with, and where that ends.
 
     Raises:
@@ -94,75 +103,79 @@ def opened(path: Path) -> tuple[dict[str, Any], int]:
     """
     try:
         with open(path, "rb") as file:
-            head: dict[str, Any] = tensor_file.read_from(file, KIND, os.fstat(file.fileno()).st_size, more=True)
+            head: dict[str, Any] = tensor_file.load_from(
+                file, KIND, os.fstat(file.fileno()).st_size, allow_trailing=True
+            )
             return head, file.tell()
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def indexed(path: Path, first: int) -> tuple[list[Told], int]:
+def scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
     """The changes in a file up to one that is bad, and how many were on the disk as far as any frame says.
 
     Raises:
         CheckpointError: if it cannot be read, or was not written by this package.
     """
     try:
-        return _searched(path, first)
+        return _scan(path, first_lsn)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
+def read_error(path: Path, error: OSError) -> CheckpointError:
     """What to raise where the system does not read."""
     return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
 
 
-def _searched(path: Path, first: int) -> tuple[list[Told], int]:
-    head, place = opened(path)
+def _scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
+    head, place = read_segment_header(path)
     mark = head["mark"]
-    if head["first"] != first:
+    if head["first"] != first_lsn:
         raise CheckpointError(f"{path}: begins with change {head['first']}: it has another's name")
-    found: list[Told] = []
-    vouched = first
+    found: list[StoredRecord] = []
+    vouched = first_lsn
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        while (frame := _read(data, place, mark)) is not None and frame[0] == first + len(found):
+        while (frame := _read_record(data, place, mark)) is not None and frame[0] == first_lsn + len(found):
             number, synced, text, begin, length = frame
-            kind, content = _content(path, number, text)
-            found.append(Told(number, kind, content, path, begin, length))
+            kind, content = _decode_content(path, number, text)
+            found.append(StoredRecord(number, kind, content, path, begin, length))
             vouched = max(vouched, synced)
             place = begin + length
         if place < len(data):
-            LOG.warning("%s: %d bytes after change %d are no change", path, len(data) - place, first + len(found) - 1)
+            LOG.warning(
+                "%s: %d bytes after change %d are no change", path, len(data) - place, first_lsn + len(found) - 1
+            )
         while (place := data.find(mark, place)) >= 0:
-            frame = _read(data, place, mark)
+            frame = _read_record(data, place, mark)
             vouched = vouched if frame is None else max(vouched, frame[1])
             place += 1
     return found, vouched
 
 
-def _read(data: mmap.mmap, place: int, mark: bytes) -> tuple[int, int, bytes, int, int] | None:
+def _read_record(data: mmap.mmap, offset: int, magic: bytes) -> tuple[int, int, bytes, int, int] | None:
     """The frame at a place: number, how many were on the disk, JSON, where its payload begins and how long it is."""
-    if place + HEAD.size > len(data):
+    if offset + RECORD_HEADER.size > len(data):
         return None
-    given, number, synced, length, payload, checksum = HEAD.unpack_from(data, place)
-    begin = place + HEAD.size
-    if given != mark or begin + length > len(data):
+    given, number, synced, length, payload, checksum = RECORD_HEADER.unpack_from(data, offset)
+    begin = offset + RECORD_HEADER.size
+    if given != magic or begin + length > len(data):
         return None
     text = data[begin : begin + length]
-    if zlib.crc32(text, zlib.crc32(data[place : begin - 4])) != checksum or begin + length + payload > len(data):
+    if zlib.crc32(text, zlib.crc32(data[offset : begin - 4])) != checksum or begin + length + payload > len(data):
         return None
     return number, synced, text, begin + length, payload
 
 
-def _content(path: Path, number: int, text: bytes) -> tuple[str, dict[str, Any]]:
+def _decode_content(path: Path, lsn: int, text: bytes) -> tuple[str, dict[str, Any]]:
     try:
-        kind, content = decoded(json.loads(text), _no_tensor)
+        kind, content = decode(json.loads(text), _reject_tensor)
         return kind, content
     except Exception as error:  # it was written so by somebody who can make a checksum
-        raise CheckpointError(f"{path}: change {number} was not written by this package: {error!r}") from None
+        raise CheckpointError(f"{path}: change {lsn} was not written by this package: {error!r}") from None
 
 
-def _no_tensor(_: Any) -> Tensor:
+def _reject_tensor(_: Any) -> Tensor:
     raise ValueError("a tensor")

@@ -5,24 +5,24 @@ from typing import Generic, TypeVar
 
 from immutables import Map
 
-__all__ = ["Atomic", "Ordered"]
+__all__ = ["AtomicReference", "PersistentOrderedMap"]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 T = TypeVar("T")
 R = TypeVar("R")
 NEXT = 0
-SPARSE = 8
+SPARSE_FACTOR = 8
 
 
-class Ordered(Mapping[K, V]):
+class PersistentOrderedMap(Mapping[K, V]):
     """A map that is never written, in the order in which its keys were first put.
 
     What it has in common with the map that it was made of is shared.
 
     Example:
-        >>> waiting = Ordered().put("a", 1).put("b", 2).put("a", 3)
-        >>> dict(waiting), waiting.oldest, dict(waiting.without("a"))
+        >>> waiting = PersistentOrderedMap().put("a", 1).put("b", 2).put("a", 3)
+        >>> dict(waiting), waiting.first_key, dict(waiting.without("a"))
         ({'a': 3, 'b': 2}, 'a', {'b': 2})
 
     Cost: of a change, the logarithm of the size.
@@ -34,13 +34,13 @@ class Ordered(Mapping[K, V]):
         self,
         entries: Map[K, tuple[int, V]] | None = None,
         keys: Map[int, K] | None = None,
-        first: int = 0,
-        after: int = 0,
+        first_index: int = 0,
+        next_index: int = 0,
     ) -> None:
         self._entries: Map[K, tuple[int, V]] = Map() if entries is None else entries
         self._keys: Map[int, K] = Map() if keys is None else keys
-        self._first = first
-        self._next = after
+        self._first = first_index
+        self._next = next_index
 
     def __getitem__(self, key: K) -> V:
         return self._entries[key][1]
@@ -54,16 +54,16 @@ class Ordered(Mapping[K, V]):
     def __iter__(self) -> Iterator[K]:
         span = range(self._first, self._next)
         # Where most places are empty, those that are not are put in order.
-        places = span if len(span) < SPARSE * len(self) else sorted(self._keys)
+        places = span if len(span) < SPARSE_FACTOR * len(self) else sorted(self._keys)
         return (self._keys[place] for place in places if place in self._keys)
 
     @property
-    def count(self) -> int:
+    def next_index(self) -> int:
         """How many keys were ever put."""
         return self._next
 
     @property
-    def oldest(self) -> K:
+    def first_key(self) -> K:
         """The key that was put before all others.
 
         Raises:
@@ -71,17 +71,19 @@ class Ordered(Mapping[K, V]):
         """
         return self._keys[self._first]
 
-    def put(self, key: K, value: V) -> "Ordered[K, V]":
+    def set(self, key: K, value: V) -> "PersistentOrderedMap[K, V]":
         """With `value` under `key`, which keeps its place if it has one."""
         held = self._entries.get(key)
         if held is not None:
             entries = self._entries.set(key, (held[0], value))
-            return Ordered(entries, self._keys, self._first, self._next)
+            return PersistentOrderedMap(entries, self._keys, self._first, self._next)
         place = self._next
         first = self._first if self._keys else place
-        return Ordered(self._entries.set(key, (place, value)), self._keys.set(place, key), first, place + 1)
+        return PersistentOrderedMap(
+            self._entries.set(key, (place, value)), self._keys.set(place, key), first, place + 1
+        )
 
-    def without(self, key: K) -> "Ordered[K, V]":
+    def remove(self, key: K) -> "PersistentOrderedMap[K, V]":
         """Without `key`, which must be there."""
         place, _ = self._entries[key]
         keys = self._keys.delete(place)
@@ -89,27 +91,27 @@ class Ordered(Mapping[K, V]):
         # Each place is passed once in the life of a map.
         while keys and first not in keys:
             first += 1
-        return Ordered(self._entries.delete(key), keys, first, self._next)
+        return PersistentOrderedMap(self._entries.delete(key), keys, first, self._next)
 
-    def latest(self, limit: int | None) -> "Ordered[K, V]":
+    def tail(self, limit: int | None) -> "PersistentOrderedMap[K, V]":
         """The `limit` keys that were put last; all for `None`."""
         kept = self
         while limit is not None and len(kept) > limit:
-            kept = kept.without(kept.oldest)
+            kept = kept.remove(kept.first_key)
         return kept
 
 
-class _Link(Generic[T]):
+class _VersionNode(Generic[T]):
     """A value, and the one that has replaced it."""
 
-    __slots__ = ("after", "value")
+    __slots__ = ("successor", "value")
 
     def __init__(self, value: T) -> None:
         self.value = value
-        self.after: dict[int, _Link[T]] = {}
+        self.successor: dict[int, _VersionNode[T]] = {}
 
 
-class Atomic(Generic[T]):
+class AtomicReference(Generic[T]):
     """One place for the latest of a line of immutable values. Nobody ever waits.
 
     A change is made of the value that is there and takes effect in a single instruction of the interpreter, unless
@@ -118,22 +120,22 @@ class Atomic(Generic[T]):
     value before or the value after.
 
     Example:
-        >>> books = Atomic((0, "open"))
+        >>> books = AtomicReference((0, "open"))
         >>> books.update(lambda now: ((now[0] + 1, now[1]), "taken"))
         'taken'
         >>> books.value
         (1, 'open')
     """
 
-    __slots__ = ("_link",)
+    __slots__ = ("_node",)
 
     def __init__(self, value: T) -> None:
-        self._link = _Link(value)
+        self._node = _VersionNode(value)
 
     @property
     def value(self) -> T:
         """The latest."""
-        return self._latest().value
+        return self._last_node().value
 
     def update(self, change: Callable[[T], tuple[T, R]]) -> R:
         """Replace the value.
@@ -146,7 +148,7 @@ class Atomic(Generic[T]):
             The result that belongs to the value that was put.
         """
         while True:
-            link = self._latest()
+            link = self._last_node()
             try:
                 value, result = change(link.value)
             except BaseException:
@@ -155,14 +157,14 @@ class Atomic(Generic[T]):
                 raise
             if value is link.value:
                 return result
-            mine = _Link(value)
-            if link.after.setdefault(NEXT, mine) is mine:
+            mine = _VersionNode(value)
+            if link.successor.setdefault(NEXT, mine) is mine:
                 # Should this not be reached, or be overtaken, readers go on from link to link.
-                self._link = mine
+                self._node = mine
                 return result
 
-    def _latest(self) -> _Link[T]:
-        link = self._link
-        while (after := link.after.get(NEXT)) is not None:
+    def _last_node(self) -> _VersionNode[T]:
+        link = self._node
+        while (after := link.successor.get(NEXT)) is not None:
             link = after
         return link

@@ -6,17 +6,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["appended", "bytes_of"]
+__all__ = ["tensor_bytes", "write_all"]
 
-CHUNK = 2**20
+CHUNK_BYTES = 2**20
 """Bytes that are summed and written at a time: they are in cache for the second."""
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """The values of a tensor one after another: a copy only where they do not lie so in the memory of the CPU.
 
     Example:
-        >>> bytes_of(torch.tensor([1, 2], dtype=torch.int16)).hex()
+        >>> tensor_bytes(torch.tensor([1, 2], dtype=torch.int16)).hex()
         '01000200'
     """
     line = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
@@ -24,7 +24,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return line.as_strided(line.shape, (1,)).view(torch.uint8).numpy().data
 
 
-def appended(write: Callable[[memoryview], int], data: memoryview, checksum: int) -> int:
+def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: int) -> int:
     """Write all of `data`, however little a call takes at a time.
 
     Args:
@@ -37,11 +37,11 @@ def appended(write: Callable[[memoryview], int], data: memoryview, checksum: int
 
     Example:
         >>> import io
-        >>> appended(io.BytesIO().write, memoryview(b"abc"), 0) == zlib.crc32(b"abc")
+        >>> write_all(io.BytesIO().write, memoryview(b"abc"), 0) == zlib.crc32(b"abc")
         True
     """
-    for start in range(0, len(data), CHUNK):
-        piece = data[start : start + CHUNK]
+    for start in range(0, len(data), CHUNK_BYTES):
+        piece = data[start : start + CHUNK_BYTES]
         checksum = zlib.crc32(piece, checksum)
         while piece:
             piece = piece[write(piece) :]

@@ -17,66 +17,72 @@ from immutables import Map
 from torch import Tensor
 
 from manifoldagg.errors import CheckpointError, ManifoldAggError
-from manifoldagg.federated.server.durability.checkpoint import Saved
+from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint
 from manifoldagg.federated.server.durability.journal import Journal
-from manifoldagg.federated.server.durability.log_format import Told, indexed, opened, payload_of, unreadable
-from manifoldagg.federated.server.durability.persistent_map import Atomic
-from manifoldagg.federated.server.durability.store import Kept
-from manifoldagg.federated.server.state import Books, Open
+from manifoldagg.federated.server.durability.log_format import (
+    StoredRecord,
+    read_error,
+    read_payload,
+    read_segment_header,
+    scan,
+)
+from manifoldagg.federated.server.durability.persistent_map import AtomicReference
+from manifoldagg.federated.server.durability.store import InMemoryTree
+from manifoldagg.federated.server.state import PendingTicket, ServerState
 from manifoldagg.federated.types import Payload, Receipt
 
-__all__ = ["UNSAID", "Living", "Story", "recovered"]
+__all__ = ["UNSET", "JournalReplay", "ReplayTarget", "recover"]
 
-UNSAID = object()
+UNSET = object()
 """Stands for a journal of which nothing was said, which is not to be without one."""
 LOG = logging.getLogger("manifoldagg")
 
 
-class Story:
+class JournalReplay:
     """What a journal tells beyond what a checkpoint holds.
 
     Attributes:
         name: of the journal.
-        number: of the next change.
+        next_lsn: of the next change.
         time: of the last one, in seconds of the clock.
-        after: what the journal goes on from, where that is not of this journal.
+        predecessor: what the journal goes on from, where that is not of this journal.
     """
 
-    def __init__(self, name: str, number: int, time: float, after: list[Any] | None = None) -> None:
+    def __init__(self, name: str, next_lsn: int, time: float, predecessor: list[Any] | None = None) -> None:
         self.name = name
-        self.number = number
+        self.next_lsn = next_lsn
         self.time = time
-        self.after = after
-        self.told: list[Told] = []
-        self._vouched = 0
+        self.predecessor = predecessor
+        self.records: list[StoredRecord] = []
+        self._durable_lsn = 0
 
-    def now(self) -> float:
+    def clock(self) -> float:
         """The clock of who lives through it."""
         return self.time
 
     def read(self, journal: Journal) -> None:
-        """Find the changes from `number` on.
+        """Find the changes from `next_lsn` on.
 
         Raises:
             CheckpointError: naming a change that is missing, or a file that was altered.
         """
-        files = journal.files()
-        begun = [first for first in files if first <= self.number]
+        files = journal.segments()
+        begun = [first for first in files if first <= self.next_lsn]
         if not begun:
             raise CheckpointError(
                 f"{journal.path}: begins with change {files[0]}, and the checkpoint holds what was before "
-                f"{self.number}: it is an older one"
+                f"{self.next_lsn}: it is an older one"
             )
         files = [first for first in files if first >= begun[-1]]
         for first, after in zip(files, [*files[1:], None], strict=True):
-            found, vouched = indexed(journal.file(first), first)
-            self._vouched = vouched if after is None else after
-            self.told += [told for told in found if told.number >= self.number + len(self.told)]
-            last = found[-1].number + 1 if found else first
-            if last < self._vouched and self._vouched > self.number:
-                raise _altered(journal.file(first), last)
+            found, vouched = scan(journal.segment_path(first), first)
+            self._durable_lsn = vouched if after is None else after
+            self.records += [told for told in found if told.lsn >= self.next_lsn + len(self.records)]
+            last = found[-1].lsn + 1 if found else first
+            if last < self._durable_lsn and self._durable_lsn > self.next_lsn:
+                raise _corruption_error(journal.segment_path(first), last)
 
-    def live(self, server: "Living") -> None:
+    def replay(self, server: "ReplayTarget") -> None:
         """Let a server go through all of it once more.
 
         Raises:
@@ -85,83 +91,85 @@ class Story:
         Warns:
             RuntimeWarning: if a receipt is another than that which was given.
         """
-        wanted = {told.content["open"][1]: told.number for told in self.told if told.kind == "dispatched"}
-        models: dict[int, Kept] = {}
+        wanted = {told.content["open"][1]: told.lsn for told in self.records if told.kind == "dispatched"}
+        models: dict[int, InMemoryTree] = {}
         warned = False
-        for told in self.told:
+        for told in self.records:
             content = told.content
             if told.kind == "accepted":
                 try:
-                    payload = payload_of(told)
+                    payload = read_payload(told)
                 except OSError as error:  # what is there may be sound
-                    raise unreadable(told.path, error) from error
+                    raise read_error(told.path, error) from error
                 except CheckpointError as error:
-                    if told.number < self._vouched:
-                        raise _altered(told.path, told.number) from error
-                    LOG.warning("%s: cut before change %d, which was being written", told.path, told.number)
+                    if told.lsn < self._durable_lsn:
+                        raise _corruption_error(told.path, told.lsn) from error
+                    LOG.warning("%s: cut before change %d, which was being written", told.path, told.lsn)
                     break
-                books = server.books.value
-                version = books.now.version
-                if wanted.get(version, -1) > told.number:
-                    current = books.store.find(books.current)
-                    assert isinstance(current, Kept)
+                books = server.state.value
+                version = books.model_state.version
+                if wanted.get(version, -1) > told.lsn:
+                    current = books.store.find(books.current_key)
+                    assert isinstance(current, InMemoryTree)
                     models[version] = current
                 try:
-                    receipt = server.take(payload, content)
+                    receipt = server.apply_update(payload, content)
                 except ManifoldAggError as error:
-                    raise CheckpointError(f"{told.path}: change {told.number}: {error}") from error
+                    raise CheckpointError(f"{told.path}: change {told.lsn}: {error}") from error
                 if not warned and repr(dict(vars(receipt))) != repr(content["receipt"]):
                     warned = True
                     warnings.warn(
-                        f"{told.path}: change {told.number}: its receipt was {Receipt(**content['receipt'])}, "
+                        f"{told.path}: change {told.lsn}: its receipt was {Receipt(**content['receipt'])}, "
                         f"and is {receipt} now: the rule does not repeat itself here",
                         RuntimeWarning,
                         stacklevel=4,
                     )
             else:
-                _relive(server, told, models)
+                _apply_record(server, told, models)
             if "refused" in content:
-                server.books.update(partial(_refused, Map(content["refused"])))
-            models = {version: kept for version, kept in models.items() if wanted[version] > told.number}
-            self.number = told.number + 1
+                server.state.update(partial(_with_rejected, Map(content["refused"])))
+            models = {version: kept for version, kept in models.items() if wanted[version] > told.lsn}
+            self.next_lsn = told.lsn + 1
             time = content.get("time", content["open"][3] if told.kind == "dispatched" else math.nan)
             self.time = self.time if math.isnan(time) else max(self.time, time)
 
 
-class Living(NamedTuple):
+class ReplayTarget(NamedTuple):
     """What of a server lives through a story.
 
     Attributes:
-        books: of the server.
-        take: takes an update as it was taken.
-        narrow: rounds a model to what is kept of it for clients.
+        state: of the server.
+        apply_update: takes an update as it was taken.
+        round_base: rounds a model to what is kept of it for clients.
     """
 
-    books: Atomic[Books]
-    take: Callable[[Payload, dict[str, Any]], Receipt]
-    narrow: Callable[[Tensor], Tensor | None]
+    state: AtomicReference[ServerState]
+    apply_update: Callable[[Payload, dict[str, Any]], Receipt]
+    round_base: Callable[[Tensor], Tensor | None]
 
 
-def recovered(path: str | Path | Saved, journal: Journal | None, *, unsaid: bool = False) -> tuple[Saved, Story | None]:
+def recover(
+    path: str | Path | LoadedCheckpoint, journal: Journal | None, *, journal_unset: bool = False
+) -> tuple[LoadedCheckpoint, JournalReplay | None]:
     """The latest whole record that there is, and what the journal tells beyond it; `None` without a journal.
 
     Args:
         path: of a checkpoint, which need not be there yet where the journal begins with the record; or what was read.
         journal: which its caller holds, or `None` to go on without one.
-        unsaid: whether nothing was said of one.
+        journal_unset: whether nothing was said of one.
 
     Raises:
         CheckpointError: if either cannot be read, or they do not belong together.
     """
-    files = [] if journal is None else journal.files()
-    if isinstance(path, Saved):
-        saved: Saved | None = path
+    files = [] if journal is None else journal.segments()
+    if isinstance(path, LoadedCheckpoint):
+        saved: LoadedCheckpoint | None = path
     elif files and isinstance(path, str | Path) and not os.path.lexists(path):
         saved = None
     else:
-        saved = Saved(path)
+        saved = LoadedCheckpoint(path)
     if journal is None:
-        if unsaid and saved is not None and saved.journal is not None:
+        if journal_unset and saved is not None and saved.journal_position is not None:
             raise CheckpointError(
                 f"{saved.path}: a journal was written beside it: give it as `journal`, or journal=None to go on "
                 "without what was taken since"
@@ -170,65 +178,65 @@ def recovered(path: str | Path | Saved, journal: Journal | None, *, unsaid: bool
         return saved, None
     if not files:
         assert saved is not None
-        if saved.journal is not None:
+        if saved.journal_position is not None:
             raise CheckpointError(f"{journal.path}: there is no journal, and one was written beside {saved.path}")
-        return saved, Story(os.urandom(16).hex(), 0, saved.time, saved.identity)
-    heads = {first: opened(journal.file(first))[0] for first in files}
+        return saved, JournalReplay(os.urandom(16).hex(), 0, saved.time, saved.identity)
+    heads = {first: read_segment_header(journal.segment_path(first))[0] for first in files}
     name = heads[files[-1]]["name"]
     after = heads[files[-1]]["after"]
     number = -1
     if saved is not None:
-        ours = after == saved.identity if saved.journal is None else saved.journal[0] == name
+        ours = after == saved.identity if saved.journal_position is None else saved.journal_position[0] == name
         if not ours or any(head["name"] != name for head in heads.values()):
             raise CheckpointError(f"{journal.path}: is the journal of another server than {saved.path}")
-        number = -1 if saved.journal is None else saved.journal[1]
+        number = -1 if saved.journal_position is None else saved.journal_position[1]
     whole = [first for first in files if heads[first]["moment"] is not None and first >= number]
     if whole:
         number = whole[-1]
-        saved = Saved(journal.file(number), heads[number]["moment"])
+        saved = LoadedCheckpoint(journal.segment_path(number), heads[number]["moment"])
     if saved is None:
         raise CheckpointError(f"{path}: is not there, and {journal.path} does not begin with the whole record")
     if number < 0:
         number = 0
-    story = Story(name, number, saved.time, after)
+    story = JournalReplay(name, number, saved.time, after)
     story.read(journal)
     return saved, story
 
 
-def _refused(refused: Map[str, int], now: Books) -> tuple[Books, None]:
-    return now._replace(refused=refused), None
+def _with_rejected(rejected: Map[str, int], now: ServerState) -> tuple[ServerState, None]:
+    return now._replace(rejected=rejected), None
 
 
-def _relive(server: Living, told: Told, models: dict[int, Kept]) -> None:
+def _apply_record(target: ReplayTarget, record: StoredRecord, models: dict[int, InMemoryTree]) -> None:
     """Do what was done with tickets."""
-    content = told.content
-    books = server.books
+    content = record.content
+    books = target.state
 
-    def ended(now: Books) -> tuple[Books, None]:
-        receipt = Receipt(False, content["reason"], now.now.version)
+    def ended(now: ServerState) -> tuple[ServerState, None]:
+        receipt = Receipt(False, content["reason"], now.model_state.version)
         for name in content["tickets"]:
             if name in now.tickets:  # unless its base was lost, and it was not saved
-                now = now.ended(name, receipt)
+                now = now.without_ticket(name, receipt)
         return now, None
 
-    def dropped(now: Books) -> tuple[Books, None]:
-        return now.ended(content["ticket"]) if content["ticket"] in now.tickets else now, None
+    def dropped(now: ServerState) -> tuple[ServerState, None]:
+        return now.without_ticket(content["ticket"]) if content["ticket"] in now.tickets else now, None
 
-    if told.kind == "ended":
+    if record.kind == "ended":
         books.update(ended)
-    elif told.kind == "dropped":
+    elif record.kind == "dropped":
         books.update(dropped)
     else:
-        ticket = Open(*content["open"])
+        ticket = PendingTicket(*content["open"])
         now = books.value
-        base: Any = None if ticket.base is None else now.store.find(ticket.base)
-        if ticket.base is not None and base is None:
+        base: Any = None if ticket.base_key is None else now.store.find(ticket.base_key)
+        if ticket.base_key is not None and base is None:
             # Its version had moved on when the ticket was entered.
-            base = models.get(ticket.version) or now.store.find(now.current)
-            if ticket.base[0] == "base":
-                base = Kept(server.narrow(base.load()))
-        books.update(lambda now: (now.dispatched(content["ticket"], ticket, base), None))
+            base = models.get(ticket.version) or now.store.find(now.current_key)
+            if ticket.base_key[0] == "base":
+                base = InMemoryTree(target.round_base(base.load()))
+        books.update(lambda now: (now.with_ticket(content["ticket"], ticket, base), None))
 
 
-def _altered(path: Path, number: int) -> CheckpointError:
-    return CheckpointError(f"{path}: change {number} is altered: it was on the disk when later ones were written")
+def _corruption_error(path: Path, lsn: int) -> CheckpointError:
+    return CheckpointError(f"{path}: change {lsn} is altered: it was on the disk when later ones were written")

@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError, SpillError
-from manifoldagg.federated.pytrees import Tree, replaced, size_of, tensors
-from manifoldagg.federated.server.durability.raw_io import appended, bytes_of
+from manifoldagg.federated.pytrees import Tree, size_of, tensors, tree_map
+from manifoldagg.federated.server.durability.raw_io import tensor_bytes, write_all
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Filed", "Spill", "trim"]
+__all__ = ["Spill", "SpilledTree", "malloc_trim"]
 
 PREFIX = "manifoldagg-"
-GRAIN = 64
+ALIGNMENT = 64
 """Bytes to a multiple of which each tensor begins, as torch lays them in memory."""
-LOCKLESS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+NO_LOCK_ERRNOS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 """What a system of files says that has no locks."""
 
 
@@ -67,11 +67,11 @@ class Spill:
             raise ArgumentError(f"spill: expected a folder that exists, got {folder!r}")
         # The process may change its directory before it writes.
         self._parent = Path(tempfile.gettempdir() if folder is None else folder).absolute()
-        self._folder: _Folder | None = None
-        self._process = os.getpid()
-        _clean(self._parent)
+        self._folder: _SpillDir | None = None
+        self._pid = os.getpid()
+        _remove_stale(self._parent)
 
-    def write(self, tree: Tree) -> "Filed":
+    def write(self, tree: Tree) -> "SpilledTree":
         """The tree in a new file. Each tensor is written by itself: views and shared memory come back as values.
 
         Raises:
@@ -81,13 +81,13 @@ class Spill:
 
         Cost: one pass over the tensors, and a copy of those that are not contiguous or on another device.
         """
-        if os.getpid() != self._process:
-            raise SpillError(f"spill: belongs to process {self._process}, which this one was forked from")
+        if os.getpid() != self._pid:
+            raise SpillError(f"spill: belongs to process {self._pid}, which this one was forked from")
         for tensor in tensors(tree):
-            if odd := _oddness(tensor):
+            if odd := _unsupported_reason(tensor):
                 raise SpillError(f"spill: a file cannot have a tensor that is {odd}")
         try:
-            return Filed(self._home(), tree)
+            return SpilledTree(self._ensure_folder(), tree)
         except (OSError, MemoryError, torch.OutOfMemoryError) as error:
             raise SpillError(f"spill: {self._parent}: {error}", temporary=True) from error
         except Exception as error:
@@ -97,19 +97,19 @@ class Spill:
         """Write nothing more into the folder, which goes with the last file that somebody needs."""
         self._folder = None
 
-    def _home(self) -> "_Folder":
+    def _ensure_folder(self) -> "_SpillDir":
         """The folder, made where there is none, or none any more."""
         folder = self._folder
         # Somebody who cleans may take a new one for a dead one, until it is locked.
         while folder is None or not folder.path.exists():
-            made = _Folder(self._parent)
+            made = _SpillDir(self._parent)
             if made.lock():
                 folder = made
         self._folder = folder
         return folder
 
 
-class Filed:
+class SpilledTree:
     """A tree in a file of its own. The file goes with the last reference to this, in the process that made it.
 
     Args:
@@ -120,9 +120,9 @@ class Filed:
         size: bytes of memory that the tree held.
     """
 
-    __slots__ = ("_checksum", "_devices", "_folder", "_form", "_length", "_name", "size")
+    __slots__ = ("_checksum", "_devices", "_folder", "_length", "_name", "_template", "size")
 
-    def __init__(self, folder: "_Folder", tree: Tree) -> None:
+    def __init__(self, folder: "_SpillDir", tree: Tree) -> None:
         # What removes the file is known before there is one: an interrupt leaves nothing.
         self._folder = folder
         self._name = next(folder.names)
@@ -130,9 +130,9 @@ class Filed:
         self.size = size_of(tree)
         self._devices = tuple(tensor.device for tensor in found)
         # Tensors on no device say where values go, and what shape and dtype they have.
-        self._form = replaced(tree, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        self._template = tree_map(tree, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         try:
-            self._length, self._checksum = _written(self.path, found)
+            self._length, self._checksum = _write_tensors(self.path, found)
         except BaseException:
             # The error may keep this, and with it the file, for as long as somebody looks at it.
             self._remove()
@@ -154,19 +154,19 @@ class Filed:
 
         Cost: one pass over the file, for its checksum.
         """
-        found = iter(self._mapped())
-        return replaced(self._form, lambda _: next(found))
+        found = iter(self._map_tensors())
+        return tree_map(self._template, lambda _: next(found))
 
-    def _mapped(self) -> Iterator[Tensor]:
-        data = self._verified()
+    def _map_tensors(self) -> Iterator[Tensor]:
+        data = self._map_verified()
         start = 0
-        for form, device in zip(tensors(self._form), self._devices, strict=True):
+        for form, device in zip(tensors(self._template), self._devices, strict=True):
             # A storage of its own: whoever keeps one tensor is not taken to keep them all.
             storage = data[start : start + form.nbytes]
             yield torch.empty(0, dtype=form.dtype).set_(storage, 0, form.shape, form.stride()).to(device)
-            start += _padded(form.nbytes)
+            start += _align(form.nbytes)
 
-    def _verified(self) -> Any:
+    def _map_verified(self) -> Any:
         """The storage of the file, mapped, with the bytes that were written."""
         try:
             length = self.path.stat().st_size
@@ -189,7 +189,7 @@ class Filed:
     def _remove(self) -> None:
         # A file that cannot be removed goes with the folder; an interrupt may come before there is a name.
         with suppress(OSError, AttributeError):
-            if os.getpid() == self._folder.process:
+            if os.getpid() == self._folder.pid:
                 os.unlink(self.path)
 
     def __del__(self) -> None:
@@ -202,43 +202,43 @@ class Filed:
         raise TypeError("a Filed owns its file: it is not copied or pickled; keep what it loads")
 
 
-class _Folder:
+class _SpillDir:
     """A folder for files, removed when nobody refers to it, or by `remove`, or with the process that made it."""
 
     def __init__(self, parent: Path) -> None:
-        self.process = os.getpid()
-        self.path = parent / f"{PREFIX}{self.process}-{os.urandom(8).hex()}@{platform.node()}"
+        self.pid = os.getpid()
+        self.path = parent / f"{PREFIX}{self.pid}-{os.urandom(8).hex()}@{platform.node()}"
         self.names = itertools.count()
         # Before there is a folder, so that an interrupt leaves none.
-        weakref.finalize(self, _unless_forked, self.process, shutil.rmtree, self.path, True)
+        weakref.finalize(self, _unless_forked, self.pid, shutil.rmtree, self.path, True)
         self.path.mkdir(mode=0o700)
 
     def remove(self) -> None:
         """Remove it now."""
-        _unless_forked(self.process, shutil.rmtree, self.path, True)
+        _unless_forked(self.pid, shutil.rmtree, self.path, True)
 
     def lock(self) -> bool:
         """Lock it for the life of the process, where it can be locked at all; whether no one else has locked it."""
         if sys.platform != "win32":
             try:
                 folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                weakref.finalize(self, _unless_forked, self.process, os.close, folder)
+                weakref.finalize(self, _unless_forked, self.pid, os.close, folder)
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, FileNotFoundError):
                 return False
             except OSError as error:
-                if error.errno not in LOCKLESS:
+                if error.errno not in NO_LOCK_ERRNOS:
                     raise
         return True
 
 
-def _unless_forked(process: int, call: Callable[..., object], *given: object) -> None:
-    """Call in `process`. A fork of it has the same objects, but neither their folder nor the files of their numbers."""
-    if os.getpid() == process:
-        call(*given)
+def _unless_forked(pid: int, function: Callable[..., object], *args: object) -> None:
+    """Call in `pid`. A fork of it has the same objects, but neither their folder nor the files of their numbers."""
+    if os.getpid() == pid:
+        function(*args)
 
 
-def _clean(parent: Path) -> None:
+def _remove_stale(parent: Path) -> None:
     """Remove the folders in `parent` that processes of this host and user left when they were killed."""
     if sys.platform == "win32":
         return
@@ -247,10 +247,10 @@ def _clean(parent: Path) -> None:
         for name in os.listdir(parent):
             if name.startswith(PREFIX) and name.endswith(ours):
                 with suppress(OSError):
-                    _clear(parent / name)
+                    _remove_if_unlocked(parent / name)
 
 
-def _clear(path: Path) -> None:
+def _remove_if_unlocked(path: Path) -> None:
     """Remove a folder of this user that nobody locks.
 
     Raises:
@@ -267,7 +267,7 @@ def _clear(path: Path) -> None:
         os.close(folder)
 
 
-def _oddness(tensor: Tensor) -> str | None:
+def _unsupported_reason(tensor: Tensor) -> str | None:
     """Why no file can have a tensor; `None` where one can."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
@@ -280,35 +280,35 @@ def _oddness(tensor: Tensor) -> str | None:
     return None
 
 
-def _written(path: Path, found: Sequence[Tensor]) -> tuple[int, int]:
+def _write_tensors(path: Path, leaves: Sequence[Tensor]) -> tuple[int, int]:
     """Write tensors one after another to a new file: its bytes, and their checksum."""
     length = 0
     checksum = 0
     with FileIO(path, "x") as file:
-        for tensor in found:
-            data = bytes_of(tensor)
-            checksum = appended(file.write, data, checksum)
-            gap = _padded(data.nbytes) - data.nbytes
-            checksum = appended(file.write, memoryview(bytes(gap)), checksum)
+        for tensor in leaves:
+            data = tensor_bytes(tensor)
+            checksum = write_all(file.write, data, checksum)
+            gap = _align(data.nbytes) - data.nbytes
+            checksum = write_all(file.write, memoryview(bytes(gap)), checksum)
             length += data.nbytes + gap
     return length, checksum
 
 
-def _padded(length: int) -> int:
-    return length + -length % GRAIN
+def _align(length: int) -> int:
+    return length + -length % ALIGNMENT
 
 
 @cache
-def _returns_memory() -> Callable[[int], int] | None:
+def _find_malloc_trim() -> Callable[[int], int] | None:
     """What makes an allocator return free memory to the system. Only that of glibc needs to be asked."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
-def trim() -> None:
+def malloc_trim() -> None:
     """Let go of freed memory.
 
     Aligned blocks leave holes too small for the next of their size: a process would grow by what it writes to files.
     """
-    returns = _returns_memory()
+    returns = _find_malloc_trim()
     if returns is not None:
         returns(0)

@@ -6,22 +6,22 @@ from typing import Any, NamedTuple
 from immutables import Map
 
 from manifoldagg.federated.pytrees import Tree, size_of
-from manifoldagg.federated.server.durability.persistent_map import Ordered
-from manifoldagg.federated.server.durability.spill import Filed
+from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
+from manifoldagg.federated.server.durability.spill import SpilledTree
 
-__all__ = ["Kept", "Key", "Store"]
+__all__ = ["InMemoryTree", "Store", "StoreKey"]
 
-Key = tuple[str, Hashable]
+StoreKey = tuple[str, Hashable]
 """A kind (`"version"`, `"base"`, `"client"`) and a name."""
 SPILLED = "spilled"
 
 
-class Kept:
+class InMemoryTree:
     """A tree in memory. Whoever needs it has a reference; with the last of them it is over.
 
     Args:
         tree: nobody writes it.
-        freed: gets the tree when nobody needs it any more.
+        on_free: gets the tree when nobody needs it any more.
 
     Example:
         >>> import torch
@@ -34,12 +34,12 @@ class Kept:
         [tensor([0., 0.])]
     """
 
-    __slots__ = ("_freed", "size", "tree")
+    __slots__ = ("_on_free", "size", "tree")
 
-    def __init__(self, tree: Tree, freed: Callable[[Tree], object] | None = None) -> None:
+    def __init__(self, tree: Tree, on_free: Callable[[Tree], object] | None = None) -> None:
         self.tree = tree
         self.size = size_of(tree)
-        self._freed = freed
+        self._on_free = on_free
 
     def load(self) -> Tree:
         """The tree."""
@@ -55,96 +55,98 @@ class Store(NamedTuple):
     """Trees by key, each with how many hold it. Every change is a new store that shares what it can.
 
     Attributes:
-        places: each tree, and how many hold it.
-        movable: keys of what is in memory and may go to a file, the oldest first: to find it no one else is asked.
-        used: bytes by kind, in memory; those in files are `"spilled"`.
+        entries: each tree, and how many hold it.
+        evictable: keys of what is in memory and may go to a file, the oldest first: to find it no one else is asked.
+        used_bytes: bytes by kind, in memory; those in files are `"spilled"`.
 
     Example:
         >>> import torch
         >>> first = Store().held(("version", 0), ParamState(torch.zeros(2)))
         >>> both = first.held(("version", 0))
-        >>> ("version", 0) in both.released(("version", 0)), ("version", 0) in first.released(("version", 0))
+        >>> ("version", 0) in both.release(("version", 0)), ("version", 0) in first.release(("version", 0))
         (True, False)
     """
 
-    places: Map[Key, tuple[Kept | Filed, int]] = Map()
-    movable: Ordered[Key, None] = Ordered()
-    used: Map[str, int] = Map()
+    entries: Map[StoreKey, tuple[InMemoryTree | SpilledTree, int]] = Map()
+    evictable: PersistentOrderedMap[StoreKey, None] = PersistentOrderedMap()
+    used_bytes: Map[str, int] = Map()
 
     def __contains__(self, key: object) -> bool:
-        return key in self.places
+        return key in self.entries
 
-    def find(self, key: Key) -> Kept | Filed | None:
+    def find(self, key: StoreKey) -> InMemoryTree | SpilledTree | None:
         """What is kept under a key, if anything."""
-        held = self.places.get(key)
+        held = self.entries.get(key)
         return None if held is None else held[0]
 
-    def load(self, key: Key | None) -> Tree:
+    def load(self, key: StoreKey | None) -> Tree:
         """The tree under a key, on its devices; `None` where there is none.
 
         Raises:
             SpillError: if its file is not what was written.
         """
-        held = None if key is None else self.places.get(key)
+        held = None if key is None else self.entries.get(key)
         return None if held is None else held[0].load()
 
-    def held(self, key: Key, kept: Kept | Filed | None = None) -> "Store":
-        """With one more holder of what is under a key; of `kept`, where nothing is."""
-        there = self.places.get(key)
+    def retain(self, key: StoreKey, tree: InMemoryTree | SpilledTree | None = None) -> "Store":
+        """With one more holder of what is under a key; of `tree`, where nothing is."""
+        there = self.entries.get(key)
         if there is not None:
-            return self._replace(places=self.places.set(key, (there[0], there[1] + 1)))
-        if kept is None:
+            return self._replace(entries=self.entries.set(key, (there[0], there[1] + 1)))
+        if tree is None:
             raise KeyError(key)
-        movable = self.movable.put(key, None) if isinstance(kept, Kept) and kept.size else self.movable
-        return Store(self.places.set(key, (kept, 1)), movable, self._counted(key, kept, 1))
+        movable = self.evictable.set(key, None) if isinstance(tree, InMemoryTree) and tree.size else self.evictable
+        return Store(self.entries.set(key, (tree, 1)), movable, self._updated_usage(key, tree, 1))
 
-    def released(self, key: Key | None) -> "Store":
+    def release(self, key: StoreKey | None) -> "Store":
         """With one holder less, where there is something to let go of."""
         if key is None:
             return self
-        kept, holders = self.places[key]
+        kept, holders = self.entries[key]
         if holders > 1:
-            return self._replace(places=self.places.set(key, (kept, holders - 1)))
-        movable = self.movable.without(key) if key in self.movable else self.movable
-        return Store(self.places.delete(key), movable, self._counted(key, kept, -1))
+            return self._replace(entries=self.entries.set(key, (kept, holders - 1)))
+        movable = self.evictable.remove(key) if key in self.evictable else self.evictable
+        return Store(self.entries.delete(key), movable, self._updated_usage(key, kept, -1))
 
-    def moved(self, key: Key, kept: Kept, filed: Filed) -> "Store":
+    def evicted(self, key: StoreKey, tree: InMemoryTree, spilled: SpilledTree) -> "Store":
         """With a tree in its file; the same store where something else is kept there by now."""
-        there = self.places.get(key)
-        if there is None or there[0] is not kept:
+        there = self.entries.get(key)
+        if there is None or there[0] is not tree:
             return self
-        used = self._counted(key, kept, -1)
-        moved = Store(self.places.set(key, (filed, there[1])), self.movable.without(key), used)
-        return moved._replace(used=moved._counted(key, filed, 1))
+        used = self._updated_usage(key, tree, -1)
+        moved = Store(self.entries.set(key, (spilled, there[1])), self.evictable.remove(key), used)
+        return moved._replace(used_bytes=moved._updated_usage(key, spilled, 1))
 
-    def stuck(self, key: Key, kept: Kept) -> "Store":
+    def pinned(self, key: StoreKey, tree: InMemoryTree) -> "Store":
         """With a tree that stays in memory for good."""
-        fits = key in self.movable and self.find(key) is kept
-        return self._replace(movable=self.movable.without(key)) if fits else self
+        fits = key in self.evictable and self.find(key) is tree
+        return self._replace(evictable=self.evictable.remove(key)) if fits else self
 
-    def over(self, limit: int, without: Key) -> tuple[Key, Kept] | None:
-        """The oldest tree that may go to a file, where those but `without` take more than `limit` bytes of memory."""
-        used = self.usage(without)
+    def next_victim(self, limit: int, exclude: StoreKey) -> tuple[StoreKey, InMemoryTree] | None:
+        """The oldest tree that may go to a file, where those but `exclude` take more than `limit` bytes of memory."""
+        used = self.memory_usage(exclude)
         if sum(used.values()) - used[SPILLED] <= limit:
             return None
-        for key in self.movable:
+        for key in self.evictable:
             kept = self.find(key)
-            if key != without and isinstance(kept, Kept):
+            if key != exclude and isinstance(kept, InMemoryTree):
                 return key, kept
         return None
 
-    def usage(self, without: Key) -> dict[str, int]:
+    def memory_usage(self, exclude: StoreKey) -> dict[str, int]:
         """Bytes in memory by kind, but for one key, and bytes in files."""
-        used = {kind: self.used.get(kind, 0) for kind in ("version", "base", "client", SPILLED)}
-        kept = self.find(without)
+        used = {kind: self.used_bytes.get(kind, 0) for kind in ("version", "base", "client", SPILLED)}
+        kept = self.find(exclude)
         if kept is not None:
-            used[_kind(without, kept)] -= kept.size
+            used[_usage_kind(exclude, kept)] -= kept.size
         return used
 
-    def _counted(self, key: Key, kept: Kept | Filed, sign: int) -> Map[str, int]:
-        kind = _kind(key, kept)
-        return self.used.set(kind, self.used.get(kind, 0) + sign * kept.size) if kept.size else self.used
+    def _updated_usage(self, key: StoreKey, tree: InMemoryTree | SpilledTree, sign: int) -> Map[str, int]:
+        kind = _usage_kind(key, tree)
+        return (
+            self.used_bytes.set(kind, self.used_bytes.get(kind, 0) + sign * tree.size) if tree.size else self.used_bytes
+        )
 
 
-def _kind(key: Key, kept: Any) -> str:
-    return SPILLED if isinstance(kept, Filed) else key[0]
+def _usage_kind(key: StoreKey, tree: Any) -> str:
+    return SPILLED if isinstance(tree, SpilledTree) else key[0]

@@ -26,24 +26,31 @@ from torch import Tensor
 from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.raw_io import appended, bytes_of
-from manifoldagg.federated.server.durability.tree_codec import decoded, dtype_of, encoded, entries, framed, spans
+from manifoldagg.federated.server.durability.raw_io import tensor_bytes, write_all
+from manifoldagg.federated.server.durability.tree_codec import (
+    decode,
+    encode,
+    header_entries,
+    offsets,
+    parse_dtype,
+    with_length,
+)
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["check_path", "packed", "read", "read_from", "settle", "write"]
+__all__ = ["check_path", "dumps", "fsync_dir", "load", "load_from", "save"]
 
 FORMAT = 1
-HEAD = b'{"__metadata__":{"checksum":"'
+HEADER_PREFIX = b'{"__metadata__":{"checksum":"'
 """How the header of every version begins: eight hexadecimal digits follow, read as zeros where they are computed."""
-BLANK = b"00000000"
-TEMPORARY = ".tmp"
-LINKLESS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+BLANK_CHECKSUM = b"00000000"
+TEMP_SUFFIX = ".tmp"
+NO_LINK_ERRNOS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 """What a system of files says in which no file has two names."""
 
 
-def write(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
+def save(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
     """Write a tree into a file, in place of the one that is there.
 
     The file is complete and on the disk when it gets its name: whenever the process is killed or the machine stops, the
@@ -72,29 +79,29 @@ def write(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
     """
     place = check_path(path)
     check_count("keep", keep)
-    parts = _parts(kind, tree)
+    parts = _serialize(kind, tree)
     try:
-        _sweep(place)
-        _install(place, parts, keep)
+        _remove_stale(place)
+        _atomic_write(place, parts, keep)
     except OSError as error:
         raise CheckpointError(f"{place}: could not be written: {error.strerror or error}") from error
 
 
-def packed(kind: str, tree: Tree) -> bytearray:
-    """The bytes of the file that `write` would write, for `read_from`.
+def dumps(kind: str, tree: Tree) -> bytearray:
+    """The bytes of the file that `write` would write, for `load_from`.
 
     Raises:
         CheckpointError: naming what of the tree is of another type.
 
     Cost: one copy of the tensors, and a pass over it.
     """
-    data = bytearray().join(_parts(kind, tree))
-    start = 8 + len(HEAD)
-    data[start : start + len(BLANK)] = b"%08x" % zlib.crc32(data)
+    data = bytearray().join(_serialize(kind, tree))
+    start = 8 + len(HEADER_PREFIX)
+    data[start : start + len(BLANK_CHECKSUM)] = b"%08x" % zlib.crc32(data)
     return data
 
 
-def read(path: str | Path, kind: str) -> Tree:
+def load(path: str | Path, kind: str) -> Tree:
     """The tree that `write` wrote. Tensors come back on their devices where these are here, else on the CPU.
 
     Args:
@@ -109,12 +116,12 @@ def read(path: str | Path, kind: str) -> Tree:
         raise ArgumentError(f"path: expected a path, got {path!r}")
     try:
         with open(path, "rb") as file:
-            return read_from(file, kind, os.fstat(file.fileno()).st_size)
+            return load_from(file, kind, os.fstat(file.fileno()).st_size)
     except OSError as error:
         why = f"cannot be read: {error.strerror or error}"
     except CheckpointError as error:
         why = str(error)
-    raise CheckpointError(f"{path}: {why}{_hint(Path(path))}")
+    raise CheckpointError(f"{path}: {why}{_older_file_hint(Path(path))}")
 
 
 def check_path(path: str | Path) -> Path:
@@ -131,41 +138,43 @@ def check_path(path: str | Path) -> Path:
     return place
 
 
-def read_from(file: BufferedReader, kind: str, size: int, *, more: bool = False) -> Tree:
+def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: bool = False) -> Tree:
     """The tree that begins where an open file is, which is then behind it.
 
     Args:
         file: to read.
         kind: what it must hold.
         size: bytes that there are from here on.
-        more: whether something else may follow.
+        allow_trailing: whether something else may follow.
 
     Raises:
         CheckpointError: as `read`.
     """
-    start = file.read(8 + len(HEAD))
-    if not HEAD.startswith(start[8:]):
+    start = file.read(8 + len(HEADER_PREFIX))
+    if not HEADER_PREFIX.startswith(start[8:]):
         raise CheckpointError("was not written by this package")
     length = int.from_bytes(start[:8], "little")
-    if len(start) < 8 + len(HEAD) or size < 8 + length:
+    if len(start) < 8 + len(HEADER_PREFIX) or size < 8 + length:
         raise CheckpointError(f"is truncated: it has {size} bytes")
     try:
-        header = start[8:] + bytes(_exactly(file, length - len(HEAD)).numpy())
-        told = header[len(HEAD) :][: len(BLANK)]
+        header = start[8:] + bytes(_read_exactly(file, length - len(HEADER_PREFIX)).numpy())
+        told = header[len(HEADER_PREFIX) :][: len(BLANK_CHECKSUM)]
         lines = json.loads(header)
         metadata = lines.pop("__metadata__")
-        follow = spans(lines)
+        follow = offsets(lines)
         end = follow[-1][1] if follow else 0
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"is altered: {error}") from None
     missing = 8 + length + end - size
-    if missing > 0 or (missing and not more):
+    if missing > 0 or (missing and not allow_trailing):
         what = "truncated" if missing > 0 else "altered"
         raise CheckpointError(f"is {what}: it has {size} bytes, expected {size + missing}")
-    checksum = zlib.crc32(start[:8] + HEAD + BLANK + header[len(HEAD) + len(BLANK) :])
+    checksum = zlib.crc32(
+        start[:8] + HEADER_PREFIX + BLANK_CHECKSUM + header[len(HEADER_PREFIX) + len(BLANK_CHECKSUM) :]
+    )
     found = {}
     for begin, end, name in follow:
-        found[name] = _exactly(file, end - begin)
+        found[name] = _read_exactly(file, end - begin)
         checksum = zlib.crc32(found[name].numpy().data, checksum)
     if b"%08x" % checksum != told:
         raise CheckpointError("is altered: its checksum is another one")
@@ -179,15 +188,15 @@ def read_from(file: BufferedReader, kind: str, size: int, *, more: bool = False)
 
         def tensor(content: Any) -> Tensor:
             index, name, shape, device = content
-            values = data.pop(index).view(dtype_of(name)).reshape(shape)
-            return values.to(_at_hand(torch.device(device)))
+            values = data.pop(index).view(parse_dtype(name)).reshape(shape)
+            return values.to(_available_device(torch.device(device)))
 
-        return decoded(json.loads(text), tensor)
+        return decode(json.loads(text), tensor)
     except Exception as error:  # it was written so by somebody who can make a checksum
         raise CheckpointError(f"was not written by this package: {error!r}") from None
 
 
-def settle(folder: Path) -> None:
+def fsync_dir(folder: Path) -> None:
     """Bring the names in a folder to the disk, where the system has that."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -197,7 +206,7 @@ def settle(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _parts(kind: str, tree: Tree) -> Iterator[memoryview]:
+def _serialize(kind: str, tree: Tree) -> Iterator[memoryview]:
     """What a file consists of, one after another, with a blank checksum."""
     tensors: list[Tensor] = []
 
@@ -205,52 +214,52 @@ def _parts(kind: str, tree: Tree) -> Iterator[memoryview]:
         tensors.append(tensor)
         return [len(tensors) - 1, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), str(tensor.device)]
 
-    text = encoded(tree, listed, CheckpointError).encode()
+    text = encode(tree, listed, CheckpointError).encode()
     # Readers want each entry to begin at a multiple of the size of its numbers, and no gaps.
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)
-    head = _header(kind, [(str(i), tensors[i]) for i in order], len(text))
-    return chain([head], (bytes_of(tensors[i]) for i in order), [memoryview(text)])
+    head = _make_header(kind, [(str(i), tensors[i]) for i in order], len(text))
+    return chain([head], (tensor_bytes(tensors[i]) for i in order), [memoryview(text)])
 
 
-def _at_hand(device: torch.device) -> torch.device:
+def _available_device(device: torch.device) -> torch.device:
     """The device where it is here, else the CPU."""
     kind = getattr(torch, device.type, None)
     there = kind is not None and kind.is_available() and (device.index or 0) < kind.device_count()
     return device if there else torch.device("cpu")
 
 
-def _header(kind: str, tensors: list[tuple[str, Tensor]], length: int) -> memoryview:
+def _make_header(kind: str, tensors: list[tuple[str, Tensor]], length: int) -> memoryview:
     """The header of a file with these tensors and `length` bytes of text, with a blank checksum."""
     listed = [(name, x.dtype, list(x.shape), x.numel() * x.itemsize) for name, x in tensors]
-    lines = entries([*listed, ("tree", torch.uint8, [length], length)])
-    metadata = f'{BLANK.decode()}","format":"{FORMAT}","kind":{json.dumps(kind)}}}'
-    return memoryview(framed(f"{HEAD.decode()}{metadata},{lines}}}"))
+    lines = header_entries([*listed, ("tree", torch.uint8, [length], length)])
+    metadata = f'{BLANK_CHECKSUM.decode()}","format":"{FORMAT}","kind":{json.dumps(kind)}}}'
+    return memoryview(with_length(f"{HEADER_PREFIX.decode()}{metadata},{lines}}}"))
 
 
-def _install(place: Path, parts: Iterable[memoryview], keep: int) -> None:
-    """Write a temporary file beside `place`, bring it to the disk, and give it its name."""
-    with _temporary(place) as (name, file):
+def _atomic_write(path: Path, parts: Iterable[memoryview], keep: int) -> None:
+    """Write a temporary file beside `path`, bring it to the disk, and give it its name."""
+    with _temp_file(path) as (name, file):
         write = partial(os.write, file)
         checksum = 0
         for part in parts:
-            checksum = appended(write, part, checksum)
-        os.lseek(file, 8 + len(HEAD), os.SEEK_SET)
-        appended(write, memoryview(b"%08x" % checksum), 0)
+            checksum = write_all(write, part, checksum)
+        os.lseek(file, 8 + len(HEADER_PREFIX), os.SEEK_SET)
+        write_all(write, memoryview(b"%08x" % checksum), 0)
         os.fsync(file)
-        _rotate(place, keep)
-        os.replace(name, place)
-        settle(place.parent)
+        _rotate(path, keep)
+        os.replace(name, path)
+        fsync_dir(path.parent)
 
 
 @contextlib.contextmanager
-def _temporary(place: Path) -> Iterator[tuple[Path, int]]:
-    """A new file beside `place` and its descriptor. It is gone afterwards, unless it has another name by then."""
-    name = _beside(place)
+def _temp_file(path: Path) -> Iterator[tuple[Path, int]]:
+    """A new file beside `path` and its descriptor. It is gone afterwards, unless it has another name by then."""
+    name = _temp_name(path)
     file = -1
     try:
         while file < 0:
             file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            _claim(file, patient=True)
+            _flock(file, blocking=True)
             # Who sweeps may have been first, and taken it for one that was left.
             if os.fstat(file).st_nlink == 0:
                 os.close(file)
@@ -263,62 +272,62 @@ def _temporary(place: Path) -> Iterator[tuple[Path, int]]:
             os.close(file)
 
 
-def _beside(place: Path) -> Path:
+def _temp_name(path: Path) -> Path:
     """A name that no other file has."""
-    return place.with_name(f"{place.name}.{os.urandom(8).hex()}{TEMPORARY}")
+    return path.with_name(f"{path.name}.{os.urandom(8).hex()}{TEMP_SUFFIX}")
 
 
-def _claim(file: int, *, patient: bool) -> bool:
+def _flock(file: int, *, blocking: bool) -> bool:
     """Whether this is the only one who holds the file, until it is closed; the system takes it from who was killed."""
     if sys.platform == "win32":
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
     except OSError:  # somebody else does, or this file system does not know
         return False
     return True
 
 
-def _sweep(place: Path) -> None:
+def _remove_stale(path: Path) -> None:
     """Remove the temporary files of processes that were killed."""
-    for name in place.parent.glob(f"{glob.escape(place.name)}.{'[0-9a-f]' * 16}{TEMPORARY}"):
+    for name in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 16}{TEMP_SUFFIX}"):
         # Those of others may go meanwhile, or may not be opened.
         with contextlib.suppress(OSError):
             file = os.open(name, os.O_RDWR)
             try:
-                if _claim(file, patient=False):
+                if _flock(file, blocking=False):
                     os.unlink(name)
             finally:
                 os.close(file)
 
 
-def _rotate(place: Path, keep: int) -> None:
-    """Give the file under `place` the name of the last but one too, and so on; at no moment is it without its own."""
-    latest = _older(place, 1)
-    if keep == 1 or not place.exists() or (latest.exists() and place.samefile(latest)):
+def _rotate(path: Path, keep: int) -> None:
+    """Give the file under `path` the name of the last but one too, and so on; at no moment is it without its own."""
+    latest = _backup_path(path, 1)
+    if keep == 1 or not path.exists() or (latest.exists() and path.samefile(latest)):
         return
     for i in range(keep - 1, 1, -1):
-        if _older(place, i - 1).exists():
-            os.replace(_older(place, i - 1), _older(place, i))
-    link = _beside(place)
+        if _backup_path(path, i - 1).exists():
+            os.replace(_backup_path(path, i - 1), _backup_path(path, i))
+    link = _temp_name(path)
     try:
         try:
-            os.link(place, link)
+            os.link(path, link)
         except OSError as error:
-            if error.errno not in LINKLESS:
+            if error.errno not in NO_LINK_ERRNOS:
                 raise
-            shutil.copyfile(place, link)
+            shutil.copyfile(path, link)
         os.replace(link, latest)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(link)
 
 
-def _older(place: Path, i: int) -> Path:
-    return place.with_name(f"{place.name}.{i}")
+def _backup_path(path: Path, i: int) -> Path:
+    return path.with_name(f"{path.name}.{i}")
 
 
-def _exactly(file: BufferedReader, count: int) -> Tensor:
+def _read_exactly(file: BufferedReader, count: int) -> Tensor:
     """So many bytes, in memory of their own."""
     data = torch.empty(max(count, 0), dtype=torch.uint8, device="cpu")
     if file.readinto(data.numpy().data) != count:
@@ -326,7 +335,7 @@ def _exactly(file: BufferedReader, count: int) -> Tensor:
     return data
 
 
-def _hint(path: Path) -> str:
+def _older_file_hint(path: Path) -> str:
     """Which older file there is."""
     older = [name for name in path.parent.glob(f"{glob.escape(path.name)}.*") if name.suffix[1:].isdecimal()]
     return f"; an older one is {min(older, key=lambda name: int(name.suffix[1:]))}" if older else ""

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from manifoldagg.averaging import SWA
-from manifoldagg.federated import Every, Payload, Server
+from manifoldagg.federated import CheckpointPolicy, Payload, Server
 from manifoldagg.federated.rules import AsyncBezier
-from manifoldagg.federated.types import extras
+from manifoldagg.federated.types import extra_fields
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import bits
 from tests.support import draw
@@ -22,8 +22,10 @@ LAG = 4
 def payload(rule, ticket, seed):
     """What a client answers to a message: near where it started, with whatever its rule asks for."""
     start = ticket.message.start
-    tensors, names = extras(rule)
-    count = getattr(rule, "vertices", 1 if getattr(rule, "plain", "AsyncCurve" not in type(rule).__name__) else 2)
+    tensors, names = extra_fields(rule)
+    count = getattr(
+        rule, "vertices", 1 if getattr(rule, "single_point", "AsyncCurve" not in type(rule).__name__) else 2
+    )
 
     def noise(i, k):
         return draw(seed + i, *([] if k is None else [k]), *start.shape, dtype=start.dtype)
@@ -132,4 +134,4 @@ def run_until_killed(path, channel):
     """The script with a checkpoint after every update, in a process of its own."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    script(large(0, checkpoint=Every(path, updates=1)), told=channel.send)
+    script(large(0, checkpoint=CheckpointPolicy(path, every_updates=1)), told=channel.send)

@@ -16,7 +16,7 @@ from torch import nn
 
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
-from manifoldagg.federated import Checks, Every, Payload, Server
+from manifoldagg.federated import CheckpointPolicy, Payload, Server, UpdateLimits
 from manifoldagg.federated.rules import AsyncBezier, FedAdam, FedAsync, FedBuff, Momentum
 from manifoldagg.federated.server import server as server_module
 from manifoldagg.federated.server.durability import checkpoint, tensor_file
@@ -94,7 +94,7 @@ def test_exact_averages_go_on_too(tmp_path):
     [
         {"weights": "uniform"},
         {"weights": {"heavy": 5, 7: 3, "light": 1}},
-        {"checks": Checks(norm_factor=50.0, max_norm=90.0, samples_factor=3.0, clip_factor=1.2, min_cosine=-0.9)},
+        {"checks": UpdateLimits(norm_factor=50.0, max_norm=90.0, samples_factor=3.0, clip_factor=1.2, min_cosine=-0.9)},
         {"base_dtype": torch.bfloat16, "memory_limit": 60},
         {"base_dtype": torch.float16},
         {"max_staleness": 2, "history": 3, "retries": 4},
@@ -128,7 +128,7 @@ def test_buffers_and_curved_leaves_go_on_too(tmp_path, rule, manifolds):
 
     life = Life(server)
     life.go(LAG, answer)
-    assert (server._books.value.now.waiting is not None) == isinstance(rule, FedBuff)
+    assert (server._state.value.model_state.pending_buffers is not None) == isinstance(rule, FedBuff)
     other = resumed(tmp_path, server)
     goes_on(life, other, 4, answer)
     assert all(torch.equal(x, server.state_dict()[name]) for name, x in other.state_dict().items())
@@ -183,17 +183,17 @@ def test_tickets_are_as_old_as_they_were(tmp_path):
 
 
 def test_saved_options_are_the_defaults_and_given_ones_go_before(tmp_path):
-    server = fresh(max_tickets=3, max_waiting=5, timeout=9.0, history=7, weights={"a": 1, "b": 3})
+    server = fresh(max_in_flight=3, max_queued_updates=5, timeout=9.0, history_size=7, weights={"a": 1, "b": 3})
     assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).weight == 0.25
     other = resumed(tmp_path, server)
-    assert other._books.value.limits == server._books.value.limits
-    assert other._turn.most == 5
-    other = resumed(tmp_path, server, max_tickets=4, history=0, memory_limit=0, weights={"a": 1, "b": 1})
-    assert other._books.value.limits == server._books.value.limits._replace(max_tickets=4, history=0)
+    assert other._state.value.limits == server._state.value.limits
+    assert other._update_lock.max_queued == 5
+    other = resumed(tmp_path, server, max_in_flight=4, history_size=0, memory_limit=0, weights={"a": 1, "b": 1})
+    assert other._state.value.limits == server._state.value.limits._replace(max_in_flight=4, history_size=0)
     assert other.history == []
     assert other.receive(other.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).weight == 0.5
     with pytest.raises(ArgumentError, match="history: expected"):
-        resumed(tmp_path, server, history=-1)
+        resumed(tmp_path, server, history_size=-1)
     with pytest.raises(TypeError, match="hystory"):
         resumed(tmp_path, server, hystory=3)
 
@@ -221,7 +221,7 @@ def test_another_rule_is_refused_unless_it_is_to_replace_the_one_that_was_saved(
     with pytest.raises(CheckpointError, match="rule: was .*FedAdam, got .*FedAsync"):
         Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5))
     other = Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), replace=True)
-    assert (other.version, other._books.value.now.state) == (server.version, {"version": 0})
+    assert (other.version, other._state.value.model_state.state) == (server.version, {"version": 0})
     assert torch.equal(other.model, server.model)
     assert other.receive(life.out[0], Payload(torch.ones(1, SIZE), 1)).accepted
 
@@ -276,7 +276,7 @@ def test_what_has_no_name_is_told_when_it_is_saved(tmp_path):
     with pytest.raises(CheckpointError, match=r"^rule: rate: expected a function of a module.*<lambda>"):
         server.save(tmp_path / FILE)
     with pytest.raises(CheckpointError, match="^rule: rate"):
-        fresh(server.rule, checkpoint=Every(tmp_path / FILE, updates=1))
+        fresh(server.rule, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=1))
     server = fresh()
     server.dispatch(("ward", 7))
     with pytest.raises(CheckpointError, match=r"key \('ward', 7\) cannot be saved"):
@@ -286,7 +286,7 @@ def test_what_has_no_name_is_told_when_it_is_saved(tmp_path):
 
 @pytest.mark.parametrize("client", [("ward", 7), 1.5, None, True, frozenset(), b"x"])
 def test_clients_are_strings_or_integers_where_checkpoints_are_written(tmp_path, client):
-    server = fresh(checkpoint=Every(tmp_path / FILE, updates=1))
+    server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=1))
     before = content(server)
     with pytest.raises(ArgumentError, match="^client: expected a string or an integer"):
         server.dispatch(client)
@@ -312,7 +312,7 @@ def test_damaged_and_foreign_files_are_told_by_what_is_wrong_with_them(tmp_path)
             path.write_bytes(content_)
         with pytest.raises(CheckpointError, match=rf"{told}.*; an older one is .*server\.1$"):
             Server.resume(path, SPACE, Adds())
-    tensor_file.write(path, "clock", {})
+    tensor_file.save(path, "clock", {})
     with pytest.raises(CheckpointError, match="holds a clock, expected a server"):
         Server.resume(path, SPACE, Adds())
     assert Server.resume(f"{path}.1", SPACE, Adds()).version == 0
@@ -344,7 +344,7 @@ def test_another_backend_warns(tmp_path, monkeypatch):
 )
 def test_when_to_write_is_checked_at_the_door(tmp_path, given, told):
     with pytest.raises(ArgumentError, match=told):
-        Every(**{"path": tmp_path / FILE, **given})
+        CheckpointPolicy(**{"path": tmp_path / FILE, **given})
 
 
 def test_a_server_takes_every_and_nothing_else(tmp_path, as_shipped):
@@ -353,11 +353,11 @@ def test_a_server_takes_every_and_nothing_else(tmp_path, as_shipped):
 
 
 def test_every_so_many_updates_a_checkpoint_is_written(tmp_path):
-    server = fresh(checkpoint=Every(tmp_path / FILE, updates=3, keep=2))
+    server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=3, keep=2))
     seen = []
     for i in range(10):
         server.receive(server.dispatch(i), Payload(torch.ones(1, SIZE), 1)).check()
-        server._writer.finish()
+        server._checkpoint_writer.finish()
         seen.append(sorted(os.listdir(tmp_path)))
         if (i + 1) % 3 == 0:
             assert content(Server.resume(tmp_path / FILE, SPACE, Adds())) == content(server)
@@ -368,11 +368,11 @@ def test_every_so_many_updates_a_checkpoint_is_written(tmp_path):
 def test_every_so_many_seconds_a_checkpoint_is_written(tmp_path, monkeypatch):
     seconds = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
-    server = fresh(checkpoint=Every(tmp_path / FILE, seconds=10.0), clock=Wall())
+    server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_seconds=10.0), clock=Wall())
     for now, version in [(9.0, None), (10.0, 2), (19.0, 2), (25.0, 4), (34.0, 4)]:
         seconds[0] = now
         server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
-        server._writer.finish()
+        server._checkpoint_writer.finish()
         path = tmp_path / FILE
         there = Server.resume(path, SPACE, Adds(), clock=Wall()).version if path.exists() else None
         assert there == version
@@ -389,7 +389,7 @@ def test_a_clock_is_given_again_and_compared_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="clock: expected a function of a module"):
         other.save(path)
     with pytest.raises(CheckpointError, match="clock: expected a function of a module"):
-        fresh(clock=lambda: 0.0, checkpoint=Every(path, updates=1))
+        fresh(clock=lambda: 0.0, checkpoint=CheckpointPolicy(path, every_updates=1))
     fresh(clock=Wall().__call__).save(path)
     assert Server.resume(path, SPACE, Adds(), clock=Wall(7.0).__call__).version == 0
 
@@ -398,7 +398,7 @@ def test_updates_do_not_wait_for_a_file_and_no_two_are_written_at_once(tmp_path,
     begun = threading.Semaphore(0)
     go_on = threading.Semaphore(0)
     writing = []
-    write = tensor_file.write
+    write = tensor_file.save
 
     def slow(path, kind, tree, *, keep):
         assert not writing
@@ -409,14 +409,14 @@ def test_updates_do_not_wait_for_a_file_and_no_two_are_written_at_once(tmp_path,
         write(path, kind, tree, keep=keep)
 
     monkeypatch.setattr(checkpoint.tensor_file, "write", slow)
-    server = fresh(checkpoint=Every(tmp_path / FILE, updates=1, keep=9))
+    server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=1, keep=9))
     for i in range(5):
         server.receive(server.dispatch(i), Payload(torch.ones(1, SIZE), 1)).check()
         if i == 0:
             assert begun.acquire(timeout=60)
     assert server.version == 5
     go_on.release(2)
-    server._writer.finish()
+    server._checkpoint_writer.finish()
     monkeypatch.undo()
     # What came between the one that was being written and the latest is not written.
     assert [Server.resume(tmp_path / name, SPACE, Adds()).version for name in (FILE, f"{FILE}.1")] == [5, 1]
@@ -429,22 +429,22 @@ def test_what_goes_wrong_beside_is_logged_and_raised_when_the_server_is_closed(t
 
     folder = tmp_path / "there"
     folder.mkdir()
-    server = fresh(checkpoint=Every(folder / FILE, updates=1))
+    server = fresh(checkpoint=CheckpointPolicy(folder / FILE, every_updates=1))
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "manifoldagg"):
         patch.setattr(checkpoint.tensor_file, "write", full)
         assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).accepted
         with pytest.raises(CheckpointError, match="disk full"):
-            server._writer.finish()
+            server._checkpoint_writer.finish()
         assert "checkpoint: disk full" in caplog.text
         assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).accepted
         with pytest.raises(CheckpointError, match="disk full"):
             server.close()
     server.close()
-    server = fresh(checkpoint=Every(folder / FILE, updates=1))
+    server = fresh(checkpoint=CheckpointPolicy(folder / FILE, every_updates=1))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.tensor_file, "write", full)
         server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
-        server._writer._work()
+        server._checkpoint_writer._drain()
     server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
     server.close()
     assert Server.resume(folder / FILE, SPACE, Adds()).version == 2
@@ -454,7 +454,7 @@ def test_without_threads_the_last_checkpoint_is_written_when_the_server_is_close
     def none(thread):
         raise RuntimeError("can't start new thread")
 
-    server = fresh(checkpoint=Every(tmp_path / FILE, updates=1))
+    server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=1))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", none)
         assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).accepted
@@ -482,21 +482,21 @@ def test_a_server_that_was_closed_or_is_being_updated_is_not_saved(tmp_path):
 def test_a_moment_is_written_later_beside_what_else_its_owner_keeps(tmp_path):
     life = Life(fresh(Gathers(3)))
     life.go(9)
-    moment = life.server.moment()
+    moment = life.server.snapshot()
     then = content(life.server)
     twin = Life(life.server)
     twin.out, twin.events = [*life.out], life.events
     told = life.go(6)
-    tensor_file.write(tmp_path / "hour", "hour", {"server": moment.tree(), "events": twin.events})
-    tree = tensor_file.read(tmp_path / "hour", "hour")
-    twin.server = Server.resume(checkpoint.Saved(tmp_path / "hour", tree["server"]), SPACE, Gathers(3))
+    tensor_file.save(tmp_path / "hour", "hour", {"server": moment.tree(), "events": twin.events})
+    tree = tensor_file.load(tmp_path / "hour", "hour")
+    twin.server = Server.resume(checkpoint.LoadedCheckpoint(tmp_path / "hour", tree["server"]), SPACE, Gathers(3))
     assert content(twin.server) == then
     assert (tree["events"], twin.go(6)) == (9, told)
     with pytest.raises(CheckpointError, match="hour: rule: was .*Gathers, got .*Adds"):
-        Server.resume(checkpoint.Saved(tmp_path / "hour", tree["server"]), SPACE, Adds())
+        Server.resume(checkpoint.LoadedCheckpoint(tmp_path / "hour", tree["server"]), SPACE, Adds())
     life.server.close()
     with pytest.raises(ArgumentError, match="server: was closed"):
-        life.server.moment()
+        life.server.snapshot()
 
 
 def test_tickets_whose_base_was_lost_are_left_out_and_a_lost_memory_is_told(tmp_path):
@@ -505,7 +505,7 @@ def test_tickets_whose_base_was_lost_are_left_out_and_a_lost_memory_is_told(tmp_
     lost = server.dispatch("a")
     server.receive(server.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).check()
     kept = server.dispatch("c")
-    filed = {key: what for key, (what, _) in server._books.value.store.places.items() if hasattr(what, "path")}
+    filed = {key: what for key, (what, _) in server._state.value.store.entries.items() if hasattr(what, "path")}
     filed["version", 0].path.unlink()
     other = resumed(tmp_path, server)
     assert other.receive(lost, Payload(torch.ones(1, SIZE), 1)).reason == "ticket: unknown, or used already"
@@ -529,10 +529,10 @@ def test_a_save_beside_updates_holds_one_moment(tmp_path):
     versions = []
     while any(thread.is_alive() for thread in threads):
         server.save(tmp_path / FILE)
-        books = Server.resume(tmp_path / FILE, SPACE, server.rule)._books.value
-        versions.append(books.now.version)
-        assert len(books.history) == 2 * books.now.version + len(books.now.state["waiting"])
-        assert [row["version"] for row in books.history.values()][-1:] in ([], [books.now.version])
+        books = Server.resume(tmp_path / FILE, SPACE, server.rule)._state.value
+        versions.append(books.model_state.version)
+        assert len(books.history) == 2 * books.model_state.version + len(books.model_state.state["waiting"])
+        assert [row["version"] for row in books.history.values()][-1:] in ([], [books.model_state.version])
         assert len(books.tickets) <= 2
     assert versions == sorted(versions)
 
@@ -609,26 +609,26 @@ def test_a_hundred_runs_that_are_killed_go_on_as_if_nothing_had_happened(tmp_pat
 
 def test_a_server_that_closes_leaves_files_to_the_checkpoint_that_needs_them(tmp_path, monkeypatch):
     go_on = threading.Event()
-    kept = checkpoint._kept
+    kept = checkpoint._stored_trees
 
     def slow(books):
         assert go_on.wait(60)
         return kept(books)
 
-    monkeypatch.setattr(checkpoint, "_kept", slow)
-    server = fresh(memory_limit=0, checkpoint=Every(tmp_path / FILE, updates=2), spill=tmp_path)
+    monkeypatch.setattr(checkpoint, "_stored_trees", slow)
+    server = fresh(memory_limit=0, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=2), spill=tmp_path)
     tickets = [server.dispatch("a")]
     for _ in range(2):
         tickets.append(server.dispatch("b"))
         server.receive(server.dispatch("c"), Payload(torch.ones(1, SIZE), 1)).check()
     closing = threading.Thread(target=server.close)
     closing.start()
-    while not server._books.value.closed:
+    while not server._state.value.is_closed:
         time.sleep(0.001)
     go_on.set()
     closing.join(60)
     other = Server.resume(tmp_path / FILE, SPACE, Adds())
-    assert set(other._books.value.tickets) == {ticket.id for ticket in tickets}
+    assert set(other._state.value.tickets) == {ticket.id for ticket in tickets}
     del server, closing
     assert not [*tmp_path.glob("manifoldagg-*")]
 
@@ -636,11 +636,11 @@ def test_a_server_that_closes_leaves_files_to_the_checkpoint_that_needs_them(tmp
 def test_who_waits_while_a_server_closes_writes_no_checkpoint_of_nothing(tmp_path, monkeypatch):
     seconds = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
-    server = fresh(checkpoint=Every(tmp_path / FILE, seconds=1.0, keep=1))
+    server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_seconds=1.0, keep=1))
     tickets = [server.dispatch("a") for _ in range(3)]
     server.receive(tickets[0], Payload(torch.ones(1, SIZE), 1)).check()
     server.save(tmp_path / FILE)
-    admit = server_module.admit
+    admit = server_module.validate_payload
 
     def closes(*given, **named):
         admitted = admit(*given, **named)
@@ -648,10 +648,10 @@ def test_who_waits_while_a_server_closes_writes_no_checkpoint_of_nothing(tmp_pat
         return admitted
 
     seconds[0] = 2.0
-    monkeypatch.setattr(server_module, "admit", closes)
+    monkeypatch.setattr(server_module, "validate_payload", closes)
     assert not server.receive(tickets[1], Payload(torch.ones(1, SIZE), 1)).accepted
-    server._writer.finish()
-    assert len(Server.resume(tmp_path / FILE, SPACE, Adds())._books.value.tickets) == 2
+    server._checkpoint_writer.finish()
+    assert len(Server.resume(tmp_path / FILE, SPACE, Adds())._state.value.tickets) == 2
 
 
 def test_a_wrapper_round_another_rule_begins_anew(tmp_path):
@@ -665,7 +665,7 @@ def test_a_wrapper_round_another_rule_begins_anew(tmp_path):
 
 def test_names_that_no_file_can_hold_are_told_with_the_weights(tmp_path):
     with pytest.raises(ArgumentError, match="client: expected a string or an integer"):
-        fresh(weights={("ward", 7): 10}, checkpoint=Every(tmp_path / FILE, updates=1))
+        fresh(weights={("ward", 7): 10}, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=1))
 
 
 def test_an_average_of_other_options_does_not_go_on(tmp_path):
@@ -687,8 +687,8 @@ def test_older_files_are_kept_where_none_has_two_names(tmp_path, monkeypatch):
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuses)
-    server = fresh(checkpoint=Every(tmp_path / FILE, updates=1))
+    server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=1))
     for _ in range(2):
         server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
-        server._writer.finish()
+        server._checkpoint_writer.finish()
     assert [Server.resume(tmp_path / name, SPACE, Adds()).version for name in (f"{FILE}.1", FILE)] == [1, 2]

@@ -15,8 +15,8 @@ from manifoldagg.corrections import OrthoDC, OrthoStrict
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.rules import ASGD, AsyncBezier, AsyncCorrected, FedAdam, FedAsync, FedBuff
 from manifoldagg.federated.schedules import Cosine, Cyclic
-from manifoldagg.federated.server.durability.fingerprint import describe, difference
-from manifoldagg.federated.server.durability.tensor_file import read, write
+from manifoldagg.federated.server.durability.fingerprint import fingerprint, first_difference
+from manifoldagg.federated.server.durability.tensor_file import load, save
 from manifoldagg.federated.staleness import Hinge, Polynomial
 from manifoldagg.manifolds import Flat, ParameterSpace, PoincareBall, Product, Sphere, Stiefel
 from tests.federated.fingerprint import Gathers
@@ -130,32 +130,32 @@ DIFFERENT = {
 
 
 def test_different_things_have_different_descriptions_and_equal_ones_equal_ones(tmp_path):
-    told = {name: describe("x", value) for name, value in DIFFERENT.items()}
-    write(tmp_path / "x", "told", list(told.values()))
-    for (name, mine), kept in zip(told.items(), read(tmp_path / "x", "told"), strict=True):
-        assert difference("x", mine, kept) is None, name
-        assert difference("x", mine, describe("x", DIFFERENT[name])) is None, name
-        same = [other for other in told if difference("x", mine, told[other]) is None]
+    told = {name: fingerprint("x", value) for name, value in DIFFERENT.items()}
+    save(tmp_path / "x", "told", list(told.values()))
+    for (name, mine), kept in zip(told.items(), load(tmp_path / "x", "told"), strict=True):
+        assert first_difference("x", mine, kept) is None, name
+        assert first_difference("x", mine, fingerprint("x", DIFFERENT[name])) is None, name
+        same = [other for other in told if first_difference("x", mine, told[other]) is None]
         assert same == [name]
 
 
 @pytest.mark.parametrize("name", golden())
 def test_every_rule_can_be_described(name):
     rule = golden()[name]
-    assert difference("rule", describe("rule", rule), describe("rule", golden()[name])) is None
+    assert first_difference("rule", fingerprint("rule", rule), fingerprint("rule", golden()[name])) is None
 
 
 def test_equal_numbers_are_equal_whatever_their_type():
     for one in (1, 1.0, True, np.float64(1), np.int64(1)):
-        assert difference("rate", describe("rate", 1), describe("rate", one)) is None
+        assert first_difference("rate", fingerprint("rate", 1), fingerprint("rate", one)) is None
 
 
 def test_a_cache_is_no_part_of_a_value():
-    assert describe("x", Caches("a", cache=threading.Lock())) == describe("x", Caches("a"))
+    assert fingerprint("x", Caches("a", cache=threading.Lock())) == fingerprint("x", Caches("a"))
     space = ParameterSpace.of(NETWORKS[0], {"weight": Sphere(2)})
-    fresh = describe("space", space)
+    fresh = fingerprint("space", space)
     _ = space.base_space, space.flat, hash(space), space.axes
-    assert describe("space", space) == fresh
+    assert fingerprint("space", space) == fresh
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_cache_is_no_part_of_a_value():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_difference_is_told_by_its_place(was, given, told):
-    assert difference("rule", describe("rule", was), describe("rule", given)) == told
+    assert first_difference("rule", fingerprint("rule", was), fingerprint("rule", given)) == told
 
 
 def local():
@@ -214,4 +214,4 @@ LOOP.append(LOOP)
 )
 def test_what_has_no_name_is_refused_by_its_place(value, told):
     with pytest.raises(CheckpointError, match=told):
-        describe("rule", value)
+        fingerprint("rule", value)

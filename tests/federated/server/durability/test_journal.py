@@ -17,7 +17,7 @@ from torch import nn
 
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import Checks, Every, Journal, Payload, Server
+from manifoldagg.federated import CheckpointPolicy, Journal, Payload, Server, UpdateLimits
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, Momentum
 from manifoldagg.federated.server.durability import journal, log_format, recovery, tensor_file
 from manifoldagg.manifolds import Flat, ParameterSpace
@@ -74,7 +74,7 @@ def test_every_rule_comes_back_bit_for_bit(tmp_path, name, as_shipped):
         crash(life.server)
         averaging = SWA(SPACE, start=2)
         life.server = back(
-            tmp_path, life.server, averaging=averaging, journal=Journal(tmp_path / LINES, fsync, every=3)
+            tmp_path, life.server, averaging=averaging, journal=Journal(tmp_path / LINES, fsync, fsync_every=3)
         )
         assert known([state(life.server), content(life.server)]) == known([before, content(twin.server)])
     assert life.go(4) == twin.go(4)
@@ -85,7 +85,10 @@ STEPS = st.lists(st.sampled_from(["go", "go", "go", "save", "crash", "elsewhere"
 SOME = {
     "FedBuff": (FedBuff(3), {}),
     "narrow": (AsyncBezier(0.5), {"base_dtype": torch.bfloat16, "memory_limit": 60}),
-    "Momentum": (Momentum(FedAsync(0.5)), {"checks": Checks(clip_factor=1.2, samples_factor=3.0), "max_staleness": 2}),
+    "Momentum": (
+        Momentum(FedAsync(0.5)),
+        {"checks": UpdateLimits(clip_factor=1.2, samples_factor=3.0), "max_staleness": 2},
+    ),
     "bounded": (Gathers(2, patient=False), {"history": 3, "retries": 2, "weights": "uniform"}),
 }
 
@@ -103,12 +106,12 @@ def test_any_order_of_work_checkpoints_and_crashes_is_a_life_without_them(tmp_pa
             assert life.go(5) == twin.go(5)
         elif step == "save":
             life.server.save(folder / FILE)
-            assert len(life.server._journal.journal.files()) == 1
+            assert len(life.server._journal.journal.segments()) == 1
         else:
             before = state(life.server)
             crash(life.server)
             if step == "elsewhere":  # without the checkpoint, where a resume has begun the journal anew
-                (folder / FILE).unlink(missing_ok=bool(journal.Journal(folder / LINES).files()))
+                (folder / FILE).unlink(missing_ok=bool(journal.Journal(folder / LINES).segments()))
                 with suppress(CheckpointError):
                     life.server = back(folder, life.server)
                     assert state(life.server) == before
@@ -125,7 +128,7 @@ def test_buffers_come_back(tmp_path):
     space = ParameterSpace.of(net)
     policies = {"*running_mean": "average", "*running_var": "latest", "*tracked": "leave"}
 
-    life = Life(Server.of(net, FedBuff(3), buffers=policies, journal=tmp_path / LINES))
+    life = Life(Server.of(net, FedBuff(3), buffer_policy=policies, journal=tmp_path / LINES))
     life.go(9, carrying)
     before = state(life.server)
     crash(life.server)
@@ -210,7 +213,7 @@ def test_a_fault_at_any_call_loses_nothing_that_was_answered(tmp_path, monkeypat
             except Killed:
                 # The disk has closed its own files; the first was opened before.
                 crash(script.server)
-                disk._open.discard(script.server._journal._at.file)
+                disk._open.discard(script.server._journal._position.descriptor)
                 raise
 
     met = set()
@@ -335,7 +338,7 @@ def test_a_bit_that_is_another_is_cut_at_the_end_and_told_before_it(tmp_path, ma
 @pytest.mark.parametrize("junk", ["cut", "zeros", "noise in the first", "noise in the last"])
 def test_a_batch_loses_at_most_what_it_says_when_the_machine_stops(tmp_path, monkeypatch, junk):
     every = 4
-    server = fresh(journal=Journal(tmp_path / LINES, "batch", every=every))
+    server = fresh(journal=Journal(tmp_path / LINES, "batch", fsync_every=every))
     (path,) = tmp_path.glob("*.journal")
     synced, states = [path.stat().st_size], [state(server)]
     sizes = [path.stat().st_size]
@@ -365,7 +368,9 @@ def test_a_batch_loses_at_most_what_it_says_when_the_machine_stops(tmp_path, mon
 
 
 def test_threads_are_written_in_the_order_in_which_they_were_taken(tmp_path):
-    server = fresh(AsyncBezier(0.5), journal=tmp_path / LINES, checkpoint=Every(tmp_path / FILE, updates=7))
+    server = fresh(
+        AsyncBezier(0.5), journal=tmp_path / LINES, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=7)
+    )
 
     def work(name):
         for i in range(12):
@@ -380,7 +385,7 @@ def test_threads_are_written_in_the_order_in_which_they_were_taken(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    server._writer.finish()
+    server._checkpoint_writer.finish()
     before = state(server)
     crash(server)
     other = back(tmp_path, server)
@@ -483,12 +488,12 @@ def test_a_full_disk_takes_one_update_and_gives_its_receipt_when_there_is_room(t
     before = state(server)
     crash(server)
     assert state(back(tmp_path, server)) == before
-    assert torch.equal(server._books.value.store.load(("client", "a"))["last"], as_sent[0])
+    assert torch.equal(server._state.value.store.load(("client", "a"))["last"], as_sent[0])
     assert "No space left" in caplog.text
 
 
 def test_a_batch_that_may_be_lost_stops_the_server_until_there_is_a_checkpoint(tmp_path, monkeypatch):
-    server = fresh(journal=Journal(tmp_path / LINES, "batch", every=2))
+    server = fresh(journal=Journal(tmp_path / LINES, "batch", fsync_every=2))
 
     def broken(file):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -534,7 +539,7 @@ def test_a_handler_within_the_writing_does_not_wait_for_who_waits_for_that(tmp_p
     told = []
 
     def handler(file):
-        for waits in (lambda: server.save(tmp_path / FILE), server.moment, server.averaged, server.close):
+        for waits in (lambda: server.save(tmp_path / FILE), server.snapshot, server.averaged, server.close):
             with pytest.raises(ArgumentError, match="its journal is being written") as error:
                 waits()
             told.append(error)
@@ -573,7 +578,7 @@ def test_other_options_hold_from_the_resume_on(tmp_path):
     life.go(12)
     crash(life.server)
     before = content(life.server)
-    options = {"checks": Checks(max_norm=1e-9), "history": 1, "weights": "uniform"}
+    options = {"checks": UpdateLimits(max_norm=1e-9), "history": 1, "weights": "uniform"}
     other = back(tmp_path, life.server, **options)
     assert torch.equal(other.model, life.server.model)
     assert other.history == life.server.history[-1:]
@@ -632,8 +637,8 @@ def gone(folder, server):
     (folder / "other").mkdir()
     for path in folder.glob(f"{LINES}.*"):
         shutil.copy(path, folder / "other" / path.name.replace(".3.", ".2."))
-    tree, _ = log_format.opened(next((folder / "other").glob("*.journal")))
-    tensor_file.write(folder / "other" / f"{LINES}.2.journal", log_format.KIND, {**tree, "first": 2})
+    tree, _ = log_format.read_segment_header(next((folder / "other").glob("*.journal")))
+    tensor_file.save(folder / "other" / f"{LINES}.2.journal", log_format.KIND, {**tree, "first": 2})
     return folder / "other" / LINES
 
 
@@ -697,34 +702,34 @@ def test_of_two_that_want_a_journal_at_once_one_has_it_and_loses_nothing(tmp_pat
 
 
 def test_a_new_journal_is_held_before_anybody_looks_for_its_files(tmp_path, monkeypatch):
-    begin = journal.Appender.begin
+    begin = journal.JournalWriter.open_segment
 
     def late(appender, *given):
         with pytest.raises(CheckpointError, match="another process has this journal"):
             fresh(journal=tmp_path / LINES)
         begin(appender, *given)
 
-    monkeypatch.setattr(journal.Appender, "begin", late)
+    monkeypatch.setattr(journal.JournalWriter, "open_segment", late)
     server = fresh(journal=tmp_path / LINES)
     assert server.dispatch("a").version == 0
 
 
 def test_a_checkpoint_elsewhere_leaves_the_journal_to_that_of_the_server(tmp_path):
-    server = fresh(journal=tmp_path / LINES, checkpoint=Every(tmp_path / FILE, updates=100))
+    server = fresh(journal=tmp_path / LINES, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=100))
     server.receive(server.dispatch("a"), answer(1)).check()
     server.save()
     for seed in (2, 3):
         server.receive(server.dispatch("a"), answer(seed)).check()
         server.save(tmp_path / "elsewhere")
-    files = server._journal.journal.files()
+    files = server._journal.journal.segments()
     before = state(server)
     crash(server)
     assert files == [2]
-    other = back(tmp_path, server, checkpoint=Every(tmp_path / FILE, updates=100))
+    other = back(tmp_path, server, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=100))
     assert state(other) == before
     (tmp_path / "link").symlink_to(tmp_path)
     other.save(tmp_path / "link" / FILE)
-    assert other._journal.journal.files() == [6]
+    assert other._journal.journal.segments() == [6]
 
 
 class Slow:
@@ -734,8 +739,8 @@ class Slow:
         self.begun = threading.Event()
         self.go_on = threading.Event()
         self.moment = moment
-        self._install = tensor_file._install
-        monkeypatch.setattr(tensor_file, "_install", self)
+        self._install = tensor_file._atomic_write
+        monkeypatch.setattr(tensor_file, "_atomic_write", self)
 
     def __call__(self, place, parts, keep):
         if place.name == FILE and not self.begun.is_set():
@@ -750,7 +755,7 @@ def test_no_checkpoint_that_was_begun_earlier_takes_the_place_of_one_for_which_t
     tmp_path, monkeypatch, keep, named
 ):
     slow = Slow(monkeypatch)
-    every = Every(tmp_path / FILE, updates=1, keep=keep)
+    every = CheckpointPolicy(tmp_path / FILE, every_updates=1, keep=keep)
     server = fresh(journal=tmp_path / LINES, checkpoint=every)
     server.receive(server.dispatch("a"), answer(1)).check()
     assert slow.begun.wait(60)
@@ -762,7 +767,7 @@ def test_no_checkpoint_that_was_begun_earlier_takes_the_place_of_one_for_which_t
     server.dispatch("c")
     slow.go_on.set()
     saving.join(60)
-    server._writer.finish()
+    server._checkpoint_writer.finish()
     before = state(server)
     crash(server)
     assert state(back(tmp_path, server, checkpoint=every)) == before
@@ -784,12 +789,12 @@ def test_of_two_that_save_at_once_the_later_record_stays(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize("every", [None, Every])
+@pytest.mark.parametrize("every", [None, CheckpointPolicy])
 def test_a_handler_that_saves_within_a_save_loses_nothing(tmp_path, monkeypatch, every, elsewhere):
-    options = {} if every is None else {"checkpoint": Every(tmp_path / FILE, updates=100)}
+    options = {} if every is None else {"checkpoint": CheckpointPolicy(tmp_path / FILE, every_updates=100)}
     server = fresh(journal=tmp_path / LINES, **options)
     server.receive(server.dispatch("a"), answer(1)).check()
-    install = tensor_file._install
+    install = tensor_file._atomic_write
     said = []
 
     def handled(place, parts, keep):
@@ -798,7 +803,7 @@ def test_a_handler_that_saves_within_a_save_loses_nothing(tmp_path, monkeypatch,
             server.save(tmp_path / ("other" if elsewhere else FILE))
         install(place, parts, keep)
 
-    monkeypatch.setattr(tensor_file, "_install", handled)
+    monkeypatch.setattr(tensor_file, "_atomic_write", handled)
     server.save(tmp_path / FILE)
     before = state(server)
     crash(server)
@@ -820,7 +825,7 @@ def test_what_the_system_does_not_read_is_told_and_nothing_is_cut(tmp_path, monk
         elif call == "open":
             patch.setattr(log_format.mmap, "mmap", broken)
         else:
-            patch.setattr(recovery, "payload_of", broken)
+            patch.setattr(recovery, "read_payload", broken)
         with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
             back(tmp_path, fresh())
     assert path.read_bytes() == whole
@@ -855,7 +860,7 @@ def test_a_flood_of_refusals_writes_nothing(tmp_path):
     assert path.stat().st_size == size
     server.drop(ticket)
     crash(server)
-    assert back(tmp_path, server).refused == {"points": 50, "ticket": 50}
+    assert back(tmp_path, server).rejected == {"points": 50, "ticket": 50}
 
 
 @pytest.mark.parametrize(

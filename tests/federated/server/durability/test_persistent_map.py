@@ -10,24 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg.federated.server.durability.persistent_map import Atomic, Ordered
+from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
 
 KEYS = st.integers(0, 9)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "without", "latest"]), KEYS)))
 def test_an_ordered_map_is_a_dictionary_that_keeps_its_past(steps):
-    mine, theirs, past = Ordered(), {}, []
+    mine, theirs, past = PersistentOrderedMap(), {}, []
     for turn, (step, key) in enumerate(steps):
         past.append((mine, dict(theirs)))
         if step == "put":
-            mine = mine.put(key, turn)
+            mine = mine.set(key, turn)
             theirs[key] = turn
         elif step == "latest":
-            mine = mine.latest(key)
+            mine = mine.tail(key)
             theirs = dict([*theirs.items()][max(len(theirs) - key, 0) :])
         elif key in theirs:
-            mine = mine.without(key)
+            mine = mine.remove(key)
             del theirs[key]
     for ordered, plain in [*past, (mine, theirs)]:
         assert [*ordered.items()] == [*plain.items()]
@@ -39,18 +39,18 @@ def test_an_ordered_map_is_a_dictionary_that_keeps_its_past(steps):
 def test_what_is_missing_is_a_key_error():
     for ask in (lambda m: m["a"], lambda m: m.without("a"), lambda m: m.oldest):
         with pytest.raises(KeyError):
-            ask(Ordered())
+            ask(PersistentOrderedMap())
 
 
 def test_what_left_takes_its_places_with_it():
-    ordered = Ordered().put("first", 0)
+    ordered = PersistentOrderedMap().set("first", 0)
     for i in range(1000):
-        ordered = ordered.put(i, i).without(i)
-    assert ordered.count == 1001
-    assert ordered.oldest == "first"
-    ordered = ordered.without("first").put("next", 1)
+        ordered = ordered.set(i, i).remove(i)
+    assert ordered.next_index == 1001
+    assert ordered.first_key == "first"
+    ordered = ordered.remove("first").set("next", 1)
     assert [*ordered.items()] == [("next", 1)]
-    assert ordered.oldest == "next"
+    assert ordered.first_key == "next"
 
 
 def counted(value):
@@ -60,7 +60,7 @@ def counted(value):
 def test_threads_lose_no_change():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    place, seen = Atomic(0), []
+    place, seen = AtomicReference(0), []
     try:
         threads = [
             threading.Thread(target=lambda: seen.extend([place.update(counted) for _ in range(2000)])) for _ in range(8)
@@ -76,7 +76,7 @@ def test_threads_lose_no_change():
 
 
 def test_a_change_within_a_change_comes_first():
-    place, within = Atomic(()), []
+    place, within = AtomicReference(()), []
 
     def change(now):
         if not within:
@@ -89,7 +89,7 @@ def test_a_change_within_a_change_comes_first():
 
 
 def test_what_a_change_raises_changes_nothing():
-    place = Atomic(3)
+    place = AtomicReference(3)
     with pytest.raises(ZeroDivisionError):
         place.update(lambda now: (now // 0, None))
     assert place.value == 3
@@ -107,7 +107,7 @@ def test_values_that_were_replaced_are_let_go():
         alive.add(held)
         return held, None
 
-    place = Atomic(Held())
+    place = AtomicReference(Held())
     gc.disable()
     try:
         for _ in range(5):
@@ -121,7 +121,7 @@ def test_an_error_that_somebody_keeps_keeps_no_later_value():
     class Held:
         pass
 
-    place, alive, kept = Atomic(Held()), weakref.WeakSet(), []
+    place, alive, kept = AtomicReference(Held()), weakref.WeakSet(), []
     try:
         place.update(lambda now: now.missing)
     except AttributeError as error:
@@ -138,7 +138,7 @@ def test_an_error_that_somebody_keeps_keeps_no_later_value():
 @pytest.mark.usefixtures("as_shipped")
 def test_signals_tear_nothing():
     """A handler that raises: each change has happened or has not, and nothing is lost after it."""
-    place, done, raised = Atomic((0, 0)), 0, 0
+    place, done, raised = AtomicReference((0, 0)), 0, 0
 
     class Stop(Exception):
         pass

@@ -14,7 +14,7 @@ from manifoldagg.errors import SpillError
 from manifoldagg.federated import Outcome, Payload, Server
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff
 from manifoldagg.federated.server.durability.spill import Spill
-from manifoldagg.federated.server.durability.store import Kept, Store
+from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, bits, fingerprint, versions
 from tests.support import draw, seeds
@@ -81,7 +81,7 @@ def test_a_steady_run_allocates_one_model():
     places = set()
     for _ in range(20):
         forward(s)
-        places.add(s._books.value.now.current.data_ptr())
+        places.add(s._state.value.model_state.current.data_ptr())
     assert len(places) == 2
 
 
@@ -166,14 +166,16 @@ def test_a_memory_limit_changes_where_things_are_and_nothing_else(seed, script, 
 class AsyncMemory(AsyncBezier):
     """Hands a client the point it sent last."""
 
-    def message(self, space, state, current, memory):
-        message = super().message(space, state, current, memory)
-        return message if memory is None else type(message)(current, {"last": memory["last"]})
+    def message(self, space, state, current, client_state):
+        message = super().message(space, state, current, client_state)
+        return message if client_state is None else type(message)(current, {"last": client_state["last"]})
 
     def step(self, space, state, update, *, out=None):
         state, outcome = super().step(space, state, update, out=out)
-        same = update.memory is not None and bool((update.points[0] < 0).all())
-        return state, Outcome(outcome.model, update.memory if same else {"last": update.points[-1]}, outcome.numbers)
+        same = update.client_state is not None and bool((update.points[0] < 0).all())
+        return state, Outcome(
+            outcome.model, update.client_state if same else {"last": update.points[-1]}, outcome.numbers
+        )
 
 
 def files(folder):
@@ -188,7 +190,7 @@ def test_files_are_mapped_and_go_with_their_last_holder(tmp_path):
     assert len(files(tmp_path)) == 2
     assert s.memory["spilled"] == 2 * MODEL
     if (maps := Path("/proc/self/maps")).exists():
-        base = s._books.value.store.load(("version", 0))
+        base = s._state.value.store.load(("version", 0))
         assert str(files(tmp_path)[0]) in maps.read_text()
         del base
     s.drop(old[0].id)
@@ -244,7 +246,7 @@ def test_one_tree_that_no_file_can_have_blocks_no_other(tmp_path, caplog):
     class Odd(Adds):
         def step(self, space, state, update, *, out=None):
             state, outcome = super().step(space, state, update, out=out)
-            memory = outcome.memory | ({"odd": torch.ones(4).to_sparse()} if update.client == "odd" else {})
+            memory = outcome.client_state | ({"odd": torch.ones(4).to_sparse()} if update.client == "odd" else {})
             return state, Outcome(outcome.model, memory, outcome.numbers)
 
     s = server(Odd(), memory_limit=0, spill=tmp_path)
@@ -253,7 +255,7 @@ def test_one_tree_that_no_file_can_have_blocks_no_other(tmp_path, caplog):
     assert "('client', 'odd') stays in memory" in caplog.text
     # Four values of 4 bytes, four indices of 8, and what the others have too.
     assert (s.memory["clients"], s.memory["spilled"]) == (48 + MODEL, 2 * MODEL)
-    assert s._books.value.store.load(("client", "odd"))["odd"].is_sparse
+    assert s._state.value.store.load(("client", "odd"))["odd"].is_sparse
 
 
 def test_a_dispatch_whose_file_is_gone_leaves_no_trace_and_stops_nobody_else(tmp_path):
@@ -262,15 +264,15 @@ def test_a_dispatch_whose_file_is_gone_leaves_no_trace_and_stops_nobody_else(tmp
     late = s.dispatch("walker")
     (path,) = files(tmp_path)
     path.unlink()
-    before = s._books.value
+    before = s._state.value
     with pytest.raises(SpillError, match=f"{path}.* deleted"):
         s.dispatch("walker")
-    assert s._books.value is before
+    assert s._state.value is before
     receipt = s.receive(late.id, Payload(torch.ones(1, P), 1))
     assert not receipt.accepted
     assert str(path) in receipt.reason
     assert s.receive(late.id, Payload(torch.ones(1, P), 1)) is receipt
-    assert s.refused == {"spill": 1}
+    assert s.rejected == {"spill": 1}
     forward(s, "another")
 
 
@@ -309,22 +311,24 @@ def test_spilling_asks_nobody_but_who_goes():
     for clients in (10, 300):
         store = Store()
         for i in range(clients):
-            store = store.held(("client", i), Kept({"count": i})).held(("client", -1 - i), Kept(torch.ones(1)))
+            store = store.retain(("client", i), InMemoryTree({"count": i})).retain(
+                ("client", -1 - i), InMemoryTree(torch.ones(1))
+            )
         lines = []
 
         def each(frame, event, arg, lines=lines):
             lines.append(event)
             return each
 
-        while (over := store.over(0, without=("version", 0))) is not None:
+        while (over := store.next_victim(0, exclude=("version", 0))) is not None:
             lines.clear()
             sys.settrace(each)
             try:
-                assert store.over(0, without=("version", 0)) == over
-                store = store.moved(*over, filed)
+                assert store.next_victim(0, exclude=("version", 0)) == over
+                store = store.evicted(*over, filed)
             finally:
                 sys.settrace(None)
-        assert store.usage(("version", 0))["spilled"] == 4 * clients
+        assert store.memory_usage(("version", 0))["spilled"] == 4 * clients
         counts.append(len(lines))
     assert counts[0] == counts[1]
 

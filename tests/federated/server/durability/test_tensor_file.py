@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.server.durability import tensor_file
-from manifoldagg.federated.server.durability.tensor_file import read, write
+from manifoldagg.federated.server.durability.tensor_file import load, save
 from tests.federated.faults import Disk, each
 
 OLD = {"model": torch.arange(5.0), "clients": {"a": [1, 2.5, None], 7: (math.inf, b"x")}}
@@ -50,8 +50,8 @@ def raw(tensor):
 
 
 def back(tree, path):
-    write(path, "tree", tree)
-    return read(path, "tree")
+    save(path, "tree", tree)
+    return load(path, "tree")
 
 
 LEAVES = st.one_of(
@@ -120,9 +120,9 @@ def test_views_and_tied_tensors_come_back_as_values_with_memory_of_their_own(tmp
 
 
 def test_it_is_read_to_the_cpu_whatever_the_default_device(tmp_path):
-    write(tmp_path / "state", "server", {"x": torch.ones(3)})
+    save(tmp_path / "state", "server", {"x": torch.ones(3)})
     with torch.device("meta"):
-        found = read(tmp_path / "state", "server")
+        found = load(tmp_path / "state", "server")
     assert torch.equal(found["x"], torch.ones(3))
 
 
@@ -137,7 +137,7 @@ def test_numbers_of_numpy_come_back_as_those_of_python(tmp_path):
 
 
 def test_a_file_is_one_of_safetensors(tmp_path):
-    write(
+    save(
         tmp_path / "x", "sums", {"b": torch.ones(3, dtype=torch.bool), "f": torch.arange(2.0), "c": torch.ones(1) * 1j}
     )
     loaded = load_file(tmp_path / "x")
@@ -185,79 +185,79 @@ LOOP.append(LOOP)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_no_file_can_hold_is_refused_by_its_place(tmp_path, tree, told):
-    write(tmp_path / "x", "tree", OLD)
+    save(tmp_path / "x", "tree", OLD)
     with pytest.raises(CheckpointError, match=told):
-        write(tmp_path / "x", "tree", tree)
+        save(tmp_path / "x", "tree", tree)
     assert os.listdir(tmp_path) == ["x"]
-    assert alike(read(tmp_path / "x", "tree"), OLD)
+    assert alike(load(tmp_path / "x", "tree"), OLD)
 
 
 def test_a_path_is_that_of_a_file_in_a_folder_that_exists(tmp_path, as_shipped):
     for path in (tmp_path / "none" / "x", tmp_path, 3, None):
         with pytest.raises(ArgumentError, match="^path: expected"):
-            write(path, "tree", OLD)
+            save(path, "tree", OLD)
     with pytest.raises(ArgumentError, match="^path: expected"):
-        read(3, "tree")
+        load(3, "tree")
     with pytest.raises(CheckpointError, match="none/x: cannot be read: No such file"):
-        read(tmp_path / "none" / "x", "tree")
+        load(tmp_path / "none" / "x", "tree")
     with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
-        read(tmp_path, "tree")
+        load(tmp_path, "tree")
 
 
 def test_a_link_is_followed(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "latest").symlink_to(tmp_path / "there" / "x")
-    write(tmp_path / "latest", "tree", OLD)
+    save(tmp_path / "latest", "tree", OLD)
     assert (tmp_path / "latest").is_symlink()
-    assert alike(read(tmp_path / "there" / "x", "tree"), OLD)
+    assert alike(load(tmp_path / "there" / "x", "tree"), OLD)
 
 
 def test_every_truncation_is_told_as_such(tmp_path):
-    write(tmp_path / "x", "tree", OLD)
+    save(tmp_path / "x", "tree", OLD)
     whole = (tmp_path / "x").read_bytes()
     for length in range(len(whole)):
         (tmp_path / "x").write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match="is truncated: it has"):
-            read(tmp_path / "x", "tree")
+            load(tmp_path / "x", "tree")
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x20, 0xFF])
 def test_every_altered_byte_is_noticed(tmp_path, mask):
-    write(tmp_path / "x", "tree", OLD)
+    save(tmp_path / "x", "tree", OLD)
     whole = (tmp_path / "x").read_bytes()
     for i in range(len(whole)):
         altered = bytearray(whole)
         altered[i] ^= mask
         (tmp_path / "x").write_bytes(altered)
         with pytest.raises(CheckpointError, match="is altered|is truncated|was not written by this package"):
-            read(tmp_path / "x", "tree")
+            load(tmp_path / "x", "tree")
     (tmp_path / "x").write_bytes(whole + b"\0")
     with pytest.raises(CheckpointError, match="is altered: it has"):
-        read(tmp_path / "x", "tree")
+        load(tmp_path / "x", "tree")
 
 
 def resigned(path, old, new):
     """The file with `old` replaced by `new`, of the same length, and a checksum that fits."""
     content = path.read_bytes().replace(old, new)
-    start = 8 + len(tensor_file.HEAD)
+    start = 8 + len(tensor_file.HEADER_PREFIX)
     content = content[:start] + b"00000000" + content[start + 8 :]
     path.write_bytes(content[:start] + b"%08x" % zlib.crc32(content) + content[start + 8 :])
 
 
 def test_newer_formats_other_kinds_and_foreign_files_are_told_apart(tmp_path):
     path = tmp_path / "x"
-    write(path, "clock", OLD)
+    save(path, "clock", OLD)
     with pytest.raises(CheckpointError, match=r"x: holds a clock, expected a server$"):
-        read(path, "server")
+        load(path, "server")
     resigned(path, b'"format":"1"', b'"format":"2"')
     with pytest.raises(CheckpointError, match="has format 2, and this version of the package reads 1"):
-        read(path, "clock")
+        load(path, "clock")
     torch.save({"x": torch.ones(2)}, path)
     with pytest.raises(CheckpointError, match="was not written by this package"):
-        read(path, "clock")
+        load(path, "clock")
     save_file({"x": torch.ones(2)}, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match="was not written by this package"):
-        read(path, "clock")
+        load(path, "clock")
 
 
 @pytest.mark.parametrize(
@@ -274,34 +274,34 @@ def test_newer_formats_other_kinds_and_foreign_files_are_told_apart(tmp_path):
     ],
 )
 def test_a_forged_tree_is_refused(tmp_path, old, new):
-    write(tmp_path / "x", "tree", OLD)
+    save(tmp_path / "x", "tree", OLD)
     assert old in (tmp_path / "x").read_bytes()
     resigned(tmp_path / "x", old, new)
     with pytest.raises(CheckpointError, match="was not written by this package|is altered"):
-        read(tmp_path / "x", "tree")
+        load(tmp_path / "x", "tree")
 
 
 def test_errors_name_the_older_file_and_do_not_read_it(tmp_path):
     path = tmp_path / "x"
     for i in range(3):
-        write(path, "tree", i, keep=3)
+        save(path, "tree", i, keep=3)
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"x: is truncated: it has 0 bytes; an older one is .*x\.1$"):
-        read(path, "tree")
+        load(path, "tree")
     path.unlink()
     (tmp_path / "x.1").unlink()
     (tmp_path / "x.txt").touch()
     with pytest.raises(CheckpointError, match=r"x: cannot be read: No such file .*; an older one is .*x\.2$"):
-        read(path, "tree")
+        load(path, "tree")
 
 
 def test_the_latest_files_are_kept_in_order(tmp_path):
     for i in range(5):
-        write(tmp_path / "x", "tree", i, keep=3)
+        save(tmp_path / "x", "tree", i, keep=3)
     assert sorted(os.listdir(tmp_path)) == ["x", "x.1", "x.2"]
-    assert [read(tmp_path / name, "tree") for name in ("x", "x.1", "x.2")] == [4, 3, 2]
-    write(tmp_path / "x", "tree", 5)
-    assert [read(tmp_path / name, "tree") for name in ("x", "x.1", "x.2")] == [5, 3, 2]
+    assert [load(tmp_path / name, "tree") for name in ("x", "x.1", "x.2")] == [4, 3, 2]
+    save(tmp_path / "x", "tree", 5)
+    assert [load(tmp_path / name, "tree") for name in ("x", "x.1", "x.2")] == [5, 3, 2]
 
 
 def saved(folder, monkeypatch, keep):
@@ -311,11 +311,11 @@ def saved(folder, monkeypatch, keep):
         for name in os.listdir(folder):
             os.unlink(folder / name)
         for i in range(keep - 1):
-            write(folder / "x", "tree", i, keep=keep)
-        write(folder / "x", "tree", OLD, keep=keep)
+            save(folder / "x", "tree", i, keep=keep)
+        save(folder / "x", "tree", OLD, keep=keep)
         with monkeypatch.context() as patch:
             patch.setattr(tensor_file, "os", disk)
-            write(folder / "x", "tree", NEW, keep=keep)
+            save(folder / "x", "tree", NEW, keep=keep)
 
     return run
 
@@ -326,17 +326,17 @@ def test_a_fault_at_any_call_leaves_a_whole_file_and_nothing_else(tmp_path, monk
     names = {"x", *(f"x.{i}" for i in range(1, keep))}
     for disk, call, error in each(saved(tmp_path, monkeypatch, keep)):
         assert error is None or (isinstance(error, CheckpointError) and "could not be written" in str(error))
-        now = read(tmp_path / "x", "tree")
+        now = load(tmp_path / "x", "tree")
         seen.add((call, disk.fault, alike(now, NEW)))
         assert alike(now, OLD) or alike(now, NEW)
         if not disk.dead and call not in ("unlink", "close"):
             assert {*os.listdir(tmp_path)} <= names, (disk.at, call)
         # The next one goes through, and leaves no trace of this one.
-        write(tmp_path / "x", "tree", NEW, keep=keep)
+        save(tmp_path / "x", "tree", NEW, keep=keep)
         assert {*os.listdir(tmp_path)} <= names, (disk.at, call)
-        assert alike(read(tmp_path / "x", "tree"), NEW)
+        assert alike(load(tmp_path / "x", "tree"), NEW)
         for name in os.listdir(tmp_path):
-            read(tmp_path / name, "tree")
+            load(tmp_path / name, "tree")
     assert {("write", errno.ENOSPC, False), ("fsync", errno.EACCES, False), ("replace", errno.EACCES, False)} <= seen
     assert {("write", "short", True), ("write", "torn", False), ("replace", "killed", False)} <= seen
     assert {call for call, *_ in seen} >= {"open", "write", "fsync", "replace", *(["link"] if keep > 1 else [])}
@@ -352,7 +352,7 @@ def test_an_interrupt_leaves_the_older_file(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path, monkeypatch, 1)(Interrupted())
     assert os.listdir(tmp_path) == ["x"]
-    assert alike(read(tmp_path / "x", "tree"), OLD)
+    assert alike(load(tmp_path / "x", "tree"), OLD)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -379,11 +379,11 @@ sys.stdin.read()
 
 def test_files_that_the_killed_left_go_and_those_of_the_living_stay(tmp_path):
     path = tmp_path / "x"
-    name = tensor_file._beside(path)
+    name = tensor_file._temp_name(path)
     held = subprocess.Popen([sys.executable, "-c", HOLD, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert held.stdout.readline() == b"held\n"
-        write(path, "tree", OLD)
+        save(path, "tree", OLD)
         assert sorted(tmp_path.iterdir()) == [path, name]
     finally:
         held.kill()
@@ -391,26 +391,26 @@ def test_files_that_the_killed_left_go_and_those_of_the_living_stay(tmp_path):
     others = [tmp_path / f"y.{'0' * 16}.tmp", tmp_path / "x.mine.tmp"]
     for other in others:
         other.touch()
-    with tensor_file._temporary(path) as (mine, _):
-        write(path, "tree", OLD)
+    with tensor_file._temp_file(path) as (mine, _):
+        save(path, "tree", OLD)
         assert {*tmp_path.iterdir()} == {path, mine, *others}
-    write(path, "tree", OLD)
+    save(path, "tree", OLD)
     assert {*tmp_path.iterdir()} == {path, *others}
 
 
 def test_who_sweeps_first_costs_a_new_name_and_no_file(tmp_path, monkeypatch):
     path = tmp_path / "x"
-    claim = tensor_file._claim
+    claim = tensor_file._flock
     made = []
 
     def late(file, *, patient):
         if patient and len(made) < 3:
             made.append(file)
-            tensor_file._sweep(path)
-        return claim(file, patient=patient)
+            tensor_file._remove_stale(path)
+        return claim(file, blocking=patient)
 
-    monkeypatch.setattr(tensor_file, "_claim", late)
-    write(path, "tree", OLD)
+    monkeypatch.setattr(tensor_file, "_flock", late)
+    save(path, "tree", OLD)
     assert len(made) == 3
     assert [*tmp_path.iterdir()] == [path]
-    assert alike(read(path, "tree"), OLD)
+    assert alike(load(path, "tree"), OLD)

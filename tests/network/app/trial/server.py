@@ -9,9 +9,9 @@ import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
-from manifoldagg.federated import Every, Server
+from manifoldagg.federated import CheckpointPolicy, Server
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.federated.server.events import Accepted, Event, Refused
+from manifoldagg.federated.server.events import Accepted, Event, Rejected
 from manifoldagg.integrations.flower import Asynchronous
 from trial.digits import TASK, note, right
 
@@ -33,7 +33,7 @@ def write(path: Path, content: object) -> None:
 
 def known(server: Server) -> dict[str, object]:
     """What the server knows, fit for JSON."""
-    out = [str(ticket.client) for ticket in server._books.value.tickets.values()]
+    out = [str(ticket.client) for ticket in server._state.value.tickets.values()]
     return {"pid": os.getpid(), "version": server.version, "updates": server.updates, "out": out}
 
 
@@ -41,8 +41,8 @@ def watch(strategy: Asynchronous, folder: Path, done: threading.Event) -> None:
     """Write what the server knows, and what happens to answers; stop it when somebody says so."""
 
     def tell(event: Event) -> None:
-        if isinstance(event, Accepted | Refused):
-            reason = event.reason if isinstance(event, Refused) else ""
+        if isinstance(event, Accepted | Rejected):
+            reason = event.reason if isinstance(event, Rejected) else ""
             note(str(folder), "events", json.dumps({"client": str(event.client), "reason": reason}))
 
     while getattr(strategy, "server", None) is None:
@@ -71,7 +71,7 @@ def main(grid: Grid, context: Context) -> None:
         task_timeout=config["patience"],
         min_available_nodes=config["least"],
         fraction_evaluate=config["evaluate"],
-        checkpoint=Every(folder / "server.checkpoint", updates=1),
+        checkpoint=CheckpointPolicy(folder / "server.checkpoint", every_updates=1),
         resume=config["resume"],
     )
     done = threading.Event()
