@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from manifoldagg import Bezier, ParameterSpace, fit
 from manifoldagg.curves import Phases, Training
 from manifoldagg.federated import Message, clients
-from manifoldagg.federated.clients.determinism import one_thread
+from manifoldagg.federated.clients.determinism import single_threaded
 
 RATE = 1e-4
 WIDTH = 2048
@@ -233,7 +233,7 @@ def main() -> None:
     print(*lines, sep="\n", flush=True)
     numbers = {}
     for degree in options.degrees:
-        with one_thread():
+        with single_threaded():
             times = timing(degree, options)
             held = memory(degree)
         numbers[str(degree)] = {"time": times, "memory": held}

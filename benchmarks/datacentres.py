@@ -103,7 +103,7 @@ ALONE = [(0.2, 0.2), (0.1, 0.5), (0.15, 0.5), (0.3, 0.5), (0.03, 0.9), (0.06, 0.
 AHEAD = [(0.2, 0.5), (0.35, 0.5), (0.5, 0.5), (0.1, 0.9), (0.15, 0.9), (0.25, 0.9), (0.6, 0.9)]
 STILL = [(rate, 0.0) for rate in (0.15, 0.25, 0.3, 0.4, 0.5, 0.65, 1.0)]
 ALONG = [(rate, 0.0) for rate in (0.05, 0.1, 0.15, 0.25, 0.4, 0.65, 1.0)]
-"""Of `agreement`, which wants less; 0.3 and 0.5, rows of the file too, lost more."""
+"""Of `conflict_free_prefix`, which wants less; 0.3 and 0.5, rows of the file too, lost more."""
 
 CANDIDATES: Mapping[str, Candidate] = {
     "synchronous DiLoCo": Candidate(
@@ -116,8 +116,8 @@ CANDIDATES: Mapping[str, Candidate] = {
     "AutoThreshold": Candidate(
         lambda rate, beta: rules.AsyncCorrected(**plain(rate, correction=AutoThreshold())), STILL, baseline=False
     ),
-    "agreement": Candidate(
-        lambda rate, beta: rules.AsyncBezier(**plain(rate, threshold=-1.0, pull_back="agreement")),
+    "conflict_free_prefix": Candidate(
+        lambda rate, beta: rules.AsyncBezier(**plain(rate, threshold=-1.0, pull_back="conflict_free_prefix")),
         ALONG,
         baseline=False,
         trainer=partial(trainers.Trajectory, degree=3),

@@ -231,7 +231,7 @@ METHODS = {
     "fit, pulled back": Method(curved(), fit),
     "fit": Method(curved(pull_back="none"), fit),
     "path, 10 pieces": Method(curved(pull_back="none", polygon=True), pieces),
-    "path, while it agrees": Method(curved(pull_back="agreement", polygon=True), pieces),
+    "path, while it agrees": Method(curved(pull_back="conflict_free_prefix", polygon=True), pieces),
     "fit, bend auto": Method(curved(pull_back="none", bend="auto"), fit),
     "chord, path read": Method(lambda rate: AsyncKrylov(rate, granularity="model"), pieces),
 }

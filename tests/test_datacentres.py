@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
-METHODS = ("synchronous DiLoCo", "agreement")
+METHODS = ("synchronous DiLoCo", "conflict_free_prefix")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_equal_tokens_and_what_is_done_is_not_done_again(datacentres, play, tmp_
     assert {end["tokens"] for end in ends.values()} == {8 * size.steps * size.batch * size.length}
     # The slowest takes eight times as long as the fastest, whom the others wait for twice.
     assert ends["synchronous DiLoCo"]["time"] == 2 * 8 * size.steps
-    assert ends["agreement"]["time"] == 4 * size.steps + size.steps
+    assert ends["conflict_free_prefix"]["time"] == 4 * size.steps + size.steps
     for row in tests:
         trials = [one for one in map(json.loads, lines) if one["seed"] != 0 and one["method"] == row["method"]]
         best = min(trials, key=lambda one: one["log"][-1]["loss"])
@@ -76,7 +76,7 @@ def test_equal_tokens_and_what_is_done_is_not_done_again(datacentres, play, tmp_
     told = "\n".join(datacentres.table(again, size))
     for row in tests:
         assert f"{row['log'][-1]['loss']:.4f}" in told
-    assert not datacentres.Rows(path, datacentres.FULL).tests("agreement")
+    assert not datacentres.Rows(path, datacentres.FULL).tests("conflict_free_prefix")
 
 
 def test_pairs_on_the_same_seeds_by_hand(datacentres):

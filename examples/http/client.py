@@ -13,7 +13,7 @@ import torch
 
 from manifoldagg import ParameterSpace, wire
 from manifoldagg.experiments import task
-from manifoldagg.federated import clients, work
+from manifoldagg.federated import clients, train_client
 from manifoldagg.simulation.dataset import Batches
 
 PIECE = 2**16
@@ -70,7 +70,7 @@ def main() -> None:
             headers = {"Idempotency-Key": secrets.token_hex(16)}
             sent = ask(http, "POST", f"/dispatch/{options.name}", headers=headers).raise_for_status()
             ticket = wire.unpack(sent.content, spec=space)
-            payload = work(model, ticket.message, trainer, batches, memory=memory, generator=generator)
+            payload = train_client(model, ticket.message, trainer, batches, client_state=memory, generator=generator)
             memory = payload.client_state  # it stays here
             data = wire.pack(replace(payload, client_state=None), spec=space, ticket=ticket)
             answer = ask(http, "POST", f"/receive/{options.name}", data=data)

@@ -18,7 +18,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.progress_dir import Curve, Unfinished
 from manifoldagg.experiments.tuning import Tuning
 from manifoldagg.federated import Server
-from manifoldagg.federated.clients.determinism import one_thread
+from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.server.client_sampling import sampler_for
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import registry
@@ -177,7 +177,7 @@ def compare(
         )
     if not (participation is None or callable(participation) or isinstance(participation, str)):
         participation = tuple(participation)
-    with one_thread(), serving(executor) as workers:
+    with single_threaded(), serving(executor) as workers:
         divided = partial(Federation.split, task, clients, partition=partition)
         divided = partial(divided, holdout=holdout, validation=validation, batch=batch)
         federations = [divided(seed=seed) for seed in range(seeds)]
@@ -293,7 +293,7 @@ def _try(federation: Federation, method: Method, scenario: Mapping[str, Any], ta
         sampler_for(rule, clients, tasks, np.random.default_rng(0))
         sizes = {client: len(federation.train[client]) for client in clients}
         message = Server.of(federation.model(), rule, weights=sizes).dispatch(clients[0]).message
-        steps = getattr(method.trainer, "steps_of", None)
+        steps = getattr(method.trainer, "num_steps", None)
         if steps is not None:
             steps(message, federation.length(clients[0]))
     course = course_of(federation, rule, **scenario, tasks=tasks)

@@ -16,7 +16,7 @@ from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import models
 from manifoldagg.experiments.readers import PARTS, images
-from manifoldagg.federated.clients.determinism import one_thread, seeded_model
+from manifoldagg.federated.clients.determinism import seeded_model, single_threaded
 from manifoldagg.simulation.dataset import Signature, Task
 from manifoldagg.simulation.spec_parser import Named, Reader, arguments, blamed, imported, kind, named, pick
 
@@ -58,7 +58,7 @@ def task(source: str | Callable[[], Task], model: str | None = None) -> Task:
         torch.Size([1797, 1, 8, 8])
     """
     make = _named(source) if isinstance(source, str) else source
-    with one_thread():  # as in a process of an executor: a mean over many values has the same bits
+    with single_threaded():  # as in a process of an executor: a mean over many values has the same bits
         made = make()
     if not isinstance(made, Task):
         raise ArgumentError(f"task: expected a function that makes a Task, it made {type(made).__name__}")

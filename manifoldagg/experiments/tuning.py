@@ -12,7 +12,7 @@ from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.errors import ArgumentError, DivergenceError, RuleError
 from manifoldagg.experiments.registry import Recipe
 from manifoldagg.experiments.tuning_cache import Kept, known_by, place
-from manifoldagg.federated.clients.determinism import one_thread
+from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.simulation import registry
 from manifoldagg.simulation.availability import Participations
 from manifoldagg.simulation.delays import Delays
@@ -236,7 +236,7 @@ def tune(
     def score(rate: float) -> list[float]:
         return [kept.late(rate, federation.seed, partial(once, rate, federation)) for federation in federations]
 
-    with one_thread(), serving(executor) as workers, blamed(f"methods: {method.name}"):
+    with single_threaded(), serving(executor) as workers, blamed(f"methods: {method.name}"):
         return line_search(score, start)
 
 

@@ -1,6 +1,6 @@
 """Thin federated drivers over the geometry: rules, trainers, the server, and a front door for other codebases."""
 
-from manifoldagg.federated.clients.client import work
+from manifoldagg.federated.clients.client import train_client
 from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.server.aggregate import aggregate
 from manifoldagg.federated.server.async_aggregator import AsyncAggregator
@@ -25,5 +25,5 @@ __all__ = [
     "Update",
     "UpdateLimits",
     "aggregate",
-    "work",
+    "train_client",
 ]

@@ -264,7 +264,9 @@ def initial_buffers(
     """
     if buffers is None:
         if buffer_policy:
-            raise ArgumentError("buffers: expected the buffers to start from, as `buffer_policy` says what becomes of them")
+            raise ArgumentError(
+                "buffers: expected the buffers to start from, as `buffer_policy` says what becomes of them"
+            )
         return PackedBuffers(), {}
     if not isinstance(space, ParameterSpace):
         raise ArgumentError(f"buffers: expected a ParameterSpace to carry them, got {type(space).__name__}")

@@ -67,7 +67,7 @@ class Course:
         >>> from manifoldagg.simulation import Deterministic, IndependentClients
         >>> from manifoldagg.federated.server.client_sampling import AsyncSampler
         >>> alone = IndependentClients({3: Deterministic(1.0), 5: Deterministic(1.6)}, np.random.default_rng(0))
-        >>> course = Course([3, 5], AsyncSampler(None, np.random.default_rng(0)), alone)
+        >>> course = StepCurve([3, 5], AsyncSampler(None, np.random.default_rng(0)), alone)
         >>> answers = []
         >>> while len(answers) < 4:
         ...     event = course.next()

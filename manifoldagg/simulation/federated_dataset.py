@@ -22,7 +22,7 @@ from manifoldagg.simulation.partitions import Partition
 __all__ = ["Federation", "Key", "check_federation"]
 
 SPLIT, BATCHES = 0, 2
-"""Independent streams of random numbers under one seed; others are in `scenario` and `federated.repeatable`."""
+"""Independent streams of random numbers under one seed; others are in `scenario` and `federated.deterministic`."""
 
 
 class Key(NamedTuple):

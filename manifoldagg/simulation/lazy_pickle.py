@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.clients.determinism import one_thread
+from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 
 __all__ = ["checksum", "recalled"]
@@ -50,7 +50,7 @@ def checksum(*parts: Tensor | np.ndarray) -> int:
 @lru_cache(maxsize=4)
 def _made(recipe: bytes, sum_of: Callable[[Any], int], expected: int) -> Any:
     origin = pickle.loads(recipe)
-    with one_thread():
+    with single_threaded():
         value = origin()
     if sum_of(value) != expected:
         raise ArgumentError(

@@ -264,7 +264,7 @@ def run(
     else:
         server = halt.server(ParameterSpace.of(model), rule)
         desk = Desk(server, halt.out(server.space))
-    steps = getattr(method.trainer, "steps_of", None) if work == "dispatched" else None
+    steps = getattr(method.trainer, "num_steps", None) if work == "dispatched" else None
 
     def asked(client: int) -> float:
         length = federation.length(client)

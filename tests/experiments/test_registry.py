@@ -120,7 +120,7 @@ def test_objects_have_names():
         ("fedgs:dominance=none", "dominance", None),
         ("momentum:rule=fedbuff,rule.size=3", "rule", rules.FedBuff(3)),
         ("momentum:rule.rate=0.5", "rule", rules.FedAsync(0.5, weighted=True)),
-        ("asyncbezier:bend=auto", "bend", "auto"),
+        ("asyncbezier:bend=auto", "curve_weight", "auto"),
         ("masfl:initial=zero", "initial", "zero"),
     ):
         assert getattr(bound(text).rule, field) == value, text
@@ -184,7 +184,7 @@ def test_rates_are_those_of_the_server():
         rule = method(name, rate=0.125).bound(CLIENTS).rule
         assert functools.reduce(getattr, option.split("."), rule) == 0.125, name
     assert [m.rule.rate for m in methods("fedasync,fedgs:rate=3,fedortho", ["0.5", "fedortho=0.25"])] == [0.5, 3, 0.25]
-    assert [m.rule.rate for m in methods("fedgs,fedgs:reading=position", ["fedgs=0.25"])] == [0.25, 0.25]
+    assert [m.rule.rate for m in methods("fedgs,fedgs:update_form=position", ["fedgs=0.25"])] == [0.25, 0.25]
     assert methods("floco,fedgs", ["fedgs=2"])[1].rule.rate == 2
 
 

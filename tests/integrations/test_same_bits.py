@@ -12,8 +12,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from manifoldagg.experiments.registry import method
 from manifoldagg.federated import Message as Order
-from manifoldagg.federated import Server, work
-from manifoldagg.federated.clients.determinism import repeatable, task_generator
+from manifoldagg.federated import Server, train_client
+from manifoldagg.federated.clients.determinism import deterministic, task_generator
 from manifoldagg.integrations.flower import Asynchronous, client_app
 from manifoldagg.integrations.flower.records import array_record, state_dict
 from manifoldagg.manifolds import ParameterSpace
@@ -111,8 +111,8 @@ def by_hand(of, trainer):
         asked = tuple(entry.name for entry in space.layout.buffers)
         order = Order(space.point(state), buffers=space.buffers(state), requested_buffers=asked)
         generator = task_generator(0, client, nth)
-        with repeatable(generator):
-            payload = work(model, order, trainer, of.batches(client, nth), generator=generator)
+        with deterministic(generator):
+            payload = train_client(model, order, trainer, of.batches(client, nth), generator=generator)
         arrays = ArrayRecord(space.state_dict(payload.points[-1], dict(payload.buffers)))
         metrics = MetricRecord({"num-examples": payload.samples})
         return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)

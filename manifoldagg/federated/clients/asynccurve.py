@@ -9,7 +9,7 @@ from torch import Tensor
 from manifoldagg._validation import check_choice, check_count, check_decay, check_number, check_shape
 from manifoldagg.curves import Bezier, Control, Phases, Sharpness, Training
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.clients.lorentzproximal import LorentzProximal
 from manifoldagg.federated.types import Message, Payload
 from manifoldagg.kernels import combine
@@ -17,12 +17,12 @@ from manifoldagg.manifolds.optimizers import Optimizer
 
 __all__ = ["AsyncCurve"]
 
-LONG_AGO = 1e9
+BIAS_FREE_STEPS = 1e9
 """A number of steps after which no bias is left to correct."""
 
 
 @dataclass(frozen=True)
-class AsyncCurve(Client):
+class AsyncCurve(BaseTrainer):
     r"""Learn the end $\theta$ and the control point $\varphi$ of a quadratic curve from $\Theta^t$, in turn.
 
     They take an epoch each. The end by Adam on $\ell(\theta)$ and a proximal term, with the moments $m$, $v$ of the
@@ -85,31 +85,31 @@ class AsyncCurve(Client):
         check_choice("as_printed", self.as_printed, (False, True))
         self._options()
 
-    def steps_of(self, message: Message, length: int) -> int:
-        return 2 * self.epochs * length
+    def num_steps(self, message: Message, num_batches: int) -> int:
+        return 2 * self.epochs * num_batches
 
-    def _train(self, given: Assignment) -> Payload:
-        base = given.message.start
-        moments = {name: given.message.tensors[name] for name in ("m", "v") if name in given.message.tensors}
+    def _train(self, task: TrainingTask) -> Payload:
+        base = task.message.start
+        moments = {name: task.message.tensors[name] for name in ("m", "v") if name in task.message.tensors}
         if len(moments) == 1:
             raise ArgumentError(f"message: expected the moments m and v, or none; got {', '.join(moments)}")
         for name, moment in moments.items():
-            check_shape(f"message: {name}", moment, *given.space.axes)
+            check_shape(f"message: {name}", moment, *task.space.axes)
 
         def begin(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
             descent = torch.optim.Adam(groups, lr=lr, betas=self.betas, eps=self.eps)
             end = descent.param_groups[0]["params"][0]
             if moments:
-                steps = torch.tensor(0.0 if self.as_printed else LONG_AGO)
+                steps = torch.tensor(0.0 if self.as_printed else BIAS_FREE_STEPS)
                 m, v = (moment.detach().clone().to(end) for moment in moments.values())
                 descent.state[end] = {"step": steps, "exp_avg": m, "exp_avg_sq": v}
-            descent.register_step_pre_hook(lambda *_: self._pull(end, base))
+            descent.register_step_pre_hook(lambda *_: self._add_proximal_gradient(end, base))
             return descent
 
-        samples = given.samples
-        learned = given.fit(Bezier(given.space, 2), **self._options(begin))
+        samples = task.samples
+        learned = task.fit(Bezier(task.space, 2), **self._options(begin))
         passed = len(learned.losses) / (2 * self.epochs)
-        buffers = given.buffers(at=learned.phi[-1])
+        buffers = task.buffers(at=learned.phi[-1])
         return Payload(learned.phi[1:], samples, numbers={"batches": passed}, buffers=buffers)
 
     def _options(self, optimizer: Optimizer = torch.optim.Adam) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class AsyncCurve(Client):
         }
 
     @torch.no_grad()
-    def _pull(self, end: Tensor, base: Tensor) -> None:
+    def _add_proximal_gradient(self, end: Tensor, base: Tensor) -> None:
         """Add the slope of the proximal term to that of the loss, where the end is about to step."""
         if end.grad is None:
             return

@@ -16,14 +16,14 @@ from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.federated.types import ClientState, Message, Payload
 from manifoldagg.manifolds import Loss, Manifold, ModelLoss
 
-__all__ = ["Assignment", "Client", "count_samples"]
+__all__ = ["BaseTrainer", "TrainingTask", "count_samples"]
 
-LISTED = 3
+MAX_LISTED = 3
 """How many names a complaint lists."""
 
 
 @dataclass(frozen=True, eq=False)
-class Assignment:
+class TrainingTask:
     """What a client is asked to do, and with what.
 
     Attributes:
@@ -31,7 +31,7 @@ class Assignment:
         message: what the server sent.
         loss: `loss(theta, batch)` to a scalar.
         batches: what can be iterated again and again.
-        memory: what the last payload of this client left with it.
+        client_state: what the last payload of this client left with it.
         generator: draws whatever is drawn.
     """
 
@@ -39,7 +39,7 @@ class Assignment:
     message: Message
     loss: Loss
     batches: Iterable[Any]
-    memory: ClientState
+    client_state: ClientState
     generator: torch.Generator
 
     @property
@@ -48,7 +48,7 @@ class Assignment:
         return count_samples(self.batches)
 
     @property
-    def length(self) -> int | None:
+    def num_batches(self) -> int | None:
         """How many batches one pass has; `None` where they do not say."""
         try:
             return len(self.batches) if isinstance(self.batches, Sized) else None
@@ -78,7 +78,7 @@ class Assignment:
         return fit(embedding, self.loss, self.batches, start=start, generator=self.generator, **options)
 
 
-class Client(abc.ABC):
+class BaseTrainer(abc.ABC):
     """A trainer that says in `_train` what it does with an assignment.
 
     Options are the fields of a frozen dataclass; what [`fit`][manifoldagg.fit] takes in groups is checked by these
@@ -88,10 +88,10 @@ class Client(abc.ABC):
 
     Example:
         >>> from manifoldagg.manifolds import Flat
-        >>> class Still(Client):
-        ...     def _train(self, given):
-        ...         return Payload(given.message.start[None], given.samples)
-        ...     def steps_of(self, message, length):
+        >>> class Still(BaseTrainer):
+        ...     def _train(self, task):
+        ...         return Payload(task.message.start[None], task.samples)
+        ...     def num_steps(self, message, num_batches):
         ...         return 0
         >>> loss = lambda theta, batch: (theta - batch).square().sum()
         >>> message, batches = Message(torch.ones(1)), [torch.zeros(3)]
@@ -105,7 +105,7 @@ class Client(abc.ABC):
         message: Message,
         loss: Loss,
         batches: Iterable[Any],
-        memory: ClientState,
+        client_state: ClientState,
         *,
         generator: torch.Generator,
     ) -> Payload:
@@ -117,7 +117,7 @@ class Client(abc.ABC):
             loss: `loss(theta, batch)` to a scalar; where the message asks for buffers, one of
                 [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss]. It is left as it was.
             batches: what can be iterated again and again.
-            memory: what the last payload of this client left with it.
+            client_state: what the last payload of this client left with it.
             generator: draws whatever is drawn.
 
         Returns:
@@ -129,24 +129,24 @@ class Client(abc.ABC):
             DivergenceError: if a loss is not finite.
         """
         loss = _with_buffers(loss, message)
-        given = Assignment(space, message, loss, batches, memory, generator)
+        given = TrainingTask(space, message, loss, batches, client_state, generator)
         payload = self._train(given)
         return payload if payload.buffers else replace(payload, buffers=given.buffers())
 
     @abc.abstractmethod
-    def steps_of(self, message: Message, length: int) -> int:
+    def num_steps(self, message: Message, num_batches: int) -> int:
         """How many steps `train` takes: what a task costs, before it is done.
 
         Args:
             message: from the server.
-            length: how many batches one pass has.
+            num_batches: how many batches one pass has.
 
         Raises:
             ArgumentError: if the message is not of the rule that the trainer belongs to.
         """
 
     @abc.abstractmethod
-    def _train(self, given: Assignment) -> Payload: ...
+    def _train(self, task: TrainingTask) -> Payload: ...
 
 
 def _with_buffers(loss: Loss, message: Message) -> Loss:
@@ -154,7 +154,7 @@ def _with_buffers(loss: Loss, message: Message) -> Loss:
     carried = {entry.name for entry in loss.layout.buffers} if isinstance(loss, ModelLoss) else set()
     if missing := [name for name in message.requested_buffers if name not in carried]:
         expected = "expected one of ParameterSpace.loss, which keeps the buffers that the message asks for"
-        raise ArgumentError(f"loss: {expected}: {', '.join(missing[:LISTED])}")
+        raise ArgumentError(f"loss: {expected}: {', '.join(missing[:MAX_LISTED])}")
     if not isinstance(loss, ModelLoss):
         return loss
     try:
@@ -187,12 +187,12 @@ def count_samples(batches: Iterable[Any]) -> int:
         drawn = len(batches.sampler)
         return drawn - drawn % batches.batch_size if batches.drop_last else drawn
     try:
-        return sum(map(_length, batches))
+        return sum(map(_batch_size, batches))
     except (TypeError, LookupError):
         raise ArgumentError("batches: expected pairs (inputs, targets), or an object with `samples`") from None
 
 
-def _length(batch: Any) -> int:
+def _batch_size(batch: Any) -> int:
     inputs = batch if hasattr(batch, "shape") or isinstance(batch, Mapping) else batch[0]
     while isinstance(inputs, Mapping | tuple):
         inputs = next(iter(inputs.values()), None) if isinstance(inputs, Mapping) else inputs[0]

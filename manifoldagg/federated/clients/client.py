@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from manifoldagg.federated.types import ClientState, Message, Payload, Trainer
 from manifoldagg.manifolds import ParameterSpace
 
-__all__ = ["work"]
+__all__ = ["train_client"]
 
 
-def work(
+def train_client(
     model: nn.Module,
     message: Message,
     trainer: Trainer,
     batches: Iterable[Any],
     criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
     *,
-    memory: ClientState = None,
+    client_state: ClientState = None,
     generator: torch.Generator,
 ) -> Payload:
     """Train a module from a message, as [`Trainer.train`][manifoldagg.federated.Trainer] in the module's own space.
@@ -33,7 +33,7 @@ def work(
         trainer: what the client does with it.
         batches: pairs (inputs, targets), which can be iterated again and again.
         criterion: (output, target) to a scalar.
-        memory: what the last payload of this client left with it.
+        client_state: what the last payload of this client left with it.
         generator: draws whatever the trainer draws.
 
     Returns:
@@ -55,4 +55,4 @@ def work(
         (4, True)
     """
     space = ParameterSpace.of(model)
-    return trainer.train(space, message, space.loss(model, criterion), batches, memory, generator=generator)
+    return trainer.train(space, message, space.loss(model, criterion), batches, client_state, generator=generator)

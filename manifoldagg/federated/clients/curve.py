@@ -8,7 +8,7 @@ import torch
 from manifoldagg._validation import check_count
 from manifoldagg.curves import Bezier, Control, Phases, Sampling, Sharpness, Training
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.types import Message, Payload
 from manifoldagg.manifolds.optimizers import Optimizer
 
@@ -16,7 +16,7 @@ __all__ = ["Curve"]
 
 
 @dataclass(frozen=True)
-class Curve(Client):
+class Curve(BaseTrainer):
     r"""Two-phase learning of a Bézier curve from the server's model; the control points but the first are sent back.
 
     The loss is taken along the curve, not at its end: buffers that the server asks for are taken anew there.
@@ -82,10 +82,10 @@ class Curve(Client):
             "sampling": Sampling(self.sampling, self.samples),
         }
 
-    def steps_of(self, message: Message, length: int) -> int:
-        return sum(self.epochs) * length if self.steps is None else sum(self.steps)
+    def num_steps(self, message: Message, num_batches: int) -> int:
+        return sum(self.epochs) * num_batches if self.steps is None else sum(self.steps)
 
-    def _train(self, given: Assignment) -> Payload:
-        samples = given.samples
-        learned = given.fit(Bezier(given.space, self.degree), **self._options())
-        return Payload(learned.phi[1:], samples, buffers=given.buffers(at=learned.phi[-1]))
+    def _train(self, task: TrainingTask) -> Payload:
+        samples = task.samples
+        learned = task.fit(Bezier(task.space, self.degree), **self._options())
+        return Payload(learned.phi[1:], samples, buffers=task.buffers(at=learned.phi[-1]))

@@ -10,23 +10,23 @@ from torch import nn
 
 from manifoldagg._validation import check_count
 
-__all__ = ["one_thread", "repeatable", "seeded_model", "task_generator"]
+__all__ = ["deterministic", "seeded_model", "single_threaded", "task_generator"]
 
-TRAINING = 3
+TRAINING_STREAM = 3
 """A stream of random numbers under one seed; a simulation has others, with other numbers."""
-DRAWING = threading.RLock()
+GENERATOR_LOCK = threading.RLock()
 """Who holds it draws from torch's own generator, of which a process has one."""
 
 
 @contextmanager
-def one_thread(threads: int | None = 1) -> Iterator[None]:
+def single_threaded(threads: int | None = 1) -> Iterator[None]:
     """One torch thread inside: sums are then always taken in the same order.
 
     Args:
         threads: how many in place of one; `None` for as many as there are.
 
     Example:
-        >>> with one_thread():
+        >>> with single_threaded():
         ...     torch.get_num_threads()
         1
     """
@@ -38,7 +38,7 @@ def one_thread(threads: int | None = 1) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def task_generator(seed: int, client: int, nth: int) -> torch.Generator:
+def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
     """What a client's trainer draws from in its n-th task, from 0; it depends on these three alone.
 
     Raises:
@@ -49,14 +49,14 @@ def task_generator(seed: int, client: int, nth: int) -> torch.Generator:
         >>> torch.equal(*draws)
         True
     """
-    words = [check_count("seed", seed, at_least=0), TRAINING]
-    words += [check_count("client", client, at_least=0), check_count("nth", nth, at_least=0)]
+    words = [check_count("seed", seed, at_least=0), TRAINING_STREAM]
+    words += [check_count("client", client, at_least=0), check_count("task_index", task_index, at_least=0)]
     drawn = np.random.SeedSequence(words).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(drawn >> np.uint64(1)))
 
 
 @contextmanager
-def repeatable(generator: torch.Generator, *, threads: int | None = 1) -> Iterator[None]:
+def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Iterator[None]:
     """What is done inside has the same bits each time: it has one torch thread, and draws that follow from `generator`.
 
     What a model draws for itself, as dropout does, comes from torch's own generator, which is seeded by the initial
@@ -68,16 +68,16 @@ def repeatable(generator: torch.Generator, *, threads: int | None = 1) -> Iterat
             leaves as many as there are.
 
     Example:
-        >>> with repeatable(task_generator(0, client=3, nth=1)):
+        >>> with deterministic(task_generator(0, client=3, nth=1)):
         ...     first = torch.rand(1)
-        >>> with repeatable(task_generator(0, client=3, nth=1)):
+        >>> with deterministic(task_generator(0, client=3, nth=1)):
         ...     torch.equal(torch.rand(1), first)
         True
     """
     # Another stream than the one that the trainer draws from.
     seed = np.random.SeedSequence([generator.initial_seed(), 1]).generate_state(1)[0]
     own = torch.default_generator
-    with one_thread(threads), DRAWING:
+    with single_threaded(threads), GENERATOR_LOCK:
         before = own.get_state()
         own.manual_seed(int(seed))
         try:
@@ -98,6 +98,6 @@ def seeded_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
         True
     """
     check_count("seed", seed, at_least=0)
-    with DRAWING, torch.random.fork_rng(devices=[]):
+    with GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()

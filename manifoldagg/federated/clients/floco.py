@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldagg._validation import check_number
 from manifoldagg.curves import Control, Phases, Sampling, Sharpness, Simplex, Training
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.types import Message, Payload
 from manifoldagg.manifolds.optimizers import Optimizer
 
@@ -44,7 +44,7 @@ class Region(Simplex):
 
 
 @dataclass(frozen=True)
-class FLOCO(Client):
+class FLOCO(BaseTrainer):
     r"""Minimise $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices $\Phi_j$, $x$ drawn in the client's region.
 
     The vertices, the centre of the region and its radius come with the message of the rule
@@ -86,20 +86,20 @@ class FLOCO(Client):
             "sampling": Sampling(samples=self.samples),
         }
 
-    def steps_of(self, message: Message, length: int) -> int:
-        return self.epochs * length
+    def num_steps(self, message: Message, num_batches: int) -> int:
+        return self.epochs * num_batches
 
-    def _train(self, given: Assignment) -> Payload:
-        if "vertices" not in given.message.tensors:
+    def _train(self, task: TrainingTask) -> Payload:
+        if "vertices" not in task.message.tensors:
             raise ArgumentError("message: expected vertices, as from the rule FLOCO")
-        samples = given.samples
-        vertices = given.message.tensors["vertices"]
-        centre = given.message.tensors.get("centre")
+        samples = task.samples
+        vertices = task.message.tensors["vertices"]
+        centre = task.message.tensors.get("centre")
         n = len(vertices)
-        simplex = Simplex(given.space, n)
+        simplex = Simplex(task.space, n)
         if centre is not None:
-            share = 0.5 * check_number("message: radius", given.message.numbers["radius"], above=0, at_most=2)
-            simplex = Region(given.space, n, centre=tuple(centre.tolist()), share=share)
-        learned = given.fit(simplex, phi=vertices, control=Control(free=range(n)), **self._options())
+            share = 0.5 * check_number("message: radius", task.message.numbers["radius"], above=0, at_most=2)
+            simplex = Region(task.space, n, centre=tuple(centre.tolist()), share=share)
+        learned = task.fit(simplex, phi=vertices, control=Control(free=range(n)), **self._options())
         # Of the vertices the server makes their centroid.
-        return Payload(learned.phi, samples, buffers=given.buffers(at=learned.phi.mean(0)))
+        return Payload(learned.phi, samples, buffers=task.buffers(at=learned.phi.mean(0)))

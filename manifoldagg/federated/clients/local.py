@@ -11,7 +11,7 @@ from torch import Tensor
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.curves import Bezier, Phases, Sharpness, Training
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.types import Message, Payload
 from manifoldagg.manifolds.optimizers import Optimizer
 
@@ -19,7 +19,7 @@ __all__ = ["Epochs", "Gradient", "Local", "Proximal"]
 
 
 @dataclass(frozen=True)
-class Local(Client):
+class Local(BaseTrainer):
     r"""Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ from the server's model.
 
     It is the first phase of [`Curve`][manifoldagg.federated.clients.Curve] alone: a curve of degree 1, whose end is
@@ -60,20 +60,20 @@ class Local(Client):
             "training": Training(self.optimizer, self.rate, self.proximal, self.sharpness),
         }
 
-    def steps_of(self, message: Message, length: int) -> int:
-        return self.epochs * length if self.steps is None else self.steps
+    def num_steps(self, message: Message, num_batches: int) -> int:
+        return self.epochs * num_batches if self.steps is None else self.steps
 
-    def _train(self, given: Assignment) -> Payload:
-        samples = given.samples
-        points = self._points(given)
-        return Payload(points, samples, buffers=self._buffers(given, points[-1]))
+    def _train(self, task: TrainingTask) -> Payload:
+        samples = task.samples
+        points = self._points(task)
+        return Payload(points, samples, buffers=self._buffers(task, points[-1]))
 
-    def _buffers(self, given: Assignment, end: Tensor) -> dict[str, Tensor]:
+    def _buffers(self, task: TrainingTask, end: Tensor) -> dict[str, Tensor]:
         # Gradients uphill are taken where the model never is.
-        return given.buffers(at=None if self.sharpness is None else end)
+        return task.buffers(at=None if self.sharpness is None else end)
 
-    def _points(self, given: Assignment) -> Tensor:
-        return given.fit(Bezier(given.space, 1), **self._options()).phi[1:]
+    def _points(self, task: TrainingTask) -> Tensor:
+        return task.fit(Bezier(task.space, 1), **self._options()).phi[1:]
 
 
 @dataclass(frozen=True)
@@ -94,50 +94,50 @@ class Proximal(Local):
 
 
 @dataclass(frozen=True)
-class Epochs(Client):
+class Epochs(BaseTrainer):
     """[`Local`][manifoldagg.federated.clients.Local] training for the message's number `epochs`.
 
     Args:
         local: how to train; its own `epochs` and `steps` do not count.
-        at_most: so many epochs, however many the server asks for.
+        max_epochs: so many epochs, however many the server asks for.
 
     Raises:
-        ArgumentError: if `local` is no `Local`, or `at_most` no positive integer.
+        ArgumentError: if `local` is no `Local`, or `max_epochs` no positive integer.
 
     Source: Wang et al. 2022 (AsyncFedED), whose server sends K with the model.
 
     Example:
-        >>> Epochs(Local(rate=0.1), at_most=8).local.rate
+        >>> Epochs(Local(rate=0.1), max_epochs=8).local.rate
         0.1
     """
 
     local: Local = field(default_factory=Local)
-    at_most: int | None = None
+    max_epochs: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.local, Local):
             raise ArgumentError(f"local: expected a Local, got {self.local!r}")
-        if self.at_most is not None:
-            check_count("at_most", self.at_most)
+        if self.max_epochs is not None:
+            check_count("max_epochs", self.max_epochs)
 
-    def steps_of(self, message: Message, length: int) -> int:
-        return self._asked(message).steps_of(message, length)
+    def num_steps(self, message: Message, num_batches: int) -> int:
+        return self._trainer_for(message).num_steps(message, num_batches)
 
-    def _train(self, given: Assignment) -> Payload:
-        return self._asked(given.message)._train(given)
+    def _train(self, task: TrainingTask) -> Payload:
+        return self._trainer_for(task.message)._train(task)
 
-    def _asked(self, message: Message) -> Local:
+    def _trainer_for(self, message: Message) -> Local:
         """Training for as long as the message says."""
         number = message.numbers.get("epochs", math.nan)
         asked = check_number("message: numbers: epochs", number, at_least=1)
         if asked != int(asked):
             raise ArgumentError(f"message: numbers: epochs: expected an integer >= 1, got {asked!r}")
-        epochs = int(asked) if self.at_most is None else min(int(asked), self.at_most)
+        epochs = int(asked) if self.max_epochs is None else min(int(asked), self.max_epochs)
         return replace(self.local, epochs=epochs, steps=None)
 
 
 @dataclass(frozen=True)
-class Gradient(Client):
+class Gradient(BaseTrainer):
     r"""$g = \nabla \ell(\Theta^t)$ on one batch, returned as the model $\Theta^t - g$ with the samples of that batch.
 
     The batch is drawn uniformly where the number of batches is known, else it is the first: a list of batches would
@@ -164,25 +164,25 @@ class Gradient(Client):
     sharpness: Sharpness | None = None
 
     def __post_init__(self) -> None:
-        self._step()
+        self._single_step_trainer()
 
-    def _step(self) -> Local:
+    def _single_step_trainer(self) -> Local:
         return Local(steps=1, optimizer=torch.optim.SGD, rate=1.0, sharpness=self.sharpness)
 
-    def steps_of(self, message: Message, length: int) -> int:
+    def num_steps(self, message: Message, num_batches: int) -> int:
         return 1
 
-    def _train(self, given: Assignment) -> Payload:
-        count = given.length or 1
+    def _train(self, task: TrainingTask) -> Payload:
+        count = task.num_batches or 1
         place = 0
         if count > 1:
-            place = int(torch.randint(count, (), generator=given.generator, device=given.generator.device))
-        drawn = list(islice(given.batches, place, place + 1))
+            place = int(torch.randint(count, (), generator=task.generator, device=task.generator.device))
+        drawn = list(islice(task.batches, place, place + 1))
         if not drawn:
             raise ArgumentError("batches: expected at least one, got none")
-        given = replace(given, batches=drawn)
-        samples = given.samples
-        points = self._step()._points(given)
+        task = replace(task, batches=drawn)
+        samples = task.samples
+        points = self._single_step_trainer()._points(task)
         # They are a gradient in the form of a model: statistics are those of where it was taken.
-        apart = None if self.sharpness is None else given.message.start
-        return Payload(points, samples, buffers=given.buffers(at=apart))
+        apart = None if self.sharpness is None else task.message.start
+        return Payload(points, samples, buffers=task.buffers(at=apart))

@@ -12,7 +12,7 @@ from manifoldagg.corrections.frame import require_flat
 from manifoldagg.curves import Phases, sharpness_aware_gradient
 from manifoldagg.curves.phases import Schedule
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.types import Message, Payload
 from manifoldagg.kernels import combine, gram
 
@@ -20,7 +20,7 @@ __all__ = ["ControlVariate", "Normalised"]
 
 
 @dataclass(frozen=True)
-class ControlVariate(Client):
+class ControlVariate(BaseTrainer):
     r"""K steps $\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big)$.
 
     The message brings $\beta c + (1 - \beta) g$, $c_i$ (0 where it has none) and $\beta$; the local model and the mean
@@ -50,19 +50,19 @@ class ControlVariate(Client):
         check_count("epochs" if self.steps is None else "steps", self.epochs if self.steps is None else self.steps)
         check_number("rate", self.rate, above=0)
 
-    def steps_of(self, message: Message, length: int) -> int:
-        return self.epochs * length if self.steps is None else self.steps
+    def num_steps(self, message: Message, num_batches: int) -> int:
+        return self.epochs * num_batches if self.steps is None else self.steps
 
-    def _train(self, given: Assignment) -> Payload:
+    def _train(self, task: TrainingTask) -> Payload:
         def advance(theta: Tensor, step: Tensor) -> bool:
             combine(theta, [step], [-self.rate], out=theta)
             return True
 
-        return _controlled_steps(given, Phases.first(self.epochs, self.steps), advance)
+        return _control_variate_steps(task, Phases.first(self.epochs, self.steps), advance)
 
 
 @dataclass(frozen=True)
-class Normalised(Client):
+class Normalised(BaseTrainer):
     r"""K steps $\theta \leftarrow \theta - \eta\, g_i / \|g_i\|$, $g_i = \beta (\nabla F - c_i + c) + (1 - \beta) g$.
 
     K and $\eta$ come with the message, so there is nothing to choose; the local model and the mean `gradient` go back.
@@ -83,11 +83,11 @@ class Normalised(Client):
         tensor([[-0.6000, -0.8000]])
     """
 
-    def steps_of(self, message: Message, length: int) -> int:
-        return _told(message)[1]
+    def num_steps(self, message: Message, num_batches: int) -> int:
+        return _rate_and_steps(message)[1]
 
-    def _train(self, given: Assignment) -> Payload:
-        rate, steps = _told(given.message)
+    def _train(self, task: TrainingTask) -> Payload:
+        rate, steps = _rate_and_steps(task.message)
 
         def advance(theta: Tensor, step: Tensor) -> bool:
             low, high = step.aminmax()
@@ -101,21 +101,21 @@ class Normalised(Client):
             combine(theta, [unit], [-rate / math.sqrt(gram([unit])[0, 0, 0].item())], out=theta)
             return True
 
-        return _controlled_steps(given, Phases.first(0, steps), advance)
+        return _control_variate_steps(task, Phases.first(0, steps), advance)
 
 
-def _told(message: Message) -> tuple[float, int]:
+def _rate_and_steps(message: Message) -> tuple[float, int]:
     r"""$\eta$ and K of a message of AdaMasFL."""
     if missing := {"rate", "steps"} - message.numbers.keys():
         raise ArgumentError(f"message: expected one of AdaMasFL; numbers lack {', '.join(sorted(missing))}")
     return message.numbers["rate"], int(message.numbers["steps"])
 
 
-def _controlled_steps(given: Assignment, phases: Phases, advance: Callable[[Tensor, Tensor], bool]) -> Payload:
+def _control_variate_steps(task: TrainingTask, phases: Phases, advance: Callable[[Tensor, Tensor], bool]) -> Payload:
     r"""Local steps along $\beta (\nabla F - c_i + c) + (1 - \beta) g$, however long `advance` makes them.
 
     Args:
-        given: with a message of a rule with control variates, on a flat space.
+        task: with a message of a rule with control variates, on a flat space.
         phases: how many steps, all in the first.
         advance: moves its first argument along the second in place; `False` ends the loop.
 
@@ -126,8 +126,8 @@ def _controlled_steps(given: Assignment, phases: Phases, advance: Callable[[Tens
         ArgumentError: if the message is of another rule, the loss no scalar, or the space curved.
         DivergenceError: if a loss or a gradient is not finite.
     """
-    message = given.message
-    require_flat(given.space)
+    message = task.message
+    require_flat(task.space)
     if missing := {"beta", "opening"} - message.numbers.keys():
         raise ArgumentError(f"message: expected one of MasFL or AdaMasFL; numbers lack {', '.join(sorted(missing))}")
     opening = message.numbers["opening"]
@@ -136,8 +136,8 @@ def _controlled_steps(given: Assignment, phases: Phases, advance: Callable[[Tens
     theta = message.start.detach().clone()
     total = torch.zeros_like(theta, dtype=torch.float64)
     count = 0
-    for _, batch in Schedule(given.batches, phases):
-        value, slope = sharpness_aware_gradient(given.space, given.loss, theta, batch)
+    for _, batch in Schedule(task.batches, phases):
+        value, slope = sharpness_aware_gradient(task.space, task.loss, theta, batch)
         if not (torch.isfinite(value) and is_finite(slope)):
             raise DivergenceError(f"the loss is {value.item()}, or its gradient not finite, at step {count}")
         total.add_(slope)
@@ -153,4 +153,4 @@ def _controlled_steps(given: Assignment, phases: Phases, advance: Callable[[Tens
     gradient = combine(None, [total], [1 / count], out=torch.empty_like(theta))
     if not is_finite(gradient):
         raise DivergenceError("the mean of the gradients overflows; try a smaller loss")
-    return Payload(theta[None], given.samples, {"gradient": gradient}, {"opening": opening})
+    return Payload(theta[None], task.samples, {"gradient": gradient}, {"opening": opening})

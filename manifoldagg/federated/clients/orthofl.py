@@ -8,16 +8,16 @@ from torch import Tensor
 
 from manifoldagg._validation import is_finite
 from manifoldagg.corrections import calibrate
-from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.clients.local import Local
-from manifoldagg.federated.rules.orthofl import mixed, shift
+from manifoldagg.federated.rules.orthofl import interpolate, shift
 from manifoldagg.federated.types import Message, Payload, Trainer, check_trainer
 
 __all__ = ["Calibrated"]
 
 
 @dataclass(frozen=True)
-class Calibrated(Client):
+class Calibrated(BaseTrainer):
     r"""Train from $W_m^{+}$ of the rule [`OrthoFL`][manifoldagg.federated.rules.OrthoFL], formed here.
 
     The memory is what the client reached, where it started, and the global model $W^{\tau+}$ then. A message brings
@@ -44,38 +44,42 @@ class Calibrated(Client):
     def __post_init__(self) -> None:
         check_trainer(self.trainer)
 
-    def steps_of(self, message: Message, length: int) -> int:
-        steps = getattr(self.trainer, "steps_of", None)
-        return length if steps is None else int(steps(message, length))
+    def num_steps(self, message: Message, num_batches: int) -> int:
+        steps = getattr(self.trainer, "num_steps", None)
+        return num_batches if steps is None else int(steps(message, num_batches))
 
-    def _train(self, given: Assignment) -> Payload:
-        message = given.message
-        memory: Mapping[str, Any] = given.memory if _fits(given.memory, message.start) else {}
-        turn = int(message.numbers.get("turn", 0))
+    def _train(self, task: TrainingTask) -> Payload:
+        message = task.message
+        memory: Mapping[str, Any] = task.client_state if _is_valid_state(task.client_state, message.start) else {}
+        turn = int(message.numbers.get("num_updates", 0))
         start = message.start
         home = start
-        since = turn - memory["turn"] if turn and memory else None
+        since = turn - memory["num_updates"] if turn and memory else None
         if since == 0:
             start = memory["start"]
             home = memory["global"]
         elif since == 1:
             granularity = "tensor" if message.numbers["by_tensor"] else "model"
             model = memory["model"]
-            home = mixed(message.start, model, message.numbers["rate"])
+            home = interpolate(message.start, model, message.numbers["rate"])
             shifts = (shift(message.start, memory["global"]), shift(model, memory["start"]))
-            start = calibrate(model, *shifts, granularity, space=given.space)
+            start = calibrate(model, *shifts, granularity, space=task.space)
         message = replace(message, start=start)
         inner = memory.get("trainer")
-        payload = self.trainer.train(given.space, message, given.loss, given.batches, inner, generator=given.generator)
-        kept = {"turn": turn, "start": start, "global": home, "trainer": payload.client_state}
+        payload = self.trainer.train(task.space, message, task.loss, task.batches, inner, generator=task.generator)
+        kept = {"num_updates": turn, "start": start, "global": home, "trainer": payload.client_state}
         return replace(payload, client_state=kept | {"model": payload.points[-1].detach().clone()})
 
 
-def _fits(memory: Any, start: Tensor) -> bool:
+def _is_valid_state(client_state: Any, start: Tensor) -> bool:
     """Whether a memory is one of a client of this model."""
-    if not isinstance(memory, Mapping) or not {"turn", "trainer"} <= memory.keys() or type(memory["turn"]) is not int:
+    if (
+        not isinstance(client_state, Mapping)
+        or not {"num_updates", "trainer"} <= client_state.keys()
+        or type(client_state["num_updates"]) is not int
+    ):
         return False
-    kept = [memory.get(name) for name in ("start", "global", "model")]
+    kept = [client_state.get(name) for name in ("start", "global", "model")]
     return all(
         isinstance(x, Tensor)
         and (x.shape, x.dtype, x.device) == (start.shape, start.dtype, start.device)

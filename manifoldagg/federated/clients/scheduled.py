@@ -6,19 +6,19 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.clients.base import Assignment, Client
+from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.schedules import Rate, check_options, rate_at
 from manifoldagg.federated.types import Message, Payload, Trainer, check_trainer
 
 __all__ = ["Scheduled"]
 
-HELD = {"rate": ("trainer", "local"), "steps": ("trainer",)}
+INNER_TRAINER_FIELDS = {"rate": ("trainer", "local"), "steps": ("trainer",)}
 """What trainers call a trainer that they hold, by the option that it has for them: what a message says of steps goes
 before what is held as `local`."""
 
 
 @dataclass(frozen=True)
-class Scheduled(Client):
+class Scheduled(BaseTrainer):
     r"""A trainer whose rates are multiplied by $r(\tau)$ and whose steps by $s(\tau)$, where $\tau$ is the version.
 
     With K steps of the trainer the task has $\max(1, \lceil s(\tau) K \rceil)$; of both phases of a curve each has its
@@ -42,7 +42,7 @@ class Scheduled(Client):
         >>> import torch
         >>> from manifoldagg.federated import schedules, clients
         >>> trainer = Scheduled(clients.Local(epochs=4), steps=schedules.Cosine(1.0, 0.0, 100))
-        >>> [trainer.steps_of(Message(torch.zeros(1), version=version), 10) for version in (0, 50, 100)]
+        >>> [trainer.num_steps(Message(torch.zeros(1), version=version), 10) for version in (0, 50, 100)]
         [40, 20, 1]
     """
 
@@ -54,68 +54,68 @@ class Scheduled(Client):
         check_options(self)
         if not is_dataclass(check_trainer(self.trainer)):
             raise ArgumentError(f"trainer: expected a dataclass, got {self.trainer!r}")
-        for option in HELD:
+        for option in INNER_TRAINER_FIELDS:
             if getattr(self, option) != 1:
-                _holder(self.trainer, option)
+                _owner_of(self.trainer, option)
 
-    def steps_of(self, message: Message, length: int) -> int:
-        return int(self._at(message, lambda: length).steps_of(message, length))
+    def num_steps(self, message: Message, num_batches: int) -> int:
+        return int(self._trainer_for(message, lambda: num_batches).num_steps(message, num_batches))
 
-    def _train(self, given: Assignment) -> Payload:
+    def _train(self, task: TrainingTask) -> Payload:
         def length() -> int:
-            return sum(1 for _ in given.batches) if given.length is None else given.length
+            return sum(1 for _ in task.batches) if task.num_batches is None else task.num_batches
 
-        trainer = self._at(given.message, length)
-        asked = given.space, given.message, given.loss, given.batches, given.memory
-        payload: Payload = trainer.train(*asked, generator=given.generator)
+        trainer = self._trainer_for(task.message, length)
+        asked = task.space, task.message, task.loss, task.batches, task.client_state
+        payload: Payload = trainer.train(*asked, generator=task.generator)
         return payload
 
-    def _at(self, message: Message, length: Callable[[], int]) -> Any:
+    def _trainer_for(self, message: Message, count_batches: Callable[[], int]) -> Any:
         """The trainer that this message is for; how many batches a pass has is asked where that counts."""
         trainer: Any = self.trainer
-        if (rate := self._share("rate", message)) != 1:
+        if (rate := self._factor("rate", message)) != 1:
             names = ("rate", "control_rate")
-            own = _holder(trainer, "rate")
+            own = _owner_of(trainer, "rate")
             rates = {name: rate * value for name in names if (value := getattr(own, name, None)) is not None}
-            trainer = _with(trainer, own, replace(own, **rates))
-        if (share := self._share("steps", message)) != 1:
-            own = _holder(trainer, "steps")
-            trainer = _with(trainer, own, replace(own, steps=_fewer(share, own, length)))
+            trainer = _replace_owner(trainer, own, replace(own, **rates))
+        if (share := self._factor("steps", message)) != 1:
+            own = _owner_of(trainer, "steps")
+            trainer = _replace_owner(trainer, own, replace(own, steps=_scaled_phase_steps(share, own, count_batches)))
         return trainer
 
-    def _share(self, option: str, message: Message) -> float:
+    def _factor(self, option: str, message: Message) -> float:
         share = getattr(self, option)
         if callable(share) and message.version is None:
             raise ArgumentError(f"message: version: expected one, as {option} is a function of it; got None")
         return rate_at(share, message.version or 0)
 
 
-def _holder(trainer: Any, option: str) -> Any:
+def _owner_of(trainer: Any, option: str) -> Any:
     """The trainer that has the option: itself, or one that it holds."""
     held = trainer
     while not hasattr(held, option):
-        within = [getattr(held, name) for name in HELD[option] if hasattr(held, name)]
+        within = [getattr(held, name) for name in INNER_TRAINER_FIELDS[option] if hasattr(held, name)]
         if not within:
             raise ArgumentError(f"{option}: expected 1: {type(trainer).__name__} has no {option} to multiply")
         held = within[0]
     return held
 
 
-def _with(trainer: Any, own: Any, other: Any) -> Any:
-    """`trainer` with `other` in place of `own`."""
-    if trainer is own:
-        return other
-    name = next(name for name in HELD["rate"] if hasattr(trainer, name))
-    return replace(trainer, **{name: _with(getattr(trainer, name), own, other)})
+def _replace_owner(trainer: Any, owner: Any, replacement: Any) -> Any:
+    """`trainer` with `replacement` in place of `owner`."""
+    if trainer is owner:
+        return replacement
+    name = next(name for name in INNER_TRAINER_FIELDS["rate"] if hasattr(trainer, name))
+    return replace(trainer, **{name: _replace_owner(getattr(trainer, name), owner, replacement)})
 
 
-def _fewer(share: float, trainer: Any, length: Callable[[], int]) -> int | tuple[int, ...]:
+def _scaled_phase_steps(share: float, trainer: Any, count_batches: Callable[[], int]) -> int | tuple[int, ...]:
     """Its steps, or those of each of its phases, times a share."""
-    whole, each = (trainer.epochs, length()) if trainer.steps is None else (trainer.steps, 1)
+    whole, each = (trainer.epochs, count_batches()) if trainer.steps is None else (trainer.steps, 1)
     if isinstance(whole, tuple):
-        return tuple(_part(share, each * amount) for amount in whole)
-    return _part(share, each * whole)
+        return tuple(_scale_steps(share, each * amount) for amount in whole)
+    return _scale_steps(share, each * whole)
 
 
-def _part(share: float, steps: int) -> int:
+def _scale_steps(share: float, steps: int) -> int:
     return max(min(steps, 1), math.ceil(share * steps))

@@ -8,7 +8,7 @@ from manifoldagg._validation import check_count
 from manifoldagg.curves import Bezier
 from manifoldagg.curves.trajectory import PathFit, PathPoints, check_path
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.clients.base import Assignment
+from manifoldagg.federated.clients.base import TrainingTask
 from manifoldagg.federated.clients.local import Local
 from manifoldagg.federated.types import Payload
 
@@ -29,7 +29,7 @@ class Trajectory(Local):
     control points of `Piecewise(space, degree=1, pieces=m)`, for a rule that reads them so.
 
     $\varphi_n$ is the model that `Local` sends, bit for bit; with `degree=1` nothing else is sent. To a rule whose
-    message has a number `pace`, $\eta K$ goes back under that name, the rate times the steps taken.
+    message has a number `progress`, $\eta K$ goes back under that name, the rate times the steps taken.
 
     Args:
         degree: n, at most 10; it does not count with `pieces`.
@@ -67,32 +67,32 @@ class Trajectory(Local):
             if self.time != "steps":
                 raise ArgumentError(f"time: expected steps with pieces, got {self.time}")
 
-    def _train(self, given: Assignment) -> Payload:
-        samples = given.samples
-        path = self._path(given)
-        end, taken = self._learned(given, path)
+    def _train(self, task: TrainingTask) -> Payload:
+        samples = task.samples
+        path = self._path_recorder(task)
+        end, taken = self._fit_model(task, path)
         points = path.points(end)
-        numbers = {"pace": self.rate * taken} if "pace" in given.message.numbers else {}
-        return Payload(points, samples, numbers=numbers, buffers=self._buffers(given, end))
+        numbers = {"progress": self.rate * taken} if "progress" in task.message.numbers else {}
+        return Payload(points, samples, numbers=numbers, buffers=self._buffers(task, end))
 
-    def _learned(self, given: Assignment, path: PathFit | PathPoints) -> tuple[Tensor, int]:
+    def _fit_model(self, task: TrainingTask, path: PathFit | PathPoints) -> tuple[Tensor, int]:
         """The local model, and the steps to it; what the optimiser kept is let go before the curve is made."""
         options = self._options()
         options["phases"] = replace(options["phases"], watch=path.observe)
-        learned = given.fit(Bezier(given.space, 1), **options)
+        learned = task.fit(Bezier(task.space, 1), **options)
         return learned.phi[-1], len(learned.losses)
 
-    def _path(self, given: Assignment) -> PathFit | PathPoints:
-        start = given.message.start
-        total = self._total(given)
+    def _path_recorder(self, task: TrainingTask) -> PathFit | PathPoints:
+        start = task.message.start
+        total = self._total_steps(task)
         if self.pieces is not None:
             if total is None:
-                total = self.epochs * sum(1 for _ in given.batches)
-            return PathPoints(given.space, start, self.pieces, total)
-        return PathFit(given.space, start, self.degree, self.time, None if self.time == "length" else total)
+                total = self.epochs * sum(1 for _ in task.batches)
+            return PathPoints(task.space, start, self.pieces, total)
+        return PathFit(task.space, start, self.degree, self.time, None if self.time == "length" else total)
 
-    def _total(self, given: Assignment) -> int | None:
+    def _total_steps(self, task: TrainingTask) -> int | None:
         """How many steps there will be, where that is known."""
         if self.steps is not None:
             return self.steps
-        return None if given.length is None else self.epochs * given.length
+        return None if task.num_batches is None else self.epochs * task.num_batches

@@ -15,14 +15,14 @@ from manifoldagg.corrections import Frame, Gram
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, TRANSPORTS, Transporter
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._geometry import in_float64
-from manifoldagg.federated.rules._riemannian_step import arrive, tangents_at
+from manifoldagg.federated.rules._riemannian_step import exp_projected, tangents_at
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.federated.types import ClientState, Message, Outcome, Point, State, Target, Update
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold, check_point
 from manifoldagg.manifolds.manifold import check_is_manifold
 
-__all__ = ["ServerRule", "TangentRule", "follow"]
+__all__ = ["ServerRule", "TangentRule", "move_to"]
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class TangentRule(ServerRule):
             raise ArgumentError(f"transport: expected None or 'projection' where leaves are of low rank, got {given}")
 
 
-def follow(space: Manifold, current: Point, frame: Frame, gram: Gram, line: list[float], out: Target) -> Any:
-    r"""$\exp_\Theta u$ for the tangent $u$ at the current model that `line` makes of the rows of a frame."""
+def move_to(space: Manifold, current: Point, frame: Frame, gram: Gram, coefficients: list[float], out: Target) -> Any:
+    r"""$\exp_\Theta u$ for the tangent $u$ at the current model that `coefficients` makes of the rows of a frame."""
     if frame.transporter is None:
-        return frame.move(gram, line, out)
+        return frame.move(gram, coefficients, out)
     here = frame.transporter.current
-    (u,) = tangents_at(space, here, frame.combine(None, line)[None])
+    (u,) = tangents_at(space, here, frame.combine(None, coefficients)[None])
     model = empty_like(current) if out is None else out
-    return model.copy_(arrive(space, here, u))
+    return model.copy_(exp_projected(space, here, u))

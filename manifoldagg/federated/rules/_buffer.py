@@ -11,9 +11,17 @@ from torch import Tensor
 
 from manifoldagg._validation import check_number
 from manifoldagg.corrections import Frame, Gram
-from manifoldagg.federated.rules._base import TangentRule, follow
-from manifoldagg.federated.rules._gaussian_mechanism import Mechanism
-from manifoldagg.federated.rules._geometry import along, check_points, cosine, frame_of, moved, root, told_of
+from manifoldagg.federated.rules._base import TangentRule, move_to
+from manifoldagg.federated.rules._gaussian_mechanism import GaussianMechanism
+from manifoldagg.federated.rules._geometry import (
+    check_points,
+    corrected_gram,
+    cosine,
+    diagnostics,
+    frame_from_update,
+    safe_sqrt,
+    single_combination,
+)
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, Point, State, Target, Update
 from manifoldagg.kernels import combine
@@ -21,28 +29,28 @@ from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.chunking import chunks
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["BufferedRule", "Mean"]
+__all__ = ["BufferMean", "BufferedRule"]
 
 
 @dataclass(frozen=True, eq=False)
-class Mean:
+class BufferMean:
     r"""The mean $\bar\Delta$ of a full buffer, a tangent at the current model $\Theta$ that is not formed yet.
 
     Attributes:
         space: of the points.
         current: $\Theta$.
         frame: with the rows v, g and, beyond the first update, the sum before it.
-        line: the coefficients of the mean on these rows.
+        coefficients: the coefficients of the mean on these rows.
         gram: their inner products.
     """
 
     space: Manifold
     current: Point
     frame: Frame
-    line: list[float]
+    coefficients: list[float]
     gram: Gram
 
-    def formed(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    def iter_chunks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         r"""$\bar\Delta$ on a flat space, window by window, each with those of other vectors: no more of it is held."""
         rows: tuple[Any, ...] = self.frame.rows  # vectors: rules that need windows take no others
         less: list[Any] = [row for row in self.frame.minus if row is not None]
@@ -53,17 +61,17 @@ class Mean:
             minus = [None if row is None else next(taken) for row in self.frame.minus]
             if scratch is None:
                 scratch = empty_like(parts[0])
-            delta = combine(None, lines, self.line, minus=minus, out=scratch[: len(parts[0])])
+            delta = combine(None, lines, self.coefficients, minus=minus, out=scratch[: len(parts[0])])
             yield delta, *taken
 
     def step(self, rate: float, out: Target) -> tuple[Any, float]:
         r"""$\exp_\Theta(\eta \bar\Delta)$, and how far it is."""
-        line = [rate * c for c in self.line]
+        line = [rate * c for c in self.coefficients]
         if self.frame.unmeasured:
             norm = self.frame.norm_bound(np.array(line, dtype=object))
         else:
-            norm = root(moved(along(self.frame, self.gram, line))[0][0])
-        return follow(self.space, self.current, self.frame, self.gram, line, out), norm
+            norm = safe_sqrt(corrected_gram(single_combination(self.frame, self.gram, line))[0][0])
+        return move_to(self.space, self.current, self.frame, self.gram, line, out), norm
 
 
 class BufferedRule(TangentRule):
@@ -86,10 +94,10 @@ class BufferedRule(TangentRule):
 
     @property
     @abc.abstractmethod
-    def wanted(self) -> int:
+    def buffer_size(self) -> int:
         """How many updates make a step."""
 
-    def share(self, update: Update) -> float:
+    def update_weight(self, update: Update) -> float:
         """$a_i$, how much of a displacement is taken."""
         return 1.0
 
@@ -101,7 +109,7 @@ class BufferedRule(TangentRule):
         r"""$\eta_g$."""
         return rate_at(self.rate, state["version"])
 
-    def move(self, state: State, mean: Mean, rate: float, out: Target) -> tuple[Any, float, dict[str, Any]]:
+    def apply_step(self, state: State, mean: BufferMean, rate: float, out: Target) -> tuple[Any, float, dict[str, Any]]:
         """The new model, how far it is, and what changes in the state: here a step along the mean."""
         model, norm = mean.step(rate, out)
         return model, norm, {}
@@ -110,44 +118,44 @@ class BufferedRule(TangentRule):
         return super().init(space, start) | {"count": 0, "total": 0.0}
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
-        return self.take(space, state, update, out, None)
+        return self.step_with_noise(space, state, update, out, None)
 
-    def take(
-        self, space: Manifold, state: State, update: Update, out: Target, mechanism: Mechanism | None
+    def step_with_noise(
+        self, space: Manifold, state: State, update: Update, out: Target, mechanism: GaussianMechanism | None
     ) -> tuple[State, Outcome]:
         """A step, where a `mechanism` may stand between displacements and their sum."""
         check_points(self, update)
-        share = check_number("weight", self.share(update), at_least=0)
-        frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
+        share = check_number("weight", self.update_weight(update), at_least=0)
+        frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)
         if "buffer" in state:
             frame = frame.with_row("buffer", state["buffer"], norm_only=True)
         gram = frame.gram()
-        largest = root(torch.finfo(frame.dtype).max) / self.wanted
-        length = check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=largest)
+        largest = safe_sqrt(torch.finfo(frame.dtype).max) / self.buffer_size
+        length = check_number("points: size of the displacement", safe_sqrt(gram.matrix[0, 0]), at_most=largest)
         numbers = {"cosine": cosine(gram), "weight": share}
         taken = share
         if mechanism is not None:
-            taken, numbers["clip"] = mechanism.share(share, length)
+            taken, numbers["clip"] = mechanism.clipped_weight(share, length)
         count = state["count"] + 1
         total = check_number("weight: sum over the buffer", state["total"] + share)
-        before = state.get("unit", share)
+        before = state.get("scale", share)
         unit = max(before, share)
         line = [taken / (unit or 1.0), 0.0, before / (unit or 1.0)][: len(frame.rows)]
         numbers["buffered"] = float(count)
-        if count < self.wanted:
+        if count < self.buffer_size:
             buffer = frame.for_state(line, out)
-            waiting = {**state, "count": count, "total": total, "unit": unit, "buffer": buffer}
+            waiting = {**state, "count": count, "total": total, "scale": unit, "buffer": buffer}
             numbers |= frame.ambient.diagnostics
             # Sums of displacements no longer than the root of the largest number, in units of the largest share.
             return waiting, Outcome(None, update.client_state, numbers, state_is_finite=frame.transporter is None)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
         rate = self.step_size(state)
         if mechanism is not None:
-            frame, line = mechanism.noised(frame, line, unit, state["version"])
+            frame, line = mechanism.add_noise(frame, line, unit, state["version"])
             gram = frame.gram()
-        mean = Mean(space, update.current, frame, [unit / divisor * c for c in line], gram)
-        model, norm, changes = self.move(state, mean, rate, out)
-        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | told_of(frame)
-        after = {name: kept for name, kept in state.items() if name not in ("unit", "buffer")}
+        mean = BufferMean(space, update.current, frame, [unit / divisor * c for c in line], gram)
+        model, norm, changes = self.apply_step(state, mean, rate, out)
+        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | diagnostics(frame)
+        after = {name: kept for name, kept in state.items() if name not in ("scale", "buffer")}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
         return after | changes, Outcome(model, update.client_state, numbers)

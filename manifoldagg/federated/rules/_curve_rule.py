@@ -11,9 +11,17 @@ from manifoldagg.corrections import Correction, Gram
 from manifoldagg.curves.distance import OVERSHOOT
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated.rules._base import TangentRule
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, length, moved, root, told_of
-from manifoldagg.federated.rules._riemannian_step import tangents_at, travel
-from manifoldagg.federated.rules._step_curve import Course
+from manifoldagg.federated.rules._geometry import (
+    check_points,
+    combination_norm,
+    corrected_gram,
+    cosine,
+    diagnostics,
+    frame_from_update,
+    safe_sqrt,
+)
+from manifoldagg.federated.rules._riemannian_step import step_along_curve, tangents_at
+from manifoldagg.federated.rules._step_curve import StepCurve
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import ClientState, Outcome, Point, State, Target, Update
@@ -45,21 +53,21 @@ class CurveRule(TangentRule):
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
         r"""$\rho$: which part of the way to the candidate to go. `penalty(alpha)` is $S$ of Manifold (10)."""
 
-    def course(self, state: State) -> Course:
+    def step_curve(self, state: State) -> StepCurve:
         """Which curve the corrected displacements make, and what the rate means on it."""
-        return Course(self.overshoot)
+        return StepCurve(self.overshoot)
 
-    def learned(self, state: State, update: Update, came: Gram) -> dict[str, Any]:
+    def state_update(self, state: State, update: Update, original_gram: Gram) -> dict[str, Any]:
         """What the next state has beside the version and what the correction keeps.
 
         Args:
             state: before the step.
             update: that was taken.
-            came: the inner products of its displacements and the drift.
+            original_gram: the inner products of its displacements and the drift.
         """
         return {}
 
-    def remember(self, update: Update) -> ClientState:
+    def client_state(self, update: Update) -> ClientState:
         """What to keep for the client."""
         return update.client_state
 
@@ -72,7 +80,7 @@ class CurveRule(TangentRule):
                     f"overshoot: extend follows a polynomial, which needs flat leaves; not so: {curved}"
                 )
             still = Update(None, start, start, start[None])
-            self.correction.apply(frame_of(space, still, transport=self.transport, rungs=self.rungs))
+            self.correction.apply(frame_from_update(space, still, transport=self.transport, rungs=self.rungs))
         return state
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
@@ -83,37 +91,39 @@ class CurveRule(TangentRule):
         n = len(update.points)
         correction = self.correction
         tensors = correction.granularity == "tensor"
-        frame = frame_of(space, update, transport=self.transport, rungs=self.rungs, tensors=tensors)
+        frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs, tensors=tensors)
         corrected = correction.apply(frame, state.get("correction"))
         numbers = {"cosine": cosine(corrected.original_gram)}
-        inner = moved(corrected)
+        inner = corrected_gram(corrected)
 
         def penalty(strength: float) -> float:
             if strength == 0:
                 return 1.0
-            return staleness_penalty(strength, root(inner[-1][-1]), root(corrected.original_gram.matrix[n, n]))
+            return staleness_penalty(
+                strength, safe_sqrt(inner[-1][-1]), safe_sqrt(corrected.original_gram.matrix[n, n])
+            )
 
         rho = self.step_size(state, update, penalty)
-        memory = self.remember(update)
+        memory = self.client_state(update)
         if not 0 <= rho < math.inf:
             raise RuleError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
         numbers["rate"] = rho
-        course = self.course(state)
-        reach = course.rate(rho, corrected.original_gram.matrix[:n, n].tolist())
+        course = self.step_curve(state)
+        reach = course.effective_rate(rho, corrected.original_gram.matrix[:n, n].tolist())
         if frame.transporter is None:
-            s = course.place(inner, reach)
+            s = course.parameter(inner, reach)
             line = course.weights(n, s)
             model = corrected.move(line, out)
-            norm = length(line, inner)
-            numbers |= {"step": s, "norm": norm} | told_of(frame)
+            norm = combination_norm(line, inner)
+            numbers |= {"step": s, "norm": norm} | diagnostics(frame)
         else:
             here = frame.transporter.current
             u = tangents_at(space, here, corrected.displacements())
-            s, reached, norm = travel(space, here, course.bent(u), course, reach)
+            s, reached, norm = step_along_curve(space, here, course.straighten(u), course, reach)
             model = empty_like(update.current) if out is None else out
             model.copy_(reached)
-            numbers |= {"step": s, "norm": norm} | told_of(frame)
-        after = {"version": state["version"] + 1} | self.learned(state, update, corrected.original_gram)
+            numbers |= {"step": s, "norm": norm} | diagnostics(frame)
+        after = {"version": state["version"] + 1} | self.state_update(state, update, corrected.original_gram)
         if correction.keeps_state:
             after["correction"] = corrected.state
         return after, Outcome(model, memory, numbers)
@@ -144,11 +154,11 @@ class ScheduledRule(CurveRule):
         version = state["version"]
         rate = rate_at(self.rate, version)
         if self.dominance is not None:
-            rate = self.dominance.temper(rate, self.dominance.count(update.client_state), version + 1)
+            rate = self.dominance.scaled_rate(rate, self.dominance.count_updates(update.client_state), version + 1)
         return min(penalty(self.decay), self.penalty_limit) * update.weight * rate
 
-    def remember(self, update: Update) -> ClientState:
-        return update.client_state if self.dominance is None else self.dominance.memory(update.client_state)
+    def client_state(self, update: Update) -> ClientState:
+        return update.client_state if self.dominance is None else self.dominance.next_client_state(update.client_state)
 
 
 def staleness_penalty(strength: float, candidate: float, drift: float) -> float:

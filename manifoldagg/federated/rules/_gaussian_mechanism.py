@@ -11,14 +11,14 @@ from torch import Tensor
 from manifoldagg.corrections import Frame
 from manifoldagg.errors import RuleError
 
-__all__ = ["Mechanism", "key_of"]
+__all__ = ["GaussianMechanism", "derive_key"]
 
-BLOCK = 2**18
+SAMPLE_BLOCK_SIZE = 2**18
 """Numbers that are drawn at once."""
 
 
 @dataclass(frozen=True)
-class Mechanism:
+class GaussianMechanism:
     r"""$\sum_i a_i \min(1, C / \|\Delta_i\|)\, \Delta_i + \sigma C z$ with $z \sim N(0, I)$ and $a_i \le 1$.
 
     Args:
@@ -31,49 +31,54 @@ class Mechanism:
     noise: float
     key: Sequence[int]
 
-    def share(self, share: float, length: float) -> tuple[float, float]:
+    def clipped_weight(self, weight: float, norm: float) -> tuple[float, float]:
         r"""$a \min(1, C / \|\Delta\|)$ of a displacement of this length, and its second factor.
 
         Raises:
             RuleError: if a is above 1, more than the noise is made for.
         """
-        if share > 1:
-            raise RuleError(f"staleness: expected a weight of at most 1 under Private, got {share:g}")
-        factor = min(1.0, self.clip / length) if length > 0 else 1.0
-        return share * factor, factor
+        if weight > 1:
+            raise RuleError(f"staleness: expected a weight of at most 1 under Private, got {weight:g}")
+        factor = min(1.0, self.clip / norm) if norm > 0 else 1.0
+        return weight * factor, factor
 
-    def noised(self, frame: Frame, line: list[float], unit: float, version: int) -> tuple[Frame, list[float]]:
-        """The sum that `line` makes of a frame, with noise as one row more; in units of `unit`."""
-        if not (self.noise and unit):
-            return frame, line
-        total: Tensor = frame.materialize(line)
-        return frame.with_row("noise", self._drawn(total, version)), [*line, self.noise * self.clip / unit]
+    def add_noise(
+        self, frame: Frame, coefficients: list[float], scale: float, version: int
+    ) -> tuple[Frame, list[float]]:
+        """The sum that `coefficients` makes of a frame, with noise as one row more; in units of `scale`."""
+        if not (self.noise and scale):
+            return frame, coefficients
+        total: Tensor = frame.materialize(coefficients)
+        return frame.with_row("noise", self._sample_noise(total, version)), [
+            *coefficients,
+            self.noise * self.clip / scale,
+        ]
 
-    def _drawn(self, total: Tensor, version: int) -> Tensor:
+    def _sample_noise(self, total: Tensor, version: int) -> Tensor:
         """z: the same for the same sum, so that what is done again gives the same bits; of another sum another.
 
         A server that goes on from an older checkpoint meets other sums. With the noise of those that it has forgotten,
         the difference of two models would have none.
         """
-        number = hashlib.blake2b(key=_bytes(self.key), digest_size=16)
+        number = hashlib.blake2b(key=_key_bytes(self.key), digest_size=16)
         number.update(version.to_bytes(8, "little"))
         number.update(total.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(number.digest(), "little")))
         drawn = torch.empty(total.shape, dtype=total.dtype)
-        for piece in drawn.split(BLOCK):
+        for piece in drawn.split(SAMPLE_BLOCK_SIZE):
             piece.copy_(torch.from_numpy(generator.standard_normal(len(piece))))
         return drawn.to(total.device)
 
 
-def key_of(secret: bytes) -> list[int]:
+def derive_key(secret: bytes) -> list[int]:
     """What a state keeps of it: numbers of 32 bits.
 
     Example:
-        >>> len(key_of(b"secret"))
+        >>> len(derive_key(b"secret"))
         16
     """
     return [int(word) for word in np.frombuffer(hashlib.blake2b(secret).digest(), dtype="<u4")]
 
 
-def _bytes(key: Sequence[int]) -> bytes:
+def _key_bytes(key: Sequence[int]) -> bytes:
     return np.array(key, dtype="<u4").tobytes()

@@ -20,32 +20,32 @@ from manifoldagg.manifolds.ambient import AmbientSpace
 from manifoldagg.manifolds.tangents import TangentSpace
 
 __all__ = [
-    "along",
     "check_points",
+    "combination_norm",
+    "corrected_gram",
     "cosine",
-    "frame_of",
-    "identity",
+    "diagnostics",
+    "frame_from_update",
     "in_float64",
-    "length",
-    "moved",
-    "root",
-    "told_of",
+    "safe_sqrt",
+    "single_combination",
+    "unit_coefficients",
 ]
 
 
-def check_points(rule: object, update: Update, count: int | None = 1, what: str = "one model") -> None:
+def check_points(rule: object, update: Update, count: int | None = 1, description: str = "one model") -> None:
     """So many points are in an update; `None`: any number but none.
 
     Raises:
-        ArgumentError: saying `what` the rule expects.
+        ArgumentError: saying `description` the rule expects.
     """
     given = len(update.points)
     if given == 0 or given != (count or given):
-        expected = f"{type(rule).__name__} expects {what}, ({count or 'n'}, P)"
+        expected = f"{type(rule).__name__} expects {description}, ({count or 'n'}, P)"
         raise ArgumentError(f"points: {expected}; got {given} points")
 
 
-def frame_of(
+def frame_from_update(
     space: Manifold, update: Update, *, transport: str | None = None, rungs: int = DEFAULT_RUNGS, tensors: bool = False
 ) -> Frame:
     r"""The rows $v_1, \dots, v_n, g$ of an update, tangent at the current model.
@@ -93,7 +93,7 @@ def frame_of(
     return Frame.of(space, base, current, displacements, transport=transport, rungs=rungs)
 
 
-def identity(k: int) -> Matrix:
+def unit_coefficients(k: int) -> Matrix:
     """For each of k rows the coefficients that make it: sums of these are combinations of the rows."""
     return np.eye(k, dtype=object)
 
@@ -103,12 +103,12 @@ def in_float64(space: Manifold, x: Tensor) -> Tensor:
     return space._project(x.double()) if "project" in space.capabilities else x
 
 
-def along(frame: Frame, gram: Gram, line: list[float]) -> Corrected:
+def single_combination(frame: Frame, gram: Gram, coefficients: list[float]) -> Corrected:
     """One combination of the rows of a frame, as what a correction makes of it."""
-    return Corrected(frame, gram, np.array([line], dtype=object), None, gram)
+    return Corrected(frame, gram, np.array([coefficients], dtype=object), None, gram)
 
 
-def moved(corrected: Corrected) -> list[list[float]]:
+def corrected_gram(corrected: Corrected) -> list[list[float]]:
     r"""Inner products of the corrected rows, n x n; from the rows themselves, in float64, where $C G C^\top$ is lost.
 
     Raises:
@@ -129,18 +129,18 @@ def cosine(gram: Gram) -> float:
     """cos(v_n, g) in [-1, 1]; NaN where one of the two is zero."""
     n = gram.num_displacements
     inner = gram.matrix
-    scale = root(inner[n - 1, n - 1]) * root(inner[n, n])
+    scale = safe_sqrt(inner[n - 1, n - 1]) * safe_sqrt(inner[n, n])
     return max(-1.0, min(1.0, inner[n - 1, n] / scale)) if scale > 0 else math.nan
 
 
-def length(line: Sequence[float], inner: Sequence[Sequence[float]]) -> float:
+def combination_norm(coefficients: Sequence[float], inner: Sequence[Sequence[float]]) -> float:
     r"""$\sqrt{c^\top G\, c}$, of a combination of rows with these inner products.
 
     Example:
-        >>> length([1.0, 2.0], [[9.0, 0.0], [0.0, 4.0]])
+        >>> combination_norm([1.0, 2.0], [[9.0, 0.0], [0.0, 4.0]])
         5.0
     """
-    return root(_dot([_dot(line, column) for column in zip(*inner, strict=True)], line))
+    return safe_sqrt(_dot([_dot(coefficients, column) for column in zip(*inner, strict=True)], coefficients))
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
@@ -149,12 +149,12 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return total
 
 
-def root(square: float) -> float:
+def safe_sqrt(square: float) -> float:
     """The length with this square, which rounding can leave slightly below zero."""
     return math.sqrt(max(square, 0.0))
 
 
-def told_of(frame: Frame) -> dict[str, float]:
+def diagnostics(frame: Frame) -> dict[str, float]:
     """How many rungs the ladders of a curved space had, and what truncations of low-rank leaves left out."""
     used = [kind.rungs for kind in frame.transports if kind.method == "ladder"]
     return ({"rungs": float(max(used))} if used else {}) | frame.ambient.diagnostics

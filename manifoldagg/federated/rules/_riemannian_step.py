@@ -9,22 +9,22 @@ from manifoldagg._validation import check_finite
 from manifoldagg.corrections.transport import checked_log
 from manifoldagg.curves import Bezier, Piecewise
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.rules._step_curve import Course
+from manifoldagg.federated.rules._step_curve import StepCurve
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.formulas import distance, norm
 
-__all__ = ["arrive", "parameter_at_distance_on", "settled", "tangents_at", "travel"]
+__all__ = ["exp_projected", "parameter_at_distance_on", "project_if_possible", "step_along_curve", "tangents_at"]
 
-PLACES = 64
+GRID_INTERVALS = 64
 """Into how many parts [0, 1] is cut to find where a distance is reached for the first time."""
-AT_ONCE = 8
+EVALUATION_BATCH = 8
 """So many places are looked at together, and the bracket is cut into so many parts each time."""
-FINE = 1e-9
+BRACKET_TOLERANCE = 1e-9
 """Where the distance is as good as linear."""
 
 
-def travel(
-    space: Manifold, current: Tensor, tangents: Tensor, course: Course, rho: float
+def step_along_curve(
+    space: Manifold, current: Tensor, tangents: Tensor, step_curve: StepCurve, rho: float
 ) -> tuple[float, Tensor, float]:
     r"""Go where the rate takes a step on the curve of $\psi_i = \exp_{\Theta^\tau} u_i$.
 
@@ -35,7 +35,7 @@ def travel(
         space: curved.
         current: $\Theta^\tau$, of its shape.
         tangents: $u_1, \dots, u_n$ at `current`, as the course has bent them.
-        course: which curve they make, and what the rate means on it.
+        step_curve: which curve they make, and what the rate means on it.
         rho: $\rho \ge 0$, what is left of it on this curve.
 
     Returns:
@@ -45,12 +45,12 @@ def travel(
         ArgumentError: if a point of the curve is out of reach of `current`.
     """
     if len(tangents) == 1:
-        return rho, arrive(space, current, rho * tangents[0]), rho * float(norm(space, current, tangents[0]))
+        return rho, exp_projected(space, current, rho * tangents[0]), rho * float(norm(space, current, tangents[0]))
     phi = torch.cat([current[None], space._exp(current.expand_as(tangents), tangents)])
-    curve = course.curve(space, len(tangents))
+    curve = step_curve.curve(space, len(tangents))
     checked_log(space, current, phi[-1], "points: the corrected curve leaves the reach of the current point")
-    s = parameter_at_distance_on(curve, phi, rho) if course.pull_back == "chord" else rho
-    model = settled(space, curve(phi, s))
+    s = parameter_at_distance_on(curve, phi, rho) if step_curve.pull_back == "chord" else rho
+    model = project_if_possible(space, curve(phi, s))
     return s, model, float(distance(space, current, model))
 
 
@@ -86,8 +86,8 @@ def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float)
     def section(low: float, high: float, gap: float, parts: int) -> tuple[float, float, float, float] | None:
         """The first of so many equal parts at whose end the distance is reached, and what is left at both ends."""
         before = low
-        for first in range(0, parts, AT_ONCE):
-            places = [low + (high - low) * (first + i + 1) / parts for i in range(AT_ONCE)]
+        for first in range(0, parts, EVALUATION_BATCH):
+            places = [low + (high - low) * (first + i + 1) / parts for i in range(EVALUATION_BATCH)]
             points = curve(phi, torch.tensor(places, dtype=torch.float64, device=phi.device))
             reached = distance(curve.space, phi[0].expand_as(points), points).tolist()
             for place, away in zip(places, reached, strict=True):
@@ -100,21 +100,21 @@ def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float)
                 gap = after
         return None
 
-    found = section(0.0, 1.0, goal, PLACES)
+    found = section(0.0, 1.0, goal, GRID_INTERVALS)
     low, high, ahead, behind = found or (1.0, 1.0, 0.0, 0.0)
     # Not `bernstein.crossing`: it evaluates one place a step, where a batch of points costs little more than one.
-    while found is not None and high - low > FINE:
+    while found is not None and high - low > BRACKET_TOLERANCE:
         low, high, ahead, behind = found
-        found = section(low, high, ahead, AT_ONCE)
+        found = section(low, high, ahead, EVALUATION_BATCH)
     return low + (high - low) * (ahead / (ahead - behind) if ahead > behind else 1.0)
 
 
-def arrive(space: Manifold, current: Tensor, tangent: Tensor) -> Tensor:
+def exp_projected(space: Manifold, current: Tensor, tangent: Tensor) -> Tensor:
     r"""$\exp_{\Theta^\tau} u$, without what rounding takes it off the space."""
-    return settled(space, space._exp(current, tangent))
+    return project_if_possible(space, space._exp(current, tangent))
 
 
-def settled(space: Manifold, point: Tensor) -> Tensor:
+def project_if_possible(space: Manifold, point: Tensor) -> Tensor:
     """The nearest point of the space, where it has a projection."""
     return space._project(point) if "project" in space.capabilities else point
 

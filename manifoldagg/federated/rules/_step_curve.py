@@ -17,99 +17,105 @@ from manifoldagg.curves.bernstein import weights
 from manifoldagg.curves.distance import NEGLIGIBLE, parameter_at_distance_from_gram
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["PULL_BACKS", "Course"]
+__all__ = ["PULL_BACK_MODES", "StepCurve"]
 
-PULL_BACKS = ("chord", "none", "agreement")
+PULL_BACK_MODES = ("chord", "none", "conflict_free_prefix")
 
-Inner = Sequence[Sequence[float]]
+InnerProducts = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Course:
+class StepCurve:
     r"""Which curve the corrected displacements make, and what the rate $\rho$ means on it.
 
     Args:
         overshoot: `"clamp"`: $\rho$ is at most 1.
-        pull_back: `"chord"`: $\rho$ is a part of the distance to the end; `"none"`: of the parameter; `"agreement"`: of
-            the parameter at which the curve turns against the drift.
-        bend: $\kappa$: the curve is $\kappa$ times itself and $1 - \kappa$ times its chord, at each parameter.
+        pull_back: `"chord"`: $\rho$ is a part of the distance to the end; `"none"`: of the parameter;
+            `"conflict_free_prefix"`: of the parameter at which the curve turns against the drift.
+        curve_weight: $\kappa$: the curve is $\kappa$ times itself and $1 - \kappa$ times its chord, at each parameter.
         polygon: whether the points are corners.
 
     Example:
-        >>> Course(pull_back="none").weights(2, 0.5)
+        >>> StepCurve(pull_back="none").weights(2, 0.5)
         [0.5, 0.25]
-        >>> Course(polygon=True).weights(2, 0.75)
+        >>> StepCurve(polygon=True).weights(2, 0.75)
         [0.5, 0.5]
     """
 
     overshoot: str = "clamp"
     pull_back: str = "chord"
-    bend: float = 1.0
+    curve_weight: float = 1.0
     polygon: bool = False
 
     def weights(self, n: int, s: float) -> list[float]:
         """The weights of $u_1, …, u_n$ at the parameter s."""
-        line = _between_corners(n, s) if self.polygon else weights(n, s)[1:]
-        if self.bend != 1:
+        line = _polygon_weights(n, s) if self.polygon else weights(n, s)[1:]
+        if self.curve_weight != 1:
             # A Bézier curve and a polygon with points on the chord, equally far apart, run along it evenly.
-            line = [self.bend * weight for weight in line]
-            line[-1] += (1 - self.bend) * s
+            line = [self.curve_weight * weight for weight in line]
+            line[-1] += (1 - self.curve_weight) * s
         return line
 
-    def rate(self, rho: float, along: Sequence[float]) -> float:
+    def effective_rate(self, rho: float, drift_products: Sequence[float]) -> float:
         r"""What is left of the rate $\rho \ge 0$ on a curve whose displacements have these products with the drift."""
-        return (min(rho, 1.0) if self.overshoot == "clamp" else rho) * self.agreed(along)
+        return (min(rho, 1.0) if self.overshoot == "clamp" else rho) * self.conflict_free_fraction(drift_products)
 
-    def place(self, inner: Inner, rho: float) -> float:
+    def parameter(self, inner: InnerProducts, rho: float) -> float:
         r"""The parameter s to which a rate takes the step, from the inner products of the corrected displacements."""
-        if self.pull_back != "chord" or self.bend == 0:
+        if self.pull_back != "chord" or self.curve_weight == 0:
             return rho
-        inner = self._bent_inner(inner)
-        return _on_polygon(inner, rho) if self.polygon else parameter_at_distance_from_gram(inner, rho, self.overshoot)
+        inner = self._straightened_gram(inner)
+        return (
+            _polygon_parameter_at_distance(inner, rho)
+            if self.polygon
+            else parameter_at_distance_from_gram(inner, rho, self.overshoot)
+        )
 
-    def agreed(self, along: Sequence[float]) -> float:
-        r"""Which part of the curve it may take: all but where `"agreement"` ends.
+    def conflict_free_fraction(self, drift_products: Sequence[float]) -> float:
+        r"""Which part of the curve it may take: all but where `"conflict_free_prefix"` ends.
 
         The leg from $u_{k-1}$ to $u_k$ disagrees where its product with the drift is negative. What comes before the
         first one that does is the part, but one leg at least: of whoever disagrees from the start, the first leg is
         what keeps the balance with those that do not.
         """
-        if self.pull_back != "agreement":
+        if self.pull_back != "conflict_free_prefix":
             return 1.0
-        n = len(along)
-        for k, (before, after) in enumerate(pairwise([0.0, *self._bent_along(along)])):
+        n = len(drift_products)
+        for k, (before, after) in enumerate(pairwise([0.0, *self._straightened_products(drift_products)])):
             if after < before:
                 return max(k, 1) / n
         return 1.0
 
-    def bent(self, tangents: Tensor) -> Tensor:
+    def straighten(self, tangents: Tensor) -> Tensor:
         """The tangents (n, ...) at the points of the bent curve; of a chord the last alone, which is a geodesic."""
-        if self.bend == 0:
+        if self.curve_weight == 0:
             return tangents[-1:]
-        if self.bend == 1:
+        if self.curve_weight == 1:
             return tangents
         n = len(tangents)
         places = tangents.new_tensor([(i + 1) / n for i in range(n)]).view(n, *[1] * (tangents.ndim - 1))
-        return self.bend * tangents + (1 - self.bend) * places * tangents[-1]
+        return self.curve_weight * tangents + (1 - self.curve_weight) * places * tangents[-1]
 
     def curve(self, space: Manifold, n: int) -> Bezier | Piecewise:
         """The curve of start and n points on a space."""
         return Piecewise(space, degree=1, pieces=n) if self.polygon else Bezier(space, n)
 
-    def _bent_along(self, along: Sequence[float]) -> list[float]:
-        n = len(along)
-        return [self.bend * a + (1 - self.bend) * (i + 1) / n * along[-1] for i, a in enumerate(along)]
+    def _straightened_products(self, products: Sequence[float]) -> list[float]:
+        n = len(products)
+        return [
+            self.curve_weight * a + (1 - self.curve_weight) * (i + 1) / n * products[-1] for i, a in enumerate(products)
+        ]
 
-    def _bent_inner(self, inner: Inner) -> Inner:
+    def _straightened_gram(self, inner: InnerProducts) -> InnerProducts:
         """The inner products of the points of the bent curve."""
-        if self.bend == 1:
+        if self.curve_weight == 1:
             return inner
-        rows = [self._bent_along(row) for row in inner]
-        columns = [self._bent_along(column) for column in zip(*rows, strict=True)]
+        rows = [self._straightened_products(row) for row in inner]
+        columns = [self._straightened_products(column) for column in zip(*rows, strict=True)]
         return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _between_corners(n: int, s: float) -> list[float]:
+def _polygon_weights(n: int, s: float) -> list[float]:
     """The weights of the n corners after the start."""
     piece = min(int(s * n), n - 1)
     part = s * n - piece
@@ -120,11 +126,11 @@ def _between_corners(n: int, s: float) -> list[float]:
     return line
 
 
-def _on_polygon(inner: Inner, rho: float) -> float:
+def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
     r"""The smallest s at which a polygon is $\rho \le 1$ times as far from its start as its end is.
 
     Example:
-        >>> _on_polygon([[1.0, 0.0], [0.0, 1.0]], 0.5)
+        >>> _polygon_parameter_at_distance([[1.0, 0.0], [0.0, 1.0]], 0.5)
         0.25
     """
     n = len(inner)

@@ -10,19 +10,19 @@ from torch import Tensor
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.corrections import Frame, Gram
 from manifoldagg.federated.rules._base import TangentRule
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, root, told_of
-from manifoldagg.federated.rules.fedadam import distance
+from manifoldagg.federated.rules._geometry import check_points, cosine, diagnostics, frame_from_update, safe_sqrt
+from manifoldagg.federated.rules.fedadam import model_distance
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.types import Outcome, Point, State, Target, Update
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.chunking import chunks
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["HeldRule", "OrderedRule", "sort"]
+__all__ = ["CoordinateWiseRule", "StoredBufferRule", "oddeven_sort"]
 
 
-class HeldRule(TangentRule):
-    r"""Hold K displacements $\Delta_i$ and their $s_i = s(\tau - t_i)$; then one step, to what `reached` makes of them.
+class StoredBufferRule(TangentRule):
+    r"""Hold K displacements $\Delta_i$ and their $s_i = s(\tau - t_i)$; then one step, to what `combine` makes of them.
 
     $\Delta_i$ is taken against the client's own base, and on a curved space transported to the current point, which
     rests while the rule waits. Nothing that a client says of its weight counts. A displacement is refused that is so
@@ -40,8 +40,14 @@ class HeldRule(TangentRule):
         check_count("size", self.size)
 
     @abc.abstractmethod
-    def reached(
-        self, space: Manifold, update: Update, frame: Frame, held: Mapping[str, Any], kept: Sequence[float], out: Target
+    def combine(
+        self,
+        space: Manifold,
+        update: Update,
+        frame: Frame,
+        stored: Mapping[str, Any],
+        factors: Sequence[float],
+        out: Target,
     ) -> tuple[Any, float, Gram]:
         r"""The new model, how far it is, and inner products of which the first two are those of the last update.
 
@@ -49,26 +55,26 @@ class HeldRule(TangentRule):
             space: of the points.
             update: the last one.
             frame: of it.
-            held: the displacements before it, in the order in which they came.
+            stored: the displacements before it, in the order in which they came.
             kept: $\eta_g s_i$ of each of these, then of the last one.
             out: where the model may go.
         """
 
     def init(self, space: Manifold, start: Point) -> State:
-        return super().init(space, start) | {"kept": {}, "held": {}}
+        return super().init(space, start) | {"factors": {}, "displacements": {}}
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         check_points(self, update)
         share = weight_at(self.staleness, update.staleness)
-        frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
-        held = state["held"]
+        frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)
+        held = state["displacements"]
         name = f"update {len(held) + 1}"
         if len(held) + 1 < self.size:
-            gram = self.read(frame)
+            gram = self.checked_gram(frame)
             waiting = {
                 "version": state["version"],
-                "kept": state["kept"] | {name: share},
-                "held": held | {name: frame.for_state([1.0, 0.0], out)},
+                "factors": state["factors"] | {name: share},
+                "displacements": held | {name: frame.for_state([1.0, 0.0], out)},
             }
             numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(len(held) + 1)}
             # Displacements no longer than the root of the largest number.
@@ -77,26 +83,26 @@ class HeldRule(TangentRule):
                 None, update.client_state, numbers | frame.ambient.diagnostics, state_is_finite=sound
             )
         rate = rate_at(self.rate, state["version"])
-        kept = [rate * s for s in (*state["kept"].values(), share)]
-        model, norm, gram = self.reached(space, update, frame, held, kept, out)
+        kept = [rate * s for s in (*state["factors"].values(), share)]
+        model, norm, gram = self.combine(space, update, frame, held, kept, out)
         numbers = {"cosine": cosine(gram), "weight": share, "buffered": 0.0, "rate": rate, "step": rate, "norm": norm}
-        after = {"version": state["version"] + 1, "kept": {}, "held": {}}
-        return after, Outcome(model, update.client_state, numbers | told_of(frame))
+        after = {"version": state["version"] + 1, "factors": {}, "displacements": {}}
+        return after, Outcome(model, update.client_state, numbers | diagnostics(frame))
 
-    def read(self, frame: Frame) -> Gram:
+    def checked_gram(self, frame: Frame) -> Gram:
         """Inner products of the rows, of which the first one is no longer than it may be.
 
         Raises:
             ArgumentError: if it is.
         """
         gram = frame.gram()
-        longest = root(torch.finfo(frame.dtype).max) / self.size
-        check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=longest)
+        longest = safe_sqrt(torch.finfo(frame.dtype).max) / self.size
+        check_number("points: size of the displacement", safe_sqrt(gram.matrix[0, 0]), at_most=longest)
         return gram
 
 
-class OrderedRule(HeldRule):
-    """A `HeldRule` that of each entry takes the mean of those in the middle, `trim` from either end.
+class CoordinateWiseRule(StoredBufferRule):
+    """A `StoredBufferRule` that of each entry takes the mean of those in the middle, `trim` from either end.
 
     Windows of all displacements are sorted beside the model: no more is held than K of such.
     """
@@ -105,50 +111,56 @@ class OrderedRule(HeldRule):
 
     @property
     @abc.abstractmethod
-    def ends(self) -> int:
+    def num_trimmed(self) -> int:
         """How many are left out at either end."""
 
-    def reached(
-        self, space: Manifold, update: Update, frame: Frame, held: Mapping[str, Any], kept: Sequence[float], out: Target
+    def combine(
+        self,
+        space: Manifold,
+        update: Update,
+        frame: Frame,
+        stored: Mapping[str, Any],
+        factors: Sequence[float],
+        out: Target,
     ) -> tuple[Any, float, Gram]:
-        gram = self.read(frame)
+        gram = self.checked_gram(frame)
         current: Any = update.current
         model: Any = empty_like(current) if out is None else out
-        middle = slice(self.ends, self.size - self.ends)
+        middle = slice(self.num_trimmed, self.size - self.num_trimmed)
         scratch: list[Tensor] = []
-        for to, start, point, base, *rows in chunks(model, current, update.points[0], update.base, *held.values()):
+        for to, start, point, base, *rows in chunks(model, current, update.points[0], update.base, *stored.values()):
             if not scratch:
                 scratch = [empty_like(start) for _ in range(self.size + 1)]
             lines = [line[: len(start)] for line in scratch]
             torch.sub(point, base, out=lines[len(rows)])
-            for line, row, factor in zip(lines, (*rows, lines[len(rows)]), kept, strict=False):
+            for line, row, factor in zip(lines, (*rows, lines[len(rows)]), factors, strict=False):
                 torch.mul(row, factor, out=line)
-            first, *others = sort(lines[:-1], lines[-1])[middle]
+            first, *others = oddeven_sort(lines[:-1], lines[-1])[middle]
             mean = first.double()
             for line in others:
                 mean.add_(line)
             to.copy_(mean.div_(len(others) + 1).add_(start))
-        return model, distance(model, current), gram
+        return model, model_distance(model, current), gram
 
 
-def sort(lines: Sequence[Tensor], spare: Tensor) -> list[Tensor]:
-    """Vectors with the same numbers, of each entry in order, written over all of these and `spare`.
+def oddeven_sort(vectors: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
+    """Vectors with the same numbers, of each entry in order, written over all of these and `scratch`.
 
     By exchanges of neighbours, K rounds of them: vectors are compared at the speed of memory, which for the few that
     wait is less than a sort of each entry takes.
 
     Example:
         >>> rows = [torch.tensor([3.0, 1.0]), torch.tensor([2.0, 2.0]), torch.tensor([1.0, 0.0])]
-        >>> torch.stack(sort(rows, torch.empty(2)))
+        >>> torch.stack(oddeven_sort(rows, torch.empty(2)))
         tensor([[1., 0.],
                 [2., 1.],
                 [3., 2.]])
     """
-    ordered = [*lines]
+    ordered = [*vectors]
     for i in range(len(ordered)):
         for j in range(i % 2, len(ordered) - 1, 2):
             low, high = ordered[j], ordered[j + 1]
-            torch.minimum(low, high, out=spare)
+            torch.minimum(low, high, out=scratch)
             torch.maximum(low, high, out=high)
-            ordered[j], spare = spare, low
+            ordered[j], scratch = scratch, low
     return ordered

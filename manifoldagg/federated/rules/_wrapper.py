@@ -2,10 +2,10 @@
 
 from manifoldagg.federated.types import Rule
 
-__all__ = ["RuleAround"]
+__all__ = ["WrapperRule"]
 
 
-class RuleAround:
+class WrapperRule:
     """A rule that holds another one, `rule`, and reads models as that does."""
 
     rule: Rule

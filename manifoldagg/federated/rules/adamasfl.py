@@ -10,8 +10,8 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.rules._geometry import root
-from manifoldagg.federated.rules.masfl import ControlVariates
+from manifoldagg.federated.rules._geometry import safe_sqrt
+from manifoldagg.federated.rules.masfl import ControlVariateRule
 from manifoldagg.federated.types import State, Update
 from manifoldagg.kernels import combine, gram
 
@@ -19,7 +19,7 @@ __all__ = ["AdaMasFL"]
 
 
 @dataclass(frozen=True)
-class AdaMasFL(ControlVariates):
+class AdaMasFL(ControlVariateRule):
     r"""$\Theta \leftarrow \Theta - \gamma\, \frac1S \sum_{i \in S} \Delta_i$,
     $\Delta_i = (\Theta_i^0 - \Theta_i^K) / (\eta K)$, with $g$, $c$ and $c_i$ as in
     [`MasFL`][manifoldagg.federated.rules.MasFL], and
@@ -39,7 +39,7 @@ class AdaMasFL(ControlVariates):
     Args:
         size: S.
         steps: K, local steps.
-        rounds: $T$, steps of the server that are planned, at least SK where $\beta$ is derived.
+        server_steps: $T$, steps of the server that are planned, at least SK where $\beta$ is derived.
         clients: N, as in MasFL.
         initial: likewise.
         eta: $\eta$; derived where not given.
@@ -55,16 +55,16 @@ class AdaMasFL(ControlVariates):
         writes 4 and makes 5.
 
     Example:
-        >>> rule = AdaMasFL(4, steps=4, rounds=256)
+        >>> rule = AdaMasFL(4, steps=4, server_steps=256)
         >>> rule.local_rate, rule.momentum, rule.rate
         (0.015625, 0.25, 0.03125)
-        >>> rule = AdaMasFL(4, steps=4, rounds=256, gamma=0.1)
+        >>> rule = AdaMasFL(4, steps=4, server_steps=256, gamma=0.1)
         >>> rule.local_rate, rule.momentum, rule.rate
         (0.015625, 0.25, 0.1)
     """
 
     steps: int = field(default=10, kw_only=True)
-    rounds: int = field(default=1000, kw_only=True)
+    server_steps: int = field(default=1000, kw_only=True)
     eta: float | None = field(default=None, kw_only=True)
     beta: float | None = field(default=None, kw_only=True)
     gamma: float | None = field(default=None, kw_only=True)
@@ -75,46 +75,52 @@ class AdaMasFL(ControlVariates):
         for name, given, most in (("eta", self.eta, math.inf), ("beta", self.beta, 1), ("gamma", self.gamma, math.inf)):
             if given is not None:
                 check_number(name, given, above=0, at_most=most)
-        if check_count("rounds", self.rounds) < self.size * self.steps and self.beta is None:
-            raise ArgumentError(f"rounds: expected at least size * steps = {self.size * self.steps}, got {self.rounds}")
+        if check_count("server_steps", self.server_steps) < self.size * self.steps and self.beta is None:
+            raise ArgumentError(
+                f"server_steps: expected at least size * steps = {self.size * self.steps}, got {self.server_steps}"
+            )
 
     @property
     def local_rate(self) -> float:
         r"""$\eta$."""
-        return 1 / (self.steps * math.sqrt(self.rounds)) if self.eta is None else self.eta
+        return 1 / (self.steps * math.sqrt(self.server_steps)) if self.eta is None else self.eta
 
     @property
     def momentum(self) -> float:
         r"""$\beta$."""
-        return math.sqrt(self.size * self.steps / self.rounds) if self.beta is None else self.beta
+        return math.sqrt(self.size * self.steps / self.server_steps) if self.beta is None else self.beta
 
     @property
     def rate(self) -> float:
         r"""$\gamma$."""
-        return float((self.size * self.steps) ** 0.25 / self.rounds**0.75) if self.gamma is None else self.gamma
+        return float((self.size * self.steps) ** 0.25 / self.server_steps**0.75) if self.gamma is None else self.gamma
 
-    def told(self) -> dict[str, float]:
+    def message_numbers(self) -> dict[str, float]:
         return {"rate": self.local_rate, "steps": float(self.steps)}
 
-    def gather(self, waiting: dict[str, Any], update: Update) -> dict[str, Any]:
-        rows, minus, length = self._moved(waiting, update)
+    def accumulate(self, pending: dict[str, Any], update: Update) -> dict[str, Any]:
+        rows, minus, length = self._displacement_rows(pending, update)
         moved = combine(None, rows, [1.0] * len(rows), minus=minus)
-        far = waiting.get("far", 0.0) + length
-        return {"moved": moved, "answers": waiting.get("answers", 0) + 1, "far": far}
+        far = pending.get("far", 0.0) + length
+        return {"moved": moved, "answers": pending.get("answers", 0) + 1, "far": far}
 
-    def stride(self, state: State, waiting: Mapping[str, Any], g: float) -> float:
-        return self.rate / (self.local_rate * self.steps) * float(waiting.get("far", 0.0))
+    def entry_change_bound(self, state: State, pending: Mapping[str, Any], g_norm: float) -> float:
+        return self.rate / (self.local_rate * self.steps) * float(pending.get("far", 0.0))
 
-    def move(self, state: State, update: Update, g: Tensor, out: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        waiting = state["waiting"]
+    def apply_step(
+        self, state: State, update: Update, g: Tensor, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        waiting = state["pending"]
         current = update.current.detach()
-        rows, minus, _ = self._moved(waiting, update)
+        rows, minus, _ = self._displacement_rows(waiting, update)
         part = self.rate / (self.local_rate * self.steps)
         model = combine(current, rows, [part / (waiting.get("answers", 0) + 1)] * len(rows), minus=minus, out=out)
-        norm = root(gram([model], minus=current)[0, 0, 0].item())
+        norm = safe_sqrt(gram([model], minus=current)[0, 0, 0].item())
         return model, {"rate": self.rate, "step": part, "norm": norm}
 
-    def _moved(self, waiting: dict[str, Any], update: Update) -> tuple[list[Tensor], list[Tensor | None], float]:
+    def _displacement_rows(
+        self, pending: dict[str, Any], update: Update
+    ) -> tuple[list[Tensor], list[Tensor | None], float]:
         """The rows that sum to the displacements so far, and the length of the last one.
 
         Raises:
@@ -123,10 +129,10 @@ class AdaMasFL(ControlVariates):
         point = update.points[0].detach()
         base = update.base.detach()
         inner = gram([point, base], minus=[base, None])[0]
-        length, far = (root(inner[i, i].item()) for i in (0, 1))
+        length, far = (safe_sqrt(inner[i, i].item()) for i in (0, 1))
         # Each step rounds a point of the size of the base and what has been walked.
         far += self.steps * self.local_rate
         limit = self.steps * (self.local_rate * (1 + 1e-6) + 2 * torch.finfo(base.dtype).eps * far)
         if not length <= limit:
             raise ArgumentError(f"points: expected at most {self.steps} steps from the base, {limit:g}; got {length:g}")
-        return ([point, waiting["moved"]], [base, None], length) if waiting else ([point], [base], length)
+        return ([point, pending["moved"]], [base, None], length) if pending else ([point], [base], length)

@@ -11,22 +11,22 @@ from manifoldagg._validation import check_choice, check_number
 from manifoldagg.corrections import AutoThreshold, Correction, Gram, OrthoDC
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._curve_rule import ScheduledRule
-from manifoldagg.federated.rules._geometry import root
-from manifoldagg.federated.rules._step_curve import PULL_BACKS, Course
+from manifoldagg.federated.rules._geometry import safe_sqrt
+from manifoldagg.federated.rules._step_curve import PULL_BACK_MODES, StepCurve
 from manifoldagg.federated.types import ClientState, Message, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncBezier"]
 
 AUTO = "auto"
-GAIN = 0.02
+CURVE_WEIGHT_GAIN = 0.02
 """Of the means by which a bend is chosen: they look back over fifty updates."""
-PACE_GAIN = 0.01
+PROGRESS_GAIN = 0.01
 """Of the mean pace, once it is the mean of a hundred."""
-MOST_APART = 100.0
+MAX_PROGRESS_RATIO = 100.0
 """How many times the mean a pace may be, or the mean it."""
-SLOWEST = 1e-100
-FASTEST = 1e100
+MIN_PROGRESS = 1e-100
+MAX_PROGRESS = 1e100
 """A pace beyond these is none: ratios of what lies between are numbers."""
 
 
@@ -49,16 +49,16 @@ class AsyncBezier(ScheduledRule):
     Args:
         threshold: $\vartheta \in [-1, 1]$ of OrthoDC; `"auto"` chooses -1, 0 or 1 at each update, on a flat space, by
             [`AutoThreshold`][manifoldagg.corrections.AutoThreshold].
-        pull_back: `"chord"` is the distance above; `"none"`: $s = \rho$; `"agreement"`: $s = \rho\, a$, where $a$ is
-            the part of the curve before the first leg, from one point to the next, whose product with the drift is
-            negative, and one leg at least.
-        bend: $\kappa \in [0, 1]$: the curve is $\kappa$ times the client's and $1 - \kappa$ times its chord; 0 is the
-            step of [`ASGD`][manifoldagg.federated.rules.ASGD] where nothing is corrected. `"auto"`:
+        pull_back: `"chord"` is the distance above; `"none"`: $s = \rho$; `"conflict_free_prefix"`: $s = \rho\, a$,
+            where $a$ is the part of the curve before the first leg, from one point to the next, whose product with the
+            drift is negative, and one leg at least.
+        curve_weight: $\kappa \in [0, 1]$: the curve is $\kappa$ times the client's and $1 - \kappa$ times its chord; 0
+            is the step of [`ASGD`][manifoldagg.federated.rules.ASGD] where nothing is corrected. `"auto"`:
             $\kappa = 1 - r$ within [0, 1], where $r$ is the mean cosine of displacements and drifts over the
             last fifty updates, each weighed by both lengths. It is 0 before there has been a drift, and grows as the
             run agrees with itself no more.
         normalise: divide $\rho$ by the client's pace $\eta_i K_i$ over the running mean of paces, at which clients
-            with different local rates or steps have one say. The message has the number `pace`, and the payload
+            with different local rates or steps have one say. The message has the number `progress`, and the payload
             brings the client's, as [`Trajectory`][manifoldagg.federated.clients.Trajectory] does.
         polygon: read the points as the corners of a polygon, equally far apart in the parameter, such as the n points
             of `Trajectory(pieces=n)`; else as the control points of a Bézier curve of degree n.
@@ -91,17 +91,17 @@ class AsyncBezier(ScheduledRule):
     single_point: ClassVar[bool] = False
     threshold: float | str = 1.0
     pull_back: str = field(default="chord", kw_only=True)
-    bend: float | str = field(default=1.0, kw_only=True)
+    curve_weight: float | str = field(default=1.0, kw_only=True)
     normalise: bool = field(default=False, kw_only=True)
     polygon: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_or_auto("threshold", self.threshold, -1)
-        _check_or_auto("bend", self.bend, 0)
-        check_choice("pull_back", self.pull_back, PULL_BACKS)
-        if self.overshoot == "extend" and (self.polygon or self.pull_back == "agreement"):
-            what = "a polygon" if self.polygon else "the part that agrees"
+        _check_or_auto("curve_weight", self.curve_weight, 0)
+        check_choice("pull_back", self.pull_back, PULL_BACK_MODES)
+        if self.overshoot == "extend" and (self.polygon or self.pull_back == "conflict_free_prefix"):
+            what = "a polygon" if self.polygon else "the conflict-free prefix"
             raise ArgumentError(f"overshoot: expected 'clamp', as nothing follows the end of {what}; got 'extend'")
 
     @cached_property
@@ -111,7 +111,7 @@ class AsyncBezier(ScheduledRule):
     @property
     def numbers(self) -> tuple[str, ...]:
         """What payloads bring."""
-        return ("pace",) if self.normalise else ()
+        return ("progress",) if self.normalise else ()
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         return Message(current, numbers=dict.fromkeys(self.numbers, 1.0))
@@ -120,55 +120,57 @@ class AsyncBezier(ScheduledRule):
         rho = super().step_size(state, update, penalty)
         if not self.normalise:
             return rho
-        pace = _pace(update)
-        mean: float = state.get("pace", pace)
-        return rho * mean / _believed(pace, mean)
+        pace = _client_progress(update)
+        mean: float = state.get("progress", pace)
+        return rho * mean / _clipped(pace, mean)
 
-    def course(self, state: State) -> Course:
-        bend = _straightened(state) if isinstance(self.bend, str) else self.bend
-        return Course(self.overshoot, self.pull_back, bend, self.polygon)
+    def step_curve(self, state: State) -> StepCurve:
+        bend = _auto_curve_weight(state) if isinstance(self.curve_weight, str) else self.curve_weight
+        return StepCurve(self.overshoot, self.pull_back, bend, self.polygon)
 
-    def learned(self, state: State, update: Update, came: Gram) -> dict[str, Any]:
+    def state_update(self, state: State, update: Update, original_gram: Gram) -> dict[str, Any]:
         kept = {}
         if self.normalise:
-            pace = _pace(update)
-            mean = state.get("pace", pace)
+            pace = _client_progress(update)
+            mean = state.get("progress", pace)
             # The mean that a client meets is that of the others before it: it would else bear on its own step.
-            gain = max(1 / (state["version"] + 1), PACE_GAIN)
-            kept["pace"] = mean + gain * (_believed(pace, mean) - mean)
-        if isinstance(self.bend, str):
-            n = came.num_displacements
-            inner = came.matrix
-            lengths = root(inner[n - 1, n - 1]) * root(inner[n, n])
+            gain = max(1 / (state["version"] + 1), PROGRESS_GAIN)
+            kept["progress"] = mean + gain * (_clipped(pace, mean) - mean)
+        if isinstance(self.curve_weight, str):
+            n = original_gram.num_displacements
+            inner = original_gram.matrix
+            lengths = safe_sqrt(inner[n - 1, n - 1]) * safe_sqrt(inner[n, n])
             for name, value in (("product", inner[n - 1, n]), ("lengths", lengths)):
                 before = state.get(name, 0.0)
-                kept[name] = before + GAIN * (value - before)
+                kept[name] = before + CURVE_WEIGHT_GAIN * (value - before)
         return kept
 
 
-def _check_or_auto(name: str, given: float | str, least: int) -> None:
+def _check_or_auto(name: str, value: float | str, minimum: int) -> None:
     """A number in [least, 1], or `"auto"`.
 
     Raises:
         ArgumentError: naming it.
     """
-    if not isinstance(given, str):
-        check_number(name, given, at_least=least, at_most=1)
-    elif given != AUTO:
-        raise ArgumentError(f"{name}: expected a number in [{least}, 1] or {AUTO!r}, got {given!r}")
+    if not isinstance(value, str):
+        check_number(name, value, at_least=minimum, at_most=1)
+    elif value != AUTO:
+        raise ArgumentError(f"{name}: expected a number in [{minimum}, 1] or {AUTO!r}, got {value!r}")
 
 
-def _pace(update: Update) -> float:
+def _client_progress(update: Update) -> float:
     """How far along a gradient the client has gone: its local rate times its steps."""
-    return check_number("numbers: pace", update.numbers.get("pace", 0.0), at_least=SLOWEST, at_most=FASTEST)
+    return check_number(
+        "numbers: progress", update.numbers.get("progress", 0.0), at_least=MIN_PROGRESS, at_most=MAX_PROGRESS
+    )
 
 
-def _believed(pace: float, mean: float) -> float:
+def _clipped(progress: float, mean: float) -> float:
     """A pace, as far as it may be from the mean of others: one lie is no more than one odd client."""
-    return min(max(pace, mean / MOST_APART), mean * MOST_APART)
+    return min(max(progress, mean / MAX_PROGRESS_RATIO), mean * MAX_PROGRESS_RATIO)
 
 
-def _straightened(state: State) -> float:
+def _auto_curve_weight(state: State) -> float:
     """How much of a curve is left beside its chord, in a run that agrees with itself so far."""
     lengths = state.get("lengths", 0.0)
     return min(max(1 - state["product"] / lengths, 0.0), 1.0) if lengths > 0 else 0.0

@@ -14,7 +14,7 @@ from manifoldagg.corrections.gram import CANCELLATION_TOLERANCE, Matrix, lost_to
 from manifoldagg.corrections.rotation import rotation_coefficients
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, root
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, safe_sqrt
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
@@ -118,31 +118,31 @@ class AsyncCurve(ServerRule):
         current = update.current.detach()
         control, theirs = update.points.detach()
         ends = replace(update, points=update.points[1:])
-        frame = frame_of(space, ends, tensors=self.correction.granularity == "tensor")
+        frame = frame_from_update(space, ends, tensors=self.correction.granularity == "tensor")
         beside = ("control point", control, base)
         corrected = self.correction.apply(frame, state.get("correction"), auxiliary=beside)
         dominance = Dominance(self.clients, self.smoothed)
         rate = rate_at(self.rate, version)
-        s = dominance.temper(rate, dominance.count(update.client_state), version + 1)
-        line, norm = _line(corrected, s)
+        s = dominance.scaled_rate(rate, dominance.count_updates(update.client_state), version + 1)
+        line, norm = _step_coefficients(corrected, s)
         if line is None:
             end = corrected.combine(current, [1.0])
             turned = rotate_control(control, base, theirs, current, end)
             model = combine(current, [turned, end], [2 * s * (1 - s), s * s], minus=current, out=out)
         else:
             model = corrected.frame.with_row(*beside).combine(current, line, out=out)
-        averages = self._averaged(state, version + 1, model)
+        averages = self._update_average(state, version + 1, model)
         moved = combine(None, [current], [1.0], minus=model)
         after = {"version": version + 1, "step": moved} | averages
         if self.correction.keeps_state:
             after["correction"] = corrected.state
-        if norm is None or self._overwrites(version + 1):
-            norm = root(gram([moved])[0, 0, 0].item())
+        if norm is None or self._is_overwritten(version + 1):
+            norm = safe_sqrt(gram([moved])[0, 0, 0].item())
         numbers = {"cosine": cosine(corrected.original_gram), "rate": rate, "step": s, "norm": norm}
-        memory = dominance.memory(update.client_state) | {"batches": batches}
-        return after, Outcome(model, memory, numbers, state_is_finite=self._sound(corrected))
+        memory = dominance.next_client_state(update.client_state) | {"batches": batches}
+        return after, Outcome(model, memory, numbers, state_is_finite=self._state_is_finite(corrected))
 
-    def _sound(self, corrected: Corrected) -> bool:
+    def _state_is_finite(self, corrected: Corrected) -> bool:
         """Whether rows are so short that no combination of them is too large for a number."""
         plain = not self.correction.keeps_state or isinstance(self.correction, OrthoDyn)
         if corrected.auxiliary is None or not plain or self.periodic is not None:
@@ -150,14 +150,14 @@ class AsyncCurve(ServerRule):
         matrix = corrected.gram.matrix
         squares = [*matrix.diagonal(), corrected.auxiliary[:, -1].sum()]
         limits = torch.finfo(corrected.frame.dtype)
-        return sum(map(root, squares)) <= limits.max * limits.eps / 64
+        return sum(map(safe_sqrt, squares)) <= limits.max * limits.eps / 64
 
-    def _overwrites(self, version: int) -> bool:
+    def _is_overwritten(self, version: int) -> bool:
         """Whether a version is one that the average overwrites, where there is one."""
         place = version - self.offset
         return self.periodic is not None and place > 0 and place % self.periodic == 0
 
-    def _averaged(self, state: State, version: int, model: Tensor) -> dict[str, Any]:
+    def _update_average(self, state: State, version: int, model: Tensor) -> dict[str, Any]:
         """The average with a new version, which is overwritten with it where it is time."""
         if self.periodic is None:
             return {}
@@ -172,13 +172,13 @@ class AsyncCurve(ServerRule):
             count += 1
         if mean is None:
             return {}
-        if self._overwrites(version):
+        if self._is_overwritten(version):
             model.copy_(mean)
             return {}
         return {"average": mean, "averaged": count}
 
 
-def _line(corrected: Corrected, s: float) -> tuple[Matrix | None, float | None]:
+def _step_coefficients(corrected: Corrected, s: float) -> tuple[Matrix | None, float | None]:
     """The step on the rows of the frame and the control point less the base, (k + 1,) or (S, k + 1), and its length.
 
     `None` where their inner products do not say how the control point turns, or how long the step is.
@@ -206,4 +206,4 @@ def _line(corrected: Corrected, s: float) -> tuple[Matrix | None, float | None]:
     length = mine + 2 * crossed + of_control**2 * square
     known = length >= CANCELLATION_TOLERANCE * (mine + of_control**2 * square)
     last = np.full((*line.shape[:-1], 1), of_control, dtype=object)
-    return np.concatenate([line, last], axis=-1), root(length) if known else None
+    return np.concatenate([line, last], axis=-1), safe_sqrt(length) if known else None

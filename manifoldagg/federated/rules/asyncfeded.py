@@ -8,16 +8,16 @@ from typing import ClassVar
 from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number
-from manifoldagg.federated.rules._base import TangentRule, follow
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, root, told_of
+from manifoldagg.federated.rules._base import TangentRule, move_to
+from manifoldagg.federated.rules._geometry import check_points, cosine, diagnostics, frame_from_update, safe_sqrt
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import ClientState, Message, Outcome, State, Target, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncFedED"]
 
-LARGEST = sys.float_info.max
-LONGEST = 2**53
+MAX_FLOAT = sys.float_info.max
+MAX_EPOCHS = 2**53
 """So many epochs at most: a message's number holds every integer up to here."""
 
 
@@ -77,35 +77,35 @@ class AsyncFedED(TangentRule):
         check_number("epsilon", self.epsilon, above=0)
         check_number("target", self.target, at_least=0)
         check_number("gain", self.gain, at_least=0)
-        check_number("epochs", check_count("epochs", self.epochs), at_most=LONGEST)
+        check_number("epochs", check_count("epochs", self.epochs), at_most=MAX_EPOCHS)
         check_count("warm_up", self.warm_up, at_least=0)
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
-        return Message(current, numbers={"epochs": float(self.planned(client_state))})
+        return Message(current, numbers={"epochs": float(self.next_epochs(client_state))})
 
-    def planned(self, memory: ClientState) -> int:
+    def next_epochs(self, client_state: ClientState) -> int:
         """$K_i$ of a client with this memory."""
-        return int((memory or {}).get("epochs", self.epochs))
+        return int((client_state or {}).get("epochs", self.epochs))
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         check_points(self, update)
-        frame = frame_of(space, update, transport=self.transport, rungs=self.rungs)
+        frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)
         gram = frame.gram()
-        moved = root(gram.matrix[0, 0])
-        drift = root(gram.matrix[1, 1])
+        moved = safe_sqrt(gram.matrix[0, 0])
+        drift = safe_sqrt(gram.matrix[1, 1])
         version = state["version"]
-        epochs = self.planned(update.client_state)
+        epochs = self.next_epochs(update.client_state)
         gamma = self.target
         if version >= self.warm_up:
             # Without a move the ratio would be infinite or 0 / 0, and the step is 0 at any rate.
-            gamma = min(drift / moved, LARGEST) if moved > 0 else math.nan
+            gamma = min(drift / moved, MAX_FLOAT) if moved > 0 else math.nan
         if moved > 0:
-            change = min(max(self.gain * (self.target - gamma), -float(epochs)), float(LONGEST))
-            epochs = min(max(1, epochs + math.floor(change)), LONGEST)
+            change = min(max(self.gain * (self.target - gamma), -float(epochs)), float(MAX_EPOCHS))
+            epochs = min(max(1, epochs + math.floor(change)), MAX_EPOCHS)
         rate = rate_at(self.rate, version) / (gamma + self.epsilon) if moved > 0 else 0.0
         check_number("rate: step size", rate, at_least=0)
         numbers = {"cosine": cosine(gram), "rate": rate, "step": rate, "norm": rate * moved}
-        numbers |= {"distance": gamma, "epochs": float(epochs)} | told_of(frame)
-        model = follow(space, update.current, frame, gram, [rate, 0.0], out)
+        numbers |= {"distance": gamma, "epochs": float(epochs)} | diagnostics(frame)
+        model = move_to(space, update.current, frame, gram, [rate, 0.0], out)
         memory = {**(update.client_state or {}), "epochs": epochs}
         return {"version": version + 1}, Outcome(model, memory, numbers)

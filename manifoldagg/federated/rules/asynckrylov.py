@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from manifoldagg.corrections import Correction, KrylovDC
 from manifoldagg.federated.rules._curve_rule import ScheduledRule
-from manifoldagg.federated.rules._step_curve import Course
+from manifoldagg.federated.rules._step_curve import StepCurve
 from manifoldagg.federated.types import State
 
 __all__ = ["AsyncKrylov"]
@@ -53,5 +53,5 @@ class AsyncKrylov(ScheduledRule):
     def correction(self) -> Correction:
         return KrylovDC(self.granularity, tolerance=self.tolerance)
 
-    def course(self, state: State) -> Course:
-        return Course(self.overshoot, bend=0.0)
+    def step_curve(self, state: State) -> StepCurve:
+        return StepCurve(self.overshoot, curve_weight=0.0)

@@ -10,16 +10,23 @@ from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.corrections import Frame
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import along, check_points, cosine, frame_of, moved, root
+from manifoldagg.federated.rules._geometry import (
+    check_points,
+    corrected_gram,
+    cosine,
+    frame_from_update,
+    safe_sqrt,
+    single_combination,
+)
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["CA2FL"]
 
-UNKNOWN = ("zero", "mean")
-NONE = -1
-EMPTY = {"count": 0, "joined": 0, "guests": 0, "held": []}
+UNKNOWN_MODES = ("zero", "mean")
+NO_SLOT = -1
+EMPTY_BUFFER = {"count": 0, "joined": 0, "guests": 0, "held": []}
 
 
 @dataclass(frozen=True)
@@ -87,14 +94,14 @@ class CA2FL(ServerRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("size", self.size)
-        check_choice("unknown", self.unknown, UNKNOWN)
+        check_choice("unknown", self.unknown, UNKNOWN_MODES)
         if self.clients is not None:
             check_count("clients", self.clients)
             if self.unknown == "mean":
                 raise ArgumentError("clients: expected None with unknown='mean', a mean of those that have answered")
 
     def init(self, space: Manifold, start: Tensor) -> State:
-        return super().init(space, start) | {"cached": 0} | EMPTY
+        return super().init(space, start) | {"cached": 0} | EMPTY_BUFFER
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
@@ -103,57 +110,62 @@ class CA2FL(ServerRule):
         memory = dict(update.client_state or {})
         held = [*state["held"]]
         again = memory.get("round") == state["version"]
-        slot = memory["slot"] if again else (len(held) if "cache" in memory else NONE)
-        if slot != NONE and not again:
+        slot = memory["slot"] if again else (len(held) if "cache" in memory else NO_SLOT)
+        if slot != NO_SLOT and not again:
             held.append(memory["cache"])
         rows = {
-            "held": None if slot == NONE else held[slot],
+            "held": None if slot == NO_SLOT else held[slot],
             "before": memory["cache"] if again else None,
             **{name: state.get(name) for name in ("buffer", "replaced", "sum")},
         }
-        bare = frame_of(space, update)
+        bare = frame_from_update(space, update)
         frame = bare
         for name, row in rows.items():
             frame = frame if row is None else frame.with_row(name, row)
         count = state["count"] + 1
         # Only a step needs to know how long what waits is.
         gram = (bare if count < self.size else frame).gram()
-        longest = root(torch.finfo(update.current.dtype).max) / self.size
-        check_number("points: size of the displacement", root(gram.matrix[0, 0]), at_most=longest)
-        cache = frame.materialize(_line(frame, v1=1.0))
+        longest = safe_sqrt(torch.finfo(update.current.dtype).max) / self.size
+        check_number("points: size of the displacement", safe_sqrt(gram.matrix[0, 0]), at_most=longest)
+        cache = frame.materialize(_coefficients(frame, v1=1.0))
         # What is added is what will be taken away again: the cache, as it was rounded.
         rounded = frame.with_row("cache", cache)
         mine = {**memory, "cache": cache, "round": state["version"], "slot": slot}
-        guests = state["guests"] + (slot == NONE)
-        joined = state["joined"] + (slot == NONE and not again)
+        guests = state["guests"] + (slot == NO_SLOT)
+        joined = state["joined"] + (slot == NO_SLOT and not again)
         told = {"cosine": cosine(gram), "weight": 1.0, "buffered": float(count)}
         waits = {**state, "count": count, "guests": guests, "joined": joined, "held": held}
         if count < self.size:
-            waits["buffer"] = _wide(rounded, cache=1.0, held=-1.0, buffer=1.0)
+            waits["buffer"] = _combine_float64(rounded, cache=1.0, held=-1.0, buffer=1.0)
             if again:
-                waits["replaced"] = _wide(rounded, before=1.0, held=-1.0, replaced=1.0)
+                waits["replaced"] = _combine_float64(rounded, before=1.0, held=-1.0, replaced=1.0)
             return waits, Outcome(None, mine, told | frame.ambient.diagnostics, state_is_finite=True)
         rate = rate_at(self.rate, state["version"])
         cached = state["cached"] + joined
         mean = 1 - guests / self.size if self.unknown == "mean" else 1.0
         among = state["cached"] if self.unknown == "mean" else max(self.clients or 0, cached)
         a = rate / self.size
-        line = _line(frame, v1=a, held=-a, buffer=a, sum=rate * mean / max(among, 1))
-        norm = root(moved(along(frame, gram, line))[0][0])
+        line = _coefficients(frame, v1=a, held=-a, buffer=a, sum=rate * mean / max(among, 1))
+        norm = safe_sqrt(corrected_gram(single_combination(frame, gram, line))[0][0])
         model = frame.combine(update.current.detach(), line, out=out)
         # h_i goes to its last displacement: of two in this buffer, the first counts no more.
         change = {"cache": 1.0, "held": -float(not again), "before": -1.0, "buffer": 1.0, "replaced": -1.0, "sum": 1.0}
-        after = {"version": state["version"] + 1, "cached": cached, **EMPTY, "sum": _wide(rounded, **change)}
+        after = {
+            "version": state["version"] + 1,
+            "cached": cached,
+            **EMPTY_BUFFER,
+            "sum": _combine_float64(rounded, **change),
+        }
         numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.ambient.diagnostics
         # No displacement is longer than the root of the largest number: sums of them in float64 are finite.
         return after, Outcome(model, mine, numbers, state_is_finite=True)
 
 
-def _line(frame: Frame, **coefficients: Any) -> list[float]:
+def _coefficients(frame: Frame, **coefficients: Any) -> list[float]:
     """One coefficient for each row of a frame, 0 for those that are not named."""
     return [coefficients.get(name, 0.0) for name in frame.names]
 
 
-def _wide(frame: Frame, **coefficients: float) -> Any:
+def _combine_float64(frame: Frame, **coefficients: float) -> Any:
     """A combination of rows in float64, for what is added to again and again."""
-    return frame.materialize(_line(frame, **coefficients), torch.float64)
+    return frame.materialize(_coefficients(frame, **coefficients), torch.float64)

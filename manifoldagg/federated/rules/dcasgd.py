@@ -10,7 +10,7 @@ from manifoldagg.federated.rules._curve_rule import ScheduledRule
 
 __all__ = ["DCASGD"]
 
-STRENGTHS = {"constant": 0.04, "adaptive": 2.0}
+DEFAULT_STRENGTHS = {"constant": 0.04, "adaptive": 2.0}
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class DCASGD(ScheduledRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("variant", self.variant, STRENGTHS)
+        check_choice("variant", self.variant, DEFAULT_STRENGTHS)
         if self.strength is not None:
             check_number("strength", self.strength, at_least=0)
         check_number("square_decay", self.square_decay, at_least=0, at_most=1)
 
     @cached_property
     def correction(self) -> Correction:
-        strength = STRENGTHS[self.variant] if self.strength is None else self.strength
+        strength = DEFAULT_STRENGTHS[self.variant] if self.strength is None else self.strength
         return DelayCompensated(strength, adaptive=self.variant == "adaptive", decay=self.square_decay)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from manifoldagg._validation import check_count, check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, identity
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, unit_coefficients
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, Point, State, Target, Update
 from manifoldagg.manifolds import Manifold
@@ -70,12 +70,12 @@ class DelayedNesterov(ServerRule):
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         check_points(self, update)
-        frame = frame_of(space, update)
+        frame = frame_from_update(space, update)
         names = [name for name in ("momentum", "buffer") if name in state]
         for name in names:
             frame = frame.with_row(name, state[name], norm_only=True)
         gram = frame.gram()
-        rows = dict(zip(("v", "g", *names), identity(len(frame.rows)), strict=True))
+        rows = dict(zip(("v", "g", *names), unit_coefficients(len(frame.rows)), strict=True))
         v = rows["v"] * (update.weight if self.weighted else 1.0)
         total = v + rows.get("buffer", 0.0)
         m = rows.get("momentum", 0.0 * v)

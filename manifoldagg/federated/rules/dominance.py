@@ -28,9 +28,9 @@ class Dominance:
     Source: Report, dominance penalty (after Leconte et al. 2024).
 
     Example:
-        >>> Dominance(clients=4).temper(0.5, own=3, total=4)
+        >>> Dominance(clients=4).scaled_rate(0.5, own=3, total=4)
         0.25
-        >>> Dominance(clients=4, smoothed=False).temper(0.5, own=1, total=8)
+        >>> Dominance(clients=4, smoothed=False).scaled_rate(0.5, own=1, total=8)
         1.0
     """
 
@@ -41,22 +41,24 @@ class Dominance:
         check_options(self)
         check_count("clients", self.clients)
 
-    def temper(self, rate: float, own: int, total: int) -> float:
-        r"""$\min(1, \eta / (N p_i))$ for $c_i$ = `own` of $k$ = `total` updates."""
-        part = (own + 1) / (total + self.clients) if self.smoothed else own / total
+    def scaled_rate(self, rate: float, client_updates: int, total_updates: int) -> float:
+        r"""$\min(1, \eta / (N p_i))$ for $c_i$ = `client_updates` of $k$ = `total_updates` updates."""
+        part = (
+            (client_updates + 1) / (total_updates + self.clients) if self.smoothed else client_updates / total_updates
+        )
         return min(1.0, rate / (self.clients * part))
 
-    def count(self, memory: ClientState) -> int:
+    def count_updates(self, client_state: ClientState) -> int:
         """How many updates have come from a client of this memory, with the one at hand.
 
         Raises:
             ArgumentError: if it is no mapping, or its `updates` no count.
         """
-        if memory is not None and not isinstance(memory, Mapping):
-            raise ArgumentError(f"client_state: ..., got {memory!r}")
-        return check_count("memory['updates']", (memory or {}).get("updates", 0), at_least=0) + 1
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise ArgumentError(f"client_state: ..., got {client_state!r}")
+        return check_count("client_state['updates']", (client_state or {}).get("updates", 0), at_least=0) + 1
 
-    def memory(self, memory: ClientState) -> ClientState:
+    def next_client_state(self, client_state: ClientState) -> ClientState:
         """The memory after the update at hand."""
-        count = self.count(memory)
-        return {**(memory or {}), "updates": count}
+        count = self.count_updates(client_state)
+        return {**(client_state or {}), "updates": count}

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_count, check_decay, check_number
-from manifoldagg.federated.rules._buffer import BufferedRule, Mean
-from manifoldagg.federated.rules._gaussian_mechanism import Mechanism
-from manifoldagg.federated.rules.fedadam import distance, moments, quotient_step
+from manifoldagg.federated.rules._buffer import BufferedRule, BufferMean
+from manifoldagg.federated.rules._gaussian_mechanism import GaussianMechanism
+from manifoldagg.federated.rules.fedadam import adam_step, model_distance, update_moments
 from manifoldagg.federated.schedules import Rate
 from manifoldagg.federated.types import Outcome, State, Update
 from manifoldagg.kernels.alloc import empty_like
@@ -17,7 +17,7 @@ from manifoldagg.manifolds import Manifold
 
 __all__ = ["FADAS"]
 
-ADAPTIVE = ("bound", "scale", "none")
+ADAPTIVE_MODES = ("bound", "scale", "none")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FADAS(BufferedRule):
         beta2: $\beta_2$.
         epsilon: $\epsilon > 0$.
         initial_square: where $\hat v$ begins; v and m begin at 0.
-        tolerated: $\tau_c$, in versions.
+        delay_threshold: $\tau_c$, in versions.
         adaptive: what a staler buffer does to the rate: `"bound"`, $\min(\eta, 1 / \tau_{\max})$; `"scale"`,
             $\eta / \tau_{\max}$; `"none"`.
 
@@ -77,7 +77,7 @@ class FADAS(BufferedRule):
     beta2: float = field(default=0.99, kw_only=True)
     epsilon: float = field(default=1e-8, kw_only=True)
     initial_square: float = field(default=0.0, kw_only=True)
-    tolerated: int = field(default=1, kw_only=True)
+    delay_threshold: int = field(default=1, kw_only=True)
     adaptive: str = field(default="bound", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -87,11 +87,11 @@ class FADAS(BufferedRule):
         check_decay("beta2", self.beta2)
         check_number("epsilon", self.epsilon, above=0)
         check_number("initial_square", self.initial_square, at_least=0)
-        check_count("tolerated", self.tolerated, at_least=0)
-        check_choice("adaptive", self.adaptive, ADAPTIVE)
+        check_count("delay_threshold", self.delay_threshold, at_least=0)
+        check_choice("adaptive", self.adaptive, ADAPTIVE_MODES)
 
     @property
-    def wanted(self) -> int:
+    def buffer_size(self) -> int:
         return self.size
 
     def init(self, space: Manifold, start: Tensor) -> State:
@@ -101,35 +101,37 @@ class FADAS(BufferedRule):
         check_number(f"epsilon in {start.dtype}", least, above=0)
         largest = torch.full_like(start, self.initial_square)
         zeros = {"m": torch.zeros_like(start), "v": torch.zeros_like(start), "largest": largest}
-        return super().init(space, start) | zeros | {"late": 0}
+        return super().init(space, start) | zeros | {"max_staleness": 0}
 
-    def take(
-        self, space: Manifold, state: State, update: Update, out: Tensor | None, mechanism: Mechanism | None
+    def step_with_noise(
+        self, space: Manifold, state: State, update: Update, out: Tensor | None, mechanism: GaussianMechanism | None
     ) -> tuple[State, Outcome]:
-        late = max(state["late"], update.staleness)
-        return super().take(space, {**state, "late": late}, update, out, mechanism)
+        late = max(state["max_staleness"], update.staleness)
+        return super().step_with_noise(space, {**state, "max_staleness": late}, update, out, mechanism)
 
     def step_size(self, state: State) -> float:
-        return self.tempered(super().step_size(state), state["late"])
+        return self.delay_adapted_rate(super().step_size(state), state["max_staleness"])
 
-    def tempered(self, rate: float, late: int) -> float:
-        r"""$\eta_\tau$ for a buffer whose stalest update is `late` versions old.
+    def delay_adapted_rate(self, rate: float, max_staleness: int) -> float:
+        r"""$\eta_\tau$ for a buffer whose stalest update is `max_staleness` versions old.
 
         Example:
-            >>> [FADAS().tempered(0.5, late) for late in (0, 1, 2, 4)]
+            >>> [FADAS().delay_adapted_rate(0.5, late) for late in (0, 1, 2, 4)]
             [0.5, 0.5, 0.5, 0.25]
         """
-        if late <= self.tolerated or self.adaptive == "none":
+        if max_staleness <= self.delay_threshold or self.adaptive == "none":
             return rate
-        return rate / late if self.adaptive == "scale" else min(rate, 1 / late)
+        return rate / max_staleness if self.adaptive == "scale" else min(rate, 1 / max_staleness)
 
-    def move(self, state: State, mean: Mean, rate: float, out: Tensor | None) -> tuple[Tensor, float, dict[str, Any]]:
+    def apply_step(
+        self, state: State, mean: BufferMean, rate: float, out: Tensor | None
+    ) -> tuple[Tensor, float, dict[str, Any]]:
         model = empty_like(mean.current) if out is None else out
         names = ("m", "v", "largest")
         after = {name: empty_like(state[name]) for name in names}
         vectors = [after[name] for name in names] + [state[name] for name in names]
-        for delta, reached, current, *news, m, v, largest in mean.formed(model, mean.current, *vectors):
-            moments(m, v, delta, (self.beta1, self.beta2), out=news[:2])
+        for delta, reached, current, *news, m, v, largest in mean.iter_chunks(model, mean.current, *vectors):
+            update_moments(m, v, delta, (self.beta1, self.beta2), out=news[:2])
             torch.maximum(largest, news[1], out=news[2])
-            quotient_step(current, news[0], news[2], self.epsilon, rate, out=reached)
-        return model, distance(model, mean.current), after | {"late": 0}
+            adam_step(current, news[0], news[2], self.epsilon, rate, out=reached)
+        return model, model_distance(model, mean.current), after | {"max_staleness": 0}

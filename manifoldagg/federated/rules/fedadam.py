@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_decay, check_number
-from manifoldagg.federated.rules._buffer import Mean
-from manifoldagg.federated.rules._geometry import root
+from manifoldagg.federated.rules._buffer import BufferMean
+from manifoldagg.federated.rules._geometry import safe_sqrt
 from manifoldagg.federated.rules.fedavg import FedAvg
 from manifoldagg.federated.schedules import Rate
 from manifoldagg.federated.types import State
@@ -73,25 +73,29 @@ class FedAdam(FedAvg):
 
     def init(self, space: Manifold, start: Tensor) -> State:
         limits = torch.finfo(start.dtype)
-        check_number(f"epsilon: in {start.dtype}", self.epsilon, at_least=limits.tiny, at_most=root(limits.max))
+        check_number(f"epsilon: in {start.dtype}", self.epsilon, at_least=limits.tiny, at_most=safe_sqrt(limits.max))
         square = self.epsilon**2 if self.initial_square is None else self.initial_square
         check_number(f"initial_square: in {start.dtype}", square, at_most=limits.max)
         zeros = {"m": torch.zeros_like(start), "v": torch.full_like(start, square)}
         return super().init(space, start) | zeros
 
-    def move(self, state: State, mean: Mean, rate: float, out: Tensor | None) -> tuple[Tensor, float, dict[str, Any]]:
+    def apply_step(
+        self, state: State, mean: BufferMean, rate: float, out: Tensor | None
+    ) -> tuple[Tensor, float, dict[str, Any]]:
         model = empty_like(mean.current) if out is None else out
         m = empty_like(state["m"])
         v = empty_like(state["v"])
-        for delta, reached, current, *news, before, square in mean.formed(
+        for delta, reached, current, *news, before, square in mean.iter_chunks(
             model, mean.current, m, v, state["m"], state["v"]
         ):
-            moments(before, square, delta, (self.beta1, self.beta2), out=news)
-            quotient_step(current, news[0], news[1], self.epsilon, rate, out=reached)
-        return model, distance(model, mean.current), {"m": m, "v": v}
+            update_moments(before, square, delta, (self.beta1, self.beta2), out=news)
+            adam_step(current, news[0], news[1], self.epsilon, rate, out=reached)
+        return model, model_distance(model, mean.current), {"m": m, "v": v}
 
 
-def moments(m: Tensor, square: Tensor, delta: Tensor, betas: tuple[float, float], *, out: Sequence[Tensor]) -> None:
+def update_moments(
+    m: Tensor, square: Tensor, delta: Tensor, betas: tuple[float, float], *, out: Sequence[Tensor]
+) -> None:
     r"""$\beta_1 m + (1 - \beta_1)\, \Delta$ and $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$, written into `out`.
 
     Example:
@@ -106,12 +110,12 @@ def moments(m: Tensor, square: Tensor, delta: Tensor, betas: tuple[float, float]
     torch.mul(delta, delta, out=second).mul_(1 - betas[1]).add_(square, alpha=betas[1])
 
 
-def quotient_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: float, *, out: Tensor) -> None:
+def adam_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: float, *, out: Tensor) -> None:
     r"""$\Theta + \eta\, m / (\sqrt{v} + \epsilon)$, written into `out`.
 
     Example:
         >>> out = torch.empty(1)
-        >>> quotient_step(torch.zeros(1), torch.ones(1), torch.tensor([4.0]), 0.0, 1.0, out=out)
+        >>> adam_step(torch.zeros(1), torch.ones(1), torch.tensor([4.0]), 0.0, 1.0, out=out)
         >>> out
         tensor([0.5000])
     """
@@ -119,6 +123,6 @@ def quotient_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, ra
     torch.div(m, step, out=step).mul_(rate).add_(current)
 
 
-def distance(model: Tensor, current: Tensor) -> float:
+def model_distance(model: Tensor, current: Tensor) -> float:
     """How far a step went."""
-    return root(gram([model], minus=current)[0, 0, 0].item())
+    return safe_sqrt(gram([model], minus=current)[0, 0, 0].item())

@@ -61,10 +61,10 @@ class FedAvg(BufferedRule):
         check_count("cohort", self.cohort)
 
     @property
-    def wanted(self) -> int:
+    def buffer_size(self) -> int:
         return self.cohort
 
-    def share(self, update: Update) -> float:
+    def update_weight(self, update: Update) -> float:
         if not self.weighted:
             return 1.0
         # The weights of one cohort are shares of different totals, where these grew meanwhile.

@@ -65,10 +65,10 @@ class FedBuff(BufferedRule):
         check_count("size", self.size)
 
     @property
-    def wanted(self) -> int:
+    def buffer_size(self) -> int:
         return self.size
 
-    def share(self, update: Update) -> float:
+    def update_weight(self, update: Update) -> float:
         kept = weight_at(self.staleness, update.staleness)
         if not self.weighted:
             return kept

@@ -9,7 +9,7 @@ from manifoldagg.federated.rules._curve_rule import ScheduledRule
 
 __all__ = ["FedGS"]
 
-READINGS = ("tangent", "position")
+UPDATE_FORMS = ("tangent", "position")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class FedGS(ScheduledRule):
     Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        reading: which update the surgery works on: the `"tangent"` $v$, or the `"position"` $v - g$.
+        update_form: which update the surgery works on: the `"tangent"` $v$, or the `"position"` $v - g$.
 
     Raises:
         ArgumentError: naming the option that is out of range.
@@ -34,13 +34,13 @@ class FedGS(ScheduledRule):
         OrthoDC(threshold=0.0)
     """
 
-    reading: str = "tangent"
+    update_form: str = "tangent"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("reading", self.reading, READINGS)
+        check_choice("update_form", self.update_form, UPDATE_FORMS)
 
     @cached_property
     def correction(self) -> Correction:
         surgery = OrthoDC(0.0)
-        return surgery if self.reading == "tangent" else Position() >> surgery
+        return surgery if self.update_form == "tangent" else Position() >> surgery

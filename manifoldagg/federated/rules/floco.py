@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldagg._validation import check_count, check_finite, check_number
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, root
+from manifoldagg.federated.rules._geometry import check_points, safe_sqrt
 from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
 from manifoldagg.kernels import combine, gram
 from manifoldagg.kernels.alloc import empty_like
@@ -18,9 +18,9 @@ from manifoldagg.manifolds import Manifold
 
 __all__ = ["FLOCO"]
 
-SCALES = 1000
+NUM_SCALES = 1000
 """How many sizes of the simplex are tried."""
-APART = 1e-4
+MIN_CENTRE_DISTANCE = 1e-4
 """Centres nearer than this count as this near, so that two equal ones do not decide."""
 
 
@@ -36,7 +36,7 @@ class FLOCO(ServerRule):
     $\lambda$ half the `radius`: the copy of the simplex within the ball $\|x - c\|_1 \le$ `radius`. (In that ball the
     published code draws coordinates that may be negative and do not sum to 1.) The centre $c$ is kept in its memory:
 
-    - Without `personal` and up to that version there is none: the region is the whole simplex.
+    - Without `personalize_from` and up to that version there is none: the region is the whole simplex.
     - The signals of the cohort that answers then are the displacements $d_i$ of its centroids. Their n principal axes A
       (about the mean $\bar d$) are kept, and the scale z at which the $A (d_i - \bar d) / z$, projected on the
       simplex, have the least Riesz energy.
@@ -51,9 +51,9 @@ class FLOCO(ServerRule):
         cohort: k.
         vertices: n.
         radius: of the regions, in (0, 2].
-        personal: the version from which clients have regions; `None`: never.
+        personalize_from: the version from which clients have regions; `None`: never.
         weighted: by each client's share of the data $w_i$; equally otherwise.
-        spread: standard deviation of the first vertices about the start, which is their centroid.
+        initial_std: standard deviation of the first vertices about the start, which is their centroid.
         seed: of these.
 
     Raises:
@@ -75,9 +75,9 @@ class FLOCO(ServerRule):
     cohort: int
     vertices: int = 3
     radius: float = field(default=0.1, kw_only=True)
-    personal: int | None = field(default=None, kw_only=True)
+    personalize_from: int | None = field(default=None, kw_only=True)
     weighted: bool = field(default=True, kw_only=True)
-    spread: float = field(default=0.0, kw_only=True)
+    initial_std: float = field(default=0.0, kw_only=True)
     seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -85,18 +85,18 @@ class FLOCO(ServerRule):
         check_count("cohort", self.cohort)
         check_count("vertices", self.vertices)
         check_number("radius", self.radius, above=0, at_most=2)
-        if self.personal is not None:
-            check_count("personal", self.personal, at_least=0)
-        check_number("spread", self.spread, at_least=0)
+        if self.personalize_from is not None:
+            check_count("personalize_from", self.personalize_from, at_least=0)
+        check_number("initial_std", self.initial_std, at_least=0)
         if check_count("seed", self.seed, at_least=0) >= 2**64:
             raise ArgumentError(f"seed: expected an integer below 2**64, got {self.seed}")
 
     def init(self, space: Manifold, start: Tensor) -> State:
         state = super().init(space, start)
         noise = torch.zeros(self.vertices, *start.shape, dtype=start.dtype)
-        if self.spread:
-            noise.normal_(std=self.spread, generator=torch.Generator().manual_seed(self.seed))
-        vertices = check_finite("spread: first vertices", start + (noise - noise.mean(0)).to(start.device))
+        if self.initial_std:
+            noise.normal_(std=self.initial_std, generator=torch.Generator().manual_seed(self.seed))
+        vertices = check_finite("initial_std: first vertices", start + (noise - noise.mean(0)).to(start.device))
         return state | {"count": 0, "total": 0.0, "vertices": vertices, "signals": []}
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
@@ -130,7 +130,7 @@ class FLOCO(ServerRule):
             before = state["buffer"][j] if "buffer" in state else None
             combine(before, [points[j], current], [share, share], minus=[vertices[j], base], out=row)
         check_finite("points: sum over the cohort", waiting)
-        signals, memory = self._placed(state, update)
+        signals, memory = self._project_client(state, update)
         after = {**state, "count": count, "total": total, "buffer": waiting, "signals": signals}
         numbers = {"weight": share, "buffered": float(count)}
         if count < self.cohort:
@@ -144,14 +144,14 @@ class FLOCO(ServerRule):
         if signals:
             mean = combine(None, signals, [1 / len(signals)] * len(signals))
             axes, places = principal_axes([combine(None, [d], [1.0], minus=mean) for d in signals], n)
-            after |= {"mean": mean, "axes": axes, "scale": best_scale(places)}
-        norm = root(gram([model], minus=current)[0, 0, 0].item())
+            after |= {"mean": mean, "axes": axes, "scale": min_energy_scale(places)}
+        norm = safe_sqrt(gram([model], minus=current)[0, 0, 0].item())
         return after, Outcome(model, memory, numbers | {"buffered": 0.0, "step": 1.0, "norm": norm})
 
-    def _placed(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
+    def _project_client(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
         """The signals of the cohort, and the client's memory, with its centre where it can be found."""
         memory = update.client_state
-        now = state["version"] == self.personal
+        now = state["version"] == self.personalize_from
         known = "axes" in state and not (memory and "centre" in memory)
         if not (now or known):
             return state["signals"], memory
@@ -160,16 +160,16 @@ class FLOCO(ServerRule):
         if now:
             return [*state["signals"], signal], memory
         places = gram([*state["axes"], signal], minus=[*[None] * n, state["mean"]])[0, -1, :n]
-        return [], {**(memory or {}), "centre": onto_simplex(places, state["scale"])}
+        return [], {**(memory or {}), "centre": project_to_simplex(places, state["scale"])}
 
 
-def onto_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Float64[Tensor, "*batch n"]:
+def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Float64[Tensor, "*batch n"]:
     r"""$\min_y \|y - x / z\|$ over $y_i \ge 0$, $\sum_i y_i = 1$, with $z$ = `scale`.
 
     Source: Held, Wolfe, Crowder 1974: $y_i = \max(x_i / z - t, 0)$, $t$ from the largest entries.
 
     Example:
-        >>> onto_simplex(torch.tensor([2.0, 1.5, -1.0], dtype=torch.float64))
+        >>> project_to_simplex(torch.tensor([2.0, 1.5, -1.0], dtype=torch.float64))
         tensor([0.7500, 0.2500, 0.0000], dtype=torch.float64)
     """
     # Less the largest, which moves no projection: sums of entries of any size keep the digits that count.
@@ -212,17 +212,17 @@ def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tens
     return axes, places
 
 
-def best_scale(places: Float64[Tensor, "m n"]) -> float:
-    r"""The $z$ for which the projections of `places` / z on the simplex are spread best.
+def min_energy_scale(coordinates: Float64[Tensor, "m n"]) -> float:
+    r"""The $z$ for which the projections of `coordinates` / z on the simplex are spread best.
 
-    Of `SCALES` equal parts of the largest norm the one with the least energy $\sum_{i < j} \|y_i - y_j\|^{-2}$; the
+    Of `NUM_SCALES` equal parts of the largest norm the one with the least energy $\sum_{i < j} \|y_i - y_j\|^{-2}$; the
     smallest where all places are one.
     """
-    reach = float(places.norm(dim=-1).max())
+    reach = float(coordinates.norm(dim=-1).max())
     if reach == 0:
         return 1.0
     energies = []
-    for k in range(1, SCALES + 1):
-        spread = onto_simplex(places, reach * k / SCALES)
-        energies.append(float(torch.pdist(spread).clamp(min=APART).pow(-2).sum()))
-    return reach * (1 + energies.index(min(energies))) / SCALES
+    for k in range(1, NUM_SCALES + 1):
+        spread = project_to_simplex(coordinates, reach * k / NUM_SCALES)
+        energies.append(float(torch.pdist(spread).clamp(min=MIN_CENTRE_DISTANCE).pow(-2).sum()))
+    return reach * (1 + energies.index(min(energies))) / NUM_SCALES

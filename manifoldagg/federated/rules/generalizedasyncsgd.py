@@ -13,10 +13,10 @@ from manifoldagg.federated.types import State, Update
 
 __all__ = ["GeneralizedAsyncSGD"]
 
-SLACK = 1e-6
+SUM_TOLERANCE = 1e-6
 
 
-class Shares(Mapping[Hashable, float]):
+class RoutingShares(Mapping[Hashable, float]):
     """The shares of clients: a mapping that is not written, and hashes."""
 
     def __init__(self, shares: Mapping[Any, float]) -> None:
@@ -85,9 +85,9 @@ class GeneralizedAsyncSGD(CurveRule):
             raise ArgumentError(f"routing: expected a mapping from clients or a sequence, got {given!r}")
         shares = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
         shares = {client: check_number(f"routing[{client!r}]", p, at_least=0) for client, p in shares.items()}
-        if abs(sum(shares.values()) - 1) > SLACK:
+        if abs(sum(shares.values()) - 1) > SUM_TOLERANCE:
             raise ArgumentError(f"routing: expected shares that sum to 1, got a sum of {sum(shares.values()):.9g}")
-        object.__setattr__(self, "routing", Shares(shares))
+        object.__setattr__(self, "routing", RoutingShares(shares))
 
     @property
     def correction(self) -> Correction:

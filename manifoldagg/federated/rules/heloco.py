@@ -7,7 +7,7 @@ import numpy as np
 
 from manifoldagg._validation import check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, identity, root
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, safe_sqrt, unit_coefficients
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Constant
 from manifoldagg.federated.types import Outcome, State, Target, Update
@@ -37,11 +37,11 @@ class HeLoCo(ServerRule):
         beta: $\beta \in [0, 1)$.
         staleness: $\rho$, a function of the staleness.
         weighted: multiply $\rho$ by the worker's share of the data $w_i$.
-        keep: $c_\mathrm{ok} \in [0, 1]$.
-        shrink: $k_s \ge 0$.
-        limit: $b_\mathrm{max} \in [0, 1]$.
-        turn: $k_d \ge 0$.
-        trust: $\kappa \ge 0$.
+        cosine_threshold: $c_\mathrm{ok} \in [0, 1]$.
+        shrink_strength: $k_s \ge 0$.
+        max_shrink: $b_\mathrm{max} \in [0, 1]$.
+        rotation_strength: $k_d \ge 0$.
+        confidence_scale: $\kappa \ge 0$.
         look_ahead: as above; else the model is $\Theta$, and workers start there.
 
     Raises:
@@ -69,56 +69,63 @@ class HeLoCo(ServerRule):
     beta: float = 0.9
     staleness: Weight = field(default_factory=Constant)
     weighted: bool = False
-    keep: float = field(default=0.2, kw_only=True)
-    shrink: float = field(default=0.5, kw_only=True)
-    limit: float = field(default=0.5, kw_only=True)
-    turn: float = field(default=1.0, kw_only=True)
-    trust: float = field(default=3.0, kw_only=True)
+    cosine_threshold: float = field(default=0.2, kw_only=True)
+    shrink_strength: float = field(default=0.5, kw_only=True)
+    max_shrink: float = field(default=0.5, kw_only=True)
+    rotation_strength: float = field(default=1.0, kw_only=True)
+    confidence_scale: float = field(default=3.0, kw_only=True)
     look_ahead: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_decay("beta", self.beta)
-        for name in ("keep", "limit"):
+        for name in ("cosine_threshold", "max_shrink"):
             check_number(name, getattr(self, name), at_least=0, at_most=1)
-        for name in ("shrink", "turn", "trust"):
+        for name in ("shrink_strength", "rotation_strength", "confidence_scale"):
             check_number(name, getattr(self, name), at_least=0)
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         check_points(self, update)
-        frame = frame_of(space, update, tensors=True)
+        frame = frame_from_update(space, update, tensors=True)
         known = "momentum" in state
         here = frame.current  # less itself: the momentum before there is one
         frame = frame.with_row("momentum", state["momentum"] if known else here, None if known else here)
         gram = frame.gram("tensor")
         share = weight_at(self.staleness, update.staleness) * (update.weight if self.weighted else 1.0)
         rate = rate_at(self.rate, state["version"])
-        v, _, m = identity(3)
-        turned = [self.turned(part[0, 0], part[0, 2], part[2, 2]) for part in gram.parts]
+        v, _, m = unit_coefficients(3)
+        turned = [self.correction_coefficients(part[0, 0], part[0, 2], part[2, 2]) for part in gram.parts]
         step = np.array([share * (a * v + b * m) for a, b in turned])
         kept = self.beta * m + (1 - self.beta) * step
         line = rate * (step + self.beta * (2 * kept - m if self.look_ahead else kept))
-        numbers = {"cosine": cosine(gram), "rate": rate, "step": rate * share, "norm": root(gram.squared_norm(line))}
+        numbers = {
+            "cosine": cosine(gram),
+            "rate": rate,
+            "step": rate * share,
+            "norm": safe_sqrt(gram.squared_norm(line)),
+        }
         model = frame.move(gram, line, out)
         after = {"version": state["version"] + 1, "momentum": frame.for_state(kept, out)}
         return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)
 
-    def turned(self, square: float, along: float, momentum: float) -> tuple[float, float]:
+    def correction_coefficients(
+        self, update_square: float, product: float, momentum_square: float
+    ) -> tuple[float, float]:
         r"""The coefficients of $\pi v$ on $v$ and $m$, from their inner products.
 
         Example:
-            >>> HeLoCo(trust=0.0, limit=1.0).turned(square=1.0, along=-1.0, momentum=1.0)
+            >>> HeLoCo(confidence_scale=0.0, limit=1.0).turned(square=1.0, along=-1.0, momentum=1.0)
             (1.0, 0.5)
         """
-        size, length = root(square), root(momentum)
+        size, length = safe_sqrt(update_square), safe_sqrt(momentum_square)
         if size == 0 or length == 0:
             return 1.0, 0.0
-        c = max(-1.0, min(1.0, along / size / length))
-        confidence = size / (size + self.trust * length)
-        if c >= self.keep:
+        c = max(-1.0, min(1.0, product / size / length))
+        confidence = size / (size + self.confidence_scale * length)
+        if c >= self.cosine_threshold:
             return 1.0, 0.0
         if c < 0:
-            return 1.0, -min(-self.shrink * c * confidence, self.limit) * c * size / length
-        part = min(self.turn * (1 - c) * confidence, 1.0)
-        mixed = root((1 - part) ** 2 + part**2 + 2 * part * (1 - part) * c)
+            return 1.0, -min(-self.shrink_strength * c * confidence, self.max_shrink) * c * size / length
+        part = min(self.rotation_strength * (1 - c) * confidence, 1.0)
+        mixed = safe_sqrt((1 - part) ** 2 + part**2 + 2 * part * (1 - part) * c)
         return (1 - part) / mixed, part * size / length / mixed

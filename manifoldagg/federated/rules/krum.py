@@ -9,9 +9,9 @@ import numpy as np
 from manifoldagg._validation import check_count
 from manifoldagg.corrections import Frame, Gram
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.rules._base import follow
-from manifoldagg.federated.rules._geometry import along, moved, root
-from manifoldagg.federated.rules._update_buffer import HeldRule
+from manifoldagg.federated.rules._base import move_to
+from manifoldagg.federated.rules._geometry import corrected_gram, safe_sqrt, single_combination
+from manifoldagg.federated.rules._update_buffer import StoredBufferRule
 from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.federated.types import Target, Update
@@ -21,7 +21,7 @@ __all__ = ["Krum"]
 
 
 @dataclass(frozen=True)
-class Krum(HeldRule):
+class Krum(StoredBufferRule):
     r"""$\Theta \leftarrow \Theta + \dfrac{\eta_g}{m} \sum_{i \in M} x_i$ after every K updates.
 
     $x_i = s(\tau - t_i)\, \Delta_i$. M are the m of smallest score, of equal ones those that came first:
@@ -39,8 +39,8 @@ class Krum(HeldRule):
 
     Args:
         size: K > 2f + 2.
-        liars: f.
-        select: m, at most K - f - 2.
+        num_byzantine: f.
+        num_selected: m, at most K - f - 2.
         rate: $\eta_g$: a number, or a function of the version $\tau$.
         staleness: $s$: any function of an int.
 
@@ -54,7 +54,7 @@ class Krum(HeldRule):
 
     Example:
         >>> import manifoldagg, torch
-        >>> rule, model, state = Krum(5, liars=1), [torch.zeros(1)], None
+        >>> rule, model, state = Krum(5, num_byzantine=1), [torch.zeros(1)], None
         >>> for update in (1.0, 1.5, 1e6, 2.0, 2.25):
         ...     update = [torch.tensor([update])]
         ...     model, state, _ = manifoldagg.aggregate(rule, state, model, [torch.zeros(1)], update)
@@ -64,49 +64,60 @@ class Krum(HeldRule):
 
     accepts_tensor_lists: ClassVar[bool] = True
     size: int = 10
-    liars: int = 2
-    select: int = 1
+    num_byzantine: int = 2
+    num_selected: int = 1
     rate: Rate = 1.0
     staleness: Weight = field(default_factory=Polynomial)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("liars", self.liars, at_least=0)
-        check_count("select", self.select)
-        if not self.size > 2 * self.liars + 2:
-            raise ArgumentError(f"liars: expected size > 2 liars + 2, got size {self.size}, liars {self.liars}")
-        most = self.size - self.liars - 2
-        if self.select > most:
-            raise ArgumentError(f"select: expected at most size - liars - 2 = {most}, got {self.select}")
+        check_count("num_byzantine", self.num_byzantine, at_least=0)
+        check_count("num_selected", self.num_selected)
+        if not self.size > 2 * self.num_byzantine + 2:
+            raise ArgumentError(
+                f"num_byzantine: expected size > 2 num_byzantine + 2, got size {self.size}, "
+                f"num_byzantine {self.num_byzantine}"
+            )
+        most = self.size - self.num_byzantine - 2
+        if self.num_selected > most:
+            raise ArgumentError(
+                f"num_selected: expected at most size - num_byzantine - 2 = {most}, got {self.num_selected}"
+            )
 
-    def reached(
-        self, space: Manifold, update: Update, frame: Frame, held: Mapping[str, Any], kept: Sequence[float], out: Target
+    def combine(
+        self,
+        space: Manifold,
+        update: Update,
+        frame: Frame,
+        stored: Mapping[str, Any],
+        factors: Sequence[float],
+        out: Target,
     ) -> tuple[Any, float, Gram]:
-        for name, row in held.items():
+        for name, row in stored.items():
             frame = frame.with_row(name, row)
-        gram = self.read(frame)
+        gram = self.checked_gram(frame)
         # The last one is the first row, and the drift lies between it and the others.
         places = [*range(2, len(frame.rows)), 0]
-        scale = np.array(kept)
+        scale = np.array(factors)
         inner = gram.matrix[np.ix_(places, places)].astype(float) * np.outer(scale, scale)
         line = [0.0] * len(frame.rows)
-        for i in nearest(inner, self.liars, self.select):
-            line[places[i]] = kept[i] / self.select
-        norm = root(moved(along(frame, gram, line))[0][0])
-        return follow(space, update.current, frame, gram, line, out), norm, gram
+        for i in krum_select(inner, self.num_byzantine, self.num_selected):
+            line[places[i]] = factors[i] / self.num_selected
+        norm = safe_sqrt(corrected_gram(single_combination(frame, gram, line))[0][0])
+        return move_to(space, update.current, frame, gram, line, out), norm, gram
 
 
-def nearest(inner: np.ndarray, liars: int, select: int) -> list[int]:
+def krum_select(inner: np.ndarray, num_byzantine: int, num_selected: int) -> list[int]:
     r"""Which of K vectors with these inner products (K, K) have the smallest sums of squared distances to their
     $K - f - 2$ nearest others; of equal ones the first.
 
     Example:
         >>> x = np.array([[0.0], [9.0], [1.0], [2.25], [1.5]])
-        >>> nearest(x @ x.T, liars=1, select=2)
+        >>> nearest(x @ x.T, num_byzantine=1, num_selected=2)
         [4, 2]
     """
     squares = inner.diagonal()
     apart = squares[:, None] + squares - 2 * inner
     np.fill_diagonal(apart, np.inf)
-    near = np.sort(apart.clip(min=0), axis=1)[:, : len(inner) - liars - 2]
-    return [int(i) for i in np.argsort(near.sum(1), kind="stable")[:select]]
+    near = np.sort(apart.clip(min=0), axis=1)[:, : len(inner) - num_byzantine - 2]
+    return [int(i) for i in np.argsort(near.sum(1), kind="stable")[:num_selected]]

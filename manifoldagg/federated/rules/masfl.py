@@ -12,7 +12,7 @@ from torch import Tensor
 from manifoldagg._validation import check_choice, check_count, check_finite, check_number
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, root
+from manifoldagg.federated.rules._geometry import check_points, safe_sqrt
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
 from manifoldagg.kernels import combine, gram
@@ -22,13 +22,13 @@ from manifoldagg.manifolds import Manifold
 
 __all__ = ["MasFL"]
 
-INITIAL = ("gradient", "zero")
-FAR = sys.float_info.max / 4
+INITIAL_MODES = ("gradient", "zero")
+MAX_NORM = sys.float_info.max / 4
 """Longer than that nothing is known of a vector."""
 
 
 @dataclass(frozen=True)
-class ControlVariates(ServerRule):
+class ControlVariateRule(ServerRule):
     r"""What MasFL and AdaMasFL share: the control variates $c_i$, their mean $c$ and the momentum $g$.
 
     $c_i$ is the mean gradient that client i sent last, kept in its memory; $g$ and $c$ are the state, and what waits is
@@ -51,7 +51,7 @@ class ControlVariates(ServerRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("size", self.size)
-        check_choice("initial", self.initial, INITIAL)
+        check_choice("initial", self.initial, INITIAL_MODES)
         if self.clients is not None and check_count("clients", self.clients) < self.size:
             raise ArgumentError(f"clients: expected at least size = {self.size}, got {self.clients}")
 
@@ -61,29 +61,34 @@ class ControlVariates(ServerRule):
         r"""$\beta$."""
 
     @abc.abstractmethod
-    def move(self, state: State, update: Update, g: Tensor, out: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """The new model, and numbers of the step; also asked before an update waits where `stride` is too long."""
+    def apply_step(
+        self, state: State, update: Update, g: Tensor, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The new model, and numbers of the step; also asked before an update waits where `entry_change_bound` is too
+        long."""
 
     @abc.abstractmethod
-    def stride(self, state: State, waiting: Mapping[str, Any], g: float) -> float:
+    def entry_change_bound(self, state: State, pending: Mapping[str, Any], g_norm: float) -> float:
         """No entry of the model moves farther with what waits, if the length of $g$ is no more than that."""
 
-    def gather(self, waiting: dict[str, Any], update: Update) -> dict[str, Any]:
+    def accumulate(self, pending: dict[str, Any], update: Update) -> dict[str, Any]:
         """What waits, beside the sum, with this update that waits too."""
         return {}
 
-    def told(self) -> dict[str, float]:
+    def message_numbers(self) -> dict[str, float]:
         """Further numbers for clients."""
         return {}
 
     def init(self, space: Manifold, start: Tensor) -> State:
         zeros = {"g": torch.zeros_like(start), "c": torch.zeros_like(start, dtype=torch.float64)}
-        reach = {"reach": {"g": 0.0, "c": 0.0}}
-        return super().init(space, start) | {"joined": 0, "among": self.clients or 0, "waiting": {}} | zeros | reach
+        reach = {"norms": {"g": 0.0, "c": 0.0}}
+        return (
+            super().init(space, start) | {"joined": 0, "num_clients": self.clients or 0, "pending": {}} | zeros | reach
+        )
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         opening = self.initial == "gradient" and (client_state is None or state["joined"] < (self.clients or 0))
-        numbers = {"opening": float(opening), "beta": self.momentum} | self.told()
+        numbers = {"opening": float(opening), "beta": self.momentum} | self.message_numbers()
         if opening:
             return Message(current, numbers=numbers)
         beta = self.momentum
@@ -104,21 +109,21 @@ class ControlVariates(ServerRule):
             expected = "1, the first answer of a client" if allowed == (1,) else " or ".join(map(str, allowed))
             raise ArgumentError(f"numbers: opening: expected {expected}; got {opening:g}")
         gradient = update.tensors["gradient"].detach()
-        length = _length(gradient)
+        length = _saturated_norm(gradient)
         joined = state["joined"] + (memory is None)
-        among = max(state["among"], joined)
+        among = max(state["num_clients"], joined)
         kept = {"control": gradient.clone(), "length": length}
         rows = [gradient]
         minus: list[Tensor | None] = [None if memory is None else memory["control"]]
-        waiting = state["waiting"]
-        who = waiting.get("who", [])
+        waiting = state["pending"]
+        who = waiting.get("clients", [])
         if opening:
-            c = combine(None, [state["c"], *rows], [state["among"] / among, 1 / among], minus=[None, *minus])
+            c = combine(None, [state["c"], *rows], [state["num_clients"] / among, 1 / among], minus=[None, *minus])
             check_finite("tensors: gradient: mean", c)
-            after = {**state, "joined": joined, "among": among, "c": c}
+            after = {**state, "joined": joined, "num_clients": among, "c": c}
             if state["version"] == 0:
                 after["g"] = check_finite("tensors: gradient: mean", c.to(gradient.dtype, copy=True))
-            return after | {"reach": _reach(after)}, Outcome(
+            return after | {"norms": _norms(after)}, Outcome(
                 None, kept, {"buffered": float(len(who))}, state_is_finite=True
             )
         if waiting:
@@ -127,38 +132,38 @@ class ControlVariates(ServerRule):
         who = who if update.client in who else [*who, update.client]
         far = waiting.get("length", 0.0) + length + (0.0 if memory is None else memory["length"])
         ahead = {
-            "g": beta * (far / self.size + state["reach"]["c"]) + (1 - beta) * state["reach"]["g"],
-            "c": state["reach"]["c"] + far / among,
+            "g": beta * (far / self.size + state["norms"]["c"]) + (1 - beta) * state["norms"]["g"],
+            "c": state["norms"]["c"] + far / among,
         }
         if len(who) < self.size:
             wide = empty_like(gradient, dtype=torch.float64)
             total = combine(None, rows, [1.0] * len(rows), minus=minus, out=wide)
-            held = {"who": who, "sum": total, "length": far} | self.gather(waiting, update)
-            after = {**state, "joined": joined, "waiting": held}
-            settled = self._settled(state, held, ahead, gradient.dtype)
+            held = {"clients": who, "sum": total, "length": far} | self.accumulate(waiting, update)
+            after = {**state, "joined": joined, "pending": held}
+            settled = self._is_bounded(state, held, ahead, gradient.dtype)
             if not settled:
                 check_finite("tensors: gradient: sum over the buffer", total)
-                g, _ = self._means(state, rows, minus, among)
-                model, _ = self.move(state, update, g, out)
+                g, _ = self._next_momentum_and_mean(state, rows, minus, among)
+                model, _ = self.apply_step(state, update, g, out)
                 # Not one that the answers of others would be refused for.
                 check_finite("tensors: gradient: model after a step", model)
-                after |= {"waiting": {**held, "length": _length(total)}, "reach": _reach(state)}
+                after |= {"pending": {**held, "length": _saturated_norm(total)}, "norms": _norms(state)}
             return after, Outcome(None, kept, {"buffered": float(len(who))}, state_is_finite=settled)
-        settled = self._settled(state, waiting, ahead, gradient.dtype)
-        g, c = self._means(state, rows, minus, among, checked=not settled)
-        model, numbers = self.move(state, update, g, out)
-        after = {"version": state["version"] + 1, "joined": joined, "among": among, "waiting": {}, "g": g, "c": c}
-        after["reach"] = ahead if settled else _reach(after)
+        settled = self._is_bounded(state, waiting, ahead, gradient.dtype)
+        g, c = self._next_momentum_and_mean(state, rows, minus, among, check=not settled)
+        model, numbers = self.apply_step(state, update, g, out)
+        after = {"version": state["version"] + 1, "joined": joined, "num_clients": among, "pending": {}, "g": g, "c": c}
+        after["norms"] = ahead if settled else _norms(after)
         return after, Outcome(model, kept, {"buffered": 0.0} | numbers, state_is_finite=True)
 
-    def _means(
-        self, state: State, rows: list[Tensor], minus: list[Tensor | None], among: int, checked: bool = True
+    def _next_momentum_and_mean(
+        self, state: State, rows: list[Tensor], minus: list[Tensor | None], num_clients: int, check: bool = True
     ) -> tuple[Tensor, Tensor]:
         """$g$ and $c$ after a step, in which `rows` less `minus` are the sum."""
         beta = self.momentum
         count = len(rows)
         shares = [beta / self.size] * count + [beta, 1 - beta]
-        means = [state["among"] / among] + [1 / among] * count
+        means = [state["num_clients"] / num_clients] + [1 / num_clients] * count
         g = empty_like(state["g"])
         c = empty_like(state["c"])
         # At most the first row has one: what waits is a sum.
@@ -168,35 +173,35 @@ class ControlVariates(ServerRule):
             taken = [*parts[count:], *[None] * (count - len(less))]
             combine(None, [*lines, old, before], shares, minus=[*taken, None, None], out=here)
             combine(None, [old, *lines], means, minus=[None, *taken], out=there)
-        if checked:
+        if check:
             check_finite("tensors: gradient: momentum", g)
             check_finite("tensors: gradient: mean", c)
         return g, c
 
-    def _settled(
-        self, state: State, waiting: Mapping[str, Any], ahead: Mapping[str, float], dtype: torch.dtype
+    def _is_bounded(
+        self, state: State, pending: Mapping[str, Any], norm_bounds: Mapping[str, float], dtype: torch.dtype
     ) -> bool:
         """Whether lengths alone say that all which a step makes has numbers: no entry is longer than its vector."""
         most = torch.finfo(dtype).max
-        wide = max(ahead["c"], waiting.get("length", 0.0)) <= FAR
+        wide = max(norm_bounds["c"], pending.get("length", 0.0)) <= MAX_NORM
         # Beside the largest number, what is below a quarter of its last place is lost: whatever the model, it stays.
-        still = self.stride(state, waiting, ahead["g"]) <= most * torch.finfo(dtype).eps / 8
-        return wide and ahead["g"] <= most / 4 and still
+        still = self.entry_change_bound(state, pending, norm_bounds["g"]) <= most * torch.finfo(dtype).eps / 8
+        return wide and norm_bounds["g"] <= most / 4 and still
 
 
-def _length(vector: Tensor) -> float:
+def _saturated_norm(vector: Tensor) -> float:
     """The length, or the largest number where the square is none."""
-    length = root(gram([vector])[0, 0, 0].item())
-    return length if length <= FAR else sys.float_info.max
+    length = safe_sqrt(gram([vector])[0, 0, 0].item())
+    return length if length <= MAX_NORM else sys.float_info.max
 
 
-def _reach(state: State) -> dict[str, float]:
+def _norms(state: State) -> dict[str, float]:
     """The lengths of $g$ and $c$."""
-    return {name: _length(state[name]) for name in ("g", "c")}
+    return {name: _saturated_norm(state[name]) for name in ("g", "c")}
 
 
 @dataclass(frozen=True)
-class MasFL(ControlVariates):
+class MasFL(ControlVariateRule):
     r"""After the answers $c_i^+$ of S distinct clients, each the mean of K local gradients:
 
     $$g \leftarrow \beta \Big(\frac1S \sum_{i \in S} (c_i^+ - c_i) + c\Big) + (1 - \beta)\, g, \qquad
@@ -252,10 +257,12 @@ class MasFL(ControlVariates):
     def momentum(self) -> float:
         return self.beta
 
-    def move(self, state: State, update: Update, g: Tensor, out: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def apply_step(
+        self, state: State, update: Update, g: Tensor, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
         rate = rate_at(self.rate, state["version"])
         model = combine(update.current.detach(), [g], [-rate], out=out)
-        return model, {"rate": rate, "norm": rate * root(gram([g])[0, 0, 0].item())}
+        return model, {"rate": rate, "norm": rate * safe_sqrt(gram([g])[0, 0, 0].item())}
 
-    def stride(self, state: State, waiting: Mapping[str, Any], g: float) -> float:
-        return rate_at(self.rate, state["version"]) * g
+    def entry_change_bound(self, state: State, pending: Mapping[str, Any], g_norm: float) -> float:
+        return rate_at(self.rate, state["version"]) * g_norm

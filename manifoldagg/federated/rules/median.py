@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from manifoldagg.federated.rules._update_buffer import OrderedRule
+from manifoldagg.federated.rules._update_buffer import CoordinateWiseRule
 from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
 
@@ -11,7 +11,7 @@ __all__ = ["Median"]
 
 
 @dataclass(frozen=True)
-class Median(OrderedRule):
+class Median(CoordinateWiseRule):
     r"""$\Theta \leftarrow \Theta + \eta_g \operatorname{med}_i s(\tau - t_i)\, \Delta_i$ after every K updates.
 
     The median is that of each entry; of an even number the mean of the two in the middle.
@@ -52,5 +52,5 @@ class Median(OrderedRule):
     staleness: Weight = field(default_factory=Polynomial)
 
     @property
-    def ends(self) -> int:
+    def num_trimmed(self) -> int:
         return (self.size - 1) // 2

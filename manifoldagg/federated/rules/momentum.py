@@ -13,9 +13,9 @@ from manifoldagg._validation import check_decay, check_finite, check_number
 from manifoldagg.corrections.frame import DEFERRED, Deferred
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.pytrees import materialize
-from manifoldagg.federated.rules._geometry import frame_of, in_float64, root
-from manifoldagg.federated.rules._riemannian_step import arrive, tangents_at
-from manifoldagg.federated.rules._wrapper import RuleAround
+from manifoldagg.federated.rules._geometry import frame_from_update, in_float64, safe_sqrt
+from manifoldagg.federated.rules._riemannian_step import exp_projected, tangents_at
+from manifoldagg.federated.rules._wrapper import WrapperRule
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.federated.types import (
     ClientState,
@@ -38,7 +38,7 @@ __all__ = ["Momentum"]
 
 
 @dataclass(frozen=True)
-class Momentum(RuleAround):
+class Momentum(WrapperRule):
     r"""$u \leftarrow \beta u + (\Theta' - \Theta)$, $\Theta \leftarrow \Theta + u$, where a rule goes to $\Theta'$.
 
     On a curved space $u \leftarrow \beta u + \log_\Theta \Theta'$ and $\Theta \leftarrow \exp_\Theta u$, with $u$
@@ -107,7 +107,7 @@ class Momentum(RuleAround):
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         if accepts_tensor_lists(self.rule, space):
-            return self._on_rows(space, state, update, out)
+            return self._step_deferred(space, state, update, out)
         inner, outcome = self.rule.step(space, state["rule"], update, out=out)
         after = {**state, "rule": inner}
         reached: Any = outcome.model
@@ -116,7 +116,7 @@ class Momentum(RuleAround):
         current = update.current.detach()
         told: dict[str, float] = {}
         if space.flat or space.ambient:
-            frame = frame_of(space, replace(update, base=current, points=(reached,)))
+            frame = frame_from_update(space, replace(update, base=current, points=(reached,)))
             line = [1.0, 0.0]
             if "velocity" in state:
                 frame = frame.with_row("velocity", state["velocity"])
@@ -124,25 +124,25 @@ class Momentum(RuleAround):
             ambient = frame.ambient
             velocity = after["velocity"] = frame.materialize(line)
             model = reached if len(line) == 2 else ambient.combine(current, [velocity], [1.0], out=out)
-            moved = root(ambient.gram([velocity])[0, 0, 0].item())
+            moved = safe_sqrt(ambient.gram([velocity])[0, 0, 0].item())
             told = {name: value + outcome.numbers.get(name, 0.0) for name, value in ambient.diagnostics.items()}
-            largest = root(torch.finfo(current.dtype).max)
+            largest = safe_sqrt(torch.finfo(current.dtype).max)
             check_number("points: size of the velocity", moved, at_most=largest)
         else:
             here = in_float64(space, current)
             u = space._log(here, in_float64(space, reached))
-            check_way(space, here, u, outcome.numbers.get("norm", 0.0), math.sqrt(torch.finfo(current.dtype).eps))
+            check_log(space, here, u, outcome.numbers.get("norm", 0.0), math.sqrt(torch.finfo(current.dtype).eps))
             if "velocity" in state:
                 velocity = check_finite("state['velocity']", state["velocity"])
                 # The point was rounded since: what that took the velocity off the tangent space goes.
                 u = u + self.beta * tangents_at(space, here, velocity[None])[0]
             moved = float(norm(space, here, u))
             model = empty_like(current) if out is None else out
-            model.copy_(arrive(space, here, u))
+            model.copy_(exp_projected(space, here, u))
             after["velocity"] = transport_momentum(space, here, in_float64(space, model), u)
         return after, replace(outcome, model=model, numbers={**outcome.numbers, **told, "norm": moved})
 
-    def _on_rows(self, space: Manifold, state: State, update: Update, out: Target) -> tuple[State, Outcome]:
+    def _step_deferred(self, space: Manifold, state: State, update: Update, out: Target) -> tuple[State, Outcome]:
         """The same as algebra on the rows of which the rule makes its step."""
         inner, outcome = self.rule.step(space, state["rule"], update, out=DEFERRED)
         after = {**state, "rule": inner if isinstance(out, Deferred) else materialize(inner)}
@@ -156,19 +156,19 @@ class Momentum(RuleAround):
             step = np.concatenate([step, np.zeros_like(step[..., :1])], axis=-1)
             velocity = step.copy()
             velocity[..., -1] = self.beta
-        largest = root(torch.finfo(frame.dtype).max)
+        largest = safe_sqrt(torch.finfo(frame.dtype).max)
         gram = None
         if not (frame.unread and frame.measured and frame.reach(velocity) <= largest):
             frame = replace(frame, unmeasured={})
             gram = frame.gram("tensor" if velocity.ndim == 2 else "model")
-            check_number("points: size of the velocity", root(gram.square(velocity)), at_most=largest)
+            check_number("points: size of the velocity", safe_sqrt(gram.square(velocity)), at_most=largest)
         line = step + self.beta * velocity if self.nesterov else velocity
         after["velocity"] = frame.kept(velocity, out)
         moved = {**outcome.numbers, "norm": frame.length(gram, line)}
         return after, replace(outcome, model=frame.move(gram, line, out), numbers=moved)
 
 
-def check_way(space: Manifold, x: Tensor, log: Tensor, length: float, tolerance: float) -> None:
+def check_log(space: Manifold, x: Tensor, log: Tensor, step_norm: float, tolerance: float) -> None:
     """A log that is as long as the step of the rule, wherever that left the injectivity radius.
 
     Raises:
@@ -176,7 +176,8 @@ def check_way(space: Manifold, x: Tensor, log: Tensor, length: float, tolerance:
     """
     shortest = float(norm(space, x, check_finite("points: log of the rule's step", log)))
     radius = float(space._injectivity_radius(x)) if "injectivity_radius" in space.capabilities else math.inf
-    if length > max(radius, (1 + tolerance) * shortest):
+    if step_norm > max(radius, (1 + tolerance) * shortest):
         raise ArgumentError(
-            f"points: expected a step of the rule within the injectivity radius {radius:.3g}, got one of {length:.3g}"
+            f"points: expected a step of the rule within the injectivity radius {radius:.3g}, "
+            f"got one of {step_norm:.3g}"
         )

@@ -12,7 +12,7 @@ from manifoldagg.corrections.calibration import calibrate_frame
 from manifoldagg.corrections.frame import GRANULARITIES
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, cosine, root
+from manifoldagg.federated.rules._geometry import check_points, cosine, safe_sqrt
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
@@ -117,7 +117,7 @@ class OrthoFL(ServerRule):
             return Message(client_state["start"])
         numbers = {
             "rate": client_state["rate"],
-            "turn": client_state["turn"],
+            "num_updates": client_state["num_updates"],
             "by_tensor": float(self.granularity == "tensor"),
         }
         return Message(client_state["before"], numbers=numbers)
@@ -161,10 +161,10 @@ class OrthoFL(ServerRule):
                 calibrated = calibrate(model, *rounded, self.granularity, others, space=space)
         if self.moving_average or calibrated is None:
             new = ambient.combine(current, [model], [rate], minus=[current], out=out)
-            norm = rate * root(inner.matrix[2, 2])
+            norm = rate * safe_sqrt(inner.matrix[2, 2])
         else:
             new = calibrated.clone() if out is None else out.copy_(calibrated)
-            norm = root(ambient.gram([new], minus=[current])[0, 0, 0].item())
+            norm = safe_sqrt(ambient.gram([new], minus=[current])[0, 0, 0].item())
         numbers = {"cosine": cosine(inner), "rate": rate, "step": rate, "norm": norm} | ambient.diagnostics
         numbers["calibrated"] = float(self.calibration != "none" and not late)
         if late or self.calibration == "none":
@@ -173,12 +173,12 @@ class OrthoFL(ServerRule):
         if calibrated is not None:
             told |= {"start": calibrated, "global": new.clone()}
         else:
-            turn = 1 + (0 if memory is None else memory.get("turn", 0))
-            told |= {"before": current.clone(), "rate": rate, "turn": turn}
+            num_updates = 1 + (0 if memory is None else memory.get("num_updates", 0))
+            told |= {"before": current.clone(), "rate": rate, "num_updates": num_updates}
         return after, Outcome(new, told, numbers)
 
 
-def mixed(current: Tensor, model: Tensor, rate: float, out: Tensor | None = None) -> Tensor:
+def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None = None) -> Tensor:
     r"""$(1 - \beta)\,W + \beta W_m$, rounded once: the same bits wherever it is formed.
 
     Example:
@@ -189,7 +189,7 @@ def mixed(current: Tensor, model: Tensor, rate: float, out: Tensor | None = None
     return combine(current, [model], [rate], minus=current, out=out)
 
 
-def shift(model: Tensor, since: Tensor) -> Tensor:
+def shift(model: Tensor, reference: Tensor) -> Tensor:
     r"""How far a model has come from where it was, rounded once: what server and client calibrate by.
 
     Example:
@@ -197,4 +197,4 @@ def shift(model: Tensor, since: Tensor) -> Tensor:
         >>> shift(torch.ones(1), torch.zeros(1))
         tensor([1.])
     """
-    return combine(None, [model], [1.0], minus=since)
+    return combine(None, [model], [1.0], minus=reference)

@@ -11,8 +11,8 @@ from manifoldagg._validation import check_count, check_number
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._buffer import BufferedRule
-from manifoldagg.federated.rules._gaussian_mechanism import Mechanism, key_of
-from manifoldagg.federated.rules._wrapper import RuleAround
+from manifoldagg.federated.rules._gaussian_mechanism import GaussianMechanism, derive_key
+from manifoldagg.federated.rules._wrapper import WrapperRule
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.federated.types import ClientState, Message, Outcome, Point, Rule, State, Target, Update
 from manifoldagg.manifolds import Manifold
@@ -21,7 +21,7 @@ __all__ = ["Private"]
 
 
 @dataclass(frozen=True)
-class Private(RuleAround):
+class Private(WrapperRule):
     r"""A rule that moves by sums of updates, for which it gets
 
     $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I), \; a_i \le 1,$$
@@ -100,7 +100,7 @@ class Private(RuleAround):
             curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
             raise ArgumentError(f"space: clipping and noise, of Private, need flat leaves; these are curved: {curved}")
         secret = secrets.token_bytes(64) if self.seed is None else str(self.seed).encode()
-        return {"rule": inner, "participations": 0, "key": key_of(secret)}
+        return {"rule": inner, "participations": 0, "key": derive_key(secret)}
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         return self.rule.message(space, state["rule"], current, None)
@@ -116,9 +116,9 @@ class Private(RuleAround):
         if self.participations is not None and mine > self.participations:
             most = f"{self.participations} participations"
             raise ArgumentError(f"client: expected at most {most}, got {mine} with this update")
-        mechanism = Mechanism(self.clip, self.noise, state["key"])
+        mechanism = GaussianMechanism(self.clip, self.noise, state["key"])
         rule: Any = self.rule  # a BufferedRule
-        inner, outcome = rule.take(space, state["rule"], update, out, mechanism)
+        inner, outcome = rule.step_with_noise(space, state["rule"], update, out, mechanism)
         largest = max(state["participations"], mine)
         kept = {"n": mine, "version": version, "here": here + 1}
         told = {**outcome.numbers, "participations": float(largest)}

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from manifoldagg._validation import check_number
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_of, identity, root
+from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, safe_sqrt, unit_coefficients
 from manifoldagg.federated.rules.fedavg import FedAvg
 from manifoldagg.federated.types import Outcome, State, Target, Update
 from manifoldagg.manifolds import Manifold
@@ -54,15 +54,15 @@ class RadialDirectional(FedAvg):
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         check_points(self, update)
-        share = check_number("weight", self.share(update), at_least=0)
-        frame = frame_of(space, update, tensors=True)
+        share = check_number("weight", self.update_weight(update), at_least=0)
+        frame = frame_from_update(space, update, tensors=True)
         count = state["count"] + 1
-        waits = count < self.wanted
+        waits = count < self.buffer_size
         if "buffer" in state:
             frame = frame.with_row("buffer", state["buffer"], norm_only=waits)
         gram = frame.gram("tensor")
-        v, _, *buffer = identity(len(frame.rows))
-        sizes = [root(part[0, 0]) for part in gram.parts]
+        v, _, *buffer = unit_coefficients(len(frame.rows))
+        sizes = [safe_sqrt(part[0, 0]) for part in gram.parts]
         line = np.array([sum(buffer) + v * (share / size if size > 0 else 0.0) for size in sizes])
         lengths = [
             share * size + before for size, before in zip(sizes, state.get("lengths", [0.0] * len(sizes)), strict=True)
@@ -77,9 +77,9 @@ class RadialDirectional(FedAvg):
         total = check_number("weight: sum over the buffer", after["total"], above=0)
         rate = self.step_size(state)
         for row, part, length in zip(line, gram.parts, lengths, strict=True):
-            size = root(row @ part @ row)
+            size = safe_sqrt(row @ part @ row)
             row *= rate * length / total / size if size > 0 else 0.0
-        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": root(gram.squared_norm(line))}
+        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": safe_sqrt(gram.squared_norm(line))}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
         model = frame.move(gram, line, out)
         return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)

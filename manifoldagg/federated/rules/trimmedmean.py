@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from manifoldagg._validation import check_count, check_number
-from manifoldagg.federated.rules._update_buffer import OrderedRule
+from manifoldagg.federated.rules._update_buffer import CoordinateWiseRule
 from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
 
@@ -12,7 +12,7 @@ __all__ = ["TrimmedMean"]
 
 
 @dataclass(frozen=True)
-class TrimmedMean(OrderedRule):
+class TrimmedMean(CoordinateWiseRule):
     r"""$\Theta \leftarrow \Theta + \dfrac{\eta_g}{K - 2b} \sum_{i=b+1}^{K-b} x_{(i)}$ after every K updates.
 
     $x_{(1)} \le \dots \le x_{(K)}$ are the numbers $s(\tau - t_i)\, \Delta_i$ of an entry, in order. With b = 0 it is
@@ -59,5 +59,5 @@ class TrimmedMean(OrderedRule):
         check_number("trim", self.trim, at_most=(self.size - 1) // 2)
 
     @property
-    def ends(self) -> int:
+    def num_trimmed(self) -> int:
         return self.trim

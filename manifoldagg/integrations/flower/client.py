@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError, WireError
-from manifoldagg.federated import Message, Payload, Ticket, Trainer, work
+from manifoldagg.federated import Message, Payload, Ticket, Trainer, train_client
 from manifoldagg.federated.clients.base import count_samples
-from manifoldagg.federated.clients.determinism import repeatable, seeded_model, task_generator
+from manifoldagg.federated.clients.determinism import deterministic, seeded_model, task_generator
 from manifoldagg.federated.pytrees import tree_map
 from manifoldagg.federated.types import ClientState
 from manifoldagg.integrations.flower.records import RECORD_KEY, bytes_to_record, record_to_bytes, state_dict
@@ -113,9 +113,11 @@ class _Client:
         desk.num_tasks = nth + 1  # also of a task that fails: the next one is another
         trainer: Any = self.trainer if isinstance(self.trainer, Trainer) else self.trainer(context)
         generator = task_generator(self.seed, _client_id(context), nth)
-        with repeatable(generator, threads=self.threads):
+        with deterministic(generator, threads=self.threads):
             batches = _reiterable_batches(self.data, context, nth)
-            payload = work(model, order, trainer, batches, self.criterion, memory=memory, generator=generator)
+            payload = train_client(
+                model, order, trainer, batches, self.criterion, client_state=memory, generator=generator
+            )
         desk.client_state = payload.client_state
         answer = pack(replace(payload, client_state=None), spec=space, ticket=ticket)
         metrics = flwr.app.MetricRecord({**_as_python_numbers(payload.numbers), NUM_EXAMPLES_KEY: int(payload.samples)})
@@ -129,7 +131,7 @@ class _Client:
         order, _ = _read_message(message.content, model, space)
         # Where the server keeps no buffers, the module has its own.
         model.load_state_dict(space.state_dict(order.start, order.buffers or None), strict=False)
-        with repeatable(task_generator(self.seed, _client_id(context), 0), threads=self.threads):
+        with deterministic(task_generator(self.seed, _client_id(context), 0), threads=self.threads):
             found = self.evaluate_fn(model.eval(), context)
         if not isinstance(found, Mapping) or NUM_EXAMPLES_KEY not in found:
             raise ArgumentError(f"evaluate: expected metrics with {NUM_EXAMPLES_KEY!r} among them, got {found!r}")

@@ -27,7 +27,7 @@ def without_arrays(content: RecordDict) -> RecordDict:
 
 
 def sample_count(content: RecordDict, key: str) -> int | None:
-    """How many samples a node says that it has, `LARGEST` at most; `None` where it says nothing of the kind.
+    """How many samples a node says that it has, `MAX_FLOAT` at most; `None` where it says nothing of the kind.
 
     Example:
         >>> sample_count(RecordDict({"metrics": MetricRecord({"num-examples": 10.0})}), "num-examples")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from manifoldagg.federated import Message, Payload, Trainer, work
-from manifoldagg.federated.clients.determinism import repeatable
+from manifoldagg.federated import Message, Payload, Trainer, train_client
+from manifoldagg.federated.clients.determinism import deterministic
 from manifoldagg.federated.pytrees import Tree, tree_map
 from manifoldagg.federated.types import ClientState
 from manifoldagg.simulation.federated_dataset import Federation, Key
@@ -88,8 +88,8 @@ _PLACE = _Place()
 
 
 def perform(errand: Errand, criterion: Callable[[Any, Any], Tensor] = cross_entropy) -> Payload:
-    """Do an errand, [`repeatable`][manifoldagg.federated.clients.determinism.repeatable]: its payload follows from it
-    alone.
+    """Do an errand, [`deterministic`][manifoldagg.federated.clients.determinism.deterministic]: its payload follows
+    from it alone.
 
     The trainer may write what it is given.
 
@@ -115,14 +115,14 @@ def perform(errand: Errand, criterion: Callable[[Any, Any], Tensor] = cross_entr
     federation, trainer, (client, nth) = errand.federation, errand.trainer, errand.key
     generator = federation.generator(client, nth)
     _PLACE.enter(federation)
-    with repeatable(generator):
-        payload = work(
+    with deterministic(generator):
+        payload = train_client(
             _PLACE.model,
             _copied_message(errand.message),
             trainer,
             federation.batches(client, nth),
             criterion,
-            memory=tree_map(errand.memory, _copied),
+            client_state=tree_map(errand.memory, _copied),
             generator=generator,
         )
     return replace(

@@ -25,12 +25,12 @@ PAIRS = {
         {},
         {"epochs": st.tuples(FEW, FEW), "steps": st.none() | st.tuples(FEW, FEW), "alternate": st.booleans()},
     ),
-    "Epochs": (rules.AsyncFedED, {"epochs": FEW}, {"at_most": MAYBE}),
+    "Epochs": (rules.AsyncFedED, {"epochs": FEW}, {"max_epochs": MAYBE}),
     "FLOCO": (lambda vertices: rules.FLOCO(cohort=1, vertices=vertices), {"vertices": FEW}, {"epochs": FEW}),
     "Gradient": (lambda: rules.GeneralizedAsyncSGD([1.0]), {}, {}),
     "Local": (rules.FedAsync, {}, LOCAL),
     "Normalised": (
-        lambda steps, initial: rules.AdaMasFL(1, steps=steps, rounds=9, initial=initial),
+        lambda steps, initial: rules.AdaMasFL(1, steps=steps, server_steps=9, initial=initial),
         {"steps": FEW, "initial": INITIAL},
         {},
     ),
@@ -79,7 +79,7 @@ def test_the_steps_that_a_trainer_tells_are_those_that_it_takes(name, data, leng
 def test_a_message_of_another_rule_says_no_number_of_steps():
     for trainer in (clients.Epochs(), clients.Normalised()):
         with pytest.raises(ArgumentError, match="message: "):
-            trainer.steps_of(Message(START), 3)
+            trainer.num_steps(Message(START), 3)
 
 
 def test_a_trainer_inside_that_does_not_tell_counts_as_one_pass():
@@ -87,4 +87,4 @@ def test_a_trainer_inside_that_does_not_tell_counts_as_one_pass():
         def train(self, space, message, loss, batches, memory, *, generator):
             return Payload(message.start[None], 1)
 
-    assert clients.Calibrated(Mine()).steps_of(Message(START), 3) == 3
+    assert clients.Calibrated(Mine()).num_steps(Message(START), 3) == 3

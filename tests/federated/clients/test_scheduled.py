@@ -49,7 +49,7 @@ def test_it_is_the_trainer_of_these_rates_and_steps(trainer, version, rate, step
     plain = PLAIN[trainer](trainer, rate / (version + 1), int(12 * steps))
     message = Message(START, version=version)
     assert torch.equal(trained(scheduled, message), trained(plain, message))
-    assert scheduled.steps_of(message, 3) == plain.steps_of(message, 3)
+    assert scheduled.num_steps(message, 3) == plain.steps_of(message, 3)
 
 
 @given(version=st.integers(0, 9), rate=SHARES, steps=SHARES)
@@ -59,14 +59,14 @@ def test_one_that_holds_another_has_its_rates_and_steps(version, rate, steps):
     held = clients.Scheduled(clients.Calibrated(local), rate, steps)
     plain = clients.Calibrated(PLAIN[local](local, rate, int(12 * steps)))
     assert torch.equal(trained(held, message), trained(plain, message))
-    assert held.steps_of(message, 3) == plain.steps_of(message, 3)
+    assert held.num_steps(message, 3) == plain.num_steps(message, 3)
 
 
 def test_at_least_one_step_is_taken_and_none_where_there_was_none():
     message = Message(START, version=5)
-    assert clients.Scheduled(clients.Local(), steps=1e-9).steps_of(message, 3) == 1
+    assert clients.Scheduled(clients.Local(), steps=1e-9).num_steps(message, 3) == 1
     ends = clients.Scheduled(clients.Curve(epochs=(2, 0)), steps=lambda version: 0.0)
-    assert ends.steps_of(message, 3) == 1
+    assert ends.num_steps(message, 3) == 1
 
 
 def test_batches_that_do_not_say_how_many_they_are_are_counted():
@@ -108,7 +108,7 @@ def test_clients_of_one_server_start_with_its_version():
     for _ in range(6):
         ticket = wire.unpack(wire.pack(server.dispatch("a")))
         assert ticket.message.version == ticket.version
-        taken.append(trainer.steps_of(ticket.message, 3))
+        taken.append(trainer.num_steps(ticket.message, 3))
         server.receive(ticket, trainer.train(SPACE, ticket.message, loss, BATCHES, None, generator=torch.Generator()))
     assert taken == [8, 7, 4, 2, 1, 1]
 

@@ -127,10 +127,10 @@ def test_no_training_is_no_way():
 
 
 def test_its_pace_goes_to_who_asks():
-    asking = Message(START, numbers={"pace": 1.0})
+    asking = Message(START, numbers={"progress": 1.0})
     for trainer, pace in ((Trajectory(steps=7, rate=0.02), 0.14), (Trajectory(epochs=2, rate=0.5, pieces=2), 4.0)):
         assert sent(trainer).numbers == {}
-        assert sent(trainer, message=asking).numbers == {"pace": pytest.approx(pace, rel=1e-15)}
+        assert sent(trainer, message=asking).numbers == {"progress": pytest.approx(pace, rel=1e-15)}
 
 
 def test_a_server_goes_the_way_that_it_reads():

@@ -66,7 +66,7 @@ def test_it_is_the_papers_algorithm(seed, size, steps, horizon, chosen):
     eta = chosen.get("eta", 1 / (steps * horizon**0.5))
     beta = chosen.get("beta", (size * steps / horizon) ** 0.5)
     gamma = chosen.get("gamma", (size * steps) ** 0.25 / horizon**0.75)
-    rule = AdaMasFL(size, steps=steps, rounds=horizon, clients=CLIENTS, **chosen)
+    rule = AdaMasFL(size, steps=steps, server_steps=horizon, clients=CLIENTS, **chosen)
     assert (rule.local_rate, rule.momentum, rule.rate) == pytest.approx((eta, beta, gamma), rel=1e-14)
     theta = draw(seed, D)
     server = Server(SPACE, rule, theta)
@@ -99,7 +99,7 @@ def test_it_is_the_papers_algorithm(seed, size, steps, horizon, chosen):
     ("initial", "dtype"), [("gradient", torch.float32), ("gradient", torch.float64), ("zero", torch.float64)]
 )
 def test_the_scale_of_the_losses_changes_nothing(initial, dtype):
-    rule = AdaMasFL(2, steps=2, rounds=24, initial=initial)
+    rule = AdaMasFL(2, steps=2, server_steps=24, initial=initial)
     plain = trajectory(rule, 1.0, 3, 24, dtype)
     # A power of two scales every number exactly.
     for exponent in (60,) if dtype == torch.float32 else (900,):
@@ -110,16 +110,16 @@ def test_the_scale_of_the_losses_changes_nothing(initial, dtype):
             assert relative(trajectory(rule, kappa, 3, 24), plain) <= 1e-11
 
 
-@pytest.mark.parametrize(("size", "steps", "rounds"), [(1, 1, 30), (2, 3, 40), (3, 2, 24)])
+@pytest.mark.parametrize(("size", "steps", "server_steps"), [(1, 1, 30), (2, 3, 40), (3, 2, 24)])
 def test_it_travels_at_most_the_fourth_root_of_skt(size, steps, rounds):
-    rule = AdaMasFL(size, steps=steps, rounds=rounds)
+    rule = AdaMasFL(size, steps=steps, server_steps=rounds)
     bound = (size * steps * rounds) ** 0.25
     lengths = trajectory(rule, 1e3, 1, rounds).diff(dim=0).norm(dim=1)
     # Each step is γ times a mean of vectors that are no longer than 1, up to rounding of points of size 10.
     assert lengths.max() <= rule.rate * (1 + 1e-12)
     assert lengths.sum() <= bound * (1 + 1e-12)
     # Far from the minimum all clients agree on the way, and one that walks a line reaches the bound.
-    server = Server(SPACE, AdaMasFL(1, steps=1, rounds=16, initial="zero"), torch.zeros(D).double())
+    server = Server(SPACE, AdaMasFL(1, steps=1, server_steps=16, initial="zero"), torch.zeros(D).double())
     for _ in range(16):
         ticket = server.dispatch("a")
         away = ticket.message.start + torch.tensor([ticket.message.numbers["rate"], 0, 0, 0]).double()
@@ -156,7 +156,7 @@ def test_steps_have_one_length_whatever_the_gradient():
 
 
 def test_what_has_gone_too_far_is_refused():
-    server = Server(SPACE, AdaMasFL(1, steps=4, rounds=16, initial="zero"), 100 * draw(0, D, dtype=torch.float32))
+    server = Server(SPACE, AdaMasFL(1, steps=4, server_steps=16, initial="zero"), 100 * draw(0, D, dtype=torch.float32))
     for part, accepted in ((1.0, True), (1.01, False)):
         ticket = server.dispatch("a")
         unit = draw(1, D).float() / draw(1, D).norm()
@@ -168,7 +168,7 @@ def test_what_has_gone_too_far_is_refused():
 
 
 def test_a_client_that_answers_twice_counts_once_and_is_averaged_with_the_others():
-    rule = AdaMasFL(2, steps=1, rounds=16, clients=4, initial="zero")
+    rule = AdaMasFL(2, steps=1, server_steps=16, clients=4, initial="zero")
     server, rate = Server(SPACE, rule, torch.zeros(D).double()), rule.local_rate
 
     def sent(client, direction, gradient, ticket=None):
@@ -191,7 +191,7 @@ def test_a_client_that_answers_twice_counts_once_and_is_averaged_with_the_others
 
 
 def test_late_clients_open_first():
-    server = Server(SPACE, AdaMasFL(1, steps=2, rounds=20), draw(0, D))
+    server = Server(SPACE, AdaMasFL(1, steps=2, server_steps=20), draw(0, D))
     for client in (0, 0, 0):
         work(server, server.dispatch(client), client)
     before = server.model
@@ -208,7 +208,7 @@ def test_late_clients_open_first():
     [
         ({"size": 0}, "size"),
         ({"steps": 0}, "steps"),
-        ({"size": 4, "steps": 5, "rounds": 19}, "rounds"),
+        ({"size": 4, "steps": 5, "server_steps": 19}, "server_steps"),
         ({"size": 4, "clients": 3}, "clients"),
         ({"initial": "one"}, "initial"),
         ({"eta": 0.0}, "eta"),
@@ -225,12 +225,12 @@ def test_options_out_of_range_are_named(options, name):
 
 
 def test_rates_need_at_least_as_many_rounds_as_steps():
-    assert AdaMasFL(4, steps=5, rounds=20).momentum == 1.0
-    assert math.isclose(AdaMasFL(4, steps=5, rounds=20).rate * 20, (4 * 5 * 20) ** 0.25)
+    assert AdaMasFL(4, steps=5, server_steps=20).momentum == 1.0
+    assert math.isclose(AdaMasFL(4, steps=5, server_steps=20).rate * 20, (4 * 5 * 20) ** 0.25)
 
 
 def test_a_momentum_that_is_set_needs_no_number_of_rounds():
-    rule = AdaMasFL(4, steps=5, rounds=1, beta=0.5)
+    rule = AdaMasFL(4, steps=5, server_steps=1, beta=0.5)
     assert (rule.momentum, rule.local_rate) == (0.5, 1 / 5)
 
 
@@ -252,10 +252,10 @@ def test_clients_say_what_they_miss():
         Server(Sphere(3), AdaMasFL(1), torch.eye(3)[0])
 
 
-@pytest.mark.parametrize(("steps", "rounds"), [(100, 3000), (500, 1000), (1000, 3000)])
+@pytest.mark.parametrize(("steps", "server_steps"), [(100, 3000), (500, 1000), (1000, 3000)])
 def test_steps_from_a_model_of_zeros_are_not_too_far(steps, rounds):
     """Their roundings are of the size of what has been walked, where the base has none."""
-    server = Server(Flat(1), AdaMasFL(1, steps=steps, rounds=rounds, initial="zero"), torch.zeros(1))
+    server = Server(Flat(1), AdaMasFL(1, steps=steps, server_steps=rounds, initial="zero"), torch.zeros(1))
     ticket = server.dispatch("a")
     trained = Normalised().train(
         Flat(1), ticket.message, lambda x, _: x.sum(), Batches([0]), None, generator=torch.Generator()
@@ -279,7 +279,7 @@ def test_a_mean_of_large_gradients_does_not_overflow():
 
 
 def test_an_opening_answer_with_points_that_are_not_finite_is_refused():
-    server = Server(Flat(2), AdaMasFL(1, steps=3, rounds=100), torch.zeros(2))
+    server = Server(Flat(2), AdaMasFL(1, steps=3, server_steps=100), torch.zeros(2))
     ticket = server.dispatch("a", keep=False)
     points, base = torch.full((1, 2), math.nan), torch.full((2,), math.inf)
     payload = Payload(points, 1, {"gradient": torch.ones(2)}, {"opening": 1.0}, base=base)

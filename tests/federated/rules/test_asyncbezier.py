@@ -15,17 +15,17 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server, Update
 from manifoldagg.federated.clients import Trajectory
 from manifoldagg.federated.rules import ASGD, AsyncBezier, AsyncCorrected, FedOrtho
-from manifoldagg.federated.rules._step_curve import Course
+from manifoldagg.federated.rules._step_curve import StepCurve
 from manifoldagg.manifolds import Flat, Sphere, distance
 from tests.federated.mutants import Catalogue
 from tests.federated.rules.memory_traffic import SIZE, counted
 from tests.support import draw, relative, seeds
 
 GOLDEN = {
-    "AsyncBezier by the parameter": AsyncBezier(0.5, threshold=0.0, pull_back="none", bend=0.5),
+    "AsyncBezier by the parameter": AsyncBezier(0.5, threshold=0.0, pull_back="none", curve_weight=0.5),
     "AsyncBezier of corners": AsyncBezier(0.5, threshold=-1.0, polygon=True),
-    "AsyncBezier while it agrees": AsyncBezier(0.5, threshold=-1.0, pull_back="agreement", polygon=True),
-    "AsyncBezier that bends": AsyncBezier(0.5, threshold=-1.0, pull_back="none", bend="auto"),
+    "AsyncBezier while it agrees": AsyncBezier(0.5, threshold=-1.0, pull_back="conflict_free_prefix", polygon=True),
+    "AsyncBezier that bends": AsyncBezier(0.5, threshold=-1.0, pull_back="none", curve_weight="auto"),
     "AsyncBezier of one pace": AsyncBezier(0.5, threshold=-1.0, pull_back="none", normalise=True),
 }
 
@@ -76,7 +76,7 @@ options = {
 def test_without_a_pull_back_the_rate_is_the_parameter(seed, n, rho, kappa, polygon, threshold):
     given_ = update(seed, n, weight=0.5)
     rows = OrthoDC(threshold)(SPACE, given_.base, given_.current, given_.points - given_.base)
-    rule = AsyncBezier(2 * rho, threshold=threshold, pull_back="none", bend=kappa, polygon=polygon)
+    rule = AsyncBezier(2 * rho, threshold=threshold, pull_back="none", curve_weight=kappa, polygon=polygon)
     _, outcome = step(rule, given_)
     s = min(rho, 1.0)
     expected = given_.current + path(SPACE, chords(rows, kappa), polygon)(s)
@@ -89,7 +89,7 @@ def test_without_a_pull_back_the_rate_is_the_parameter(seed, n, rho, kappa, poly
 def test_a_pulled_back_rate_is_where_the_curve_is_first_as_far(seed, n, rho, kappa, polygon, threshold):
     given_ = update(seed, n)
     rows = OrthoDC(threshold)(SPACE, given_.base, given_.current, given_.points - given_.base)
-    _, outcome = step(AsyncBezier(rho, threshold=threshold, bend=kappa, polygon=polygon), given_)
+    _, outcome = step(AsyncBezier(rho, threshold=threshold, curve_weight=kappa, polygon=polygon), given_)
     curve = path(SPACE, chords(rows, kappa), polygon)
     goal = min(rho, 1.0) * rows[-1].norm().item()
     s = outcome.numbers["step"]
@@ -106,7 +106,7 @@ def test_agreement_goes_its_part_of_the_legs_before_one_that_disagrees(seed, n, 
     v = given_.points - given_.base
     products = legs((chords(v, kappa) @ (given_.current - given_.base)).tolist())
     agreeing = len(list(itertools.takewhile(lambda product: product >= 0, products)))
-    rule = AsyncBezier(rho, threshold=threshold, pull_back="agreement", bend=kappa, polygon=polygon)
+    rule = AsyncBezier(rho, threshold=threshold, pull_back="conflict_free_prefix", curve_weight=kappa, polygon=polygon)
     _, outcome = step(rule, given_)
     if kappa > 0:  # the legs of a chord are equal to rounding, and so are their products
         assert outcome.numbers["step"] == pytest.approx(min(rho, 1.0) * max(agreeing, 1) / n, rel=1e-15)
@@ -117,7 +117,9 @@ def test_agreement_goes_its_part_of_the_legs_before_one_that_disagrees(seed, n, 
 
 def test_a_fresh_update_agrees_to_its_end():
     base = draw(0, P)
-    _, outcome = step(AsyncBezier(0.5, threshold=0.5, pull_back="agreement"), Update(0, base, base, draw(1, 3, P)))
+    _, outcome = step(
+        AsyncBezier(0.5, threshold=0.5, pull_back="conflict_free_prefix"), Update(0, base, base, draw(1, 3, P))
+    )
     assert outcome.numbers["step"] == 0.5
 
 
@@ -126,7 +128,7 @@ def test_a_curve_bent_to_its_chord_is_the_linear_step(seed, n, rate, pull_back, 
     given_ = update(seed, n, weight=0.7)
     end = replace(given_, points=given_.points[-1:])
     for threshold, linear in ((-1.0, ASGD), (1.0, FedOrtho)):
-        rule = AsyncBezier(rate, threshold=threshold, pull_back=pull_back, bend=0, polygon=polygon)
+        rule = AsyncBezier(rate, threshold=threshold, pull_back=pull_back, curve_weight=0, polygon=polygon)
         assert torch.equal(step(rule, given_)[1].model, step(linear(rate), end)[1].model)
 
 
@@ -153,21 +155,21 @@ def test_a_rate_past_one_follows_a_curve_where_it_may():
 
 @pytest.mark.parametrize("inner", [[[0.0]], [[0.0, 0.0], [0.0, 0.0]], [[4.0, 0.0], [0.0, 0.0]]])
 def test_a_polygon_that_ends_where_it_starts_moves_nothing(inner):
-    assert Course(polygon=True).place(inner, 0.5) == 0
+    assert StepCurve(polygon=True).parameter(inner, 0.5) == 0
 
 
 def test_a_polygon_can_wait_at_its_start_or_at_a_corner():
     rows = torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 4.0], [6.0, 8.0]])
-    course = Course(polygon=True)
+    course = StepCurve(polygon=True)
     inner = (rows @ rows.T).tolist()
-    assert course.place(inner, 0.25) == pytest.approx(0.375)
-    assert course.place(inner, 0.5) == pytest.approx(0.5)
-    assert course.place(inner, 0.75) == pytest.approx(0.875)
-    assert course.place([[1e300, 0.0], [0.0, 1e300]], 1e-160) == 0
+    assert course.parameter(inner, 0.25) == pytest.approx(0.375)
+    assert course.parameter(inner, 0.5) == pytest.approx(0.5)
+    assert course.parameter(inner, 0.75) == pytest.approx(0.875)
+    assert course.parameter([[1e300, 0.0], [0.0, 1e300]], 1e-160) == 0
 
 
 @pytest.mark.parametrize("polygon", [False, True])
-@pytest.mark.parametrize("pull_back", ["chord", "none", "agreement"])
+@pytest.mark.parametrize("pull_back", ["chord", "none", "conflict_free_prefix"])
 @pytest.mark.parametrize("kappa", [0.0, 0.4, 1.0])
 def test_on_a_sphere_the_step_is_along_its_own_curve(polygon, pull_back, kappa):
     space = Sphere(P)
@@ -176,7 +178,7 @@ def test_on_a_sphere_the_step_is_along_its_own_curve(polygon, pull_back, kappa):
     given_ = Update(0, here, here, points)
     bent = space.exp(here.expand(3, -1), chords(space.log(here.expand(3, -1), points), kappa))
     curve = (Piecewise(space, degree=1, pieces=3) if polygon else Bezier(space, 3)).at(torch.cat([here[None], bent]))
-    rule = AsyncBezier(0.5, threshold=-1.0, pull_back=pull_back, bend=kappa, polygon=polygon)
+    rule = AsyncBezier(0.5, threshold=-1.0, pull_back=pull_back, curve_weight=kappa, polygon=polygon)
     _, outcome = step(rule, given_, space=space)
     # Of a geodesic, formed in one step there and by three here, a few roundings.
     assert relative(outcome.model, curve(outcome.numbers["step"])) <= 1e-12
@@ -192,20 +194,20 @@ def test_agreement_on_a_sphere_is_with_the_drift_there():
     u = torch.tensor([[0.1, 0.0, 0.0], [0.2, 0.1, 0.0], [0.1, 0.2, 0.0]], dtype=torch.float64)
     ahead, back = (space.exp(base, x * u[0]) for x in (1.0, -1.0))
     points = space.exp(base.expand(3, -1), u)
-    rule = AsyncBezier(0.6, threshold=-1.0, pull_back="agreement", polygon=True)
+    rule = AsyncBezier(0.6, threshold=-1.0, pull_back="conflict_free_prefix", polygon=True)
     assert step(rule, Update(0, base, ahead, points), space=space)[1].numbers["step"] == pytest.approx(0.4)
     assert step(rule, Update(0, base, back, points), space=space)[1].numbers["step"] == pytest.approx(0.2)
 
 
 @given(seeds)
 def test_an_automatic_bend_is_what_the_mean_cosine_leaves(seed):
-    rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", bend="auto")
+    rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", curve_weight="auto")
     state = None
     products, lengths = [], []
     for i in range(5):
         given_ = update(seed + 7 * i)
         kappa = 1 - sum(products) / sum(lengths) if lengths else 0.0
-        fixed = AsyncBezier(0.5, threshold=-1.0, pull_back="none", bend=min(max(kappa, 0.0), 1.0))
+        fixed = AsyncBezier(0.5, threshold=-1.0, pull_back="none", curve_weight=min(max(kappa, 0.0), 1.0))
         state, outcome = step(rule, given_, state)
         assert relative(outcome.model, step(fixed, given_)[1].model) <= 1e-12
         v = given_.points[-1] - given_.base
@@ -215,7 +217,7 @@ def test_an_automatic_bend_is_what_the_mean_cosine_leaves(seed):
 
 
 def test_a_run_without_staleness_stays_on_its_chords():
-    rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", bend="auto")
+    rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", curve_weight="auto")
     server = Server(SPACE, rule, draw(0, P))
     straight = Server(SPACE, ASGD(0.5), draw(0, P))
     for i in range(4):
@@ -231,19 +233,19 @@ def paces_are_divided_by_the_mean_of_those_before(k):
     state = None
     paces = [2.0, 1.0, 6.0, 3.0]
     for i, pace in enumerate(paces):
-        given_ = update(i, 2, numbers={"pace": pace})
+        given_ = update(i, 2, numbers={"progress": pace})
         state, outcome = step(rule, given_, state)
         mean = sum(paces[:i]) / i if i else pace
         assert outcome.numbers["step"] == pytest.approx(0.1 * mean / pace, rel=1e-12)
-        assert state["pace"] == pytest.approx(sum(paces[: i + 1]) / (i + 1), rel=1e-12)
+        assert state["progress"] == pytest.approx(sum(paces[: i + 1]) / (i + 1), rel=1e-12)
 
 
 @law
 def the_mean_pace_follows_a_run_that_slows_down(k):
     rule = k.AsyncBezier(0.1, threshold=-1.0, pull_back="none", normalise=True)
-    given_ = update(0, numbers={"pace": 1.0})
-    state, _ = step(rule, given_, {"version": 5000, "pace": 2.0})
-    assert state["pace"] == pytest.approx(1.99)
+    given_ = update(0, numbers={"progress": 1.0})
+    state, _ = step(rule, given_, {"version": 5000, "progress": 2.0})
+    assert state["progress"] == pytest.approx(1.99)
 
 
 @law
@@ -256,7 +258,7 @@ def the_rate_is_the_parameter(k):
 def whoever_disagrees_from_the_start_takes_one_leg(k):
     base, current = draw(3, 2, P)
     points = base - torch.outer(torch.arange(1.0, 5.0), current - base)
-    rule = k.AsyncBezier(0.5, threshold=-1.0, pull_back="agreement", polygon=True)
+    rule = k.AsyncBezier(0.5, threshold=-1.0, pull_back="conflict_free_prefix", polygon=True)
     _, outcome = step(rule, Update(0, base, current, points))
     assert outcome.numbers["step"] == 0.125
 
@@ -289,63 +291,67 @@ def a_run_that_agrees_with_itself_is_not_bent(k):
     opposed = Update(0, base, base - 1, base + ahead)
     for given_, bend in ((agreeing, 0.0), (opposed, 1.0)):
         state, _ = step(rule, given_)
-        fixed = AsyncBezier(0.4, threshold=-1.0, pull_back="none", bend=bend)
+        fixed = AsyncBezier(0.4, threshold=-1.0, pull_back="none", curve_weight=bend)
         assert relative(step(rule, given_, state)[1].model, step(fixed, given_)[1].model) <= 1e-12
 
 
 @caught_by("AsyncBezier", "paces_are_divided_by_the_mean_of_those_before")
 class CountsItsOwnPaceInTheMean(AsyncBezier):
     def step_size(self, state, update, penalty):
-        own = self.learned(state, update, None) if self.normalise else {}
+        own = self.state_update(state, update, None) if self.normalise else {}
         return super().step_size(state | own, update, penalty)
 
 
 @caught_by("AsyncBezier", "paces_are_divided_by_the_mean_of_those_before")
 class MultipliesByThePace(AsyncBezier):
     def step_size(self, state, update, penalty):
-        pace = update.numbers.get("pace", 1.0)
-        return super().step_size(state, replace(update, numbers={"pace": state.get("pace", pace) ** 2 / pace}), penalty)
+        pace = update.numbers.get("progress", 1.0)
+        return super().step_size(
+            state, replace(update, numbers={"progress": state.get("progress", pace) ** 2 / pace}), penalty
+        )
 
 
 @caught_by("AsyncBezier", "the_mean_pace_follows_a_run_that_slows_down")
 class RemembersEveryPace(AsyncBezier):
-    def learned(self, state, update, came):
-        pace = update.numbers.get("pace", 1.0)
+    def state_update(self, state, update, original_gram):
+        pace = update.numbers.get("progress", 1.0)
         count = state["version"] + 1
-        return {"pace": state.get("pace", 0.0) * (count - 1) / count + pace / count} if self.normalise else {}
+        return {"progress": state.get("progress", 0.0) * (count - 1) / count + pace / count} if self.normalise else {}
 
 
 @caught_by("AsyncBezier", "the_rate_is_the_parameter", "corners_are_reached_one_after_the_other")
 class AlwaysPullsBack(AsyncBezier):
-    def course(self, state):
-        course = super().course(state)
-        return replace(course, pull_back="chord") if course.pull_back == "none" and course.bend == 1 else course
+    def step_curve(self, state):
+        course = super().step_curve(state)
+        return replace(course, pull_back="chord") if course.pull_back == "none" and course.curve_weight == 1 else course
 
 
-class Stops(Course):
-    def agreed(self, along):
-        return super().agreed(along) if legs(along)[0] >= 0 else 0.0
+class Stops(StepCurve):
+    def conflict_free_fraction(self, drift_products):
+        return super().conflict_free_fraction(drift_products) if legs(drift_products)[0] >= 0 else 0.0
 
 
 @caught_by("AsyncBezier", "whoever_disagrees_from_the_start_takes_one_leg")
 class StopsAtOnce(AsyncBezier):
-    def course(self, state):
-        return Stops(**vars(super().course(state)))
+    def step_curve(self, state):
+        return Stops(**vars(super().step_curve(state)))
 
 
 @caught_by("AsyncBezier", "corners_are_reached_one_after_the_other", "whoever_disagrees_from_the_start_takes_one_leg")
 class ForgetsHowPointsAreRead(AsyncBezier):
-    def course(self, state):
-        course = super().course(state)
+    def step_curve(self, state):
+        course = super().step_curve(state)
         return replace(course, polygon=False, pull_back="none")
 
 
 @caught_by("AsyncBezier", "a_bend_of_one_half_is_halfway_to_the_chord", "a_run_that_agrees_with_itself_is_not_bent")
 class BendsTheOtherWay(AsyncBezier):
-    def course(self, state):
-        course = super().course(state)
+    def step_curve(self, state):
+        course = super().step_curve(state)
         return (
-            course if course.bend == 1 and not isinstance(self.bend, str) else replace(course, bend=1 - course.bend**2)
+            course
+            if course.curve_weight == 1 and not isinstance(self.curve_weight, str)
+            else replace(course, curve_weight=1 - course.curve_weight**2)
         )
 
 
@@ -368,14 +374,14 @@ def test_a_step_reads_once_and_writes_once(name):
 def test_paces_are_asked_for_and_checked():
     server = Server(SPACE, AsyncBezier(0.5, threshold=-1.0, pull_back="none", normalise=True), draw(0, P))
     ticket = server.dispatch("a")
-    assert ticket.message.numbers == {"pace": 1.0}
+    assert ticket.message.numbers == {"progress": 1.0}
     points = draw(1, 2, P)
-    for wrong in ({}, *({"pace": pace} for pace in (0.0, -1.0, math.nan, math.inf, 1e-200, 1e200))):
+    for wrong in ({}, *({"progress": pace} for pace in (0.0, -1.0, math.nan, math.inf, 1e-200, 1e200))):
         receipt = server.receive(ticket, Payload(points, 1, numbers=wrong))
         assert not receipt.accepted
-        assert "pace" in receipt.reason
-    assert server.receive(ticket, Payload(points, 1, numbers={"pace": 1e-100})).accepted
-    assert server.receive(server.dispatch("b"), Payload(points, 1, numbers={"pace": 1e100})).accepted
+        assert "progress" in receipt.reason
+    assert server.receive(ticket, Payload(points, 1, numbers={"progress": 1e-100})).accepted
+    assert server.receive(server.dispatch("b"), Payload(points, 1, numbers={"progress": 1e100})).accepted
     assert Server(SPACE, AsyncBezier(), draw(0, P)).dispatch("a").message.numbers == {}
 
 
@@ -387,7 +393,7 @@ def test_one_lie_about_a_pace_is_no_more_than_one_odd_client(lie):
     def send(client, pace):
         ticket = server.dispatch(client)
         points = ticket.message.start + draw(client, 2, P)
-        return server.receive(ticket, Payload(points, 1, numbers={"pace": pace})).check().step
+        return server.receive(ticket, Payload(points, 1, numbers={"progress": pace})).check().step
 
     assert [send(client % 10, 1.0) for client in range(100)] == pytest.approx([0.01] * 100)
     assert send(9, lie) == pytest.approx(0.01 * (100 if lie < 1 else 0.01))
@@ -398,9 +404,9 @@ def test_one_lie_about_a_pace_is_no_more_than_one_odd_client(lie):
 def test_paces_that_are_asked_for_later_begin_with_the_first():
     rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", normalise=True)
     start = draw(0, P)
-    update = Update(client="a", base=start, current=start, points=(draw(1, P),), numbers={"pace": 4.0})
+    update = Update(client="a", base=start, current=start, points=(draw(1, P),), numbers={"progress": 4.0})
     state, outcome = rule.step(SPACE, {"version": 500}, update)
-    assert (state["pace"], outcome.numbers["step"]) == (4.0, 0.5)
+    assert (state["progress"], outcome.numbers["step"]) == (4.0, 0.5)
 
 
 def test_a_trajectory_brings_its_pace_and_its_corners():
@@ -413,7 +419,7 @@ def test_a_trajectory_brings_its_pace_and_its_corners():
     payload = trainer.train(
         SPACE, ticket.message, lambda x, batch: x.square().sum() / 2, data, None, generator=torch.Generator()
     )
-    assert payload.numbers == {"pace": pytest.approx(0.8)}
+    assert payload.numbers == {"progress": pytest.approx(0.8)}
     server.receive(ticket, payload).check()
     # Halfway along the path are four of its eight steps.
     assert relative(server.model, 0.9**4 * start) <= 1e-14
@@ -431,16 +437,19 @@ def test_the_defaults_are_those_of_the_paper(seed):
     ("options", "message"),
     [
         ({"pull_back": "arc"}, "pull_back: expected one of"),
-        ({"bend": -0.1}, "bend: expected"),
-        ({"bend": 1.5}, "bend: expected"),
-        ({"bend": "none"}, r"bend: expected a number in \[0, 1\] or 'auto', got 'none'"),
+        ({"curve_weight": -0.1}, "bend: expected"),
+        ({"curve_weight": 1.5}, "bend: expected"),
+        ({"curve_weight": "none"}, r"bend: expected a number in \[0, 1\] or 'auto', got 'none'"),
         ({"normalise": None}, "normalise: expected"),
         ({"polygon": "yes"}, "polygon: expected"),
         (
             {"overshoot": "extend", "polygon": True},
             "overshoot: expected 'clamp', as nothing follows the end of a polygon",
         ),
-        ({"overshoot": "extend", "pull_back": "agreement"}, "overshoot: expected 'clamp'.*the part that agrees"),
+        (
+            {"overshoot": "extend", "pull_back": "conflict_free_prefix"},
+            "overshoot: expected 'clamp'.*the part that agrees",
+        ),
     ],
 )
 def test_options_are_checked(options, message):

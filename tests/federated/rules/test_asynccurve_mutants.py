@@ -16,7 +16,7 @@ from manifoldagg.federated.clients import base
 from manifoldagg.federated.clients import floco as simplex_client
 from manifoldagg.federated.clients.lorentzproximal import LorentzProximal
 from manifoldagg.federated.rules import Dominance, asynccurve, floco
-from manifoldagg.federated.rules.floco import onto_simplex
+from manifoldagg.federated.rules.floco import project_to_simplex
 from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Flat
 from tests.support import draw, relative
@@ -224,7 +224,7 @@ def the_model_is_the_centroid_of_weighted_means():
 
 @law
 def centres_are_places_of_the_simplex_and_stay():
-    rule = floco.FLOCO(2, 3, personal=0)
+    rule = floco.FLOCO(2, 3, personalize_from=0)
     seen = list(simplex(rule, 20))
     for given_, _, outcome in seen[2:]:
         centre = outcome.client_state["centre"]
@@ -234,7 +234,9 @@ def centres_are_places_of_the_simplex_and_stay():
             assert torch.equal(centre, given_.client_state["centre"])
     first, state = seen[2][0], seen[1][1]
     d = first.points.mean(0) - first.base - state["mean"]
-    assert relative(seen[2][2].client_state["centre"], onto_simplex((state["axes"] @ d) / state["scale"])) <= 1e-12
+    assert (
+        relative(seen[2][2].client_state["centre"], project_to_simplex((state["axes"] @ d) / state["scale"])) <= 1e-12
+    )
     sent = rule.message(SPACE, seen[-1][1], seen[-1][2].model, seen[-1][2].client_state)
     assert torch.equal(sent.tensors["centre"], seen[-1][2].client_state["centre"])
     assert relative(sent.tensors["vertices"].mean(0), seen[-1][2].model) <= 1e-13
@@ -316,13 +318,13 @@ def never_overwrites(self, state, version, model):
 
 
 @caught_by(asynccurve.AsyncCurve, "_averaged", "the_first_average_begins_with_the_first_version")
-def overwrites_at_place_zero(self, state, version, model, average=asynccurve.AsyncCurve._averaged):
+def overwrites_at_place_zero(self, state, version, model, average=asynccurve.AsyncCurve._update_average):
     averages = average(self, state, version, model)
     return {} if version == self.offset else averages
 
 
 @caught_by(asynccurve.AsyncCurve, "_averaged", "every_third_version_is_the_mean_of_the_last")
-def never_begins_anew(self, state, version, model, average=asynccurve.AsyncCurve._averaged):
+def never_begins_anew(self, state, version, model, average=asynccurve.AsyncCurve._update_average):
     mean, count = state.get("average", 0.0), state.get("averaged", 0)
     mean = mean + (model - mean) / (count + 1)
     average(self, state, version, model)
@@ -397,7 +399,7 @@ def clips_centres(x, scale=1.0):
 
 
 @caught_by(floco.FLOCO, "_placed", "centres_are_places_of_the_simplex_and_stay")
-def places_again_at_every_answer(self, state, update, place=floco.FLOCO._placed):
+def places_again_at_every_answer(self, state, update, place=floco.FLOCO._project_client):
     signals, memory = place(self, state, replace(update, client_state=None))
     return signals, memory
 

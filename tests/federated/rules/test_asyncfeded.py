@@ -151,7 +151,7 @@ def test_the_trainer_obeys(make):
         assert torch.equal(payload.points, trained(replace(local, epochs=epochs)).points)
         assert payload.samples == 20
     assert torch.equal(trained(Epochs(replace(local, steps=1)), epochs=3.0).points, payload.points)
-    assert torch.equal(trained(Epochs(local, at_most=3), epochs=8.0).points, payload.points)
+    assert torch.equal(trained(Epochs(local, max_epochs=3), epochs=8.0).points, payload.points)
     assert isinstance(Epochs(), Trainer)
 
 
@@ -168,7 +168,7 @@ def test_bad_input_is_refused_by_name():
     for numbers in ({}, {"epochs": 0.0}, {"epochs": 1.5}, {"epochs": math.nan}, {"epochs": math.inf}):
         with pytest.raises(ArgumentError, match="epochs"):
             trained(Epochs(), **numbers)
-    for options in ({"local": 3}, {"at_most": 0}):
+    for options in ({"local": 3}, {"max_epochs": 0}):
         with pytest.raises(ArgumentError, match=next(iter(options))):
             Epochs(**options)
     for options in (

@@ -44,8 +44,8 @@ def a_stale_step_is_the_one_that_a_fresh_client_would_have_made(k):
 class AsyncKrylovAlongTheCurve(AsyncKrylov):
     """Its points read as control points of a Bézier curve."""
 
-    def course(self, state):
-        return super(AsyncKrylov, self).course(state)
+    def step_curve(self, state):
+        return super(AsyncKrylov, self).step_curve(state)
 
 
 @caught_by("AsyncKrylov", "a_stale_step_is_the_one_that_a_fresh_client_would_have_made")

@@ -41,7 +41,7 @@ def walked(rule, dtype, count=6):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "rule",
-    [FADAS(2), FedAdam(2), MasFL(2, initial="zero"), AdaMasFL(2, steps=50, rounds=100, initial="zero")],
+    [FADAS(2), FedAdam(2), MasFL(2, initial="zero"), AdaMasFL(2, steps=50, server_steps=100, initial="zero")],
     ids=lambda rule: type(rule).__name__,
 )
 def test_windows_change_no_bit(rule, dtype, monkeypatch):
@@ -73,7 +73,7 @@ def test_an_update_waits_exactly_where_a_step_with_it_has_numbers(seed, first, s
         state, outcome = rule.step(SPACE, state, given_)
         assert outcome.model is None
         total = after
-    assert bool(total.any()) == bool(state["waiting"])
+    assert bool(total.any()) == bool(state["pending"])
 
 
 @given(seeds, st.floats(-9, -1))

@@ -65,7 +65,7 @@ RULES = [
     ASGD(0.5),
     FedOrtho(0.5),
     FedGS(0.5),
-    FedGS(0.5, reading="position"),
+    FedGS(0.5, update_form="position"),
     AsyncBezier(0.5),
     AsyncBezier(0.5, threshold=0.0, decay=1.0),
     AsyncBezier(0.5, threshold=-1.0),

@@ -175,10 +175,10 @@ def paced(normalise, rates, steps):
     moving = rule("path", 0.02, normalise=normalise)
     state = moving.init(SPACE, OPTIMUM)
     if normalise:
-        state = {"version": 1000, "pace": 0.7}
+        state = {"version": 1000, "progress": 0.7}
     return sum(
         step(moving, i, OPTIMUM, iterates(i, OPTIMUM, rates[i], steps[i]), path, state,
-             numbers={"pace": rates[i] * steps[i]})
+             numbers={"progress": rates[i] * steps[i]})
         for i in CLIENTS
     ).norm()  # fmt: skip
 

@@ -94,7 +94,7 @@ def test_named_rules_are_a_choice_of_correction(seed, rate, n):
         (ASGD(rate), Tangent()),
         (FedAsync(rate), Position()),
         (FedOrtho(rate), OrthoDC(1.0)),
-        (FedGS(rate, reading="position"), Position() >> OrthoDC(0.0)),
+        (FedGS(rate, update_form="position"), Position() >> OrthoDC(0.0)),
     ]
     for rule, correction in pairs:
         assert torch.equal(move(rule, plain), move(AsyncCorrected(rate, correction=correction), plain))

@@ -43,7 +43,7 @@ def transcription(came, start, *, size, rate, beta1, beta2, epsilon, tolerated):
     st.sampled_from([1e-8, 0.1]), st.integers(0, 3),
 )  # fmt: skip
 def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(seed, size, rate, beta1, beta2, epsilon, tolerated):
-    options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "tolerated": tolerated}
+    options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "delay_threshold": tolerated}
     came = arrivals(FADAS(size, rate, **options), seed)
     moves = [((event.point - event.base).tolist(), event.staleness) for event in came]
     expected = transcription(moves, draw(seed, SIZE).tolist(), size=size, rate=rate, **options)
@@ -80,7 +80,7 @@ def test_the_rate_minds_the_stalest_of_the_buffer(adaptive, rates):
             update = Update(0, model, model, draw(1, 1, SIZE), staleness=staleness)
             state, outcome = rule.step(SPACE, state, update)
         assert (outcome.numbers["rate"], outcome.numbers["step"]) == (rate, rate)
-        assert state["late"] == 0
+        assert state["max_staleness"] == 0
 
 
 def test_the_largest_square_divides_not_the_present_one():
@@ -98,7 +98,7 @@ def test_the_first_step_has_no_correction_of_bias():
     _, outcome = rule.step(SPACE, rule.init(SPACE, model), Update(0, model, model, torch.ones(1, SIZE).double()))
     # (1 - β1) / √(1 - β2), up to ε = 1e-8 over √(1 - β2).
     assert outcome.model.tolist() == pytest.approx([0.1 / 0.1] * SIZE, rel=2e-7)
-    assert (rule.beta1, rule.beta2, rule.epsilon, rule.tolerated) == (0.9, 0.99, 1e-8, 1)
+    assert (rule.beta1, rule.beta2, rule.epsilon, rule.delay_threshold) == (0.9, 0.99, 1e-8, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -146,7 +146,7 @@ def test_options_are_numbers_of_the_models(dtype, options, accepted):
 def test_bad_input_is_refused_by_name():
     for options in (
         {"size": 0}, {"rate": 0.0}, {"beta1": 1.0}, {"beta2": -0.1}, {"epsilon": 0.0},
-        {"initial_square": -1.0}, {"tolerated": -1}, {"adaptive": "maybe"},
+        {"initial_square": -1.0}, {"delay_threshold": -1}, {"adaptive": "maybe"},
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=next(iter(options))):
             FADAS(**options)

@@ -14,7 +14,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Rule, Server, Trainer, Update
 from manifoldagg.federated.clients import floco as client
 from manifoldagg.federated.rules import FedAvg
-from manifoldagg.federated.rules.floco import FLOCO, best_scale, onto_simplex, principal_axes
+from manifoldagg.federated.rules.floco import FLOCO, min_energy_scale, principal_axes, project_to_simplex
 from manifoldagg.manifolds import Flat, Sphere
 from tests.support import draw, relative, seeds
 
@@ -38,7 +38,7 @@ def test_the_model_is_the_centroid_of_the_averaged_vertices(seed, k, n, weighted
     start = draw(seed, P)
     weights = (0.1 + torch.rand(k, generator=torch.Generator().manual_seed(seed))).tolist()
     updates = [Update(i, start, start, draw(seed + i + 1, n, P), weight=w) for i, w in enumerate(weights)]
-    rule = FLOCO(k, n, weighted=weighted, spread=0.3)
+    rule = FLOCO(k, n, weighted=weighted, initial_std=0.3)
     state, outcome, _ = play(rule, updates, start)
     shares = torch.tensor(weights if weighted else [1.0] * k).double()
     mean = torch.einsum("k,knp->np", shares / shares.sum(), torch.stack([u.points for u in updates]))
@@ -54,7 +54,7 @@ def test_the_model_is_the_centroid_of_the_averaged_vertices(seed, k, n, weighted
 def test_it_is_fedavg_of_the_centroids_old_tickets_among_them(seed, n):
     """Through two servers, whose clients come as they like."""
     start, generator = draw(seed, P), torch.Generator().manual_seed(seed)
-    ours, theirs = (Server(SPACE, rule, start, weights="uniform") for rule in (FLOCO(2, n, spread=0.1), FedAvg(2)))
+    ours, theirs = (Server(SPACE, rule, start, weights="uniform") for rule in (FLOCO(2, n, initial_std=0.1), FedAvg(2)))
     open_ = {}
     for i in range(14):
         who = int(torch.randint(5, (), generator=generator))
@@ -81,18 +81,18 @@ def test_with_one_vertex_it_is_fedavg_and_codebases_with_state_dicts_have_it():
 
 def test_the_first_vertices_lie_about_the_start():
     start = draw(0, P)
-    spread = FLOCO(1, 4, spread=0.5, seed=3).init(SPACE, start)["vertices"]
+    spread = FLOCO(1, 4, initial_std=0.5, seed=3).init(SPACE, start)["vertices"]
     assert relative(spread.mean(0), start) <= 1e-15
     assert 0.2 < float((spread - start).std()) < 0.8
-    assert torch.equal(spread, FLOCO(1, 4, spread=0.5, seed=3).init(SPACE, start)["vertices"])
-    assert not torch.equal(spread, FLOCO(1, 4, spread=0.5, seed=4).init(SPACE, start)["vertices"])
+    assert torch.equal(spread, FLOCO(1, 4, initial_std=0.5, seed=3).init(SPACE, start)["vertices"])
+    assert not torch.equal(spread, FLOCO(1, 4, initial_std=0.5, seed=4).init(SPACE, start)["vertices"])
     assert torch.equal(FLOCO(1, 4).init(SPACE, start)["vertices"], start.expand(4, P))
 
 
 @given(seeds, st.integers(1, 7), st.floats(-2, 2))
 def test_the_projection_is_the_nearest_place_of_the_simplex(seed, n, exponent):
     x = 10.0**exponent * draw(seed, 5, n)
-    y = onto_simplex(x, 0.7)
+    y = project_to_simplex(x, 0.7)
     assert (y >= 0).all()
     # Entries of size 1 from differences of numbers of size |x| / z, which also bound the terms below.
     slack = 1e-14 * (1 + float(x.abs().max()) / 0.7)
@@ -119,15 +119,15 @@ def test_axes_and_places_are_those_of_the_singular_values(seed, m, n):
 
 def test_the_scale_spreads_the_places_best():
     places = draw(3, 6, 3)
-    z = best_scale(places)
+    z = min_energy_scale(places)
 
     def energy(scale):
-        return float(torch.pdist(onto_simplex(places, scale)).clamp(min=1e-4).pow(-2).sum())
+        return float(torch.pdist(project_to_simplex(places, scale)).clamp(min=1e-4).pow(-2).sum())
 
     reach = float(places.norm(dim=1).max())
     assert energy(z) == min(energy(reach * k / 1000) for k in range(1, 1001))
-    assert best_scale(10 * places) == pytest.approx(10 * z)
-    assert best_scale(torch.zeros(4, 3).double()) == 1
+    assert min_energy_scale(10 * places) == pytest.approx(10 * z)
+    assert min_energy_scale(torch.zeros(4, 3).double()) == 1
 
 
 def grouped(i, model):
@@ -136,7 +136,7 @@ def grouped(i, model):
 
 
 def test_clients_get_regions_by_the_way_they_pull():
-    server = Server(SPACE, FLOCO(6, 3, personal=1, radius=0.4), torch.zeros(P).double(), weights="uniform")
+    server = Server(SPACE, FLOCO(6, 3, personalize_from=1, radius=0.4), torch.zeros(P).double(), weights="uniform")
     late = None
     for version in range(4):
         tickets = {i: server.dispatch(i) for i in range(6)}
@@ -174,7 +174,7 @@ def test_a_cohort_waits_for_somebody_else_where_one_fails():
 
 
 def test_nothing_that_came_in_is_written():
-    rule, start = FLOCO(3, 2, personal=0), draw(0, P)
+    rule, start = FLOCO(3, 2, personalize_from=0), draw(0, P)
     state = rule.init(SPACE, start)
     for i in range(7):
         given_ = Update(i % 2, start, start, draw(i, 2, P), client_state={"kept": 1.0})
@@ -190,7 +190,7 @@ def test_nothing_that_came_in_is_written():
 
 @given(seeds, st.floats(0.01, 1.0))
 def test_a_region_is_a_small_copy_of_the_simplex(seed, share):
-    centre = onto_simplex(draw(seed, 4))
+    centre = project_to_simplex(draw(seed, 4))
     drawn = client.Region(SPACE, 4, centre=tuple(centre.tolist()), share=share)
     x = drawn.sample(400, generator=torch.Generator().manual_seed(seed))
     assert (x >= 0).all()
@@ -232,7 +232,7 @@ def test_the_trainer_is_the_plain_loop(centre):
 
 @pytest.mark.usefixtures("as_shipped")
 def test_together_they_learn_a_simplex_of_low_loss():
-    truth, rule = draw(20, P), FLOCO(3, 3, spread=0.5, personal=6, radius=0.5)
+    truth, rule = draw(20, P), FLOCO(3, 3, initial_std=0.5, personalize_from=6, radius=0.5)
     server, losses = Server(SPACE, rule, torch.zeros(P, dtype=torch.float64)), []
     data = [[(x, x @ truth) for x in draw(30 + i, 12, P).split(4)] for i in range(3)]
     for turn in range(20):
@@ -254,16 +254,16 @@ def test_together_they_learn_a_simplex_of_low_loss():
 
 def test_entries_of_any_size_are_projected_on_the_simplex():
     for far in (1e10, 4e15, 1e16, 1e300):
-        y = onto_simplex(torch.tensor([far, far - 2.0 * (far < 1e16), -far], dtype=torch.float64))
+        y = project_to_simplex(torch.tensor([far, far - 2.0 * (far < 1e16), -far], dtype=torch.float64))
         # Halves at most where the entries are the same number.
         assert y.tolist() == ([1.0, 0.0, 0.0] if far < 1e16 else [0.5, 0.5, 0.0])
-    assert onto_simplex(torch.tensor([1e300, 0.0], dtype=torch.float64), 1e-300).tolist() == [1.0, 0.0]
+    assert project_to_simplex(torch.tensor([1e300, 0.0], dtype=torch.float64), 1e-300).tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_nothing_drifts_where_bases_are_rounded_and_nobody_moves(late):
     start = torch.full((P,), 1.003) + 0.1 * draw(0, P, dtype=torch.float32)
-    server = Server(SPACE, FLOCO(2, 3, spread=0.1), start, base_dtype=torch.bfloat16)
+    server = Server(SPACE, FLOCO(2, 3, initial_std=0.1), start, base_dtype=torch.bfloat16)
     away = [server.dispatch(i) for i in range(2 * late)]
     for i in range(100):
         away.append(server.dispatch(i % 5))
@@ -277,7 +277,7 @@ def test_nothing_drifts_where_bases_are_rounded_and_nobody_moves(late):
 
 
 def test_signals_without_a_length_are_refused():
-    server = Server(SPACE, FLOCO(2, 2, personal=0), torch.zeros(P).double())
+    server = Server(SPACE, FLOCO(2, 2, personalize_from=0), torch.zeros(P).double())
     for k, size in enumerate((1.0, 1e200, -1.0, 2.0, 3.0)):
         receipt = server.receive(server.dispatch(k).id, Payload(torch.full((2, P), size, dtype=torch.float64), 1))
         assert receipt.reason.startswith("points[0]: squared distance") == (k == 1)
@@ -292,8 +292,8 @@ def test_doors():
         ({"cohort": 1, "vertices": 0}, "vertices"),
         ({"cohort": 1, "radius": 0}, "radius"),
         ({"cohort": 1, "radius": 2.5}, "radius"),
-        ({"cohort": 1, "personal": -1}, "personal"),
-        ({"cohort": 1, "spread": -1}, "spread"),
+        ({"cohort": 1, "personalize_from": -1}, "personalize_from"),
+        ({"cohort": 1, "initial_std": -1}, "initial_std"),
         ({"cohort": 1, "seed": -1}, "seed"),
         ({"cohort": 1, "seed": 2**64}, "seed"),
         ({"cohort": 1, "weighted": "no"}, "weighted"),
@@ -301,7 +301,7 @@ def test_doors():
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             FLOCO(**options)
     with pytest.raises(ArgumentError, match="^spread: "):
-        FLOCO(1, spread=1e300, seed=2**64 - 1).init(SPACE, torch.zeros(P))
+        FLOCO(1, initial_std=1e300, seed=2**64 - 1).init(SPACE, torch.zeros(P))
     with pytest.raises(
         ArgumentError, match="space: simplices of models, of FLOCO, need flat leaves; these are curved: Sphere"
     ):

@@ -310,7 +310,7 @@ def test_a_sum_that_overflows_is_refused_before_it_waits():
     given_ = {"gradient": torch.full((D,), 1.7e308, dtype=torch.float64)}
     receipt = server.receive(server.dispatch("b").id, Payload(draw(0, 1, D), 1, given_, {"opening": 0.0}))
     assert (receipt.accepted, receipt.reason[:35]) == (False, "tensors: gradient: sum over the buf")
-    assert state(server)["waiting"]["who"] == ["a"]
+    assert state(server)["pending"]["clients"] == ["a"]
 
 
 @pytest.mark.parametrize(

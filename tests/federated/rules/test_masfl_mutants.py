@@ -9,7 +9,7 @@ from manifoldagg.federated import Message, Outcome, Payload, Server
 from manifoldagg.federated.clients.masfl import ControlVariate, Normalised
 from manifoldagg.federated.rules.adamasfl import AdaMasFL
 from manifoldagg.federated.rules.masfl import MasFL
-from manifoldagg.federated.rules.orthofl import mixed
+from manifoldagg.federated.rules.orthofl import interpolate
 from manifoldagg.kernels import combine
 from manifoldagg.manifolds import Flat
 from tests.federated.mutants import Catalogue
@@ -137,17 +137,17 @@ def a_zero_direction_ends_the_loop(k):
 class MasFLUsesTheNewMean(MasFL):
     """g with the c that was updated already."""
 
-    def move(self, state, update, g, out):
-        control, sum_ = update.client_state["control"], state["waiting"].get("sum", 0.0)
+    def apply_step(self, state, update, g, out):
+        control, sum_ = update.client_state["control"], state["pending"].get("sum", 0.0)
         change = sum_ + update.tensors["gradient"] - control
         g.add_(self.beta * change / 4)
-        return super().move(state, update, g, out)
+        return super().apply_step(state, update, g, out)
 
 
 @caught_by("MasFL", "masfl_is_the_papers_loop")
 class MasFLMovesAlongTheOldMomentum(MasFL):
-    def move(self, state, update, g, out):
-        return super().move(state, update, state["g"], out)
+    def apply_step(self, state, update, g, out):
+        return super().apply_step(state, update, state["g"], out)
 
 
 @caught_by("MasFL", "c_is_the_mean_of_all_who_joined", "masfl_is_the_papers_loop")
@@ -183,24 +183,24 @@ class MasFLNeverFillsItsMemory(MasFL):
 
 @caught_by("ControlVariate", "masfl_is_the_papers_loop")
 class ControlVariateForgetsItsOwn(ControlVariate):
-    def train(self, space, message, loss, batches, memory, *, generator):
+    def train(self, space, message, loss, batches, client_state, *, generator):
         tensors = {name: t for name, t in message.tensors.items() if name != "control"}
-        return super().train(space, replace(message, tensors=tensors), loss, batches, memory, generator=generator)
+        return super().train(space, replace(message, tensors=tensors), loss, batches, client_state, generator=generator)
 
 
 @caught_by("AdaMasFL", "a_step_is_the_rate_at_most")
 class AdaMasFLForgetsToDivide(AdaMasFL):
     """Takes displacements for directions."""
 
-    def move(self, state, update, g, out):
+    def apply_step(self, state, update, g, out):
         model = combine(update.current, [update.points[0]], [self.rate], minus=update.base, out=out)
         return model, {"norm": float((model - update.current).norm())}
 
 
 @caught_by("AdaMasFL", "a_step_is_the_rate_at_most", "no_scale_of_the_losses_matters")
 class AdaMasFLMovesAlongTheMomentum(AdaMasFL):
-    def move(self, state, update, g, out):
-        model = mixed(update.current, update.current - g, self.rate, out=out)
+    def apply_step(self, state, update, g, out):
+        model = interpolate(update.current, update.current - g, self.rate, out=out)
         return model, {"norm": float((model - update.current).norm())}
 
 
@@ -208,7 +208,7 @@ class AdaMasFLMovesAlongTheMomentum(AdaMasFL):
 class NormalisedWithAnEpsilon(Normalised):
     """Divides by ‖g‖ + ε, and goes on where g = 0."""
 
-    def train(self, space, message, loss, batches, memory, *, generator):
+    def train(self, space, message, loss, batches, client_state, *, generator):
         theta, total, steps = message.start.clone(), 0, int(message.numbers["steps"])
         for i in range(steps):
             x = theta.clone().requires_grad_()

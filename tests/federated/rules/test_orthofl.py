@@ -294,7 +294,7 @@ def test_a_client_that_lost_its_memory_begins_anew():
     # From the global model before its last answer, which is what it is sent.
     assert torch.equal(seen[2], ticket.message.start)
     assert not torch.equal(seen[2], before)
-    assert ticket.message.numbers["turn"] == 2
+    assert ticket.message.numbers["num_updates"] == 2
 
 
 def test_the_server_keeps_two_models_for_a_client_or_one():
@@ -359,7 +359,9 @@ def test_options_out_of_range_are_named(options, name):
 
 
 @pytest.mark.parametrize(
-    "spoilt", [None, {}, {"turn": "one"}, {"start": torch.ones(3)}, {"model": torch.full((2,), torch.nan)}, 3], ids=str
+    "spoilt",
+    [None, {}, {"num_updates": "one"}, {"start": torch.ones(3)}, {"model": torch.full((2,), torch.nan)}, 3],
+    ids=str,
 )
 def test_a_memory_that_does_not_fit_is_none(spoilt):
     """The client begins anew, from the model it is sent."""
@@ -370,9 +372,9 @@ def test_a_memory_that_does_not_fit_is_none(spoilt):
             assert memory is None
             return Payload(message.start[None], 1)
 
-    kept = {name: torch.zeros(2) for name in ("start", "global", "model")} | {"turn": 0, "trainer": "kept"}
+    kept = {name: torch.zeros(2) for name in ("start", "global", "model")} | {"num_updates": 0, "trainer": "kept"}
     memory = kept | spoilt if isinstance(spoilt, dict) and spoilt else spoilt
-    message = Message(torch.ones(2), numbers={"turn": 1.0, "rate": 0.5, "by_tensor": 1.0})
+    message = Message(torch.ones(2), numbers={"num_updates": 1.0, "rate": 0.5, "by_tensor": 1.0})
     payload = Calibrated(Still()).train(Flat(2), message, None, [], memory, generator=torch.Generator())
     assert payload.points.tolist() == [[1.0, 1.0]]
 

@@ -194,16 +194,16 @@ class OrthoFLSendsTheModelAfterAggregation(OrthoFL):
 
 @caught_by("Calibrated", "the_protocols_agree")
 class CalibratedCountsLostAnswers(Calibrated):
-    def train(self, space, message, loss, batches, memory, *, generator):
-        if memory is not None and message.numbers:
-            memory = memory | {"turn": message.numbers["turn"] - 1}
-        return super().train(space, message, loss, batches, memory, generator=generator)
+    def train(self, space, message, loss, batches, client_state, *, generator):
+        if client_state is not None and message.numbers:
+            client_state = client_state | {"num_updates": message.numbers["num_updates"] - 1}
+        return super().train(space, message, loss, batches, client_state, generator=generator)
 
 
 @caught_by("Calibrated", "the_protocols_agree")
 class CalibratedTakesTheSentModelForItsHome(Calibrated):
-    def train(self, space, message, loss, batches, memory, *, generator):
-        payload = super().train(space, message, loss, batches, memory, generator=generator)
+    def train(self, space, message, loss, batches, client_state, *, generator):
+        payload = super().train(space, message, loss, batches, client_state, generator=generator)
         return replace(payload, client_state=payload.client_state | {"global": message.start})
 
 

@@ -149,18 +149,18 @@ def radial_directional_is_the_mean_length_of_the_mean_direction(k):
 
 @caught_by("HeLoCo", "heloco_is_the_papers_loop")
 class HeLoCoTrustsWhateverComes(HeLoCo):
-    def turned(self, square, along, momentum):
+    def correction_coefficients(self, update_square, product, momentum_square):
         return (
-            replace(self, trust=0.0).turned(square, along, momentum)
-            if self.trust
-            else super().turned(square, along, momentum)
+            replace(self, confidence_scale=0.0).correction_coefficients(update_square, product, momentum_square)
+            if self.confidence_scale
+            else super().correction_coefficients(update_square, product, momentum_square)
         )
 
 
 @caught_by("HeLoCo", "heloco_is_the_papers_loop")
 class HeLoCoTurnsWhatOpposes(HeLoCo):
-    def turned(self, square, along, momentum):
-        return super().turned(square, abs(along), momentum)
+    def correction_coefficients(self, update_square, product, momentum_square):
+        return super().correction_coefficients(update_square, abs(product), momentum_square)
 
 
 @caught_by("DelayedNesterov", "delayed_nesterov_is_the_papers_loop")
@@ -176,7 +176,7 @@ class RadialDirectionalIsTheMean(RadialDirectional):
 
 @caught_by("RadialDirectional", "radial_directional_is_the_mean_length_of_the_mean_direction")
 class RadialDirectionalForgetsWeights(RadialDirectional):
-    def share(self, update):
+    def update_weight(self, update):
         return 1.0
 
 
@@ -211,15 +211,15 @@ def test_delayed_nesterov_of_one_is_nesterov():
 
 def test_what_agrees_is_kept_and_what_is_weak_is_turned_without_a_change_of_length():
     rule = HeLoCo()
-    assert rule.turned(4.0, 1.9, 9.0) == (1.0, 0.0)
+    assert rule.correction_coefficients(4.0, 1.9, 9.0) == (1.0, 0.0)
     for along in (0.0, 0.3, 1.1):
-        a, b = rule.turned(4.0, along, 9.0)
+        a, b = rule.correction_coefficients(4.0, along, 9.0)
         assert a * a * 4 + 2 * a * b * along + b * b * 9 == pytest.approx(4.0, rel=1e-14)
         assert a * along + b * 9 > along
-    a, b = rule.turned(4.0, -3.0, 9.0)
+    a, b = rule.correction_coefficients(4.0, -3.0, 9.0)
     # Opposed still, but less.
     assert (a, -3.0 < a * -3.0 + b * 9 < 0) == (1.0, True)
-    assert rule.turned(0.0, 0.0, 9.0) == rule.turned(4.0, 0.0, 0.0) == (1.0, 0.0)
+    assert rule.correction_coefficients(0.0, 0.0, 9.0) == rule.correction_coefficients(4.0, 0.0, 0.0) == (1.0, 0.0)
 
 
 def test_a_cohort_that_cancels_rests():
@@ -234,8 +234,8 @@ def test_a_cohort_that_cancels_rests():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: HeLoCo(keep=2.0), "keep: expected"),
-        (lambda: HeLoCo(trust=-1.0), "trust: expected"),
+        (lambda: HeLoCo(cosine_threshold=2.0), "cosine_threshold: expected"),
+        (lambda: HeLoCo(confidence_scale=-1.0), "confidence_scale: expected"),
         (lambda: HeLoCo(beta=1.0), "beta: expected"),
         (lambda: DelayedNesterov(4, activation=0.5), "activation: expected"),
         (lambda: Momentum(ASGD(), nesterov=2), "nesterov: expected one of True, False"),

@@ -107,18 +107,20 @@ class NoiseByTheOtherBound(rules.Private):
 
 @caught_by("FedBuff", "one_update_moves_a_sum_by_no_more_than_its_bound", "noise_has_the_stated_size")
 class NobodyBinds(rules.FedBuff):
-    def take(self, space, state, update, out, mechanism):
-        return super().take(space, state, update, out, None)
+    def step_with_noise(self, space, state, update, out, mechanism):
+        return super().step_with_noise(space, state, update, out, None)
 
 
 @caught_by("FedBuff", "another_sum_has_another_noise")
 class NoiseOfTheVersionAlone(rules.FedBuff):
-    def take(self, space, state, update, out, mechanism):
+    def step_with_noise(self, space, state, update, out, mechanism):
         zero = update.base[None]
-        noise = super().take(space, state, Update(0, update.base, update.current, zero), out, mechanism)[1].model
-        after, outcome = super().take(space, state, update, out, None)
+        noise = (
+            super().step_with_noise(space, state, Update(0, update.base, update.current, zero), out, mechanism)[1].model
+        )
+        after, outcome = super().step_with_noise(space, state, update, out, None)
         if outcome.model is None or mechanism.noise == 0 or noise is None:
-            return super().take(space, state, update, out, mechanism)
+            return super().step_with_noise(space, state, update, out, mechanism)
         return after, type(outcome)(outcome.model + noise - update.current, outcome.client_state, outcome.numbers)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Update
 from manifoldagg.federated.rules import Krum, Median, TrimmedMean, krum
-from manifoldagg.federated.rules._update_buffer import sort
+from manifoldagg.federated.rules._update_buffer import oddeven_sort
 from manifoldagg.federated.staleness import Constant
 from manifoldagg.manifolds import Flat, LowRank, Sphere
 from tests.federated.mutants import Catalogue
@@ -20,7 +20,7 @@ from tests.support import draw, relative, seeds
 GOLDEN = {
     "Median": Median(3, 0.5),
     "TrimmedMean": TrimmedMean(4, trim=1, rate=0.5),
-    "Krum": Krum(3, liars=0, rate=0.5),
+    "Krum": Krum(3, num_byzantine=0, rate=0.5),
 }
 
 P = 9
@@ -61,7 +61,7 @@ def literature(name, x, f=1, m=1):
 
 def made(name, k, f, m=1, kit=None, **options):
     kinds = vars(kit) if kit else CATALOGUE.right
-    given_ = {"TrimmedMean": {"trim": f}, "Krum": {"liars": f, "select": m}}.get(name, {})
+    given_ = {"TrimmedMean": {"trim": f}, "Krum": {"num_byzantine": f, "num_selected": m}}.get(name, {})
     return kinds[name](k, **given_, **{"staleness": FRESH, **options})
 
 
@@ -115,22 +115,22 @@ def krums_choice_is_no_farther_from_the_honest_than_these_are_from_each_other(ki
 @caught_by("Median", "median_is_that_of_the_literature")
 class MedianTakesTheLowerMiddle(Median):
     @property
-    def ends(self):
+    def num_trimmed(self):
         return (self.size - 1) // 2 + (0 if self.size % 2 else -1)
 
 
 @caught_by("TrimmedMean", "trimmedmean_is_that_of_the_literature", "the_middle_stays_in_the_range_of_the_honest")
 class TrimmedMeanTrimsTooFew(TrimmedMean):
     @property
-    def ends(self):
+    def num_trimmed(self):
         return max(0, self.trim - 1)
 
 
 @caught_by("Krum", "krum_is_that_of_the_literature")
 class KrumFearsFewerLiars(Krum):
-    def reached(self, *given_):
-        bolder = Krum(self.size, max(0, self.liars - 1), self.select)
-        return bolder.reached(*given_)
+    def combine(self, *given_):
+        bolder = Krum(self.size, max(0, self.num_byzantine - 1), self.num_selected)
+        return bolder.combine(*given_)
 
 
 @caught_by(
@@ -139,8 +139,8 @@ class KrumFearsFewerLiars(Krum):
     "krums_choice_is_no_farther_from_the_honest_than_these_are_from_each_other",
 )
 class KrumTakesTheLast(Krum):
-    def reached(self, space, update, frame, held, kept, out):
-        return super().reached(space, update, frame, {}, kept[-1:], out)
+    def combine(self, space, update, frame, stored, factors, out):
+        return super().combine(space, update, frame, {}, factors[-1:], out)
 
 
 test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()
@@ -191,7 +191,7 @@ def test_krum_is_resilient_as_blanchard_et_al_say():
         chosen = []
         for _ in range(300):
             x = np.concatenate([g + sigma * generator.standard_normal((n - f, d)), np.broadcast_to(lie, (f, d))])
-            chosen.append(x[krum.nearest(x @ x.T, f, 1)[0]])
+            chosen.append(x[krum.krum_select(x @ x.T, f, 1)[0]])
         # The mean of 300 draws is known to .1 in each of five entries at the very worst.
         assert np.square(np.mean(chosen, 0) - g).sum() <= eta2 * d * sigma**2
         assert np.mean(chosen, 0) @ g > 0
@@ -202,7 +202,7 @@ def test_krum_is_resilient_as_blanchard_et_al_say():
 def test_sort_sorts(seed, k, dtype):
     x = draw(seed, k, 20, dtype=dtype)
     x[:, :5] = x[:, :5].round()
-    found = sort([row.clone() for row in x], torch.empty(20, dtype=dtype))
+    found = oddeven_sort([row.clone() for row in x], torch.empty(20, dtype=dtype))
     assert torch.equal(torch.stack(found), x.sort(0).values)
 
 
@@ -221,7 +221,7 @@ def test_half_precision_models_are_taken_in_single_precision():
 def test_no_more_is_believed_of_who_claims_more_samples():
     x = draw(0, 3, P)
     current = torch.zeros(P, dtype=torch.float64)
-    for rule in (Median(3, staleness=FRESH), Krum(3, liars=0, staleness=FRESH)):
+    for rule in (Median(3, staleness=FRESH), Krum(3, num_byzantine=0, staleness=FRESH)):
         ends = []
         for weight in (1.0, 1e6):
             state = rule.init(SPACE, current)
@@ -241,14 +241,14 @@ def test_on_a_sphere_krum_goes_to_one_of_them_or_their_mean(seed):
     tangents = 0.1 * space.random_tangent(x.expand(5, 4), generator=generator)
     tangents[2] *= 20 / tangents[2].norm() / 10
     points = space._exp(x.expand(5, 4), tangents)
-    rule, state = Krum(5, liars=1, staleness=FRESH), None
+    rule, state = Krum(5, num_byzantine=1, staleness=FRESH), None
     state = rule.init(space, x)
     for i, point in enumerate(points):
         state, outcome = rule.step(space, state, Update(i, x, x, point[None]))
     others = [0, 1, 3, 4]
     assert min(relative(outcome.model, points[i]) for i in others) <= 1e-9
     i = int(np.argmin([relative(outcome.model, point) for point in points]))
-    assert [i] == krum.nearest((tangents @ tangents.T).numpy(), 1, 1)
+    assert [i] == krum.krum_select((tangents @ tangents.T).numpy(), 1, 1)
 
 
 def test_where_leaves_are_of_low_rank_krum_chooses_a_matrix():
@@ -256,7 +256,7 @@ def test_where_leaves_are_of_low_rank_krum_chooses_a_matrix():
     current = space.random_point(generator=torch.Generator().manual_seed(0))
     near = [space.project(current + 0.01 * draw(i, *current.shape, dtype=torch.float32)) for i in range(4)]
     points = [*near[:2], space.random_point(generator=torch.Generator().manual_seed(1)), *near[2:]]
-    rule = Krum(5, liars=1, staleness=FRESH)
+    rule = Krum(5, num_byzantine=1, staleness=FRESH)
     state = rule.init(space, current.flatten())
     for i, point in enumerate(points):
         state, outcome = rule.step(space, state, Update(i, current.flatten(), current.flatten(), point.flatten()[None]))
@@ -270,8 +270,14 @@ def test_where_leaves_are_of_low_rank_krum_chooses_a_matrix():
         (lambda: Median(0), "size: expected an integer >= 1"),
         (lambda: TrimmedMean(4, trim=2), "trim: expected a finite number <= 1"),
         (lambda: TrimmedMean(4, trim=-1), "trim: expected an integer >= 0"),
-        (lambda: Krum(6, liars=2), r"liars: expected size > 2 liars \+ 2, got size 6, liars 2"),
-        (lambda: Krum(8, liars=2, select=5), "select: expected at most size - liars - 2 = 4, got 5"),
+        (
+            lambda: Krum(6, num_byzantine=2),
+            r"num_byzantine: expected size > 2 num_byzantine \+ 2, got size 6, num_byzantine 2",
+        ),
+        (
+            lambda: Krum(8, num_byzantine=2, num_selected=5),
+            "num_selected: expected at most size - num_byzantine - 2 = 4, got 5",
+        ),
         (lambda: Median().init(Sphere(3), torch.eye(3)[0]), "space: medians of entries, of Median, need flat leaves"),
         (
             lambda: TrimmedMean().init(Sphere(3), torch.eye(3)[0]),
@@ -284,7 +290,9 @@ def test_what_does_not_fit_is_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize("rule", [Median(3), TrimmedMean(3, trim=1), Krum(3, liars=0)], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "rule", [Median(3), TrimmedMean(3, trim=1), Krum(3, num_byzantine=0)], ids=lambda r: type(r).__name__
+)
 def test_a_displacement_that_could_overflow_is_refused_and_the_others_go_on(rule):
     base = torch.zeros(P)
     state = rule.init(SPACE, base)

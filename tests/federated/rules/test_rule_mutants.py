@@ -289,7 +289,7 @@ class FedBuffAgainstTheCurrentModel(shipped.FedBuff):
 
 @caught_by("FedBuff", "fedbuff_answers_the_golden_scalar")
 class FedBuffIgnoresStaleness(shipped.FedBuff):
-    def share(self, update):
+    def update_weight(self, update):
         return 1.0
 
 
@@ -307,7 +307,7 @@ class AsyncCorrectedForgetsItsCorrection(shipped.AsyncCorrected):
 
 @caught_by("FedBuff", "a_normalised_fedbuff_weighs_by_the_data")
 class FedBuffDividesByTotalsThatChange(shipped.FedBuff):
-    def share(self, update):
+    def update_weight(self, update):
         return self.staleness(update.staleness) * (update.weight if self.weighted else 1.0)
 
 
@@ -320,7 +320,7 @@ class FedBuffSums(shipped.FedBuff):
 @caught_by("FedBuff", "fedbuff_answers_the_golden_scalar", "waiting_rules_wait")
 class FedBuffWaitsForOneMore(shipped.FedBuff):
     @property
-    def wanted(self):
+    def buffer_size(self):
         return self.size + 1
 
 
@@ -335,7 +335,7 @@ class FedBuffWritesIntoItsOldState(shipped.FedBuff):
 
 @caught_by("FedAvg", "fedavg_is_the_weighted_mean_again_and_again")
 class FedAvgForgetsWeights(shipped.FedAvg):
-    def share(self, update):
+    def update_weight(self, update):
         return 1.0
 
 
@@ -354,17 +354,17 @@ class FedAvgKeepsTheLastRound(shipped.FedAvg):
 
 @caught_by("FedAdam", "fedadam_is_the_papers_loop")
 class FedAdamCorrectsBias(shipped.FedAdam):
-    def move(self, state, mean, rate, out):
+    def apply_step(self, state, mean, rate, out):
         t = state["version"] + 1
         rate = rate * (1 - self.beta2**t) ** 0.5 / (1 - self.beta1**t)
-        return super().move(state, mean, rate, out)
+        return super().apply_step(state, mean, rate, out)
 
 
 @caught_by("FedAdam", "fedadam_is_the_papers_loop")
 class FedAdamSwapsItsBetas(shipped.FedAdam):
-    def move(self, state, mean, rate, out):
+    def apply_step(self, state, mean, rate, out):
         other = shipped.FedAdam(self.cohort, beta1=self.beta2, beta2=self.beta1)
-        return other.move(state, mean, rate, out)
+        return other.apply_step(state, mean, rate, out)
 
 
 @caught_by("FedAdam", "fedadam_is_the_papers_loop")

@@ -99,7 +99,7 @@ def test_surgery_on_the_position_reads_another_update(seed):
     given_ = update(seed)
     g, v = given_.current - given_.base, given_.points[0] - given_.current
     expected = given_.current + 0.5 * (v - min(0.0, (v @ g).item()) / (g @ g) * g)
-    assert relative(step(FedGS(0.5, reading="position"), given_)[1].model, expected) <= 1e-13
+    assert relative(step(FedGS(0.5, update_form="position"), given_)[1].model, expected) <= 1e-13
 
 
 @given(seeds, st.integers(1, 4), st.floats(0.01, 1.5), st.sampled_from([-1.0, 0.0, 1.0]), st.floats(0, 1))
@@ -399,15 +399,15 @@ def update_far():
         (lambda: FedAvg(2, weighted=None), "weighted: expected one of True, False"),
         (lambda: FedBuff(2, normalise="no"), "normalise: expected one of True, False"),
         (lambda: Dominance(2, smoothed=0.5), "smoothed: expected one of True, False"),
-        (lambda: Dominance(2).memory([3]), "memory: expected a mapping or None"),
-        (lambda: Dominance(2).memory({"updates": "many"}), r"memory\['updates'\]: expected an integer"),
+        (lambda: Dominance(2).next_client_state([3]), "memory: expected a mapping or None"),
+        (lambda: Dominance(2).next_client_state({"updates": "many"}), r"memory\['updates'\]: expected an integer"),
         (lambda: ASGD(decay=torch.tensor(0.5)), "decay: expected a plain number"),
         (lambda: DCASGD(variant=["constant"]), r"variant: expected one of constant, adaptive; got \['constant'\]"),
         (lambda: step(Momentum(ASGD(1.0)), update_far()), "points: size of the velocity"),
         (lambda: FedAsync(staleness=0.5), "staleness: expected a function of an int, got 0.5"),
         (lambda: FedOrtho(-1.0), "rate: expected"),
         (lambda: FedOrtho(decay=2.0), "decay: expected"),
-        (lambda: FedGS(reading="sideways"), "reading: expected one of tangent, position"),
+        (lambda: FedGS(update_form="sideways"), "update_form: expected one of tangent, position"),
         (lambda: AsyncBezier(threshold=-2.0), "threshold: expected"),
         (lambda: AsyncBezier(overshoot="jump"), "overshoot: expected one of"),
         (lambda: AsyncBezier(penalty_limit=0.0), "penalty_limit: expected"),

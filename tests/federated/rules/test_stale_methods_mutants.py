@@ -211,30 +211,30 @@ class FADASDividesByThePresentSquare(fadas.FADAS):
 
 @caught_by("FADAS", "fadas_is_the_papers_loop")
 class FADASCorrectsBias(fadas.FADAS):
-    def move(self, state, mean, rate, out):
+    def apply_step(self, state, mean, rate, out):
         t = state["version"] + 1
         rate = rate * (1 - self.beta2**t) ** 0.5 / (1 - self.beta1**t)
-        return super().move(state, mean, rate, out)
+        return super().apply_step(state, mean, rate, out)
 
 
 @caught_by("FADAS", "fadas_minds_the_stalest_of_a_buffer")
 class FADASScalesItsRate(fadas.FADAS):
-    def tempered(self, rate, late):
-        return rate / late if late > self.tolerated else rate
+    def delay_adapted_rate(self, rate, max_staleness):
+        return rate / max_staleness if max_staleness > self.delay_threshold else rate
 
 
 @caught_by("FADAS", "fadas_minds_the_stalest_of_a_buffer")
 class FADASMindsTheLastOnly(fadas.FADAS):
     def step(self, space, state, update, *, out=None):
-        return super().step(space, state | {"late": 0}, update, out=out)
+        return super().step(space, state | {"max_staleness": 0}, update, out=out)
 
 
 @caught_by("FADAS", "fadas_minds_the_stalest_of_a_buffer")
 class FADASNeverForgetsADelay(fadas.FADAS):
     def step(self, space, state, update, *, out=None):
-        late = max(state["late"], update.staleness)
+        late = max(state["max_staleness"], update.staleness)
         after, outcome = super().step(space, state, update, out=out)
-        return after | {"late": late}, outcome
+        return after | {"max_staleness": late}, outcome
 
 
 @caught_by("FADAS", "displacements_are_against_the_clients_base")
@@ -259,7 +259,7 @@ class AsyncFedEDRoundsItsEpochs(asyncfeded.AsyncFedED):
     def step(self, space, state, update, *, out=None):
         state, outcome = super().step(space, state, update, out=out)
         change = round(self.gain * (self.target - outcome.numbers["distance"]))
-        return state, replace(outcome, client_state={"epochs": max(1, self.planned(update.client_state) + change)})
+        return state, replace(outcome, client_state={"epochs": max(1, self.next_epochs(update.client_state) + change)})
 
 
 @caught_by("AsyncFedED", "asyncfeded_is_the_papers_step")
@@ -267,7 +267,7 @@ class AsyncFedEDAsksForNoEpochs(asyncfeded.AsyncFedED):
     def step(self, space, state, update, *, out=None):
         state, outcome = super().step(space, state, update, out=out)
         change = math.floor(self.gain * (self.target - outcome.numbers["distance"]))
-        return state, replace(outcome, client_state={"epochs": self.planned(update.client_state) + change})
+        return state, replace(outcome, client_state={"epochs": self.next_epochs(update.client_state) + change})
 
 
 @caught_by("AsyncFedED", "asyncfeded_is_the_papers_step")
@@ -317,13 +317,13 @@ class GeneralizedAsyncSGDMindsStaleness(generalizedasyncsgd.GeneralizedAsyncSGD)
 
 @caught_by("DeFedAvg", "defedavg_weighs_all_clients_alike")
 class DeFedAvgWeighsByData(defedavg.DeFedAvg):
-    def share(self, update):
+    def update_weight(self, update):
         return update.weight
 
 
 @caught_by("DeFedAvg", "defedavg_weighs_all_clients_alike")
 class DeFedAvgMindsStaleness(defedavg.DeFedAvg):
-    def share(self, update):
+    def update_weight(self, update):
         return (1 + update.staleness) ** -0.5
 
 

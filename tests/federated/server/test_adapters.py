@@ -112,7 +112,7 @@ RULES = {
     "Momentum": (Momentum(ASGD(0.5), 0.5), clients.Local(rate=1e-2)),
     "AsyncBezier": (AsyncBezier(rate=0.5), clients.Curve(epochs=(1, 1), rate=1e-2)),
     "AsyncCurve": (AsyncCurve(3, 0.5, periodic=3), CurveClient(epochs=1, rate=1e-2)),
-    "FLOCO": (FLOCO(2, 2, personal=1), SimplexClient(epochs=1, rate=1e-1)),
+    "FLOCO": (FLOCO(2, 2, personalize_from=1), SimplexClient(epochs=1, rate=1e-1)),
 }
 
 

@@ -67,7 +67,7 @@ BOUNDS = {
     "CA2FL": (CA2FL(4, 0.5, clients=10), -ALONG, 3, lambda r: 0.5 * r / 4),
     "Median": (Median(5), -ALONG, 4, lambda r: 0.0),
     "TrimmedMean": (TrimmedMean(5, trim=1), -ALONG, 4, lambda r: 0.0),
-    "Krum": (Krum(5, liars=1), -ALONG, 4, lambda r: 0.0),
+    "Krum": (Krum(5, num_byzantine=1), -ALONG, 4, lambda r: 0.0),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import DivergenceError
-from manifoldagg.federated import Message, Payload, Server, clients, work
+from manifoldagg.federated import Message, Payload, Server, clients, train_client
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import Errand, Federation, Key, perform
@@ -51,7 +51,7 @@ def test_a_module_works_as_a_trainer_does_and_stays_as_it_was():
     torch.manual_seed(3)
     expected = trainer.train(space, message, loss, batches, None, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(3)
-    payload = work(model, message, trainer, batches, generator=torch.Generator().manual_seed(1))
+    payload = train_client(model, message, trainer, batches, generator=torch.Generator().manual_seed(1))
     assert same(payload, expected)
     assert payload.buffers["1.num_batches_tracked"] == 2 * len(batches)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
