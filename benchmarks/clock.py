@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from timing import quartiles
 
-from manifoldagg.simulation.availability import Change, Participation, churn
+from manifoldagg.simulation.availability import AvailabilityChange, AvailabilityTrace, churn
 from manifoldagg.simulation.delays import (
     Delay,
     Deterministic,
@@ -28,9 +28,9 @@ from manifoldagg.simulation.delays import (
 from manifoldagg.simulation.empirical_delays import Empirical
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.replay import Replay
+from manifoldagg.simulation.replay import ReplayScheduler
 from manifoldagg.simulation.schedulers import Completion, IndependentClients
-from manifoldagg.simulation.trace import Record
+from manifoldagg.simulation.trace import TaskRecord
 
 DELAYS: dict[str, Delay] = {
     "constant": Deterministic(10.0),
@@ -78,7 +78,7 @@ def priority(clients: int) -> Events:
 def network(clients: int) -> Events:
     """As many tasks as clients, routed alike, rates over a decade."""
     rates = np.logspace(-1, 0, clients)
-    scheduler = JacksonNetwork(np.full(clients, 1 / clients), rates, generator(), tasks=clients)
+    scheduler = JacksonNetwork(np.full(clients, 1 / clients), rates, generator(), concurrency=clients)
     for _ in range(clients):
         scheduler.dispatch(scheduler.route())
     while True:
@@ -90,12 +90,12 @@ def network(clients: int) -> Events:
 def participation(clients: int) -> Events:
     """Exponential delays, and clients that fail once in 1000 tasks; a change is an event as well."""
     changes = churn(range(clients), Exponential(10_000.0), Exponential(1000.0), 300.0, generator())
-    scheduler = Participation(IndependentClients(Exponential(10.0), generator()), changes, present=range(clients))
+    scheduler = AvailabilityTrace(IndependentClients(Exponential(10.0), generator()), changes, available=range(clients))
     for client in range(clients):
         scheduler.dispatch(client, 1.0)
     while True:
         match scheduler.next():
-            case Completion(client=client) | Change(kind="return", client=client):
+            case Completion(client=client) | AvailabilityChange(kind="return", client=client):
                 scheduler.dispatch(client, 1.0)
         yield
 
@@ -107,10 +107,10 @@ def replay(clients: int) -> Events:
         scheduler.dispatch(client, 1.0)
     records = []
     for _ in range(20 * clients):
-        records.append(Record.of(scheduler.next()))
+        records.append(TaskRecord.from_completion(scheduler.next()))
         scheduler.dispatch(records[-1].client, 1.0)
     while True:
-        again = Replay(records)
+        again = ReplayScheduler(records)
         for client in range(clients):
             again.dispatch(client, 1.0)
         for _ in records:
@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=10_000)
     parser.add_argument("--events", type=int, default=20_000, help="in a row, in each round")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--updates", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     makers: dict[str, Callable[[], Events]] = {
@@ -147,7 +147,7 @@ def main() -> None:
         "bare heap": lambda: heap(options.clients),
         "priority, two workers": lambda: priority(options.clients),
         "Jackson network": lambda: network(options.clients),
-        "participation": lambda: participation(options.clients),
+        "availability": lambda: participation(options.clients),
         "replay": lambda: replay(options.clients),
     }
     running = {name: maker() for name, maker in makers.items()}
@@ -171,7 +171,7 @@ def main() -> None:
     settings = {
         "clients": options.clients,
         "events": options.events,
-        "rounds": options.rounds,
+        "num_updates": options.rounds,
         "numpy": np.__version__,
         "machine": platform.platform(),
     }

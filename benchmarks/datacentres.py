@@ -27,11 +27,11 @@ from runs import Row, Runs
 
 from manifoldagg.corrections import AutoThreshold
 from manifoldagg.errors import DivergenceError, RuleError
-from manifoldagg.experiments import task
-from manifoldagg.experiments.statistics import Mean, mean_of
+from manifoldagg.experiments import load_dataset
+from manifoldagg.experiments.statistics import MeanCI, mean_ci
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated import rules
-from manifoldagg.simulation import Deterministic, Federation, Method, natural_partition, run
+from manifoldagg.simulation import Deterministic, FederatedDataset, Method, natural_partition, run
 
 HERE = Path(__file__).parent
 WORKERS = 4
@@ -135,15 +135,15 @@ def by_speaker(labels: Any, clients: int, generator: np.random.Generator, *, own
     for speaker in generator.permutation(len(speakers)):
         worker[speaker] = held.argmin()
         held[worker[speaker]] += sizes[speaker]
-    return natural_partition(labels, clients, generator, owners=worker[owner])
+    return natural_partition(labels, clients, generator, user_ids=worker[owner])
 
 
-def federation(data: Path, size: Size, seed: int, *, tuning: bool) -> Federation:
+def federation(data: Path, size: Size, seed: int, *, tuning: bool) -> FederatedDataset:
     """The four workers; for a choice of rates with other held-out samples."""
-    learned = task(
+    learned = load_dataset(
         f"shakespeare:{data},length={size.length}", f"transformer:width={size.width},layers={size.layers},heads=2"
     )
-    return Federation.split(
+    return FederatedDataset.split(
         learned,
         WORKERS,
         partition=by_speaker,
@@ -154,7 +154,7 @@ def federation(data: Path, size: Size, seed: int, *, tuning: bool) -> Federation
     )
 
 
-def trained(name: str, rate: float, beta: float, made: Federation, size: Size) -> Row:
+def trained(name: str, rate: float, beta: float, made: FederatedDataset, size: Size) -> Row:
     """One run: the loss in nats a character, by answers, virtual time and tokens."""
     candidate = CANDIDATES[name]
     trainer = candidate.trainer(steps=size.steps, optimizer=torch.optim.AdamW, rate=size.rate)
@@ -166,14 +166,14 @@ def trained(name: str, rate: float, beta: float, made: Federation, size: Size) -
         found = run(
             made,
             Method(name, candidate.make(rate, beta), trainer),
-            rounds=size.arrivals,
+            num_updates=size.arrivals,
             delays=speeds,
-            work="dispatched",
-            every=size.every,
+            task_cost="trainer",
+            eval_every=size.every,
         )
         tokens = size.batch * size.length
         log = [
-            {"round": row.round, "time": row.time, "tokens": tokens * row.gradients, "loss": row.loss}
+            {"updates": row.updates, "time": row.time, "tokens": tokens * row.gradients, "loss": row.loss}
             for row in found.evaluations
         ]
     except (DivergenceError, RuleError) as error:
@@ -211,7 +211,7 @@ class Rows(Runs):
 def work(data: Path, size: Size, rows: Rows, names: Sequence[str], seeds: Sequence[int]) -> None:
     """What is not done yet: all trials, then all methods of one seed after another."""
 
-    def once(made: Federation, name: str, rate: float, beta: float) -> None:
+    def once(made: FederatedDataset, name: str, rate: float, beta: float) -> None:
         key = {"method": name, "rate": rate, "momentum": beta, "seed": made.seed}
         if rows.found(**key) is None:
             row = key | trained(name, rate, beta, made, size)
@@ -232,11 +232,11 @@ def work(data: Path, size: Size, rows: Rows, names: Sequence[str], seeds: Sequen
 
 def best_baseline(scores: Mapping[str, Mapping[int, float]]) -> str:
     """The one with the lowest mean."""
-    means = {name: mean_of(list(found.values())).value for name, found in scores.items() if CANDIDATES[name].baseline}
+    means = {name: mean_ci(list(found.values())).value for name, found in scores.items() if CANDIDATES[name].baseline}
     return min(means, key=lambda name: means[name])
 
 
-def less(scores: Mapping[str, Mapping[int, float]], other: str) -> dict[str, Mean]:
+def less(scores: Mapping[str, Mapping[int, float]], other: str) -> dict[str, MeanCI]:
     """By method how much more it loses than another one, over the seeds that both have."""
     reference = scores.get(other, {})
     pairs = {
@@ -244,14 +244,14 @@ def less(scores: Mapping[str, Mapping[int, float]], other: str) -> dict[str, Mea
         for name, found in scores.items()
         if name != other
     }
-    return {name: mean_of(differences) for name, differences in pairs.items() if differences}
+    return {name: mean_ci(differences) for name, differences in pairs.items() if differences}
 
 
-def said(mean: Mean | None) -> str:
+def said(mean: MeanCI | None) -> str:
     """A mean with the half of its interval."""
     if mean is None:
         return "-"
-    return f"{mean.value:.4f}" if mean.half is None else f"{mean.value:.4f} +- {mean.half:.4f}"
+    return f"{mean.value:.4f}" if mean.half_width is None else f"{mean.value:.4f} +- {mean.half_width:.4f}"
 
 
 def table(rows: Rows, size: Size) -> list[str]:
@@ -291,10 +291,10 @@ def table(rows: Rows, size: Size) -> list[str]:
             f"{'method':<20} {'seeds':>5} {'time':>6} {'tokens':>8}  {'loss':<17}  "
             f"{f'less {best}':<25}  less no correction",
         ]
-        for name in sorted(scores, key=lambda name: mean_of(list(scores[name].values())).value):
+        for name in sorted(scores, key=lambda name: mean_ci(list(scores[name].values())).value):
             known = next(iter(tests[name].values()))["log"]
             end = [entry for entry in known if entry["time"] <= until][-1] if known else {"time": 0, "tokens": 0}
-            loss = mean_of(list(scores[name].values()))
+            loss = mean_ci(list(scores[name].values()))
             lines.append(
                 f"{name:<20} {len(scores[name]):>5} {end['time']:>6g} {end['tokens']:>8}  "
                 f"{said(loss):<17}  {said(apart.get(name)):<25}  {said(uncorrected.get(name))}"

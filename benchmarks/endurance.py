@@ -39,10 +39,10 @@ from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg._io import new_figure
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import CheckpointError, WireError
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import CheckpointPolicy, Journal, Payload, Receipt, Ticket, UpdateLimits, clients
 from manifoldagg.federated.rules import CA2FL
-from manifoldagg.simulation import Federation, dirichlet_partition
+from manifoldagg.simulation import FederatedDataset, dirichlet_partition
 
 HERE = Path(__file__).parent
 CLIENTS = 30
@@ -95,9 +95,9 @@ class Hour:
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.folder = folder
-        of = task("digits", "cnn:width=4,dense=16,norm=batch")
+        of = load_dataset("digits", "cnn:width=4,dense=16,norm=batch")
         partition = partial(dirichlet_partition, concentration=0.5)
-        self.federation = Federation.split(of, CLIENTS, partition=partition, seed=seed)
+        self.federation = FederatedDataset.split(of, CLIENTS, partition=partition, seed=seed)
         self.model = self.federation.model()
         self.space = ParameterSpace.of(self.model)
         self.loss = self.space.loss(self.model, torch.nn.functional.cross_entropy)

@@ -40,7 +40,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from simulation import spread
 from timing import by_parts, ratio
 
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.integrations.flower import Asynchronous
 from manifoldagg.simulation import dirichlet_partition
@@ -256,7 +256,7 @@ def straggler_part(size: Size) -> list[Row]:
     """The time until the model is good enough, of both, seed for seed."""
     names = ["Asynchronous", "FedAvg"]
     seen: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
-    target = task("digits").target
+    target = load_dataset("digits").target
     for seed in range(size.seeds):
         for name in names[seed % 2 :] + names[: seed % 2]:
             seen[name].append(time_to(target, name, seed, size.most))
@@ -278,7 +278,7 @@ class Enough(Exception):
 
 def time_to(target: float, name: str, seed: int, most: int) -> tuple[float, int]:
     """Seconds and updates until a model gets so much right."""
-    digits = task("digits")
+    digits = load_dataset("digits")
     exam = np.random.default_rng(seed).permutation(len(digits.labels))[:360]
     held = np.setdiff1d(np.arange(len(digits.labels)), exam)
     parts = dirichlet_partition(digits.labels[held], NODES, concentration=0.5, generator=np.random.default_rng(seed))

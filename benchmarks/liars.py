@@ -31,11 +31,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Payload, Server, UpdateLimits, rules
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.manifolds import Flat
-from manifoldagg.simulation import Federation, dirichlet_partition
+from manifoldagg.simulation import FederatedDataset, dirichlet_partition
 
 HERE = Path(__file__).parent
 CLIENTS, STEPS, BATCH, LEARNING = 20, 6, 32, 0.3
@@ -68,8 +68,8 @@ class Clients:
     """The digits, split by a seed, and what clients do with their part."""
 
     def __init__(self, seed: int) -> None:
-        digits = task("digits")
-        split = Federation.split(
+        digits = load_dataset("digits")
+        split = FederatedDataset.split(
             digits, CLIENTS, partition=partial(dirichlet_partition, concentration=0.5), seed=seed, holdout=0.25
         )
         self.parts = [(digits.inputs[part].flatten(1), digits.labels[part]) for part in split.train]
@@ -178,7 +178,7 @@ class Kept:
 def main() -> None:
     """Print a table for each lie, and the worst of all lies for each share."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rate-seeds", type=int, nargs="+", default=[100, 101])
     parser.add_argument("--out", type=Path, default=HERE / "results" / "liars.txt")

@@ -11,10 +11,10 @@ import statistics
 from functools import partial
 from pathlib import Path
 
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.experiments.registry import RULES, method
 from manifoldagg.experiments.tuning import tune
-from manifoldagg.simulation import Federation, Workers, dirichlet_partition, processes
+from manifoldagg.simulation import FederatedDataset, RestartingExecutor, dirichlet_partition, processes
 
 HERE = Path(__file__).parent
 CLIENTS = 30
@@ -24,7 +24,7 @@ def main() -> None:
     """Print a row for each method and rate."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", default=",".join(RULES))
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "rates.txt")
@@ -36,21 +36,24 @@ def main() -> None:
         lines.append(line)
 
     split = partial(
-        Federation.split, task("digits"), CLIENTS, partition=partial(dirichlet_partition, concentration=0.5)
+        FederatedDataset.split,
+        load_dataset("digits"),
+        CLIENTS,
+        partition=partial(dirichlet_partition, concentration=0.5),
     )
     federations = [split(seed=seed) for seed in options.seeds]
     tell(f"{'method':<20} {'rate':>8} {'late %':>8}   (mean over seeds {options.seeds}, {options.rounds} rounds)")
-    with Workers(processes(options.jobs)) as workers:
+    with RestartingExecutor(processes(options.jobs)) as workers:
         for name in options.methods.split(","):
             found = tune(
                 method(name),
                 federations,
-                rounds=options.rounds,
+                num_updates=options.rounds,
                 executor=workers,
                 cache=HERE.parent / "build" / "rates",
             )
             for power, scores in found.scores.items() if found else ():
-                mark = "  best" if power == found.best else ""
+                mark = "  best" if power == found.best_power else ""
                 tell(f"{name:<20} {found.start * 2.0**power:>8.4g} {100 * statistics.fmean(scores):>8.1f}{mark}")
     options.out.write_text("\n".join(lines) + "\n")
 

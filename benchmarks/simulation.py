@@ -33,20 +33,20 @@ import torch
 from peers import apart
 from timing import by_parts, machine, ratio
 
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.experiments.registry import method
 from manifoldagg.federated import CheckpointPolicy, Message, Payload
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.simulation import (
-    Errand,
-    Federation,
-    Key,
+    ClientTask,
+    FederatedDataset,
+    LabelledDataset,
     Method,
-    Task,
+    TaskId,
     dirichlet_partition,
-    perform,
     processes,
     run,
+    run_task,
 )
 
 HERE = Path(__file__).parent
@@ -89,31 +89,33 @@ def in_turns(calls: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, li
 # -- run -----------------------------------------------------------------------------------------------------------
 
 
-def federation() -> Federation:
+def federation() -> FederatedDataset:
     """The demo's."""
-    return Federation.split(task("digits"), CLIENTS, partition=partial(dirichlet_partition, concentration=0.5), seed=0)
+    return FederatedDataset.split(
+        load_dataset("digits"), CLIENTS, partition=partial(dirichlet_partition, concentration=0.5), seed=0
+    )
 
 
-def errands_of(chosen: Method, updates: int) -> list[Errand]:
+def errands_of(chosen: Method, updates: int) -> list[ClientTask]:
     """What clients are asked for in a run; neither trainer has a memory."""
-    errands: list[Errand] = []
+    errands: list[ClientTask] = []
     given = {client: count() for client in range(CLIENTS)}
     data = federation()
 
     def watch(event: Any) -> None:
-        key = Key(event.client, next(given[event.client]))
-        errands.append(Errand(data, chosen.trainer, key, event.message))
+        key = TaskId(event.client, next(given[event.client]))
+        errands.append(ClientTask(data, chosen.trainer, key, event.message))
 
-    run(data, chosen, rounds=updates, every=updates, watch=watch)
+    run(data, chosen, num_updates=updates, eval_every=updates, on_update=watch)
     return errands
 
 
-def bare(errands: list[Errand]) -> int:
+def bare(errands: list[ClientTask]) -> int:
     """A loop without a server."""
-    return sum(perform(errand).samples for errand in errands)
+    return sum(run_task(errand).samples for errand in errands)
 
 
-def halves(pool: Executor, errands: list[Errand]) -> int:
+def halves(pool: Executor, errands: list[ClientTask]) -> int:
     """Two loops that know nothing of one another."""
     parts = [pool.submit(bare, errands[half::2]) for half in (0, 1)]
     return sum(part.result() for part in parts)
@@ -129,7 +131,7 @@ def run_part(size: Size) -> list[Row]:
         for name in ("fedasync", "asyncbezier"):
             chosen = method(name)
             errands = errands_of(chosen, size.updates)
-            ours = partial(run, federation(), chosen, rounds=size.updates, every=size.updates)
+            ours = partial(run, federation(), chosen, num_updates=size.updates, eval_every=size.updates)
             calls = {
                 "bare": partial(bare, errands),
                 "one": ours,
@@ -199,7 +201,7 @@ ENGINES = {
 def engines_part(size: Size) -> list[Row]:
     """Equal work."""
     train = [part.tolist() for part in federation().train]
-    work = {"train": train, "cohort": 10, "rounds": size.rounds, "warm": 3, "steps": 12, "batch": 16, "rate": 0.01}
+    work = {"train": train, "cohort": 10, "num_updates": size.rounds, "warm": 3, "steps": 12, "batch": 16, "rate": 0.01}
     pythons = {name: apart.environment(name) for name in ("flower", "flgo")}
     seen: dict[str, list[Row]] = {name: [] for name in ENGINES}
     with tempfile.TemporaryDirectory() as folder:
@@ -268,13 +270,13 @@ def one_size(clients: int, answers: int) -> Row:
     torch.set_num_threads(1)
     labels = torch.arange(5 * clients) % 2
     inputs = torch.randn(5 * clients, 4, generator=torch.Generator().manual_seed(0))
-    made = Task("synthetic", inputs, labels, partial(torch.nn.Linear, 4, 2), target=0.9)
+    made = LabelledDataset("synthetic", inputs, labels, partial(torch.nn.Linear, 4, 2), target=0.9)
     parts = np.arange(5 * clients).reshape(clients, 5)
-    data = Federation(made, list(parts[:, 1:]), list(parts[:, :1]), batch=16, seed=0)
+    data = FederatedDataset(made, list(parts[:, 1:]), list(parts[:, :1]), batch=16, seed=0)
     before = held()
     times = [time.perf_counter()]
     idle = Method("idle", FedAsync(0.5), Idle())
-    run(data, idle, rounds=answers, every=answers, progress=lambda: times.append(time.perf_counter()))
+    run(data, idle, num_updates=answers, eval_every=answers, progress=lambda: times.append(time.perf_counter()))
     return {
         "clients": clients,
         "before": before,

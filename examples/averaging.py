@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from manifoldagg import ParameterSpace, Server
 from manifoldagg.averaging import SWA, Subspace, ensemble, fit_subspace
 from manifoldagg.curves import Simplex
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Message, Outcome, Update, clients
 from manifoldagg.manifolds import Manifold, Sphere, distance, geodesic
-from manifoldagg.simulation import Federation, dirichlet_partition
+from manifoldagg.simulation import FederatedDataset, dirichlet_partition
 from manifoldagg.simulation.priority import PriorityScheduler
 
 CLIENTS = 10
@@ -81,7 +81,7 @@ class Late:
     versions: list[Tensor]
 
 
-def run(federation: Federation, manifolds: dict[str, Any], versions: int) -> Late:
+def run(federation: FederatedDataset, manifolds: dict[str, Any], versions: int) -> Late:
     """Train in virtual time; every listener hears of each version."""
     model = federation.model()
     space = ParameterSpace.of(model, manifolds)
@@ -92,9 +92,9 @@ def run(federation: Federation, manifolds: dict[str, Any], versions: int) -> Lat
     swa = SWA(space, **late)
     exact = SWA(space, **late, kind="exact")
     kept: list[Tensor] = []
-    scheduler: PriorityScheduler[int] = PriorityScheduler(len(federation.scheduled), np.random.default_rng(0))
-    tickets = {client: server.dispatch(client) for client in federation.scheduled}
-    for client in federation.scheduled:
+    scheduler: PriorityScheduler[int] = PriorityScheduler(len(federation.trainable_clients), np.random.default_rng(0))
+    tickets = {client: server.dispatch(client) for client in federation.trainable_clients}
+    for client in federation.trainable_clients:
         scheduler.dispatch(client, len(federation.batches(client, 0)))
     for round_ in range(1, versions + 1):
         client = scheduler.next().client
@@ -119,13 +119,13 @@ def run(federation: Federation, manifolds: dict[str, Any], versions: int) -> Lat
 class Judge:
     """What held-out samples say of a model."""
 
-    federation: Federation
+    federation: FederatedDataset
 
     @property
     def held_out(self) -> tuple[Tensor, Tensor]:
         """Inputs and labels."""
         index = torch.from_numpy(np.concatenate(self.federation.held_out))
-        return self.federation.task.inputs[index], self.federation.task.labels[index]
+        return self.federation.dataset.inputs[index], self.federation.dataset.labels[index]
 
     @torch.no_grad()
     def grade(self, space: ParameterSpace, *thetas: Tensor) -> tuple[float, float, float]:
@@ -183,8 +183,8 @@ def main() -> None:
     torch.set_num_threads(1)  # The network is too small to gain by more.
     began = time.perf_counter()
     partition = partial(dirichlet_partition, concentration=0.5)
-    digits = replace(task("digits"), model=network)
-    federation = Federation.split(digits, CLIENTS, partition=partition, seed=0, batch=32)
+    digits = replace(load_dataset("digits"), model=network)
+    federation = FederatedDataset.split(digits, CLIENTS, partition=partition, seed=0, batch=32)
     judge = Judge(federation)
     found: dict[str, tuple[Late, Subspace]] = {}
     seen = []

@@ -41,7 +41,7 @@ from manifoldagg.curves import (
     chord_ratio,
     plane,
 )
-from manifoldagg.experiments import images, task
+from manifoldagg.experiments import load_dataset, read_images
 from manifoldagg.manifolds import Loss
 
 BATCH = 64
@@ -77,11 +77,11 @@ def load(folder: Path | None, part: float) -> Data:
     if folder is None or not folder.is_dir():
         why = "no --data given" if folder is None else f"there is no folder {folder}"
         print(f"{why}: the 8 x 8 digits of scikit-learn in place of MNIST")
-        digits = task("digits")
+        digits = load_dataset("digits")
         inputs = digits.inputs
         labels = digits.labels
     else:
-        inputs, labels = images(folder)
+        inputs, labels = read_images(folder)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))[: int(part * len(inputs))]
     held = order[: len(order) // 5]
     batches = [(inputs[i], labels[i]) for i in order[len(order) // 5 :].split(BATCH)]

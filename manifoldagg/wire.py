@@ -436,7 +436,7 @@ def _to_fields(value: Message | Payload | Receipt | Ticket) -> dict[str, Any]:
         own = {"id": value.id, "version": _to_builtin(value.version)}
         return _check_packed_fields(own, TICKET_FIELDS) | _to_fields(value.message)
     found = {field.name: getattr(value, field.name) for field in fields(value)}
-    for name in found.keys() - {"client_state (field of Payload per federated.txt; wire format: raise VERSION)"}:
+    for name in found.keys() - {"client_state"}:
         found[name] = _to_builtin(found[name])
     return _check_packed_fields(found, FIELDS_BY_TYPE[type(value)])
 
@@ -520,7 +520,7 @@ MESSAGE_FIELDS |= {"version": lambda x: x is None or (type(x) is int and x >= 0)
 PAYLOAD_FIELDS = {
     "points": _is_floating_tensor,
     "samples": _has_type(int),
-    "client_state (field of Payload per federated.txt; wire format: raise VERSION)": lambda x: True,
+    "client_state": lambda x: True,
     **EXTRA_FIELDS,
 }
 PAYLOAD_FIELDS |= {"base": lambda x: x is None or _is_floating_tensor(x)}

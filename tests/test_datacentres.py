@@ -67,7 +67,7 @@ def test_equal_tokens_and_what_is_done_is_not_done_again(datacentres, play, tmp_
         trials = [one for one in map(json.loads, lines) if one["seed"] != 0 and one["method"] == row["method"]]
         best = min(trials, key=lambda one: one["log"][-1]["loss"])
         assert (row["rate"], row["momentum"]) == (best["rate"], best["momentum"])
-    monkeypatch.setattr(datacentres, "trained", lambda *args: pytest.fail("done again"))
+    monkeypatch.setattr(datacentres, "from_training", lambda *args: pytest.fail("done again"))
     with path.open("a") as file:
         file.write(lines[0][:50])
     again = datacentres.Rows(path, size)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from manifoldagg import ParameterSpace, Server, wire
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Payload
 from manifoldagg.federated.rules import AsyncBezier, FedAsync
 
@@ -341,7 +341,7 @@ def test_three_processes_on_the_loopback(tmp_path):
             assert http.get("/status").json() == {"version": 6, "refused": {}}
         server.end()
         assert server.lines[1:] == ["stopped at version 6"]
-        space = ParameterSpace.of(task("digits").model())
+        space = ParameterSpace.of(load_dataset("digits").model())
         assert Server.resume(file, space, AsyncBezier(rate=0.5)).version == 6
     finally:
         for process in running:

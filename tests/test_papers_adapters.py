@@ -110,7 +110,7 @@ def test_equal_bytes_and_what_is_done_is_not_done_again(adapters, world, tmp_pat
         assert trials[done[0]["rate"], done[0]["share"]] == min(trials.values())
         early = adapters.loss_of(done[0], sent["factors"])
         assert (early == adapters.loss_of(done[0])) == (way != "residuals")
-    monkeypatch.setattr(adapters, "trained", lambda *args, **options: pytest.fail("done again"))
+    monkeypatch.setattr(adapters, "from_training", lambda *args, **options: pytest.fail("done again"))
     with path.open("a") as file:
         file.write(lines[0][:50])
     again = adapters.Rows(path, size)

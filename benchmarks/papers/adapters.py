@@ -55,7 +55,7 @@ from manifoldagg import Server, average_adapters
 from manifoldagg._io import new_figure
 from manifoldagg.errors import DivergenceError
 from manifoldagg.experiments.models import Signature, transformer
-from manifoldagg.experiments.statistics import Mean, mean_of
+from manifoldagg.experiments.statistics import MeanCI, mean_ci
 from manifoldagg.federated import Rule, rules
 from manifoldagg.simulation import IndependentClients, LogNormal
 
@@ -196,7 +196,7 @@ class World:
         tokens = len(self._number)
         torch.manual_seed(0)
         self.model = transformer(
-            Signature((size.length,), tokens, tokens, every=True), width=size.width, layers=size.layers
+            Signature((size.length,), tokens, tokens, per_token=True), width=size.width, layers=size.layers
         )
         path = (
             cache / f"adapters-{zlib.crc32(text.encode()):08x}-{size.width}-{size.layers}-{size.length}-{size.base}.pt"
@@ -486,7 +486,7 @@ def trained(world: World, setting: str, name: str, rate: float, share: float, se
 
     def look(round: int, now: float) -> None:
         loss = held_out(world, hub, cast.held)
-        log.append({"round": round, "time": now, "down": down, "up": up, "loss": loss})
+        log.append({"updates": round, "time": now, "down": down, "up": up, "loss": loss})
 
     look(0, 0.0)
     try:
@@ -506,7 +506,7 @@ def trained(world: World, setting: str, name: str, rate: float, share: float, se
             ask(client)
     except DivergenceError as error:
         print(f"{setting}, {name}, rate {rate:g}, share {share:g}: {error}")
-        log.append({"round": done, "time": event.time, "down": down, "up": up, "loss": None})
+        log.append({"updates": done, "time": event.time, "down": down, "up": up, "loss": None})
     return {"log": log, "staleness": late / world.size.answers, "seconds": time.process_time() - started}
 
 
@@ -561,8 +561,8 @@ def tuned_in(setting: str, way: str) -> str:
 
 def late_loss_of(row: Row) -> float:
     """The mean of the looks in the last third of the answers: single ones jump."""
-    end = row["log"][-1]["round"]
-    losses = [entry["loss"] for entry in row["log"] if 3 * entry["round"] >= 2 * end]
+    end = row["log"][-1]["updates"]
+    losses = [entry["loss"] for entry in row["log"] if 3 * entry["updates"] >= 2 * end]
     return math.inf if None in losses else float(np.mean(losses))
 
 
@@ -598,17 +598,17 @@ def work(
                     once(setting, way, pair, seed, tuning=False)
 
 
-def less(scores: Mapping[int, float], others: Mapping[int, float]) -> Mean | None:
+def less(scores: Mapping[int, float], others: Mapping[int, float]) -> MeanCI | None:
     """How much more is lost than by another way, over the seeds that both have."""
     both = [scores[seed] - others[seed] for seed in scores if seed in others]
-    return mean_of(both) if both and all(map(math.isfinite, both)) else None
+    return mean_ci(both) if both and all(map(math.isfinite, both)) else None
 
 
-def said(mean: Mean | None, sign: str = "") -> str:
+def said(mean: MeanCI | None, sign: str = "") -> str:
     """A mean with the half of its interval."""
     if mean is None:
         return "-"
-    return f"{mean.value:{sign}.4f}" if mean.half is None else f"{mean.value:{sign}.4f} +- {mean.half:.4f}"
+    return f"{mean.value:{sign}.4f}" if mean.half_width is None else f"{mean.value:{sign}.4f} +- {mean.half_width:.4f}"
 
 
 def tables(rows: Rows, size: Size, command: str) -> list[str]:
@@ -631,7 +631,7 @@ def tables(rows: Rows, size: Size, command: str) -> list[str]:
             continue
         # Who answers when is the same for all ways, and so are the bytes of all but one.
         budget = {seed: spent(row) for way, done in tests.items() if way != "residuals" for seed, row in done.items()}
-        untrained = mean_of([row["log"][0]["loss"] for row in next(iter(tests.values())).values()]).value
+        untrained = mean_ci([row["log"][0]["loss"] for row in next(iter(tests.values())).values()]).value
         lines += [
             "",
             f"## {setting}",
@@ -643,7 +643,9 @@ def tables(rows: Rows, size: Size, command: str) -> list[str]:
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         read = {
-            "late": {way: {seed: late_loss_of(row) for seed, row in done.items()} for way, done in tests.items()},
+            "tail_accuracy": {
+                way: {seed: late_loss_of(row) for seed, row in done.items()} for way, done in tests.items()
+            },
             "end": {way: {seed: loss_of(row) for seed, row in done.items()} for way, done in tests.items()},
             "equal": {
                 way: {seed: loss_of(row, budget.get(seed, math.inf)) for seed, row in done.items()}
@@ -653,10 +655,14 @@ def tables(rows: Rows, size: Size, command: str) -> list[str]:
         for way, done in tests.items():
             pair = rows.chosen(setting, way)
             assert pair is not None
-            sent = mean_of([spent(row) for row in done.values()]).value
+            sent = mean_ci([spent(row) for row in done.values()]).value
             cells = [way, str(len(done)), f"{pair[1]:g}", f"{sent / 1e6:.1f}"]
-            for kind, others in (("late", ("factors", "matrices")), ("end", ("factors",)), ("equal", ("factors",))):
-                cells.append(said(mean_of(list(read[kind][way].values()))))
+            for kind, others in (
+                ("tail_accuracy", ("factors", "matrices")),
+                ("end", ("factors",)),
+                ("equal", ("factors",)),
+            ):
+                cells.append(said(mean_ci(list(read[kind][way].values()))))
                 cells += [said(less(read[kind][way], read[kind].get(other, {})), "+") for other in others]
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## Trials", "", "Loss at the end of each pair (local rate, share $\\alpha$), on the tuning seeds."]
@@ -694,7 +700,7 @@ def draw(rows: Rows, path: Path) -> None:
 
 
 AXES: Mapping[str, Callable[[Row], float]] = {
-    "answers": lambda entry: entry["round"],
+    "answers": lambda entry: entry["updates"],
     "bytes, both directions": lambda entry: entry["down"] + entry["up"],
 }
 

@@ -1,6 +1,6 @@
 r"""What corrections do to one step: Manifold, Figure 1; Report, Figures 1 and 3.
 
-    python benchmarks/papers/corrections.py [--task digits|mnist] [--seeds 5] [--rounds 800] [--looks 40]
+    python benchmarks/papers/corrections.py [--task digits|mnist] [--seeds 5] [--updates 800] [--looks 40]
 
 An asynchronous run goes its way. At some rounds the stale update that arrives is read as every correction would read
 it, none of which is taken but the run's own: the loss on the test samples, and on the training samples of the client,
@@ -52,14 +52,14 @@ from manifoldagg.corrections import (
     rotate_control,
 )
 from manifoldagg.curves.distance import parameter_at_distance
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Message, Outcome, Update, clients, rules
 from manifoldagg.federated.schedules import Cosine, rate_at
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation import Errand, Federation, Key, Method, dirichlet_partition, perform, run
+from manifoldagg.simulation import ClientTask, FederatedDataset, Method, TaskId, dirichlet_partition, run, run_task
 
 CLIENTS = 30
-PHASES = ("early", "middle", "late")
+PHASES = ("early", "middle", "tail_accuracy")
 STEPS = ("rate", "length", "tenth", "whole")
 PLACES = (
     ("position, rotated", "position"),
@@ -131,7 +131,9 @@ class Looks:
         curves: what they would do to send a curve.
     """
 
-    def __init__(self, federation: Federation, every: int, local: clients.Local, curves: Mapping[str, Any]) -> None:
+    def __init__(
+        self, federation: FederatedDataset, every: int, local: clients.Local, curves: Mapping[str, Any]
+    ) -> None:
         self._federation = federation
         self._every = every
         self._local = local
@@ -166,11 +168,11 @@ class Looks:
             others = [moved for other, moved in self._moved.items() if other != client]
             for name, correction in {**STATELESS, "OrthoFL pairwise": Pairwise(others)}.items():
                 corrected[name] = correction.apply(frame).displacements()[0]
-            self._note(update, end, rho, version, Key(client, nth), corrected)
+            self._note(update, end, rho, version, TaskId(client, nth), corrected)
         self._moved[client] = end - update.base
 
     def _note(
-        self, update: Update, end: Tensor, rho: float, version: int, key: Key, corrected: dict[str, Tensor]
+        self, update: Update, end: Tensor, rho: float, version: int, key: TaskId, corrected: dict[str, Tensor]
     ) -> None:
         base, now = update.base, update.current
         learned = {name: self._train(trainer, key, base) for name, trainer in self._curves.items()}
@@ -210,7 +212,7 @@ class Looks:
             curves[name]["bend"] = float(bent.norm()) / length
         self.seen.append(
             {
-                "round": version + 1,
+                "updates": version + 1,
                 "client": key.client,
                 "staleness": update.staleness,
                 "rho": rho,
@@ -242,18 +244,18 @@ class Looks:
             "OrthoDC(1), rotated": rotate_control(control, base, end, now, now + strict),
         }
 
-    def _train(self, trainer: Any, key: Key, start: Tensor) -> Tensor:
-        return perform(Errand(self._federation, trainer, key, Message(start))).points
+    def _train(self, trainer: Any, key: TaskId, start: Tensor) -> Tensor:
+        return run_task(ClientTask(self._federation, trainer, key, Message(start))).points
 
     def _samples(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        return self._federation.task.inputs[places], self._federation.task.labels[places]
+        return self._federation.dataset.inputs[places], self._federation.dataset.labels[places]
 
 
 def once(given: argparse.Namespace, carrier: str, falling: bool, seed: int) -> list[dict[str, Any]]:
     """What is seen in one run."""
     source = "digits" if given.task == "digits" else f"idx:{given.data / 'mnist'}"
     split = partial(dirichlet_partition, concentration=0.5)
-    federation = Federation.split(task(source), CLIENTS, partition=split, seed=seed)
+    federation = FederatedDataset.split(load_dataset(source), CLIENTS, partition=split, seed=seed)
     plain: dict[str, Any] = {"rate": 0.01, "proximal": 1e-3}
     local = clients.Local(epochs=given.epochs, **plain)
     curves = {
@@ -263,7 +265,7 @@ def once(given: argparse.Namespace, carrier: str, falling: bool, seed: int) -> l
     seen = Looks(federation, max(1, given.rounds // given.looks), local, curves)
     rate = Cosine(RATE, 0.0, given.rounds) if falling else RATE
     rule = Watched(rate=rate, correction=CARRIERS[carrier], look=seen.look)
-    run(federation, Method(carrier, rule, local), rounds=given.rounds, every=given.rounds)
+    run(federation, Method(carrier, rule, local), num_updates=given.rounds, eval_every=given.rounds)
     return seen.seen
 
 
@@ -274,7 +276,7 @@ def by_phase(looks: Looked, rounds: int, value: Callable[[dict[str, Any]], float
     """The mean in each part of a run."""
     found: list[list[float]] = [[] for _ in range(parts)]
     for look in looks:
-        found[min(parts * (look["round"] - 1) // rounds, parts - 1)].append(value(look))
+        found[min(parts * (look["updates"] - 1) // rounds, parts - 1)].append(value(look))
     return [statistics.fmean(each) for each in found]
 
 
@@ -453,7 +455,7 @@ def main() -> None:
     parser.add_argument("--task", choices=("digits", "mnist"), default="digits")
     parser.add_argument("--data", type=Path, default=Path("build/data"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=800)
+    parser.add_argument("--updates", type=int, default=800)
     parser.add_argument("--looks", type=int, default=40)
     parser.add_argument("--schedules", default="falling,constant")
     parser.add_argument("--carriers", default=",".join(CARRIERS))
@@ -463,7 +465,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     parts = Parts(given.parts)
-    told = {"task": given.task, "seeds": given.seeds, "rounds": given.rounds, "looks": given.looks}
+    told = {"task": given.task, "seeds": given.seeds, "num_updates": given.rounds, "looks": given.looks}
     told["epochs"] = given.epochs
     for falling in [schedule == "falling" for schedule in given.schedules.split(",")]:
         found = {}

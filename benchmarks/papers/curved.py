@@ -34,11 +34,11 @@ from torch import Tensor, nn
 
 from manifoldagg.corrections import Correction, OrthoDC, Position, Tangent
 from manifoldagg.errors import DivergenceError, RuleError
-from manifoldagg.experiments import task
-from manifoldagg.experiments.tuning import late, line_search
+from manifoldagg.experiments import load_dataset
+from manifoldagg.experiments.tuning import line_search, tail_accuracy
 from manifoldagg.federated import Outcome, Update, clients, rules
 from manifoldagg.manifolds import Flat, SpecialOrthogonal, Sphere
-from manifoldagg.simulation import Federation, Method, Task, dirichlet_partition, run
+from manifoldagg.simulation import FederatedDataset, LabelledDataset, Method, dirichlet_partition, run
 
 CLIENTS = 30
 START = 3.0
@@ -134,11 +134,18 @@ class Geometry(rules.AsyncCorrected):
 
 
 def once(
-    digits: Task, model: str, treatment: str, correction: str, rate: float, local: float, seed: int, rounds: int
+    digits: LabelledDataset,
+    model: str,
+    treatment: str,
+    correction: str,
+    rate: float,
+    local: float,
+    seed: int,
+    rounds: int,
 ) -> dict[str, Any]:
     """Late accuracy of a run; where it fails, 0."""
     validating = seed >= min(VALIDATION)
-    federation = Federation.split(
+    federation = FederatedDataset.split(
         replace(digits, model=partial(MODELS[model], treatment != "flat")),
         CLIENTS,
         partition=partial(dirichlet_partition, concentration=0.5),
@@ -156,10 +163,15 @@ def once(
         rule = rules.AsyncCorrected(rate, correction=chosen)
     trainer = clients.Local(epochs=4, optimizer=torch.optim.SGD, rate=local, proximal=1e-3)
     try:
-        found = run(federation, Method(treatment, rule, trainer), rounds=rounds, every=max(1, rounds // 40))
+        found = run(federation, Method(treatment, rule, trainer), num_updates=rounds, eval_every=max(1, rounds // 40))
     except (DivergenceError, RuleError) as error:
-        return {"late": 0.0, "failed": str(error), "refused": rounds, "apart": []}
-    return {"late": late(found), "loss": found.evaluations[-1].loss, "refused": found.refused, "apart": noted}
+        return {"tail_accuracy": 0.0, "failed": str(error), "rejected": rounds, "apart": []}
+    return {
+        "tail_accuracy": tail_accuracy(found),
+        "loss": found.evaluations[-1].loss,
+        "rejected": found.rejected,
+        "apart": noted,
+    }
 
 
 def main() -> None:
@@ -168,17 +180,17 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rules", default="tangent")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--out", type=Path, default=RESULTS / "curved")
     parser.add_argument("--parts", type=Path, default=Path("build/papers/curved"))
     given = parser.parse_args()
     torch.set_num_threads(1)
     parts = Parts(given.parts)
-    digits = task("digits")
+    digits = load_dataset("digits")
     found: dict[str, Any] = {}
 
     def kept(seed: int, rate: float, local: float, of: dict[str, str]) -> dict[str, Any]:
-        settings = {**of, "rate": rate, "local": local, "seed": seed, "rounds": given.rounds}
+        settings = {**of, "rate": rate, "local": local, "seed": seed, "num_updates": given.rounds}
         return parts.of(
             settings,
             partial(once, digits, of["model"], of["treatment"], of["correction"], rate, local, seed, given.rounds),
@@ -191,15 +203,15 @@ def main() -> None:
                 of = {"model": model, "treatment": treatment, "correction": correction}
 
                 def score(rate: float, local: float, of: dict[str, str] = of) -> list[float]:
-                    return [kept(seed, rate, local, of)["late"] for seed in VALIDATION]
+                    return [kept(seed, rate, local, of)["tail_accuracy"] for seed in VALIDATION]
 
                 tried = {local: statistics.fmean(score(START, local)) for local in LOCAL_RATES}
                 local = max(tried, key=lambda rate: tried[rate])
-                search = line_search(partial(score, local=local), START, farthest=2)
-                runs = [kept(seed, search.rate, local, of) for seed in range(given.seeds)]
-                treated[treatment] = {"local": tried, "local rate": local, "search": search.told(), "runs": runs}
+                search = line_search(partial(score, local=local), START, max_doublings=2)
+                runs = [kept(seed, search.best_rate, local, of) for seed in range(given.seeds)]
+                treated[treatment] = {"local": tried, "local rate": local, "search": search.to_dict(), "runs": runs}
             found[f"{model}, {correction}"] = treated
-    told = {"seeds": given.seeds, "rounds": given.rounds, "validation seeds": list(VALIDATION)}
+    told = {"seeds": given.seeds, "num_updates": given.rounds, "validation seeds": list(VALIDATION)}
     write(
         given.out, {"found": found}, told, markdown("Curved leaves by geometry, or as flat numbers", page(found), told)
     )
@@ -210,7 +222,7 @@ def page(found: Mapping[str, Any]) -> list[str]:
     rows = []
     apart = []
     for name, treated in found.items():
-        scores = {one: [each["late"] for each in told["runs"]] for one, told in treated.items()}
+        scores = {one: [each["tail_accuracy"] for each in told["runs"]] for one, told in treated.items()}
         row = [name, *(cell(scores[one], 1, 100).rstrip("*") for one in TREATMENTS)]
         for first, second in (("geometry", "projected"), ("geometry", "flat"), ("projected", "flat")):
             row.append(cell([a - b for a, b in zip(scores[first], scores[second], strict=True)], 2, 100))
@@ -218,7 +230,7 @@ def page(found: Mapping[str, Any]) -> list[str]:
         rows.append([*row, *rates])
         noted = [statistics.fmean(each["apart"] or [0.0]) for each in treated["geometry"]["runs"]]
         most = [max(each["apart"], default=0.0) for each in treated["geometry"]["runs"]]
-        refused = [str(sum(each["refused"] for each in treated[one]["runs"])) for one in TREATMENTS]
+        refused = [str(sum(each["rejected"] for each in treated[one]["runs"])) for one in TREATMENTS]
         apart.append([name, cell(noted, 2, 100).rstrip("*"), f"{100 * max(most):.2f}", *refused])
     differences = ("geometry less projected", "geometry less flat", "projected less flat")
     chosen = [f"{one}: rate / local" for one in TREATMENTS]

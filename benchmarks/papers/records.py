@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from manifoldagg._io import atomic_write
-from manifoldagg.experiments.statistics import Mean, mean_of
+from manifoldagg.experiments.statistics import MeanCI, mean_ci
 from manifoldagg.simulation.run_metadata import versions
 
 __all__ = ["RESULTS", "ROOT", "Parts", "cell", "command", "markdown", "table", "write"]
@@ -56,11 +56,11 @@ def command() -> str:
 
 def cell(values: Sequence[float], digits: int, scale: float = 1.0) -> str:
     """The mean over seeds with Student's interval of 95 %; an asterisk where it leaves out 0."""
-    found: Mean = mean_of([scale * value for value in values])
-    if found.half is None:
+    found: MeanCI = mean_ci([scale * value for value in values])
+    if found.half_width is None:
         return f"{found.value:.{digits}f}"
-    sure = "*" if abs(found.value) > found.half > 0 else ""
-    return f"{found.value:.{digits}f} ± {found.half:.{digits}f}{sure}"
+    sure = "*" if abs(found.value) > found.half_width > 0 else ""
+    return f"{found.value:.{digits}f} ± {found.half_width:.{digits}f}{sure}"
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

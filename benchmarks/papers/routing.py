@@ -31,22 +31,22 @@ from records import RESULTS, Parts, cell, markdown, table, write
 
 from manifoldagg._io import atomic_write, new_figure
 from manifoldagg.errors import DivergenceError, RuleError
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.experiments.tuning import line_search
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated import rules
 from manifoldagg.routing import Bound, ClosedNetwork, TimeBound, UpdateBound, balanced, optimise_routing, uniform
 from manifoldagg.simulation import (
     Evaluation,
-    Federation,
+    FederatedDataset,
     JacksonNetwork,
     Method,
     dirichlet_partition,
     iid_partition,
     run,
 )
-from manifoldagg.simulation.event_loop import Ask, Lost
-from manifoldagg.simulation.workload import course_of
+from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent
+from manifoldagg.simulation.workload import build_event_loop
 
 VALIDATION = (100, 101)
 START = 0.04
@@ -89,41 +89,41 @@ class Scenario:
         found = {name: optimise_routing(bound, starts=("uniform",)).p for name, bound in bounds.items()}
         return {"uniform": uniform(self.speeds), "balanced": balanced(self.speeds), **found}
 
-    def rounds(self, federation: Federation, rule: Any, network: Any) -> int:
+    def rounds(self, federation: FederatedDataset, rule: Any, network: Any) -> int:
         """Updates until the end; of a time those of the run to be, gone through without training, and one more."""
         if self.axis == "update":
             return int(self.end)
-        course = course_of(federation, rule, scheduler=network, tasks=self.tasks)
+        course = build_event_loop(federation, rule, scheduler=network, concurrency=self.tasks)
         count = 0
         while True:
             event = course.next()
-            if isinstance(event, Ask):
-                course.give(event.client, 1.0)
+            if isinstance(event, DispatchEvent):
+                course.submit(event.client, 1.0)
                 continue
-            if not isinstance(event, Lost) and event.done.time > self.end:
+            if not isinstance(event, DropoutEvent) and event.completion.time > self.end:
                 return count + 1
             count += 1
-            course.settle(True)
+            course.acknowledge(True)
 
     def curve(self, rows: list[Evaluation]) -> list[float]:
         """Accuracy at equal parts of the way to the end: at each that of the last evaluation by then."""
-        along = "round" if self.axis == "update" else "time"
+        along = "updates" if self.axis == "update" else "time"
         places = [(i + 1) / POINTS * self.end for i in range(POINTS)]
-        return [[row.accuracy for row in rows if row.along(along) <= place][-1] for place in places]
+        return [[row.accuracy for row in rows if row.value_on(along) <= place][-1] for place in places]
 
 
 def once(given: Scenario, model: str, split: str, routing: np.ndarray, rate: float, seed: int) -> dict[str, Any]:
     """A run: accuracy along it; where it fails, none."""
     clients = len(given.speeds)
     validating = 0.2 if seed in VALIDATION else 0.0
-    federation = Federation.split(
-        task("digits", model), clients, partition=SPLITS[split], seed=seed, validation=validating, batch=64
+    federation = FederatedDataset.split(
+        load_dataset("digits", model), clients, partition=SPLITS[split], seed=seed, validation=validating, batch=64
     )
-    if len(federation.scheduled) < clients:
+    if len(federation.trainable_clients) < clients:
         raise SystemExit(f"seed {seed}: a client has no samples")
 
     def network(_: Any, generator: np.random.Generator) -> JacksonNetwork:
-        return JacksonNetwork(routing, given.speeds, generator, tasks=given.tasks)
+        return JacksonNetwork(routing, given.speeds, generator, concurrency=given.tasks)
 
     rule = rules.GeneralizedAsyncSGD(dict(enumerate(routing.tolist())), rate)
     rounds = given.rounds(federation, rule, network)
@@ -131,11 +131,11 @@ def once(given: Scenario, model: str, split: str, routing: np.ndarray, rate: flo
         found = run(
             federation,
             Method("routed", rule, trainers.Gradient()),
-            rounds=rounds,
+            num_updates=rounds,
             scheduler=network,
-            tasks=given.tasks,
-            work="dispatched",
-            every=max(1, rounds // POINTS),
+            concurrency=given.tasks,
+            task_cost="trainer",
+            eval_every=max(1, rounds // POINTS),
         )
     except (DivergenceError, RuleError) as error:
         return {"curve": [0.0] * POINTS, "failed": str(error)}
@@ -144,7 +144,7 @@ def once(given: Scenario, model: str, split: str, routing: np.ndarray, rate: flo
     return {
         "curve": given.curve(found.evaluations),
         "loss": found.evaluations[-1].loss,
-        "refused": found.refused,
+        "rejected": found.rejected,
         "updates": sum(time <= given.end for time in found.times) if given.axis == "time" else rounds,
         "time": found.times[-1],
         "staleness": statistics.fmean(found.staleness),
@@ -166,13 +166,13 @@ def compared(scenario: Scenario, split: str, seeds: int, kept: Callable[..., dic
         def score(rate: float, name: str = name, routing: np.ndarray = routing) -> list[float]:
             return [late(kept(scenario, split, name, routing, rate, seed)) for seed in VALIDATION]
 
-        search = line_search(score, START, farthest=4)
+        search = line_search(score, START, max_doublings=4)
         found[name] = {
             "shares": sorted(set(np.round(routing, 4).tolist())),
             "slowest": float(routing[0]),
             "throughput": network.throughput,
-            "search": search.told(),
-            "best": [kept(scenario, split, name, routing, search.rate, seed) for seed in range(seeds)],
+            "search": search.to_dict(),
+            "best": [kept(scenario, split, name, routing, search.best_rate, seed) for seed in range(seeds)],
             "one rate": [kept(scenario, split, name, routing, PAPERS_RATE, seed) for seed in range(seeds)],
         }
     return found

@@ -21,10 +21,10 @@ from records import RESULTS, ROOT, table
 from manifoldagg._io import new_figure
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.plots import draw_accuracy
-from manifoldagg.experiments.report_data import Joined, Logged, join
-from manifoldagg.experiments.report_writer import write_summary
-from manifoldagg.experiments.statistics import Mean, compared, mean_of
-from manifoldagg.simulation.cost import AXES, reached, within
+from manifoldagg.experiments.report_data import CombinedReport, LoggedRun, load_reports
+from manifoldagg.experiments.report_writer import write_combined_report
+from manifoldagg.experiments.statistics import MeanCI, compare_pairs, mean_ci
+from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
 
 PICTURES = ROOT / "docs" / "assets" / "evidence"
 FORWARD = "AsyncCorrected(correction=autothreshold)"
@@ -95,7 +95,7 @@ def report(results: Path, name: str, parts: Sequence[str]) -> str:
     ((task, methods),) = joined.runs.items()
     called = {_plain(method, name): method for method in methods}
     forward = called.get(FORWARD, FORWARD)
-    for file in write_summary(joined, folder, axis="gradients", against=forward):
+    for file in write_combined_report(joined, folder, axis="gradients", baseline=forward):
         if file.suffix == ".png":
             file.unlink()
     drawn = {
@@ -108,25 +108,29 @@ def report(results: Path, name: str, parts: Sequence[str]) -> str:
     return f"{folder}{f': without {missing}' if missing else ''}"
 
 
-def joined_of(results: Path, parts: Sequence[str]) -> Joined:
+def joined_of(results: Path, parts: Sequence[str]) -> CombinedReport:
     """Those of the reports that are there, as one.
 
     Raises:
         ArgumentError: if none is.
     """
-    return join([results / part for part in parts if (results / part).is_dir()])
+    return load_reports([results / part for part in parts if (results / part).is_dir()])
 
 
-def short(joined: Joined, name: str, forward: str) -> str:
+def short(joined: CombinedReport, name: str, forward: str) -> str:
     """A table, the best at the end of its run first: some methods, on few columns."""
-    beside = {one.method: one.equal["gradients"] for one in joined.against(forward)}
+    beside = {one.method: one.difference_at_budget["gradients"] for one in joined.paired_differences(forward)}
     rows = [row for row in joined.rows() if row.method in SHOWN or "-long" in name]
     lines = []
-    for row in sorted(rows, key=lambda row: -row.final.value):
+    for row in sorted(rows, key=lambda row: -row.final_accuracy.value):
         there = beside.get(row.method)
         equal = "" if there is None else _points(there, "+")
-        time = "never" if row.time is None else f"{row.time.value:.1f} ({row.reached} of {row.seeds})"
-        lines.append([_plain(row.method, name), _points(row.final), equal, time, f"{row.gini.value:.3f}"])
+        time = (
+            "never"
+            if row.time_to_target is None
+            else f"{row.time_to_target.value:.1f} ({row.num_reached} of {row.num_seeds})"
+        )
+        lines.append([_plain(row.method, name), _points(row.final_accuracy), equal, time, f"{row.gini.value:.3f}"])
     return table(["method", "at the end", "at equal gradients", "s to the target", "Gini"], lines)
 
 
@@ -139,13 +143,13 @@ def _plain(method: str, report: str) -> str:
     return method
 
 
-def _points(mean: Mean, sign: str = "") -> str:
-    return f"{100 * mean.value:{sign}.1f} ± {100 * (mean.half or 0):.1f}"
+def _points(mean: MeanCI, sign: str = "") -> str:
+    return f"{100 * mean.value:{sign}.1f} ± {100 * (mean.half_width or 0):.1f}"
 
 
 def underway(results: Path) -> None:
     """Accuracy at the end by the number of tasks under way, as a table and a picture."""
-    found: dict[str, dict[int, Mean]] = {method: {} for method in COUNTED}
+    found: dict[str, dict[int, MeanCI]] = {method: {} for method in COUNTED}
     for count, folder in UNDERWAY.items():
         ((_, methods),) = joined_of(results, [folder]).runs.items()
         for method in COUNTED:
@@ -176,10 +180,10 @@ def delays(results: Path, kinds: Sequence[str]) -> None:
             parts = [
                 hit.time / base.time
                 for seed, run in runs.items()
-                if (hit := reached(run.evaluations, target))
-                and (base := reached(methods["FedAvg"][seed].evaluations, target))
+                if (hit := first_reaching(run.evaluations, target))
+                and (base := first_reaching(methods["FedAvg"][seed].evaluations, target))
             ]
-            soon = f"{mean_of(parts).value:.3f} ({len(parts)} of {len(runs)})" if parts else "never"
+            soon = f"{mean_ci(parts).value:.3f} ({len(parts)} of {len(runs)})" if parts else "never"
             rows.setdefault(method, []).extend([_points(ends[method]), soon])
     heads = [f"{name}: {what}" for name in kinds for what in ("at the end", "time")]
     lines = [[method, *cells, *[""] * (len(heads) - len(cells))] for method, cells in rows.items()]
@@ -189,14 +193,14 @@ def delays(results: Path, kinds: Sequence[str]) -> None:
 def pooled(results: Path) -> None:
     """Wilcoxon's tests over all pairs of task, number of tasks under way and seed, at equal answers and gradients."""
     lines = []
-    for axis, terms in (("round", "equal answers"), ("gradients", "equal gradients")):
-        for pair in compared(_scores(results, axis)):
-            if pair.adjusted is not None and {pair.first, pair.second} & {*POOLED}:
+    for axis, terms in (("updates", "equal answers"), ("gradients", "equal gradients")):
+        for pair in compare_pairs(_scores(results, axis)):
+            if pair.adjusted_p_value is not None and {pair.first, pair.second} & {*POOLED}:
                 sign = 1 if pair.first in POOLED else -1
                 one, other = (pair.first, pair.second)[::sign]
-                better, worse = (pair.better, pair.worse)[::sign]
-                cells = [one, other, terms, f"{100 * sign * pair.difference:+.1f}"]
-                lines.append([*cells, f"{better} to {worse}", _probability(pair.adjusted)])
+                better, worse = (pair.wins, pair.losses)[::sign]
+                cells = [one, other, terms, f"{100 * sign * pair.median_difference:+.1f}"]
+                lines.append([*cells, f"{better} to {worse}", _probability(pair.adjusted_p_value)])
     heads = ["method", "beside", "terms", "median difference, points", "better to worse", "p after Holm"]
     (results / "joined" / "pooled.md").write_text(table(heads, lines) + "\n")
 
@@ -216,13 +220,13 @@ def _scores(results: Path, axis: str) -> dict[str, dict[Any, float]]:
         budget = joined.budget(task, axis)
         for method, runs in methods.items():
             for seed, run in runs.items():
-                scores.setdefault(method, {})[parts, seed] = within(run.evaluations, axis, budget).accuracy
+                scores.setdefault(method, {})[parts, seed] = last_within_budget(run.evaluations, axis, budget).accuracy
     return scores
 
 
-def _final(runs: Mapping[int, Logged]) -> Mean:
+def _final(runs: Mapping[int, LoggedRun]) -> MeanCI:
     """Accuracy at the end of a method's runs."""
-    return mean_of([run.evaluations[-1].accuracy for run in runs.values()])
+    return mean_ci([run.evaluations[-1].accuracy for run in runs.values()])
 
 
 if __name__ == "__main__":

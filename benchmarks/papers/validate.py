@@ -19,16 +19,16 @@ from typing import Any
 import typer
 
 from manifoldagg.cli.app import app
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.experiments.config_file import command_lines, options_by_name
 from manifoldagg.experiments.registry import methods
-from manifoldagg.experiments.run_report import machine
+from manifoldagg.experiments.run_report import environment_info
 from manifoldagg.experiments.tuning import Tuning
-from manifoldagg.simulation import Federation, processes, registry
-from manifoldagg.simulation.executors.executor import serving
+from manifoldagg.simulation import FederatedDataset, processes, registry
+from manifoldagg.simulation.executors.executor import shared_executor
 
 HERE = Path(__file__).parent
-SCENARIO = ("scheduler", "delays", "participation")
+SCENARIO = ("scheduler", "delays", "availability")
 
 
 def main() -> None:
@@ -45,9 +45,9 @@ def main() -> None:
     lines = command_lines(given.config, options_by_name(command.params, ("config", "only", "name")), only)
     folder = out / "validation"
     folder.mkdir(parents=True, exist_ok=True)
-    with chdir(given.config.parent), serving(processes(given.jobs) if given.jobs > 1 else None) as workers:
+    with chdir(given.config.parent), shared_executor(processes(given.jobs) if given.jobs > 1 else None) as workers:
         for name, words in lines.items():
-            found: dict[str, Any] = {"command": ["manifoldagg", "compare", *words], **machine(), "methods": {}}
+            found: dict[str, Any] = {"command": ["manifoldagg", "compare", *words], **environment_info(), "methods": {}}
             for told in searched(command.make_context("compare", words).params, out / ".tuned", workers):
                 found |= told | {"methods": found["methods"] | told["methods"]}
                 (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -57,9 +57,9 @@ def main() -> None:
 
 def searched(options: Mapping[str, Any], cache: Path, workers: Any) -> Iterator[dict[str, Any]]:
     """What `compare` would try with these options, one method after the other."""
-    problem = task(options["data"], options["model"])
+    problem = load_dataset(options["data"], options["model"])
     partition = registry.partition(options["partition"])
-    split = partial(Federation.split, problem, options["clients"], partition=partition)
+    split = partial(FederatedDataset.split, problem, options["clients"], partition=partition)
     first = max(Tuning.seeds[0], options["seeds"])
     tuning = Tuning(range(first, first + options["tune_seeds"]), cache=cache)
     for method in methods(options["methods"], options["rate"] or []):
@@ -67,10 +67,10 @@ def searched(options: Mapping[str, Any], cache: Path, workers: Any) -> Iterator[
             [method],
             partial(split, holdout=options["holdout"], batch=options["batch"]),
             validation=options["validation"],
-            used=options["seeds"],
-            rounds=options["rounds"],
-            work=options["work"],
-            tasks=options["tasks"],
+            num_used_seeds=options["seeds"],
+            rounds=options["num_updates"],
+            work=options["task_cost"],
+            tasks=options["concurrency"],
             executor=workers,
             progress=None,
             **{name: options[name] for name in SCENARIO},
@@ -83,7 +83,7 @@ def table(told: Mapping[str, Any]) -> list[str]:
     rows = []
     for method, search in told["methods"].items():
         if isinstance(search, dict):
-            late = {one["rate"]: 100 * statistics.fmean(one["late"]) for one in search["tried"]}
+            late = {one["rate"]: 100 * statistics.fmean(one["tail_accuracy"]) for one in search["tried"]}
             best = search["chosen"]
             edge = "at the end of the search" if best in (min(late), max(late)) else ""
             rows.append((late[best], method, best, late[search["start"]], search["start"], edge))

@@ -5,18 +5,18 @@ from functools import partial
 import equal
 
 import manifoldagg
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import clients
 from manifoldagg.federated.rules import FedAvg
-from manifoldagg.simulation import Federation, Method, dirichlet_partition, processes, run
+from manifoldagg.simulation import FederatedDataset, Method, dirichlet_partition, processes, run
 
 
 def main() -> None:
     """All rounds, in one call."""
     work, clock = equal.read()
     answers = (work.warm + work.rounds) * work.cohort
-    federation = Federation.split(
-        task("digits"), len(work.train), partition=partial(dirichlet_partition, concentration=0.5), seed=0
+    federation = FederatedDataset.split(
+        load_dataset("digits"), len(work.train), partition=partial(dirichlet_partition, concentration=0.5), seed=0
     )
     if [part.tolist() for part in federation.train] != work.train:
         raise RuntimeError("the work is of another split")
@@ -31,7 +31,7 @@ def main() -> None:
 
     executor = None if work.jobs == 1 else processes(work.jobs)
     clock.mark()
-    run(federation, method, rounds=answers, every=answers, executor=executor, progress=progress)
+    run(federation, method, num_updates=answers, eval_every=answers, executor=executor, progress=progress)
     clock.report(engine="manifoldagg", version=manifoldagg.__version__)
 
 

@@ -3,7 +3,7 @@
 import torch
 from task import federation_of, method_of
 
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.integrations.flower import client_app
 
 
@@ -23,9 +23,9 @@ def evaluate(model, context):
     federation = federation_of(context.run_config, context.node_config["num-partitions"])
     held_out = federation.held_out[context.node_config["partition-id"]]
     with torch.no_grad():
-        guess = model(federation.task.inputs[held_out]).argmax(1)
-    right = (guess == federation.task.labels[held_out]).sum().item()
+        guess = model(federation.dataset.inputs[held_out]).argmax(1)
+    right = (guess == federation.dataset.labels[held_out]).sum().item()
     return {"accuracy": right / max(len(held_out), 1), "num-examples": len(held_out)}
 
 
-app = client_app(trainer, task("digits").model, data, evaluate=evaluate)
+app = client_app(trainer, load_dataset("digits").model, data, evaluate=evaluate)

@@ -23,8 +23,8 @@ def main(grid, context):
     def evaluate(server_round, arrays):
         model.load_state_dict(arrays.to_torch_state_dict())
         with torch.no_grad():
-            guess = model(federation.task.inputs[held_out]).argmax(1)
-        return MetricRecord({"accuracy": (guess == federation.task.labels[held_out]).float().mean().item()})
+            guess = model(federation.dataset.inputs[held_out]).argmax(1)
+        return MetricRecord({"accuracy": (guess == federation.dataset.labels[held_out]).float().mean().item()})
 
     strategy = Asynchronous(method_of(config, nodes).rule, model=federation.model, seed=config["seed"])
     result = strategy.start(

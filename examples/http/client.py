@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from manifoldagg import ParameterSpace, wire
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import clients, train_client
 from manifoldagg.simulation.dataset import Batches
 
@@ -60,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
     torch.set_num_threads(1)
-    digits = task("digits")
+    digits = load_dataset("digits")
     batches = Batches(digits.inputs[part::parts], digits.labels[part::parts], 32, np.random.default_rng(part))
     model, trainer, memory = digits.model(), clients.Curve(degree=2, epochs=(1, 1), rate=0.01), None
     generator = torch.Generator().manual_seed(part)

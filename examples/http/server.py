@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg.errors import ArgumentError, BusyError, ManifoldAggError, WireError
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated.rules import AsyncBezier
 
 
@@ -190,9 +190,9 @@ def main() -> None:
     rule = AsyncBezier(rate=0.5)
     limits: dict[str, Any] = {"timeout": 600.0, "max_in_flight": 100, "max_queued_updates": 4}
     if options.checkpoint and options.checkpoint.exists():
-        server = Server.resume(options.checkpoint, ParameterSpace.of(task("digits").model()), rule)
+        server = Server.resume(options.checkpoint, ParameterSpace.of(load_dataset("digits").model()), rule)
     else:
-        server = Server.of(task("digits").model(), rule, **limits)
+        server = Server.of(load_dataset("digits").model(), rule, **limits)
     # Two control points, and as much again for names and for numbers of 64 bits.
     door = Door(server, limit=16 * server.space.layout.size + 2**16, checkpoint=options.checkpoint)
     with socket.socket() as listening:

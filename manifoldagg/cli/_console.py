@@ -5,10 +5,10 @@ from typing import Any
 import typer
 from rich.console import Console
 
-__all__ = ["Misuse", "errors", "screen"]
+__all__ = ["UsageError", "console", "error_console"]
 
-screen = Console()
-errors = Console(stderr=True, highlight=False)
+console = Console()
+error_console = Console(stderr=True, highlight=False)
 
-Misuse: Any = next(kind for kind in typer.BadParameter.__mro__[::-1] if hasattr(kind, "format_message"))
+UsageError: Any = next(kind for kind in typer.BadParameter.__mro__[::-1] if hasattr(kind, "format_message"))
 """What typer raises for arguments that it does not take: of its own, or of click where it was built on that."""

@@ -12,7 +12,7 @@ except ModuleNotFoundError as missing:
 from typer.core import TyperGroup
 
 from manifoldagg import __version__
-from manifoldagg.cli._console import Misuse, errors, screen
+from manifoldagg.cli._console import UsageError, console, error_console
 from manifoldagg.errors import ManifoldAggError
 
 __all__ = ["app", "main"]
@@ -48,17 +48,17 @@ def main() -> None:
     """Read the arguments and do what they say: what is wrong is one line and exit code 2."""
     try:
         code = app(standalone_mode=False)
-    except (ManifoldAggError, Misuse) as error:
-        message = error.format_message() if isinstance(error, Misuse) else str(error)
+    except (ManifoldAggError, UsageError) as error:
+        message = error.format_message() if isinstance(error, UsageError) else str(error)
         if message:
-            errors.print(f"error: {message}", markup=False, soft_wrap=True)
+            error_console.print(f"error: {message}", markup=False, soft_wrap=True)
         code = 2
     sys.exit(code or 0)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        screen.print(f"manifoldagg {__version__}", highlight=False)
+        console.print(f"manifoldagg {__version__}", highlight=False)
         raise typer.Exit
 
 

@@ -19,20 +19,20 @@ from rich.text import Text
 from manifoldagg._io import check_matplotlib
 from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_count
-from manifoldagg.cli._config_runner import run_each
-from manifoldagg.cli._console import errors, screen
+from manifoldagg.cli._config_runner import run_config
+from manifoldagg.cli._console import console, error_console
 from manifoldagg.cli.tables import fold_names, new_table
 from manifoldagg.experiments.compare import Comparison, compare
-from manifoldagg.experiments.datasets import task
-from manifoldagg.experiments.plots import in_percent
-from manifoldagg.experiments.progress_dir import discard
+from manifoldagg.experiments.datasets import load_dataset
+from manifoldagg.experiments.plots import format_percent
+from manifoldagg.experiments.progress_dir import remove
 from manifoldagg.experiments.registry import methods as methods_by_name
 from manifoldagg.experiments.run_report import check_destination, read_report, write_report
 from manifoldagg.experiments.tuning import Tuning
 from manifoldagg.simulation.executors.executor import processes
-from manifoldagg.simulation.stable_repr import describe
+from manifoldagg.simulation.stable_repr import stable_repr
 
-__all__ = ["compare_command", "comparison_table", "rates_found", "refusals"]
+__all__ = ["compare_command", "comparison_table", "rate_lines", "rejection_lines"]
 
 
 def compare_command(
@@ -41,7 +41,7 @@ def compare_command(
         str,
         typer.Option(
             help="The data set: `digits` (1,797 handwritten digits, in scikit-learn), `idx:FOLDER` (MNIST and its "
-            "kin), `shakespeare:FILE`, `leaf:FOLDER`, `npz:FILE`, or `module:name`, a Task of your own."
+            "kin), `shakespeare:FILE`, `leaf:FOLDER`, `npz:FILE`, or `module:name`, a LabelledDataset of your own."
         ),
     ] = "digits",
     model: Annotated[
@@ -52,7 +52,9 @@ def compare_command(
         ),
     ] = None,
     clients: Annotated[int, typer.Option(help="Clients that share the data (see --partition).")] = 30,
-    rounds: Annotated[int, typer.Option(help="Answers that the server gets in each run, one client's each.")] = 200,
+    num_updates: Annotated[
+        int, typer.Option("--updates", help="Updates that the server receives in each run, one client's each.")
+    ] = 200,
     seeds: Annotated[int, typer.Option(help="Repetitions with another split, initial model and order of events.")] = 3,
     methods: Annotated[
         str,
@@ -94,19 +96,20 @@ def compare_command(
         str | None,
         typer.Option(help="Clients that work alone, each for so long: `exponential:mean=10`, `csv:measured.csv`, ..."),
     ] = None,
-    participation: Annotated[
+    availability: Annotated[
         str | None,
         typer.Option(help="Who comes and goes: `churn:up=200,down=40,until=1000`, `file:changes.csv`."),
     ] = None,
-    work: Annotated[
+    task_cost: Annotated[
         str,
         typer.Option(
-            help="Of a task: `data`, its client's minibatches for every method, or `dispatched`, the steps that the "
-            "method asks for."
+            help="The cost of a task: `fixed`, all minibatches of its client for every method, or `trainer`, the "
+            "steps that the trainer of the method takes."
         ),
-    ] = "data",
-    tasks: Annotated[
-        int | None, typer.Option(help="How many are under way at a time.  [default: one a client]", show_default=False)
+    ] = "fixed",
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="How many clients train at the same time.  [default: all of them]", show_default=False),
     ] = None,
     tune: Annotated[
         bool,
@@ -120,7 +123,7 @@ def compare_command(
     jobs: Annotated[
         int, typer.Option(help="Processes that train. The results are the same, however many there are.")
     ] = 1,
-    every: Annotated[int, typer.Option(help="Evaluate the model after so many rounds, and after the last.")] = 1,
+    eval_every: Annotated[int, typer.Option(help="Evaluate the model after so many rounds, and after the last.")] = 1,
     target: Annotated[
         float | None,
         typer.Option(help="The accuracy in [0, 1] to count rounds to.  [default: the data set's]", show_default=False),
@@ -171,10 +174,10 @@ def compare_command(
     bits), `timing.json`, `accuracy.png`, `clients.png` (their accuracies from the worst to the best), `gantt.png` (who
     trained when) and `plane.png` (the loss over the plane of one learned curve).
 
-    Example: `manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3`
+    Example: `manifoldagg compare --data digits --clients 30 --updates 200 --seeds 3`
     """
     if config is not None:
-        return run_each(context, config, only or [])
+        return run_config(context, config, only or [])
     if only:
         raise typer.BadParameter("it chooses tables of --config, which is not given", param_hint="--only")
     # Where a module of the user's is looked for, as by `python -m`.
@@ -182,7 +185,7 @@ def compare_command(
     chosen = methods_by_name(methods, rate or [])
     if name is not None and (os.sep in name or name in ("", ".", "..")):
         raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
-    problem = task(data, model)
+    problem = load_dataset(data, model)
     check_matplotlib()
     settings: dict[str, Any] = {
         "partition": partition,
@@ -192,17 +195,17 @@ def compare_command(
         "target": target,
         "scheduler": scheduler,
         "delays": delays,
-        "participation": participation,
-        "work": work,
-        "tasks": tasks,
-        "every": every,
+        "availability": availability,
+        "task_cost": task_cost,
+        "concurrency": concurrency,
+        "eval_every": eval_every,
     }
     first = max(Tuning.seeds[0], seeds)
     apart = range(first, first + check_count("tune-seeds", tune_seeds)) if tune else None
-    digest = hashlib.sha256(repr((data, model, describe(chosen), settings, apart)).encode()).hexdigest()[:8]
-    folder = out / (name or f"{problem.name}-{clients}-clients-{rounds}-rounds-{seeds}-seeds-{digest}")
+    digest = hashlib.sha256(repr((data, model, stable_repr(chosen), settings, apart)).encode()).hexdigest()[:8]
+    folder = out / (name or f"{problem.name}-{clients}-clients-{num_updates}-updates-{seeds}-seeds-{digest}")
     executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
-    say = errors if as_json else screen
+    say = error_console if as_json else console
     kept = f" but what was tried, in {out / '.tuned'}" if tune else ""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
 
@@ -213,15 +216,15 @@ def compare_command(
 
     with graceful_shutdown(left):
         check_destination(folder)
-        for line in _begun(unfinished, resume):
+        for line in _resume_notices(unfinished, resume):
             say.print(line, highlight=False, markup=False, soft_wrap=True)
         with ExitStack() as shown:
-            advance = _bars(say, rounds, shown)
+            advance = _progress_bars(say, num_updates, shown)
             comparison = compare(
                 problem,
                 chosen,
                 clients=clients,
-                rounds=rounds,
+                num_updates=num_updates,
                 seeds=seeds,
                 **settings,
                 executor=executor,
@@ -231,9 +234,9 @@ def compare_command(
                 resume=resume,
             )
         files = write_report(comparison, folder)
-        discard(unfinished)
+        remove(unfinished)
     say.print(comparison_table(comparison))
-    for line in [*rates_found(comparison), *refusals(comparison)]:
+    for line in [*rate_lines(comparison), *rejection_lines(comparison)]:
         say.print(line, highlight=False, markup=False, soft_wrap=True)
     if comparison.landscape is None:
         say.print("No method learned a curve, so there is no plane.png.")
@@ -243,17 +246,19 @@ def compare_command(
         print(json.dumps(read_report(folder)), flush=True)
 
 
-def _begun(unfinished: Path, resume: bool) -> list[str]:
+def _resume_notices(progress_folder: Path, resume: bool) -> list[str]:
     """What becomes of what an interrupted comparison has left, where that may surprise."""
     if resume:
         return [
-            f"Going on with {unfinished}" if unfinished.exists() else f"{unfinished} is not there: from the beginning"
+            f"Going on with {progress_folder}"
+            if progress_folder.exists()
+            else f"{progress_folder} is not there: from the beginning"
         ]
-    return [f"{unfinished} is begun anew; --resume would go on"] if unfinished.exists() else []
+    return [f"{progress_folder} is begun anew; --resume would go on"] if progress_folder.exists() else []
 
 
-def _bars(say: Console, rounds: int, shown: ExitStack) -> Callable[[str, int], None]:
-    """What moves a bar on for each method and seed; there are bars, until `shown` closes, once one of them moves."""
+def _progress_bars(console: Console, num_updates: int, stack: ExitStack) -> Callable[[str, int], None]:
+    """What moves a bar on for each method and seed; there are bars, until `stack` closes, once one of them moves."""
     columns = (
         progress.TextColumn("{task.description:<24}", markup=False),
         progress.BarColumn(),
@@ -261,14 +266,14 @@ def _bars(say: Console, rounds: int, shown: ExitStack) -> Callable[[str, int], N
         progress.TimeElapsedColumn(),
         progress.TimeRemainingColumn(),
     )
-    bars = progress.Progress(*columns, console=say)
+    bars = progress.Progress(*columns, console=console)
     tracks: dict[tuple[str, int], progress.TaskID] = {}
 
     def advance(method: str, seed: int) -> None:
         if not tracks:
-            shown.enter_context(bars)
+            stack.enter_context(bars)
         if (method, seed) not in tracks:
-            tracks[method, seed] = bars.add_task(f"{method}, seed {seed}", total=rounds)
+            tracks[method, seed] = bars.add_task(f"{method}, seed {seed}", total=num_updates)
         bars.advance(tracks[method, seed])
 
     return advance
@@ -279,13 +284,13 @@ def comparison_table(comparison: Comparison) -> Table:
     settings = comparison.settings
     timing = comparison.timing()
     seeds = len(settings["seeds"])
-    counts = (settings["clients"], "client"), (settings["rounds"], "round"), (seeds, "seed")
+    counts = (settings["clients"], "client"), (settings["num_updates"], "update"), (seeds, "seed")
     told = ", ".join(f"{count} {word if count == 1 else word + 's'}" for count, word in counts)
     title = f"{settings['data']['name']}: {told}"
     numbers = (
         "final\nacc.",
         "best\nacc.",
-        f"rounds\nto {in_percent(settings['target'])}",
+        f"updates\nto {format_percent(settings['target'])}",
         "stale\nmean/max",
         "Gini",
         "train\ns",
@@ -294,12 +299,12 @@ def comparison_table(comparison: Comparison) -> Table:
     grid = new_table("method", *numbers, title=title, caption="accuracies in %, staleness in versions")
     fold_names(grid, comparison.runs)
     for name, row in comparison.summary().items():
-        reached = row["rounds_to_target_mean"]
+        reached = row["updates_to_target_mean"]
         share = "" if row["reached_target"] == seeds else f" ({row['reached_target']}/{seeds})"
         grid.add_row(
             Text(name),
-            _spread(row["final_mean"], row["final_sd"]),
-            _spread(row["best_mean"], row["best_sd"]),
+            _format_mean(row["final_mean"], row["final_sd"]),
+            _format_mean(row["best_mean"], row["best_sd"]),
             "never" if reached is None else f"{reached:.0f}{share}",
             f"{row['staleness_mean']:.1f}/{row['staleness_max']}",
             f"{row['gini_mean']:.3f}",
@@ -309,31 +314,31 @@ def comparison_table(comparison: Comparison) -> Table:
     return grid
 
 
-def refusals(comparison: Comparison) -> list[str]:
-    """A line for each method of which updates were refused: it may be no bad method, but one that nobody heard."""
-    updates = comparison.settings["rounds"] * len(comparison.settings["seeds"])
-    counted = {name: row["refused"] for name, row in comparison.summary().items()}
-    return [f"{name}: {count} of {updates} updates were refused" for name, count in counted.items() if count]
+def rejection_lines(comparison: Comparison) -> list[str]:
+    """A line for each method of which updates were rejected: it may be no bad method, but one that nobody heard."""
+    updates = comparison.settings["num_updates"] * len(comparison.settings["seeds"])
+    counted = {name: row["rejected"] for name, row in comparison.summary().items()}
+    return [f"{name}: {count} of {updates} updates were rejected" for name, count in counted.items() if count]
 
 
-def rates_found(comparison: Comparison) -> list[str]:
+def rate_lines(comparison: Comparison) -> list[str]:
     """A line for each method on the rates that were tried, if they were, and the accuracy with the best."""
     tuning = comparison.settings["tuning"] or {"methods": {}}
-    return [f"{name}: {_search(told)}" for name, told in tuning["methods"].items()]
+    return [f"{name}: {_format_search(told)}" for name, told in tuning["methods"].items()]
 
 
-def _search(told: dict[str, Any] | str | None) -> str:
-    if told is None:
+def _format_search(search: dict[str, Any] | str | None) -> str:
+    if search is None:
         return "has no rate to search"
-    if isinstance(told, str):
+    if isinstance(search, str):
         return "its rate was given by hand"
-    late = {one["rate"]: statistics.fmean(one["late"]) for one in told["tried"]}
-    chosen = told["chosen"]
+    late = {one["rate"]: statistics.fmean(one["tail_accuracy"]) for one in search["tried"]}
+    chosen = search["chosen"]
     end = ", at the end of the search" if chosen in (min(late), max(late)) else ""
     tried = ", ".join(f"{rate:g}" for rate in late)
     return f"rate {chosen:g} of {tried} ({100 * late[chosen]:.1f} % of validation samples{end})"
 
 
-def _spread(mean: float | int | None, deviation: float | int | None) -> str:
+def _format_mean(mean: float | int | None, deviation: float | int | None) -> str:
     assert mean is not None
     return f"{100 * mean:.1f}" + ("" if deviation is None else f" ± {100 * deviation:.1f}")

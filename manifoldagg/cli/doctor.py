@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 
 from manifoldagg._signals import graceful_shutdown
-from manifoldagg.cli._console import screen
+from manifoldagg.cli._console import console
 from manifoldagg.kernels.backends.selection import describe_backends
 
 __all__ = ["doctor_command", "kernel_table"]
@@ -19,7 +19,7 @@ def doctor_command() -> None:
     """
     with graceful_shutdown():
         rows = describe_backends()
-    screen.print(kernel_table(rows))
+    console.print(kernel_table(rows))
 
 
 def kernel_table(rows: Iterable[tuple[str, str]]) -> Table:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_choice
-from manifoldagg.cli._console import screen
+from manifoldagg.cli._console import console
 from manifoldagg.cli.tables import new_table
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
 from manifoldagg.routing.plan import Plan, check_output_path, make_plan, read_rates, write_files
@@ -23,15 +23,15 @@ def route_command(
         Path,
         typer.Option(help="A CSV file with a column `rate`, tasks per unit of time; `client` and `group` may follow."),
     ],
-    tasks: Annotated[int, typer.Option(help="Tasks at the clients at any time, queued or in service.")] = 100,
+    concurrency: Annotated[int, typer.Option(help="Tasks at the clients at any time, queued or in service.")] = 100,
     objective: Annotated[
-        str, typer.Option(help="`time`: the bound per unit of time. `update`: the bound after --rounds updates.")
+        str, typer.Option(help="`time`: the bound per unit of time. `update`: the bound after --updates updates.")
     ] = "time",
     rate: Annotated[float, typer.Option(help="The server's learning rate η.")] = 0.01,
     smoothness: Annotated[float, typer.Option(help="L, the Lipschitz constant of the gradients.")] = 1.0,
     noise: Annotated[float, typer.Option(help="B = 2M² + σ²: clients that differ, and noisy gradients.")] = 209.0,
     gap: Annotated[float, typer.Option(help="A: the first loss less the lowest.")] = 15.0,
-    rounds: Annotated[int, typer.Option(help="T, the updates that there will be; for `update`.")] = 3000,
+    num_updates: Annotated[int, typer.Option(help="T, the updates that there will be; for `update`.")] = 3000,
     out: Annotated[Path, typer.Option(help="Where the routing goes; the picture goes beside it as .png.")] = Path(
         "routing.csv"
     ),
@@ -42,27 +42,29 @@ def route_command(
     its queues are and how stale its updates, and the throughput and the bound beside those of uniform routing and of
     routing in proportion to speed. Writes routing.csv and routing.png.
 
-    Example: `manifoldagg route --rates rates.csv --tasks 100 --objective time --rate 0.01 --out routing.csv`
+    Example: `manifoldagg route --rates rates.csv --concurrency 100 --objective time --rate 0.01 --out routing.csv`
     """
     constants = {"rate": rate, "smoothness": smoothness, "noise": noise, "gap": gap}
     with graceful_shutdown():
         check_output_path(out)
         clients = read_rates(rates)
-        bound = objective_bound(objective, clients.rates, tasks, rounds=rounds, **constants)
+        bound = objective_bound(objective, clients.rates, concurrency, num_updates=num_updates, **constants)
         plan = make_plan(clients, bound)
         files = write_files(plan, out)
     for grid in routing_tables(plan):
-        screen.print(grid)
+        console.print(grid)
     if not plan.optimum.converged:
-        screen.print(f"The optimiser stopped at a gradient of {plan.optimum.gradient_norm:.1e}.", highlight=False)
-    screen.print(f"Written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"The optimiser stopped at a gradient of {plan.optimum.gradient_norm:.1e}.", highlight=False)
+    console.print(f"Written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
 
 
-def objective_bound(objective: str, rates: np.ndarray, tasks: int, *, rounds: int, **constants: float) -> Bound:
+def objective_bound(
+    objective: str, rates: np.ndarray, concurrency: int, *, num_updates: int, **constants: float
+) -> Bound:
     """The bound that an objective's name means: "time" is H, "update" is G."""
     if check_choice("objective", objective, ("time", "update")) == "time":
-        return TimeBound(rates, tasks, **constants)
-    return UpdateBound(rates, tasks, **constants, num_updates=rounds)
+        return TimeBound(rates, concurrency, **constants)
+    return UpdateBound(rates, concurrency, **constants, num_updates=num_updates)
 
 
 def routing_tables(plan: Plan) -> tuple[Table, Table]:

@@ -1,8 +1,8 @@
 """Experiments: data sets, comparisons of methods, tuning, statistics, reports and plots."""
 
 from manifoldagg.experiments.compare import Comparison, compare
-from manifoldagg.experiments.datasets import task
+from manifoldagg.experiments.datasets import load_dataset
 from manifoldagg.experiments.gantt import draw_trace
-from manifoldagg.experiments.readers import images, read_idx
+from manifoldagg.experiments.readers import read_idx, read_images
 
-__all__ = ["Comparison", "compare", "draw_trace", "images", "read_idx", "task"]
+__all__ = ["Comparison", "compare", "draw_trace", "load_dataset", "read_idx", "read_images"]

@@ -15,33 +15,33 @@ from torch import Tensor, nn
 from manifoldagg._validation import check_choice, check_count, check_instance, check_number
 from manifoldagg.curves import Bezier, Plane, plane
 from manifoldagg.errors import ArgumentError
-from manifoldagg.experiments.progress_dir import Curve, Unfinished
+from manifoldagg.experiments.progress_dir import ComparisonProgress, LearnedCurve
 from manifoldagg.experiments.tuning import Tuning
 from manifoldagg.federated import Server
 from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.server.client_sampling import sampler_for
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import registry
-from manifoldagg.simulation.availability import Participations
-from manifoldagg.simulation.dataset import Task, check_task
+from manifoldagg.simulation.availability import Availability
+from manifoldagg.simulation.dataset import LabelledDataset, check_dataset
 from manifoldagg.simulation.delays import Delays
-from manifoldagg.simulation.engine import Event
-from manifoldagg.simulation.event_loop import Ask
-from manifoldagg.simulation.executors.executor import Executors, serving
-from manifoldagg.simulation.federated_dataset import Federation
+from manifoldagg.simulation.engine import UpdateEvent
+from manifoldagg.simulation.event_loop import DispatchEvent
+from manifoldagg.simulation.executors.executor import ExecutorLike, shared_executor
+from manifoldagg.simulation.federated_dataset import FederatedDataset
 from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.run import WORKS, Method, Run, check_method, run
-from manifoldagg.simulation.run_metadata import files
-from manifoldagg.simulation.schedulers import MakesScheduler, Scheduler
-from manifoldagg.simulation.spec_parser import blamed
-from manifoldagg.simulation.stable_repr import describe
-from manifoldagg.simulation.trace import Record
-from manifoldagg.simulation.workload import course_of
+from manifoldagg.simulation.run import TASK_COSTS, Method, RunResult, check_method, run
+from manifoldagg.simulation.run_metadata import referenced_files
+from manifoldagg.simulation.schedulers import Scheduler, SchedulerFactory
+from manifoldagg.simulation.spec_parser import error_context
+from manifoldagg.simulation.stable_repr import stable_repr
+from manifoldagg.simulation.trace import TaskRecord
+from manifoldagg.simulation.workload import build_event_loop
 
 __all__ = ["Comparison", "Landscape", "compare"]
-PICTURED = 0.5
+LANDSCAPE_AFTER = 0.5
 """The plane is drawn for the first curve that arrives after this part of the rounds."""
-DRAWN_SAMPLES, DRAWN_LABELS = 400, 8_000
+MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS = 400, 8_000
 """The loss of a plane is taken over so many samples at most, and so many labels."""
 
 
@@ -50,7 +50,7 @@ class Landscape:
     """The planes of one learned curve: the loss of the client's own data, and of everybody's held-out data."""
 
     method: str
-    round: int
+    update_index: int
     client: int
     local: Plane
     held_out: Plane
@@ -67,7 +67,7 @@ class Comparison:
     """
 
     settings: dict[str, Any]
-    runs: dict[str, list[Run]]
+    runs: dict[str, list[RunResult]]
     landscape: Landscape | None = field(compare=False)
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
@@ -77,7 +77,7 @@ class Comparison:
     def results(self) -> dict[str, object]:
         """A tree for JSON, of all but the log; it depends on the settings alone: equal seeds give equal bits."""
         methods = {
-            name: {"summary": summary, "runs": list(map(_told, self.runs[name]))}
+            name: {"summary": summary, "runs": list(map(_run_to_dict, self.runs[name]))}
             for name, summary in self.summary().items()
         }
         return {"settings": self.settings, "methods": methods}
@@ -102,24 +102,24 @@ class Comparison:
 
 
 def compare(
-    task: Task,
+    dataset: LabelledDataset,
     methods: Sequence[Method],
     *,
     clients: int = 30,
-    rounds: int = 200,
+    num_updates: int = 200,
     seeds: int = 3,
     partition: Partition | str = "dirichlet:concentration=0.5",
     holdout: float | None = None,
     validation: float = 0.0,
     batch: int = 16,
     target: float | None = None,
-    scheduler: MakesScheduler | str | None = None,
+    scheduler: SchedulerFactory | str | None = None,
     delays: Delays = None,
-    participation: Participations | str = None,
-    work: str = "data",
-    tasks: int | None = None,
-    every: int = 1,
-    executor: Executors = None,
+    availability: Availability | str = None,
+    task_cost: str = "fixed",
+    concurrency: int | None = None,
+    eval_every: int = 1,
+    executor: ExecutorLike = None,
     progress: Callable[[str, int], None] | None = None,
     tuning: Tuning | None = None,
     folder: str | Path | None = None,
@@ -130,22 +130,22 @@ def compare(
     Strings say by name what [`by_name`][manifoldagg.simulation.registry] knows, as on the command line.
 
     Args:
-        task: what is learned.
+        dataset: what is learned.
         methods: what is compared, with distinct names.
         clients: how many clients share the data.
-        rounds: answered tasks a run.
+        num_updates: answered tasks a run.
         seeds: how many repetitions; the seeds are 0, 1, ...
-        partition: how the data are split, as in `Federation.split`.
-        holdout: which part is held out, as in `Federation.split`.
+        partition: how the data are split, as in `FederatedDataset.split`.
+        holdout: which part is held out, as in `FederatedDataset.split`.
         validation: which part of the rest to hold out in its place.
         batch: samples a minibatch.
         target: the accuracy to time; the task's own where not given.
         scheduler: who finishes when, as in [`run`][manifoldagg.simulation.run]: a function that makes one for each run.
         delays: of clients that work alone, in place of a scheduler.
-        participation: who comes and goes.
-        work: of a task: `"data"` or `"dispatched"`.
-        tasks: how many are under way at a time.
-        every: evaluate after so many rounds.
+        availability: who comes and goes.
+        task_cost: of a task: `"data"` or `"dispatched"`.
+        concurrency: how many are under way at a time.
+        eval_every: evaluate after so many rounds.
         executor: what trains; one that a function makes serves all runs. Results do not depend on it.
         progress: called with the method's name and the seed after each round.
         tuning: searches the methods' rates first.
@@ -161,104 +161,117 @@ def compare(
             what was kept.
     """
     check_count("seeds", seeds)
-    check_count("rounds", rounds)
-    check_count("every", every)
-    check_choice("work", work, WORKS)
-    check_task(task)
+    check_count("num_updates", num_updates)
+    check_count("eval_every", eval_every)
+    check_choice("task_cost", task_cost, TASK_COSTS)
+    check_dataset(dataset)
     _check_methods(methods)
     if tuning is not None:
         check_instance("tuning", tuning, Tuning, "Tuning(), or None")
-    target = check_number("target", task.target if target is None else target, at_least=0, at_most=1)
+    target = check_number("target", dataset.target if target is None else target, at_least=0, at_most=1)
     if resume and folder is None:
         raise ArgumentError("resume: expected a `folder` to go on from")
     if isinstance(scheduler, Scheduler):
         raise ArgumentError(
             "scheduler: expected a function that makes one for each run, got one, which the first run would use up"
         )
-    if not (participation is None or callable(participation) or isinstance(participation, str)):
-        participation = tuple(participation)
-    with single_threaded(), serving(executor) as workers:
-        divided = partial(Federation.split, task, clients, partition=partition)
+    if not (availability is None or callable(availability) or isinstance(availability, str)):
+        availability = tuple(availability)
+    with single_threaded(), shared_executor(executor) as workers:
+        divided = partial(FederatedDataset.split, dataset, clients, partition=partition)
         divided = partial(divided, holdout=holdout, validation=validation, batch=batch)
         federations = [divided(seed=seed) for seed in range(seeds)]
-        named = files(scheduler, delays, participation)
-        scenario = registry.scenario(scheduler, delays, participation)
+        named = referenced_files(scheduler, delays, availability)
+        scenario = registry.parse_workload(scheduler, delays, availability)
         for federation in federations:
             for method in methods:
-                _try(federation, method, scenario, tasks)
+                _check_startable(federation, method, scenario, concurrency)
         tried: dict[str, object] | None = None
         if tuning is not None:
-            like = {"rounds": rounds, "work": work, "tasks": tasks, "executor": workers, "progress": progress}
-            like |= {"scheduler": scheduler, "delays": delays, "participation": participation}
-            methods, tried = tuning.apply(methods, divided, validation=validation, used=seeds, **like)
+            like = {
+                "num_updates": num_updates,
+                "task_cost": task_cost,
+                "concurrency": concurrency,
+                "executor": workers,
+                "progress": progress,
+            }
+            like |= {"scheduler": scheduler, "delays": delays, "availability": availability}
+            methods, tried = tuning.apply(methods, divided, validation=validation, num_used_seeds=seeds, **like)
         settings: dict[str, Any] = {
-            "data": {"name": task.name, "checksum": f"{task.checksum:08x}"},
+            "data": {"name": dataset.name, "checksum": f"{dataset.checksum:08x}"},
             "clients": clients,
-            "rounds": rounds,
+            "num_updates": num_updates,
             "seeds": list(range(seeds)),
-            "model": describe(task.model),
-            "partition": describe(partition),
+            "model": stable_repr(dataset.model),
+            "partition": stable_repr(partition),
             "holdout": holdout,
             "validation": validation,
             "batch": batch,
             "target": target,
-            "scheduler": describe(scheduler),
-            "delays": describe(delays),
-            "participation": describe(participation),
+            "scheduler": stable_repr(scheduler),
+            "delays": stable_repr(delays),
+            "availability": stable_repr(availability),
             "files": named,
-            "work": work,
-            "tasks": tasks,
-            "every": every,
+            "task_cost": task_cost,
+            "concurrency": concurrency,
+            "eval_every": eval_every,
             "tuning": tried,
             "methods": {
-                method.name: {"rule": describe(method.rule), "trainer": describe(method.trainer)} for method in methods
+                method.name: {"rule": stable_repr(method.rule), "trainer": stable_repr(method.trainer)}
+                for method in methods
             },
-            "not scheduled": [sorted(set(range(clients)) - set(f.scheduled)) for f in federations],
+            "clients_without_samples": [sorted(set(range(clients)) - set(f.trainable_clients)) for f in federations],
         }
-        pictured: dict[str, Curve] = {}
+        pictured: dict[str, LearnedCurve] = {}
 
-        def watch(name: str, event: Event) -> None:
+        def watch(name: str, event: UpdateEvent) -> None:
             is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
-            if name not in pictured and event.round >= PICTURED * rounds and is_curve:
+            if name not in pictured and event.update_index >= LANDSCAPE_AFTER * num_updates and is_curve:
                 phi = torch.cat([event.message.start[None], event.payload.points])
-                pictured[name] = Curve(name, event.round, event.client, phi)
+                pictured[name] = LearnedCurve(name, event.update_index, event.client, phi)
                 if kept is not None:
-                    kept.draw(pictured[name])
+                    kept.save_curve(pictured[name])
 
-        def found(method: Method, federation: Federation) -> Run:
-            log = None if kept is None else partial(kept.log, method.name, federation.seed)
-            over = None if kept is None else kept.finished(method.name, federation.seed)
+        def found(method: Method, federation: FederatedDataset) -> RunResult:
+            log = None if kept is None else partial(kept.log_evaluation, method.name, federation.seed)
+            over = None if kept is None else kept.load_run(method.name, federation.seed)
             if over is not None and log is not None:
                 for row in over.evaluations:
                     log(row)
                 return over
-            with blamed(f"methods: {method.name}"):
+            with error_context(f"methods: {method.name}"):
                 over = run(
                     federation,
                     method,
-                    rounds=rounds,
+                    num_updates=num_updates,
                     **scenario,
-                    work=work,
-                    tasks=tasks,
-                    every=every,
+                    task_cost=task_cost,
+                    concurrency=concurrency,
+                    eval_every=eval_every,
                     executor=workers,
-                    watch=partial(watch, method.name) if federation.seed == 0 else None,
+                    on_update=partial(watch, method.name) if federation.seed == 0 else None,
                     progress=progress and partial(progress, method.name, federation.seed),
                     log=log,
-                    checkpoint=None if kept is None else kept.checkpoint(method.name, federation.seed),
+                    checkpoint=None if kept is None else kept.checkpoint_policy(method.name, federation.seed),
                     resume=kept is not None,
                 )
             if kept is not None:
-                kept.finish(method.name, federation.seed, over)
+                kept.save_run(method.name, federation.seed, over)
             return over
 
         with ExitStack() as held:
-            kept = None if folder is None else held.enter_context(Unfinished(Path(folder), settings, resume=resume))
+            kept = (
+                None
+                if folder is None
+                else held.enter_context(ComparisonProgress(Path(folder), settings, resume=resume))
+            )
             if kept is not None:
-                pictured |= {name: curve for name in settings["methods"] if (curve := kept.curve(name)) is not None}
+                pictured |= {
+                    name: curve for name in settings["methods"] if (curve := kept.load_curve(name)) is not None
+                }
             runs = {method.name: [found(method, federation) for federation in federations] for method in methods}
         drawn = next((pictured[name] for name in runs if name in pictured), None)
-        landscape = None if drawn is None else _landscape(federations[0], drawn)
+        landscape = None if drawn is None else _compute_landscape(federations[0], drawn)
     return Comparison(settings, runs, landscape)
 
 
@@ -281,38 +294,43 @@ def _check_methods(methods: Sequence[Method]) -> None:
         raise ArgumentError("methods: expected at least one, with distinct names")
 
 
-def _try(federation: Federation, method: Method, scenario: Mapping[str, Any], tasks: int | None) -> None:
+def _check_startable(
+    federation: FederatedDataset, method: Method, workload: Mapping[str, Any], concurrency: int | None
+) -> None:
     """See that a run can begin: that a method fits the clients, and its trainer what the server sends.
 
     Raises:
         ArgumentError: if it cannot.
     """
-    clients = federation.scheduled
-    with blamed(f"methods: {method.name}"):
-        rule: Any = method.bound(clients).rule
-        sampler_for(rule, clients, tasks, np.random.default_rng(0))
+    clients = federation.trainable_clients
+    with error_context(f"methods: {method.name}"):
+        rule: Any = method.bind(clients).rule
+        sampler_for(rule, clients, concurrency, np.random.default_rng(0))
         sizes = {client: len(federation.train[client]) for client in clients}
         message = Server.of(federation.model(), rule, weights=sizes).dispatch(clients[0]).message
         steps = getattr(method.trainer, "num_steps", None)
         if steps is not None:
-            steps(message, federation.length(clients[0]))
-    course = course_of(federation, rule, **scenario, tasks=tasks)
-    while isinstance(event := course.next(), Ask):
-        with blamed("scheduler"):
-            course.give(event.client, float(federation.length(event.client)))
+            steps(message, federation.num_batches(clients[0]))
+    course = build_event_loop(federation, rule, **workload, concurrency=concurrency)
+    while isinstance(event := course.next(), DispatchEvent):
+        with error_context("scheduler"):
+            course.submit(event.client, float(federation.num_batches(event.client)))
 
 
-def _landscape(federation: Federation, curve: Curve) -> Landscape:
+def _compute_landscape(federation: FederatedDataset, curve: LearnedCurve) -> Landscape:
     """The planes of a curve that a client sent."""
     model = federation.model()
     space = ParameterSpace.of(model)
     loss = space.loss(model, nn.functional.cross_entropy)
 
     def over(samples: np.ndarray) -> Plane:
-        most = min(DRAWN_SAMPLES, DRAWN_LABELS * len(federation.task.labels) // federation.task.labels.numel())
+        most = min(
+            MAX_LANDSCAPE_SAMPLES,
+            MAX_LANDSCAPE_LABELS * len(federation.dataset.labels) // federation.dataset.labels.numel(),
+        )
         if len(samples) > most:
             samples = samples[np.linspace(0, len(samples) - 1, most).astype(np.int64)]
-        batch = federation.task.inputs[samples], federation.task.labels[samples]
+        batch = federation.dataset.inputs[samples], federation.dataset.labels[samples]
 
         def value(theta: Tensor) -> float:
             with torch.no_grad():
@@ -321,43 +339,45 @@ def _landscape(federation: Federation, curve: Curve) -> Landscape:
         return plane(Bezier(space, len(curve.phi) - 1), curve.phi, value)
 
     everybody = np.concatenate(federation.held_out)
-    return Landscape(curve.method, curve.round, curve.client, over(federation.train[curve.client]), over(everybody))
+    return Landscape(
+        curve.method, curve.update_index, curve.client, over(federation.train[curve.client]), over(everybody)
+    )
 
 
-def _told(run_: Run) -> dict[str, object]:
+def _run_to_dict(run_: RunResult) -> dict[str, object]:
     """A run for JSON: the trace by columns."""
-    columns = {one.name: [getattr(task, one.name) for task in run_.trace] for one in fields(Record)}
+    columns = {one.name: [getattr(task, one.name) for task in run_.trace] for one in fields(TaskRecord)}
     return {
         "trace": columns,
         "client_accuracy": run_.client_accuracy,
         "gini": run_.gini,
         "theil": run_.theil,
-        "refused": run_.refused,
+        "rejected": run_.rejected,
     }
 
 
-def _summarise(runs: Sequence[Run], target: float) -> dict[str, float | int | None]:
+def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | int | None]:
     last = [run_.evaluations[-1] for run_ in runs]
     final = [row.accuracy for row in last]
     best = [max(run_.accuracy) for run_ in runs]
-    reached = [rounds for run_ in runs if (rounds := run_.rounds_to(target)) is not None]
+    reached = [rounds for run_ in runs if (rounds := run_.updates_to(target)) is not None]
     late = [x for run_ in runs for x in run_.staleness]
     return {
         "final_mean": statistics.fmean(final),
-        "final_sd": _deviation(final),
+        "final_sd": _standard_deviation(final),
         "best_mean": statistics.fmean(best),
-        "best_sd": _deviation(best),
-        "rounds_to_target_mean": statistics.fmean(reached) if reached else None,
+        "best_sd": _standard_deviation(best),
+        "updates_to_target_mean": statistics.fmean(reached) if reached else None,
         "reached_target": len(reached),
         "staleness_mean": statistics.fmean(late),
         "staleness_max": max(late),
         "gini_mean": statistics.fmean(run_.gini for run_ in runs),
         "theil_mean": statistics.fmean(run_.theil for run_ in runs),
-        "refused": sum(run_.refused for run_ in runs),
+        "rejected": sum(run_.rejected for run_ in runs),
         "gradients_mean": statistics.fmean(row.gradients for row in last),
         "bytes_mean": statistics.fmean(row.bytes for row in last),
     }
 
 
-def _deviation(values: Sequence[float]) -> float | None:
+def _standard_deviation(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.spec_parser import pick
+from manifoldagg.simulation.spec_parser import choose
 
 __all__ = ["DEFAULTS", "Option", "command_lines", "options_by_name"]
 
 DEFAULTS = "defaults"
 """The table of what all comparisons share."""
-KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
+VALUE_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "integer": ("an integer", (int,)),
     "float": ("a number", (int, float)),
     "boolean": ("true or false", (bool,)),
@@ -30,15 +30,15 @@ class Option(Protocol):
     type: Any
 
 
-def options_by_name(options: Collection[Any], apart: Collection[str] = ()) -> dict[str, Option]:
+def options_by_name(options: Collection[Any], exclude: Collection[str] = ()) -> dict[str, Option]:
     """Options by their long names, without dashes in front.
 
     Args:
         options: of a command.
-        apart: names that are left out.
+        exclude: names that are left out.
     """
     found = {option.opts[0].removeprefix(DASHES): option for option in options if option.opts[0].startswith(DASHES)}
-    return {name: option for name, option in found.items() if name not in apart}
+    return {name: option for name, option in found.items() if name not in exclude}
 
 
 def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -69,40 +69,42 @@ def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str]
         if not isinstance(table, dict):
             raise ArgumentError(f"config: {path}: {name}: expected a table; what all share stands in [{DEFAULTS}]")
         for key in table:
-            pick(f"config: {path}: {name}", "option", key, options)
+            choose(f"config: {path}: {name}", "option", key, options)
     shared = tree.pop(DEFAULTS, {})
     if not tree:
         raise ArgumentError(f"config: {path}: expected a table for each comparison, got none")
     wanted = [name.strip() for names in only for name in names.split(",")]
     for name in wanted:
-        pick(f"only: {path}", "comparison", name, tree)
+        choose(f"only: {path}", "comparison", name, tree)
     return {
         name: [
             word
             for key, value in (shared | table).items()
-            for word in _words(f"config: {path}: {name if key in table else DEFAULTS}: {key}", key, options[key], value)
+            for word in _to_arguments(
+                f"config: {path}: {name if key in table else DEFAULTS}: {key}", key, options[key], value
+            )
         ]
         for name, table in tree.items()
         if name in wanted or not only
     }
 
 
-def _words(where: str, key: str, option: Option, value: Any) -> list[str]:
+def _to_arguments(where: str, key: str, option: Option, value: Any) -> list[str]:
     """A key and its value as they stand on a command line."""
     if option.type.name == "boolean":
-        return [f"{DASHES}{key}"] if _one(where, option, value) == "True" else []
+        return [f"{DASHES}{key}"] if _format_value(where, option, value) == "True" else []
     if option.multiple:
         listed = value if isinstance(value, list) else [value]
         if isinstance(value, dict):
-            listed = [f"{name}={_one(f'{where}: {name}', option, number)}" for name, number in value.items()]
-        return [f"{DASHES}{key}={_one(where, option, one)}" for one in listed]
-    return [f"{DASHES}{key}={_one(where, option, value)}"]
+            listed = [f"{name}={_format_value(f'{where}: {name}', option, number)}" for name, number in value.items()]
+        return [f"{DASHES}{key}={_format_value(where, option, one)}" for one in listed]
+    return [f"{DASHES}{key}={_format_value(where, option, value)}"]
 
 
-def _one(where: str, option: Option, value: Any) -> str:
+def _format_value(where: str, option: Option, value: Any) -> str:
     """A value in words."""
-    words = option.type.name not in KINDS
-    expected, kinds = KINDS.get(option.type.name, ("words", (str,)))
+    words = option.type.name not in VALUE_TYPES
+    expected, kinds = VALUE_TYPES.get(option.type.name, ("words", (str,)))
     if words and option.multiple:
         expected, kinds = "words or a number", (str, int, float)
     elif option.type.name == "text":

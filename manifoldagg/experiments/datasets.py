@@ -15,21 +15,30 @@ from torch import Tensor, nn
 from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import models
-from manifoldagg.experiments.readers import PARTS, images
+from manifoldagg.experiments.readers import PARTS, read_images
 from manifoldagg.federated.clients.determinism import seeded_model, single_threaded
-from manifoldagg.simulation.dataset import Signature, Task
-from manifoldagg.simulation.spec_parser import Named, Reader, arguments, blamed, imported, kind, named, pick
+from manifoldagg.simulation.dataset import LabelledDataset, Signature
+from manifoldagg.simulation.spec_parser import (
+    Reader,
+    Spec,
+    choose,
+    error_context,
+    import_object,
+    parse_kwargs,
+    parse_spec,
+    reader,
+)
 
-__all__ = ["digits", "idx", "leaf", "npz", "shakespeare", "task"]
+__all__ = ["digits", "idx", "leaf", "load_dataset", "npz", "shakespeare"]
 
-ARRAYS = ("inputs", "labels", "owners", "test")
-SPEAKERS = ("input.txt", "shakespeare.txt")
+NPZ_ARRAYS = ("inputs", "labels", "user_ids", "test_mask")
+SHAKESPEARE_FILES = ("input.txt", "shakespeare.txt")
 """Names that a text of plays has in a folder."""
-MOST = 2**31
+MAX_CLASSES = 2**31
 """Labels and tokens are smaller."""
 
 
-def task(source: str | Callable[[], Task], model: str | None = None) -> Task:
+def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None = None) -> LabelledDataset:
     """The task of that name, or the one that a function makes.
 
     | name | options |
@@ -57,18 +66,18 @@ def task(source: str | Callable[[], Task], model: str | None = None) -> Task:
         >>> task("digits").inputs.shape
         torch.Size([1797, 1, 8, 8])
     """
-    make = _named(source) if isinstance(source, str) else source
+    make = _dataset_factory(source) if isinstance(source, str) else source
     with single_threaded():  # as in a process of an executor: a mean over many values has the same bits
         made = make()
-    if not isinstance(made, Task):
-        raise ArgumentError(f"task: expected a function that makes a Task, it made {type(made).__name__}")
+    if not isinstance(made, LabelledDataset):
+        raise ArgumentError(f"source: expected a function that makes a LabelledDataset, it made {type(made).__name__}")
     # A task of a module of one's own is not ours to write into.
-    made = replace(made, model=made.model if model is None else _model(model, made.signature))
-    object.__setattr__(made, "origin", partial(task, source, model))
+    made = replace(made, model=made.model if model is None else _model_factory(model, made.signature))
+    object.__setattr__(made, "factory", partial(load_dataset, source, model))
     return made
 
 
-def digits() -> Task:
+def digits() -> LabelledDataset:
     """The handwritten digits of scikit-learn (UCI, 8 x 8 grey pixels in [0, 1]), with small convolutions.
 
     Raises:
@@ -80,14 +89,15 @@ def digits() -> Task:
         raise ArgumentError("they come with scikit-learn: pip install 'manifoldagg[data]'") from None
     pixels, labels = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
-    return _task("digits", inputs, torch.from_numpy(labels).to(torch.int64), models.cnn, target=0.85)
+    return _with_model("digits", inputs, torch.from_numpy(labels).to(torch.int64), models.cnn, target=0.85)
 
 
-def idx(folder: Path | str, part: str | None = None) -> Task:
+def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
     """Images and labels in the IDX format: MNIST, Fashion-MNIST, KMNIST, with convolutions.
 
     Args:
-        folder: where the files lie, as for [`images`][manifoldagg.experiments.images]. The set is called by its name.
+        folder: where the files lie, as for [`images`][manifoldagg.experiments.read_images]. The set is called by its
+            name.
         part: `"train"` or `"t10k"`, the test images. By default both, with the test images as the test split, or the
             one that there is.
 
@@ -97,13 +107,13 @@ def idx(folder: Path | str, part: str | None = None) -> Task:
     folder = Path(folder)
     wanted = PARTS if part is None else (part,)
     here = [one for one in wanted if any(folder.glob(f"{one}-images*"))] or [wanted[-1]]
-    found = [images(folder, one) for one in here]
+    found = [read_images(folder, one) for one in here]
     inputs, labels = (torch.cat(pieces) for pieces in zip(*found, strict=True))
     test = torch.arange(len(labels)) >= len(found[0][1]) if len(found) > 1 else None
-    return _task(_name(folder), inputs, labels, models.cnn, target=0.9, test=test)
+    return _with_model(_name(folder), inputs, labels, models.cnn, target=0.9, test_mask=test)
 
 
-def shakespeare(path: Path | str, length: int = 80) -> Task:
+def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
     """A text of plays by speaker, with gated recurrent units that tell the next character at every place.
 
     A speech begins with a line that ends in a colon, the speaker's name; an empty line ends it. What one speaker says
@@ -122,11 +132,11 @@ def shakespeare(path: Path | str, length: int = 80) -> Task:
     check_count("length", length)
     place = Path(path)
     if place.is_dir():
-        names = [name for name in SPEAKERS if (place / name).is_file()]
+        names = [name for name in SHAKESPEARE_FILES if (place / name).is_file()]
         if not names:
-            raise ArgumentError(f"path: {place}: expected {' or '.join(SPEAKERS)} in it; none is there")
+            raise ArgumentError(f"path: {place}: expected {' or '.join(SHAKESPEARE_FILES)} in it; none is there")
         place = place / names[0]
-    text = _text(place)
+    text = _read_text(place)
     said: dict[str, list[str]] = {}
     for speech in text.split("\n\n"):
         name, colon, words = speech.strip("\n").partition(":\n")
@@ -145,10 +155,10 @@ def shakespeare(path: Path | str, length: int = 80) -> Task:
     if not pieces:
         raise ArgumentError(f"path: {place}: expected speeches under lines 'Name:', of {length + 1} characters or more")
     cut = torch.cat(pieces)
-    return _task("shakespeare", cut[:, :-1], cut[:, 1:], models.gru, target=0.4, owners=torch.tensor(owners))
+    return _with_model("shakespeare", cut[:, :-1], cut[:, 1:], models.gru, target=0.4, user_ids=torch.tensor(owners))
 
 
-def leaf(folder: Path | str) -> Task:
+def leaf(folder: Path | str) -> LabelledDataset:
     """A data set of LEAF by user: images (FEMNIST) with convolutions, text (Shakespeare) with gated recurrent units.
 
     Args:
@@ -183,23 +193,23 @@ def leaf(folder: Path | str) -> Task:
     inputs = _leaf_inputs(folder, xs, number)
     if {type(y) for y in ys} == {str} and all(len(y) == 1 for y in ys):
         ys = [number[y] for y in ys]
-    if not all(type(y) is int and 0 <= y < MOST for y in ys):
+    if not all(type(y) is int and 0 <= y < MAX_CLASSES for y in ys):
         raise ArgumentError(
             f"folder: {folder}: expected each y to be a whole number >= 0 and below 2**31, or each a character"
         )
     suits = models.gru if not inputs.is_floating_point() else models.cnn if inputs.ndim == 4 else models.mlp
     given = torch.tensor(test) if any(test) and len(parts) > 1 else None
     made = torch.tensor(ys, dtype=torch.int64)
-    return _task(_name(folder), inputs, made, suits, target=0.7, owners=torch.tensor(owners), test=given)
+    return _with_model(_name(folder), inputs, made, suits, target=0.7, user_ids=torch.tensor(owners), test_mask=given)
 
 
-def npz(path: Path | str) -> Task:
+def npz(path: Path | str) -> LabelledDataset:
     """Arrays of your own, as `numpy.savez(path, inputs=..., labels=...)` writes them.
 
     Args:
         path: of the file. It has `inputs`, (samples, ...) of numbers or (samples, length) of whole ones, tokens, and
-            `labels`, (samples,) or (samples, length), whole numbers >= 0; it may have `owners`, (samples,) of numbers
-            or names, and `test`, (samples,) of booleans, the test split. Images are (samples, channels, height,
+            `labels`, (samples,) or (samples, length), whole numbers >= 0; it may have `user_ids`, (samples,) of numbers
+            or names, and `test_mask`, (samples,) of booleans, the test split. Images are (samples, channels, height,
             width), and get convolutions; a perceptron takes other numbers, gated recurrent units tokens.
 
     Raises:
@@ -214,47 +224,55 @@ def npz(path: Path | str) -> Task:
     except (ValueError, EOFError, zipfile.BadZipFile, TypeError, AttributeError):
         raise ArgumentError(f"path: {path}: expected a file of numpy.savez, whole and without objects") from None
     for name in arrays:
-        pick(f"path: {path}", "array", name, ARRAYS)
-    if missing := [name for name in ARRAYS[:2] if name not in arrays]:
+        choose(f"path: {path}", "array", name, NPZ_ARRAYS)
+    if missing := [name for name in NPZ_ARRAYS[:2] if name not in arrays]:
         raise ArgumentError(f"path: {path}: expected an array {missing[0]!r} in it; there are {', '.join(arrays)}")
-    with blamed(f"path: {path}"):
-        return _of_arrays(path.stem, **arrays)
+    with error_context(f"path: {path}"):
+        return _from_arrays(path.stem, **arrays)
 
 
-def _of_arrays(
-    name: str, inputs: np.ndarray, labels: np.ndarray, owners: np.ndarray | None = None, test: np.ndarray | None = None
-) -> Task:
+def _from_arrays(
+    name: str,
+    inputs: np.ndarray,
+    labels: np.ndarray,
+    user_ids: np.ndarray | None = None,
+    test_mask: np.ndarray | None = None,
+) -> LabelledDataset:
     """A task of NumPy arrays."""
     if inputs.ndim < 2 or not inputs.size or inputs.dtype.kind not in "fiub":
         raise ArgumentError(f"inputs: expected numbers (samples, ...), got {inputs.dtype} of shape {inputs.shape}")
     sequence = inputs.dtype.kind in "iu" and inputs.ndim == 2 and inputs.min() >= 0
-    if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0 or labels.max(initial=0) >= MOST:
+    if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0 or labels.max(initial=0) >= MAX_CLASSES:
         given = f", the largest {labels.max(initial=0)}" if labels.dtype.kind in "iu" else ""
         raise ArgumentError(f"labels: expected whole numbers >= 0 and below 2**31, got {labels.dtype}{given}")
-    if test is not None and test.dtype.kind != "b":
-        raise ArgumentError(f"test: expected booleans, got {test.dtype}")
-    if sequence and inputs.max() >= MOST:
+    if test_mask is not None and test_mask.dtype.kind != "b":
+        raise ArgumentError(f"test_mask: expected booleans, got {test_mask.dtype}")
+    if sequence and inputs.max() >= MAX_CLASSES:
         raise ArgumentError(f"inputs: expected tokens below 2**31, got {inputs.max()}")
     with np.errstate(over="ignore"):
         numbers = inputs.astype(np.int64 if sequence else np.float32)
     if not np.isfinite(numbers).all():
         raise ArgumentError("inputs: expected finite numbers, also in float32")
     suits = models.gru if sequence else models.cnn if inputs.ndim == 4 else models.mlp
-    return _task(
+    return _with_model(
         name,
         torch.from_numpy(numbers),
         torch.from_numpy(labels.astype(np.int64)),
         suits,
         target=0.8,
-        owners=None if owners is None else torch.from_numpy(np.unique(owners, return_inverse=True)[1].astype(np.int64)),
-        test=None if test is None else torch.from_numpy(test),
+        owners=None
+        if user_ids is None
+        else torch.from_numpy(np.unique(user_ids, return_inverse=True)[1].astype(np.int64)),
+        test=None if test_mask is None else torch.from_numpy(test_mask),
     )
 
 
-def _task(name: str, inputs: Tensor, labels: Tensor, suits: Callable[..., nn.Module], **told: Any) -> Task:
+def _with_model(
+    name: str, inputs: Tensor, labels: Tensor, model_factory: Callable[..., nn.Module], **fields: Any
+) -> LabelledDataset:
     """A task with the model that suits it."""
-    made = Task(name, inputs, labels, partial(suits), **told)
-    return replace(made, model=partial(suits, made.signature))
+    made = LabelledDataset(name, inputs, labels, partial(model_factory), **fields)
+    return replace(made, model=partial(model_factory, made.signature))
 
 
 def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
@@ -264,7 +282,7 @@ def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
         raise ArgumentError(f"folder: {place}: expected JSON files in it; there are none")
     for file in files:
         try:
-            content = json.loads(_text(file))
+            content = json.loads(_read_text(file))
             for user in content["users"]:
                 x, y = content["user_data"][user]["x"], content["user_data"][user]["y"]
                 if not (isinstance(x, list) and isinstance(y, list) and len(x) == len(y)):
@@ -301,7 +319,7 @@ def _leaf_inputs(folder: Path, xs: Sequence[Any], number: Mapping[str, int]) -> 
     return inputs.view(-1, 1, 28, 28) if inputs.shape[1:] == (784,) else inputs
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -315,43 +333,45 @@ def _name(folder: Path) -> str:
     return folder.resolve().name or "data"
 
 
-def _named(source: str) -> Callable[[], Task]:
+def _dataset_factory(source: str) -> Callable[[], LabelledDataset]:
     """What makes the task of that name."""
-    chosen = named("data", source)
-    if chosen.name in SETS:
-        read = SETS[chosen.name]
+    chosen = parse_spec("data", source)
+    if chosen.name in DATASETS:
+        read = DATASETS[chosen.name]
         return partial(read, f"data: {chosen.name}", chosen.options)
     if list(chosen.options) == [""]:
-        return partial(_own, chosen)
-    pick("data", "data set", chosen.name, SETS)
+        return partial(_user_dataset, chosen)
+    choose("data", "data set", chosen.name, DATASETS)
     raise AssertionError
 
 
-def _own(chosen: Named) -> Task:
+def _user_dataset(chosen: Spec) -> LabelledDataset:
     """The task of a module of the user's."""
     name = chosen.options[""]
     where = f"data: {chosen.name}:{name}"
-    found = imported(where, chosen.name, name, f"a data set ({', '.join(SETS)})")
+    found = import_object(where, chosen.name, name, f"a data set ({', '.join(DATASETS)})")
     try:
-        made = found if isinstance(found, Task) or not callable(found) else found()
+        made = found if isinstance(found, LabelledDataset) or not callable(found) else found()
     except TypeError as error:
         raise ArgumentError(
-            f"{where}: expected a Task, or a function without arguments that makes one; {error}"
+            f"{where}: expected a LabelledDataset, or a function without arguments that makes one; {error}"
         ) from error
-    if not isinstance(made, Task):
-        raise ArgumentError(f"{where}: expected a Task, or a function that makes one; got {type(made).__name__}")
+    if not isinstance(made, LabelledDataset):
+        raise ArgumentError(
+            f"{where}: expected a LabelledDataset, or a function that makes one; got {type(made).__name__}"
+        )
     return made
 
 
-def _model(text: str, signature: Signature) -> Callable[[], nn.Module]:
+def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
     """What makes the model of that name for a task."""
-    chosen = named("model", text)
-    make = getattr(models, pick("model", "model", chosen.name, MODELS))
-    made = partial(make, signature, **arguments(f"model: {chosen.name}", make, chosen.options, taken=("of",)))
-    with blamed(f"model: {chosen.name}"):
+    chosen = parse_spec("model", text)
+    make = getattr(models, choose("model", "model", chosen.name, MODELS))
+    made = partial(make, signature, **parse_kwargs(f"model: {chosen.name}", make, chosen.options, excluded=("of",)))
+    with error_context(f"model: {chosen.name}"):
         seeded_model(made, 0)
     return made
 
 
-SETS: Mapping[str, Reader] = {make.__name__: kind(make) for make in (digits, idx, shakespeare, leaf, npz)}
+DATASETS: Mapping[str, Reader] = {make.__name__: reader(make) for make in (digits, idx, shakespeare, leaf, npz)}
 MODELS = [name for name in models.__all__ if name.islower()]

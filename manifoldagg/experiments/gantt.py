@@ -8,19 +8,19 @@ import numpy as np
 
 from manifoldagg._io import check_matplotlib, new_figure
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.trace import Record, check_records
+from manifoldagg.simulation.trace import TaskRecord, check_records
 
 __all__ = ["draw_trace"]
 
-LABELS = 30
+MAX_LABELS = 30
 """The most rows with a name beside them: of more clients every second has one, or every third."""
-EDGES = 2000
+MAX_OUTLINED_BARS = 2000
 """The most tasks with an edge around their bar."""
-NARROW = 0.01
+MIN_OUTLINED_WIDTH = 0.01
 """Of the time shown: so long must half of the bars be for an edge around them."""
 
 
-def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str = "") -> Any:
+def draw_trace(records: Sequence[TaskRecord[Any]], axes: Any = None, *, title: str = "") -> Any:
     """Draw who trained when: one row a client, a bar from start to answer, its colour the staleness.
 
     A thin line leads from a task's dispatch to its start. Rows are in order of the clients' names, numbers in
@@ -44,7 +44,7 @@ def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str =
     check_records(records)
     if not records:
         raise ArgumentError("records: expected at least one, got none")
-    clients = sorted({record.client for record in records}, key=_rank)
+    clients = sorted({record.client for record in records}, key=_client_sort_key)
     row = {client: i for i, client in enumerate(clients)}
     if axes is None:
         axes = new_figure(10, min(12.0, 1.6 + 0.24 * len(clients))).subplots()
@@ -59,7 +59,7 @@ def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str =
     corners = np.stack([start, low, start, high, end, high, end, low], axis=-1).reshape(-1, 4, 2)
     span = end.max() - dispatched.min() or 1.0
     # Of narrow bars nothing would be left between their edges.
-    few = len(records) <= EDGES and np.median(end - start) > NARROW * span
+    few = len(records) <= MAX_OUTLINED_BARS and np.median(end - start) > MIN_OUTLINED_WIDTH * span
     bars = PolyCollection(
         list(corners), cmap="viridis", edgecolors="white" if few else "none", linewidths=0.4, zorder=2
     )
@@ -70,7 +70,7 @@ def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str =
     axes.figure.colorbar(bars, cax=beside, label="staleness, versions", ticks=MaxNLocator(integer=True))
     axes.set_xlim(dispatched.min() - 0.005 * span, end.max() + 0.005 * span)
     axes.set_ylim(len(clients) - 0.4, -0.6)
-    every = -(-len(clients) // LABELS)
+    every = -(-len(clients) // MAX_LABELS)
     names = [str(client) for client in clients[::every]]
     axes.set_yticks(range(0, len(clients), every), names, fontsize="small", parse_math=False)
     axes.set_xlabel("virtual time, s")
@@ -79,7 +79,7 @@ def draw_trace(records: Sequence[Record[Any]], axes: Any = None, *, title: str =
     return axes
 
 
-def _rank(client: int | str) -> tuple[Any, ...]:
+def _client_sort_key(client: int | str) -> tuple[Any, ...]:
     """Integers first; of strings, `pi-2` before `pi-10`."""
     if isinstance(client, int):
         return False, client

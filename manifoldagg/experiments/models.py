@@ -12,11 +12,11 @@ __all__ = ["cnn", "gru", "mlp", "transformer"]
 NORMS = ("none", "batch", "group")
 
 
-def mlp(of: Signature, *, hidden: int = 64) -> nn.Module:
+def mlp(signature: Signature, *, hidden: int = 64) -> nn.Module:
     """One hidden layer with ReLU, over inputs of any shape.
 
     Args:
-        of: the task.
+        signature: the task.
         hidden: its units.
 
     Raises:
@@ -26,17 +26,17 @@ def mlp(of: Signature, *, hidden: int = 64) -> nn.Module:
         >>> mlp(Signature((4,), classes=3))(torch.zeros(5, 4)).shape
         torch.Size([5, 3])
     """
-    _check_numbers(of)
+    _check_numbers(signature)
     check_count("hidden", hidden)
-    size = torch.Size(of.shape).numel()
-    return nn.Sequential(nn.Flatten(), nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, of.classes))
+    size = torch.Size(signature.shape).numel()
+    return nn.Sequential(nn.Flatten(), nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, signature.classes))
 
 
-def cnn(of: Signature, *, width: int = 16, dense: int = 64, norm: str = "none") -> nn.Module:
+def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "none") -> nn.Module:
     """Two 3 x 3 convolutions, each with ReLU and pooled by 2, and two dense layers: the shape of Manifold's Figure 5.
 
     Args:
-        of: the task, of images (channels, height, width) of 4 x 4 pixels or more.
+        signature: the task, of images (channels, height, width) of 4 x 4 pixels or more.
         width: channels of the first convolution; the second one has twice as many.
         dense: units of the first dense layer.
         norm: after each convolution: `"none"`, `"batch"`, whose running statistics are buffers of the model, or
@@ -49,13 +49,15 @@ def cnn(of: Signature, *, width: int = 16, dense: int = 64, norm: str = "none") 
         >>> cnn(Signature((1, 28, 28), classes=10), norm="batch")(torch.zeros(5, 1, 28, 28)).shape
         torch.Size([5, 10])
     """
-    _check_numbers(of)
+    _check_numbers(signature)
     check_choice("norm", norm, NORMS)
     check_count("width", width)
     check_count("dense", dense)
-    if len(of.shape) != 3 or min(of.shape[1:]) < 4:
-        raise ArgumentError(f"task: expected images (channels, height, width) from 4 x 4 on, got {of.shape}")
-    channels, height, across = of.shape
+    if len(signature.shape) != 3 or min(signature.shape[1:]) < 4:
+        raise ArgumentError(
+            f"signature: expected images (channels, height, width) from 4 x 4 on, got {signature.shape}"
+        )
+    channels, height, across = signature.shape
     layers: list[nn.Module] = []
     for before, after in ((channels, width), (width, 2 * width)):
         layers.append(nn.Conv2d(before, after, 3, padding=1))
@@ -65,14 +67,14 @@ def cnn(of: Signature, *, width: int = 16, dense: int = 64, norm: str = "none") 
             layers.append(nn.GroupNorm(max(g for g in range(1, 9) if after % g == 0), after))
         layers += [nn.ReLU(), nn.MaxPool2d(2)]
     left = 2 * width * (height // 4) * (across // 4)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(left, dense), nn.ReLU(), nn.Linear(dense, of.classes))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(left, dense), nn.ReLU(), nn.Linear(dense, signature.classes))
 
 
-def gru(of: Signature, *, embedding: int = 16, hidden: int = 64, layers: int = 1) -> nn.Module:
+def gru(signature: Signature, *, embedding: int = 16, hidden: int = 64, layers: int = 1) -> nn.Module:
     """Tokens embedded, gated recurrent units, a linear layer.
 
     Args:
-        of: the task, of tokens.
+        signature: the task, of tokens.
         embedding: numbers for a token.
         hidden: units of a layer.
         layers: how many.
@@ -81,20 +83,22 @@ def gru(of: Signature, *, embedding: int = 16, hidden: int = 64, layers: int = 1
         ArgumentError: naming the argument that does not fit.
 
     Example:
-        >>> gru(Signature((80,), classes=65, tokens=65, every=True))(torch.zeros(5, 80, dtype=torch.int64)).shape
+        >>> gru(Signature((80,), classes=65, tokens=65, per_token=True))(torch.zeros(5, 80, dtype=torch.int64)).shape
         torch.Size([5, 65, 80])
     """
-    _check_tokens(of)
+    _check_tokens(signature)
     for name, count in (("embedding", embedding), ("hidden", hidden), ("layers", layers)):
         check_count(name, count)
-    return _Recurrent(of, embedding, hidden, layers)
+    return _Recurrent(signature, embedding, hidden, layers)
 
 
-def transformer(of: Signature, *, width: int = 64, heads: int = 4, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+def transformer(
+    signature: Signature, *, width: int = 64, heads: int = 4, layers: int = 2, dropout: float = 0.0
+) -> nn.Module:
     """A causal transformer with learned positions: each place sees itself and what comes before.
 
     Args:
-        of: the task, of tokens.
+        signature: the task, of tokens.
         width: numbers for a token, a multiple of `heads`; the layers between are four times as wide.
         heads: of the attention.
         layers: how many.
@@ -107,34 +111,34 @@ def transformer(of: Signature, *, width: int = 64, heads: int = 4, layers: int =
         >>> transformer(Signature((8,), classes=5, tokens=5))(torch.zeros(3, 8, dtype=torch.int64)).shape
         torch.Size([3, 5])
     """
-    _check_tokens(of)
+    _check_tokens(signature)
     for name, count in (("width", width), ("heads", heads), ("layers", layers)):
         check_count(name, count)
     check_number("dropout", dropout, at_least=0, at_most=0.9)
     if width % heads:
         raise ArgumentError(f"width: expected a multiple of {heads} heads, got {width}")
-    return _Transformer(of, width, heads, layers, dropout)
+    return _Transformer(signature, width, heads, layers, dropout)
 
 
 class _Classifier(nn.Module):
     """From features (samples, length, width) to scores (samples, classes, length), or of the last place alone."""
 
-    def __init__(self, of: Signature, width: int) -> None:
+    def __init__(self, signature: Signature, width: int) -> None:
         super().__init__()
-        self.every = of.every
-        self.head = nn.Linear(width, of.classes)
+        self.per_token = signature.per_token
+        self.head = nn.Linear(width, signature.classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        scores: Tensor = self.head(features if self.every else features[:, -1])
-        return scores.transpose(1, 2) if self.every else scores
+        scores: Tensor = self.head(features if self.per_token else features[:, -1])
+        return scores.transpose(1, 2) if self.per_token else scores
 
 
 class _Recurrent(nn.Module):
-    def __init__(self, of: Signature, embedding: int, hidden: int, layers: int) -> None:
+    def __init__(self, signature: Signature, embedding: int, hidden: int, layers: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(of.tokens, embedding)
+        self.embedding = nn.Embedding(signature.tokens, embedding)
         self.cells = nn.GRU(embedding, hidden, layers, batch_first=True)
-        self.classifier = _Classifier(of, hidden)
+        self.classifier = _Classifier(signature, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
         features, _ = self.cells(self.embedding(tokens))
@@ -143,15 +147,15 @@ class _Recurrent(nn.Module):
 
 
 class _Transformer(nn.Module):
-    def __init__(self, of: Signature, width: int, heads: int, layers: int, dropout: float) -> None:
+    def __init__(self, signature: Signature, width: int, heads: int, layers: int, dropout: float) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(of.tokens, width)
-        self.places = nn.Parameter(0.02 * torch.randn(of.shape[0], width))
+        self.embedding = nn.Embedding(signature.tokens, width)
+        self.places = nn.Parameter(0.02 * torch.randn(signature.shape[0], width))
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout, activation="gelu", batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.classifier = _Classifier(of, width)
+        self.classifier = _Classifier(signature, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
@@ -161,11 +165,11 @@ class _Transformer(nn.Module):
         return scores
 
 
-def _check_numbers(of: Signature) -> None:
-    if of.tokens:
-        raise ArgumentError("task: expected inputs of numbers, got tokens; gru and transformer take these")
+def _check_numbers(signature: Signature) -> None:
+    if signature.tokens:
+        raise ArgumentError("signature: expected inputs of numbers, got tokens; gru and transformer take these")
 
 
-def _check_tokens(of: Signature) -> None:
-    if not of.tokens or len(of.shape) != 1:
-        raise ArgumentError(f"task: expected sequences of tokens, got numbers {of.shape}; mlp takes these")
+def _check_tokens(signature: Signature) -> None:
+    if not signature.tokens or len(signature.shape) != 1:
+        raise ArgumentError(f"signature: expected sequences of tokens, got numbers {signature.shape}; mlp takes these")

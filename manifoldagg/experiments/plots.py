@@ -12,53 +12,53 @@ from manifoldagg._io import new_figure
 from manifoldagg.curves import Plane
 from manifoldagg.experiments.gantt import draw_trace
 from manifoldagg.simulation.cost import Evaluation
-from manifoldagg.simulation.trace import Record
+from manifoldagg.simulation.trace import TaskRecord
 
-__all__ = ["draw_accuracy", "draw_clients", "draw_planes", "draw_traces", "in_percent", "in_units"]
+__all__ = ["axis_unit", "draw_accuracy", "draw_clients", "draw_planes", "draw_traces", "format_percent"]
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 """Of Okabe and Ito: who sees fewer colours can tell them apart."""
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 """Lines of one colour differ by them."""
-MARKS = ("o", "s", "^", "D", "v", "P")
-THICK, THIN = 2.6, 1.2
+MARKERS = ("o", "s", "^", "D", "v", "P")
+MAX_LINE_WIDTH, MIN_LINE_WIDTH = 2.6, 1.2
 """Where lines meet the later one is thinner: both are seen."""
-TURN = 8
+INTERLEAVED_DASH = 8
 """Of a line that is the same all the way as another, so many of its widths are seen at a time."""
-LONG = 32
+LABEL_WIDTH = 32
 """Names are broken into lines of so many characters."""
 WIDTH = 6.4
 """Inches: at 80 % of a page's width the letters are as large as a footnote's."""
-PANELS = 3
+MAX_PANELS = 3
 """Traces in one picture, at most."""
 UNITS = {
-    "round": ("answers, one client's update each", ((1, ""),)),
+    "updates": ("answers, one client's update each", ((1, ""),)),
     "time": ("virtual time", ((1, "s"),)),
     "gradients": ("minibatch gradients computed", ((1, ""), (1e3, "thousands"), (1e6, "millions"), (1e9, "billions"))),
     "bytes": ("sent down and up", ((1, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB"))),
 }
 
 
-def in_units(axis: str, most: float) -> tuple[float, str, str]:
-    """What an axis is called, in which unit, and how much one is, where its largest value is `most`.
+def axis_unit(axis: str, maximum: float) -> tuple[float, str, str]:
+    """What an axis is called, in which unit, and how much one is, where its largest value is `maximum`.
 
     Example:
-        >>> in_units("bytes", 2.5e6)
+        >>> axis_unit("bytes", 2.5e6)
         (1000000.0, 'MB', 'sent down and up')
     """
     name, units = UNITS[axis]
-    size, unit = next((pair for pair in reversed(units) if most >= pair[0]), units[0])
+    size, unit = next((pair for pair in reversed(units) if maximum >= pair[0]), units[0])
     return float(size), unit, name
 
 
-def in_percent(share: float) -> str:
+def format_percent(fraction: float) -> str:
     """A share as it was given, with as many digits as it has.
 
     Example:
-        >>> [in_percent(share) for share in (0.85, 0.925, 0.999)]
+        >>> [format_percent(share) for share in (0.85, 0.925, 0.999)]
         ['85%', '92.5%', '99.9%']
     """
-    return f"{100 * share:.10g}%"
+    return f"{100 * fraction:.10g}%"
 
 
 def draw_accuracy(
@@ -67,7 +67,7 @@ def draw_accuracy(
     *,
     target: float,
     title: str,
-    axis: str = "round",
+    axis: str = "updates",
     budget: float | None = None,
 ) -> None:
     """Accuracy along an axis: for each method the mean over its seeds, as far as all of them come.
@@ -83,25 +83,25 @@ def draw_accuracy(
         axis: of `AXES`.
         budget: on that axis, to mark.
     """
-    most = max(rows[-1].along(axis) for seeds in runs.values() for rows in seeds)
-    size, unit, name = in_units(axis, most)
+    most = max(rows[-1].value_on(axis) for seeds in runs.values() for rows in seeds)
+    size, unit, name = axis_unit(axis, most)
     several = max(map(len, runs.values())) > 1
     banded = several and len(runs) <= len(COLOURS)
     figure, axes = _figure(runs, 3.9)
     for i, (label, seeds) in enumerate(runs.items()):
-        x, accuracy = _along(seeds, axis)
+        x, accuracy = _align_on_axis(seeds, axis)
         mean = 100 * accuracy.mean(0)
-        step = "default" if axis == "round" else "steps-post"
+        step = "default" if axis == "updates" else "steps-post"
         axes.plot(x / size, mean, drawstyle=step, label=_label(label), zorder=3 + i, **_style(i, len(runs), len(x)))
         if banded and len(seeds) > 1:
             spread = 100 * accuracy.std(0, ddof=1)
-            shade = {"step": "post"} if axis != "round" else {}
+            shade = {"step": "post"} if axis != "updates" else {}
             axes.fill_between(
                 x / size, mean - spread, mean + spread, color=_style(i)["color"], alpha=0.15, linewidth=0, **shade
             )
     axes.axhline(100 * target, color="0.35", linestyle=(0, (1, 2)), linewidth=1, zorder=2)
     beside = axes.get_yaxis_transform()
-    axes.text(1.01, 100 * target, f"target\n{in_percent(target)}", transform=beside, va="center", fontsize="small")
+    axes.text(1.01, 100 * target, f"target\n{format_percent(target)}", transform=beside, va="center", fontsize="small")
     if budget is not None:
         axes.axvline(budget / size, color="0.35", linestyle=(0, (1, 2)), linewidth=1, zorder=2)
         said = {"transform": axes.get_xaxis_transform(), "rotation": 90, "fontsize": "small"}
@@ -111,11 +111,11 @@ def draw_accuracy(
     axes.set_ylabel("accuracy on held-out samples, %")
     few, many = min(map(len, runs.values())), max(map(len, runs.values()))
     over = f"mean of {many if few == many else f'{few} to {many}'} seeds" if several else "1 seed"
-    axes.set_title(f"{_plain(title)}; {over}{', band ± 1 sd' if banded else ''}", fontsize="medium")
+    axes.set_title(f"{_escape_math(title)}; {over}{', band ± 1 sd' if banded else ''}", fontsize="medium")
     axes.set_xlim(0, most / size or 1)
     axes.set_ylim(0, 100)
     _legend(figure, runs)
-    _take_turns(axes.lines[: len(runs)])
+    _interleave_dashes(axes.lines[: len(runs)])
     figure.savefig(path)
 
 
@@ -147,13 +147,13 @@ def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *
     axes.set_xlabel("client, from the worst to the best")
     axes.set_ylabel("accuracy on own held-out samples, %")
     several = max(map(len, clients.values())) > 1
-    axes.set_title(f"{_plain(title)}; the best model{', mean over seeds' if several else ''}", fontsize="medium")
+    axes.set_title(f"{_escape_math(title)}; the best model{', mean over seeds' if several else ''}", fontsize="medium")
     _legend(figure, clients)
-    _take_turns(axes.lines)
+    _interleave_dashes(axes.lines)
     figure.savefig(path)
 
 
-def draw_traces(path: Path, traces: Mapping[str, Sequence[Record[Any]]], *, title: str) -> None:
+def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, title: str) -> None:
     """Who trained when, a panel for each course of events: methods that ask in the same way share one.
 
     Args:
@@ -161,21 +161,23 @@ def draw_traces(path: Path, traces: Mapping[str, Sequence[Record[Any]]], *, titl
         traces: by method.
         title: above.
     """
-    panels: list[tuple[list[str], Sequence[Record[Any]]]] = []
+    panels: list[tuple[list[str], Sequence[TaskRecord[Any]]]] = []
     for name, trace in traces.items():
         same = next((names for names, other in panels if other == trace), None)
         if same is None:
             panels.append(([name], trace))
         else:
             same.append(name)
-    shown = panels[:PANELS]
+    shown = panels[:MAX_PANELS]
     rows = max(len({record.client for record in trace}) for _, trace in shown)
     figure = new_figure(WIDTH, 0.5 + len(shown) * min(5.5, 1.3 + 0.14 * rows))
     for (names, trace), axes in zip(shown, np.atleast_1d(figure.subplots(len(shown))), strict=True):
-        draw_trace(trace, axes, title=_label(", ".join(names), 2 * LONG))
+        draw_trace(trace, axes, title=_label(", ".join(names), 2 * LABEL_WIDTH))
         axes.title.set_fontsize("small")
-    left_out = sum(len(names) for names, _ in panels[PANELS:])
-    figure.suptitle(_plain(title) + (f"; without {left_out} further methods" if left_out else ""), fontsize="medium")
+    left_out = sum(len(names) for names, _ in panels[MAX_PANELS:])
+    figure.suptitle(
+        _escape_math(title) + (f"; without {left_out} further methods" if left_out else ""), fontsize="medium"
+    )
     figure.savefig(path)
 
 
@@ -185,17 +187,17 @@ def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
     for i, (plane, axes) in enumerate(zip(planes.items(), figure.subplots(len(planes)), strict=True)):
         said, drawn = plane
         drawn.plot(axes, label="cross-entropy")
-        axes.set_title(f"({chr(97 + i)}) {_plain(said)}", fontsize="medium")
+        axes.set_title(f"({chr(97 + i)}) {_escape_math(said)}", fontsize="medium")
         if i == 0:
             axes.legend(loc="best", fontsize="small", framealpha=0.9)
-    figure.suptitle(_label(title, 2 * LONG), fontsize="medium")
+    figure.suptitle(_label(title, 2 * LABEL_WIDTH), fontsize="medium")
     # Where axes are equal the layout does not know how wide a plot will be.
     figure.savefig(path, bbox_inches="tight")
 
 
-def _along(seeds: Sequence[Sequence[Evaluation]], axis: str) -> tuple[np.ndarray, np.ndarray]:
+def _align_on_axis(seeds: Sequence[Sequence[Evaluation]], axis: str) -> tuple[np.ndarray, np.ndarray]:
     """Where some seed was evaluated, as far as all come, and the accuracies (seeds, places) that each had by then."""
-    places = [np.array([row.along(axis) for row in rows]) for rows in seeds]
+    places = [np.array([row.value_on(axis) for row in rows]) for rows in seeds]
     x = np.unique(np.concatenate(places))
     x = x[(x >= max(place[0] for place in places)) & (x <= min(place[-1] for place in places))]
     worth = [np.array([row.accuracy for row in rows]) for rows in seeds]
@@ -218,8 +220,8 @@ def _style(i: int, count: int = 1, points: int = 1) -> dict[str, Any]:
     return {
         "color": COLOURS[colour],
         "linestyle": DASHES[turn % len(DASHES)],
-        "linewidth": THICK - (THICK - THIN) * i / max(1, count - 1),
-        "marker": MARKS[i % len(MARKS)],
+        "linewidth": MAX_LINE_WIDTH - (MAX_LINE_WIDTH - MIN_LINE_WIDTH) * i / max(1, count - 1),
+        "marker": MARKERS[i % len(MARKERS)],
         "markersize": 5,
         "markeredgecolor": "white",
         "markeredgewidth": 0.6,
@@ -231,14 +233,17 @@ def _legend(figure: Any, names: Mapping[str, object]) -> None:
     figure.legend(loc="outside lower center", ncols=_columns(names), fontsize="small", frameon=False)
 
 
-def _take_turns(lines: Iterable[Any]) -> None:
+def _interleave_dashes(lines: Iterable[Any]) -> None:
     """Lines that are the same all the way: each is drawn where the others pause."""
     groups: dict[tuple[bytes, ...], list[Any]] = {}
     for line in lines:
         groups.setdefault(tuple(np.asarray(x).tobytes() for x in line.get_data()), []).append(line)
     for same in groups.values():
         for i, line in enumerate(same if len(same) > 1 else ()):
-            line.set(linewidth=(THICK + THIN) / 2, linestyle=(-i * TURN, (TURN, TURN * (len(same) - 1))))
+            line.set(
+                linewidth=(MAX_LINE_WIDTH + MIN_LINE_WIDTH) / 2,
+                linestyle=(-i * INTERLEAVED_DASH, (INTERLEAVED_DASH, INTERLEAVED_DASH * (len(same) - 1))),
+            )
 
 
 def _columns(names: Mapping[str, object]) -> int:
@@ -247,11 +252,11 @@ def _columns(names: Mapping[str, object]) -> int:
     return math.ceil(len(names) / math.ceil(len(names) / most))
 
 
-def _label(name: str, width: int = LONG) -> str:
+def _label(name: str, width: int = LABEL_WIDTH) -> str:
     """A name for a picture, in lines that are not long."""
-    return _plain(textwrap.fill(name, width))
+    return _escape_math(textwrap.fill(name, width))
 
 
-def _plain(text: str) -> str:
+def _escape_math(text: str) -> str:
     """As it is: nothing between two `$` is a formula."""
     return text.replace("$", r"\$")

@@ -20,39 +20,39 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import CheckpointPolicy
 from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.simulation.cost import Evaluation
-from manifoldagg.simulation.run import Run
-from manifoldagg.simulation.run_metadata import check_same, versions
-from manifoldagg.simulation.trace import Record
+from manifoldagg.simulation.run import RunResult
+from manifoldagg.simulation.run_metadata import check_compatible, versions
+from manifoldagg.simulation.trace import TaskRecord
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Curve", "Unfinished", "discard"]
+__all__ = ["ComparisonProgress", "LearnedCurve", "remove"]
 
-SECONDS = 30.0
+CHECKPOINT_SECONDS = 30.0
 """So often it is written down where a run stands."""
-OURS = re.compile(
+OWN_FILES = re.compile(
     r"(lock|settings|log\.jsonl|[0-9a-f]{16}\.curve|[0-9a-f]{16}-\d+\.run(\.checkpoint)?)(\.[0-9a-f]{16}\.tmp)?"
 )
 
 
-class Curve(NamedTuple):
+class LearnedCurve(NamedTuple):
     """A curve that a client sent, to draw its plane when all is over.
 
     Attributes:
         method: whose it is.
-        round: of the answer.
+        update_index: of the answer.
         client: who sent it.
         phi: control points (n + 1, P).
     """
 
     method: str
-    round: int
+    update_index: int
     client: int
     phi: Tensor
 
 
-class Unfinished:
+class ComparisonProgress:
     """What a comparison keeps while it is under way. As a context it is let go of, and stays there.
 
     Args:
@@ -66,113 +66,113 @@ class Unfinished:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
-        _check_ours(folder)
+        _check_own_files(folder)
         self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with ExitStack() as held:
-                held.callback(os.close, _claimed(folder))
+                held.callback(os.close, _lock_folder(folder))
                 if not resume:
                     _clear(folder)
                 path = folder / "settings"
                 given = {**settings, "versions": versions()}
                 if path.exists():
-                    check_same(folder, tensor_file.load(path, "comparison"), given)
+                    check_compatible(folder, tensor_file.load(path, "comparison"), given)
                 else:
                     tensor_file.save(path, "comparison", given)
                 self._log = held.enter_context(open(folder / "log.jsonl", "w", encoding="utf-8", buffering=1))
-                self._held = held.pop_all()
+                self._resources = held.pop_all()
         except OSError as error:
             raise ArgumentError(f"folder: {folder} cannot be written: {error}") from error
 
-    def __enter__(self) -> "Unfinished":
+    def __enter__(self) -> "ComparisonProgress":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._held.close()
+        self._resources.close()
 
-    def log(self, method: str, seed: int, row: Evaluation) -> None:
+    def log_evaluation(self, method: str, seed: int, evaluation: Evaluation) -> None:
         """Another line of the log, which is made anew by a comparison that goes on."""
-        self._log.write(json.dumps({"method": method, "seed": seed} | asdict(row), allow_nan=False) + "\n")
+        self._log.write(json.dumps({"method": method, "seed": seed} | asdict(evaluation), allow_nan=False) + "\n")
 
-    def checkpoint(self, method: str, seed: int) -> CheckpointPolicy:
+    def checkpoint_policy(self, method: str, seed: int) -> CheckpointPolicy:
         """Of a run that is under way."""
-        return CheckpointPolicy(f"{self._run(method, seed)}.checkpoint", every_seconds=SECONDS, keep=1)
+        return CheckpointPolicy(f"{self._run_path(method, seed)}.checkpoint", every_seconds=CHECKPOINT_SECONDS, keep=1)
 
-    def finished(self, method: str, seed: int) -> Run | None:
+    def load_run(self, method: str, seed: int) -> RunResult | None:
         """A run that is over; `None` if it is not.
 
         Raises:
             CheckpointError: if its file is not what was kept, or has another run.
         """
-        path = self._run(method, seed)
+        path = self._run_path(method, seed)
         if not path.exists():
             return None
         tree: Any = tensor_file.load(path, "finished run")
-        check_same(path, tree["of"], {"method": method, "seed": seed})
-        columns = [tree["trace"][one.name].tolist() for one in fields(Record)]
-        return Run(
-            [Evaluation(**row) for row in tree["rows"]],
-            [Record(*task) for task in zip(*columns, strict=True)],
+        check_compatible(path, tree["key"], {"method": method, "seed": seed})
+        columns = [tree["trace"][one.name].tolist() for one in fields(TaskRecord)]
+        return RunResult(
+            [Evaluation(**row) for row in tree["evaluations"]],
+            [TaskRecord(*task) for task in zip(*columns, strict=True)],
             tree["client_accuracy"],
             tree["seconds"],
             tree["evaluation_seconds"],
         )
 
-    def finish(self, method: str, seed: int, run: Run) -> None:
+    def save_run(self, method: str, seed: int, run: RunResult) -> None:
         """Keep a run that is over."""
         kinds = {"client": torch.int64, "staleness": torch.int64}
         trace = {
             one.name: torch.tensor(
                 [getattr(task, one.name) for task in run.trace], dtype=kinds.get(one.name, torch.float64)
             )
-            for one in fields(Record)
+            for one in fields(TaskRecord)
         }
         tree = {
-            "of": {"method": method, "seed": seed},
-            "rows": [asdict(row) for row in run.evaluations],
+            "key": {"method": method, "seed": seed},
+            "evaluations": [asdict(row) for row in run.evaluations],
             "trace": trace,
             "client_accuracy": run.client_accuracy,
             "seconds": run.seconds,
             "evaluation_seconds": run.evaluation_seconds,
         }
-        tensor_file.save(self._run(method, seed), "finished run", tree)
-        Path(self.checkpoint(method, seed).path).unlink(missing_ok=True)
+        tensor_file.save(self._run_path(method, seed), "finished run", tree)
+        Path(self.checkpoint_policy(method, seed).path).unlink(missing_ok=True)
 
-    def curve(self, method: str) -> Curve | None:
+    def load_curve(self, method: str) -> LearnedCurve | None:
         """The one of a method that may be drawn, if there is one by now."""
-        path = self._folder / f"{_known(method)}.curve"
-        return Curve(*tensor_file.load(path, "curve")) if path.exists() else None
+        path = self._folder / f"{_method_key(method)}.curve"
+        return LearnedCurve(*tensor_file.load(path, "curve")) if path.exists() else None
 
-    def draw(self, curve: Curve) -> None:
+    def save_curve(self, curve: LearnedCurve) -> None:
         """Keep a curve that may be drawn."""
-        tensor_file.save(self._folder / f"{_known(curve.method)}.curve", "curve", tuple(curve))
+        tensor_file.save(self._folder / f"{_method_key(curve.method)}.curve", "curve", tuple(curve))
 
-    def _run(self, method: str, seed: int) -> Path:
-        return self._folder / f"{_known(method)}-{seed}.run"
+    def _run_path(self, method: str, seed: int) -> Path:
+        return self._folder / f"{_method_key(method)}-{seed}.run"
 
 
-def discard(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Remove what a comparison kept, when all is over; nothing where nothing is.
 
     Raises:
         ArgumentError: if the folder holds something else.
     """
-    _check_ours(folder)
+    _check_own_files(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _known(method: str) -> str:
+def _method_key(method: str) -> str:
     """A method in the names of files."""
     return hashlib.sha256(method.encode()).hexdigest()[:16]
 
 
-def _check_ours(folder: Path) -> None:
+def _check_own_files(folder: Path) -> None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ArgumentError(f"folder: {folder} exists and is no folder")
-    others = [path.name for path in folder.glob("*") if not OURS.fullmatch(path.name)]
+    others = [path.name for path in folder.glob("*") if not OWN_FILES.fullmatch(path.name)]
     if others:
         raise ArgumentError(f"folder: {folder} exists and is not that of a comparison: it has {min(others)!r}")
 
@@ -183,7 +183,7 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _claimed(folder: Path) -> int:
+def _lock_folder(folder: Path) -> int:
     """The lock of a folder, held until it is closed; the system takes it from who was killed."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     if sys.platform != "win32":

@@ -16,14 +16,14 @@ from torch import Tensor
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["images", "read_idx"]
+__all__ = ["read_idx", "read_images"]
 
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
 """The third byte of a file, and the numbers that it announces."""
 PARTS = ("train", "t10k")
-SIDE = 28
-DIMENSIONS = 32
-DEFLATION = 1032
+IMAGE_SIZE = 28
+MAX_DIMENSIONS = 32
+MAX_GZIP_RATIO = 1032
 """No gzip stream is shorter than its contents by more than this factor."""
 
 
@@ -62,16 +62,16 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             if not packed:
-                return _read(path, raw, stored)
+                return _read_array(path, raw, stored)
             with gzip.open(raw) as unpacked:
-                return _read(path, unpacked, DEFLATION * stored)
+                return _read_array(path, unpacked, MAX_GZIP_RATIO * stored)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ArgumentError(f"path: {path}: expected a whole gzip file, but: {error}") from None
     except OSError as error:
         raise ArgumentError(f"path: {path}: cannot be read: {error.strerror or error}") from None
 
 
-def images(
+def read_images(
     folder: str | os.PathLike[str], part: str = "t10k"
 ) -> tuple[Float32[Tensor, "samples 1 28 28"], Int64[Tensor, " samples"]]:
     r"""The images and labels of MNIST, Fashion-MNIST, KMNIST or any set that uses their file names.
@@ -92,9 +92,9 @@ def images(
     check_choice("part", part, PARTS)
     pixels, source = _find(Path(folder), f"{part}-images", 3)
     labels, origin = _find(Path(folder), f"{part}-labels", 1)
-    if pixels.dtype != torch.uint8 or pixels.shape[1:] != (SIDE, SIDE):
+    if pixels.dtype != torch.uint8 or pixels.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE):
         given = f"{pixels.dtype} of shape {tuple(pixels.shape)}"
-        raise ArgumentError(f"folder: {source}: expected bytes of shape (any, {SIDE}, {SIDE}), got {given}")
+        raise ArgumentError(f"folder: {source}: expected bytes of shape (any, {IMAGE_SIZE}, {IMAGE_SIZE}), got {given}")
     if labels.dtype != torch.uint8 or labels.shape != pixels.shape[:1]:
         given = f"{labels.dtype} of shape {tuple(labels.shape)}"
         raise ArgumentError(f"folder: {origin}: expected bytes of shape ({len(pixels)},), one an image, got {given}")
@@ -110,12 +110,12 @@ def _find(folder: Path, stem: str, dimensions: int) -> tuple[Tensor, Path]:
     raise ArgumentError(f"folder: {folder}: expected one of {', '.join(names)}; none is there")
 
 
-def _read(path: Path, stream: BufferedIOBase, most: int) -> Tensor:
-    """The array of an unpacked stream that can hold no more than `most` bytes."""
+def _read_array(path: Path, stream: BufferedIOBase, max_bytes: int) -> Tensor:
+    """The array of an unpacked stream that can hold no more than `max_bytes` bytes."""
     magic = stream.read(4)
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES or not 1 <= magic[3] <= DIMENSIONS:
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES or not 1 <= magic[3] <= MAX_DIMENSIONS:
         types = ", ".join(f"{code:02x}" for code in DTYPES)
-        expected = f"00 00, a type ({types}) and 1 to {DIMENSIONS:02x} dimensions"
+        expected = f"00 00, a type ({types}) and 1 to {MAX_DIMENSIONS:02x} dimensions"
         raise ArgumentError(f"path: {path}: expected to begin with {expected}; got {magic.hex(' ') or 'nothing'}")
     header = stream.read(4 * magic[3])
     if len(header) < 4 * magic[3]:
@@ -124,7 +124,7 @@ def _read(path: Path, stream: BufferedIOBase, most: int) -> Tensor:
     dtype = np.dtype(DTYPES[magic[2]])
     size = dtype.itemsize * math.prod(dimensions)
     expected = f"{size} bytes of numbers for dimensions {dimensions}"
-    if size > most - 4 - len(header) or dtype.itemsize * math.prod(max(n, 1) for n in dimensions) >= 2**63:
+    if size > max_bytes - 4 - len(header) or dtype.itemsize * math.prod(max(n, 1) for n in dimensions) >= 2**63:
         raise ArgumentError(f"path: {path}: expected {expected}; the file is too small for them")
     numbers = stream.read(size)
     if len(numbers) < size:

@@ -20,26 +20,26 @@ from manifoldagg.federated import Rule, Trainer, rules, schedules, staleness
 from manifoldagg.federated import clients as trainers
 from manifoldagg.simulation.run import Method
 from manifoldagg.simulation.spec_parser import (
-    Kinds,
-    Named,
+    OptionReaders,
     Reader,
-    arguments,
-    blamed,
+    Spec,
     build,
-    imported,
-    kind,
-    named,
-    pick,
-    split,
+    choose,
+    error_context,
+    import_object,
+    parse_kwargs,
+    parse_spec,
+    parse_specs,
+    reader,
 )
 
-__all__ = ["RULES", "TRAINERS", "Entry", "method", "methods"]
+__all__ = ["RULES", "TRAINERS", "MethodDefaults", "method", "methods"]
 
-MANY = range(10_000)
+TRIAL_CLIENTS = range(10_000)
 """Clients that a rule is tried with, before it is known who takes part."""
 
 
-class ForClients(abc.ABC):
+class PerClients(abc.ABC):
     """What follows from who takes part."""
 
     @abc.abstractmethod
@@ -48,7 +48,7 @@ class ForClients(abc.ABC):
 
 
 @dataclass(frozen=True)
-class HowMany(ForClients):
+class NumClients(PerClients):
     """How many take part."""
 
     def __call__(self, clients: Sequence[int]) -> int:
@@ -56,7 +56,7 @@ class HowMany(ForClients):
 
 
 @dataclass(frozen=True)
-class Evenly(ForClients):
+class UniformShares(PerClients):
     """The same share for each."""
 
     def __call__(self, clients: Sequence[int]) -> dict[int, float]:
@@ -64,7 +64,7 @@ class Evenly(ForClients):
 
 
 @dataclass(frozen=True)
-class Recipe(ForClients):
+class Factory(PerClients):
     """What `make` makes of options, some of which follow from who takes part."""
 
     make: Callable[..., Any]
@@ -72,35 +72,35 @@ class Recipe(ForClients):
 
     def __call__(self, clients: Sequence[int]) -> Any:
         ready = {
-            name: value(clients) if isinstance(value, ForClients) else value for name, value in self.options.items()
+            name: value(clients) if isinstance(value, PerClients) else value for name, value in self.options.items()
         }
         return self.make(**ready)
 
 
 @dataclass(frozen=True)
-class Entry:
+class MethodDefaults:
     """What a rule has where nothing is said: the name of its trainer, options of its own, and of that trainer."""
 
     trainer: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
+    trainer_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Base:
+class MethodTemplate:
     """What the name of a method stands for.
 
     Attributes:
         label: what it is called without options.
         rule: how it is made.
         trainer: likewise.
-        rate: what the global rate is called; `None` where it is to stay as it is.
+        rate_field: what the global rate is called; `None` where it is to stay as it is.
     """
 
     label: str
-    rule: Recipe
-    trainer: Recipe
-    rate: str | None
+    rule: Factory
+    trainer: Factory
+    rate_field: str | None
 
 
 LOCAL: Mapping[str, Any] = {"epochs": 4, "rate": 0.01, "proximal": 1e-3}
@@ -120,36 +120,38 @@ TRAINERS: Mapping[str, Mapping[str, Any]] = {
 }
 """What clients do on the digits."""
 
-RULES: Mapping[str, Entry] = {
-    "asgd": Entry("local", {"rate": 3.0}),
-    "ca2fl": Entry("local", {"size": 5, "rate": 0.5, "clients": HowMany()}),
-    "dcasgd": Entry("local", {"rate": 3.0}),
-    "fadas": Entry("local", {"size": 2, "rate": 0.0025}),
-    "floco": Entry("floco", {"cohort": 5}),
-    "adamasfl": Entry("normalised", {"size": 2, "steps": 30, "server_steps": 100, "initial": "zero"}),
-    "asyncbezier": Entry("curve", {"rate": 3.0, "threshold": 1.0}),
-    "asynccorrected": Entry("local", {"rate": 3.0}),
-    "asynckrylov": Entry("trajectory", {"rate": 6.0}, {"pieces": 8}),
-    "asynccurve": Entry("asynccurve", {"clients": HowMany(), "rate": 0.075}),
-    "asyncfeded": Entry("epochs", {"rate": 0.25, "epochs": 4}),
-    "defedavg": Entry("local", {"cohort": 5, "rate": 0.5}),
-    "delayednesterov": Entry("local", {"size": 4, "rate": 0.025}),
-    "fedadam": Entry("local", {"cohort": 5, "rate": 0.015}),
-    "fedasync": Entry("local", {"rate": 3.0, "weighted": True}),
-    "fedavg": Entry("local", {"cohort": 5}),
-    "fedbuff": Entry("local", {"size": 5}),
-    "fedgs": Entry("local", {"rate": 2.5}),
-    "fedortho": Entry("local", {"rate": 5.0}),
-    "generalizedasyncsgd": Entry("gradient", {"routing": Evenly(), "rate": 0.05}),
-    "heloco": Entry("local", {"rate": 0.03}),
-    "krum": Entry("local", {"size": 5, "num_byzantine": 1, "num_selected": 2, "rate": 0.5}),
-    "masfl": Entry("controlvariate", {"size": 1, "rate": 0.05, "beta": 0.2, "clients": HowMany(), "initial": "zero"}),
-    "median": Entry("local", {"size": 5}),
-    "momentum": Entry("local", {"rule": rules.FedAsync(0.5, weighted=True)}),
-    "orthofl": Entry("local", {"rate": 0.6}),
-    "private": Entry("local", {"rule": rules.FedBuff(5), "clip": 3.0, "noise": 0.02, "seed": 0}),
-    "radialdirectional": Entry("local", {"cohort": 5, "rate": 0.5}),
-    "trimmedmean": Entry("local", {"size": 5, "trim": 1}),
+RULES: Mapping[str, MethodDefaults] = {
+    "asgd": MethodDefaults("local", {"rate": 3.0}),
+    "ca2fl": MethodDefaults("local", {"size": 5, "rate": 0.5, "clients": NumClients()}),
+    "dcasgd": MethodDefaults("local", {"rate": 3.0}),
+    "fadas": MethodDefaults("local", {"size": 2, "rate": 0.0025}),
+    "floco": MethodDefaults("floco", {"cohort": 5}),
+    "adamasfl": MethodDefaults("normalised", {"size": 2, "steps": 30, "server_steps": 100, "initial": "zero"}),
+    "asyncbezier": MethodDefaults("curve", {"rate": 3.0, "threshold": 1.0}),
+    "asynccorrected": MethodDefaults("local", {"rate": 3.0}),
+    "asynckrylov": MethodDefaults("trajectory", {"rate": 6.0}, {"pieces": 8}),
+    "asynccurve": MethodDefaults("asynccurve", {"clients": NumClients(), "rate": 0.075}),
+    "asyncfeded": MethodDefaults("epochs", {"rate": 0.25, "epochs": 4}),
+    "defedavg": MethodDefaults("local", {"cohort": 5, "rate": 0.5}),
+    "delayednesterov": MethodDefaults("local", {"size": 4, "rate": 0.025}),
+    "fedadam": MethodDefaults("local", {"cohort": 5, "rate": 0.015}),
+    "fedasync": MethodDefaults("local", {"rate": 3.0, "weighted": True}),
+    "fedavg": MethodDefaults("local", {"cohort": 5}),
+    "fedbuff": MethodDefaults("local", {"size": 5}),
+    "fedgs": MethodDefaults("local", {"rate": 2.5}),
+    "fedortho": MethodDefaults("local", {"rate": 5.0}),
+    "generalizedasyncsgd": MethodDefaults("gradient", {"routing": UniformShares(), "rate": 0.05}),
+    "heloco": MethodDefaults("local", {"rate": 0.03}),
+    "krum": MethodDefaults("local", {"size": 5, "num_byzantine": 1, "num_selected": 2, "rate": 0.5}),
+    "masfl": MethodDefaults(
+        "controlvariate", {"size": 1, "rate": 0.05, "beta": 0.2, "clients": NumClients(), "initial": "zero"}
+    ),
+    "median": MethodDefaults("local", {"size": 5}),
+    "momentum": MethodDefaults("local", {"rule": rules.FedAsync(0.5, weighted=True)}),
+    "orthofl": MethodDefaults("local", {"rate": 0.6}),
+    "private": MethodDefaults("local", {"rule": rules.FedBuff(5), "clip": 3.0, "noise": 0.02, "seed": 0}),
+    "radialdirectional": MethodDefaults("local", {"cohort": 5, "rate": 0.5}),
+    "trimmedmean": MethodDefaults("local", {"size": 5, "trim": 1}),
 }
 """What each rule has on the digits, with thirty clients and two hundred updates.
 
@@ -159,7 +161,7 @@ those of `adamasfl`, `asyncfeded`, `heloco` and `radialdirectional` were looked 
 `median` and `trimmedmean` are 1, as that of `fedbuff`; that of `orthofl` is a share of the way, .6 as in the paper,
 where the search went on to 1.2.
 """
-RATE: Mapping[str, str] = {"momentum": "rule.rate", "private": "rule.rate", "adamasfl": "gamma"}
+RATE_FIELDS: Mapping[str, str] = {"momentum": "rule.rate", "private": "rule.rate", "adamasfl": "gamma"}
 """What a global rate is called where it is not `rate`."""
 
 
@@ -191,9 +193,9 @@ def method(text: str, rate: float | None = None) -> Method:
         >>> method("manifoldagg.federated.rules:FedAsync:rate=0.5").name
         'FedAsync(rate=0.5)'
     """
-    chosen = _with_module(named("methods", text))
-    given = {} if rate is None else {_rate(chosen): repr(check_number("rate", rate, above=0))}
-    return _method(chosen, {**given, **chosen.options})
+    chosen = _merge_module_name(parse_spec("methods", text))
+    given = {} if rate is None else {_rate_option(chosen): repr(check_number("rate", rate, above=0))}
+    return _build_method(chosen, {**given, **chosen.options})
 
 
 def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Method]:
@@ -211,10 +213,10 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
         >>> [method.name for method in methods("fedasync,asyncbezier:threshold=auto,degree=3,fedgs")]
         ['FedAsync', 'AsyncBezier(threshold=auto, degree=3)', 'FedGS']
     """
-    given = split("methods", names) if isinstance(names, str) else [named("methods", name) for name in names]
-    listed = list(map(_with_module, given))
+    given = parse_specs("methods", names) if isinstance(names, str) else [parse_spec("methods", name) for name in names]
+    listed = list(map(_merge_module_name, given))
     if not listed:
-        raise ArgumentError(f"methods: expected some of {', '.join(_classes())}; got none")
+        raise ArgumentError(f"methods: expected some of {', '.join(_rule_classes())}; got none")
     found = {}
     chosen: list[dict[str, float]] = [{} for _ in listed]
     for entry in rates:
@@ -225,7 +227,7 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
             raise ArgumentError(f"rate: expected a number or METHOD=NUMBER, got {entry!r}") from None
         check_number("rate", rate, above=0)
         if equals:
-            pick("rate", "method", name, [one.name for one in listed])
+            choose("rate", "method", name, [one.name for one in listed])
         for one, own in zip(listed, chosen, strict=True):
             if one.name == name or not equals:
                 own["rate"] = rate
@@ -237,26 +239,26 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
     return list(found.values())
 
 
-def _classes() -> dict[str, Any]:
+def _rule_classes() -> dict[str, Any]:
     """The rules that there are, by name."""
     found = {name.lower(): getattr(rules, name) for name in rules.__all__}
     return {name: made for name, made in found.items() if hasattr(made, "step")}
 
 
-def _entry(name: str) -> Entry:
+def _defaults(name: str) -> MethodDefaults:
     """What a rule has where nothing is said; one that nobody has tried on the digits, plain local training."""
-    return RULES.get(name, Entry("local"))
+    return RULES.get(name, MethodDefaults("local"))
 
 
-def _trainers() -> dict[str, Any]:
+def _trainer_classes() -> dict[str, Any]:
     """The trainers that there are, by name."""
     found = {name.lower(): getattr(trainers, name) for name in trainers.__all__}
     return {name: made for name, made in found.items() if hasattr(made, "train")}
 
 
-def _with_module(chosen: Named) -> Named:
+def _merge_module_name(chosen: Spec) -> Spec:
     """With the whole of `module:name` as the name, and what comes after another colon as the options."""
-    if chosen.name in _classes() or not chosen.options:
+    if chosen.name in _rule_classes() or not chosen.options:
         return chosen
     (option, text), *others = chosen.options.items()
     name, colon, rest = map(str.strip, (option or text).partition(":"))
@@ -266,51 +268,51 @@ def _with_module(chosen: Named) -> Named:
     first = {rest: text} if option else {"": rest} if rest else {}
     if twice := first.keys() & dict(others):
         raise ArgumentError(f"methods: {whole}: {twice.pop()} is given twice")
-    return Named(whole, first | dict(others))
+    return Spec(whole, first | dict(others))
 
 
-def _base(name: str, options: Mapping[str, str]) -> Base:
+def _template(name: str, options: Mapping[str, str]) -> MethodTemplate:
     """What a name stands for; its trainer is among the options, or follows from them."""
     if ":" in name:
-        return _own(name, options)
-    made = _classes()[pick("methods", "method", name, _classes())]
-    entry = _entry(name)
-    trainer = options.get("trainer", _trainer(name, options))
-    training = _training(f"methods: {name}", trainer, entry.training if trainer == entry.trainer else {})
-    return Base(made.__name__, Recipe(made, entry.options), training, RATE.get(name, "rate"))
+        return _user_method(name, options)
+    made = _rule_classes()[choose("methods", "method", name, _rule_classes())]
+    entry = _defaults(name)
+    trainer = options.get("trainer", _trainer_name(name, options))
+    training = _trainer_factory(f"methods: {name}", trainer, entry.trainer_options if trainer == entry.trainer else {})
+    return MethodTemplate(made.__name__, Factory(made, entry.options), training, RATE_FIELDS.get(name, "rate"))
 
 
-def _own(name: str, options: Mapping[str, str]) -> Base:
+def _user_method(name: str, options: Mapping[str, str]) -> MethodTemplate:
     """What is meant by `module:name`: a class or a function, which make a rule, a rule, or a method."""
     where = f"methods: {name}"
     module, _, own = name.partition(":")
-    found = imported(where, module, own, "a method")
-    training = _training(where, options.get("trainer", "local"))
+    found = import_object(where, module, own, "a method")
+    training = _trainer_factory(where, options.get("trainer", "local"))
     if isinstance(found, Method):
-        training = training if "trainer" in options else _again(found.trainer)
-        return Base(found.name, _again(found.rule), training, found.rate)
+        training = training if "trainer" in options else _rebuild(found.trainer)
+        return MethodTemplate(found.name, _rebuild(found.rule), training, found.rate_field)
     if isinstance(found, type) or (callable(found) and not isinstance(found, Rule)):
-        return Base(own, Recipe(found, {}), training, "rate")
-    return Base(own, _again(found), training, "rate")
+        return MethodTemplate(own, Factory(found, {}), training, "rate")
+    return MethodTemplate(own, _rebuild(found), training, "rate")
 
 
-def _again(value: Any) -> Recipe:
+def _rebuild(value: Any) -> Factory:
     """How a value is made once more, with other options if it is a dataclass."""
-    if isinstance(value, Recipe):
+    if isinstance(value, Factory):
         return value
     if not is_dataclass(value):
-        return Recipe(lambda: value, {})
-    return Recipe(type(value), {one.name: getattr(value, one.name) for one in fields(value) if one.init})
+        return Factory(lambda: value, {})
+    return Factory(type(value), {one.name: getattr(value, one.name) for one in fields(value) if one.init})
 
 
-def _training(where: str, name: str, training: Mapping[str, Any] | None = None) -> Recipe:
+def _trainer_factory(where: str, name: str, trainer_options: Mapping[str, Any] | None = None) -> Factory:
     """How the trainer of a name is made."""
-    pick(where, "trainer", name, TRAINERS)
-    return Recipe(_trainers()[name], {**TRAINERS[name], **(training or {})})
+    choose(where, "trainer", name, TRAINERS)
+    return Factory(_trainer_classes()[name], {**TRAINERS[name], **(trainer_options or {})})
 
 
-def _method(chosen: Named, options: Mapping[str, str]) -> Method:
-    base = _base(chosen.name, options)
+def _build_method(chosen: Spec, options: Mapping[str, str]) -> Method:
+    base = _template(chosen.name, options)
     where = f"methods: {chosen.name}"
     mine, theirs = (inspect.signature(one.make).parameters for one in (base.rule, base.trainer))
     parts: dict[str, dict[str, str]] = {"rule": {}, "trainer": {}}
@@ -322,13 +324,13 @@ def _method(chosen: Named, options: Mapping[str, str]) -> Method:
             if not tail:
                 raise ArgumentError(f"{where}: expected an option of the trainer behind the dot, got {option!r}")
             parts["trainer"][tail] = text
-        elif pick(where, "option", head, ["trainer", *mine, *theirs]) in mine:
+        elif choose(where, "option", head, ["trainer", *mine, *theirs]) in mine:
             parts["rule"][option] = text
         else:
             parts["trainer"][option] = text
     given = ", ".join(f"{option}={text}" for option, text in chosen.options.items())
     label = f"{base.label}({given})" if given else base.label
-    rate = base.rate or ""
+    rate = base.rate_field or ""
     if parts["rule"].get(rate) == "cosine" and f"{rate}.start" not in parts["rule"]:
         # A shape without a height: that is what a search is for, from where the rule's own rate is.
         before = base.rule.options.get(rate, mine[rate].default if rate in mine else None)
@@ -337,56 +339,62 @@ def _method(chosen: Named, options: Mapping[str, str]) -> Method:
         by_hand = False
     else:
         by_hand = any(f"{option}.".startswith(f"{rate}.") for option in parts["rule"])
-    rule = _for_clients(where, base.rule.make, parts["rule"], base.rule.options)
+    rule = _build_per_clients(where, base.rule.make, parts["rule"], base.rule.options)
     if not (callable(rule) or isinstance(rule, Rule)):
         raise ArgumentError(f"{where}: expected a rule, what makes one, or a Method; got {type(rule).__name__}")
-    trainer: Trainer = build(where, base.trainer.make, parts["trainer"], kinds=KINDS, defaults=base.trainer.options)
+    trainer: Trainer = build(
+        where, base.trainer.make, parts["trainer"], option_readers=OPTION_READERS, defaults=base.trainer.options
+    )
     return Method(label, rule, trainer, None if by_hand else rate or None)
 
 
-def _trainer(name: str, options: Mapping[str, str]) -> str:
+def _trainer_name(name: str, options: Mapping[str, str]) -> str:
     """The name of the trainer that a rule has where none is named."""
     if "rule" in options:
-        return _trainer(pick(f"methods: {name}", "rule", options["rule"], _classes()), {})
-    return "calibrated" if options.get("protocol") == "client" else _entry(name).trainer
+        return _trainer_name(choose(f"methods: {name}", "rule", options["rule"], _rule_classes()), {})
+    return "calibrated" if options.get("protocol") == "client" else _defaults(name).trainer
 
 
-def _rate(chosen: Named) -> str:
+def _rate_option(chosen: Spec) -> str:
     """The option that is a method's global rate.
 
     Raises:
         ArgumentError: if it has none.
     """
-    base = _base(chosen.name, chosen.options)
-    if base.rate is None or base.rate.partition(".")[0] not in inspect.signature(base.rule.make).parameters:
+    base = _template(chosen.name, chosen.options)
+    if base.rate_field is None or base.rate_field.partition(".")[0] not in inspect.signature(base.rule.make).parameters:
         raise ArgumentError(f"rate: {chosen.name} has none")
-    return base.rate
+    return base.rate_field
 
 
-def _rule(name: str, where: str, options: Mapping[str, str]) -> Any:
+def _build_rule(name: str, where: str, options: Mapping[str, str]) -> Any:
     """A rule, or how it is made for the clients."""
-    return _for_clients(where, _classes()[name], options, _entry(name).options)
+    return _build_per_clients(where, _rule_classes()[name], options, _defaults(name).options)
 
 
-def _made_trainer(name: str, where: str, options: Mapping[str, str]) -> Trainer:
-    made: Trainer = build(where, _trainers()[name], options, kinds=KINDS, defaults=TRAINERS[name])
+def _build_trainer(name: str, where: str, options: Mapping[str, str]) -> Trainer:
+    made: Trainer = build(
+        where, _trainer_classes()[name], options, option_readers=OPTION_READERS, defaults=TRAINERS[name]
+    )
     return made
 
 
-def _for_clients(where: str, make: Callable[..., Any], options: Mapping[str, str], defaults: Mapping[str, Any]) -> Any:
-    """What `make` makes, or a recipe where that takes the clients; a recipe is tried."""
-    recipe = Recipe(make, arguments(where, make, options, kinds=KINDS, defaults=defaults))
-    with blamed(where, TypeError, ValueError):
-        tried = recipe(MANY)
-    return recipe if any(isinstance(value, ForClients) for value in recipe.options.values()) else tried
+def _build_per_clients(
+    where: str, factory: Callable[..., Any], options: Mapping[str, str], defaults: Mapping[str, Any]
+) -> Any:
+    """What `factory` makes, or a recipe where that takes the clients; a recipe is tried."""
+    recipe = Factory(factory, parse_kwargs(where, factory, options, option_readers=OPTION_READERS, defaults=defaults))
+    with error_context(where, TypeError, ValueError):
+        tried = recipe(TRIAL_CLIENTS)
+    return recipe if any(isinstance(value, PerClients) for value in recipe.options.values()) else tried
 
 
-def _dominance(where: str, options: Mapping[str, str]) -> Any:
-    return _for_clients(where, rules.Dominance, options, {"clients": HowMany()})
+def _build_dominance(where: str, options: Mapping[str, str]) -> Any:
+    return _build_per_clients(where, rules.Dominance, options, {"clients": NumClients()})
 
 
-def _optimizer(make: Callable[..., Any], where: str, options: Mapping[str, str]) -> Any:
-    given = arguments(where, make, options, taken=("params", "lr"))
+def _build_optimizer(make: Callable[..., Any], where: str, options: Mapping[str, str]) -> Any:
+    given = parse_kwargs(where, make, options, excluded=("params", "lr"))
     try:
         make([nn.Parameter(torch.zeros(1))], lr=1e-3, **given)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -394,7 +402,7 @@ def _optimizer(make: Callable[..., Any], where: str, options: Mapping[str, str])
     return partial(make, **given) if given else make
 
 
-def _shares(path: str) -> dict[int, float]:
+def _read_shares(path: str) -> dict[int, float]:
     """The routing of a CSV file with the columns `client` and `share`, as `manifoldagg route` writes it."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -405,11 +413,11 @@ def _shares(path: str) -> dict[int, float]:
         raise ArgumentError(f"path: {path}: expected numbers in the columns client and share: {error}") from None
 
 
-def _readers(found: Mapping[str, Any]) -> dict[str, Reader]:
-    return {name.lower(): kind(make) for name, make in found.items()}
+def _readers(factories: Mapping[str, Any]) -> dict[str, Reader]:
+    return {name.lower(): reader(make) for name, make in factories.items()}
 
 
-def _corrections() -> dict[str, Any]:
+def _correction_classes() -> dict[str, Any]:
     """Those that can be had without saying more."""
     found = {}
     for name in corrections.__all__:
@@ -422,15 +430,15 @@ def _corrections() -> dict[str, Any]:
     return found
 
 
-KINDS: Kinds = {
+OPTION_READERS: OptionReaders = {
     **dict.fromkeys(("rate", "steps"), _readers({"Cyclic": schedules.Cyclic, "Cosine": schedules.Cosine})),
     "staleness": _readers({name: getattr(staleness, name) for name in staleness.__all__}),
-    "correction": _readers(_corrections()),
-    "dominance": {"true": _dominance},
-    "routing": {"uniform": lambda where, options: build(where, Evenly, options), "file": kind(_shares)},
-    "rule": {name: partial(_rule, name) for name in _classes()},
+    "correction": _readers(_correction_classes()),
+    "dominance": {"true": _build_dominance},
+    "routing": {"uniform": lambda where, options: build(where, UniformShares, options), "file": reader(_read_shares)},
+    "rule": {name: partial(_build_rule, name) for name in _rule_classes()},
     "optimizer": {
-        name: partial(_optimizer, make)
+        name: partial(_build_optimizer, make)
         for name, make in (
             ("sgd", torch.optim.SGD),
             ("adam", torch.optim.Adam),
@@ -441,7 +449,7 @@ KINDS: Kinds = {
     },
     "sharpness": _readers({"SAM": curves.SAM, "ASAM": curves.ASAM}),
     "proximal": _readers({"LorentzProximal": trainers.LorentzProximal}),
-    "local": {name: partial(_made_trainer, name) for name in ("local", "proximal", "trajectory")},
-    "trainer": {name: partial(_made_trainer, name) for name in TRAINERS},
+    "local": {name: partial(_build_trainer, name) for name in ("local", "proximal", "trajectory")},
+    "trainer": {name: partial(_build_trainer, name) for name in TRAINERS},
 }
 """What the names mean that some options have."""

@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.experiments.statistics import Mean, Pair, compared, mean_of
-from manifoldagg.simulation.cost import AXES, Evaluation, reached, within
-from manifoldagg.simulation.spec_parser import pick
+from manifoldagg.experiments.statistics import MeanCI, PairedTest, compare_pairs, mean_ci
+from manifoldagg.simulation.cost import AXES, Evaluation, first_reaching, last_within_budget
+from manifoldagg.simulation.spec_parser import choose
 
-__all__ = ["Against", "Joined", "Logged", "Row", "join"]
+__all__ = ["CombinedReport", "LoggedRun", "PairedDifference", "ReportRow", "load_reports"]
 
-COUNTS = ("round", "gradients", "bytes_down", "bytes_up", "refused", "staleness_max")
-PROBLEM = (
+INTEGER_FIELDS = ("updates", "gradients", "bytes_down", "bytes_up", "rejected", "staleness_max")
+PROBLEM_SETTINGS = (
     *("model", "clients", "partition", "holdout", "validation", "batch"),
-    *("scheduler", "delays", "participation", "files", "work"),
+    *("scheduler", "delays", "availability", "files", "task_cost"),
 )
 """Settings that make a task, with the data."""
-APART = ("data", "methods", "seeds", "not scheduled", *PROBLEM)
+UNCHECKED_SETTINGS = ("data", "methods", "seeds", "clients_without_samples", *PROBLEM_SETTINGS)
 """Settings in which reports of a task may differ, or cannot."""
-Identity = tuple[str, ...]
+ProblemKey = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Logged:
+class LoggedRun:
     """A run as a report has it.
 
     Attributes:
@@ -41,58 +41,59 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """A method on a task, over its seeds.
 
     Attributes:
-        task: the task.
+        problem: the task.
         method: the method.
-        seeds: how many.
-        final: accuracy at the end of each run.
-        equal: accuracy by axis, where each run had spent no more than the task's `Joined.budget` on it.
-        rounds: to the target, of the runs that reached it; `None` if none did.
-        time: to the target, likewise, in virtual seconds.
-        reached: how many did.
-        last: what a run had spent at its end, the mean of each axis.
+        num_seeds: how many.
+        final_accuracy: accuracy at the end of each run.
+        accuracy_at_budget: accuracy by axis, where each run had spent no more than the task's `CombinedReport.budget`
+            on it.
+        updates_to_target: to the target, of the runs that reached it; `None` if none did.
+        time_to_target: to the target, likewise, in virtual seconds.
+        num_reached: how many did.
+        final_cost: what a run had spent at its end, the mean of each axis.
         loss: at the end, of the runs where it is finite; `None` if there are none.
         gini: of the clients' accuracies at the end.
         theil: likewise.
     """
 
-    task: str
+    problem: str
     method: str
-    seeds: int
-    final: Mean
-    equal: Mapping[str, Mean]
-    rounds: Mean | None
-    time: Mean | None
-    reached: int
-    last: Mapping[str, float]
-    loss: Mean | None
-    gini: Mean
-    theil: Mean
+    num_seeds: int
+    final_accuracy: MeanCI
+    accuracy_at_budget: Mapping[str, MeanCI]
+    updates_to_target: MeanCI | None
+    time_to_target: MeanCI | None
+    num_reached: int
+    final_cost: Mapping[str, float]
+    loss: MeanCI | None
+    gini: MeanCI
+    theil: MeanCI
 
 
 @dataclass(frozen=True)
-class Against:
+class PairedDifference:
     """How much more accurate a method was on a task than another one, seed by seed.
 
     Attributes:
-        task: the task.
+        problem: the task.
         method: the method.
-        other: the other one.
-        equal: the difference by axis, over the seeds that both have, where each run had spent no more than all runs of
-            these two did.
+        baseline: the other one.
+        difference_at_budget: the difference by axis, over the seeds that both have, where each run had spent no more
+            than all runs of these two did.
     """
 
-    task: str
+    problem: str
     method: str
-    other: str
-    equal: Mapping[str, Mean]
+    baseline: str
+    difference_at_budget: Mapping[str, MeanCI]
 
 
 @dataclass(frozen=True)
-class Joined:
+class CombinedReport:
     """Runs of several reports.
 
     Attributes:
@@ -101,15 +102,17 @@ class Joined:
         notes: in which settings reports of one task differ, but for methods and seeds.
     """
 
-    runs: Mapping[str, Mapping[str, Mapping[int, Logged]]]
+    runs: Mapping[str, Mapping[str, Mapping[int, LoggedRun]]]
     targets: Mapping[str, float]
     notes: Sequence[str] = ()
 
-    def budget(self, task: str, axis: str) -> float:
+    def budget(self, problem: str, axis: str) -> float:
         """The most on an axis that every run of a task spent: what all methods reach."""
-        return min(run.evaluations[-1].along(axis) for seeds in self.runs[task].values() for run in seeds.values())
+        return min(
+            run.evaluations[-1].value_on(axis) for seeds in self.runs[problem].values() for run in seeds.values()
+        )
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ReportRow]:
         """A row for each task and method."""
         return [
             self._row(task, method, list(seeds.values()))
@@ -117,19 +120,19 @@ class Joined:
             for method, seeds in methods.items()
         ]
 
-    def pairs(self, axis: str) -> list[Pair]:
+    def paired_tests(self, axis: str) -> list[PairedTest]:
         """Every pair of methods, by accuracy where all methods of a task had spent equally much on an axis."""
         budgets = {task: self.budget(task, axis) for task in self.runs}
         scores: dict[str, dict[Any, float]] = {}
         for task, methods in self.runs.items():
             for method, seeds in methods.items():
                 for seed, run in seeds.items():
-                    found = within(run.evaluations, axis, budgets[task])
+                    found = last_within_budget(run.evaluations, axis, budgets[task])
                     scores.setdefault(method, {})[task, seed] = found.accuracy
-        return compared(scores)
+        return compare_pairs(scores)
 
-    def against(self, other: str) -> list[Against]:
-        """Every method but `other` beside it, on each task that has both, with intervals of the paired differences.
+    def paired_differences(self, baseline: str) -> list[PairedDifference]:
+        """Every method but `baseline` beside it, on each task that has both, with intervals of the paired differences.
 
         Terms are equal for the two: how little a third one spent does not count.
 
@@ -137,49 +140,54 @@ class Joined:
             ArgumentError: if no task has it, or no method and seed beside it.
         """
         names = dict.fromkeys(method for methods in self.runs.values() for method in methods)
-        pick("against", "method", other, names)
+        choose("against", "method", baseline, names)
         found = []
         for task, methods in self.runs.items():
             for method, seeds in methods.items():
-                both = [seed for seed in seeds if seed in methods.get(other, {})]
-                if method != other and both:
-                    pairs = [(seeds[seed].evaluations, methods[other][seed].evaluations) for seed in both]
-                    found.append(Against(task, method, other, {axis: _difference(pairs, axis) for axis in AXES}))
+                both = [seed for seed in seeds if seed in methods.get(baseline, {})]
+                if method != baseline and both:
+                    pairs = [(seeds[seed].evaluations, methods[baseline][seed].evaluations) for seed in both]
+                    found.append(
+                        PairedDifference(task, method, baseline, {axis: _mean_difference(pairs, axis) for axis in AXES})
+                    )
         if not found:
-            raise ArgumentError(f"against: expected a method that has a task and a seed with another; got {other}")
+            raise ArgumentError(f"baseline: expected a method that has a task and a seed with another; got {baseline}")
         return found
 
-    def _row(self, task: str, method: str, runs: Sequence[Logged]) -> Row:
+    def _row(self, problem: str, method: str, runs: Sequence[LoggedRun]) -> ReportRow:
         logs = [run.evaluations for run in runs]
         last = [rows[-1] for rows in logs]
-        hits = [row for rows in logs if (row := reached(rows, self.targets[task])) is not None]
+        hits = [row for rows in logs if (row := first_reaching(rows, self.targets[problem])) is not None]
         losses = [row.loss for row in last if row.loss is not None]
         equal = {
-            axis: mean_of([within(rows, axis, self.budget(task, axis)).accuracy for rows in logs]) for axis in AXES
+            axis: mean_ci([last_within_budget(rows, axis, self.budget(problem, axis)).accuracy for rows in logs])
+            for axis in AXES
         }
-        return Row(
-            task,
+        return ReportRow(
+            problem,
             method,
             len(runs),
-            final=mean_of([row.accuracy for row in last]),
-            equal=equal,
-            rounds=mean_of([row.round for row in hits]) if hits else None,
-            time=mean_of([row.time for row in hits]) if hits else None,
-            reached=len(hits),
-            last={axis: mean_of([row.along(axis) for row in last]).value for axis in AXES},
-            loss=mean_of(losses) if losses else None,
-            gini=mean_of([row.gini for row in last]),
-            theil=mean_of([row.theil for row in last]),
+            final_accuracy=mean_ci([row.accuracy for row in last]),
+            accuracy_at_budget=equal,
+            updates_to_target=mean_ci([row.updates for row in hits]) if hits else None,
+            time_to_target=mean_ci([row.time for row in hits]) if hits else None,
+            num_reached=len(hits),
+            final_cost={axis: mean_ci([row.value_on(axis) for row in last]).value for axis in AXES},
+            loss=mean_ci(losses) if losses else None,
+            gini=mean_ci([row.gini for row in last]),
+            theil=mean_ci([row.theil for row in last]),
         )
 
 
-def _difference(pairs: Sequence[tuple[list[Evaluation], list[Evaluation]]], axis: str) -> Mean:
+def _mean_difference(pairs: Sequence[tuple[list[Evaluation], list[Evaluation]]], axis: str) -> MeanCI:
     """Of the accuracies of pairs of runs, where all had spent equally much."""
-    budget = min(rows[-1].along(axis) for pair in pairs for rows in pair)
-    return mean_of([within(a, axis, budget).accuracy - within(b, axis, budget).accuracy for a, b in pairs])
+    budget = min(rows[-1].value_on(axis) for pair in pairs for rows in pair)
+    return mean_ci(
+        [last_within_budget(a, axis, budget).accuracy - last_within_budget(b, axis, budget).accuracy for a, b in pairs]
+    )
 
 
-def join(folders: Iterable[Path | str]) -> Joined:
+def load_reports(folders: Iterable[Path | str]) -> CombinedReport:
     """Read the reports of `manifoldagg compare` in these folders, and join their runs.
 
     A task is a data set, known by its name and a checksum of its samples, with what learns it, who holds which part and
@@ -190,13 +198,13 @@ def join(folders: Iterable[Path | str]) -> Joined:
         ArgumentError: if a folder is no report, naming the file and what is wrong with it; or if two have a run of the
             same task, method and seed, naming both.
     """
-    reports = [_read(Path(folder)) for folder in folders]
+    reports = [_load_report(Path(folder)) for folder in folders]
     if not reports:
         raise ArgumentError("folders: expected at least one report, got none")
-    names = _names(reports)
-    runs: dict[str, dict[str, dict[int, Logged]]] = {}
+    names = _problem_names(reports)
+    runs: dict[str, dict[str, dict[int, LoggedRun]]] = {}
     for report in reports:
-        task = names[_identity(report)]
+        task = names[_problem_key(report)]
         for (method, seed), run in report.runs.items():
             seeds = runs.setdefault(task, {}).setdefault(method, {})
             if seed in seeds:
@@ -206,44 +214,46 @@ def join(folders: Iterable[Path | str]) -> Joined:
             seeds[seed] = run
     targets: dict[str, float] = {}
     for report in reports:
-        targets.setdefault(names[_identity(report)], report.settings["target"])
-    return Joined(runs, targets, _notes(reports))
+        targets.setdefault(names[_problem_key(report)], report.settings["target"])
+    return CombinedReport(runs, targets, _setting_differences(reports))
 
 
 @dataclass(frozen=True)
 class _Report:
     folder: Path
     settings: Mapping[str, Any]
-    runs: Mapping[tuple[str, int], Logged]
+    runs: Mapping[tuple[str, int], LoggedRun]
 
 
-def _identity(report: _Report) -> Identity:
+def _problem_key(report: _Report) -> ProblemKey:
     data = report.settings["data"]
-    return data["name"], data["checksum"], *(_words(key, report.settings.get(key)) for key in PROBLEM)
+    return data["name"], data["checksum"], *(_format_setting(key, report.settings.get(key)) for key in PROBLEM_SETTINGS)
 
 
-def _names(reports: Sequence[_Report]) -> dict[Identity, str]:
+def _problem_names(reports: Sequence[_Report]) -> dict[ProblemKey, str]:
     """What tasks are called: those of data of one name have behind it in what they differ."""
-    known = list(dict.fromkeys(map(_identity, reports)))
+    known = list(dict.fromkeys(map(_problem_key, reports)))
     names = {}
     for task in known:
         like = [other for other in known if other[0] == task[0]]
         told = [
             f"{key} {mine}" if key else mine
-            for key, mine, *others in zip(("", *PROBLEM), task[1:], *(other[1:] for other in like), strict=True)
+            for key, mine, *others in zip(
+                ("", *PROBLEM_SETTINGS), task[1:], *(other[1:] for other in like), strict=True
+            )
             if len(set(others)) > 1
         ]
         names[task] = f"{task[0]} ({', '.join(told)})" if told else task[0]
     return names
 
 
-def _notes(reports: Sequence[_Report]) -> list[str]:
+def _setting_differences(reports: Sequence[_Report]) -> list[str]:
     """A sentence for each setting in which reports of a task differ."""
     notes = []
-    for key in dict.fromkeys(key for report in reports for key in report.settings if key not in APART):
+    for key in dict.fromkeys(key for report in reports for key in report.settings if key not in UNCHECKED_SETTINGS):
         for other in reports[1:]:
-            like = next(one for one in reports if _identity(one) == _identity(other))
-            mine, its = (_words(key, report.settings.get(key)) for report in (like, other))
+            like = next(one for one in reports if _problem_key(one) == _problem_key(other))
+            mine, its = (_format_setting(key, report.settings.get(key)) for report in (like, other))
             if mine != its:
                 notes.append(f"{key}: {mine} in {like.folder}, {its} in {other.folder}")
     seen: dict[str, tuple[Path, Any]] = {}
@@ -257,7 +267,7 @@ def _notes(reports: Sequence[_Report]) -> list[str]:
     return notes
 
 
-def _words(key: str, value: object) -> str:
+def _format_setting(key: str, value: object) -> str:
     if key == "tuning":
         # Of a search it counts that there was one: the rates that it found are those of the methods.
         return "none" if value is None else "searched"
@@ -266,12 +276,12 @@ def _words(key: str, value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def _read(folder: Path) -> _Report:
-    results = _tree(folder / "results.json")
+def _load_report(folder: Path) -> _Report:
+    results = _read_json(folder / "results.json")
     settings = results.get("settings") if isinstance(results, dict) else None
     try:
         assert isinstance(settings, dict)
-        (settings["data"]["name"], settings["data"]["checksum"], settings["target"] + 0.0, settings["rounds"] + 0)
+        (settings["data"]["name"], settings["data"]["checksum"], settings["target"] + 0.0, settings["num_updates"] + 0)
         wanted = [(method, seed) for method in settings["methods"] for seed in settings["seeds"]]
         clients = {
             (method, seed): [float(x) for x in run["client_accuracy"]]
@@ -282,21 +292,21 @@ def _read(folder: Path) -> _Report:
         raise ArgumentError(
             f"folders: {folder / 'results.json'}: expected what `manifoldagg compare` writes; {error!r}"
         ) from None
-    rows = _rows(folder / "log.jsonl")
+    rows = _read_log(folder / "log.jsonl")
     if missing := [key for key in wanted if key not in rows or key not in clients]:
         method, seed = missing[0]
         raise ArgumentError(f"folders: {folder / 'log.jsonl'}: expected rows of {method}, seed {seed}; there are none")
     for method, seed in wanted:
-        first, last = rows[method, seed][0].round, rows[method, seed][-1].round
-        if (first, last) != (0, settings["rounds"]):
+        first, last = rows[method, seed][0].updates, rows[method, seed][-1].updates
+        if (first, last) != (0, settings["num_updates"]):
             raise ArgumentError(
                 f"folders: {folder / 'log.jsonl'}: expected rows of {method}, seed {seed}, from round 0 to "
-                f"{settings['rounds']}, got those from {first} to {last}"
+                f"{settings['num_updates']}, got those from {first} to {last}"
             )
-    return _Report(folder, settings, {key: Logged(folder, rows[key], clients[key]) for key in wanted})
+    return _Report(folder, settings, {key: LoggedRun(folder, rows[key], clients[key]) for key in wanted})
 
 
-def _tree(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -305,7 +315,7 @@ def _tree(path: Path) -> Any:
         raise ArgumentError(f"folders: {path}: expected JSON; {error}") from None
 
 
-def _rows(path: Path) -> dict[tuple[str, int], list[Evaluation]]:
+def _read_log(path: Path) -> dict[tuple[str, int], list[Evaluation]]:
     """The log of each method and seed."""
     rows: dict[tuple[str, int], list[Evaluation]] = {}
     try:
@@ -316,9 +326,9 @@ def _rows(path: Path) -> dict[tuple[str, int], list[Evaluation]]:
         try:
             tree = json.loads(line)
             key = tree.pop("method"), tree.pop("seed")
-            row = _evaluation(tree)
+            row = _parse_evaluation(tree)
             before = rows.setdefault(key, [])
-            if before and any(row.along(axis) < before[-1].along(axis) for axis in AXES):
+            if before and any(row.value_on(axis) < before[-1].value_on(axis) for axis in AXES):
                 raise ValueError("it had spent less than the row before it")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ArgumentError(f"folders: {path}, line {number}: expected an evaluation; {error}") from None
@@ -326,12 +336,12 @@ def _rows(path: Path) -> dict[tuple[str, int], list[Evaluation]]:
     return rows
 
 
-def _evaluation(tree: Mapping[str, Any]) -> Evaluation:
+def _parse_evaluation(tree: Mapping[str, Any]) -> Evaluation:
     names = [field.name for field in fields(Evaluation)]
     if odd := sorted(set(names) ^ set(tree)):
         raise ValueError(f"{', '.join(odd)}: missing, or unknown")
     for name, value in tree.items():
-        kind = int if name in COUNTS else int | float
+        kind = int if name in INTEGER_FIELDS else int | float
         if name == "loss" and value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or value < 0:

@@ -17,7 +17,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import plots
 from manifoldagg.experiments.compare import Comparison
 
-__all__ = ["check_destination", "machine", "read_report", "write_report"]
+__all__ = ["check_destination", "environment_info", "read_report", "write_report"]
 
 FILES = ("results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png")
 
@@ -42,7 +42,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
             _write_json(draft / FILES[0], comparison.results())
             lines = [json.dumps(row, allow_nan=False) + "\n" for row in comparison.log()]
             (draft / FILES[1]).write_text("".join(lines), encoding="utf-8")
-            _write_json(draft / FILES[2], comparison.timing() | machine())
+            _write_json(draft / FILES[2], comparison.timing() | environment_info())
             _draw(comparison, draft)
     except OSError as error:
         raise ArgumentError(f"out: {folder} cannot be written: {error}") from error
@@ -97,7 +97,7 @@ def _write_json(path: Path, tree: object) -> None:
     path.write_text(lists.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", lines) + "\n")
 
 
-def machine() -> dict[str, object]:
+def environment_info() -> dict[str, object]:
     """The versions and the machine that times are of."""
     from manifoldagg import __version__
 
@@ -128,5 +128,5 @@ def _draw(comparison: Comparison, folder: Path) -> None:
             f"training data of client {landscape.client}": landscape.local,
             "held-out data of all clients": landscape.held_out,
         }
-        title = f"{landscape.method}: the curve learned in round {landscape.round}"
+        title = f"{landscape.method}: the curve learned in round {landscape.update_index}"
         plots.draw_planes(folder / "plane.png", planes, title=title)

@@ -10,23 +10,23 @@ from typing import Any
 
 from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.errors import ArgumentError, DivergenceError, RuleError
-from manifoldagg.experiments.registry import Recipe
-from manifoldagg.experiments.tuning_cache import Kept, known_by, place
+from manifoldagg.experiments.registry import Factory
+from manifoldagg.experiments.tuning_cache import TuningCache, cache_key, cache_path
 from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.simulation import registry
-from manifoldagg.simulation.availability import Participations
+from manifoldagg.simulation.availability import Availability
 from manifoldagg.simulation.delays import Delays
-from manifoldagg.simulation.executors.executor import Executors, serving
-from manifoldagg.simulation.federated_dataset import Federation, check_federation
-from manifoldagg.simulation.run import Method, Run, check_method, run
-from manifoldagg.simulation.schedulers import MakesScheduler
-from manifoldagg.simulation.spec_parser import blamed
+from manifoldagg.simulation.executors.executor import ExecutorLike, shared_executor
+from manifoldagg.simulation.federated_dataset import FederatedDataset, check_federation
+from manifoldagg.simulation.run import Method, RunResult, check_method, run
+from manifoldagg.simulation.schedulers import SchedulerFactory
+from manifoldagg.simulation.spec_parser import error_context
 
-__all__ = ["Search", "Tuning", "late", "line_search", "tune", "with_rate"]
+__all__ = ["Search", "Tuning", "line_search", "tail_accuracy", "tune", "with_rate"]
 
-FARTHEST = 5
+MAX_DOUBLINGS = 5
 """So many doublings away from where it begins a search ends."""
-LOOKS = 40
+NUM_EVALUATIONS = 40
 """Evaluations of a run, a quarter of which count."""
 
 
@@ -48,10 +48,10 @@ class Tuning:
     def apply(
         self,
         methods: Sequence[Method],
-        split: Callable[..., Federation],
+        split: Callable[..., FederatedDataset],
         *,
         validation: float,
-        used: int,
+        num_used_seeds: int,
         **options: Any,
     ) -> tuple[list[Method], dict[str, object]]:
         """Methods with the best rates that [`tune`][manifoldagg.experiments.tuning.tune] finds; for JSON what it tried.
@@ -62,7 +62,7 @@ class Tuning:
             methods: to begin with.
             split: makes a federation, of `validation` and `seed`.
             validation: what the comparison says.
-            used: how many seeds it uses, from 0.
+            num_used_seeds: how many seeds it uses, from 0.
             options: of `tune`.
 
         Raises:
@@ -70,16 +70,16 @@ class Tuning:
         """
         if not self.seeds:
             raise ArgumentError("tuning: seeds: expected at least one, got none")
-        seeds = [check_count("tuning: seeds", seed, at_least=used) for seed in self.seeds]
+        seeds = [check_count("tuning: seeds", seed, at_least=num_used_seeds) for seed in self.seeds]
         share = validation or check_number("tuning: validation", self.validation, at_least=0, at_most=0.9)
-        with blamed("tuning"):
+        with error_context("tuning"):
             federations = [split(validation=share, seed=seed) for seed in seeds]
         chosen: list[Method] = []
         told: dict[str, object] = {}
         for method in methods:
             found = tune(method, federations, cache=self.cache, **options)
-            chosen.append(method if found is None else with_rate(method, found.rate))
-            told[method.name] = found.told() if found else "by hand" if method.rate is None else None
+            chosen.append(method if found is None else with_rate(method, found.best_rate))
+            told[method.name] = found.to_dict() if found else "by hand" if method.rate_field is None else None
         return chosen, {"seeds": seeds, "validation": share, "methods": told}
 
 
@@ -96,7 +96,7 @@ class Search:
     scores: Mapping[int, Sequence[float]]
 
     @property
-    def best(self) -> int:
+    def best_power(self) -> int:
         """The power with the highest mean; of equal ones the nearest to the start, and the lower of these.
 
         Where all means are 0, as nothing learned, it is the lowest.
@@ -107,71 +107,79 @@ class Search:
         return max(means, key=lambda power: (means[power], -abs(power), -power))
 
     @property
-    def rate(self) -> float:
+    def best_rate(self) -> float:
         """The best."""
-        return self.start * 2.0**self.best
+        return self.start * 2.0**self.best_power
 
     @property
-    def is_open(self) -> bool:
+    def is_at_boundary(self) -> bool:
         """Whether the best is the last that was tried on its side: it may go on beyond."""
-        return self.best in (min(self.scores), max(self.scores))
+        return self.best_power in (min(self.scores), max(self.scores))
 
-    def told(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """For JSON."""
-        tried = [{"rate": self.start * 2.0**power, "late": list(scores)} for power, scores in self.scores.items()]
-        return {"start": self.start, "chosen": self.rate, "tried": tried}
+        tried = [
+            {"rate": self.start * 2.0**power, "tail_accuracy": list(scores)} for power, scores in self.scores.items()
+        ]
+        return {"start": self.start, "chosen": self.best_rate, "tried": tried}
 
 
-def line_search(score: Callable[[float], Sequence[float]], start: float, *, farthest: int = FARTHEST) -> Search:
+def line_search(
+    score: Callable[[float], Sequence[float]], start: float, *, max_doublings: int = MAX_DOUBLINGS
+) -> Search:
     r"""The best of $s\,2^k$: for $k = -1, 0, 1$, and on from the best until it has a worse one on both sides.
 
-    Where every rate scores 0 it goes on to lower ones. No $|k|$ is beyond `farthest`.
+    Where every rate scores 0 it goes on to lower ones. No $|k|$ is beyond `max_doublings`.
 
     Args:
         score: of a rate: one number a repetition, none negative, of which the mean counts.
         start: $s$.
-        farthest: the largest $|k|$.
+        max_doublings: the largest $|k|$.
 
     Raises:
-        ArgumentError: if `farthest` is less than 1.
+        ArgumentError: if `max_doublings` is less than 1.
 
     Example:
         >>> found = line_search(lambda rate: [1 - abs(rate - 3)] if rate < 4 else [0.0], 0.75)
         >>> found.rate, [0.75 * 2.0**power for power in found.scores]
         (3.0, [0.375, 0.75, 1.5, 3.0, 6.0])
     """
-    check_count("farthest", farthest)
+    check_count("max_doublings", max_doublings)
     scores: dict[int, Sequence[float]] = {}
     wanted = [-1, 0, 1]
     while wanted:
         for power in wanted:
             scores[power] = score(start * 2.0**power)
         found = Search(start, dict(sorted(scores.items())))
-        wanted = [power for power in (found.best - 1, found.best + 1) if power not in scores and abs(power) <= farthest]
+        wanted = [
+            power
+            for power in (found.best_power - 1, found.best_power + 1)
+            if power not in scores and abs(power) <= max_doublings
+        ]
     return found
 
 
-def late(found: Run) -> float:
+def tail_accuracy(result: RunResult) -> float:
     """The mean accuracy over the last quarter of the rounds, of which a single one says little.
 
     Each update moves the model.
     """
-    rounds = found.evaluations[-1].round
+    rounds = result.evaluations[-1].updates
     begin = rounds - max(1, rounds // 4)
-    return statistics.fmean(row.accuracy for row in found.evaluations if row.round > begin)
+    return statistics.fmean(row.accuracy for row in result.evaluations if row.updates > begin)
 
 
 def tune(
     method: Method,
-    federations: Sequence[Federation],
+    federations: Sequence[FederatedDataset],
     *,
-    rounds: int,
-    scheduler: MakesScheduler | str | None = None,
+    num_updates: int,
+    scheduler: SchedulerFactory | str | None = None,
     delays: Delays = None,
-    participation: Participations | str = None,
-    work: str = "data",
-    tasks: int | None = None,
-    executor: Executors = None,
+    availability: Availability | str = None,
+    task_cost: str = "fixed",
+    concurrency: int | None = None,
+    executor: ExecutorLike = None,
     cache: Path | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Search | None:
@@ -183,12 +191,12 @@ def tune(
     Args:
         method: whose rate begins the search.
         federations: one a repetition.
-        rounds: as in [`run`][manifoldagg.simulation.run], and so are the next ones; or their names.
+        num_updates: as in [`run`][manifoldagg.simulation.run], and so are the next ones; or their names.
         scheduler: who finishes when.
         delays: of clients that work alone.
-        participation: who comes and goes.
-        work: of a task.
-        tasks: how many are under way at a time.
+        availability: who comes and goes.
+        task_cost: of a task.
+        concurrency: how many are under way at a time.
         executor: what trains.
         cache: a folder, with a file for each search: each run that is done is kept there at once and not done again. A
             search is known by all that it depends on, by what is in data and files too, but functions by their names.
@@ -201,7 +209,7 @@ def tune(
         ArgumentError: as `run`; if the method's `rate` is no field of its rule; if a file in `cache` is not what was
             kept, or the folder cannot be written; or with a `cache` if scheduler, delays or participation are no names.
     """
-    check_count("rounds", rounds)
+    check_count("num_updates", num_updates)
     check_method("method", method)
     given: object = federations
     if not isinstance(given, Sequence):
@@ -210,33 +218,38 @@ def tune(
         check_federation(f"federations[{nth}]", federation)
     if not federations:
         raise ArgumentError("federations: expected at least one, got none")
-    clients = federations[0].scheduled
-    with blamed(f"methods: {method.name}"):
-        start = _rate(method.bound(clients).rule, method.rate)
+    clients = federations[0].trainable_clients
+    with error_context(f"methods: {method.name}"):
+        start = _find_rate(method.bind(clients).rule, method.rate_field)
     if start is None:
         return None
-    options: dict[str, Any] = {"rounds": rounds, "work": work, "tasks": tasks, "every": max(1, rounds // LOOKS)}
-    words = {"scheduler": scheduler, "delays": delays, "participation": participation}
-    of = {} if cache is None else known_by(method, federations, options, words)
-    kept = Kept(None if cache is None else place(Path(cache), method, of), of)
-    scenario = registry.scenario(scheduler, delays, participation)
+    options: dict[str, Any] = {
+        "num_updates": num_updates,
+        "task_cost": task_cost,
+        "concurrency": concurrency,
+        "eval_every": max(1, num_updates // NUM_EVALUATIONS),
+    }
+    words = {"scheduler": scheduler, "delays": delays, "availability": availability}
+    of = {} if cache is None else cache_key(method, federations, options, words)
+    kept = TuningCache(None if cache is None else cache_path(Path(cache), method, of), of)
+    scenario = registry.parse_workload(scheduler, delays, availability)
 
-    def once(rate: float, federation: Federation) -> float:
+    def once(rate: float, federation: FederatedDataset) -> float:
         told = progress and partial(progress, f"{method.name}, rate {rate:g}", federation.seed)
         try:
             rated = with_rate(method, rate)
-            rated.bound(clients)
+            rated.bind(clients)
         except ValueError:
             return 0.0
         try:
-            return late(run(federation, rated, **options, **scenario, executor=workers, progress=told))
+            return tail_accuracy(run(federation, rated, **options, **scenario, executor=workers, progress=told))
         except (DivergenceError, RuleError):
             return 0.0
 
     def score(rate: float) -> list[float]:
-        return [kept.late(rate, federation.seed, partial(once, rate, federation)) for federation in federations]
+        return [kept.get_or_run(rate, federation.seed, partial(once, rate, federation)) for federation in federations]
 
-    with single_threaded(), serving(executor) as workers, blamed(f"methods: {method.name}"):
+    with single_threaded(), shared_executor(executor) as workers, error_context(f"methods: {method.name}"):
         return line_search(score, start)
 
 
@@ -251,65 +264,67 @@ def with_rate(method: Method, rate: float) -> Method:
         >>> with_rate(method("momentum"), 2.0).rule.rule.rate
         2.0
     """
-    if method.rate is None:
+    if method.rate_field is None:
         raise ArgumentError(f"method: expected one with a rate, got {method!r}")
     rule: Any = method.rule
-    if callable(rule) and not (isinstance(rule, Recipe) or hasattr(rule, "step")):
-        return replace(method, rule=Rated(rule, method.rate, rate))
-    return replace(method, rule=_changed(rule, method.rate, rate))
+    if callable(rule) and not (isinstance(rule, Factory) or hasattr(rule, "step")):
+        return replace(method, rule=RateOverride(rule, method.rate_field, rate))
+    return replace(method, rule=_with_option(rule, method.rate_field, rate))
 
 
 @dataclass(frozen=True)
-class Rated:
+class RateOverride:
     """A rule that a function makes for the clients, with another rate."""
 
-    make: Callable[[Sequence[int]], Any]
-    where: str
+    factory: Callable[[Sequence[int]], Any]
+    rate_field: str
     rate: float
 
     def __call__(self, clients: Sequence[int]) -> Any:
-        return _changed(self.make(clients), self.where, self.rate)
+        return _with_option(self.factory(clients), self.rate_field, self.rate)
 
 
-def _rate(rule: Any, where: str | None) -> float | None:
+def _find_rate(rule: Any, rate_field: str | None) -> float | None:
     """The global rate of a rule, if it is a positive number that can be replaced.
 
     Raises:
-        ArgumentError: if it has no such field; but a rule need not have one that is called `rate`.
+        ArgumentError: if it has no such field; but a rule need not have one that is called `rate_field`.
     """
-    if where is None:
+    if rate_field is None:
         return None
-    *outer, name = where.split(".")
+    *outer, name = rate_field.split(".")
     for part in outer:
-        rule = getattr(rule, _field(rule, part))
-    if name == "rate" and name not in _fields(rule):
+        rule = getattr(rule, _check_field(rule, part))
+    if name == "rate" and name not in _init_fields(rule):
         return None
-    given = getattr(rule, _field(rule, name))
+    given = getattr(rule, _check_field(rule, name))
     # Where it is `None` it follows from other options, and the rule says how.
     rate: Any = getattr(rule, "rate", None) if given is None else given
     return float(rate) if type(rate) in (int, float) and 0 < rate < math.inf else None
 
 
-def _field(rule: Any, name: str) -> str:
+def _check_field(rule: Any, name: str) -> str:
     """The name of a field that can be replaced.
 
     Raises:
         ArgumentError: if the rule has none of that name.
     """
-    if not _fields(rule):
+    if not _init_fields(rule):
         raise ArgumentError(f"rate: expected a dataclass with a field {name!r}, got {type(rule).__name__}")
-    return check_choice("rate", name, _fields(rule))
+    return check_choice("rate", name, _init_fields(rule))
 
 
-def _fields(rule: Any) -> list[str]:
+def _init_fields(rule: Any) -> list[str]:
     """Those that can be replaced."""
     return [one.name for one in fields(rule) if one.init] if is_dataclass(rule) else []
 
 
-def _changed(rule: Any, where: str, value: Any) -> Any:
+def _with_option(rule: Any, option: str, value: Any) -> Any:
     """A rule, or its recipe, with another value for an option."""
-    name, _, inner = where.partition(".")
-    if isinstance(rule, Recipe):
-        new = _changed(rule.options[name], inner, value) if inner else value
+    name, _, inner = option.partition(".")
+    if isinstance(rule, Factory):
+        new = _with_option(rule.options[name], inner, value) if inner else value
         return replace(rule, options={**rule.options, name: new})
-    return replace(rule, **{_field(rule, name): _changed(getattr(rule, name), inner, value) if inner else value})
+    return replace(
+        rule, **{_check_field(rule, name): _with_option(getattr(rule, name), inner, value) if inner else value}
+    )

@@ -9,65 +9,65 @@ from manifoldagg import __version__
 from manifoldagg._io import atomic_write
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes
-from manifoldagg.simulation.federated_dataset import Federation
+from manifoldagg.simulation.federated_dataset import FederatedDataset
 from manifoldagg.simulation.run import Method
-from manifoldagg.simulation.run_metadata import files
-from manifoldagg.simulation.stable_repr import describe
+from manifoldagg.simulation.run_metadata import referenced_files
+from manifoldagg.simulation.stable_repr import stable_repr
 
-__all__ = ["Kept", "known_by", "place"]
+__all__ = ["TuningCache", "cache_key", "cache_path"]
 
 
-def known_by(
-    method: Method, federations: Sequence[Federation], options: Mapping[str, object], words: Mapping[str, object]
+def cache_key(
+    method: Method, federations: Sequence[FederatedDataset], options: Mapping[str, object], specs: Mapping[str, object]
 ) -> dict[str, object]:
     """All that the runs of a search follow from, but for the rate."""
-    for name, given in words.items():
+    for name, given in specs.items():
         if given is not None and not isinstance(given, str):
             raise ArgumentError(f"cache: expected a name for {name}, as functions are not told apart; got {given!r}")
-    task = federations[0].task
+    task = federations[0].dataset
     return {
         "manifoldagg": __version__,
-        "rule": describe(method.rule),
-        "trainer": describe(method.trainer),
-        "rate": method.rate,
-        "data": {"name": task.name, "checksum": f"{task.checksum:08x}", "model": describe(task.model)},
+        "rule": stable_repr(method.rule),
+        "trainer": stable_repr(method.trainer),
+        "rate": method.rate_field,
+        "data": {"name": task.name, "checksum": f"{task.checksum:08x}", "model": stable_repr(task.model)},
         "federations": {str(federation.seed): _digest(federation) for federation in federations},
         **options,
-        **words,
-        "files": files(*words.values()),
+        **specs,
+        "files": referenced_files(*specs.values()),
     }
 
 
-def place(folder: Path, method: Method, of: Mapping[str, object]) -> Path:
+def cache_path(folder: Path, method: Method, key: Mapping[str, object]) -> Path:
     """The file of a search: the rule's name tells a reader which, the digest is of what it follows from."""
-    digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"{''.join(filter(str.isalnum, method.name.partition('(')[0]))}-{digest}.json"
 
 
-class Kept:
+class TuningCache:
     """The runs of a search that are done, and the file that they are in."""
 
-    def __init__(self, path: Path | None, of: Mapping[str, object]) -> None:
+    def __init__(self, path: Path | None, key: Mapping[str, object]) -> None:
         self._path = path
-        self._of = of
-        self._late: dict[str, dict[str, float]] = {}
+        self._key = key
+        self._tail_accuracy: dict[str, dict[str, float]] = {}
         if path is not None and path.exists():
-            self._late = self._read(path)
+            self._tail_accuracy = self._read(path)
 
-    def late(self, rate: float, seed: int, make: Callable[[], float]) -> float:
+    def get_or_run(self, rate: float, seed: int, execute: Callable[[], float]) -> float:
         """What came of a run; it is made where it is not there yet, and kept."""
-        done = self._late.setdefault(repr(rate), {})
+        done = self._tail_accuracy.setdefault(repr(rate), {})
         if str(seed) not in done:
-            done[str(seed)] = make()
+            done[str(seed)] = execute()
             self._write()
         return done[str(seed)]
 
     def _read(self, path: Path) -> dict[str, dict[str, float]]:
         try:
             tree = json.loads(path.read_text())
-            late: dict[str, dict[str, float]] = tree["late"]
+            late: dict[str, dict[str, float]] = tree["tail_accuracy"]
             numbers = [value for seeds in late.values() for value in seeds.values()]
-            if tree["of"] != self._of or not all(type(value) is float and 0 <= value <= 1 for value in numbers):
+            if tree["key"] != self._key or not all(type(value) is float and 0 <= value <= 1 for value in numbers):
                 raise ValueError
         except OSError as error:
             raise ArgumentError(f"cache: {path} cannot be read: {error}") from error
@@ -81,12 +81,15 @@ class Kept:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(self._path) as draft:
-                draft.write_text(json.dumps({"of": self._of, "late": self._late}, indent=1, allow_nan=False) + "\n")
+                draft.write_text(
+                    json.dumps({"key": self._key, "tail_accuracy": self._tail_accuracy}, indent=1, allow_nan=False)
+                    + "\n"
+                )
         except OSError as error:
             raise ArgumentError(f"cache: {self._path} cannot be written: {error}") from error
 
 
-def _digest(federation: Federation) -> str:
+def _digest(federation: FederatedDataset) -> str:
     """Of the split and of the initial model: its modules, in words, and its weights."""
     model = federation.model()
     made = hashlib.sha256(repr((federation.batch, model)).encode())

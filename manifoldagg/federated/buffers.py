@@ -170,7 +170,8 @@ def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[s
         ArgumentError: if `patterns` are none, a policy is none, or a pattern of a mapping matches nothing.
 
     Example:
-        >>> entries = [Entry("1.running_mean", (4,), torch.float32), Entry("1.num_batches_tracked", (), torch.int64)]
+        >>> entries = [MethodDefaults("1.running_mean", (4,), torch.float32), MethodDefaults("1.num_batches_tracked",
+        (), torch.int64)]
         >>> policies(entries, {"*running*": "leave"})
         {'1.running_mean': 'leave', '1.num_batches_tracked': 'latest'}
     """

@@ -1,9 +1,9 @@
 """When things happen: a virtual clock, delays, schedulers, traces, and runs of several methods beside one another."""
 
-from manifoldagg.simulation.availability import Change, Participation, churn
+from manifoldagg.simulation.availability import AvailabilityChange, AvailabilityTrace, churn
 from manifoldagg.simulation.clock import VirtualClock
 from manifoldagg.simulation.cost import Evaluation
-from manifoldagg.simulation.dataset import Batches, Task
+from manifoldagg.simulation.dataset import Batches, LabelledDataset
 from manifoldagg.simulation.delays import (
     Delay,
     Deterministic,
@@ -13,12 +13,12 @@ from manifoldagg.simulation.delays import (
     LogNormal,
     Uniform,
 )
-from manifoldagg.simulation.empirical_delays import Empirical, assign
-from manifoldagg.simulation.engine import Event
-from manifoldagg.simulation.executors.client_task import Errand, perform
-from manifoldagg.simulation.executors.executor import Workers, processes
+from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
+from manifoldagg.simulation.engine import UpdateEvent
+from manifoldagg.simulation.executors.client_task import ClientTask, run_task
+from manifoldagg.simulation.executors.executor import RestartingExecutor, processes
 from manifoldagg.simulation.fairness import gini, theil
-from manifoldagg.simulation.federated_dataset import Federation, Key
+from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.partitions import (
     Partition,
@@ -30,42 +30,42 @@ from manifoldagg.simulation.partitions import (
     shards_partition,
 )
 from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.replay import Replay
-from manifoldagg.simulation.run import Method, Run, run
+from manifoldagg.simulation.replay import ReplayScheduler
+from manifoldagg.simulation.run import Method, RunResult, run
 from manifoldagg.simulation.schedulers import Completion, IndependentClients, Scheduler
-from manifoldagg.simulation.trace import Record, read_trace, write_trace
+from manifoldagg.simulation.trace import TaskRecord, read_trace, write_trace
 
 __all__ = [
+    "AvailabilityChange",
+    "AvailabilityTrace",
     "Batches",
-    "Change",
+    "ClientTask",
     "Completion",
     "Delay",
     "Deterministic",
     "Empirical",
-    "Errand",
     "Evaluation",
-    "Event",
     "Exponential",
-    "Federation",
+    "FederatedDataset",
     "Gaussian",
     "HalfNormal",
     "IndependentClients",
     "JacksonNetwork",
-    "Key",
+    "LabelledDataset",
     "LogNormal",
     "Method",
-    "Participation",
     "Partition",
     "PriorityScheduler",
-    "Record",
-    "Replay",
-    "Run",
+    "ReplayScheduler",
+    "RestartingExecutor",
+    "RunResult",
     "Scheduler",
-    "Task",
+    "TaskId",
+    "TaskRecord",
     "Uniform",
+    "UpdateEvent",
     "VirtualClock",
-    "Workers",
-    "assign",
+    "assign_profiles",
     "churn",
     "cyclic_partition",
     "dirichlet_partition",
@@ -73,10 +73,10 @@ __all__ = [
     "gini",
     "iid_partition",
     "natural_partition",
-    "perform",
     "processes",
     "read_trace",
     "run",
+    "run_task",
     "shards_partition",
     "theil",
     "write_trace",

@@ -11,19 +11,19 @@ import numpy as np
 from manifoldagg._validation import check_choice, check_number
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.clock import check_generator
-from manifoldagg.simulation.delays import Delay, store
+from manifoldagg.simulation.delays import Delay, set_fields
 from manifoldagg.simulation.resumable import Resumable
-from manifoldagg.simulation.schedulers import Completion, Scheduler, plain_client, read_client
+from manifoldagg.simulation.schedulers import Completion, Scheduler, normalize_client, parse_client
 
-__all__ = ["Change", "MakesParticipation", "Participation", "Participations", "churn", "read_changes"]
+__all__ = ["Availability", "AvailabilityChange", "AvailabilityFactory", "AvailabilityTrace", "churn", "read_changes"]
 
 C = TypeVar("C", bound=int | str)
-KINDS = ("join", "leave", "fail", "return")
+CHANGE_KINDS = ("join", "leave", "fail", "return")
 COLUMNS = ["time", "client", "kind"]
 
 
 @dataclass(frozen=True)
-class Change(Generic[C]):
+class AvailabilityChange(Generic[C]):
     """A client comes or goes.
 
     Attributes:
@@ -31,7 +31,7 @@ class Change(Generic[C]):
         client: who.
         kind: `"join"`: takes part from now on, for the first time. `"leave"`: finishes what it was given and takes
             no more. `"fail"`: is gone at once, and its tasks are lost. `"return"`: takes part again after either.
-        lost: tasks that failed with it; told when it happens.
+        lost_tasks: tasks that failed with it; told when it happens.
 
     Raises:
         ArgumentError: naming the field that does not fit.
@@ -40,29 +40,29 @@ class Change(Generic[C]):
     time: float
     client: C
     kind: str
-    lost: int = 0
+    lost_tasks: int = 0
 
     def __post_init__(self) -> None:
-        store(self, time=check_number("time", self.time, at_least=0), client=plain_client(self.client))
-        check_choice("kind", self.kind, KINDS)
+        set_fields(self, time=check_number("time", self.time, at_least=0), client=normalize_client(self.client))
+        check_choice("kind", self.kind, CHANGE_KINDS)
 
-    def __deepcopy__(self, memo: object) -> "Change[C]":
+    def __deepcopy__(self, memo: object) -> "AvailabilityChange[C]":
         return self
 
 
-class Participation(Resumable, Generic[C]):
+class AvailabilityTrace(Resumable, Generic[C]):
     """A scheduler whose clients come and go.
 
     `next` tells changes as they happen, between the completions; a change comes before a completion at the same time,
     and changes at one time come in the order of their declaration. Whoever drives it dispatches a client that joins or
     returns, and gives up the tickets of one that fails. One that left and returns may still be at its last task:
-    `idle` tells.
+    `is_idle` tells.
 
     Args:
         scheduler: carries out the tasks; nothing else may use it from now on.
         changes: in any order. A client whose first change is no `"join"` takes part from the start, as do those in
-            `present`.
-        present: clients that take part from the start.
+            `available`.
+        available: clients that take part from the start.
 
     Raises:
         ArgumentError: naming the change that cannot happen, such as one before the scheduler's time, or the return of
@@ -72,37 +72,39 @@ class Participation(Resumable, Generic[C]):
         >>> from manifoldagg.simulation.delays import Deterministic
         >>> from manifoldagg.simulation.schedulers import IndependentClients
         >>> clients = IndependentClients(Deterministic(2.0), np.random.default_rng(0))
-        >>> crowd = Participation(clients, [LogRecord(1.0, "a", "fail"), LogRecord(5.0, "b", "join")])
+        >>> crowd = AvailabilityTrace(clients, [LogRecord(1.0, "a", "fail"), LogRecord(5.0, "b", "join")])
         >>> crowd.dispatch("a", work=1.0)
         >>> crowd.next()
-        Change(time=1.0, client='a', kind='fail', lost=1)
+        Change(time=1.0, client='a', kind='fail', lost_tasks=1)
         >>> crowd.next().kind, sorted(crowd.present)
         ('join', ['b'])
     """
 
-    kind: ClassVar[str] = "participation"
+    kind: ClassVar[str] = "availability"
 
-    def __init__(self, scheduler: Scheduler[C], changes: Iterable[Change[C]], *, present: Iterable[C] = ()) -> None:
+    def __init__(
+        self, scheduler: Scheduler[C], changes: Iterable[AvailabilityChange[C]], *, available: Iterable[C] = ()
+    ) -> None:
         changes = list(changes)
         for i, change in enumerate(changes):
-            if not isinstance(change, Change):
+            if not isinstance(change, AvailabilityChange):
                 raise ArgumentError(f"changes[{i}]: expected a Change, got {change!r}")
         self._scheduler = scheduler
         self._changes = sorted(changes, key=lambda change: change.time)
         first = {change.client: change.kind for change in reversed(self._changes)}
-        self._begin = set(present) | {client for client, kind in first.items() if kind != "join"}
-        self._done = 0
+        self._initial = set(available) | {client for client, kind in first.items() if kind != "join"}
+        self._num_applied = 0
         if self._changes and self._changes[0].time < scheduler.now:
             raise ArgumentError(f"changes: expected times >= {scheduler.now:g}, which is now, got {self._changes[0]}")
-        known = set(self._begin)
-        here = set(self._begin)
+        known = set(self._initial)
+        here = set(self._initial)
         for change in self._changes:
             state = "here" if change.client in here else "away" if change.client in known else "unknown"
             if state != {"join": "unknown", "return": "away"}.get(change.kind, "here"):
                 raise ArgumentError(f"changes: {change} cannot happen to a client that is {state}")
             known.add(change.client)
             _apply(change, here)
-        self._present = set(self._begin)
+        self._available = set(self._initial)
 
     @property
     def now(self) -> float:
@@ -110,13 +112,13 @@ class Participation(Resumable, Generic[C]):
         return self._scheduler.now
 
     @property
-    def present(self) -> frozenset[C]:
+    def available(self) -> frozenset[C]:
         """The clients that take tasks now."""
-        return frozenset(self._present)
+        return frozenset(self._available)
 
-    def idle(self, client: C) -> bool:
+    def is_idle(self, client: C) -> bool:
         """Whether a client is here and has nothing to do."""
-        return client in self._present and not self._scheduler.held(client)
+        return client in self._available and not self._scheduler.num_in_flight(client)
 
     def dispatch(self, client: C, work: float) -> None:
         """Hand over a task of `work` units.
@@ -124,27 +126,27 @@ class Participation(Resumable, Generic[C]):
         Raises:
             ArgumentError: if the client is not here, or the scheduler does not take it.
         """
-        if client not in self._present:
+        if client not in self._available:
             raise ArgumentError(f"client: {client!r} does not take part at {self.now:g} s")
         self._scheduler.dispatch(client, work)
 
-    def next(self) -> Completion | Change[C]:
+    def next(self) -> Completion | AvailabilityChange[C]:
         """The next task to finish, or change to happen.
 
         Raises:
             ManifoldAggError: if neither is left.
         """
-        change = self._changes[self._done] if self._done < len(self._changes) else None
+        change = self._changes[self._num_applied] if self._num_applied < len(self._changes) else None
         if change is None or self._scheduler.peek() < change.time:
             return self._scheduler.next()
         self._scheduler.advance(change.time)
-        self._done += 1
-        _apply(change, self._present)
-        return replace(change, lost=self._scheduler.cancel(change.client)) if change.kind == "fail" else change
+        self._num_applied += 1
+        _apply(change, self._available)
+        return replace(change, lost_tasks=self._scheduler.cancel(change.client)) if change.kind == "fail" else change
 
     def state(self) -> dict[str, Any]:
         """All that the future depends on beside the constructor's arguments, as a tree that JSON can hold."""
-        return {"settings": self._settings(), "done": self._done, "scheduler": self._scheduler.state()}
+        return {"settings": self._settings(), "done": self._num_applied, "scheduler": self._scheduler.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a `state`, bit for bit; this was made with the same arguments.
@@ -164,23 +166,23 @@ class Participation(Resumable, Generic[C]):
         except (KeyError, TypeError, ArgumentError):
             fits = False
         if not fits:
-            raise ArgumentError("state: expected the state of a participation with the same clients and changes")
+            raise ArgumentError("state: expected the state of an availability trace with the same clients and changes")
         self._scheduler.restore(inner)
-        self._done = done
-        self._present = set(self._begin)
+        self._num_applied = done
+        self._available = set(self._initial)
         for change in self._changes[:done]:
-            _apply(change, self._present)
+            _apply(change, self._available)
 
     def _settings(self) -> dict[str, Any]:
         return {
-            "present": sorted(self._begin, key=lambda client: (str(type(client)), client)),
+            "available": sorted(self._initial, key=lambda client: (str(type(client)), client)),
             "changes": [[change.time, change.client, change.kind] for change in self._changes],
         }
 
 
 def churn(
     clients: Iterable[C], up: Delay, down: Delay, until: float, generator: np.random.Generator
-) -> list[Change[C]]:
+) -> list[AvailabilityChange[C]]:
     """Clients that fail and return in turns, all of them here at time 0.
 
     Args:
@@ -191,7 +193,7 @@ def churn(
         generator: draws a client's times before those of the one after it.
 
     Returns:
-        Changes for `Participation`, by client.
+        Changes for `AvailabilityTrace`, by client.
 
     Raises:
         ArgumentError: if a stay and an absence take no time on average, or `until` is no number >= 0.
@@ -211,13 +213,13 @@ def churn(
         time = up.draw(generator)
         here = True
         while time <= until:
-            changes.append(Change(time, client, "fail" if here else "return"))
+            changes.append(AvailabilityChange(time, client, "fail" if here else "return"))
             here = not here
             time += (up if here else down).draw(generator)
     return changes
 
 
-def read_changes(path: Path | str) -> list[Change[Any]]:
+def read_changes(path: Path | str) -> list[AvailabilityChange[Any]]:
     """Changes from a CSV file with the columns `time`, `client` and `kind`.
 
     A client whose name is how an integer is written is that integer.
@@ -226,7 +228,7 @@ def read_changes(path: Path | str) -> list[Change[Any]]:
         ArgumentError: naming the file and the line that does not fit.
     """
     path = Path(path)
-    changes: list[Change[Any]] = []
+    changes: list[AvailabilityChange[Any]] = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             table = csv.reader(file, strict=True, skipinitialspace=True)
@@ -235,7 +237,7 @@ def read_changes(path: Path | str) -> list[Change[Any]]:
             for row in table:
                 try:
                     time, client, kind = row
-                    changes.append(Change(float(time), read_client(client), kind))
+                    changes.append(AvailabilityChange(float(time), parse_client(client), kind))
                 except ValueError as error:
                     raise ArgumentError(f"path: {path}, line {table.line_num}: {error}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -243,14 +245,14 @@ def read_changes(path: Path | str) -> list[Change[Any]]:
     return changes
 
 
-def _apply(change: Change[C], here: set[C]) -> None:
+def _apply(change: AvailabilityChange[C], available: set[C]) -> None:
     if change.kind in ("join", "return"):
-        here.add(change.client)
+        available.add(change.client)
     else:
-        here.discard(change.client)
+        available.discard(change.client)
 
 
-MakesParticipation: TypeAlias = Callable[[Sequence[int], np.random.Generator], Iterable[Change[int]]]
+AvailabilityFactory: TypeAlias = Callable[[Sequence[int], np.random.Generator], Iterable[AvailabilityChange[int]]]
 """A function that makes the changes of availability of these clients."""
-Participations: TypeAlias = Iterable[Change[int]] | MakesParticipation | None
+Availability: TypeAlias = Iterable[AvailabilityChange[int]] | AvailabilityFactory | None
 """What [`run`][manifoldagg.simulation.run] accepts as availability."""

@@ -7,44 +7,47 @@ from types import TracebackType
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated import CheckpointPolicy
 from manifoldagg.federated.server.durability.checkpoint import CheckpointWriter
-from manifoldagg.simulation.snapshot import Stand
+from manifoldagg.simulation.snapshot import RunSnapshot
 
-__all__ = ["Keeper"]
+__all__ = ["RunCheckpointer"]
 
-SHARE = 20
+INTERVAL_FACTOR = 20
 """Where seconds alone say when to write, that takes no more than one part in so many of the time."""
 
 
-class Keeper:
+class RunCheckpointer:
     """Writes down where a run stands, beside its work; and where it stood last, when something ends it.
 
     Args:
-        every: when, and where to; `None`: never.
-        answers: how many there were when it began.
+        policy: when, and where to; `None`: never.
+        num_updates: how many there were when it began.
 
     Raises:
-        ArgumentError: if `every` does not say so.
+        ArgumentError: if `policy` does not say so.
     """
 
-    def __init__(self, every: CheckpointPolicy | None, answers: int) -> None:
-        self._every = every
-        self._writer = None if every is None else CheckpointWriter(every, self._note)
-        self._seconds = 0.0
-        self._written = time.monotonic()
-        self._stand: Stand | None = None
+    def __init__(self, policy: CheckpointPolicy | None, num_updates: int) -> None:
+        self._policy = policy
+        self._writer = None if policy is None else CheckpointWriter(policy, self._on_written)
+        self._write_seconds = 0.0
+        self._last_write = time.monotonic()
+        self._snapshot: RunSnapshot | None = None
         if self._writer is not None:
-            self._writer.reset(answers)
+            self._writer.reset(num_updates)
 
-    def look(self, stand: Callable[[], Stand]) -> None:
+    def maybe_write(self, take_snapshot: Callable[[], RunSnapshot]) -> None:
         """The run is between two events."""
-        if self._writer is None or self._every is None:
+        if self._writer is None or self._policy is None:
             return
-        self._stand = latest = stand()
-        patient = self._every.every_updates is None and time.monotonic() - self._written < SHARE * self._seconds
+        self._snapshot = latest = take_snapshot()
+        patient = (
+            self._policy.every_updates is None
+            and time.monotonic() - self._last_write < INTERVAL_FACTOR * self._write_seconds
+        )
         if not patient:
             self._writer.maybe_write(latest.updates, lambda: latest)
 
-    def __enter__(self) -> "Keeper":
+    def __enter__(self) -> "RunCheckpointer":
         return self
 
     def __exit__(
@@ -53,15 +56,15 @@ class Keeper:
         if self._writer is None:
             return
         try:
-            if error is None or self._stand is None:
+            if error is None or self._snapshot is None:
                 self._writer.finish()
             else:
-                self._writer.write(self._stand)
+                self._writer.write(self._snapshot)
         except CheckpointError as failed:
             # What has come of the run, or has ended it, counts for more.
             if error is not None:
                 error.add_note(f"checkpoint: {failed}")
 
-    def _note(self, *, seconds: float) -> None:
-        self._seconds = seconds
-        self._written = time.monotonic()
+    def _on_written(self, *, seconds: float) -> None:
+        self._write_seconds = seconds
+        self._last_write = time.monotonic()

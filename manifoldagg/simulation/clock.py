@@ -40,10 +40,10 @@ class VirtualClock(Resumable, Generic[T]):
         self._events: list[tuple[float, int, int, T]] = []
         self._scheduled = 0
         # Who is not in here was cancelled, but may be in the heap still; never as its first.
-        self._coming: set[int] = set()
+        self._pending: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._coming)
+        return len(self._pending)
 
     def schedule(self, delay: float, event: T) -> None:
         """Let `event` happen `delay` >= 0 from now.
@@ -71,7 +71,7 @@ class VirtualClock(Resumable, Generic[T]):
             time = check_number("time", time, at_least=self.now)
         count = self._scheduled
         heappush(self._events, (time, count if order is None else order, count, event))
-        self._coming.add(count)
+        self._pending.add(count)
         self._scheduled = count + 1
         return count
 
@@ -89,8 +89,8 @@ class VirtualClock(Resumable, Generic[T]):
             raise ManifoldAggError("the clock has no event: schedule one before asking for the next")
         time, _, count, event = heappop(self._events)
         self.now = time
-        self._coming.remove(count)
-        self._tidy()
+        self._pending.remove(count)
+        self._pop_cancelled()
         return time, event
 
     def advance(self, time: float) -> None:
@@ -101,35 +101,35 @@ class VirtualClock(Resumable, Generic[T]):
         """
         self.now = check_number("time", time, at_least=self.now, at_most=self.peek())
 
-    def cancel(self, count: int) -> None:
+    def cancel(self, event_id: int) -> None:
         """Take back one event that is still to come, by what `schedule_at` returned; no other is looked at.
 
         Raises:
             ArgumentError: if it has happened already, was taken back, or is none.
         """
-        if check_count("count", count, at_least=0) not in self._coming:
-            raise ArgumentError(f"count: expected an event that is still to come, got {count!r}")
-        self._coming.remove(count)
-        self._tidy()
+        if check_count("event_id", event_id, at_least=0) not in self._pending:
+            raise ArgumentError(f"event_id: expected an event that is still to come, got {event_id!r}")
+        self._pending.remove(event_id)
+        self._pop_cancelled()
         if len(self._events) > 2 * len(self):
-            self._sweep()
+            self._compact()
 
-    def discard(self, test: Callable[[T], bool]) -> list[T]:
-        """Take back the events that pass `test`: they will not happen. Cost: one look at every event."""
-        self._sweep()
-        gone = [entry for entry in self._events if test(entry[3])]
-        self._coming.difference_update(entry[2] for entry in gone)
-        self._sweep()
-        return [entry[3] for entry in sorted(gone, key=_rank)]
+    def cancel_where(self, predicate: Callable[[T], bool]) -> list[T]:
+        """Take back the events that pass `predicate`: they will not happen. Cost: one look at every event."""
+        self._compact()
+        gone = [entry for entry in self._events if predicate(entry[3])]
+        self._pending.difference_update(entry[2] for entry in gone)
+        self._compact()
+        return [entry[3] for entry in sorted(gone, key=_sort_key)]
 
     def state(self) -> dict[str, Any]:
         """All that the future depends on, as a tree that JSON can hold; `restore` takes it back."""
-        self._sweep()
+        self._compact()
         events = [
             [time, order, count, list(event) if isinstance(event, tuple) else event]
-            for time, order, count, event in sorted(self._events, key=_rank)
+            for time, order, count, event in sorted(self._events, key=_sort_key)
         ]
-        generator = _plain(self.generator.bit_generator.state)
+        generator = _to_plain(self.generator.bit_generator.state)
         return {"now": self.now, "scheduled": self._scheduled, "events": events, "generator": generator}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class VirtualClock(Resumable, Generic[T]):
                 (
                     check_number("time", time, at_least=now),
                     check_count("order", order, at_least=0),
-                    check_count("count", count, at_least=0),
+                    check_count("event_id", count, at_least=0),
                     tuple(event) if isinstance(event, list) else event,
                 )
                 for time, order, count, event in state["events"]
@@ -156,9 +156,9 @@ class VirtualClock(Resumable, Generic[T]):
             twin = type(self.generator.bit_generator)()
             twin.state = state["generator"]
             # Positions in a buffer are taken as they are, and read from there.
-            given = _plain(twin.state)
+            given = _to_plain(twin.state)
             position = given.get("buffer_pos", given["state"].get("pos", 0))
-            end = _BUFFERS.get(given["bit_generator"])
+            end = _BUFFER_SIZES.get(given["bit_generator"])
             if given != state["generator"] or (end is not None and not 0 <= position <= end):
                 raise ValueError("the generator cannot have such a state")
         except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
@@ -166,18 +166,18 @@ class VirtualClock(Resumable, Generic[T]):
         self.generator.bit_generator.state = twin.state
         self.now = now
         self._scheduled = scheduled
-        self._events = sorted(events, key=_rank)
-        self._coming = {event[2] for event in events}
+        self._events = sorted(events, key=_sort_key)
+        self._pending = {event[2] for event in events}
 
-    def _tidy(self) -> None:
+    def _pop_cancelled(self) -> None:
         """Drop cancelled events in front of the first one that happens."""
-        while self._events and self._events[0][2] not in self._coming:
+        while self._events and self._events[0][2] not in self._pending:
             heappop(self._events)
 
-    def _sweep(self) -> None:
+    def _compact(self) -> None:
         """Drop all cancelled events."""
         if len(self._events) > len(self):
-            self._events = [entry for entry in self._events if entry[2] in self._coming]
+            self._events = [entry for entry in self._events if entry[2] in self._pending]
             heapify(self._events)
 
 
@@ -192,15 +192,15 @@ def check_generator(generator: np.random.Generator) -> np.random.Generator:
     return generator
 
 
-def _rank(entry: tuple[float, int, int, Any]) -> tuple[float, int, int]:
+def _sort_key(entry: tuple[float, int, int, Any]) -> tuple[float, int, int]:
     return entry[:3]
 
 
-_BUFFERS = {"MT19937": 624, "Philox": 4}
+_BUFFER_SIZES = {"MT19937": 624, "Philox": 4}
 
 
-def _plain(tree: Any) -> Any:
+def _to_plain(tree: Any) -> Any:
     """Arrays as lists, throughout a tree of dictionaries."""
     if isinstance(tree, dict):
-        return {key: _plain(value) for key, value in tree.items()}
+        return {key: _to_plain(value) for key, value in tree.items()}
     return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree

@@ -6,41 +6,41 @@ from dataclasses import dataclass
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["AXES", "Evaluation", "Spent", "reached", "within"]
+__all__ = ["AXES", "Cost", "Evaluation", "first_reaching", "last_within_budget"]
 
-AXES = ("round", "time", "gradients", "bytes")
+AXES = ("updates", "time", "gradients", "bytes")
 """What a run is read along: answers, virtual seconds, gradients of minibatches, bytes sent down and up."""
 
 
 @dataclass(frozen=True)
-class Spent:
+class Cost:
     """What a run has spent so far.
 
     Attributes:
-        round: answers, one client's each, accepted or not.
+        updates: answers, one client's each, accepted or not.
         time: of the last of them, in virtual seconds.
         gradients: of minibatches, which the answered tasks computed: calls of the criterion whose value can be
             differentiated, whatever the trainer. A step with `SAM` or `ASAM` has two; one that looks at k places of a
             curve has k. Of a task that diverged those count that it came to, of one that was lost none.
         bytes_down: of the tensors of all messages, also of those to clients that went, or have not answered yet.
         bytes_up: of the tensors of all payloads. What a client keeps for itself does not travel.
-        refused: answers that the server refused, or whose training diverged.
+        rejected: answers that the server refused, or whose training diverged.
     """
 
-    round: int = 0
+    updates: int = 0
     time: float = 0.0
     gradients: int = 0
     bytes_down: int = 0
     bytes_up: int = 0
-    refused: int = 0
+    rejected: int = 0
 
     @property
     def bytes(self) -> int:
         """Down and up."""
         return self.bytes_down + self.bytes_up
 
-    def along(self, axis: str) -> float:
-        """Where this is on an axis: `"round"`, `"time"`, `"gradients"` or `"bytes"`.
+    def value_on(self, axis: str) -> float:
+        """Where this is on an axis: `"updates"`, `"time"`, `"gradients"` or `"bytes"`.
 
         Raises:
             ArgumentError: if it is another.
@@ -50,7 +50,7 @@ class Spent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(Spent):
+class Evaluation(Cost):
     """What the server's model was worth, and what had been spent by then.
 
     Attributes:
@@ -75,11 +75,11 @@ class Evaluation(Spent):
     staleness_max: int = 0
 
 
-def within(rows: Sequence[Evaluation], axis: str, budget: float) -> Evaluation:
+def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: float) -> Evaluation:
     """The last row that had spent no more than `budget`; nothing is interpolated.
 
     Args:
-        rows: of one run, in order.
+        evaluations: of one run, in order.
         axis: of what: one of `AXES`.
         budget: in its units.
 
@@ -91,13 +91,13 @@ def within(rows: Sequence[Evaluation], axis: str, budget: float) -> Evaluation:
         >>> within(rows, "gradients", 20).accuracy
         0.5
     """
-    found = [row for row in rows if row.along(axis) <= budget]
+    found = [row for row in evaluations if row.value_on(axis) <= budget]
     if not found:
         raise ArgumentError(f"budget: expected a row that had spent {budget:g} of {axis} at most, there is none")
     return found[-1]
 
 
-def reached(rows: Sequence[Evaluation], target: float) -> Evaluation | None:
+def first_reaching(evaluations: Sequence[Evaluation], target: float) -> Evaluation | None:
     """The first row with an accuracy of at least `target`; `None` if there is none.
 
     Example:
@@ -105,4 +105,4 @@ def reached(rows: Sequence[Evaluation], target: float) -> Evaluation | None:
         >>> reached(rows, 0.4).round, reached(rows, 0.8)
         (2, None)
     """
-    return next((row for row in rows if row.accuracy >= target), None)
+    return next((row for row in evaluations if row.accuracy >= target), None)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from manifoldagg._validation import check_instance
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.lazy_pickle import checksum, recalled
+from manifoldagg.simulation.lazy_pickle import checksum, reduce_by_factory
 
-__all__ = ["Batches", "Task", "check_task"]
+__all__ = ["Batches", "LabelledDataset", "check_dataset"]
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class Signature:
         shape: of one input: (features,), (channels, height, width), or (length,) of a sequence of tokens.
         classes: how many there are to tell apart.
         tokens: how many different ones inputs are made of; 0 where inputs are numbers.
-        every: whether there is a class for every token of a sequence, and not one for all of it.
+        per_token: whether there is a class for every token of a sequence, and not one for all of it.
     """
 
     shape: tuple[int, ...]
     classes: int
     tokens: int = 0
-    every: bool = False
+    per_token: bool = False
 
 
 @dataclass(frozen=True)
-class Task:
+class LabelledDataset:
     """A classification task: one label for each sample, or one for each token of its sequence.
 
     Attributes:
@@ -43,8 +43,9 @@ class Task:
         labels: (samples,) in int64; or, where inputs are tokens, (samples, length).
         model: makes an untrained model, whose scores are (samples, classes) or (samples, classes, length).
         target: an accuracy worth timing how long it takes to reach.
-        owners: (samples,) in int64, whose each sample is, counted from 0; `None` where nobody says.
-        test: (samples,) of booleans, which samples are a test split that came with the data; `None` where none did.
+        user_ids: (samples,) in int64, whose each sample is, counted from 0; `None` where nobody says.
+        test_mask: (samples,) of booleans, which samples are a test split that came with the data; `None` where none
+            did.
 
     Raises:
         ArgumentError: if these have other shapes or dtypes.
@@ -57,9 +58,9 @@ class Task:
     labels: Tensor
     model: Callable[[], nn.Module]
     target: float
-    owners: Tensor | None = None
-    test: Tensor | None = None
-    origin: "Callable[[], Task] | None" = field(init=False, default=None, repr=False, compare=False)
+    user_ids: Tensor | None = None
+    test_mask: Tensor | None = None
+    factory: "Callable[[], LabelledDataset] | None" = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         samples = len(self.inputs)
@@ -69,7 +70,7 @@ class Task:
             given = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
             each = "samples or tokens" if tokens else "samples"
             raise ArgumentError(f"labels: expected int64, one for each of {samples} {each}, got {given}")
-        for name, told, dtype in (("owners", self.owners, torch.int64), ("test", self.test, torch.bool)):
+        for name, told, dtype in (("user_ids", self.user_ids, torch.int64), ("test_mask", self.test_mask, torch.bool)):
             if told is not None and (told.dtype != dtype or told.shape != (samples,)):
                 given = f"{told.dtype} of shape {tuple(told.shape)}"
                 raise ArgumentError(f"{name}: expected {dtype} of shape ({samples},), got {given}")
@@ -81,28 +82,29 @@ class Task:
         return Signature(tuple(self.inputs.shape[1:]), int(self.labels.max()) + 1, tokens, self.labels.ndim > 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return recalled(self, self.origin, attrgetter("checksum"))
+        return reduce_by_factory(self, self.factory, attrgetter("checksum"))
 
     @property
     def checksum(self) -> int:
         """Of the samples, their labels and what else is known of them: other data have another one, nearly always."""
-        told = [part for part in (self.owners, self.test) if part is not None]
+        told = [part for part in (self.user_ids, self.test_mask) if part is not None]
         return checksum(torch.tensor(self.inputs.shape), self.inputs, self.labels, *told)
 
 
-def check_task(task: object) -> Task:
+def check_dataset(dataset: object) -> LabelledDataset:
     """A task, and not its name.
 
     Raises:
         ArgumentError: if it is none.
 
     Example:
-        >>> check_task("digits")
+        >>> check_dataset("digits")
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.ArgumentError: task: expected a Task, got 'digits'; write task('digits')
+        manifoldagg.errors.ArgumentError: dataset: expected a LabelledDataset, got 'digits'; write
+            load_dataset('digits')
     """
-    return check_instance("task", task, Task, f"task({task!r})" if isinstance(task, str) else "")
+    return check_instance("dataset", dataset, LabelledDataset, f"task({dataset!r})" if isinstance(dataset, str) else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,14 +124,14 @@ class Batches:
     generator: np.random.Generator
 
     @property
-    def samples(self) -> int:
+    def num_samples(self) -> int:
         """How many samples one pass has."""
         return len(self.labels)
 
     def __len__(self) -> int:
-        return -(-self.samples // self.size)
+        return -(-self.num_samples // self.size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.from_numpy(self.generator.permutation(self.samples))
+        order = torch.from_numpy(self.generator.permutation(self.num_samples))
         for index in order.split(self.size):
             yield self.inputs[index], self.labels[index]

@@ -20,21 +20,21 @@ from manifoldagg.errors import ArgumentError
 
 __all__ = [
     "Delay",
+    "DelayFactory",
     "Delays",
     "Deterministic",
     "Exponential",
     "Gaussian",
     "HalfNormal",
     "LogNormal",
-    "MakesDelays",
     "Uniform",
-    "store",
+    "set_fields",
 ]
 
-S = TypeVar("S", bound="_Scaled")
+S = TypeVar("S", bound="_MeanParametrised")
 NORMAL = NormalDist()
-LEAST = 2.0**-1022
-MOST = 1 - 2.0**-53
+MIN_PROBABILITY = 2.0**-1022
+MAX_PROBABILITY = 1 - 2.0**-53
 HALF_NORMAL_SCALE = math.sqrt(math.pi / 2)
 """Of a half-normal distribution with mean 1."""
 
@@ -49,24 +49,24 @@ class Delay(ABC):
     def _mean(self) -> float: ...
 
     @abstractmethod
-    def _invert(self, share: float) -> float: ...
+    def _invert(self, probability: float) -> float: ...
 
     def expected(self, work: float = 1.0) -> float:
         """Seconds that `work` units take on average."""
         return work * self._mean()
 
-    def quantile(self, share: float) -> float:
-        """The seconds for one unit of work that a `share` of all draws stays below.
+    def quantile(self, probability: float) -> float:
+        """The seconds for one unit of work that a `probability` of all draws stays below.
 
         Args:
-            share: in [0, 1); 0 is the least delay there is.
+            probability: in [0, 1); 0 is the least delay there is.
 
         Raises:
-            ArgumentError: if `share` is outside.
+            ArgumentError: if `probability` is outside.
         """
-        if check_number("share", share, at_least=0, at_most=1) == 1:
-            raise ArgumentError(f"share: expected a number below 1, got {share!r}")
-        return self._invert(float(share))
+        if check_number("probability", probability, at_least=0, at_most=1) == 1:
+            raise ArgumentError(f"probability: expected a number below 1, got {probability!r}")
+        return self._invert(float(probability))
 
     def draw(self, generator: np.random.Generator, work: float = 1.0) -> float:
         """Seconds that `work` units take this time; one uniform number of the generator."""
@@ -91,12 +91,12 @@ class Deterministic(Delay):
     seconds: float
 
     def __post_init__(self) -> None:
-        store(self, seconds=check_number("seconds", self.seconds, at_least=0))
+        set_fields(self, seconds=check_number("seconds", self.seconds, at_least=0))
 
     def _mean(self) -> float:
         return self.seconds
 
-    def _invert(self, share: float) -> float:
+    def _invert(self, probability: float) -> float:
         return self.seconds
 
 
@@ -126,19 +126,19 @@ class Gaussian(Delay):
 
     location: float
     scale: float
-    _cut: float = field(init=False, repr=False, compare=False)
-    _kept: float = field(init=False, repr=False, compare=False)
+    _cut_mass: float = field(init=False, repr=False, compare=False)
+    _kept_mass: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         location = check_number("location", self.location, above=0)
         scale = check_number("scale", self.scale, at_least=0)
         c = location / scale if scale else math.inf
-        store(self, location=location, scale=scale)
+        set_fields(self, location=location, scale=scale)
         # erfc on both sides: 1 - cut would lose all digits of what is cut off.
-        store(self, _cut=math.erfc(c / math.sqrt(2)) / 2, _kept=math.erfc(-c / math.sqrt(2)) / 2)
+        set_fields(self, _cut=math.erfc(c / math.sqrt(2)) / 2, _kept=math.erfc(-c / math.sqrt(2)) / 2)
 
     @staticmethod
-    def of(delays: Sequence[float] | np.ndarray) -> "Gaussian":
+    def fit(delays: Sequence[float] | np.ndarray) -> "Gaussian":
         """With the mean and the standard deviation of measured delays, as before truncation.
 
         Raises:
@@ -149,13 +149,13 @@ class Gaussian(Delay):
 
     def _mean(self) -> float:
         return (
-            self.location + self.scale * NORMAL.pdf(self.location / self.scale) / self._kept
+            self.location + self.scale * NORMAL.pdf(self.location / self.scale) / self._kept_mass
             if self.scale
             else self.location
         )
 
-    def _invert(self, share: float) -> float:
-        return max(0.0, self.location + self.scale * _normal(self._cut + share * self._kept))
+    def _invert(self, probability: float) -> float:
+        return max(0.0, self.location + self.scale * _normal_quantile(self._cut_mass + probability * self._kept_mass))
 
 
 @dataclass(frozen=True)
@@ -188,15 +188,15 @@ class LogNormal(Delay):
         mean = check_number("mean", self.mean, above=0)
         deviation = check_number("deviation", self.deviation, at_least=0, at_most=1e6 * mean)
         variance = math.log1p((deviation / mean) ** 2)
-        store(self, mean=mean, deviation=deviation)
-        store(self, _location=math.log(mean) - variance / 2, _scale=math.sqrt(variance))
+        set_fields(self, mean=mean, deviation=deviation)
+        set_fields(self, _location=math.log(mean) - variance / 2, _scale=math.sqrt(variance))
         try:
-            self._invert(MOST)
+            self._invert(MAX_PROBABILITY)
         except OverflowError:
             raise ArgumentError(f"mean: expected delays that are finite, got {mean!r} +- {deviation!r}") from None
 
     @staticmethod
-    def of(delays: Sequence[float] | np.ndarray) -> "LogNormal":
+    def fit(delays: Sequence[float] | np.ndarray) -> "LogNormal":
         """With the mean and the standard deviation of measured delays.
 
         Raises:
@@ -208,21 +208,21 @@ class LogNormal(Delay):
     def _mean(self) -> float:
         return self.mean
 
-    def _invert(self, share: float) -> float:
-        return math.exp(self._location + self._scale * _normal(share)) if share else 0.0
+    def _invert(self, probability: float) -> float:
+        return math.exp(self._location + self._scale * _normal_quantile(probability)) if probability else 0.0
 
 
 @dataclass(frozen=True)
-class _Scaled(Delay):
+class _MeanParametrised(Delay):
     """A distribution whose mean says all."""
 
     mean: float
 
     def __post_init__(self) -> None:
-        store(self, mean=check_number("mean", self.mean, above=0))
+        set_fields(self, mean=check_number("mean", self.mean, above=0))
 
     @classmethod
-    def of(cls: type[S], delays: Sequence[float] | np.ndarray) -> S:
+    def fit(cls: type[S], delays: Sequence[float] | np.ndarray) -> S:
         """With the mean of measured delays.
 
         Raises:
@@ -235,7 +235,7 @@ class _Scaled(Delay):
 
 
 @dataclass(frozen=True)
-class HalfNormal(_Scaled):
+class HalfNormal(_MeanParametrised):
     r"""The absolute value of a centred normal distribution of scale $a \sqrt{\pi / 2}$, whose mean is a.
 
     Args:
@@ -251,9 +251,9 @@ class HalfNormal(_Scaled):
         8.4535
     """
 
-    def _invert(self, share: float) -> float:
+    def _invert(self, probability: float) -> float:
         # The lower half of the normal distribution: (1 - u) / 2 is exact where (1 + u) / 2 rounds.
-        return self.mean * HALF_NORMAL_SCALE * abs(_normal((1 - share) / 2))
+        return self.mean * HALF_NORMAL_SCALE * abs(_normal_quantile((1 - probability) / 2))
 
 
 @dataclass(frozen=True)
@@ -277,10 +277,10 @@ class Uniform(Delay):
 
     def __post_init__(self) -> None:
         low = check_number("low", self.low, at_least=0)
-        store(self, low=low, high=check_number("high", self.high, at_least=low))
+        set_fields(self, low=low, high=check_number("high", self.high, at_least=low))
 
     @staticmethod
-    def of(delays: Sequence[float] | np.ndarray) -> "Uniform":
+    def fit(delays: Sequence[float] | np.ndarray) -> "Uniform":
         """Between the 5th and the 95th percentile of measured delays.
 
         Raises:
@@ -294,12 +294,12 @@ class Uniform(Delay):
     def _mean(self) -> float:
         return self.low + (self.high - self.low) / 2
 
-    def _invert(self, share: float) -> float:
-        return self.low + share * (self.high - self.low)
+    def _invert(self, probability: float) -> float:
+        return self.low + probability * (self.high - self.low)
 
 
 @dataclass(frozen=True)
-class Exponential(_Scaled):
+class Exponential(_MeanParametrised):
     r"""Without memory: $F^{-1}(u) = -a \log(1 - u)$, of mean a, which is one over the rate.
 
     Args:
@@ -313,22 +313,28 @@ class Exponential(_Scaled):
         6.9315
     """
 
-    def _invert(self, share: float) -> float:
-        return -self.mean * math.log1p(-share)
+    def _invert(self, probability: float) -> float:
+        return -self.mean * math.log1p(-probability)
 
 
-def store(value: object, **fields: object) -> None:
+def set_fields(value: object, **fields: object) -> None:
     """Set fields of a frozen dataclass while it is being made."""
     for name, content in fields.items():
         object.__setattr__(value, name, content)
 
 
-def _normal(share: float) -> float:
+def _normal_quantile(probability: float) -> float:
     """The quantile of the normal distribution, finite at both ends."""
-    return NORMAL.inv_cdf(share if LEAST <= share <= MOST else LEAST if share < LEAST else MOST)
+    return NORMAL.inv_cdf(
+        probability
+        if MIN_PROBABILITY <= probability <= MAX_PROBABILITY
+        else MIN_PROBABILITY
+        if probability < MIN_PROBABILITY
+        else MAX_PROBABILITY
+    )
 
 
-MakesDelays: TypeAlias = Callable[[Sequence[int], np.random.Generator], Mapping[int, Delay] | Delay]
+DelayFactory: TypeAlias = Callable[[Sequence[int], np.random.Generator], Mapping[int, Delay] | Delay]
 """A function that makes one delay for all clients, or one for each of them."""
-Delays: TypeAlias = Delay | Mapping[int, Delay] | str | Path | MakesDelays | None
+Delays: TypeAlias = Delay | Mapping[int, Delay] | str | Path | DelayFactory | None
 """What [`run`][manifoldagg.simulation.run] accepts as delays. A string or a path names a CSV file."""

@@ -11,9 +11,9 @@ import numpy as np
 from manifoldagg._validation import check_number, check_vector
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.clock import check_generator
-from manifoldagg.simulation.delays import Delay, store
+from manifoldagg.simulation.delays import Delay, set_fields
 
-__all__ = ["Empirical", "assign"]
+__all__ = ["Empirical", "assign_profiles"]
 
 C = TypeVar("C", bound=int | str)
 D = TypeVar("D", bound=Delay)
@@ -49,7 +49,7 @@ class Empirical(Delay):
         if len(sent) != len(computation):
             raise ArgumentError(f"communication: expected {len(computation)} rounds as in computation, got {len(sent)}")
         order = np.argsort(computation + sent, kind="stable")
-        store(self, computation=tuple(computation[order].tolist()), communication=tuple(sent[order].tolist()))
+        set_fields(self, computation=tuple(computation[order].tolist()), communication=tuple(sent[order].tolist()))
 
     @property
     def delays(self) -> tuple[float, ...]:
@@ -66,11 +66,11 @@ class Empirical(Delay):
     def _mean(self) -> float:
         return float(np.mean(self.delays))
 
-    def _invert(self, share: float) -> float:
-        return self.delays[int(share * len(self.computation))]
+    def _invert(self, probability: float) -> float:
+        return self.delays[int(probability * len(self.computation))]
 
     @staticmethod
-    def from_csv(path: Path | str, *, work: float = 1.0, size: float = 1.0) -> "dict[str, Empirical]":
+    def from_csv(path: Path | str, *, work: float = 1.0, size_ratio: float = 1.0) -> "dict[str, Empirical]":
         """The profiles of measured devices, by the column `client`.
 
         Other columns are `computation_s` and `round_s`, the seconds of computation alone and of the whole round; more
@@ -79,7 +79,8 @@ class Empirical(Delay):
         Args:
             path: a CSV file with a header.
             work: how many units one measured round computed; computation is divided by it.
-            size: bytes of the model to be simulated over bytes of the measured one; communication is multiplied by it.
+            size_ratio: bytes of the model to be simulated over bytes of the measured one; communication is multiplied
+                by it.
 
         Returns:
             One profile a client, in order of their first rows.
@@ -90,7 +91,7 @@ class Empirical(Delay):
         Source: OrthoFL D.4.
         """
         check_number("work", work, above=0)
-        check_number("size", size, at_least=0)
+        check_number("size_ratio", size_ratio, at_least=0)
         rounds: dict[str, list[tuple[float, float]]] = {}
         try:
             with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -109,19 +110,19 @@ class Empirical(Delay):
                     if not client:
                         raise ArgumentError(f"path: {path}, line {rows.line_num}: client: expected a name, got none")
                     rounds.setdefault(client, []).append(
-                        _round(f"path: {path}, line {rows.line_num}", computation, whole)
+                        _parse_round(f"path: {path}, line {rows.line_num}", computation, whole)
                     )
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ArgumentError(f"path: {path} cannot be read: {error}") from None
         if not rounds:
             raise ArgumentError(f"path: {path} has no rounds")
         return {
-            client: Empirical(tuple(t / work for t, _ in parts), tuple(c * size for _, c in parts))
+            client: Empirical(tuple(t / work for t, _ in parts), tuple(c * size_ratio for _, c in parts))
             for client, parts in rounds.items()
         }
 
 
-def assign(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random.Generator) -> dict[C, D]:
+def assign_profiles(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random.Generator) -> dict[C, D]:
     """Give each client a profile at random, each time any of them.
 
     Args:
@@ -135,7 +136,7 @@ def assign(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random
     Source: OrthoFL §5.1.
 
     Example:
-        >>> assign({"pi": Empirical((1.0,))}, range(2), np.random.default_rng(0))[1].delays
+        >>> assign_profiles({"pi": Empirical((1.0,))}, range(2), np.random.default_rng(0))[1].delays
         (1.0,)
     """
     check_generator(generator)
@@ -145,7 +146,7 @@ def assign(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random
     return {client: listed[int(generator.integers(len(listed)))] for client in clients}
 
 
-def _round(where: str, computation: str | None, whole: str | None) -> tuple[float, float]:
+def _parse_round(where: str, computation: str | None, whole: str | None) -> tuple[float, float]:
     """Seconds of computation and of communication in a row of text."""
     try:
         seconds = float(computation or "")

@@ -7,141 +7,143 @@ from typing import Any
 
 from manifoldagg.errors import DivergenceError
 from manifoldagg.federated import Message, Payload, Server
-from manifoldagg.simulation.cost import Evaluation, Spent
-from manifoldagg.simulation.evaluation import Marks
-from manifoldagg.simulation.event_loop import Answer, Ask, Course, Lost
-from manifoldagg.simulation.executors.task_runner import Crew
-from manifoldagg.simulation.federated_dataset import Key
-from manifoldagg.simulation.in_flight import Desk
-from manifoldagg.simulation.lookahead import Foresight
-from manifoldagg.simulation.snapshot import Ledger, Stand
-from manifoldagg.simulation.trace import Record
+from manifoldagg.simulation.cost import Cost, Evaluation
+from manifoldagg.simulation.evaluation import EvaluationLog
+from manifoldagg.simulation.event_loop import CompletionEvent, DispatchEvent, DropoutEvent, EventLoop
+from manifoldagg.simulation.executors.task_runner import TaskRunner
+from manifoldagg.simulation.federated_dataset import TaskId
+from manifoldagg.simulation.in_flight import InFlightTasks
+from manifoldagg.simulation.lookahead import Lookahead
+from manifoldagg.simulation.snapshot import EventLog, RunSnapshot
+from manifoldagg.simulation.trace import TaskRecord
 
-__all__ = ["Event", "UnderWay"]
+__all__ = ["Simulator", "UpdateEvent"]
 
 
 @dataclass(frozen=True)
-class Event:
+class UpdateEvent:
     """One answered task, for who watches a run."""
 
-    round: int
+    update_index: int
     client: int
     message: Message
     payload: Payload
 
 
 @dataclass
-class UnderWay:
+class Simulator:
     """A run, between two events.
 
     Attributes:
-        about: what it follows from.
-        course: who is asked and who answers.
-        work: what a client is given, if it is asked now.
-        foresight: what is told all that the course is told.
+        metadata: what it follows from.
+        event_loop: who is asked and who answers.
+        task_cost: what a client is given, if it is asked now.
+        lookahead: what is told all that the course is told.
         server: that takes the updates.
-        desk: the tickets that are out.
-        crew: who trains.
-        marks: the evaluations.
-        ledger: what happened.
-        spent: so far.
+        in_flight: the tickets that are out.
+        task_runner: who trains.
+        evaluation_log: the evaluations.
+        event_log: what happened.
+        cost: so far.
         started: when, in seconds of the wall clock, as if it had never been interrupted.
-        watch: called with each answered task.
+        on_update: called with each answered task.
     """
 
-    about: Mapping[str, Any]
-    course: Course
-    work: Callable[[int], float]
-    foresight: Foresight
+    metadata: Mapping[str, Any]
+    event_loop: EventLoop
+    task_cost: Callable[[int], float]
+    lookahead: Lookahead
     server: Server
-    desk: Desk
-    crew: Crew
-    marks: Marks
-    ledger: Ledger
-    spent: Spent
+    in_flight: InFlightTasks
+    task_runner: TaskRunner
+    evaluation_log: EvaluationLog
+    event_log: EventLog
+    cost: Cost
     started: float
-    watch: Callable[[Event], None] | None
+    on_update: Callable[[UpdateEvent], None] | None
 
     @property
     def seconds(self) -> float:
         """Of wall-clock time so far, evaluation apart."""
-        return time.perf_counter() - self.started - self.marks.seconds
+        return time.perf_counter() - self.started - self.evaluation_log.seconds
 
-    def turn(self) -> bool:
+    def advance(self) -> bool:
         """The next event, and whether it was an answer."""
-        event = self.course.next()
-        self.ledger.events += 1
-        if isinstance(event, Ask):
-            self._ask(event.client)
-        elif isinstance(event, Lost):
-            self._lose(event.keys)
+        event = self.event_loop.next()
+        self.event_log.num_events += 1
+        if isinstance(event, DispatchEvent):
+            self._dispatch(event.client)
+        elif isinstance(event, DropoutEvent):
+            self._drop(event.task_ids)
         else:
-            self._settle(event)
-        return isinstance(event, Answer)
+            self._complete(event)
+        return isinstance(event, CompletionEvent)
 
-    def evaluated(self) -> Evaluation:
+    def evaluate(self) -> Evaluation:
         """A row of the log: what the model is worth now, and the staleness of what came since the last one."""
-        seen = self.marks.rows[-1].round
-        return self.marks.take(self.server, self.spent, [task.staleness for task in self.ledger.trace[seen:]])
-
-    def stand(self) -> Stand:
-        """All that it needs to go on."""
-        return Stand(
-            about=self.about,
-            server=self.server.snapshot(),
-            out=self.desk.out,
-            memories=self.crew.memories,
-            spent=self.spent,
-            ledger=self.ledger,
-            events=self.ledger.events,
-            asked=len(self.ledger.work),
-            marks=self.marks,
-            evaluated=len(self.marks.rows),
-            by_client=self.marks.by_client,
-            seconds=self.seconds,
-            evaluation_seconds=self.marks.seconds,
+        seen = self.evaluation_log.evaluations[-1].updates
+        return self.evaluation_log.record(
+            self.server, self.cost, [task.staleness for task in self.event_log.trace[seen:]]
         )
 
-    def _ask(self, client: int) -> None:
-        ticket = self.desk.dispatch(client)
-        self.spent = replace(self.spent, bytes_down=self.spent.bytes_down + ticket.message.nbytes)
-        units = self.work(client)
-        key = self.course.give(client, units)
-        self.ledger.work.append(units)
-        self.foresight.gave(key, units)
-        self.desk.give(key, ticket)
-        self.crew.give(key, ticket.message)
+    def snapshot(self) -> RunSnapshot:
+        """All that it needs to go on."""
+        return RunSnapshot(
+            metadata=self.metadata,
+            server=self.server.snapshot(),
+            tickets=self.in_flight.tickets,
+            client_states=self.task_runner.client_states,
+            cost=self.cost,
+            event_log=self.event_log,
+            num_events=self.event_log.num_events,
+            num_dispatched=len(self.event_log.work),
+            evaluation_log=self.evaluation_log,
+            num_evaluations=len(self.evaluation_log.evaluations),
+            client_accuracy=self.evaluation_log.client_accuracy,
+            seconds=self.seconds,
+            evaluation_seconds=self.evaluation_log.seconds,
+        )
 
-    def _lose(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            self.server.drop(self.desk.take(key))
-        self.foresight.lost(keys)
-        self.crew.lose(keys)
+    def _dispatch(self, client: int) -> None:
+        ticket = self.in_flight.dispatch(client)
+        self.cost = replace(self.cost, bytes_down=self.cost.bytes_down + ticket.message.nbytes)
+        units = self.task_cost(client)
+        key = self.event_loop.submit(client, units)
+        self.event_log.work.append(units)
+        self.lookahead.on_dispatch(key, units)
+        self.in_flight.add(key, ticket)
+        self.task_runner.submit(key, ticket.message)
 
-    def _settle(self, event: Answer) -> None:
-        ticket = self.desk.take(event.key)
-        trace = self.ledger.trace
-        trace.append(Record.of(event.done, self.server.version - ticket.version))
+    def _drop(self, task_ids: Sequence[TaskId]) -> None:
+        for key in task_ids:
+            self.server.drop(self.in_flight.pop(key))
+        self.lookahead.on_dropout(task_ids)
+        self.task_runner.cancel(task_ids)
+
+    def _complete(self, event: CompletionEvent) -> None:
+        ticket = self.in_flight.pop(event.task_id)
+        trace = self.event_log.trace
+        trace.append(TaskRecord.from_completion(event.completion, self.server.version - ticket.version))
         sent = 0
         try:
-            payload = self.crew.result(event.key)
+            payload = self.task_runner.result(event.task_id)
         except DivergenceError:
             accepted = False
         else:
             sent = payload.nbytes
-            if self.watch is not None:
-                self.watch(Event(len(trace), event.key.client, ticket.message, payload))
+            if self.on_update is not None:
+                self.on_update(UpdateEvent(len(trace), event.task_id.client, ticket.message, payload))
             accepted = self.server.receive(ticket, payload).accepted
         if not accepted:
             self.server.drop(ticket)
-        self.ledger.accepted.append(accepted)
-        self.spent = replace(
-            self.spent,
-            round=len(trace),
-            time=event.done.time,
-            gradients=self.spent.gradients + self.crew.gradients,
-            bytes_up=self.spent.bytes_up + sent,
-            refused=self.spent.refused + (not accepted),
+        self.event_log.accepted.append(accepted)
+        self.cost = replace(
+            self.cost,
+            updates=len(trace),
+            time=event.completion.time,
+            gradients=self.cost.gradients + self.task_runner.num_gradients,
+            bytes_up=self.cost.bytes_up + sent,
+            rejected=self.cost.rejected + (not accepted),
         )
-        self.course.settle(accepted)
-        self.foresight.settled(event.key, accepted)
+        self.event_loop.acknowledge(accepted)
+        self.lookahead.on_completion(event.task_id, accepted)

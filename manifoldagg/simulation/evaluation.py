@@ -11,57 +11,59 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from manifoldagg.federated import Server
-from manifoldagg.simulation.cost import Evaluation, Spent
+from manifoldagg.simulation.cost import Cost, Evaluation
 from manifoldagg.simulation.fairness import gini, theil
-from manifoldagg.simulation.federated_dataset import Federation
+from manifoldagg.simulation.federated_dataset import FederatedDataset
 
-__all__ = ["Exam", "Grades", "Marks"]
+__all__ = ["EvaluationLog", "Evaluator", "SampleMetrics"]
 
-AT_ONCE = 1_000
+EVAL_BATCH_SIZE = 1_000
 """Samples that go through a model together."""
 
 
-class Grades(NamedTuple):
+class SampleMetrics(NamedTuple):
     """What each held-out sample is worth.
 
     Attributes:
-        right: (samples,), 1 for a right one, or which part of a sequence is right.
+        correct: (samples,), 1 for a right one, or which part of a sequence is right.
         loss: (samples,), cross-entropies; their mean over a sequence.
     """
 
-    right: np.ndarray
+    correct: np.ndarray
     loss: np.ndarray
 
 
-class Exam:
+class Evaluator:
     """Which held-out samples a model gets right."""
 
-    def __init__(self, federation: Federation) -> None:
+    def __init__(self, federation: FederatedDataset) -> None:
         self._held_out = [part for part in federation.held_out if len(part)]
         index = torch.from_numpy(np.concatenate(self._held_out))
-        self._inputs = federation.task.inputs[index]
-        self._labels = federation.task.labels[index]
+        self._inputs = federation.dataset.inputs[index]
+        self._labels = federation.dataset.labels[index]
         self._model = federation.model().eval()
 
-    def grade(self, model: Mapping[str, Tensor]) -> Grades:
+    def evaluate(self, model: Mapping[str, Tensor]) -> SampleMetrics:
         """Of a state dict; one pass."""
         self._model.load_state_dict(model)
         right: list[Tensor] = []
         loss: list[Tensor] = []
         with torch.no_grad():
-            for inputs, labels in zip(self._inputs.split(AT_ONCE), self._labels.split(AT_ONCE), strict=True):
+            for inputs, labels in zip(
+                self._inputs.split(EVAL_BATCH_SIZE), self._labels.split(EVAL_BATCH_SIZE), strict=True
+            ):
                 scores = self._model(inputs)
                 right.append((scores.argmax(1) == labels).double())
                 loss.append(cross_entropy(scores, labels, reduction="none").double())
-        return Grades(*(torch.cat(parts).view(len(self._labels), -1).mean(1).numpy() for parts in (right, loss)))
+        return SampleMetrics(*(torch.cat(parts).view(len(self._labels), -1).mean(1).numpy() for parts in (right, loss)))
 
-    def by_client(self, right: np.ndarray) -> list[float]:
+    def accuracy_by_client(self, correct: np.ndarray) -> list[float]:
         """The mean for each client that has held-out samples."""
         edges = np.cumsum([len(part) for part in self._held_out])[:-1]
-        return [float(part.mean()) for part in np.split(right, edges)]
+        return [float(part.mean()) for part in np.split(correct, edges)]
 
 
-class _Worth(NamedTuple):
+class _Metrics(NamedTuple):
     """What is said of a model."""
 
     accuracy: float
@@ -70,7 +72,7 @@ class _Worth(NamedTuple):
     theil: float
 
 
-class Marks:
+class EvaluationLog:
     """The marks of a server's models, one row for each time that they are taken.
 
     Attributes:
@@ -79,49 +81,49 @@ class Marks:
         seconds: that taking them took.
     """
 
-    def __init__(self, federation: Federation) -> None:
+    def __init__(self, federation: FederatedDataset) -> None:
         started = time.perf_counter()
-        self._exam = Exam(federation)
+        self._evaluator = Evaluator(federation)
         self._version = -1
-        self._worth: _Worth
+        self._metrics: _Metrics
         self._best = -1.0
-        self.rows: list[Evaluation] = []
-        self.by_client: list[float] = []
+        self.evaluations: list[Evaluation] = []
+        self.client_accuracy: list[float] = []
         self.seconds = time.perf_counter() - started
 
-    def go_on(self, rows: Sequence[Evaluation], by_client: list[float], seconds: float) -> None:
+    def restore(self, evaluations: Sequence[Evaluation], client_accuracy: list[float], seconds: float) -> None:
         """Go on from other marks: theirs come before what these will be."""
-        self.rows = [*rows]
-        self._best = max((row.accuracy for row in rows), default=-1.0)
-        self.by_client = by_client
+        self.evaluations = [*evaluations]
+        self._best = max((row.accuracy for row in evaluations), default=-1.0)
+        self.client_accuracy = client_accuracy
         self.seconds += seconds
 
-    def take(self, server: Server, spent: Spent, late: Sequence[int] = ()) -> Evaluation:
+    def record(self, server: Server, cost: Cost, staleness: Sequence[int] = ()) -> Evaluation:
         """Mark the current model; one that has not moved is not looked at again.
 
         Args:
             server: whose model it is.
-            spent: by now.
-            late: staleness of the answers since the time before.
+            cost: by now.
+            staleness: staleness of the answers since the time before.
         """
         started = time.perf_counter()
         if server.version != self._version:
             self._version = server.version
-            grades = self._exam.grade(server.state_dict())
-            clients = self._exam.by_client(grades.right)
+            grades = self._evaluator.evaluate(server.state_dict())
+            clients = self._evaluator.accuracy_by_client(grades.correct)
             loss = float(grades.loss.mean())
-            self._worth = _Worth(
-                float(grades.right.mean()), loss if math.isfinite(loss) else None, gini(clients), theil(clients)
+            self._metrics = _Metrics(
+                float(grades.correct.mean()), loss if math.isfinite(loss) else None, gini(clients), theil(clients)
             )
-            if self._worth.accuracy > self._best:
-                self._best = self._worth.accuracy
-                self.by_client = clients
+            if self._metrics.accuracy > self._best:
+                self._best = self._metrics.accuracy
+                self.client_accuracy = clients
         row = Evaluation(
-            **vars(spent),
-            **self._worth._asdict(),
-            staleness=sum(late) / max(1, len(late)),
-            staleness_max=max(late, default=0),
+            **vars(cost),
+            **self._metrics._asdict(),
+            staleness=sum(staleness) / max(1, len(staleness)),
+            staleness_max=max(staleness, default=0),
         )
-        self.rows.append(row)
+        self.evaluations.append(row)
         self.seconds += time.perf_counter() - started
         return row

@@ -6,57 +6,57 @@ from typing import NamedTuple, TypeAlias
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler
-from manifoldagg.simulation.availability import Change, Participation
-from manifoldagg.simulation.federated_dataset import Key
+from manifoldagg.simulation.availability import AvailabilityChange, AvailabilityTrace
+from manifoldagg.simulation.federated_dataset import TaskId
 from manifoldagg.simulation.schedulers import Completion, Scheduler
 
-__all__ = ["Answer", "Ask", "Course", "Event", "Lost"]
+__all__ = ["CompletionEvent", "DispatchEvent", "DropoutEvent", "EventLoop", "SimulationEvent"]
 
 
-class Ask(NamedTuple):
+class DispatchEvent(NamedTuple):
     """A client is to be given a task."""
 
     client: int
 
 
-class Answer(NamedTuple):
-    """A client has finished a task; `done` counts from when the client was asked."""
+class CompletionEvent(NamedTuple):
+    """A client has finished a task; `completion` counts from when the client was asked."""
 
-    key: Key
-    done: Completion
+    task_id: TaskId
+    completion: Completion
 
 
-class Lost(NamedTuple):
+class DropoutEvent(NamedTuple):
     """Nobody will answer these tasks: their client is gone."""
 
-    keys: tuple[Key, ...]
+    task_ids: tuple[TaskId, ...]
 
 
-Event: TypeAlias = Ask | Answer | Lost
+SimulationEvent: TypeAlias = DispatchEvent | CompletionEvent | DropoutEvent
 
 
-class _Given(NamedTuple):
-    nth: int
+class _DispatchedTask(NamedTuple):
+    task_index: int
     work: float
     time: float
-    finished: int
+    num_completed: int
 
 
-class Course:
+class EventLoop:
     """Who is asked when, and who answers next.
 
     A client's tasks run in order: what it is asked while it is busy waits, here where the scheduler does not queue.
-    Every `Ask` is followed by `give`, every `ClosedTicket` by `settle`, before the next event.
+    Every `DispatchEvent` is followed by `submit`, every `ClosedTicket` by `acknowledge`, before the next event.
 
     Args:
         clients: all that will ever take part, once each.
-        asking: whom to ask.
+        sampler: whom to ask.
         scheduler: carries out the tasks; nothing else may use it from now on.
         changes: of who takes part. A client whose first change is no `"join"` is here from the start.
 
     Attributes:
         present: the clients that take tasks now.
-        pending: the event that waits for `give` or `settle`.
+        pending: the event that waits for `submit` or `acknowledge`.
         answers: how many there were.
 
     Raises:
@@ -71,11 +71,11 @@ class Course:
         >>> answers = []
         >>> while len(answers) < 4:
         ...     event = course.next()
-        ...     if isinstance(event, Ask):
+        ...     if isinstance(event, DispatchEvent):
         ...         key = course.give(event.client, work=1.0)
         ...     elif isinstance(event, ClosedTicket):
         ...         answers.append(tuple(event.key))
-        ...         course.settle(accepted=True)
+        ...         course.acknowledge(accepted=True)
         >>> answers
         [(3, 0), (5, 0), (3, 1), (3, 2)]
     """
@@ -83,9 +83,9 @@ class Course:
     def __init__(
         self,
         clients: Sequence[int],
-        asking: ClientSampler,
+        sampler: ClientSampler,
         scheduler: Scheduler[int],
-        changes: Iterable[Change[int]] = (),
+        changes: Iterable[AvailabilityChange[int]] = (),
     ) -> None:
         if scheduler.now or scheduler.in_flight:
             raise ArgumentError(
@@ -94,105 +94,109 @@ class Course:
             )
         changes = list(changes)
         known = set(clients)
-        away = {change.client for change in changes if isinstance(change, Change) and change.kind == "join"}
+        away = {change.client for change in changes if isinstance(change, AvailabilityChange) and change.kind == "join"}
         here = [client for client in clients if client not in away]
-        self._crowd = Participation(scheduler, changes, present=here)
+        self._availability = AvailabilityTrace(scheduler, changes, available=here)
         for change in changes:
             if change.client not in known:
-                raise ArgumentError(f"participation: {change} is of a client that takes no part")
+                raise ArgumentError(f"availability: {change} is of a client that takes no part")
         self.clients = clients
         self._scheduler = scheduler
-        self._asking = asking
-        self.present = AvailableClients(here)
-        self._given: dict[int, deque[_Given]] = {}
-        self._count: dict[int, int] = {}
-        self._asks = deque(asking.start(self.present))
-        self.pending: Ask | Answer | None = None
-        self.answers = 0
+        self._sampler = sampler
+        self.available = AvailableClients(here)
+        self._dispatched: dict[int, deque[_DispatchedTask]] = {}
+        self._num_dispatched: dict[int, int] = {}
+        self._dispatch_queue = deque(sampler.start(self.available))
+        self.pending_event: DispatchEvent | CompletionEvent | None = None
+        self.num_completed = 0
 
     @property
     def now(self) -> float:
         """The virtual time in seconds."""
         return self._scheduler.now
 
-    def next(self) -> Event:
+    def next(self) -> SimulationEvent:
         """What happens next.
 
         Raises:
-            ArgumentError: if nobody has a task any more, or the last event waits for its `give` or `settle`.
+            ArgumentError: if nobody has a task any more, or the last event waits for its `submit` or `acknowledge`.
         """
-        if self.pending is not None:
-            raise ArgumentError(f"course: expected `give` or `settle` first, for {self.pending}")
-        while not self._asks:
+        if self.pending_event is not None:
+            raise ArgumentError(f"event_loop: expected `submit` or `acknowledge` first, for {self.pending_event}")
+        while not self._dispatch_queue:
             try:
-                event = self._crowd.next()
+                event = self._availability.next()
             except ManifoldAggError:
                 raise ArgumentError(
-                    f"scheduler, participation: nobody has a task any more after {self.answers} answers"
+                    f"scheduler, availability: no client has a task after {self.num_completed} answers"
                 ) from None
             if isinstance(event, Completion):
-                self.pending = self._finish(event)
-                return self.pending
-            lost = self._change(event)
+                self.pending_event = self._complete(event)
+                return self.pending_event
+            lost = self._apply_change(event)
             if lost:
-                return Lost(lost)
-        self.pending = Ask(self._asks.popleft())
-        return self.pending
+                return DropoutEvent(lost)
+        self.pending_event = DispatchEvent(self._dispatch_queue.popleft())
+        return self.pending_event
 
-    def give(self, client: int, work: float) -> Key:
+    def submit(self, client: int, work: float) -> TaskId:
         """Give the client that is to be asked a task of `work` units.
 
         Raises:
             ArgumentError: if another one is to be asked, or the scheduler does not take the task.
         """
-        if self.pending != Ask(client):
-            raise ArgumentError(f"client: expected the one of the last Ask, got {client!r} after {self.pending}")
-        tasks = self._given.get(client)
-        if tasks is None or self._scheduler.queues:
+        if self.pending_event != DispatchEvent(client):
+            raise ArgumentError(
+                f"client: expected the one of the last DispatchEvent, got {client!r} after {self.pending_event}"
+            )
+        tasks = self._dispatched.get(client)
+        if tasks is None or self._scheduler.allows_queueing:
             self._scheduler.dispatch(client, work)
         if tasks is None:
-            tasks = self._given[client] = deque()
-        key = Key(client, self._count.get(client, 0))
-        self._count[client] = key.nth + 1
-        tasks.append(_Given(key.nth, work, self.now, self.answers))
-        self.pending = None
+            tasks = self._dispatched[client] = deque()
+        key = TaskId(client, self._num_dispatched.get(client, 0))
+        self._num_dispatched[client] = key.task_index + 1
+        tasks.append(_DispatchedTask(key.task_index, work, self.now, self.num_completed))
+        self.pending_event = None
         return key
 
-    def settle(self, accepted: bool) -> None:
+    def acknowledge(self, accepted: bool) -> None:
         """Tell whether the server took the update of the last answer.
 
         Raises:
             ArgumentError: if the last event was no answer.
         """
-        if not isinstance(self.pending, Answer):
-            raise ArgumentError(f"course: expected an Answer to settle, got {self.pending}")
-        client = self.pending.key.client
-        self.pending = None
-        self._asks.extend(self._asking.on_completion(client, accepted, self.present))
+        if not isinstance(self.pending_event, CompletionEvent):
+            raise ArgumentError(f"event_loop: expected a CompletionEvent to acknowledge, got {self.pending_event}")
+        client = self.pending_event.task_id.client
+        self.pending_event = None
+        self._dispatch_queue.extend(self._sampler.on_completion(client, accepted, self.available))
 
-    def _finish(self, done: Completion) -> Answer:
+    def _complete(self, completion: Completion) -> CompletionEvent:
         """A task of a client has finished; its next one is taken up."""
-        client = done.client
-        tasks = self._given[client]
+        client = completion.client
+        tasks = self._dispatched[client]
         task = tasks.popleft()
         if not tasks:
-            del self._given[client]
-        elif not self._scheduler.queues:
+            del self._dispatched[client]
+        elif not self._scheduler.allows_queueing:
             self._scheduler.dispatch(client, tasks[0].work)
-        late = self.answers - task.finished
-        self.answers += 1
-        return Answer(Key(client, task.nth), done._replace(dispatched=task.time, relative_delay=late))
+        late = self.num_completed - task.num_completed
+        self.num_completed += 1
+        return CompletionEvent(
+            TaskId(client, task.task_index), completion._replace(dispatched=task.time, relative_delay=late)
+        )
 
-    def _change(self, change: Change[int]) -> tuple[Key, ...]:
+    def _apply_change(self, change: AvailabilityChange[int]) -> tuple[TaskId, ...]:
         """A client comes or goes; the tasks that are lost with it."""
         client = change.client
         if change.kind in ("join", "return"):
-            self.present.add(client)
-            self._asks.extend(self._asking.on_join(client, self.present))
+            self.available.add(client)
+            self._dispatch_queue.extend(self._sampler.on_join(client, self.available))
             return ()
-        self.present.discard(client)
+        self.available.discard(client)
         if change.kind == "leave":
             return ()
-        lost = tuple(Key(client, task.nth) for task in self._given.pop(client, ()))
-        self._asks.extend(self._asking.on_dropout(client, len(lost), self.present))
+        lost = tuple(TaskId(client, task.task_index) for task in self._dispatched.pop(client, ()))
+        self._dispatch_queue.extend(self._sampler.on_dropout(client, len(lost), self.available))
         return lost

@@ -24,7 +24,7 @@ def gini(values: np.ndarray | Sequence[float]) -> float:
         >>> gini([1.0, 1.0]), gini([0.0, 1.0])
         (0.0, 0.5)
     """
-    x = np.sort(_checked(values))
+    x = np.sort(_normalize(values))
     total = x.sum()
     if total == 0:
         return 0.0
@@ -48,7 +48,7 @@ def theil(values: np.ndarray | Sequence[float]) -> float:
         >>> theil([1.0, 1.0]), round(theil([0.0, 1.0]), 6)
         (0.0, 0.693147)
     """
-    x = _checked(values)
+    x = _normalize(values)
     total = x.sum()
     if total == 0:
         return 0.0
@@ -56,7 +56,7 @@ def theil(values: np.ndarray | Sequence[float]) -> float:
     return max(0.0, float(positive @ np.log(positive * len(x))))
 
 
-def _checked(values: np.ndarray | Sequence[float]) -> np.ndarray:
+def _normalize(values: np.ndarray | Sequence[float]) -> np.ndarray:
     x = check_vector("values", values, at_least=0)
     # Relative to the largest, so that sums neither overflow nor vanish.
     return x / x.max() if x.max() > 0 else x

@@ -15,34 +15,34 @@ from manifoldagg._validation import check_count, check_instance, check_number
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.determinism import seeded_model, task_generator
 from manifoldagg.simulation import registry
-from manifoldagg.simulation.dataset import Batches, Task, check_task
-from manifoldagg.simulation.lazy_pickle import checksum, recalled
+from manifoldagg.simulation.dataset import Batches, LabelledDataset, check_dataset
+from manifoldagg.simulation.lazy_pickle import checksum, reduce_by_factory
 from manifoldagg.simulation.partitions import Partition
 
-__all__ = ["Federation", "Key", "check_federation"]
+__all__ = ["FederatedDataset", "TaskId", "check_federation"]
 
-SPLIT, BATCHES = 0, 2
+SPLIT_STREAM, BATCH_STREAM = 0, 2
 """Independent streams of random numbers under one seed; others are in `scenario` and `federated.deterministic`."""
 
 
-class Key(NamedTuple):
+class TaskId(NamedTuple):
     """What a task is known by.
 
     Attributes:
         client: whose it is.
-        nth: how many tasks that client was given before it.
+        task_index: how many tasks that client was given before it.
     """
 
     client: int
-    nth: int
+    task_index: int
 
 
 @dataclass(frozen=True)
-class Federation:
+class FederatedDataset:
     """Who holds which samples, for training and held out.
 
     Attributes:
-        task: what is learned.
+        dataset: what is learned.
         train: one array of sample positions a client.
         held_out: likewise, disjoint from `train`; together the test set.
         batch: samples a minibatch.
@@ -51,16 +51,16 @@ class Federation:
     One that `split` made goes to other processes as that call, where what it was given can be pickled.
     """
 
-    task: Task
+    dataset: LabelledDataset
     train: list[np.ndarray]
     held_out: list[np.ndarray]
     batch: int
     seed: int
-    origin: "Callable[[], Federation] | None" = field(init=False, default=None, repr=False, compare=False)
+    factory: "Callable[[], FederatedDataset] | None" = field(init=False, default=None, repr=False, compare=False)
 
     @staticmethod
     def split(
-        task: Task,
+        dataset: LabelledDataset,
         clients: int,
         *,
         partition: Partition | str,
@@ -68,14 +68,14 @@ class Federation:
         holdout: float | None = None,
         validation: float = 0.0,
         batch: int = 16,
-    ) -> "Federation":
+    ) -> "FederatedDataset":
         """Split a task over clients, and hold out a part of every client's samples.
 
         Samples of a test split that came with the data are split with the others, and are what is held out of a
         client's part.
 
         Args:
-            task: what is learned.
+            dataset: what is learned.
             clients: how many clients.
             partition: called with the labels, `clients` and `generator=`, such as `iid_partition` or
                 `partial(dirichlet_partition, concentration=0.5)`, and with the task's `owners=` where it takes them and
@@ -93,28 +93,30 @@ class Federation:
         Example:
             >>> points = TaskKey("points", torch.zeros(20, 2), torch.arange(20) % 2, lambda: nn.Linear(2, 2),
             target=1.0)
-            >>> federation = Federation.split(points, 2, partition="iid", seed=0)
+            >>> federation = FederatedDataset.split(points, 2, partition="iid", seed=0)
             >>> [len(part) for part in (*federation.train, *federation.held_out)]
             [8, 8, 2, 2]
         """
-        given = check_task(task).test is not None
+        given = check_dataset(dataset).test_mask is not None
         if given and holdout is not None:
-            raise ArgumentError(f"holdout: expected None, as {task.name} has a test split; got {holdout!r}")
+            raise ArgumentError(f"holdout: expected None, as {dataset.name} has a test split; got {holdout!r}")
         part_out = 0.2 if holdout is None else check_number("holdout", holdout, above=0, at_most=0.9)
         check_number("validation", validation, at_least=0, at_most=0.9)
         check_count("batch", batch)
         check_count("seed", seed, at_least=0)
-        generator = np.random.default_rng([seed, SPLIT])
-        parts = _checked(_split(_divider(partition), task, clients, generator), clients, len(task.labels))
+        generator = np.random.default_rng([seed, SPLIT_STREAM])
+        parts = _check_parts(
+            _apply_partition(_resolve_partition(partition), dataset, clients, generator), clients, len(dataset.labels)
+        )
         shuffled = [generator.permutation(part) for part in parts]
-        if task.test is None:
-            held_out, train = _cut(shuffled, part_out)
+        if dataset.test_mask is None:
+            held_out, train = _split_fraction(shuffled, part_out)
         else:
-            tested = task.test.numpy()
+            tested = dataset.test_mask.numpy()
             held_out = [part[tested[part]] for part in shuffled]
             train = [part[~tested[part]] for part in shuffled]
         if validation:
-            held_out, train = _cut(train, validation)
+            held_out, train = _split_fraction(train, validation)
         if not any(map(len, held_out)):
             of = (
                 "of the test split" if given and not validation else f"to hold out a part of {validation or part_out:g}"
@@ -127,16 +129,16 @@ class Federation:
                 else f"too few samples each to hold out a part of {validation or part_out:g} and train on the rest"
             )
             raise ArgumentError(f"clients: {clients} clients have {lack}")
-        made = Federation(
-            task,
+        made = FederatedDataset(
+            dataset,
             train=[np.sort(part) for part in train],
             held_out=[np.sort(part) for part in held_out],
             batch=batch,
             seed=seed,
         )
         origin = partial(
-            Federation.split,
-            task,
+            FederatedDataset.split,
+            dataset,
             clients,
             partition=partition,
             seed=seed,
@@ -145,11 +147,11 @@ class Federation:
             batch=batch,
         )
         # A change of it, as by `replace`, has none.
-        object.__setattr__(made, "origin", origin)
+        object.__setattr__(made, "factory", origin)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return recalled(self, self.origin, attrgetter("checksum"))
+        return reduce_by_factory(self, self.factory, attrgetter("checksum"))
 
     @property
     def checksum(self) -> int:
@@ -158,39 +160,42 @@ class Federation:
         return checksum(np.array([len(part) for part in parts]), *parts)
 
     @property
-    def scheduled(self) -> list[int]:
+    def trainable_clients(self) -> list[int]:
         """The clients that have something to train on; the others never take part."""
         return [client for client, part in enumerate(self.train) if len(part)]
 
-    def length(self, client: int) -> int:
+    def num_batches(self, client: int) -> int:
         """How many minibatches one pass over a client's samples has."""
         return -(-len(self.train[client]) // self.batch)
 
-    def batches(self, client: int, nth: int) -> Batches:
-        """A client's minibatches for its n-th task, from 0; their order depends on seed, client and `nth` alone."""
+    def batches(self, client: int, task_index: int) -> Batches:
+        """A client's minibatches for its n-th task, from 0; their order depends on seed, client and `task_index`
+        alone."""
         part = torch.from_numpy(self.train[client])
-        generator = np.random.default_rng([self.seed, BATCHES, client, nth])
-        return Batches(self.task.inputs[part], self.task.labels[part], self.batch, generator)
+        generator = np.random.default_rng([self.seed, BATCH_STREAM, client, task_index])
+        return Batches(self.dataset.inputs[part], self.dataset.labels[part], self.batch, generator)
 
-    def generator(self, client: int, nth: int) -> torch.Generator:
-        """What a client's trainer draws from in its n-th task; it depends on seed, client and `nth` alone."""
-        return task_generator(self.seed, client, nth)
+    def generator(self, client: int, task_index: int) -> torch.Generator:
+        """What a client's trainer draws from in its n-th task; it depends on seed, client and `task_index` alone."""
+        return task_generator(self.seed, client, task_index)
 
     def model(self) -> nn.Module:
         """The initial model, the same for every method."""
-        return seeded_model(self.task.model, self.seed)
+        return seeded_model(self.dataset.model, self.seed)
 
 
-def check_federation(name: str, federation: object) -> Federation:
+def check_federation(name: str, federation: object) -> FederatedDataset:
     """A federation, and not the task that is split over one.
 
     Raises:
         ArgumentError: if it is none.
     """
-    return check_instance(name, federation, Federation, 'Federation.split(task, clients, partition="iid", seed=0)')
+    return check_instance(
+        name, federation, FederatedDataset, 'FederatedDataset.split(dataset, clients, partition="iid", seed=0)'
+    )
 
 
-def _divider(partition: Partition | str) -> Partition:
+def _resolve_partition(partition: Partition | str) -> Partition:
     """A partition, also by its name.
 
     Raises:
@@ -203,13 +208,15 @@ def _divider(partition: Partition | str) -> Partition:
     return partition
 
 
-def _split(partition: Partition, task: Task, clients: int, generator: np.random.Generator) -> list[np.ndarray]:
+def _apply_partition(
+    partition: Partition, dataset: LabelledDataset, clients: int, generator: np.random.Generator
+) -> list[np.ndarray]:
     """What a partition makes of a task."""
-    labels = task.labels if task.labels.ndim == 1 else task.labels[:, -1]
-    owners = None if task.owners is None else task.owners.numpy()
-    bound = isinstance(partition, partial) and partition.keywords.get("owners") is not None
+    labels = dataset.labels if dataset.labels.ndim == 1 else dataset.labels[:, -1]
+    owners = None if dataset.user_ids is None else dataset.user_ids.numpy()
+    bound = isinstance(partition, partial) and partition.keywords.get("user_ids") is not None
     parameters = inspect.signature(partition).parameters
-    told = {"owners": owners} if not bound and "owners" in parameters else {}
+    told = {"user_ids": owners} if not bound and "user_ids" in parameters else {}
     try:
         return partition(labels.numpy(), clients, generator=generator, **told)
     except ArgumentError as error:
@@ -219,14 +226,14 @@ def _split(partition: Partition, task: Task, clients: int, generator: np.random.
         raise ArgumentError(f"partition: {error}") from error
 
 
-def _cut(parts: list[np.ndarray], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def _split_fraction(parts: list[np.ndarray], fraction: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The first share of each part, and the rest of each."""
-    cuts = [round(share * len(part)) for part in parts]
+    cuts = [round(fraction * len(part)) for part in parts]
     first = [part[:cut] for part, cut in zip(parts, cuts, strict=True)]
     return first, [part[cut:] for part, cut in zip(parts, cuts, strict=True)]
 
 
-def _checked(parts: list[np.ndarray], clients: int, samples: int) -> list[np.ndarray]:
+def _check_parts(parts: list[np.ndarray], clients: int, samples: int) -> list[np.ndarray]:
     """What a partition gave: an array of positions for each client, none of them twice.
 
     Raises:

@@ -7,31 +7,31 @@ from torch import Tensor
 
 from manifoldagg.federated import Message, Server, Ticket
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
-from manifoldagg.simulation.federated_dataset import Key
+from manifoldagg.simulation.federated_dataset import TaskId
 
-__all__ = ["Desk", "same_bits"]
+__all__ = ["InFlightTasks", "bitwise_equal"]
 
 
-class Desk:
+class InFlightTasks:
     """Where tickets are issued: those of one version share the tensors of their messages that are equal.
 
     Args:
         server: that issues them.
-        out: those of another desk, to go on from.
+        tickets: those of another desk, to go on from.
 
     Attributes:
-        out: the tickets of the tasks that are under way; replaced and never written.
+        tickets: the tickets of the tasks that are under way; replaced and never written.
         latest: the message of the last one.
     """
 
-    def __init__(self, server: Server, out: PersistentOrderedMap[Key, Ticket]) -> None:
+    def __init__(self, server: Server, tickets: PersistentOrderedMap[TaskId, Ticket]) -> None:
         self._server = server
         self._version = -1
         self._shared: dict[str, Tensor] = {}
-        self.out = out
-        self.latest: Message
-        for ticket in out.values():
-            self.latest = ticket.message
+        self.tickets = tickets
+        self.last_message: Message
+        for ticket in tickets.values():
+            self.last_message = ticket.message
 
     def dispatch(self, client: int) -> Ticket:
         """A ticket for a client."""
@@ -40,34 +40,34 @@ class Desk:
             self._version = ticket.version
             self._shared = {}
         sent = ticket.message
-        self.latest = replace(
+        self.last_message = replace(
             sent,
-            start=self._share("start", sent.start),
-            tensors={name: self._share(f"tensors: {name}", tensor) for name, tensor in sent.tensors.items()},
-            buffers={name: self._share(f"buffers: {name}", tensor) for name, tensor in sent.buffers.items()},
+            start=self._deduplicate("start", sent.start),
+            tensors={name: self._deduplicate(f"tensors: {name}", tensor) for name, tensor in sent.tensors.items()},
+            buffers={name: self._deduplicate(f"buffers: {name}", tensor) for name, tensor in sent.buffers.items()},
         )
-        return replace(ticket, message=self.latest)
+        return replace(ticket, message=self.last_message)
 
-    def give(self, key: Key, ticket: Ticket) -> None:
+    def add(self, task_id: TaskId, ticket: Ticket) -> None:
         """A ticket is out, for a task."""
-        self.out = self.out.set(key, ticket)
+        self.tickets = self.tickets.set(task_id, ticket)
 
-    def take(self, key: Key) -> Ticket:
+    def pop(self, task_id: TaskId) -> Ticket:
         """The ticket of a task that is not under way any more."""
-        ticket = self.out[key]
-        self.out = self.out.remove(key)
+        ticket = self.tickets[task_id]
+        self.tickets = self.tickets.remove(task_id)
         return ticket
 
-    def _share(self, name: str, tensor: Tensor) -> Tensor:
+    def _deduplicate(self, name: str, tensor: Tensor) -> Tensor:
         first = self._shared.setdefault(name, tensor)
-        return first if same_bits(first, tensor) else tensor
+        return first if bitwise_equal(first, tensor) else tensor
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def bitwise_equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same in every bit: a negative zero is another one.
 
     Example:
-        >>> same_bits(torch.zeros(2), torch.zeros(2)), same_bits(torch.zeros(2), -torch.zeros(2))
+        >>> bitwise_equal(torch.zeros(2), torch.zeros(2)), bitwise_equal(torch.zeros(2), -torch.zeros(2))
         (True, False)
     """
     if one.shape != other.shape or one.dtype != other.dtype:

@@ -8,13 +8,13 @@ import numpy as np
 
 from manifoldagg._validation import check_count, check_vector
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.delays import MOST, Exponential
+from manifoldagg.simulation.delays import MAX_PROBABILITY, Exponential
 from manifoldagg.simulation.schedulers import Job, Scheduler
 
 __all__ = ["JacksonNetwork"]
 
-SLACK = 1e-6
-LEAST = 2.0**-1022
+SUM_TOLERANCE = 1e-6
+MIN_RATE = 2.0**-1022
 
 
 class JacksonNetwork(Scheduler[int]):
@@ -46,7 +46,7 @@ class JacksonNetwork(Scheduler[int]):
         (3, 3)
     """
 
-    queues = True
+    allows_queueing = True
 
     def __init__(
         self,
@@ -54,21 +54,21 @@ class JacksonNetwork(Scheduler[int]):
         rates: np.ndarray | list[float],
         generator: np.random.Generator,
         *,
-        tasks: int,
+        concurrency: int,
     ) -> None:
         super().__init__(generator)
-        self._rates: list[float] = check_vector("rates", rates, at_least=LEAST).tolist()
+        self._rates: list[float] = check_vector("rates", rates, at_least=MIN_RATE).tolist()
         self._routing: list[float] = check_vector("routing", routing, at_least=0).tolist()
         if len(self._routing) != len(self._rates):
             raise ArgumentError(
                 f"routing: expected {len(self._rates)} shares, one for each of the rates, got {len(self._routing)}"
             )
         excess = sum(self._routing) - 1
-        if abs(excess) > SLACK:
+        if abs(excess) > SUM_TOLERANCE:
             raise ArgumentError(f"routing: expected shares that sum to 1, got {1 + excess:.9g}: off by {excess:+.3g}")
-        self._tasks = check_count("tasks", tasks)
+        self._concurrency = check_count("concurrency", concurrency)
         self._services = {client: Exponential(1 / rate) for client, rate in enumerate(self._rates)}
-        self._bound(max(service.quantile(MOST) for service in self._services.values()))
+        self._set_fast_bound(max(service.quantile(MAX_PROBABILITY) for service in self._services.values()))
         edges = np.cumsum(self._routing)
         # 1 at the last client with a share, so that no draw falls behind it.
         self._edges: list[float] = (edges / edges[-1]).tolist()
@@ -76,9 +76,9 @@ class JacksonNetwork(Scheduler[int]):
         self._queues: dict[int, deque[Job[int]]] = {}
 
     @property
-    def lengths(self) -> tuple[int, ...]:
+    def queue_lengths(self) -> tuple[int, ...]:
         """x, (n,): tasks at each client, the one that it works on included."""
-        return tuple(self._held.get(client, 0) for client in range(len(self._rates)))
+        return tuple(self._client_counts.get(client, 0) for client in range(len(self._rates)))
 
     def route(self) -> int:
         """A client, drawn by p."""
@@ -91,15 +91,17 @@ class JacksonNetwork(Scheduler[int]):
             ArgumentError: if there is no such client, all tasks are in flight, or `work` is negative, no number, or
                 might take more than $2^{960}$ seconds.
         """
-        job = self._job(client, work)
+        job = self._make_job(client, work)
         client = job[0]
         service = self._service(client)
-        if self._in_flight >= self._tasks:
-            raise ArgumentError(f"client: no task can be dispatched while all {self._tasks} of `tasks` are in flight")
-        if self._hold(client) == 1:
-            self._run(job, service.draw(self._generator, job[1]))
+        if self._in_flight >= self._concurrency:
+            raise ArgumentError(
+                f"client: no task can be dispatched while all {self._concurrency} of `concurrency` are in flight"
+            )
+        if self._count_in(client) == 1:
+            self._start(job, service.draw(self._generator, job[1]))
         else:
-            self._queue(job)
+            self._enqueue(job)
 
     def _service(self, client: int) -> Exponential:
         service = self._services.get(client)
@@ -107,44 +109,44 @@ class JacksonNetwork(Scheduler[int]):
             raise ArgumentError(f"client: expected one of 0 to {len(self._rates) - 1}, got {client!r}")
         return service
 
-    def _longest(self, client: int, work: float) -> float:
-        return work * self._service(client).quantile(MOST)
+    def _max_seconds(self, client: int, work: float) -> float:
+        return work * self._service(client).quantile(MAX_PROBABILITY)
 
-    def _queue(self, job: Job[int]) -> None:
+    def _enqueue(self, job: Job[int]) -> None:
         queue = self._queues.get(job[0])
         if queue:
             queue.append(job)
         else:
             self._queues[job[0]] = deque((job,))
 
-    def _release(self, client: int) -> None:
+    def _on_finished(self, client: int) -> None:
         queue = self._queues.get(client)
         if queue:
             job = queue.popleft()
             if not queue:
                 del self._queues[client]
-            self._run(job, self._services[client].draw(self._generator, job[1]))
+            self._start(job, self._services[client].draw(self._generator, job[1]))
 
-    def _forget(self, client: int) -> None:
-        super()._forget(client)
+    def _drop_client(self, client: int) -> None:
+        super()._drop_client(client)
         self._queues.pop(client, None)
 
     def _settings(self) -> dict[str, Any]:
-        return {"routing": self._routing, "rates": self._rates, "tasks": self._tasks}
+        return {"routing": self._routing, "rates": self._rates, "concurrency": self._concurrency}
 
-    def _waiting(self) -> list[Job[int]]:
+    def _queued_jobs(self) -> list[Job[int]]:
         return [job for _, queue in sorted(self._queues.items()) for job in queue]
 
-    def _check(self, waiting: list[Job[int]], running: list[Job[int]], state: dict[str, Any]) -> None:
+    def _check_jobs(self, waiting: list[Job[int]], running: list[Job[int]], state: dict[str, Any]) -> None:
         for client, work, *_ in waiting + running:
-            self._fits(client, work)
+            self._check_duration(client, work)
         busy = [client for client, *_ in running]
         if len(set(busy)) < len(busy) or not {client for client, *_ in waiting} <= set(busy):
             raise ValueError("the clients with tasks are not those that work on one")
-        if len(waiting + running) > self._tasks:
-            raise ValueError(f"more than {self._tasks} tasks are in flight")
+        if len(waiting + running) > self._concurrency:
+            raise ValueError(f"more than {self._concurrency} tasks are in flight")
 
-    def _resume(self, waiting: list[Job[int]], running: list[Job[int]]) -> None:
+    def _restore_jobs(self, waiting: list[Job[int]], running: list[Job[int]]) -> None:
         self._queues = {}
         for job in waiting:
-            self._queue(job)
+            self._enqueue(job)

@@ -14,24 +14,26 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 
-__all__ = ["checksum", "recalled"]
+__all__ = ["checksum", "reduce_by_factory"]
 
 
-def recalled(value: Any, origin: Callable[[], Any] | None, sum_of: Callable[[Any], int]) -> tuple[Any, ...]:
+def reduce_by_factory(
+    value: Any, factory: Callable[[], Any] | None, checksum_of: Callable[[Any], int]
+) -> tuple[Any, ...]:
     """What `__reduce__` returns: the origin and a checksum, or the value itself where nobody could recall its origin.
 
     Args:
         value: to pickle.
-        origin: what makes it.
-        sum_of: its checksum.
+        factory: what makes it.
+        checksum_of: its checksum.
     """
     try:
-        recipe = pickle.dumps(origin)
+        recipe = pickle.dumps(factory)
     except Exception:
         recipe = b""
-    if origin is None or not recipe:
+    if factory is None or not recipe:
         return copyreg.__newobj__, (type(value),), vars(value)  # type: ignore[attr-defined]
-    return _made, (recipe, sum_of, sum_of(value))
+    return _rebuild, (recipe, checksum_of, checksum_of(value))
 
 
 def checksum(*parts: Tensor | np.ndarray) -> int:
@@ -48,13 +50,13 @@ def checksum(*parts: Tensor | np.ndarray) -> int:
 
 
 @lru_cache(maxsize=4)
-def _made(recipe: bytes, sum_of: Callable[[Any], int], expected: int) -> Any:
-    origin = pickle.loads(recipe)
+def _rebuild(pickled_factory: bytes, checksum_of: Callable[[Any], int], expected: int) -> Any:
+    origin = pickle.loads(pickled_factory)
     with single_threaded():
         value = origin()
-    if sum_of(value) != expected:
+    if checksum_of(value) != expected:
         raise ArgumentError(
-            f"task: {origin!r} made other data in another process: expected a function that makes the same each time, "
-            "and data that nobody writes"
+            f"dataset: {origin!r} made other data in another process: expected a function that makes the same "
+            "each time, and data that nobody writes"
         )
     return value

@@ -8,26 +8,26 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.event_loop import Ask, Course, Event, Lost
-from manifoldagg.simulation.federated_dataset import Key
+from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, EventLoop, SimulationEvent
+from manifoldagg.simulation.federated_dataset import TaskId
 
-__all__ = ["Foresight"]
+__all__ = ["Lookahead"]
 
-PATIENCE = 4
+RECOPY_FACTOR = 4
 """After a wrong twin the next is made when one event in so many has passed of those that it looked at."""
-COPIED = 64
+CLIENTS_PER_EVENT = 64
 """So many clients are copied in the time of one event."""
 
 
-class _Told(NamedTuple):
+class _Step(NamedTuple):
     """What a course was told of a task: its work when it was given, or whether its update was accepted."""
 
-    key: Key
+    task_id: TaskId
     work: float | None = None
     accepted: bool | None = None
 
 
-class Foresight:
+class Lookahead:
     """Which of the tasks that are under way will be answered next, and next but one.
 
     A twin of the course runs ahead of it, on the assumption that every update is accepted and that a client is given as
@@ -36,107 +36,107 @@ class Foresight:
     course; until then the order is a guess. So it is where a course cannot be copied.
 
     Args:
-        course: that is looked ahead on, at its beginning. What it is told is told here too, at once.
-        rounds: answers of the course; what is answered after them is not needed.
-        work: what a client will be given that was given nothing so far.
+        event_loop: that is looked ahead on, at its beginning. What it is told is told here too, at once.
+        num_updates: answers of the course; what is answered after them is not needed.
+        task_cost: what a client will be given that was given nothing so far.
     """
 
-    def __init__(self, course: Course, rounds: int, work: Callable[[int], float]) -> None:
-        self._course = course
-        self._rounds = rounds
-        self._work = work
-        self._last: dict[int, float] = {}
+    def __init__(self, event_loop: EventLoop, num_updates: int, task_cost: Callable[[int], float]) -> None:
+        self._event_loop = event_loop
+        self._num_updates = num_updates
+        self._task_cost = task_cost
+        self._last_work: dict[int, float] = {}
         # Tasks that are under way; in order, those of which it is known, or guessed, when they are answered.
-        self._out: dict[Key, None] = {}
-        self._line: list[tuple[float, Key]] = []
-        self._places: dict[Key, float] = {}
+        self._in_flight: dict[TaskId, None] = {}
+        self._queue: list[tuple[float, TaskId]] = []
+        self._positions: dict[TaskId, float] = {}
         # What the twin was told and the course not yet.
-        self._twin: Course | None = None
-        self._ahead: deque[_Told] = deque()
+        self._copy: EventLoop | None = None
+        self._predicted: deque[_Step] = deque()
         self._cost = 0.0
-        self._heard = 0
+        self._events_since_copy = 0
 
-    def gave(self, key: Key, work: float) -> None:
+    def on_dispatch(self, task_id: TaskId, work: float) -> None:
         """The course has given a task."""
-        self._last[key.client] = work
-        self._hear(_Told(key, work=work))
-        self._out[key] = None
-        if self._twin is None or key in self._places:
-            self._line_up(key)
+        self._last_work[task_id.client] = work
+        self._observe(_Step(task_id, work=work))
+        self._in_flight[task_id] = None
+        if self._copy is None or task_id in self._positions:
+            self._enqueue(task_id)
 
-    def settled(self, key: Key, accepted: bool) -> None:
+    def on_completion(self, task_id: TaskId, accepted: bool) -> None:
         """The course was told of an answer."""
-        self._hear(_Told(key, accepted=accepted))
-        self._forget(key)
+        self._observe(_Step(task_id, accepted=accepted))
+        self._remove(task_id)
 
-    def lost(self, keys: Sequence[Key]) -> None:
+    def on_dropout(self, task_ids: Sequence[TaskId]) -> None:
         """The course has lost tasks."""
-        for key in keys:
-            self._forget(key)
+        for key in task_ids:
+            self._remove(key)
 
-    def coming(self, limit: int) -> list[Key]:
+    def next_tasks(self, limit: int) -> list[TaskId]:
         """At most so many tasks that are given and not answered, in the order in which they will be needed."""
-        if self._twin is None and self._heard >= self._cost / PATIENCE:
+        if self._copy is None and self._events_since_copy >= self._cost / RECOPY_FACTOR:
             try:
-                self._twin = copy.deepcopy(self._course)
+                self._copy = copy.deepcopy(self._event_loop)
             except TypeError:  # a scheduler with a file, for instance: what is known is a guess then
                 self._cost = math.inf
-                return [key for _, key in self._line[:limit]]
-            self._cost = len(self._out) + len(self._course.clients) / COPIED
-            self._heard = 0
-            self._line = []
-            self._places = {}
-        while self._twin is not None and len(self._line) < min(limit, len(self._out)):
-            expected = self._step()
+                return [key for _, key in self._queue[:limit]]
+            self._cost = len(self._in_flight) + len(self._event_loop.clients) / CLIENTS_PER_EVENT
+            self._events_since_copy = 0
+            self._queue = []
+            self._positions = {}
+        while self._copy is not None and len(self._queue) < min(limit, len(self._in_flight)):
+            expected = self._advance_copy()
             if expected is None:
                 break
-            self._ahead.append(expected)
-        return [key for _, key in self._line[:limit]]
+            self._predicted.append(expected)
+        return [key for _, key in self._queue[:limit]]
 
-    def _hear(self, told: _Told) -> None:
+    def _observe(self, step: _Step) -> None:
         """The course was told; the twin expected it, is told now, or was wrong."""
-        self._heard += 1
-        if self._twin is None:
+        self._events_since_copy += 1
+        if self._copy is None:
             return
-        expected = self._ahead.popleft() if self._ahead else self._step(told)
-        if expected != told:
-            self._twin = None
-            self._ahead.clear()
-            self._places = {key: place for place, key in self._line}
-            for key in self._out:
-                if key not in self._places:
-                    self._line_up(key)
+        expected = self._predicted.popleft() if self._predicted else self._advance_copy(step)
+        if expected != step:
+            self._copy = None
+            self._predicted.clear()
+            self._positions = {key: place for place, key in self._queue}
+            for key in self._in_flight:
+                if key not in self._positions:
+                    self._enqueue(key)
 
-    def _step(self, told: _Told | None = None) -> _Told | None:
+    def _advance_copy(self, step: _Step | None = None) -> _Step | None:
         """Tell the twin what it is told next, as the course was or as is assumed; `None` if nothing follows."""
-        twin = self._twin
-        if twin is None or (twin.pending is None and twin.answers >= self._rounds):
+        twin = self._copy
+        if twin is None or (twin.pending_event is None and twin.num_completed >= self._num_updates):
             return None
         self._cost += 1
         try:
-            event: Event = twin.next() if twin.pending is None else twin.pending
-            while isinstance(event, Lost):
+            event: SimulationEvent = twin.next() if twin.pending_event is None else twin.pending_event
+            while isinstance(event, DropoutEvent):
                 event = twin.next()
-            if isinstance(event, Ask):
-                work = self._last.get(event.client) if told is None else told.work
-                work = self._work(event.client) if work is None else work
-                return _Told(twin.give(event.client, work), work=work)
+            if isinstance(event, DispatchEvent):
+                work = self._last_work.get(event.client) if step is None else step.work
+                work = self._task_cost(event.client) if work is None else work
+                return _Step(twin.submit(event.client, work), work=work)
         except ArgumentError:
             return None
-        accepted = told is None or bool(told.accepted)
-        twin.settle(accepted)
-        self._places[event.key] = twin.answers
-        if event.key in self._out:
-            self._line_up(event.key)
-        return _Told(event.key, accepted=accepted)
+        accepted = step is None or bool(step.accepted)
+        twin.acknowledge(accepted)
+        self._positions[event.task_id] = twin.num_completed
+        if event.task_id in self._in_flight:
+            self._enqueue(event.task_id)
+        return _Step(event.task_id, accepted=accepted)
 
-    def _line_up(self, key: Key) -> None:
-        bisect.insort(self._line, (self._places.get(key, math.inf), key))
+    def _enqueue(self, task_id: TaskId) -> None:
+        bisect.insort(self._queue, (self._positions.get(task_id, math.inf), task_id))
 
-    def _forget(self, key: Key) -> None:
+    def _remove(self, task_id: TaskId) -> None:
         """A task that is not under way any more."""
-        del self._out[key]
-        entry = (self._places.pop(key, math.inf), key)
-        place = bisect.bisect_left(self._line, entry)
-        if place < len(self._line) and self._line[place] == entry:
-            del self._line[place]
+        del self._in_flight[task_id]
+        entry = (self._positions.pop(task_id, math.inf), task_id)
+        place = bisect.bisect_left(self._queue, entry)
+        if place < len(self._queue) and self._queue[place] == entry:
+            del self._queue[place]

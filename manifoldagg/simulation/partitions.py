@@ -28,7 +28,7 @@ One that has an argument `owners` gets those of the task too, (samples,) of numb
 """
 
 REMAINDERS = ("largest", "drop")
-CHOICES = ("largest", "random")
+SELECTIONS = ("largest", "random")
 
 
 def dirichlet_partition(
@@ -66,7 +66,7 @@ def dirichlet_partition(
         >>> sorted(int(i) for part in parts for i in part)
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    kind, kinds = _numbered(labels, clients, generator)
+    kind, kinds = _encode_labels(labels, clients, generator)
     check_choice("remainder", remainder, REMAINDERS)
     concentration = check_concentration(concentration)
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
@@ -80,7 +80,7 @@ def dirichlet_partition(
             counts[order[: len(members) - counts.sum()]] += 1
         for part, piece in zip(parts, np.split(members, np.cumsum(counts)), strict=False):
             part.append(piece)
-    return [_together(part) for part in parts]
+    return [_concatenate_sorted(part) for part in parts]
 
 
 def iid_partition(
@@ -103,12 +103,15 @@ def iid_partition(
         >>> [len(part) for part in iid_partition([0, 0, 1, 1, 1], 2, np.random.default_rng(0))]
         [3, 2]
     """
-    kind, _ = _numbered(labels, clients, generator)
+    kind, _ = _encode_labels(labels, clients, generator)
     return [np.sort(part) for part in np.array_split(generator.permutation(len(kind)), clients)]
 
 
 def shards_partition(
-    labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, shards: int, generator: np.random.Generator
+    labels: np.ndarray | Sequence[int] | Sequence[str],
+    clients: int,
+    shards_per_client: int,
+    generator: np.random.Generator,
 ) -> list[np.ndarray]:
     """Sort samples by label, cut them into equal shards, and deal each client some of these at random.
 
@@ -117,7 +120,7 @@ def shards_partition(
     Args:
         labels: (samples,) of any integer or string labels.
         clients: how many clients.
-        shards: of one client; 2 in the paper. All of them together are at most as many as samples.
+        shards_per_client: of one client; 2 in the paper. All of them together are at most as many as samples.
         generator: draws the order within a label, and who gets which.
 
     Returns:
@@ -133,17 +136,22 @@ def shards_partition(
         >>> [sorted(set(labels[part].tolist())) for part in shards_partition(labels, 2, 2, np.random.default_rng(0))]
         [[2, 3], [0, 1]]
     """
-    kind, _ = _numbered(labels, clients, generator)
-    if clients * check_count("shards", shards) > len(kind):
-        raise ArgumentError(f"shards: expected at most {len(kind) // clients} a client, got {shards}")
+    kind, _ = _encode_labels(labels, clients, generator)
+    if clients * check_count("shards_per_client", shards_per_client) > len(kind):
+        raise ArgumentError(
+            f"shards_per_client: expected at most {len(kind) // clients} a client, got {shards_per_client}"
+        )
     order = generator.permutation(len(kind))
-    pieces = np.array_split(order[np.argsort(kind[order], kind="stable")], clients * shards)
-    dealt = generator.permutation(len(pieces)).reshape(clients, shards)
-    return [_together([pieces[i] for i in mine]) for mine in dealt]
+    pieces = np.array_split(order[np.argsort(kind[order], kind="stable")], clients * shards_per_client)
+    dealt = generator.permutation(len(pieces)).reshape(clients, shards_per_client)
+    return [_concatenate_sorted([pieces[i] for i in mine]) for mine in dealt]
 
 
 def cyclic_partition(
-    labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, each: int, generator: np.random.Generator
+    labels: np.ndarray | Sequence[int] | Sequence[str],
+    clients: int,
+    labels_per_client: int,
+    generator: np.random.Generator,
 ) -> list[np.ndarray]:
     r"""Give client i the k labels $ik, ik + 1, \dots, ik + k - 1$ of K, beginning again after the last one.
 
@@ -153,7 +161,7 @@ def cyclic_partition(
     Args:
         labels: (samples,) of any integer or string labels, counted in their order.
         clients: how many clients, at most the number of samples.
-        each: k, labels of one client, at most K.
+        labels_per_client: k, labels of one client, at most K.
         generator: draws who gets which sample.
 
     Returns:
@@ -170,17 +178,19 @@ def cyclic_partition(
         >>> [labels[part].tolist() for part in cyclic_partition(labels, 3, 2, np.random.default_rng(0))]
         [['a', 'a', 'b', 'b'], ['a', 'a', 'c', 'c'], ['b', 'b', 'c', 'c']]
     """
-    kind, kinds = _numbered(labels, clients, generator)
-    if check_count("each", each) > kinds:
-        raise ArgumentError(f"each: expected at most {kinds}, as many labels as there are, got {each}")
+    kind, kinds = _encode_labels(labels, clients, generator)
+    if check_count("labels_per_client", labels_per_client) > kinds:
+        raise ArgumentError(
+            f"labels_per_client: expected at most {kinds}, as many labels as there are, got {labels_per_client}"
+        )
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
     for label in range(kinds):
         # Label y is number j of client i where i k + j = y (mod K).
-        holders = [i for i in range(clients) if (label - i * each) % kinds < each]
+        holders = [i for i in range(clients) if (label - i * labels_per_client) % kinds < labels_per_client]
         members = generator.permutation(np.flatnonzero(kind == label))
         for i, piece in zip(holders, np.array_split(members, max(len(holders), 1)), strict=False):
             parts[i].append(piece)
-    return [_together(part) for part in parts]
+    return [_concatenate_sorted(part) for part in parts]
 
 
 def disjoint_partition(
@@ -206,7 +216,7 @@ def disjoint_partition(
         >>> [labels[part].tolist() for part in disjoint_partition(labels, 3, np.random.default_rng(0))]
         [[2, 2], [0, 0], [1, 1]]
     """
-    kind, kinds = _numbered(labels, clients, generator)
+    kind, kinds = _encode_labels(labels, clients, generator)
     if clients > kinds:
         raise ArgumentError(f"clients: expected at most one for each of {kinds} labels, got {clients}")
     return [np.flatnonzero(np.isin(kind, mine)) for mine in np.array_split(generator.permutation(kinds), clients)]
@@ -217,8 +227,8 @@ def natural_partition(
     clients: int,
     generator: np.random.Generator,
     *,
-    owners: np.ndarray | Sequence[int] | Sequence[str] | None = None,
-    choose: str = "largest",
+    user_ids: np.ndarray | Sequence[int] | Sequence[str] | None = None,
+    selection: str = "largest",
 ) -> list[np.ndarray]:
     """Give each client what one owner has: a speaker, a patient, a writer.
 
@@ -226,8 +236,8 @@ def natural_partition(
         labels: (samples,) of any integer or string labels; they do not matter.
         clients: how many clients, at most the number of owners. What the others own is nobody's.
         generator: draws who is a client, if that is random.
-        owners: (samples,), whose each sample is.
-        choose: which owners are clients: those with the `"largest"` number of samples, or as many at `"random"`.
+        user_ids: (samples,), whose each sample is.
+        selection: which owners are clients: those with the `"largest"` number of samples, or as many at `"random"`.
 
     Returns:
         One sorted int64 array of sample positions a client, in the order of their owners; they are disjoint.
@@ -241,17 +251,17 @@ def natural_partition(
         >>> [part.tolist() for part in parts]
         [[1, 2], [0, 4]]
     """
-    kind, _ = _numbered(labels, clients, generator)
-    check_choice("choose", choose, CHOICES)
-    if owners is None:
-        raise ArgumentError("owners: expected whose each sample is; these data do not say it")
-    given = np.asarray(owners)
+    kind, _ = _encode_labels(labels, clients, generator)
+    check_choice("selection", selection, SELECTIONS)
+    if user_ids is None:
+        raise ArgumentError("user_ids: expected whose each sample is; these data do not say it")
+    given = np.asarray(user_ids)
     if given.shape != kind.shape:
-        raise ArgumentError(f"owners: expected one for each of {len(kind)} samples, got shape {given.shape}")
+        raise ArgumentError(f"user_ids: expected one for each of {len(kind)} samples, got shape {given.shape}")
     _, owner, sizes = np.unique(given, return_inverse=True, return_counts=True)
     if clients > len(sizes):
         raise ArgumentError(f"clients: expected at most one for each of {len(sizes)} owners, got {clients}")
-    order = np.argsort(-sizes, kind="stable") if choose == "largest" else generator.permutation(len(sizes))
+    order = np.argsort(-sizes, kind="stable") if selection == "largest" else generator.permutation(len(sizes))
     return [np.flatnonzero(owner == who) for who in np.sort(order[:clients])]
 
 
@@ -270,7 +280,7 @@ def check_concentration(value: float) -> float:
     return number
 
 
-def _numbered(
+def _encode_labels(
     labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, int]:
     """The labels as numbers from 0, and how many there are.
@@ -288,7 +298,7 @@ def _numbered(
     return kind, len(kinds)
 
 
-def _together(pieces: list[np.ndarray]) -> np.ndarray:
+def _concatenate_sorted(pieces: list[np.ndarray]) -> np.ndarray:
     """Pieces of a part, which may be none, in order."""
     return np.sort(np.concatenate([np.empty(0, np.int64), *pieces]))
 

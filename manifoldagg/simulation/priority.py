@@ -52,20 +52,20 @@ class PriorityScheduler(Scheduler[C]):
     ) -> None:
         super().__init__(generator)
         self._k = check_number("k", k, at_least=0)
-        self._workers = self._idle = check_count("workers", workers)
+        self._workers = self._idle_workers = check_count("workers", workers)
         default = k * check_count("clients", clients) / workers
         self._speed = check_number("speed", default if speed is None else speed, above=0)
-        self._bound(1 / self._speed)
+        self._set_fast_bound(1 / self._speed)
         # Keys, how many were pushed before, and the fields of jobs: one tuple each, since many wait.
         self._queue: list[tuple[float, int, C, float, float, int]] = []
         self._pushed = 0
 
     def dispatch(self, client: C, work: float) -> None:
-        job = self._job(client, work)
+        job = self._make_job(client, work)
         self._push(job)
-        self._hold(job[0])
+        self._count_in(job[0])
 
-    def _longest(self, client: C, work: float) -> float:
+    def _max_seconds(self, client: C, work: float) -> float:
         return work / self._speed
 
     def _push(self, job: Job[C]) -> None:
@@ -73,37 +73,37 @@ class PriorityScheduler(Scheduler[C]):
         bisect.insort(self._queue, (work + self._k * dispatched, self._pushed, *job))
         self._pushed += 1
 
-    def _employ(self) -> None:
-        while self._idle and self._queue:
+    def _start_ready(self) -> None:
+        while self._idle_workers and self._queue:
             job = self._queue.pop(self._draw(len(self._queue)))[2:]
-            self._run(job, job[1] / self._speed)
-            self._idle -= 1
+            self._start(job, job[1] / self._speed)
+            self._idle_workers -= 1
 
     def _draw(self, length: int) -> int:
         """Position i with probability proportional to length - i, by inverting triangular numbers exactly."""
         ticket = int(self._generator.integers(length * (length + 1) // 2))
         return length - 1 - (math.isqrt(8 * ticket + 1) - 1) // 2
 
-    def _release(self, client: C) -> None:
-        self._idle += 1
-        self._employ()
+    def _on_finished(self, client: C) -> None:
+        self._idle_workers += 1
+        self._start_ready()
 
-    def _forget(self, client: C) -> None:
-        self._idle += len(self._clock.discard(lambda running: running[0] == client))
+    def _drop_client(self, client: C) -> None:
+        self._idle_workers += len(self._clock.cancel_where(lambda running: running[0] == client))
         self._queue = [entry for entry in self._queue if entry[2] != client]
 
     def _settings(self) -> dict[str, Any]:
         return {"workers": self._workers, "k": self._k, "speed": self._speed}
 
-    def _waiting(self) -> list[Job[C]]:
+    def _queued_jobs(self) -> list[Job[C]]:
         return [entry[2:] for entry in self._queue]
 
-    def _check(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
+    def _check_jobs(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
         if len(running) > self._workers:
             raise ValueError(f"{len(running)} tasks run on {self._workers} workers")
 
-    def _resume(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
-        self._idle = self._workers - len(running)
+    def _restore_jobs(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
+        self._idle_workers = self._workers - len(running)
         self._queue = []
         self._pushed = 0
         for job in waiting:

@@ -12,25 +12,31 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.routing.plan import read_rates
 from manifoldagg.simulation import delays as distributions
 from manifoldagg.simulation import partitions
-from manifoldagg.simulation.availability import Change, MakesParticipation, Participations, churn, read_changes
-from manifoldagg.simulation.delays import Delay, Delays, Deterministic, Exponential, MakesDelays
-from manifoldagg.simulation.empirical_delays import Empirical, assign
+from manifoldagg.simulation.availability import (
+    Availability,
+    AvailabilityChange,
+    AvailabilityFactory,
+    churn,
+    read_changes,
+)
+from manifoldagg.simulation.delays import Delay, DelayFactory, Delays, Deterministic, Exponential
+from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.partitions import Partition
 from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.replay import Replay
-from manifoldagg.simulation.schedulers import IndependentClients, MakesScheduler, Scheduler
-from manifoldagg.simulation.spec_parser import Kinds, Reader, arguments, build, kind, named, pick
+from manifoldagg.simulation.replay import ReplayScheduler
+from manifoldagg.simulation.schedulers import IndependentClients, Scheduler, SchedulerFactory
+from manifoldagg.simulation.spec_parser import OptionReaders, Reader, build, choose, parse_kwargs, parse_spec, reader
 from manifoldagg.simulation.trace import read_trace
 
-__all__ = ["delays", "participation", "partition", "scenario", "scheduler"]
+__all__ = ["availability", "delays", "parse_workload", "partition", "scheduler"]
 
 Clients: TypeAlias = Sequence[int]
 SUFFIX = "_partition"
 UNBOUNDED = 2**62
 
 
-def scheduler(text: str) -> MakesScheduler:
+def scheduler(text: str) -> SchedulerFactory:
     """The scheduler of that name, as a function of the clients and a generator.
 
     | name | options |
@@ -50,11 +56,11 @@ def scheduler(text: str) -> MakesScheduler:
         >>> 1 <= clients.next().time <= 3
         True
     """
-    made: MakesScheduler = _read("scheduler", text, SCHEDULERS)
+    made: SchedulerFactory = _parse("scheduler", text, SCHEDULER_READERS)
     return made
 
 
-def delays(text: str) -> Delay | MakesDelays:
+def delays(text: str) -> Delay | DelayFactory:
     """The delay of that name, for all clients, or with `csv` a function that gives each a measured device.
 
     The distributions of `manifoldagg.simulation.delays` in lower case, with their options; `csv` has those of
@@ -67,11 +73,11 @@ def delays(text: str) -> Delay | MakesDelays:
         >>> delays("exponential:mean=10")
         Exponential(mean=10.0)
     """
-    made: Delay | MakesDelays = _read("delays", text, DELAYS | {"csv": kind(_measured)})
+    made: Delay | DelayFactory = _parse("delays", text, DELAY_READERS | {"csv": reader(_empirical)})
     return made
 
 
-def participation(text: str) -> list[Change[int | str]] | MakesParticipation:
+def availability(text: str) -> list[AvailabilityChange[int | str]] | AvailabilityFactory:
     """Who comes and goes: `churn:up=200,down=40,until=1000`, or `file:changes.csv`.
 
     `up` and `down` of [`churn`][manifoldagg.simulation.churn] are means of exponential times, or distributions by name
@@ -85,12 +91,12 @@ def participation(text: str) -> list[Change[int | str]] | MakesParticipation:
         >>> make([7], np.random.default_rng(0))
         [Change(time=3.0, client=7, kind='fail', lost=0)]
     """
-    made: list[Change[int | str]] | MakesParticipation = _read("participation", text, PARTICIPATIONS)
+    made: list[AvailabilityChange[int | str]] | AvailabilityFactory = _parse("availability", text, AVAILABILITY_READERS)
     return made
 
 
 def partition(text: str) -> Partition:
-    """The partition of that name with its options, for `Federation.split`.
+    """The partition of that name with its options, for `FederatedDataset.split`.
 
     They are those of `manifoldagg.simulation.partitions`: `dirichlet`, `iid`, `natural`, `shards`,
     `cyclic`, `disjoint`.
@@ -99,19 +105,19 @@ def partition(text: str) -> Partition:
         ArgumentError: naming what is not known, with the nearest right word.
 
     Example:
-        >>> split = partition("shards:shards=2")
+        >>> split = partition("shards:shards_per_client=2")
         >>> [len(part) for part in split([0, 0, 1, 1, 2, 2], 3, generator=np.random.default_rng(0))]
         [2, 2, 2]
     """
-    chosen = named("partition", text)
+    chosen = parse_spec("partition", text)
     known = {name.removesuffix(SUFFIX): name for name in partitions.__all__ if name.endswith(SUFFIX)}
-    split = getattr(partitions, known[pick("partition", "partition", chosen.name, known)])
-    taken = ("labels", "clients", "generator", "owners")
-    return partial(split, **arguments(f"partition: {chosen.name}", split, chosen.options, taken=taken))
+    split = getattr(partitions, known[choose("partition", "partition", chosen.name, known)])
+    taken = ("labels", "clients", "generator", "user_ids")
+    return partial(split, **parse_kwargs(f"partition: {chosen.name}", split, chosen.options, excluded=taken))
 
 
-def scenario(
-    scheduler: MakesScheduler | str | None, delays: Delays, participation: Participations | str
+def parse_workload(
+    scheduler: SchedulerFactory | str | None, delays: Delays, availability: Availability | str
 ) -> dict[str, Any]:
     """What [`run`][manifoldagg.simulation.run] takes: strings are read, all else is as it was given.
 
@@ -120,19 +126,19 @@ def scenario(
 
     Example:
         >>> scenario(None, "exponential:mean=10", None)
-        {'scheduler': None, 'delays': Exponential(mean=10.0), 'participation': None}
+        {'scheduler': None, 'delays': Exponential(mean=10.0), 'availability': None}
     """
-    given = {"scheduler": scheduler, "delays": delays, "participation": participation}
-    return {name: READERS[name](value) if isinstance(value, str) else value for name, value in given.items()}
+    given = {"scheduler": scheduler, "delays": delays, "availability": availability}
+    return {name: WORKLOAD_READERS[name](value) if isinstance(value, str) else value for name, value in given.items()}
 
 
-def _read(what: str, text: str, readers: Mapping[str, Reader]) -> Any:
-    chosen = named(what, text)
-    return readers[pick(what, what, chosen.name, readers)](f"{what}: {chosen.name}", chosen.options)
+def _parse(where: str, text: str, readers: Mapping[str, Reader]) -> Any:
+    chosen = parse_spec(where, text)
+    return readers[choose(where, where, chosen.name, readers)](f"{where}: {chosen.name}", chosen.options)
 
 
-def _priority(where: str, options: Mapping[str, str]) -> MakesScheduler:
-    given = arguments(where, PriorityScheduler, options, taken=("clients", "generator"))
+def _priority(where: str, options: Mapping[str, str]) -> SchedulerFactory:
+    given = parse_kwargs(where, PriorityScheduler, options, excluded=("clients", "generator"))
 
     def make(clients: Clients, generator: np.random.Generator) -> Scheduler[int]:
         return PriorityScheduler(len(clients), generator, **given)
@@ -141,7 +147,7 @@ def _priority(where: str, options: Mapping[str, str]) -> MakesScheduler:
     return make
 
 
-def _independent(delays: Delay | MakesDelays = Deterministic(1.0)) -> MakesScheduler:  # noqa: B008
+def _independent(delays: Delay | DelayFactory = Deterministic(1.0)) -> SchedulerFactory:  # noqa: B008
     if not (isinstance(delays, Delay) or callable(delays)):
         raise ArgumentError(f"delays: expected one by name, such as exponential; got {delays!r}")
 
@@ -151,22 +157,22 @@ def _independent(delays: Delay | MakesDelays = Deterministic(1.0)) -> MakesSched
     return make
 
 
-def _jackson(rates: float | str, tasks: int = UNBOUNDED) -> MakesScheduler:
-    common, by_name = _rates(rates)
+def _jackson(rates: float | str, concurrency: int = UNBOUNDED) -> SchedulerFactory:
+    common, by_name = _read_rates(rates)
 
     def make(clients: Clients, generator: np.random.Generator) -> Scheduler[int]:
         if missing := [client for client in clients if by_name and str(client) not in by_name]:
             raise ArgumentError(f"rates: {rates} has none for client {missing[0]}")
         speeds = [by_name.get(str(client), common) for client in range(max(clients) + 1)]
         # Who is asked next is not the network's matter here.
-        return JacksonNetwork([1 / len(speeds)] * len(speeds), speeds, generator, tasks=tasks)
+        return JacksonNetwork([1 / len(speeds)] * len(speeds), speeds, generator, concurrency=concurrency)
 
     if not by_name:
         make([0], np.random.default_rng(0))
     return make
 
 
-def _rates(given: float | str) -> tuple[float, dict[str, float]]:
+def _read_rates(given: float | str) -> tuple[float, dict[str, float]]:
     """The rate of clients without one of their own, and those of a file, by the client's name."""
     if not isinstance(given, str):
         return given, {}
@@ -174,52 +180,55 @@ def _rates(given: float | str) -> tuple[float, dict[str, float]]:
     return 1.0, dict(zip(read.names, read.rates.tolist(), strict=True))
 
 
-def _replay(path: str) -> MakesScheduler:
+def _replay(path: str) -> SchedulerFactory:
     records = read_trace(path)
 
     def make(clients: Clients, generator: np.random.Generator) -> Scheduler[int]:
-        return Replay(records)
+        return ReplayScheduler(records)
 
     make([], np.random.default_rng(0))
     return make
 
 
-def _measured(path: str, work: float = 1.0, size: float = 1.0) -> MakesDelays:
-    profiles = Empirical.from_csv(path, work=work, size=size)
+def _empirical(path: str, work: float = 1.0, size_ratio: float = 1.0) -> DelayFactory:
+    profiles = Empirical.from_csv(path, work=work, size_ratio=size_ratio)
 
     def make(clients: Clients, generator: np.random.Generator) -> dict[int, Empirical]:
-        return assign(profiles, clients, generator)
+        return assign_profiles(profiles, clients, generator)
 
     return make
 
 
-def _churn(up: float | Delay, down: float | Delay, until: float) -> MakesParticipation:
+def _churn(up: float | Delay, down: float | Delay, until: float) -> AvailabilityFactory:
     here, gone = (stay if isinstance(stay, Delay) else Exponential(stay) for stay in (up, down))
 
-    def make(clients: Clients, generator: np.random.Generator) -> Iterable[Change[int]]:
+    def make(clients: Clients, generator: np.random.Generator) -> Iterable[AvailabilityChange[int]]:
         return churn(clients, here, gone, until, generator)
 
     make([], np.random.default_rng(0))
     return make
 
 
-def _delays() -> dict[str, Reader]:
+def _delay_readers() -> dict[str, Reader]:
     """The distributions there are, in lower case."""
     found = {name.lower(): getattr(distributions, name) for name in distributions.__all__}
     return {
-        name: kind(made)
+        name: reader(made)
         for name, made in found.items()
         if isinstance(made, type) and issubclass(made, Delay) and not inspect.isabstract(made)
     }
 
 
-DELAYS = _delays()
-STAYS: Kinds = {"up": DELAYS, "down": DELAYS}
-SCHEDULERS: Mapping[str, Reader] = {
+DELAY_READERS = _delay_readers()
+DURATION_READERS: OptionReaders = {"up": DELAY_READERS, "down": DELAY_READERS}
+SCHEDULER_READERS: Mapping[str, Reader] = {
     "priority": _priority,
-    "independent": kind(_independent, kinds={"delays": DELAYS | {"csv": kind(_measured)}}),
-    "jackson": kind(_jackson),
-    "replay": kind(_replay),
+    "independent": reader(_independent, option_readers={"delays": DELAY_READERS | {"csv": reader(_empirical)}}),
+    "jackson": reader(_jackson),
+    "replay": reader(_replay),
 }
-PARTICIPATIONS: Mapping[str, Reader] = {"churn": kind(_churn, kinds=STAYS), "file": kind(read_changes)}
-READERS = {"scheduler": scheduler, "delays": delays, "participation": participation}
+AVAILABILITY_READERS: Mapping[str, Reader] = {
+    "churn": reader(_churn, option_readers=DURATION_READERS),
+    "file": reader(read_changes),
+}
+WORKLOAD_READERS = {"scheduler": scheduler, "delays": delays, "availability": availability}

@@ -10,14 +10,14 @@ import numpy as np
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.schedulers import Job, Scheduler
-from manifoldagg.simulation.trace import Record, check_records
+from manifoldagg.simulation.trace import TaskRecord, check_records
 
-__all__ = ["Replay"]
+__all__ = ["ReplayScheduler"]
 
 C = TypeVar("C", bound=int | str)
 
 
-class Replay(Scheduler[C]):
+class ReplayScheduler(Scheduler[C]):
     """A recorded trace again.
 
     Each `dispatch` of a client stands for its next recorded task, which finishes when it did, whatever its work is
@@ -31,17 +31,17 @@ class Replay(Scheduler[C]):
         ArgumentError: if they are out of order.
 
     Example:
-        >>> trace = [Record("a", 1.0, 0.0, 0.0, 2.0, 0), Record("b", 1.0, 0.0, 0.0, 3.0, 1)]
-        >>> replay = Replay(trace)
+        >>> trace = [TaskRecord("a", 1.0, 0.0, 0.0, 2.0, 0), TaskRecord("b", 1.0, 0.0, 0.0, 3.0, 1)]
+        >>> replay = ReplayScheduler(trace)
         >>> replay.dispatch("b", work=1.0); replay.dispatch("a", work=1.0)
         >>> replay.next().client, replay.next().time
         ('a', 3.0)
     """
 
-    queues = True
-    foretold = True
+    allows_queueing = True
+    starts_later = True
 
-    def __init__(self, records: Sequence[Record[C]]) -> None:
+    def __init__(self, records: Sequence[TaskRecord[C]]) -> None:
         super().__init__(np.random.default_rng(0))
         self._records = check_records(records)
         for i, (before, record) in enumerate(pairwise(self._records), start=1):
@@ -51,8 +51,8 @@ class Replay(Scheduler[C]):
                     f"got {record.finished:g} after {before.finished:g}"
                 )
         self._digest = hashlib.sha256(repr(list(map(astuple, self._records))).encode()).hexdigest()
-        self._left = self._by_client(range(len(self._records)))
-        self._endless: list[Job[C]] = []
+        self._remaining = self._by_client(range(len(self._records)))
+        self._unrecorded: list[Job[C]] = []
 
     def dispatch(self, client: C, work: float) -> None:
         """Hand over a client's next recorded task.
@@ -60,9 +60,9 @@ class Replay(Scheduler[C]):
         Raises:
             ArgumentError: if it finished before now, or `work` is negative or no number.
         """
-        job = self._job(client, work)
+        job = self._make_job(client, work)
         client = job[0]
-        rows = self._left.get(client)
+        rows = self._remaining.get(client)
         if rows:
             record = self._records[rows[-1]]
             now = self._clock.now
@@ -72,15 +72,15 @@ class Replay(Scheduler[C]):
                 )
             self._clock.schedule_at(record.finished, (*job, max(now, record.started)), order=rows.pop())
         else:
-            self._endless.append(job)
-        self._hold(client)
+            self._unrecorded.append(job)
+        self._count_in(client)
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"left": sorted(i for rows in self._left.values() for i in rows)}
+        return super().state() | {"left": sorted(i for rows in self._remaining.values() for i in rows)}
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        self._left = self._by_client(sorted(state["left"]))
+        self._remaining = self._by_client(sorted(state["left"]))
 
     def _by_client(self, rows: Sequence[int]) -> dict[C, list[int]]:
         """For each client its rows of the trace, the next one last."""
@@ -89,17 +89,17 @@ class Replay(Scheduler[C]):
             left.setdefault(self._records[i].client, []).append(i)
         return left
 
-    def _forget(self, client: C) -> None:
-        super()._forget(client)
-        self._endless = [job for job in self._endless if job[0] != client]
+    def _drop_client(self, client: C) -> None:
+        super()._drop_client(client)
+        self._unrecorded = [job for job in self._unrecorded if job[0] != client]
 
     def _settings(self) -> dict[str, Any]:
         return {"records": self._digest}
 
-    def _waiting(self) -> list[Job[C]]:
-        return self._endless
+    def _queued_jobs(self) -> list[Job[C]]:
+        return self._unrecorded
 
-    def _check(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
+    def _check_jobs(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
         everything = range(len(self._records))
         left = set(state["left"])
         rows = [row for _, row, *_ in state["clock"]["events"]]
@@ -121,5 +121,5 @@ class Replay(Scheduler[C]):
             if any(i not in left for i in mine[:ahead]) or (ahead and client in endless):
                 raise ValueError(f"the tasks of {client!r} are not taken in the order of the trace")
 
-    def _resume(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
-        self._endless = waiting
+    def _restore_jobs(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
+        self._unrecorded = waiting

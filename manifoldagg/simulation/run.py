@@ -16,28 +16,28 @@ from manifoldagg.federated.server.durability.persistent_map import PersistentOrd
 from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.types import check_trainer
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation.availability import Participations
-from manifoldagg.simulation.checkpointing import Keeper
-from manifoldagg.simulation.cost import Evaluation, Spent, reached
+from manifoldagg.simulation.availability import Availability
+from manifoldagg.simulation.checkpointing import RunCheckpointer
+from manifoldagg.simulation.cost import Cost, Evaluation, first_reaching
 from manifoldagg.simulation.delays import Delays
-from manifoldagg.simulation.engine import Event, UnderWay
-from manifoldagg.simulation.evaluation import Marks
-from manifoldagg.simulation.executors.executor import Executors
-from manifoldagg.simulation.executors.task_runner import Crew
+from manifoldagg.simulation.engine import Simulator, UpdateEvent
+from manifoldagg.simulation.evaluation import EvaluationLog
+from manifoldagg.simulation.executors.executor import ExecutorLike
+from manifoldagg.simulation.executors.task_runner import TaskRunner
 from manifoldagg.simulation.fairness import gini, theil
-from manifoldagg.simulation.federated_dataset import Federation, check_federation
-from manifoldagg.simulation.in_flight import Desk
-from manifoldagg.simulation.lookahead import Foresight
-from manifoldagg.simulation.run_metadata import of_run
-from manifoldagg.simulation.schedulers import Schedulers
-from manifoldagg.simulation.snapshot import Halt, Ledger
-from manifoldagg.simulation.trace import Record
-from manifoldagg.simulation.workload import course_of
+from manifoldagg.simulation.federated_dataset import FederatedDataset, check_federation
+from manifoldagg.simulation.in_flight import InFlightTasks
+from manifoldagg.simulation.lookahead import Lookahead
+from manifoldagg.simulation.run_metadata import run_metadata
+from manifoldagg.simulation.schedulers import SchedulerLike
+from manifoldagg.simulation.snapshot import EventLog, LoadedRun
+from manifoldagg.simulation.trace import TaskRecord
+from manifoldagg.simulation.workload import build_event_loop
 
-__all__ = ["Method", "Run", "check_method", "run"]
+__all__ = ["Method", "RunResult", "check_method", "run"]
 
-WORKS = ("data", "dispatched")
-UNREAD: dict[str, Any] = {"history_size": 0, "receipt_cache_size": 0}
+TASK_COSTS = ("fixed", "trainer")
+SERVER_OPTIONS: dict[str, Any] = {"history_size": 0, "receipt_cache_size": 0}
 """What a server keeps for those who read it or ask again: here nobody does."""
 
 
@@ -49,16 +49,16 @@ class Method:
         name: distinct among the methods of a comparison.
         rule: or a function that makes one for the clients who take part, such as one with a routing of them.
         trainer: what they do.
-        rate: where the rule has its global rate, such as `"rate"` or `"rule.rate"`, for who searches a better one;
-            `None` where it is to stay as it is.
+        rate_field: where the rule has its global rate, such as `"rate"` or `"rule.rate"`, for who searches a better
+            one; `None` where it is to stay as it is.
     """
 
     name: str
     rule: Rule | Callable[[Sequence[int]], Rule]
     trainer: Trainer
-    rate: str | None = "rate"
+    rate_field: str | None = "rate"
 
-    def bound(self, clients: Sequence[int]) -> "Method":
+    def bind(self, clients: Sequence[int]) -> "Method":
         """The method for these clients, its rule made.
 
         Raises:
@@ -88,7 +88,7 @@ def check_method(name: str, method: object) -> Method:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResult:
     """What happened: what the server's model was worth, and who trained when.
 
     Attributes:
@@ -100,7 +100,7 @@ class Run:
     """
 
     evaluations: list[Evaluation]
-    trace: list[Record[int]]
+    trace: list[TaskRecord[int]]
     client_accuracy: list[float]
     seconds: float = field(compare=False)
     evaluation_seconds: float = field(compare=False)
@@ -111,9 +111,9 @@ class Run:
         return [row.accuracy for row in self.evaluations]
 
     @property
-    def evaluated(self) -> list[int]:
+    def evaluated_at(self) -> list[int]:
         """After how many rounds each evaluation was."""
-        return [row.round for row in self.evaluations]
+        return [row.updates for row in self.evaluations]
 
     @property
     def clients(self) -> list[int]:
@@ -131,9 +131,9 @@ class Run:
         return [task.finished for task in self.trace]
 
     @property
-    def refused(self) -> int:
+    def rejected(self) -> int:
         """Updates that the server refused, or whose training diverged."""
-        return self.evaluations[-1].refused
+        return self.evaluations[-1].rejected
 
     @property
     def gini(self) -> float:
@@ -145,31 +145,31 @@ class Run:
         """Of the clients' accuracies."""
         return theil(self.client_accuracy)
 
-    def rounds_to(self, target: float) -> int | None:
+    def updates_to(self, target: float) -> int | None:
         """After how many rounds an accuracy of at least `target` was first seen; `None` if never."""
-        row = reached(self.evaluations, target)
-        return None if row is None else row.round
+        row = first_reaching(self.evaluations, target)
+        return None if row is None else row.updates
 
 
 def run(
-    federation: Federation,
+    federation: FederatedDataset,
     method: Method,
     *,
-    rounds: int,
-    scheduler: Schedulers = None,
+    num_updates: int,
+    scheduler: SchedulerLike = None,
     delays: Delays = None,
-    participation: Participations = None,
-    work: str = "data",
-    tasks: int | None = None,
-    every: int = 1,
-    executor: Executors = None,
-    watch: Callable[[Event], None] | None = None,
+    availability: Availability = None,
+    task_cost: str = "fixed",
+    concurrency: int | None = None,
+    eval_every: int = 1,
+    executor: ExecutorLike = None,
+    on_update: Callable[[UpdateEvent], None] | None = None,
     progress: Callable[[], None] | None = None,
     log: Callable[[Evaluation], None] | None = None,
     checkpoint: CheckpointPolicy | None = None,
     resume: bool = False,
-) -> Run:
-    """Train in virtual time until the server has had `rounds` answers.
+) -> RunResult:
+    """Train in virtual time until the server has had `num_updates` answers.
 
     Who is asked, and when, is what the rule declares: everybody at once, who has answered again; k clients, and the
     next k when these have answered; or as the rule draws or routes them.
@@ -177,7 +177,7 @@ def run(
     Args:
         federation: who holds what.
         method: a rule and its trainer.
-        rounds: how many answers, accepted or not.
+        num_updates: how many answers, accepted or not.
         scheduler: who finishes when: one that this run uses up, or a function of clients and a generator that makes
             one; a [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler] where neither it nor `delays` is
             given.
@@ -185,16 +185,16 @@ def run(
             all, a mapping from clients, the path of measurements for
             [`Empirical.from_csv`][manifoldagg.simulation.Empirical], of which each client gets those of some device, or
             a function of clients and a generator.
-        participation: changes of who takes part, or a function of clients and a generator that makes them. Those of
+        availability: changes of who takes part, or a function of clients and a generator that makes them. Those of
             clients without samples do not count.
-        work: of a task: `"data"`, the client's minibatches, whatever a method makes of them, so that all methods see
-            one order of events; or `"dispatched"`, the steps of its trainer, where that tells them.
-        tasks: how many are under way at a time, as many as clients by default; for a rule that draws (`DeFedAvg`), how
-            many are asked at first. A rule that waits for a cohort takes none.
-        every: evaluate the model after so many rounds; before the first and after the last in any case.
+        task_cost: of a task: `"data"`, the client's minibatches, whatever a method makes of them, so that all methods
+            see one order of events; or `"trainer"`, the steps of its trainer, where that tells them.
+        concurrency: how many are under way at a time, as many as clients by default; for a rule that draws
+            (`DeFedAvg`), how many are asked at first. A rule that waits for a cohort takes none.
+        eval_every: evaluate the model after so many rounds; before the first and after the last in any case.
         executor: what trains ahead, for the same results: an executor of any kind, or a function that makes one such as
             [`processes(2)`][manifoldagg.simulation.processes]. `None`: every task is trained here, when it is answered.
-        watch: called with each answered task, but not again with those that were answered before a run goes on.
+        on_update: called with each answered task, but not again with those that were answered before a run goes on.
         progress: called once a round; for all of those that are over, when a run goes on.
         log: called with the row of each evaluation; likewise.
         checkpoint: when to write down where the run stands, beside its work, and where to; answers are what `updates`
@@ -214,93 +214,95 @@ def run(
         >>> from manifoldagg.federated import rules, clients
         >>> from manifoldagg.experiments import task
         >>> from manifoldagg.simulation import iid_partition
-        >>> federation = Federation.split(task("digits"), 6, partition=iid_partition, seed=0)
+        >>> federation = FederatedDataset.split(task("digits"), 6, partition=iid_partition, seed=0)
         >>> method = Method("FedAvg", rules.FedAvg(cohort=3), clients.Local(epochs=1))
         >>> found = run(federation, method, rounds=6, every=3)
         >>> found.evaluated, found.staleness
         ([0, 3, 6], [0, 0, 0, 0, 0, 0])
     """
-    check_count("rounds", rounds)
-    check_count("every", every)
-    check_choice("work", work, WORKS)
-    for name, told in (("watch", watch), ("progress", progress), ("log", log)):
+    check_count("num_updates", num_updates)
+    check_count("eval_every", eval_every)
+    check_choice("task_cost", task_cost, TASK_COSTS)
+    for name, told in (("watch", on_update), ("progress", progress), ("log", log)):
         if told is not None and not callable(told):
             raise ArgumentError(f"{name}: expected a function, got {told!r}")
     check_method("method", method)
     if resume and checkpoint is None:
         raise ArgumentError("resume: expected a `checkpoint` to go on from")
-    clients = check_federation("federation", federation).scheduled
+    clients = check_federation("federation", federation).trainable_clients
     if not clients:
         raise ArgumentError("federation: expected clients with samples, got none")
     if not any(map(len, federation.held_out)):
         raise ArgumentError("federation: expected clients with held-out samples, got none")
     started = time.perf_counter()
-    about = of_run(
+    about = run_metadata(
         federation,
         method,
-        rounds=rounds,
+        rounds=num_updates,
         scheduler=scheduler,
         delays=delays,
-        participation=participation,
-        work=work,
-        tasks=tasks,
-        every=every,
+        participation=availability,
+        work=task_cost,
+        tasks=concurrency,
+        every=eval_every,
     )
-    method = method.bound(clients)
+    method = method.bind(clients)
     rule: Any = method.rule
     if checkpoint is not None:
         # What a file cannot hold is told now.
         described("rule", rule)
-    course = course_of(federation, rule, scheduler=scheduler, delays=delays, participation=participation, tasks=tasks)
+    course = build_event_loop(
+        federation, rule, scheduler=scheduler, delays=delays, availability=availability, concurrency=concurrency
+    )
     halt = None
     if checkpoint is not None and resume and Path(checkpoint.path).exists():
-        halt = Halt(Path(checkpoint.path), about)
-    marks = Marks(federation)
+        halt = LoadedRun(Path(checkpoint.path), about)
+    marks = EvaluationLog(federation)
     model = federation.model()
     if halt is None:
         sizes = {client: len(federation.train[client]) for client in clients}
-        server = Server.of(model, rule, weights=sizes, **UNREAD)
-        desk = Desk(server, PersistentOrderedMap())
+        server = Server.of(model, rule, weights=sizes, **SERVER_OPTIONS)
+        desk = InFlightTasks(server, PersistentOrderedMap())
     else:
         server = halt.server(ParameterSpace.of(model), rule)
-        desk = Desk(server, halt.out(server.space))
-    steps = getattr(method.trainer, "num_steps", None) if work == "dispatched" else None
+        desk = InFlightTasks(server, halt.tickets(server.space))
+    steps = getattr(method.trainer, "num_steps", None) if task_cost == "trainer" else None
 
     def asked(client: int) -> float:
-        length = federation.length(client)
-        return float(length if steps is None else steps(desk.latest, length))
+        length = federation.num_batches(client)
+        return float(length if steps is None else steps(desk.last_message, length))
 
-    foresight = Foresight(course, rounds, asked)
+    foresight = Lookahead(course, num_updates, asked)
     if halt is None:
-        ledger = Ledger()
-        spent = Spent()
-        marks.take(server, spent)
+        ledger = EventLog()
+        spent = Cost()
+        marks.record(server, spent)
     else:
         ledger = halt.replay(course, foresight)
-        spent = halt.spent
-        marks.go_on(halt.rows, halt.by_client, halt.evaluation_seconds)
+        spent = halt.cost
+        marks.restore(halt.evaluations, halt.client_accuracy, halt.evaluation_seconds)
         started -= halt.seconds + halt.evaluation_seconds
-    crew = Crew(federation, method.trainer, executor, foresight, Map() if halt is None else halt.memories())
+    crew = TaskRunner(federation, method.trainer, executor, foresight, Map() if halt is None else halt.client_states())
     # It holds all that it has read.
     del halt
-    going = UnderWay(about, course, asked, foresight, server, desk, crew, marks, ledger, spent, started, watch)
+    going = Simulator(about, course, asked, foresight, server, desk, crew, marks, ledger, spent, started, on_update)
     if progress is not None:
-        for _ in range(spent.round):
+        for _ in range(spent.updates):
             progress()
     if log is not None:
-        for row in marks.rows:
+        for row in marks.evaluations:
             log(row)
-    with crew, Keeper(checkpoint, spent.round) as keeper:
-        for key, ticket in desk.out.items():
-            crew.give(key, ticket.message)
-        while going.spent.round < rounds:
-            keeper.look(going.stand)
-            if not going.turn():
+    with crew, RunCheckpointer(checkpoint, spent.updates) as keeper:
+        for key, ticket in desk.tickets.items():
+            crew.submit(key, ticket.message)
+        while going.cost.updates < num_updates:
+            keeper.maybe_write(going.snapshot)
+            if not going.advance():
                 continue
-            if going.spent.round % every == 0 or going.spent.round == rounds:
-                row = going.evaluated()
+            if going.cost.updates % eval_every == 0 or going.cost.updates == num_updates:
+                row = going.evaluate()
                 if log is not None:
                     log(row)
             if progress is not None:
                 progress()
-    return Run(marks.rows, ledger.trace, marks.by_client, going.seconds, marks.seconds)
+    return RunResult(marks.evaluations, ledger.trace, marks.client_accuracy, going.seconds, marks.seconds)

@@ -12,14 +12,14 @@ from manifoldagg import __version__
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability.fingerprint import first_difference
-from manifoldagg.simulation.federated_dataset import Federation
-from manifoldagg.simulation.spec_parser import named
-from manifoldagg.simulation.stable_repr import describe
+from manifoldagg.simulation.federated_dataset import FederatedDataset
+from manifoldagg.simulation.spec_parser import parse_spec
+from manifoldagg.simulation.stable_repr import stable_repr
 
-__all__ = ["check_same", "files", "of_run", "versions"]
+__all__ = ["check_compatible", "referenced_files", "run_metadata", "versions"]
 
 
-def of_run(federation: Federation, method: Any, **options: object) -> dict[str, object]:
+def run_metadata(federation: FederatedDataset, method: Any, **options: object) -> dict[str, object]:
     """What a run follows from.
 
     Args:
@@ -27,17 +27,17 @@ def of_run(federation: Federation, method: Any, **options: object) -> dict[str, 
         method: as it was given, with a `name`, a `rule` and a `trainer`.
         **options: of `run`.
     """
-    task = federation.task
+    task = federation.dataset
     return {
         "data": {"name": task.name, "checksum": f"{task.checksum:08x}"},
         "split": f"{federation.checksum:08x}",
-        "model": describe(task.model),
+        "model": stable_repr(task.model),
         "batch": federation.batch,
         "seed": federation.seed,
         "method": method.name,
-        "rule": describe(method.rule),
-        "trainer": describe(method.trainer),
-        **{name: value if isinstance(value, int | None) else describe(value) for name, value in options.items()},
+        "rule": stable_repr(method.rule),
+        "trainer": stable_repr(method.trainer),
+        **{name: value if isinstance(value, int | None) else stable_repr(value) for name, value in options.items()},
         "versions": versions(),
     }
 
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
     return {"manifoldagg": __version__, "torch": torch.__version__, "numpy": np.__version__}
 
 
-def files(*given: object) -> dict[str, str]:
+def referenced_files(*specs: object) -> dict[str, str]:
     """The files that words name, such as `csv:measured.csv`, each with the SHA-256 of what is in it.
 
     Args:
@@ -62,29 +62,31 @@ def files(*given: object) -> dict[str, str]:
         >>> files("exponential:mean=10", "csv:not-there.csv", None)
         {}
     """
-    options = [value for text in given if isinstance(text, str) for value in named("settings", text).options.values()]
+    options = [
+        value for text in specs if isinstance(text, str) for value in parse_spec("settings", text).options.values()
+    ]
     return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in options if Path(path).is_file()}
 
 
-def check_same(path: Path, was: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """That what is given is what was kept in a file or a folder.
 
     Raises:
         CheckpointError: naming the first difference.
 
     Example:
-        >>> check_same(Path("run"), {"rounds": 200, "methods": {"FedGS": 1}}, {"rounds": 200, "methods": {"FedGS": 2}})
-        Traceback (most recent call last):
+        >>> check_compatible(Path("run"), {"num_updates": 200, "methods": {"FedGS": 1}}, {"num_updates": 200, "methods":
+        {"FedGS": 2}}) Traceback (most recent call last):
             ...
         manifoldagg.errors.CheckpointError: run: settings: methods: FedGS: was 1, got 2
     """
-    told = first_difference("settings", _named(was), _named(given))
+    told = first_difference("settings", _as_fingerprint(saved), _as_fingerprint(current))
     if told is not None:
         raise CheckpointError(f"{path}: {told}")
 
 
-def _named(settings: Any) -> Tree:
+def _as_fingerprint(settings: Any) -> Tree:
     """As a description, in which a difference is told by all names on the way to it."""
     if isinstance(settings, Mapping):
-        return {"fields": {str(name): _named(value) for name, value in settings.items()}}
-    return [_named(value) for value in settings] if isinstance(settings, list | tuple) else settings
+        return {"fields": {str(name): _as_fingerprint(value) for name, value in settings.items()}}
+    return [_as_fingerprint(value) for value in settings] if isinstance(settings, list | tuple) else settings

@@ -10,29 +10,29 @@ import numpy as np
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.simulation.clock import VirtualClock, check_generator
-from manifoldagg.simulation.delays import MOST, Delay
+from manifoldagg.simulation.delays import MAX_PROBABILITY, Delay
 from manifoldagg.simulation.resumable import Resumable
 
 __all__ = [
     "Completion",
     "IndependentClients",
     "Job",
-    "MakesScheduler",
     "Scheduler",
-    "Schedulers",
-    "plain_client",
-    "read_client",
+    "SchedulerFactory",
+    "SchedulerLike",
+    "normalize_client",
+    "parse_client",
 ]
 
 C = TypeVar("C", bound=int | str)
 Job = tuple[C, float, float, int]
 """A task: its client, its work, when it was dispatched and how many had finished by then."""
-Running = tuple[C, float, float, int, float]
+RunningJob = tuple[C, float, float, int, float]
 """The fields of a `Job`, and when it was taken up."""
-LONGEST = 2.0**960
+MAX_TASK_SECONDS = 2.0**960
 """Seconds of one task: less than half the last place of the largest float, so that no finite time overflows by it."""
-EASY = 2.0**480
-"""So many units of work at so many seconds each are within `LONGEST`."""
+FAST_PATH_LIMIT = 2.0**480
+"""So many units of work at so many seconds each are within `MAX_TASK_SECONDS`."""
 
 
 class Completion(NamedTuple):
@@ -59,8 +59,8 @@ class Completion(NamedTuple):
 class Scheduler(Resumable, Generic[C]):
     """What all schedulers share: their clock, the tasks in flight, and a state to resume from.
 
-    Clients are integers or strings. Unless `queues`, a client has at most one task in flight. Ties in time are broken
-    in the order in which tasks were taken up.
+    Clients are integers or strings. Unless `allows_queueing`, a client has at most one task in flight. Ties in time are
+    broken in the order in which tasks were taken up.
 
     Args:
         generator: draws all that is random here, and nothing else may draw from it.
@@ -70,16 +70,16 @@ class Scheduler(Resumable, Generic[C]):
     """
 
     kind: ClassVar[str] = "scheduler"
-    queues: ClassVar[bool] = False
-    foretold: ClassVar[bool] = False
+    allows_queueing: ClassVar[bool] = False
+    starts_later: ClassVar[bool] = False
     """Whether a task may be taken up later than it is put into the clock."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = check_generator(generator)
-        self._clock: VirtualClock[Running[C]] = VirtualClock(generator)
-        self._finished = 0
-        self._held: dict[C, int] = {}
-        self._easy = EASY
+        self._clock: VirtualClock[RunningJob[C]] = VirtualClock(generator)
+        self._num_finished = 0
+        self._client_counts: dict[C, int] = {}
+        self._fast_bound = FAST_PATH_LIMIT
         self._in_flight = 0
 
     @property
@@ -92,9 +92,9 @@ class Scheduler(Resumable, Generic[C]):
         """Tasks that were dispatched and have neither finished nor been cancelled."""
         return self._in_flight
 
-    def held(self, client: C) -> int:
+    def num_in_flight(self, client: C) -> int:
         """Tasks of a client that are in flight."""
-        return self._held.get(client, 0)
+        return self._client_counts.get(client, 0)
 
     @abstractmethod
     def dispatch(self, client: C, work: float) -> None:
@@ -111,23 +111,23 @@ class Scheduler(Resumable, Generic[C]):
         Raises:
             ManifoldAggError: if no task is left.
         """
-        self._employ()
+        self._start_ready()
         try:
             time, (client, work, dispatched, finished, started) = self._clock.next()
         except ManifoldAggError:
             raise ManifoldAggError("the scheduler has no task: dispatch a client before asking for the next") from None
-        left = self._held.pop(client) - 1
+        left = self._client_counts.pop(client) - 1
         if left:
-            self._held[client] = left
+            self._client_counts[client] = left
         self._in_flight -= 1
-        self._release(client)
-        late = self._finished - finished
-        self._finished += 1
+        self._on_finished(client)
+        late = self._num_finished - finished
+        self._num_finished += 1
         return Completion._make((time, client, work, dispatched, started, late))
 
     def peek(self) -> float:
         """When the next task finishes, if nothing is dispatched or cancelled before; infinity if there is none."""
-        self._employ()
+        self._start_ready()
         return self._clock.peek()
 
     def advance(self, time: float) -> None:
@@ -136,15 +136,15 @@ class Scheduler(Resumable, Generic[C]):
         Raises:
             ArgumentError: if `time` is in the past, or after the next task finishes.
         """
-        self._employ()
+        self._start_ready()
         self._clock.advance(time)
 
     def cancel(self, client: C) -> int:
         """Forget all tasks of a client, and how many they were. Cost: at most one look at every task."""
-        lost = self._held.pop(client, 0)
+        lost = self._client_counts.pop(client, 0)
         if lost:
             self._in_flight -= lost
-            self._forget(client)
+            self._drop_client(client)
         return lost
 
     def state(self) -> dict[str, Any]:
@@ -152,8 +152,8 @@ class Scheduler(Resumable, Generic[C]):
         return {
             "scheduler": type(self).__name__,
             "settings": self._settings(),
-            "finished": self._finished,
-            "waiting": [list(job) for job in self._waiting()],
+            "finished": self._num_finished,
+            "waiting": [list(job) for job in self._queued_jobs()],
             "clock": self._clock.state(),
         }
 
@@ -173,83 +173,86 @@ class Scheduler(Resumable, Generic[C]):
                 )
             now = check_number("now", state["clock"]["now"])
             check_count("finished", finished, at_least=0)
-            waiting = [_job(entry, now, finished) for entry in state["waiting"]]
+            waiting = [_parse_job(entry, now, finished) for entry in state["waiting"]]
             running = []
             for time, _, _, (*entry, started) in state["clock"]["events"]:
-                running.append(_job(entry, now, finished))
-                latest = check_number("time", time, at_least=now) if self.foretold else now
+                running.append(_parse_job(entry, now, finished))
+                latest = check_number("time", time, at_least=now) if self.starts_later else now
                 check_number("started", started, at_least=running[-1][2], at_most=latest)
             held = Counter(client for client, *_ in waiting + running)
-            if not self.queues and any(count > 1 for count in held.values()):
+            if not self.allows_queueing and any(count > 1 for count in held.values()):
                 raise ValueError("a client has several tasks in flight")
-            self._check(waiting, running, state)
+            self._check_jobs(waiting, running, state)
             for client, work, *_ in waiting + running:
-                self._fits(client, work)
+                self._check_duration(client, work)
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"state: expected the state of such a scheduler, but {error}") from None
         self._clock.restore(state["clock"])
-        self._finished = finished
-        self._held = dict(held)
+        self._num_finished = finished
+        self._client_counts = dict(held)
         self._in_flight = held.total()
-        self._resume(waiting, running)
+        self._restore_jobs(waiting, running)
 
-    def _job(self, client: C, work: float) -> Job[C]:
+    def _make_job(self, client: C, work: float) -> Job[C]:
         """A task that is dispatched now, if its client can take it."""
         if type(client) is not int:
-            client = plain_client(client)
-        if client in self._held and not self.queues:
+            client = normalize_client(client)
+        if client in self._client_counts and not self.allows_queueing:
             raise ArgumentError(f"client: {client!r} has a task in flight already")
-        if not (type(work) is float and 0 <= work <= self._easy):
+        if not (type(work) is float and 0 <= work <= self._fast_bound):
             work = check_number("work", work, at_least=0)
-            if work > self._easy:
-                self._fits(client, work)
-        return client, work, self._clock.now, self._finished
+            if work > self._fast_bound:
+                self._check_duration(client, work)
+        return client, work, self._clock.now, self._num_finished
 
-    def _fits(self, client: C, work: float) -> None:
+    def _check_duration(self, client: C, work: float) -> None:
         """Refuse what would overflow when it is taken up, which may be long after it was dispatched."""
-        if not self._longest(client, work) <= LONGEST:
-            raise ArgumentError(f"work: expected a task of at most {LONGEST:.3g} s for client {client!r}, got {work!r}")
+        if not self._max_seconds(client, work) <= MAX_TASK_SECONDS:
+            raise ArgumentError(
+                f"work: expected a task of at most {MAX_TASK_SECONDS:.3g} s for client {client!r}, got {work!r}"
+            )
 
-    def _bound(self, slowest: float) -> None:
-        """No unit of work takes more seconds than `slowest`: `_fits` need not be asked about easy work if that is."""
-        self._easy = EASY if slowest <= EASY else -1.0
+    def _set_fast_bound(self, slowest: float) -> None:
+        """No unit of work takes more seconds than `slowest`: `_check_duration` need not be asked about easy work if
+        that is."""
+        self._fast_bound = FAST_PATH_LIMIT if slowest <= FAST_PATH_LIMIT else -1.0
 
-    def _run(self, job: Job[C], seconds: float) -> int:
+    def _start(self, job: Job[C], seconds: float) -> int:
         """Take up a task now that will take that long; what the clock knows it by."""
         now = self._clock.now
         return self._clock.schedule_at(now + seconds, (*job, now))
 
-    def _longest(self, client: C, work: float) -> float:
+    def _max_seconds(self, client: C, work: float) -> float:
         """Seconds that no draw exceeds; an `ArgumentError` if there is no such client."""
         return 0.0
 
-    def _hold(self, client: C) -> int:
+    def _count_in(self, client: C) -> int:
         """Count a task in; how many its client has now."""
         self._in_flight += 1
-        self._held[client] = count = self._held.get(client, 0) + 1
+        self._client_counts[client] = count = self._client_counts.get(client, 0) + 1
         return count
 
-    def _employ(self) -> None:
+    def _start_ready(self) -> None:
         """Take up what can be taken up now."""
 
-    def _release(self, client: C) -> None:
+    def _on_finished(self, client: C) -> None:
         """The running task of a client has finished."""
 
-    def _forget(self, client: C) -> None:
-        self._clock.discard(lambda running: running[0] == client)
+    def _drop_client(self, client: C) -> None:
+        self._clock.cancel_where(lambda running: running[0] == client)
 
     def _settings(self) -> dict[str, Any]:
         return {}
 
-    def _waiting(self) -> list[Job[C]]:
+    def _queued_jobs(self) -> list[Job[C]]:
         return []
 
-    def _check(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
+    def _check_jobs(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
         """Raise a ValueError if these cannot be the tasks of a state."""
         if waiting:
             raise ValueError("no task waits here")
 
-    def _resume(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
+    def _restore_jobs(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
         """Take the tasks of a state; those that run are in the clock already."""
 
 
@@ -274,7 +277,7 @@ class IndependentClients(Scheduler[C]):
 
     def __init__(self, delays: Mapping[C, Delay] | Delay, generator: np.random.Generator) -> None:
         super().__init__(generator)
-        self._common = delays if isinstance(delays, Delay) else None
+        self._shared_delay = delays if isinstance(delays, Delay) else None
         self._delays = {} if isinstance(delays, Delay) else dict(delays)
         for client, delay in self._delays.items():
             if not isinstance(delay, Delay):
@@ -282,33 +285,33 @@ class IndependentClients(Scheduler[C]):
         # What the clock knows a client's task by.
         self._running: dict[C, int] = {}
         given = [delays] if isinstance(delays, Delay) else self._delays.values()
-        self._bound(max((delay.quantile(MOST) for delay in given), default=0.0))
+        self._set_fast_bound(max((delay.quantile(MAX_PROBABILITY) for delay in given), default=0.0))
 
     def dispatch(self, client: C, work: float) -> None:
-        job = self._job(client, work)
+        job = self._make_job(client, work)
         client, work, _, _ = job
-        self._running[client] = self._run(job, self._delay(client).draw(self._generator, work))
-        self._hold(client)
+        self._running[client] = self._start(job, self._delay(client).draw(self._generator, work))
+        self._count_in(client)
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
         self._running = {client: count for _, _, count, (client, *_) in state["clock"]["events"]}
 
     def _delay(self, client: C) -> Delay:
-        delay = self._delays.get(client, self._common)
+        delay = self._delays.get(client, self._shared_delay)
         if delay is None:
             raise ArgumentError(f"client: {client!r} has no entry in the delays that were given")
         return delay
 
-    def _longest(self, client: C, work: float) -> float:
+    def _max_seconds(self, client: C, work: float) -> float:
         # Where part of a delay does not grow with the work, work below 1 does not shrink it.
-        return max(1.0, work) * self._delay(client).quantile(MOST)
+        return max(1.0, work) * self._delay(client).quantile(MAX_PROBABILITY)
 
-    def _forget(self, client: C) -> None:
+    def _drop_client(self, client: C) -> None:
         self._clock.cancel(self._running[client])
 
 
-def plain_client(client: Any) -> Any:
+def normalize_client(client: Any) -> Any:
     """`client`, an int or a str, which a state in JSON keeps; NumPy's integers become Python's.
 
     Raises:
@@ -321,7 +324,7 @@ def plain_client(client: Any) -> Any:
     raise ArgumentError(f"client: expected an int or a str, got {client!r}")
 
 
-def read_client(text: str) -> int | str:
+def parse_client(text: str) -> int | str:
     """A client's name out of a file: an integer where `text` is how one is written."""
     try:
         return int(text) if str(int(text)) == text else text
@@ -329,7 +332,7 @@ def read_client(text: str) -> int | str:
         return text
 
 
-def _job(entry: Any, now: float, finished: int) -> Job[Any]:
+def _parse_job(entry: Any, now: float, finished: int) -> Job[Any]:
     """A job out of a state."""
     client, work, dispatched, before = entry
     if type(client) not in (int, str):
@@ -341,7 +344,7 @@ def _job(entry: Any, now: float, finished: int) -> Job[Any]:
     return client, float(work), float(dispatched), before
 
 
-MakesScheduler: TypeAlias = Callable[[Sequence[int], np.random.Generator], Scheduler[int]]
+SchedulerFactory: TypeAlias = Callable[[Sequence[int], np.random.Generator], Scheduler[int]]
 """A function that makes a scheduler of these clients. The scheduler draws random numbers from this generator only."""
-Schedulers: TypeAlias = Scheduler[int] | MakesScheduler | None
+SchedulerLike: TypeAlias = Scheduler[int] | SchedulerFactory | None
 """What [`run`][manifoldagg.simulation.run] accepts as a scheduler."""

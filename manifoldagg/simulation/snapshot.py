@@ -19,74 +19,74 @@ from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint,
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
 from manifoldagg.federated.types import ClientState
 from manifoldagg.manifolds import Manifold
-from manifoldagg.simulation.cost import Evaluation, Spent
-from manifoldagg.simulation.evaluation import Marks
-from manifoldagg.simulation.event_loop import Ask, Course, Lost
-from manifoldagg.simulation.federated_dataset import Key
-from manifoldagg.simulation.in_flight import same_bits
-from manifoldagg.simulation.lookahead import Foresight
-from manifoldagg.simulation.run_metadata import check_same
-from manifoldagg.simulation.trace import Record
+from manifoldagg.simulation.cost import Cost, Evaluation
+from manifoldagg.simulation.evaluation import EvaluationLog
+from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, EventLoop
+from manifoldagg.simulation.federated_dataset import TaskId
+from manifoldagg.simulation.in_flight import bitwise_equal
+from manifoldagg.simulation.lookahead import Lookahead
+from manifoldagg.simulation.run_metadata import check_compatible
+from manifoldagg.simulation.trace import TaskRecord
 
-__all__ = ["Halt", "Ledger", "Stand"]
+__all__ = ["EventLog", "LoadedRun", "RunSnapshot"]
 
 KIND = "run"
 
 
 @dataclass
-class Ledger:
+class EventLog:
     """What happened in the course of a run: with the seed, all that the course follows from.
 
     Attributes:
         work: of each task that was given.
         trace: the task of each answer.
         accepted: whether its update was.
-        events: of all kinds.
+        num_events: of all kinds.
     """
 
     work: list[float] = field(default_factory=list)
-    trace: list[Record[int]] = field(default_factory=list)
+    trace: list[TaskRecord[int]] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)
-    events: int = 0
+    num_events: int = 0
 
 
-class Stand(NamedTuple):
+class RunSnapshot(NamedTuple):
     """Where a run stands between two events. It is taken in no time: what it refers to is replaced, or only grows.
 
     Attributes:
-        about: what the run follows from.
+        metadata: what the run follows from.
         server: all that it knows.
-        out: the tickets that are out.
-        memories: by client, what its last answer left with it.
-        spent: so far.
-        ledger: of which what came later does not count,
-        events: nor these,
-        asked: nor tasks.
-        marks: likewise,
-        evaluated: so many.
-        by_client: accuracies of the best model.
+        tickets: the tickets that are out.
+        client_states: by client, what its last answer left with it.
+        cost: so far.
+        event_log: of which what came later does not count,
+        num_events: nor these,
+        num_dispatched: nor tasks.
+        evaluation_log: likewise,
+        num_evaluations: so many.
+        client_accuracy: accuracies of the best model.
         seconds: of wall-clock time, evaluation apart.
         evaluation_seconds: likewise, of evaluation.
     """
 
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     server: ServerSnapshot
-    out: PersistentOrderedMap[Key, Ticket]
-    memories: Map[int, ClientState]
-    spent: Spent
-    ledger: Ledger
-    events: int
-    asked: int
-    marks: Marks
-    evaluated: int
-    by_client: list[float]
+    tickets: PersistentOrderedMap[TaskId, Ticket]
+    client_states: Map[int, ClientState]
+    cost: Cost
+    event_log: EventLog
+    num_events: int
+    num_dispatched: int
+    evaluation_log: EvaluationLog
+    num_evaluations: int
+    client_accuracy: list[float]
     seconds: float
     evaluation_seconds: float
 
     @property
     def updates(self) -> int:
         """How many answers there were."""
-        return self.spent.round
+        return self.cost.updates
 
     def tree(self) -> Tree:
         """All of it in plain values and tensors.
@@ -95,27 +95,27 @@ class Stand(NamedTuple):
             CheckpointError: naming what of the rule has no name.
         """
         server = self.server.tree()
-        pool = _Pool(_models(server))
-        answers = self.spent.round
-        trace = self.ledger.trace[:answers]
+        pool = _TensorPool(_models_by_version(server))
+        answers = self.cost.updates
+        trace = self.event_log.trace[:answers]
         return {
-            "about": dict(self.about),
+            "metadata": dict(self.metadata),
             "server": server,
-            "out": [
-                (*key, ticket.id, ticket.version, pool.message(ticket.version, ticket.message))
-                for key, ticket in self.out.items()
+            "tickets": [
+                (*key, ticket.id, ticket.version, pool.encode_message(ticket.version, ticket.message))
+                for key, ticket in self.tickets.items()
             ],
             "tensors": pool.tensors,
-            "memories": dict(self.memories),
-            "spent": asdict(self.spent),
-            "events": self.events,
-            "work": torch.tensor(self.ledger.work[: self.asked], dtype=torch.float64),
+            "client_states": dict(self.client_states),
+            "cost": asdict(self.cost),
+            "num_events": self.num_events,
+            "work": torch.tensor(self.event_log.work[: self.num_dispatched], dtype=torch.float64),
             "clients": torch.tensor([task.client for task in trace], dtype=torch.int64),
             "times": torch.tensor([task.finished for task in trace], dtype=torch.float64),
             "staleness": torch.tensor([task.staleness for task in trace], dtype=torch.int64),
-            "accepted": torch.tensor(self.ledger.accepted[:answers], dtype=torch.bool),
-            "rows": [asdict(row) for row in self.marks.rows[: self.evaluated]],
-            "by_client": self.by_client,
+            "accepted": torch.tensor(self.event_log.accepted[:answers], dtype=torch.bool),
+            "evaluations": [asdict(row) for row in self.evaluation_log.evaluations[: self.num_evaluations]],
+            "client_accuracy": self.client_accuracy,
             "seconds": self.seconds,
             "evaluation_seconds": self.evaluation_seconds,
         }
@@ -131,12 +131,12 @@ class Stand(NamedTuple):
         note(seconds=time.perf_counter() - begun)
 
 
-class Halt:
+class LoadedRun:
     """Where a run stopped, as it was read.
 
     Args:
         path: of the file.
-        about: what the run that is to go on follows from.
+        metadata: what the run that is to go on follows from.
 
     Attributes:
         spent: by then.
@@ -149,13 +149,13 @@ class Halt:
         CheckpointError: if the file is truncated, altered or none of a run, or of another one, naming the difference.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._path = path
         self._tree: dict[str, Any] = tensor_file.load(path, KIND)
-        check_same(path, self._tree["about"], about)
-        self.spent = Spent(**self._tree["spent"])
-        self.rows = [Evaluation(**row) for row in self._tree["rows"]]
-        self.by_client: list[float] = self._tree["by_client"]
+        check_compatible(path, self._tree["metadata"], metadata)
+        self.cost = Cost(**self._tree["cost"])
+        self.evaluations = [Evaluation(**row) for row in self._tree["evaluations"]]
+        self.client_accuracy: list[float] = self._tree["client_accuracy"]
         self.seconds: float = self._tree["seconds"]
         self.evaluation_seconds: float = self._tree["evaluation_seconds"]
 
@@ -167,17 +167,17 @@ class Halt:
         """
         return Server.resume(LoadedCheckpoint(self._path, self._tree["server"]), space, rule)
 
-    def memories(self) -> Map[int, ClientState]:
+    def client_states(self) -> Map[int, ClientState]:
         """What clients had kept for themselves."""
-        return Map(self._tree["memories"])
+        return Map(self._tree["client_states"])
 
-    def out(self, space: Manifold) -> PersistentOrderedMap[Key, Ticket]:
+    def tickets(self, space: Manifold) -> PersistentOrderedMap[TaskId, Ticket]:
         """The tickets that were out, in order."""
-        models = _models(self._tree["server"])
+        models = _models_by_version(self._tree["server"])
         # The server writes a model that nobody needs any more.
         own: dict[int, Tensor] = {}
-        out: PersistentOrderedMap[Key, Ticket] = PersistentOrderedMap()
-        for client, nth, name, version, (start, tensors, numbers, buffers, asked) in self._tree["out"]:
+        out: PersistentOrderedMap[TaskId, Ticket] = PersistentOrderedMap()
+        for client, nth, name, version, (start, tensors, numbers, buffers, asked) in self._tree["tickets"]:
             if start is None and version not in own:
                 own[version] = copy_tensor(models[version])
             message = Message(
@@ -188,10 +188,10 @@ class Halt:
                 asked,
                 version,
             )
-            out = out.set(Key(client, nth), Ticket(name, version, message, space))
+            out = out.set(TaskId(client, nth), Ticket(name, version, message, space))
         return out
 
-    def replay(self, course: Course, foresight: Foresight) -> Ledger:
+    def replay(self, event_loop: EventLoop, lookahead: Lookahead) -> EventLog:
         """Let a course at its beginning, and what looks ahead on it, come to where the run was.
 
         Raises:
@@ -202,42 +202,42 @@ class Halt:
         answers = deque(
             zip(*(tree[name].tolist() for name in ("clients", "times", "staleness", "accepted")), strict=True)
         )
-        ledger = Ledger(events=tree["events"])
-        out: set[Key] = set()
+        ledger = EventLog(num_events=tree["num_events"])
+        out: set[TaskId] = set()
         try:
-            for _ in range(ledger.events):
-                event = course.next()
-                if isinstance(event, Ask):
+            for _ in range(ledger.num_events):
+                event = event_loop.next()
+                if isinstance(event, DispatchEvent):
                     work = given.popleft()
                     ledger.work.append(work)
-                    key = course.give(event.client, work)
-                    foresight.gave(key, work)
+                    key = event_loop.submit(event.client, work)
+                    lookahead.on_dispatch(key, work)
                     out.add(key)
-                elif isinstance(event, Lost):
-                    foresight.lost(event.keys)
-                    out.difference_update(event.keys)
+                elif isinstance(event, DropoutEvent):
+                    lookahead.on_dropout(event.task_ids)
+                    out.difference_update(event.task_ids)
                 else:
                     client, finished, late, accepted = answers.popleft()
-                    if (event.key.client, event.done.time) != (client, finished):
+                    if (event.task_id.client, event.completion.time) != (client, finished):
                         raise ArgumentError(
                             f"answer {len(ledger.trace) + 1} was of client {client} at {finished:g} s, and is now of "
-                            f"{event.key.client} at {event.done.time:g} s"
+                            f"{event.task_id.client} at {event.completion.time:g} s"
                         )
-                    ledger.trace.append(Record.of(event.done, late))
+                    ledger.trace.append(TaskRecord.from_completion(event.completion, late))
                     ledger.accepted.append(accepted)
-                    course.settle(accepted)
-                    foresight.settled(event.key, accepted)
-                    out.remove(event.key)
-            if given or answers or out != {Key(client, nth) for client, nth, *_ in tree["out"]}:
+                    event_loop.acknowledge(accepted)
+                    lookahead.on_completion(event.task_id, accepted)
+                    out.remove(event.task_id)
+            if given or answers or out != {TaskId(client, nth) for client, nth, *_ in tree["tickets"]}:
                 raise ArgumentError("other clients are asked")
         except (ArgumentError, IndexError) as error:
             raise CheckpointError(
-                f"{self._path}: the scheduler or the participation goes otherwise than before: {error}"
+                f"{self._path}: the scheduler or the availability differs from the saved run: {error}"
             ) from error
         return ledger
 
 
-class _Pool:
+class _TensorPool:
     """Tensors of messages, each written once, however many refer to it; and none that the server keeps.
 
     Args:
@@ -247,30 +247,30 @@ class _Pool:
     def __init__(self, models: Mapping[int, Tensor]) -> None:
         self._models = models
         self.tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
-        self._starts: dict[int, bool] = {}
+        self._indices: dict[int, int] = {}
+        self._start_is_model: dict[int, bool] = {}
 
-    def message(self, version: int, message: Message) -> Tree:
+    def encode_message(self, version: int, message: Message) -> Tree:
         """A message in plain values; its start is none where it is the server's model of that version."""
         start = message.start
-        if id(start) not in self._starts:
-            self._starts[id(start)] = same_bits(self._models[version], start)
+        if id(start) not in self._start_is_model:
+            self._start_is_model[id(start)] = bitwise_equal(self._models[version], start)
         return (
-            None if self._starts[id(start)] else self._place(start),
-            {name: self._place(tensor) for name, tensor in message.tensors.items()},
+            None if self._start_is_model[id(start)] else self._index(start),
+            {name: self._index(tensor) for name, tensor in message.tensors.items()},
             dict(message.numbers),
-            {name: self._place(tensor) for name, tensor in message.buffers.items()},
+            {name: self._index(tensor) for name, tensor in message.buffers.items()},
             message.requested_buffers,
         )
 
-    def _place(self, tensor: Tensor) -> int:
-        place = self._places.setdefault(id(tensor), len(self.tensors))
+    def _index(self, tensor: Tensor) -> int:
+        place = self._indices.setdefault(id(tensor), len(self.tensors))
         if place == len(self.tensors):
             self.tensors.append(tensor)
         return place
 
 
-def _models(server: Mapping[str, Any]) -> dict[int, Tensor]:
+def _models_by_version(server: Mapping[str, Any]) -> dict[int, Tensor]:
     """The models that a server has written down, by version."""
     kept = {key[1]: tree for key, tree in server["kept"] if key[0] == "version"}
     return {**kept, server["version"]: server["model"]}

@@ -13,26 +13,26 @@ from manifoldagg._validation import closest_match
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 
 __all__ = [
-    "Kinds",
-    "Named",
+    "OptionReaders",
     "Reader",
-    "arguments",
-    "blamed",
+    "Spec",
     "build",
-    "imported",
-    "kind",
-    "named",
-    "pick",
-    "split",
-    "value",
+    "choose",
+    "error_context",
+    "import_object",
+    "parse_kwargs",
+    "parse_literal",
+    "parse_spec",
+    "parse_specs",
+    "reader",
 ]
 
 T = TypeVar("T")
-WORDS = {"true": True, "false": False, "none": None, "inf": math.inf}
+LITERALS = {"true": True, "false": False, "none": None, "inf": math.inf}
 
 
 @dataclass(frozen=True)
-class Named:
+class Spec:
     """A name, and its options as they were written.
 
     Attributes:
@@ -40,7 +40,7 @@ class Named:
         options: by name; one without a name, as in `replay:trace.csv`, has the name `""` and is the first there is.
 
     Example:
-        >>> str(Named("asyncbezier", {"degree": "3"}))
+        >>> str(Spec("asyncbezier", {"degree": "3"}))
         'asyncbezier:degree=3'
     """
 
@@ -54,15 +54,15 @@ class Named:
 
 Reader: TypeAlias = Callable[[str, Mapping[str, str]], Any]
 """Makes a value of the options that follow its name; the first argument says where, for complaints."""
-Kinds: TypeAlias = Mapping[str, Mapping[str, Reader]]
+OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
 """For an option whose value is an object: the names that it can have."""
 
 
-def split(what: str, text: str) -> list[Named]:
+def parse_specs(where: str, text: str) -> list[Spec]:
     """A list of names with options, separated by commas; a piece `option=value` belongs to the name before it.
 
     Args:
-        what: names the list in complaints.
+        where: names the list in complaints.
         text: such as `"fedasync,asyncbezier:threshold=auto,degree=3,fedgs"`.
 
     Raises:
@@ -77,10 +77,10 @@ def split(what: str, text: str) -> list[Named]:
         name, _, rest = piece.partition(":")
         if "=" in name:
             if not found:
-                raise ArgumentError(f"{what}: expected a name before its options, got {text!r}")
+                raise ArgumentError(f"{where}: expected a name before its options, got {text!r}")
             rest = piece
         elif not name.strip():
-            raise ArgumentError(f"{what}: expected a name before the colon, got {piece!r}")
+            raise ArgumentError(f"{where}: expected a name before the colon, got {piece!r}")
         else:
             found.append((name.strip(), {}))
             if not rest.strip():
@@ -89,14 +89,14 @@ def split(what: str, text: str) -> list[Named]:
         option, written = (first, written) if equals else ("", first)
         name, options = found[-1]
         if option in options:
-            raise ArgumentError(f"{what}: {name}: {option} is given twice")
+            raise ArgumentError(f"{where}: {name}: {option} is given twice")
         options[option] = written
     if not found:
-        raise ArgumentError(f"{what}: expected a name, got {text!r}")
-    return [Named(name, options) for name, options in found]
+        raise ArgumentError(f"{where}: expected a name, got {text!r}")
+    return [Spec(name, options) for name, options in found]
 
 
-def named(what: str, text: str) -> Named:
+def parse_spec(where: str, text: str) -> Spec:
     """One name with its options.
 
     Raises:
@@ -106,51 +106,51 @@ def named(what: str, text: str) -> Named:
         >>> named("delays", "exponential:mean=10")
         Named(name='exponential', options={'mean': '10'})
     """
-    first, *others = split(what, text)
+    first, *others = parse_specs(where, text)
     if others:
-        raise ArgumentError(f"{what}: expected one name with its options, got a second one: {others[0]}")
+        raise ArgumentError(f"{where}: expected one name with its options, got a second one: {others[0]}")
     return first
 
 
-def value(text: str) -> Any:
+def parse_literal(text: str) -> Any:
     """An int, a float, `true`, `false`, `none`, `inf`, numbers joined by `+` as a tuple; else the text itself.
 
     Example:
         >>> [value(text) for text in ("3", "1e-3", "true", "none", "-inf", "4+2", "auto", "rates.csv")]
         [3, 0.001, True, None, -inf, (4, 2), 'auto', 'rates.csv']
     """
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
+    if text.lower() in LITERALS:
+        return LITERALS[text.lower()]
     for number in (int, float):
         try:
             return number(text)
         except ValueError:
             pass
-    parts = tuple(map(value, text.split("+"))) if "+" in text else ()
+    parts = tuple(map(parse_literal, text.split("+"))) if "+" in text else ()
     return parts if parts and all(type(part) in (int, float) for part in parts) else text
 
 
-def arguments(
+def parse_kwargs(
     where: str,
-    make: Callable[..., Any],
+    factory: Callable[..., Any],
     options: Mapping[str, str],
     *,
-    kinds: Kinds | None = None,
-    taken: Collection[str] = (),
+    option_readers: OptionReaders | None = None,
+    excluded: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments for `make`, out of the options that were written.
+    """Keyword arguments for `factory`, out of the options that were written.
 
     An option with a dot, `staleness.a=0.9`, is one of the value of `staleness`: of the one that is named beside it, or
     of the default.
 
     Args:
         where: what a complaint begins with.
-        make: a class or a function, whose signature says which options there are. What is annotated as a string or a
+        factory: a class or a function, whose signature says which options there are. What is annotated as a string or a
             path is taken as it was written.
         options: as they were written.
-        kinds: what the names mean that values of some options have.
-        taken: parameters that are no options.
+        option_readers: what the names mean that values of some options have.
+        excluded: parameters that are no options.
         defaults: arguments where nothing was written.
 
     Raises:
@@ -167,17 +167,17 @@ def arguments(
     """
     parameters = {
         name: parameter
-        for name, parameter in inspect.signature(make).parameters.items()
-        if name not in taken and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for name, parameter in inspect.signature(factory).parameters.items()
+        if name not in excluded and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
-    given = dict(_defaults(make) | dict(defaults or {}))
+    given = dict(_default_arguments(factory) | dict(defaults or {}))
     written: dict[str, str] = {}
     within: dict[str, dict[str, str]] = {}
     for option, text in options.items():
         head, dot, tail = option.partition(".")
         if not option and parameters:
             head = next(iter(parameters))
-        pick(where, "option", head, parameters)
+        choose(where, "option", head, parameters)
         if dot and not tail:
             raise ArgumentError(f"{where}: {head}: expected one of its options behind the dot, got {option!r}")
         if dot:
@@ -190,13 +190,13 @@ def arguments(
     for option in [*written, *(head for head in within if head not in written)]:
         here = f"{where}: {option}"
         inner = within.get(option, {})
-        readers = (kinds or {}).get(option, {})
+        readers = (option_readers or {}).get(option, {})
         if option not in written:
             before: Any = given.get(option)
             if not hasattr(before, "__dataclass_fields__"):
                 raise ArgumentError(f"{here}: expected its name")
-            changed = arguments(here, type(before), inner, kinds=kinds)
-            with blamed(here):
+            changed = parse_kwargs(here, type(before), inner, option_readers=option_readers)
+            with error_context(here):
                 result[option] = replace(before, **changed)
             continue
         text = written[option]
@@ -206,11 +206,11 @@ def arguments(
             raise ArgumentError(f"{here}: {text} has no options of its own")
         else:
             plain = parameters[option].annotation in (str, Path, Path | str)
-            read = text if plain else value(text)
+            read = text if plain else parse_literal(text)
             if readers and isinstance(read, str) and not plain:
                 if type(given.get(option)) in (int, float) and closest_match(text, readers) is None:
                     raise ArgumentError(f"{here}: expected a number, or one of {', '.join(readers)}; got {text!r}")
-                pick(where, option, text, readers)
+                choose(where, option, text, readers)
             result[option] = read
     missing = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     if missing := [name for name in missing if name not in result]:
@@ -220,44 +220,45 @@ def arguments(
 
 def build(
     where: str,
-    make: Callable[..., T],
+    factory: Callable[..., T],
     options: Mapping[str, str],
     *,
-    kinds: Kinds | None = None,
+    option_readers: OptionReaders | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """What `make` makes of options that were written, as [`arguments`][manifoldagg.simulation.spec_parser.arguments].
+    """What `factory` makes of options that were written, as
+    [`arguments`][manifoldagg.simulation.spec_parser.arguments].
 
     Raises:
-        ArgumentError: also for values that `make` refuses.
+        ArgumentError: also for values that `factory` refuses.
 
     Example:
         >>> from manifoldagg.simulation.delays import Exponential
         >>> build("delays: exponential", Exponential, {"mean": "10"})
         Exponential(mean=10.0)
     """
-    given = arguments(where, make, options, kinds=kinds, defaults=defaults)
-    with blamed(where):
-        return make(**given)
+    given = parse_kwargs(where, factory, options, option_readers=option_readers, defaults=defaults)
+    with error_context(where):
+        return factory(**given)
 
 
-def kind(make: Callable[..., Any], *, kinds: Kinds | None = None, **defaults: Any) -> Reader:
-    """The reader that builds with `make`, for `kinds`."""
+def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None = None, **defaults: Any) -> Reader:
+    """The reader that builds with `factory`, for `option_readers`."""
 
     def read(where: str, options: Mapping[str, str]) -> Any:
-        return build(where, make, options, kinds=kinds, defaults=defaults)
+        return build(where, factory, options, option_readers=option_readers, defaults=defaults)
 
     return read
 
 
-def pick(where: str, noun: str, name: str, choices: Collection[str]) -> str:
+def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
     """`name`, which is one of `choices`.
 
     Raises:
         ArgumentError: naming the nearest of them, or all where none is near.
 
     Example:
-        >>> pick("methods", "method", "fedasink", ("fedasync", "fedgs"))
+        >>> choose("methods", "method", "fedasink", ("fedasync", "fedgs"))
         Traceback (most recent call last):
             ...
         manifoldagg.errors.ArgumentError: methods: no method 'fedasink'; did you mean fedasync?
@@ -269,22 +270,22 @@ def pick(where: str, noun: str, name: str, choices: Collection[str]) -> str:
     raise ArgumentError(f"{where}: no {noun} {name!r}; {hint}")
 
 
-def imported(where: str, module: str, name: str, otherwise: str) -> Any:
+def import_object(where: str, module: str, name: str, alternative: str) -> Any:
     """What a module of the user's has under a name.
 
     Args:
         where: what a complaint begins with.
         module: that can be imported.
         name: in it.
-        otherwise: what has a name without a module.
+        alternative: what has a name without a module.
 
     Raises:
         ArgumentError: if there is no such module, it imports one that is not there, or has nothing of that name.
 
     Example:
-        >>> imported("data", "math", "tau", "a data set")
+        >>> import_object("data", "math", "tau", "a data set")
         6.283185307179586
-        >>> imported("data", "maths", "tau", "a data set")
+        >>> import_object("data", "maths", "tau", "a data set")
         Traceback (most recent call last):
             ...
         manifoldagg.errors.ArgumentError: data: neither a data set nor a module that can be imported
@@ -297,7 +298,7 @@ def imported(where: str, module: str, name: str, otherwise: str) -> Any:
             raise ArgumentError(f"{where}: {error}") from error
         found = None
     if found is None:
-        raise ArgumentError(f"{where}: neither {otherwise} nor a module that can be imported")
+        raise ArgumentError(f"{where}: neither {alternative} nor a module that can be imported")
     if not hasattr(found, name):
         near = closest_match(name, vars(found))
         raise ArgumentError(
@@ -307,7 +308,7 @@ def imported(where: str, module: str, name: str, otherwise: str) -> Any:
 
 
 @contextmanager
-def blamed(where: str, *others: type[Exception]) -> Iterator[None]:
+def error_context(where: str, *others: type[Exception]) -> Iterator[None]:
     """Complaints of this package from within, and such of others, begin with `where`."""
     kinds: tuple[type[Exception], ...] = (ManifoldAggError, *others)
     try:
@@ -316,11 +317,11 @@ def blamed(where: str, *others: type[Exception]) -> Iterator[None]:
         raise ArgumentError(f"{where}: {error}") from error
 
 
-def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
-    """What the arguments of `make` are where they are not given."""
-    signature = inspect.signature(make).parameters.items()
+def _default_arguments(factory: Callable[..., Any]) -> dict[str, Any]:
+    """What the arguments of `factory` are where they are not given."""
+    signature = inspect.signature(factory).parameters.items()
     found = {name: parameter.default for name, parameter in signature if parameter.default is not parameter.empty}
-    if is_dataclass(make):
+    if is_dataclass(factory):
         # The signature has a mark in place of a default that is made.
-        found |= {one.name: one.default_factory() for one in fields(make) if one.default_factory is not MISSING}
+        found |= {one.name: one.default_factory() for one in fields(factory) if one.default_factory is not MISSING}
     return found

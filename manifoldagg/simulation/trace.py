@@ -10,17 +10,17 @@ from typing import Any, Generic, TypeVar
 from manifoldagg._io import atomic_write
 from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.delays import store
-from manifoldagg.simulation.schedulers import Completion, plain_client, read_client
+from manifoldagg.simulation.delays import set_fields
+from manifoldagg.simulation.schedulers import Completion, normalize_client, parse_client
 
-__all__ = ["Record", "check_records", "read_trace", "write_trace"]
+__all__ = ["TaskRecord", "check_records", "read_trace", "write_trace"]
 
 C = TypeVar("C", bound=int | str)
 SUFFIXES = (".csv", ".jsonl")
 
 
 @dataclass(frozen=True)
-class Record(Generic[C]):
+class TaskRecord(Generic[C]):
     """One task from dispatch to answer, in virtual seconds.
 
     Attributes:
@@ -43,24 +43,26 @@ class Record(Generic[C]):
     staleness: int
 
     def __post_init__(self) -> None:
-        store(self, client=plain_client(self.client))
-        store(self, work=check_number("work", self.work, at_least=0))
-        store(self, dispatched=check_number("dispatched", self.dispatched, at_least=0))
-        store(self, started=check_number("started", self.started, at_least=self.dispatched))
-        store(self, finished=check_number("finished", self.finished, at_least=self.started))
-        store(self, staleness=check_count("staleness", self.staleness, at_least=0))
+        set_fields(self, client=normalize_client(self.client))
+        set_fields(self, work=check_number("work", self.work, at_least=0))
+        set_fields(self, dispatched=check_number("dispatched", self.dispatched, at_least=0))
+        set_fields(self, started=check_number("started", self.started, at_least=self.dispatched))
+        set_fields(self, finished=check_number("finished", self.finished, at_least=self.started))
+        set_fields(self, staleness=check_count("staleness", self.staleness, at_least=0))
 
-    def __deepcopy__(self, memo: object) -> "Record[C]":
+    def __deepcopy__(self, memo: object) -> "TaskRecord[C]":
         return self
 
     @staticmethod
-    def of(done: Completion, staleness: int | None = None) -> "Record[Any]":
+    def from_completion(completion: Completion, staleness: int | None = None) -> "TaskRecord[Any]":
         """A scheduler's completion; `staleness` is its relative delay, or what the server counted."""
-        late = done.relative_delay if staleness is None else staleness
-        return Record(done.client, done.work, done.dispatched, done.started, done.time, late)
+        late = completion.relative_delay if staleness is None else staleness
+        return TaskRecord(
+            completion.client, completion.work, completion.dispatched, completion.started, completion.time, late
+        )
 
 
-def write_trace(path: Path | str, records: Iterable[Record[Any]]) -> None:
+def write_trace(path: Path | str, records: Iterable[TaskRecord[Any]]) -> None:
     """Write a trace as CSV (`.csv`) or as JSON lines (`.jsonl`); every number comes back as it was.
 
     The file is put in its place whole.
@@ -79,9 +81,9 @@ def write_trace(path: Path | str, records: Iterable[Record[Any]]) -> None:
             else:
                 # Quotes around every name keep a carriage return in it.
                 table = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-                table.writerow(_NAMES)
+                table.writerow(_COLUMNS)
                 for record in records:
-                    if isinstance(record.client, str) and read_client(record.client) != record.client:
+                    if isinstance(record.client, str) and parse_client(record.client) != record.client:
                         raise ArgumentError(
                             f"records: client {record.client!r} would come back as an integer: write .jsonl"
                         )
@@ -90,7 +92,7 @@ def write_trace(path: Path | str, records: Iterable[Record[Any]]) -> None:
         raise ArgumentError(f"path: {path} cannot be written: {error}") from None
 
 
-def read_trace(path: Path | str) -> list[Record[Any]]:
+def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
     """A trace that `write_trace` wrote.
 
     Raises:
@@ -106,21 +108,23 @@ def read_trace(path: Path | str) -> list[Record[Any]]:
                 for text in file:
                     line += 1
                     row = json.loads(text)
-                    if not isinstance(row, dict) or set(row) != set(_NAMES):
-                        raise ValueError(f"expected the fields {', '.join(_NAMES)}")
-                    records.append(Record(**row))
+                    if not isinstance(row, dict) or set(row) != set(_COLUMNS):
+                        raise ValueError(f"expected the fields {', '.join(_COLUMNS)}")
+                    records.append(TaskRecord(**row))
             else:
                 table = csv.reader(file, strict=True)
-                if next(table, None) != list(_NAMES):
-                    raise ValueError(f"expected the columns {', '.join(_NAMES)}")
+                if next(table, None) != list(_COLUMNS):
+                    raise ValueError(f"expected the columns {', '.join(_COLUMNS)}")
                 line = 1
                 for row in table:
                     line = table.line_num
-                    if len(row) != len(_NAMES):
-                        raise ValueError(f"expected {len(_NAMES)} fields, got {len(row)}")
+                    if len(row) != len(_COLUMNS):
+                        raise ValueError(f"expected {len(_COLUMNS)} fields, got {len(row)}")
                     client, *numbers, staleness = row
                     work, dispatched, started, finished = map(float, numbers)
-                    records.append(Record(read_client(client), work, dispatched, started, finished, int(staleness)))
+                    records.append(
+                        TaskRecord(parse_client(client), work, dispatched, started, finished, int(staleness))
+                    )
     except OSError as error:
         raise ArgumentError(f"path: {path} cannot be read: {error}") from None
     except csv.Error as error:
@@ -130,7 +134,7 @@ def read_trace(path: Path | str) -> list[Record[Any]]:
     return records
 
 
-def check_records(records: Iterable[Record[C]]) -> list[Record[C]]:
+def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
     """`records` as a list, of nothing else.
 
     Raises:
@@ -138,9 +142,9 @@ def check_records(records: Iterable[Record[C]]) -> list[Record[C]]:
     """
     records = list(records)
     for i, record in enumerate(records):
-        if not isinstance(record, Record):
+        if not isinstance(record, TaskRecord):
             raise ArgumentError(f"records[{i}]: expected a Record, got {record!r}")
     return records
 
 
-_NAMES = tuple(field.name for field in fields(Record))
+_COLUMNS = tuple(field.name for field in fields(TaskRecord))

@@ -9,63 +9,69 @@ import numpy as np
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule
 from manifoldagg.federated.server.client_sampling import sampler_for, shorten
-from manifoldagg.simulation.availability import Change, Participations
+from manifoldagg.simulation.availability import Availability, AvailabilityChange
 from manifoldagg.simulation.delays import Delay, Delays
-from manifoldagg.simulation.empirical_delays import Empirical, assign
-from manifoldagg.simulation.event_loop import Course
-from manifoldagg.simulation.federated_dataset import Federation
+from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
+from manifoldagg.simulation.event_loop import EventLoop
+from manifoldagg.simulation.federated_dataset import FederatedDataset
 from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.schedulers import IndependentClients, Scheduler, Schedulers
+from manifoldagg.simulation.schedulers import IndependentClients, Scheduler, SchedulerLike
 
-__all__ = ["course_of"]
+__all__ = ["build_event_loop"]
 
-SCHEDULE, DELAYS, CHANGES, ASKING = 1, 4, 5, 6
+SCHEDULER_STREAM, DELAY_STREAM, AVAILABILITY_STREAM, SAMPLING_STREAM = 1, 4, 5, 6
 """Streams of random numbers under the seed of a federation, beside those in `federation`."""
 Clients: TypeAlias = Sequence[int]
 
 
-def course_of(
-    federation: Federation,
+def build_event_loop(
+    federation: FederatedDataset,
     rule: Rule,
     *,
-    scheduler: Schedulers = None,
+    scheduler: SchedulerLike = None,
     delays: Delays = None,
-    participation: Participations = None,
-    tasks: int | None = None,
-) -> Course:
+    availability: Availability = None,
+    concurrency: int | None = None,
+) -> EventLoop:
     """The course of a run; arguments are those of [`run`][manifoldagg.simulation.run].
 
     Raises:
         ArgumentError: naming the one that does not fit, with the clients that it does not fit.
     """
-    clients = federation.scheduled
+    clients = federation.trainable_clients
 
     def stream(name: int) -> np.random.Generator:
         return np.random.default_rng([federation.seed, name])
 
-    who = sampler_for(rule, clients, tasks, stream(ASKING))
+    who = sampler_for(rule, clients, concurrency, stream(SAMPLING_STREAM))
     if scheduler is not None and delays is not None:
         raise ArgumentError("scheduler, delays: expected one of them; delays are those of clients that work alone")
     if delays is not None:
-        made: object = IndependentClients(_delays(delays, clients, stream(DELAYS)), stream(SCHEDULE))
+        made: object = IndependentClients(
+            _resolve_delays(delays, clients, stream(DELAY_STREAM)), stream(SCHEDULER_STREAM)
+        )
     elif scheduler is None:
-        made = PriorityScheduler[int](len(clients), stream(SCHEDULE))
+        made = PriorityScheduler[int](len(clients), stream(SCHEDULER_STREAM))
     else:
-        made = scheduler(clients, stream(SCHEDULE)) if callable(scheduler) else scheduler
+        made = scheduler(clients, stream(SCHEDULER_STREAM)) if callable(scheduler) else scheduler
     if not isinstance(made, Scheduler):
         raise ArgumentError(f"scheduler: expected a Scheduler, or a function that makes one, got {made!r}")
-    changes = participation(clients, stream(CHANGES)) if callable(participation) else participation or ()
+    changes = availability(clients, stream(AVAILABILITY_STREAM)) if callable(availability) else availability or ()
     given: object = changes
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ArgumentError(f"participation: expected Changes, or a function that makes them, got {changes!r}")
+        raise ArgumentError(
+            f"availability: expected AvailabilityChanges, or a function that makes them, got {changes!r}"
+        )
     idle = set(range(len(federation.train))).difference(clients)
-    return Course(clients, who, made, [c for c in changes if not (isinstance(c, Change) and c.client in idle)])
+    return EventLoop(
+        clients, who, made, [c for c in changes if not (isinstance(c, AvailabilityChange) and c.client in idle)]
+    )
 
 
-def _delays(delays: Delays, clients: Clients, generator: np.random.Generator) -> Mapping[int, Delay] | Delay:
+def _resolve_delays(delays: Delays, clients: Clients, generator: np.random.Generator) -> Mapping[int, Delay] | Delay:
     """One delay for all, or one for each of them."""
     if isinstance(delays, str | Path):
-        return assign(Empirical.from_csv(delays), clients, generator)
+        return assign_profiles(Empirical.from_csv(delays), clients, generator)
     made = delays(clients, generator) if callable(delays) else delays
     if isinstance(made, Delay):
         return made

@@ -12,7 +12,7 @@ import pytest
 from manifoldagg._signals import exit_immediately, graceful_shutdown
 
 COMMAND = [sys.executable, "-W", "error", "-m", "manifoldagg"]
-SMALL = ["--clients", "5", "--rounds", "4", "--seeds", "2", "--model", "mlp"]
+SMALL = ["--clients", "5", "--updates", "4", "--seeds", "2", "--model", "mlp"]
 WIDE = os.environ | {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
 
 
@@ -51,15 +51,22 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
 
 
 def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
-    like = ("--delays", "uniform:low=1,high=3", "--partition", "shards:shards=2", "--participation", "file:gone.csv")
+    like = (
+        "--delays",
+        "uniform:low=1,high=3",
+        "--partition",
+        "shards:shards_per_client=2",
+        "--availability",
+        "file:gone.csv",
+    )
     (tmp_path / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
-    like += ("--methods", "fedgs", "--every", "3", "--work", "dispatched", "--tune", "--tune-seeds", "1")
+    like += ("--methods", "fedgs", "--eval-every", "3", "--task-cost", "trainer", "--tune", "--tune-seeds", "1")
     done = call("compare", *SMALL, *like, "--json", "--name", "here", folder=tmp_path)
     assert done.returncode == 0
     found = json.loads(done.stdout)
     assert set(found) == {"settings", "methods", "log", "timing", "files"}
-    assert [row["round"] for row in found["log"]] == [0, 3, 4] * 2
-    assert [found["settings"][name] for name in ("partition", "delays", "work")] == [like[3], like[1], "dispatched"]
+    assert [row["updates"] for row in found["log"]] == [0, 3, 4] * 2
+    assert [found["settings"][name] for name in ("partition", "delays", "task_cost")] == [like[3], like[1], "trainer"]
     files = [tmp_path / file for file in found["files"]]
     names = ["results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png"]
     assert [file.name for file in files] == names
@@ -85,8 +92,8 @@ WRONG = [
     (["--rate", "fedasync=-1"], "rate: expected a finite number > 0, got -1.0"),
     (["--clients", "2000"], "error: clients: expected at most one for each of 1797 samples, got 2000"),
     (["--clients", "0"], "clients: expected an integer >= 1, got 0"),
-    (["--rounds", "0"], "rounds: expected an integer >= 1, got 0"),
-    (["--every", "0", "--json"], "every: expected an integer >= 1, got 0"),
+    (["--updates", "0"], "rounds: expected an integer >= 1, got 0"),
+    (["--eval-every", "0", "--json"], "every: expected an integer >= 1, got 0"),
     (["--seeds", "-1"], "seeds: expected an integer >= 1, got -1"),
     (
         ["--partition", "dirichlet:concentration=-0.5"],
@@ -98,7 +105,7 @@ WRONG = [
         "methods: fedasync: rate: expected a number, or one of cyclic, cosine; got 'abc'",
     ),
     (["--methods", "fedasync:rate=cosin"], "methods: fedasync: no rate 'cosin'; did you mean cosine?"),
-    (["--methods", "fedasync,fedavg", "--tasks", "2"], "methods: FedAvg: tasks: expected None, as FedAvg waits"),
+    (["--methods", "fedasync,fedavg", "--concurrency", "2"], "methods: FedAvg: tasks: expected None, as FedAvg waits"),
     (
         ["--methods", "fedasync,fedgs:optimizer=sgd,optimizer.momentum=-3"],
         "methods: fedgs: optimizer: Invalid momentum value: -3",
@@ -117,12 +124,12 @@ WRONG = [
     (["--partition", "shard"], "partition: no partition 'shard'; did you mean shards?"),
     (["--scheduler", "priority:worker=2"], "scheduler: priority: no option 'worker'; did you mean workers?"),
     (["--delays", "exponental:mean=10"], "delays: no delays 'exponental'; did you mean exponential?"),
-    (["--participation", "file:nowhere.csv"], "nowhere.csv"),
+    (["--availability", "file:nowhere.csv"], "nowhere.csv"),
     (["--tune", "--tune-seeds", "0"], "tune-seeds: expected an integer >= 1, got 0"),
-    (["--work", "date"], "work: expected one of data, dispatched; got 'date'"),
+    (["--task-cost", "date"], "work: expected one of data, dispatched; got 'date'"),
     (["--target", "2"], "target: expected"),
     (["--name", "a/b"], "--name"),
-    (["--rounds", "many"], "--rounds"),
+    (["--updates", "many"], "--updates"),
     (["--colour", "red"], "--colour"),
 ]
 ALL_OF_THEM = """
@@ -165,7 +172,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
 
 
 LONG = [
-    *("compare", "--clients", "12", "--rounds", "20", "--seeds", "1", "--every", "4"),
+    *("compare", "--clients", "12", "--updates", "20", "--seeds", "1", "--eval-every", "4"),
     *("--methods", "asyncbezier,fedgs", "--model", "mlp", "--name", "one"),
 ]
 
@@ -241,7 +248,7 @@ def press(event, arguments):
 
 _signal.signal(2, _signal.default_int_handler)  # pytest itself may run where Ctrl-C is ignored
 sys.addaudithook(press)
-sys.argv = ["manifoldagg", "compare", "--rounds", "100000"]
+sys.argv = ["manifoldagg", "compare", "--updates", "100000"]
 """
 AS_A_SCRIPT = "from manifoldagg.__main__ import main; main()"
 AS_A_MODULE = "import runpy; runpy.run_module('manifoldagg', run_name='__main__', alter_sys=True)"
@@ -274,7 +281,7 @@ def test_ctrl_c_while_it_starts_is_said_in_a_line(name, started, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["--help"], "compare"), (["compare", "--help"], "--participation")])
+@pytest.mark.parametrize(("arguments", "words"), [(["--help"], "compare"), (["compare", "--help"], "--availability")])
 def test_help_reads_like_documentation(arguments, words, tmp_path):
     done = call(*arguments, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -14,7 +14,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from torch import nn
 
-from manifoldagg.cli.compare import refusals
+from manifoldagg.cli.compare import rejection_lines
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import draw_trace
 from manifoldagg.experiments.compare import compare
@@ -22,23 +22,23 @@ from manifoldagg.experiments.plots import draw_accuracy, draw_clients, draw_trac
 from manifoldagg.experiments.registry import method, methods
 from manifoldagg.experiments.run_report import write_report
 from manifoldagg.simulation import (
-    Change,
+    AvailabilityChange,
     Exponential,
-    Federation,
+    FederatedDataset,
     IndependentClients,
     PriorityScheduler,
-    Record,
+    TaskRecord,
     iid_partition,
     registry,
     run,
 )
-from manifoldagg.simulation.cost import AXES, within
+from manifoldagg.simulation.cost import AXES, last_within_budget
 from tests.simulation.test_run import clusters, dirichlet
 
 
 @pytest.fixture(scope="module")
 def comparison():
-    return compare(clusters(), methods(["fedasync"]), clients=6, rounds=10, seeds=2)
+    return compare(clusters(), methods(["fedasync"]), clients=6, num_updates=10, seeds=2)
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_a_line_is_worth_what_the_latest_evaluations_were(axis, comparison, draw
     line = axes.lines[0]
     label = axes.get_xlabel()
     unit = 1e3 if "thousands" in label or "kB" in label else 1.0
-    assert {"round": "answers", "time": "virtual time, s", "gradients": "gradients", "bytes": "sent"}[axis] in label
+    assert {"updates": "answers", "time": "virtual time, s", "gradients": "gradients", "bytes": "sent"}[axis] in label
     for x, y in zip(*line.get_data(), strict=True):
         # Places are divided by the unit, which rounds.
-        worth = [within(seed, axis, x * unit * (1 + 1e-12)).accuracy for seed in rows(comparison)]
+        worth = [last_within_budget(seed, axis, x * unit * (1 + 1e-12)).accuracy for seed in rows(comparison)]
         assert y == pytest.approx(100 * np.mean(worth), rel=1e-12)
     assert line.get_xdata()[-1] * unit == pytest.approx(min(seed[-1].along(axis) for seed in rows(comparison)))
     assert "2 seeds" in axes.get_title()
@@ -111,7 +111,7 @@ def test_clients_are_drawn_from_the_worst_to_the_best(drawn):
 
 
 def test_methods_that_see_one_course_share_a_panel(drawn):
-    one, two, three, four = ([Record(0, 1.0, 0.0, 0.0, float(i), 0)] for i in (1, 2, 3, 4))
+    one, two, three, four = ([TaskRecord(0, 1.0, 0.0, 0.0, float(i), 0)] for i in (1, 2, 3, 4))
     draw_traces(Path("gantt.png"), {"A": one, "B": two, "C": list(one)}, title="clusters")
     assert [axes.get_title() for axes in drawn[0].axes] == ["A, C", "B"]
     draw_traces(Path("gantt.png"), {"A": one, "B": two, "C": three, "D": four}, title="clusters")
@@ -120,7 +120,7 @@ def test_methods_that_see_one_course_share_a_panel(drawn):
 
 
 def test_colours_of_staleness_begin_at_none_and_are_whole():
-    axes = draw_trace([Record(0, 1.0, 0.0, 0.0, 1.0, 0)])
+    axes = draw_trace([TaskRecord(0, 1.0, 0.0, 0.0, 1.0, 0)])
     (bars,) = (one for one in axes.collections if isinstance(one, PolyCollection))
     assert bars.get_clim() == (0, 1)
     (beside,) = axes.child_axes
@@ -129,7 +129,7 @@ def test_colours_of_staleness_begin_at_none_and_are_whole():
 
 
 def test_settings_are_words_that_json_can_hold(tmp_path):
-    even = compare(clusters(), methods(["fedasync"]), clients=3, rounds=2, seeds=1, partition=dirichlet(math.inf))
+    even = compare(clusters(), methods(["fedasync"]), clients=3, num_updates=2, seeds=1, partition=dirichlet(math.inf))
     settings = json.loads(write_report(even, tmp_path / "even")[0].read_text())["settings"]
     assert settings["partition"] == "dirichlet_partition(concentration=inf)"
     assert settings["methods"]["FedAsync"]["rule"].startswith("FedAsync(")
@@ -142,14 +142,14 @@ def test_settings_are_words_that_json_can_hold(tmp_path):
         {"inputs": clusters().inputs + 1},
         {"inputs": clusters().inputs[:, :, None]},
         {"labels": clusters().labels.flip(0)},
-        {"owners": clusters().labels},
+        {"user_ids": clusters().labels},
     ],
-    ids=["inputs", "shape", "labels", "owners"],
+    ids=["inputs", "shape", "labels", "user_ids"],
 )
 def test_settings_tell_data_of_one_name_apart(change, comparison):
     def settings(task):
         model = partial(nn.Sequential, nn.Flatten(), nn.Linear(2, 3))
-        options = {"clients": 3, "rounds": 1, "seeds": 1, "partition": "iid"}
+        options = {"clients": 3, "num_updates": 1, "seeds": 1, "partition": "iid"}
         return compare(replace(task, model=model), methods(["fedasync"]), **options).settings["data"]
 
     same, other = settings(clusters()), settings(replace(clusters(), **change))
@@ -161,31 +161,33 @@ def test_settings_tell_data_of_one_name_apart(change, comparison):
 def test_a_comparison_passes_on_what_its_runs_are_like():
     options = {
         "scheduler": lambda clients, generator: IndependentClients(Exponential(10.0), generator),
-        "participation": iter([Change(5.0, 1, "leave")]),
-        "work": "dispatched",
-        "every": 4,
+        "availability": iter([AvailabilityChange(5.0, 1, "leave")]),
+        "task_cost": "trainer",
+        "eval_every": 4,
     }
-    found = compare(clusters(), methods(["fedasync", "fedortho"]), clients=6, rounds=10, seeds=2, **options)
+    found = compare(clusters(), methods(["fedasync", "fedortho"]), clients=6, num_updates=10, seeds=2, **options)
     split = {"partition": dirichlet(0.5), "seed": 1}
-    options["participation"] = [Change(5.0, 1, "leave")]
+    options["availability"] = [AvailabilityChange(5.0, 1, "leave")]
     assert found.runs["FedOrtho"][1] == run(
-        Federation.split(clusters(), 6, **split), method("fedortho"), rounds=10, **options
+        FederatedDataset.split(clusters(), 6, **split), method("fedortho"), num_updates=10, **options
     )
-    assert found.runs["FedAsync"][0].evaluated == [0, 4, 8, 10]
-    assert (found.settings["every"], found.settings["work"]) == (4, "dispatched")
-    assert "Change(" in found.settings["participation"]
+    assert found.runs["FedAsync"][0].evaluated_at == [0, 4, 8, 10]
+    assert (found.settings["eval_every"], found.settings["task_cost"]) == (4, "trainer")
+    assert "Change(" in found.settings["availability"]
     assert not re.search("0x[0-9a-f]{6}", json.dumps(found.settings))
 
 
 def test_names_mean_what_run_takes():
-    options = {"delays": "exponential:mean=10", "participation": "churn:up=200,down=40,until=300", "tasks": 3}
-    found = compare(clusters(), methods(["fedasync"]), clients=6, rounds=10, seeds=1, partition="iid", **options)
+    options = {"delays": "exponential:mean=10", "availability": "churn:up=200,down=40,until=300", "concurrency": 3}
+    found = compare(clusters(), methods(["fedasync"]), clients=6, num_updates=10, seeds=1, partition="iid", **options)
     assert {key: found.settings[key] for key in options} == options
-    churned = registry.participation(options["participation"])
-    federation = Federation.split(clusters(), 6, partition=iid_partition, seed=0)
-    like = {"delays": Exponential(10.0), "participation": churned, "tasks": 3}
-    assert found.runs["FedAsync"][0] == run(federation, method("fedasync"), rounds=10, **like)
-    found = compare(clusters(), methods(["fedasync"]), clients=6, rounds=4, seeds=1, scheduler="priority:workers=1")
+    churned = registry.availability(options["availability"])
+    federation = FederatedDataset.split(clusters(), 6, partition=iid_partition, seed=0)
+    like = {"delays": Exponential(10.0), "availability": churned, "concurrency": 3}
+    assert found.runs["FedAsync"][0] == run(federation, method("fedasync"), num_updates=10, **like)
+    found = compare(
+        clusters(), methods(["fedasync"]), clients=6, num_updates=4, seeds=1, scheduler="priority:workers=1"
+    )
     assert found.settings["scheduler"] == "priority:workers=1"
 
 
@@ -193,7 +195,7 @@ def test_names_mean_what_run_takes():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: compare(clusters(), methods(["fedgs"]), every=0), "every: expected"),
+        (lambda: compare(clusters(), methods(["fedgs"]), eval_every=0), "every: expected"),
         (
             lambda: compare(clusters(), methods(["fedgs"]), scheduler=PriorityScheduler(3, np.random.default_rng(0))),
             "scheduler: expected a function that makes one for each run",
@@ -201,7 +203,7 @@ def test_names_mean_what_run_takes():
         (lambda: compare(clusters(), methods(["fedgs"]), scheduler="prority"), "did you mean priority"),
         (lambda: compare(clusters(), methods(["fedgs"]), partition="dirichlet:c=1"), "partition: dirichlet: no option"),
         (lambda: compare(clusters(), methods(["fedgs"]), delays="gauss"), "did you mean gaussian"),
-        (lambda: compare(clusters(), methods(["fedgs"]), work="none"), "work: expected"),
+        (lambda: compare(clusters(), methods(["fedgs"]), task_cost="none"), "work: expected"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, words):
@@ -215,7 +217,7 @@ def test_what_is_wrong_with_a_later_method_is_told_before_one_trains(tmp_path):
     told = []
     wrong = methods(["fedasync", f"generalizedasyncsgd:routing=file,routing.path={routing}"])
     with pytest.raises(ArgumentError, match=r"^methods: GeneralizedAsyncSGD\(.*rule: routing: expected a share"):
-        compare(clusters(), wrong, clients=6, rounds=2, seeds=1, progress=lambda *_: told.append(1))
+        compare(clusters(), wrong, clients=6, num_updates=2, seeds=1, progress=lambda *_: told.append(1))
     assert told == []
 
 
@@ -230,8 +232,8 @@ def test_names_stand_in_pictures_as_they_are(comparison, drawn):
 
 
 def test_a_method_that_nobody_heard_is_told_apart_from_a_bad_one(comparison):
-    assert refusals(comparison) == []
+    assert rejection_lines(comparison) == []
     one = comparison.runs["FedAsync"][0]
-    runs = [replace(one, evaluations=[replace(row, refused=count) for row in one.evaluations]) for count in (2, 10)]
+    runs = [replace(one, evaluations=[replace(row, rejected=count) for row in one.evaluations]) for count in (2, 10)]
     refused = replace(comparison, runs={"FedAvg(trainer=curve)": runs})
-    assert refusals(refused) == ["FedAvg(trainer=curve): 12 of 20 updates were refused"]
+    assert rejection_lines(refused) == ["FedAvg(trainer=curve): 12 of 20 updates were refused"]

@@ -153,7 +153,7 @@ def call(monkeypatch, as_shipped):
     return called
 
 
-SMALL = {"clients": 4, "rounds": 2, "seeds": 1, "partition": "iid", "every": 2}
+SMALL = {"clients": 4, "num_updates": 2, "seeds": 1, "partition": "iid", "eval_every": 2}
 
 
 def settings(folder):
@@ -164,12 +164,12 @@ def test_a_configuration_does_what_its_command_line_does(call, tmp_path, monkeyp
     papers = tmp_path / "papers"
     papers.mkdir()
     (papers / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
-    table = {"methods": ["fedasync", "fedgs:trainer.epochs=1"], "participation": "file:gone.csv"}
+    table = {"methods": ["fedasync", "fedgs:trainer.epochs=1"], "availability": "file:gone.csv"}
     path = written(
         papers / "papers.toml", defaults=SMALL, first=table | {"rate": {"fedasync": 2}}, second={"methods": "fedgs"}
     )
     monkeypatch.chdir(tmp_path)
-    call("--config", "papers/papers.toml", "--rounds", 3)
+    call("--config", "papers/papers.toml", "--updates", 3)
     said = capsys.readouterr().out
     assert (
         said.index("first (1 of 2)")
@@ -177,13 +177,13 @@ def test_a_configuration_does_what_its_command_line_does(call, tmp_path, monkeyp
         < said.index("second (2 of 2)")
     )
     monkeypatch.chdir(papers)
-    line = [*typed(SMALL | table), "--rate", "fedasync=2", "--rounds", 3]
+    line = [*typed(SMALL | table), "--rate", "fedasync=2", "--updates", 3]
     call(*line, "--name", "typed")
     assert settings(papers / "runs" / "typed") == settings(tmp_path / "runs" / "first")
-    assert settings(tmp_path / "runs" / "second")["rounds"] == 3
+    assert settings(tmp_path / "runs" / "second")["num_updates"] == 3
     written(path, defaults=SMALL | {"out": "there"}, first={"methods": "fedgs"})
     call("--config", "papers.toml")
-    assert settings(papers / "there" / "first")["rounds"] == 2
+    assert settings(papers / "there" / "first")["num_updates"] == 2
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     call("--config", "papers/papers.toml", "--json", "--out", "here")
@@ -222,13 +222,13 @@ def test_paths_that_are_typed_are_those_of_the_current_folder(call, tmp_path, mo
         labels = np.arange(60) % 3
         np.savez(folder / "mine.npz", inputs=np.eye(3, dtype=np.float32)[labels] * np.float32(time), labels=labels)
     (papers / "trace.csv").write_text("client,time\n")
-    written(papers / "papers.toml", one=SMALL | {"methods": "fedgs", "participation": "file:gone.csv"})
+    written(papers / "papers.toml", one=SMALL | {"methods": "fedgs", "availability": "file:gone.csv"})
     monkeypatch.chdir(tmp_path)
-    line = [*typed(SMALL), "--methods", "fedgs", "--data", "npz:mine.npz", "--participation", "file:gone.csv"]
+    line = [*typed(SMALL), "--methods", "fedgs", "--data", "npz:mine.npz", "--availability", "file:gone.csv"]
     call(*line, "--name", "typed")
     call("--config", "papers/papers.toml", *line)
     found, given = (settings(tmp_path / "runs" / name) for name in ("one", "typed"))
-    assert (found["participation"], list(found["files"])) == ("file:../gone.csv", ["../gone.csv"])
+    assert (found["availability"], list(found["files"])) == ("file:../gone.csv", ["../gone.csv"])
     assert list(found["files"].values()) == list(given["files"].values())
     assert found["data"] == given["data"]
     call("--config", "papers/papers.toml", "--data", "npz:mine.npz")
@@ -274,7 +274,7 @@ def test_what_is_finished_is_of_the_same_files_and_versions(call, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
     path = written(
-        tmp_path / "one.toml", one=SMALL | {"methods": "fedgs:trainer.epochs=1", "participation": "file:gone.csv"}
+        tmp_path / "one.toml", one=SMALL | {"methods": "fedgs:trainer.epochs=1", "availability": "file:gone.csv"}
     )
 
     def printed():
@@ -330,7 +330,7 @@ def test_the_evidence_is_read_whole_and_has_every_rule_on_the_digits():
     assert given_by_hand == {"digits-two", "digits-ten", "digits-twenty"} | delays | free
     chosen = {name: methods(options["methods"]) for name, options in tried.items()}
     digits = [one for name, listed in chosen.items() if tried[name]["data"] == "digits" for one in listed]
-    rules = {type(one.bound(range(5)).rule).__name__.lower() for one in digits}
+    rules = {type(one.bind(range(5)).rule).__name__.lower() for one in digits}
     assert rules == set(RULES) | {"asynccorrected"}
 
 
@@ -341,7 +341,7 @@ def test_the_example_is_read_whole_and_runs(call, tmp_path, monkeypatch, capsys)
     for words in lines.values():
         assert parsed(words)["seeds"] >= 2
     monkeypatch.chdir(tmp_path)
-    call("--config", path, "--only", "digits-small", "--rounds", 2, "--clients", 40, "--seeds", 1)
+    call("--config", path, "--only", "digits-small", "--updates", 2, "--clients", 40, "--seeds", 1)
     (report,) = (tmp_path / "runs").iterdir()
     assert report.name == "digits-small"
     assert list(settings(report)["methods"]) == ["FedAsync", "FedGS", "AsyncBezier(degree=3)"]

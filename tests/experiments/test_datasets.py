@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.experiments import models, task
+from manifoldagg.experiments import load_dataset, models
 from manifoldagg.experiments.models import Signature
 from manifoldagg.federated import clients, rules
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation import Federation, Method, Task, iid_partition, natural_partition, run
+from manifoldagg.simulation import FederatedDataset, LabelledDataset, Method, iid_partition, natural_partition, run
 
 PLAY = """Romeo:
 But soft, what light.
@@ -43,32 +43,32 @@ def test_a_folder_of_images_with_both_parts_has_a_test_split(tmp_path):
     folder = tmp_path / "fashion"
     folder.mkdir()
     pixels, labels = write_idx(folder, "train", 30)
-    alone = task(f"idx:{folder}")
-    assert alone.test is None
+    alone = load_dataset(f"idx:{folder}")
+    assert alone.test_mask is None
     assert alone.name == "fashion"
     write_idx(folder, "t10k", 20)
-    both = task(f"idx:{folder}")
-    assert both.test.tolist() == [False] * 30 + [True] * 20
+    both = load_dataset(f"idx:{folder}")
+    assert both.test_mask.tolist() == [False] * 30 + [True] * 20
     np.testing.assert_array_equal((both.inputs[:30, 0] * 255).round().numpy(), pixels)
     np.testing.assert_array_equal(both.labels[:30].numpy(), labels)
-    assert len(task(f"idx:{folder},part=train").labels) == 30
+    assert len(load_dataset(f"idx:{folder},part=train").labels) == 30
     assert both.model()(both.inputs[:2]).shape == (2, 10)
 
 
 def test_a_test_split_that_came_with_the_data_is_what_is_held_out(tmp_path):
     write_idx(tmp_path, "train", 60)
     write_idx(tmp_path, "t10k", 40)
-    made = task(f"idx:{tmp_path}")
-    federation = Federation.split(made, 4, partition=iid_partition, seed=0)
+    made = load_dataset(f"idx:{tmp_path}")
+    federation = FederatedDataset.split(made, 4, partition=iid_partition, seed=0)
     assert sorted(np.concatenate(federation.train)) == list(range(60))
     assert sorted(np.concatenate(federation.held_out)) == list(range(60, 100))
     with pytest.raises(ArgumentError, match="holdout: expected None"):
-        Federation.split(made, 4, partition=iid_partition, seed=0, holdout=0.2)
+        FederatedDataset.split(made, 4, partition=iid_partition, seed=0, holdout=0.2)
 
 
 def test_speeches_are_put_together_by_speaker_and_every_character_is_told_the_next(tmp_path):
     (tmp_path / "input.txt").write_text(PLAY)
-    made = task(f"shakespeare:{tmp_path},length=5")
+    made = load_dataset(f"shakespeare:{tmp_path},length=5")
     letters = sorted(set(PLAY))
     said = [
         "".join(letters[i] for i in [*x.tolist(), y[-1].item()]) for x, y in zip(made.inputs, made.labels, strict=True)
@@ -76,26 +76,26 @@ def test_speeches_are_put_together_by_speaker_and_every_character_is_told_the_ne
     whole = ["But soft, what light.\nShe speaks.", "Ay me!"]
     expected = [text[i : i + 6] for text in whole for i in range(0, len(text) - 5, 5)]
     assert said == expected
-    assert made.owners.tolist() == [0] * 6 + [1]
+    assert made.user_ids.tolist() == [0] * 6 + [1]
     assert torch.equal(made.inputs[:, 1:], made.labels[:, :-1])
     with pytest.raises(ArgumentError, match="of 101 characters or more"):
-        task(f"shakespeare:{tmp_path},length=100")
+        load_dataset(f"shakespeare:{tmp_path},length=100")
 
 
 @pytest.mark.parametrize("model", ["gru:hidden=8,layers=2", "transformer:width=8,heads=2,layers=1"])
 def test_text_by_speaker_trains(tmp_path, model):
     (tmp_path / "input.txt").write_text(PLAY + "\n\n".join(f"Voice {i}:\n{'to be or not ' * 6}" for i in range(4)))
-    made = task(f"shakespeare:{tmp_path},length=8", model)
-    federation = Federation.split(made, 3, partition=natural_partition, seed=0, batch=4)
-    assert [len(set(made.owners[part].tolist())) for part in federation.train] == [1, 1, 1]
-    found = run(federation, Method("FedAsync", rules.FedAsync(0.5), clients.Local(epochs=2, rate=0.01)), rounds=12)
-    assert found.refused == 0
+    made = load_dataset(f"shakespeare:{tmp_path},length=8", model)
+    federation = FederatedDataset.split(made, 3, partition=natural_partition, seed=0, batch=4)
+    assert [len(set(made.user_ids[part].tolist())) for part in federation.train] == [1, 1, 1]
+    found = run(federation, Method("FedAsync", rules.FedAsync(0.5), clients.Local(epochs=2, rate=0.01)), num_updates=12)
+    assert found.rejected == 0
     assert found.accuracy[-1] > found.accuracy[0]
 
 
 def test_a_transformer_does_not_see_what_is_to_come():
     torch.manual_seed(0)
-    model = models.transformer(Signature((6,), 9, 9, every=True), width=8, heads=2, layers=2)
+    model = models.transformer(Signature((6,), 9, 9, per_token=True), width=8, heads=2, layers=2)
     tokens = torch.arange(6)[None] % 9
     later = tokens.clone()
     later[0, 4:] = 0
@@ -107,7 +107,7 @@ def test_a_transformer_does_not_see_what_is_to_come():
 @pytest.mark.parametrize(
     "make",
     [
-        partial(models.gru, Signature((5,), 7, 7, every=True), hidden=6),
+        partial(models.gru, Signature((5,), 7, 7, per_token=True), hidden=6),
         partial(models.transformer, Signature((5,), 7, 7), width=8, heads=2),
         partial(models.mlp, Signature((5,), 7)),
         partial(models.cnn, Signature((3, 9, 11), 7), norm="group"),
@@ -140,31 +140,31 @@ def test_leaf_has_users_and_a_test_split(tmp_path):
     image = [i / 784 for i in range(784)]
     leaf_folder(tmp_path, "train", {"f1": ([image, image], [3, 61]), "f2": ([image], [0])})
     leaf_folder(tmp_path, "test", {"f2": ([image], [5]), "f3": ([image], [1])})
-    made = task(f"leaf:{tmp_path}")
+    made = load_dataset(f"leaf:{tmp_path}")
     assert made.inputs.shape == (5, 1, 28, 28)
     assert made.labels.tolist() == [3, 61, 0, 5, 1]
-    assert made.owners.tolist() == [0, 0, 1, 1, 2]
-    assert made.test.tolist() == [False, False, False, True, True]
+    assert made.user_ids.tolist() == [0, 0, 1, 1, 2]
+    assert made.test_mask.tolist() == [False, False, False, True, True]
     assert made.model()(made.inputs).shape == (5, 62)
 
 
 def test_text_of_leaf_tells_the_character_after_a_line(tmp_path):
     leaf_folder(tmp_path, "train", {"one": (["abca", "bcab"], ["b", "c"])})
-    made = task(f"leaf:{tmp_path}")
+    made = load_dataset(f"leaf:{tmp_path}")
     assert made.inputs.tolist() == [[0, 1, 2, 0], [1, 2, 0, 1]]
     assert made.labels.tolist() == [1, 2]
-    assert made.test is None
+    assert made.test_mask is None
     assert made.model()(made.inputs).shape == (2, 3)
 
 
 def test_leaf_with_test_samples_alone_has_no_test_split(tmp_path):
     leaf_folder(tmp_path, "test", {"one": ([[1.0], [2.0]], [0, 1]), "two": ([[3.0]], [1])})
-    assert task(f"leaf:{tmp_path}").test is None
+    assert load_dataset(f"leaf:{tmp_path}").test_mask is None
 
 
 def test_numbers_of_leaf_may_have_characters_for_labels(tmp_path):
     leaf_folder(tmp_path, "train", {"one": ([[1.0], [2.0]], ["b", "a"])})
-    made = task(f"leaf:{tmp_path}")
+    made = load_dataset(f"leaf:{tmp_path}")
     assert made.labels.tolist() == [1, 0]
     assert made.model()(made.inputs).shape == (2, 2)
 
@@ -172,10 +172,10 @@ def test_numbers_of_leaf_may_have_characters_for_labels(tmp_path):
 def test_a_mark_of_utf_8_is_no_text(tmp_path):
     (tmp_path / "plain.txt").write_text(PLAY, encoding="utf-8")
     (tmp_path / "marked.txt").write_text(PLAY, encoding="utf-8-sig")
-    plain, marked = (task(f"shakespeare:{tmp_path}/{name}.txt,length=5") for name in ("plain", "marked"))
+    plain, marked = (load_dataset(f"shakespeare:{tmp_path}/{name}.txt,length=5") for name in ("plain", "marked"))
     assert marked.signature == plain.signature
     assert torch.equal(marked.inputs, plain.inputs)
-    assert torch.equal(marked.owners, plain.owners)
+    assert torch.equal(marked.user_ids, plain.user_ids)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_mark_of_utf_8_is_no_text(tmp_path):
 def test_junk_in_json_is_named_with_its_folder(tmp_path, content, said):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ArgumentError, match=f"data: leaf: folder: {tmp_path}.*{said}"):
-        task(f"leaf:{tmp_path}")
+        load_dataset(f"leaf:{tmp_path}")
 
 
 def test_arrays_of_ones_own(tmp_path):
@@ -214,13 +214,13 @@ def test_arrays_of_ones_own(tmp_path):
     inputs = np.random.default_rng(0).normal(size=(6, 3))
     test = np.arange(6) > 3
     np.savez(place, inputs=inputs, labels=[0, 1, 2, 0, 1, 2], owners=["b", "a", "b", "a", "b", "a"], test=test)
-    made = task(f"npz:{place}")
+    made = load_dataset(f"npz:{place}")
     assert made.name == "mine"
-    assert made.owners.tolist() == [1, 0, 1, 0, 1, 0]
-    assert made.test.tolist() == test.tolist()
+    assert made.user_ids.tolist() == [1, 0, 1, 0, 1, 0]
+    assert made.test_mask.tolist() == test.tolist()
     assert made.model()(made.inputs).shape == (6, 3)
     np.savez(place, inputs=np.array([[1, 2], [0, 1]]), labels=np.array([[2, 0], [1, 2]]))
-    assert task(f"npz:{place}").model()(torch.tensor([[1, 2]])).shape == (1, 3, 2)
+    assert load_dataset(f"npz:{place}").model()(torch.tensor([[1, 2]])).shape == (1, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_arrays_of_ones_own(tmp_path):
         ({"inputs": np.ones((2, 3)), "labels": np.array([0, -1])}, "labels: expected whole numbers"),
         ({"inputs": np.full((2, 3), np.nan), "labels": np.zeros(2, int)}, "finite"),
         ({"inputs": np.ones(2), "labels": np.zeros(2, int)}, "inputs: expected numbers"),
-        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "owners": np.zeros(3)}, "owners: expected"),
+        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "user_ids": np.zeros(3)}, "owners: expected"),
         ({"inputs": np.array([[None], [1]]), "labels": np.zeros(2, int)}, "without objects"),
         ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test": ["True", "False"]}, "test: expected booleans"),
         ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test": [0, 3]}, "test: expected booleans"),
@@ -255,7 +255,7 @@ def test_arrays_that_do_not_fit_are_named(tmp_path, arrays, said):
     place = tmp_path / "bad.npz"
     np.savez(place, **arrays)
     with pytest.raises(ArgumentError, match=f"data: npz: .*{said}"):
-        task(f"npz:{place}")
+        load_dataset(f"npz:{place}")
 
 
 def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
@@ -270,13 +270,13 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("task", "made"):
-        found = task(f"my_data:{name}")
+        found = load_dataset(f"my_data:{name}")
         assert found.name == "points"
         assert pickle.loads(pickle.dumps(found)).labels.tolist() == found.labels.tolist()
     assert sys.modules["my_data"].made.origin is None
     for name, said in (("number", "got int"), ("other", "has nothing of that name")):
         with pytest.raises(ArgumentError, match=f"data: my_data:{name}: .*{said}"):
-            task(f"my_data:{name}")
+            load_dataset(f"my_data:{name}")
 
 
 @pytest.mark.parametrize(
@@ -299,19 +299,19 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
 )
 def test_what_is_wrong_is_named(source, model, said):
     with pytest.raises(ArgumentError, match=said):
-        task(source, model)
+        load_dataset(source, model)
 
 
 def test_a_model_by_name_goes_to_other_processes():
-    made = task("digits", "mlp:hidden=5")
+    made = load_dataset("digits", "mlp:hidden=5")
     back = pickle.loads(pickle.dumps(made))
     assert [p.shape for p in back.model().parameters()] == [p.shape for p in made.model().parameters()]
 
 
 def test_validation_samples_are_training_samples_and_the_test_set_stays_unseen():
-    made = task("digits")
-    plain = Federation.split(made, 5, partition=iid_partition, seed=1)
-    tuning = Federation.split(made, 5, partition=iid_partition, seed=1, validation=0.25)
+    made = load_dataset("digits")
+    plain = FederatedDataset.split(made, 5, partition=iid_partition, seed=1)
+    tuning = FederatedDataset.split(made, 5, partition=iid_partition, seed=1, validation=0.25)
     for i in range(5):
         assert sorted([*tuning.train[i], *tuning.held_out[i]]) == plain.train[i].tolist()
         assert len(tuning.held_out[i]) == round(0.25 * len(plain.train[i]))
@@ -321,54 +321,54 @@ def test_validation_samples_are_training_samples_and_the_test_set_stays_unseen()
 
 
 def test_owners_who_are_few_are_refused():
-    made = Task("points", torch.zeros(4, 2), torch.arange(4) % 2, lambda: nn.Linear(2, 2), 1.0)
+    made = LabelledDataset("points", torch.zeros(4, 2), torch.arange(4) % 2, lambda: nn.Linear(2, 2), 1.0)
     with pytest.raises(ArgumentError, match="owners: expected whose each sample is"):
-        Federation.split(made, 2, partition=natural_partition, seed=0)
-    owned = Task(
+        FederatedDataset.split(made, 2, partition=natural_partition, seed=0)
+    owned = LabelledDataset(
         "points", torch.zeros(4, 2), torch.arange(4) % 2, lambda: nn.Linear(2, 2), 1.0, torch.tensor([0, 0, 1, 1])
     )
     with pytest.raises(ArgumentError, match="clients: expected at most one for each of 2 owners, got 3"):
-        Federation.split(owned, 3, partition=natural_partition, seed=0)
+        FederatedDataset.split(owned, 3, partition=natural_partition, seed=0)
 
 
 def points(samples, **known):
     labels = torch.arange(samples) % 2
-    return Task("points", torch.zeros(samples, 2), labels, lambda: nn.Linear(2, 2), 1.0, **known)
+    return LabelledDataset("points", torch.zeros(samples, 2), labels, lambda: nn.Linear(2, 2), 1.0, **known)
 
 
-@pytest.mark.parametrize("known", [{}, {"owners": torch.arange(20) % 2}], ids=["unknown", "others"])
+@pytest.mark.parametrize("known", [{}, {"user_ids": torch.arange(20) % 2}], ids=["unknown", "others"])
 def test_owners_that_a_user_names_hold(known):
     mine = np.arange(20) // 10
-    made = Federation.split(points(20, **known), 2, partition=partial(natural_partition, owners=mine), seed=0)
+    made = FederatedDataset.split(points(20, **known), 2, partition=partial(natural_partition, user_ids=mine), seed=0)
     parts = [sorted([*a, *b]) for a, b in zip(made.train, made.held_out, strict=True)]
     assert parts == [list(range(10)), list(range(10, 20))]
 
 
 def test_owners_of_a_task_serve_a_partition_that_has_none_of_its_own():
-    made = Federation.split(
-        points(20, owners=torch.arange(20) % 2), 2, partition=partial(natural_partition, owners=None), seed=0
+    made = FederatedDataset.split(
+        points(20, owners=torch.arange(20) % 2), 2, partition=partial(natural_partition, user_ids=None), seed=0
     )
     assert [set(part % 2) for part in made.train] == [{0}, {1}]
 
 
 def test_somebody_has_something_left_to_train_on():
     with pytest.raises(ArgumentError, match="clients: 5 clients have too few .* a part of 0.9 and train on the rest"):
-        Federation.split(points(5), 5, partition=iid_partition, seed=0, holdout=0.9)
+        FederatedDataset.split(points(5), 5, partition=iid_partition, seed=0, holdout=0.9)
     with pytest.raises(ArgumentError, match="clients: 5 clients have too few .* a part of 0.9 and train on the rest"):
-        Federation.split(points(10), 5, partition=iid_partition, seed=0, holdout=0.5, validation=0.9)
+        FederatedDataset.split(points(10), 5, partition=iid_partition, seed=0, holdout=0.5, validation=0.9)
     tested = points(6, test=torch.ones(6, dtype=torch.bool))
     with pytest.raises(ArgumentError, match="clients: 2 clients have no samples to train on but those of the test"):
-        Federation.split(tested, 2, partition=iid_partition, seed=0)
+        FederatedDataset.split(tested, 2, partition=iid_partition, seed=0)
 
 
 def test_the_largest_owners_are_clients_or_any():
     owners = np.repeat(np.arange(5), [3, 9, 1, 7, 5])
     labels = np.zeros(len(owners), int)
-    parts = natural_partition(labels, 3, np.random.default_rng(0), owners=owners)
+    parts = natural_partition(labels, 3, np.random.default_rng(0), user_ids=owners)
     assert [owners[part].tolist() for part in parts] == [[1] * 9, [3] * 7, [4] * 5]
     seen = set()
     for seed in range(30):
-        drawn = natural_partition(labels, 3, np.random.default_rng(seed), owners=owners, choose="random")
+        drawn = natural_partition(labels, 3, np.random.default_rng(seed), user_ids=owners, selection="random")
         seen |= {int(owners[part[0]]) for part in drawn}
         assert all(
             set(owners[part]) == {owners[part[0]]} and len(part) == (owners == owners[part[0]]).sum() for part in drawn

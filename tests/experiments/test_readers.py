@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.experiments.readers import images, read_idx
+from manifoldagg.experiments.readers import read_idx, read_images
 from tests.support import seeds
 
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
@@ -123,7 +123,7 @@ def written(folder, part="t10k", mark="-", suffix="", pixels=None, labels=None):
 @pytest.mark.parametrize("mark", ["-", "."])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_images_are_found_under_each_usual_name(tmp_path, part, mark, suffix):
-    inputs, targets = images(written(tmp_path, part, mark, suffix), part)
+    inputs, targets = read_images(written(tmp_path, part, mark, suffix), part)
     assert (inputs.dtype, inputs.shape) == (torch.float32, (7, 1, 28, 28))
     assert (targets.dtype, targets.tolist()) == (torch.int64, list(range(7)))
     # One division of two float32 numbers, correctly rounded.
@@ -132,13 +132,13 @@ def test_images_are_found_under_each_usual_name(tmp_path, part, mark, suffix):
 
 
 def test_white_is_one(tmp_path):
-    inputs, _ = images(written(tmp_path, pixels=np.full((7, 28, 28), 255, "u1")))
+    inputs, _ = read_images(written(tmp_path, pixels=np.full((7, 28, 28), 255, "u1")))
     assert (inputs == 1).all()
 
 
 def test_a_missing_file_lists_what_was_looked_for(tmp_path):
     with pytest.raises(ArgumentError) as refused:
-        images(tmp_path)
+        read_images(tmp_path)
     for name in ("images-idx3-ubyte", "images-idx3-ubyte.gz", "images.idx3-ubyte", "images.idx3-ubyte.gz"):
         assert f"t10k-{name}" in str(refused.value)
     assert str(tmp_path) in str(refused.value)
@@ -157,9 +157,9 @@ def test_a_missing_file_lists_what_was_looked_for(tmp_path):
 )  # fmt: skip
 def test_arrays_of_another_shape_are_refused_by_file(tmp_path, arrays, words):
     with pytest.raises(ArgumentError, match=words):
-        images(written(tmp_path, **arrays))
+        read_images(written(tmp_path, **arrays))
 
 
 def test_an_unknown_part_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="part: expected one of train, t10k; got 'test'"):
-        images(tmp_path, "test")
+        read_images(tmp_path, "test")

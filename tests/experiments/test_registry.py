@@ -12,13 +12,13 @@ import torch
 
 from manifoldagg import corrections, curves
 from manifoldagg.errors import ArgumentError
-from manifoldagg.experiments.registry import KINDS, RATE, RULES, TRAINERS, method, methods
+from manifoldagg.experiments.registry import OPTION_READERS, RATE_FIELDS, RULES, TRAINERS, method, methods
 from manifoldagg.federated import Rule, Trainer, rules
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.schedules import Cosine
 from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
 from manifoldagg.manifolds import Sphere
-from manifoldagg.simulation import Federation, Method, run
+from manifoldagg.simulation import FederatedDataset, Method, run
 from tests.simulation import custom
 from tests.simulation.test_run import clusters, dirichlet
 
@@ -27,7 +27,7 @@ CLIENTS = [0, 2, 3, 5, 7, 8, 9, 11, 12, 13]
 
 
 def bound(text, clients=CLIENTS):
-    return method(text).bound(clients)
+    return method(text).bind(clients)
 
 
 def test_every_rule_says_its_trainer_and_every_trainer_its_options():
@@ -57,11 +57,11 @@ def test_a_method_is_a_rule_and_its_trainer(name):
 @pytest.mark.parametrize("name", RULES)
 def test_every_method_learns(name):
     """Six clients, thirty updates: nobody is refused, and three clouds of points are told apart."""
-    federation = Federation.split(clusters(), 6, partition=dirichlet(0.5), seed=0)
+    federation = FederatedDataset.split(clusters(), 6, partition=dirichlet(0.5), seed=0)
     # Moments that begin at zero, and one model of two, at the low rates that suit the digits, take twice as many.
     slow = ("delayednesterov", "fadas", "heloco", "krum")
-    one = run(federation, method(name), rounds=60 if name in slow else 30)
-    assert one.refused == 0
+    one = run(federation, method(name), num_updates=60 if name in slow else 30)
+    assert one.rejected == 0
     assert max(one.accuracy) > max(0.6, one.accuracy[0] + 0.1)
 
 
@@ -78,7 +78,7 @@ def test_every_field_of_a_rule_is_an_option(name):
             assert same.rule == bound(name).rule, field.name
             assert same.name == f"{bound(name).name}({field.name}={word})"
         else:
-            assert field.name in KINDS, field.name
+            assert field.name in OPTION_READERS, field.name
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -90,7 +90,7 @@ def test_every_field_of_a_trainer_is_an_option(name):
             word = "+".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
             assert method(f"fedavg:trainer={name},trainer.{field.name}={word}").trainer == made, field.name
         else:
-            assert field.name in KINDS, field.name
+            assert field.name in OPTION_READERS, field.name
 
 
 def test_options_go_to_the_rule_or_to_its_trainer():
@@ -148,8 +148,8 @@ def test_a_correction_that_needs_nothing_has_a_name():
         "delaycompensated",
         "autothreshold",
     }
-    assert plain <= set(KINDS["correction"])
-    for name in KINDS["correction"]:
+    assert plain <= set(OPTION_READERS["correction"])
+    for name in OPTION_READERS["correction"]:
         assert isinstance(bound(f"asynccorrected:correction={name}").rule.correction, corrections.Correction), name
 
 
@@ -177,11 +177,11 @@ def test_a_routing_comes_from_a_file(tmp_path):
 
 def test_rates_are_those_of_the_server():
     for name in RULES:
-        option = RATE.get(name, "rate")
+        option = RATE_FIELDS.get(name, "rate")
         if option.partition(".")[0] not in inspect.signature(type(bound(name).rule)).parameters:
             assert name == "floco"
             continue
-        rule = method(name, rate=0.125).bound(CLIENTS).rule
+        rule = method(name, rate=0.125).bind(CLIENTS).rule
         assert functools.reduce(getattr, option.split("."), rule) == 0.125, name
     assert [m.rule.rate for m in methods("fedasync,fedgs:rate=3,fedortho", ["0.5", "fedortho=0.25"])] == [0.5, 3, 0.25]
     assert [m.rule.rate for m in methods("fedgs,fedgs:update_form=position", ["fedgs=0.25"])] == [0.25, 0.25]

@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 from manifoldagg.cli.app import app
 from manifoldagg.cli.compare import comparison_table
-from manifoldagg.cli.report import joined_tables
+from manifoldagg.cli.report import report_tables
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import plots
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.registry import method
-from manifoldagg.experiments.report_data import join
-from manifoldagg.experiments.report_writer import headings, write_summary
+from manifoldagg.experiments.report_data import load_reports
+from manifoldagg.experiments.report_writer import headings, write_combined_report
 from manifoldagg.experiments.run_report import write_report
-from manifoldagg.experiments.statistics import compared, holm, mean_of
+from manifoldagg.experiments.statistics import compare_pairs, holm, mean_ci
 from manifoldagg.simulation import Evaluation
 from manifoldagg.simulation.cost import AXES
 from tests.simulation.test_run import clusters
@@ -32,10 +32,10 @@ from tests.simulation.test_run import clusters
 SETTINGS = {
     "data": {"name": "digits", "checksum": "00000001"},
     "clients": 4,
-    "rounds": 3,
+    "num_updates": 3,
     "model": "cnn",
     "target": 0.5,
-    "every": 1,
+    "eval_every": 1,
     "tuning": None,
 }
 
@@ -51,7 +51,7 @@ def report(folder, methods, seeds=(0, 1, 2), data=None, **settings):
         for name, (_, worth) in methods.items()
     }
     most = max(len(rounds) for runs in given.values() for rounds in runs.values()) - 1
-    told = SETTINGS | {"rounds": most} | settings | {"seeds": list(seeds)} | ({"data": data} if data else {})
+    told = SETTINGS | {"num_updates": most} | settings | {"seeds": list(seeds)} | ({"data": data} if data else {})
     told["methods"] = {name: {"rule": f"{name}()", "trainer": "Local()"} for name in methods}
     lines, runs = [], {}
     for name, (cost, _) in methods.items():
@@ -59,7 +59,7 @@ def report(folder, methods, seeds=(0, 1, 2), data=None, **settings):
         for seed in seeds:
             for i, accuracy in enumerate(given[name][seed]):
                 row = Evaluation(
-                    round=i if i < most else told["rounds"],
+                    updates=i if i < most else told["num_updates"],
                     time=2.0 * i,
                     gradients=cost * i,
                     bytes_down=100 * i,
@@ -79,21 +79,21 @@ ONE = {"Cheap": (1, [0.0, 0.25, 0.5, 0.75]), "Dear": (3, [0.0, 0.5, 0.75, 1.0])}
 
 
 def test_equal_terms_are_what_all_methods_reach_and_nothing_is_interpolated(tmp_path):
-    joined = join([report(tmp_path / "a", ONE)])
-    budgets = {"round": 3, "time": 6.0, "gradients": 3, "bytes": 450}
+    joined = load_reports([report(tmp_path / "a", ONE)])
+    budgets = {"updates": 3, "time": 6.0, "gradients": 3, "bytes": 450}
     assert {axis: joined.budget("digits", axis) for axis in AXES} == budgets
     cheap, dear = joined.rows()
-    assert (cheap.final.value, dear.final.value) == (0.75, 1.0)
-    assert {axis: mean.value for axis, mean in cheap.equal.items()} == dict.fromkeys(AXES, 0.75)
+    assert (cheap.final_accuracy.value, dear.final_accuracy.value) == (0.75, 1.0)
+    assert {axis: mean.value for axis, mean in cheap.accuracy_at_budget.items()} == dict.fromkeys(AXES, 0.75)
     # For three gradients it had one round, for 450 bytes one of 250 and not the second.
-    assert {axis: mean.value for axis, mean in dear.equal.items()} == {
-        "round": 1.0,
+    assert {axis: mean.value for axis, mean in dear.accuracy_at_budget.items()} == {
+        "updates": 1.0,
         "time": 1.0,
         "gradients": 0.5,
         "bytes": 0.5,
     }
-    assert (cheap.rounds.value, cheap.time.value, cheap.reached) == (2, 4.0, 3)
-    assert dear.last == {"round": 3, "time": 6.0, "gradients": 9, "bytes": 750}
+    assert (cheap.updates_to_target.value, cheap.time_to_target.value, cheap.num_reached) == (2, 4.0, 3)
+    assert dear.final_cost == {"updates": 3, "time": 6.0, "gradients": 9, "bytes": 750}
     assert (cheap.loss.value, cheap.gini.value) == (1.0, pytest.approx(0.1))
 
 
@@ -103,38 +103,43 @@ def test_a_method_is_beside_another_seed_by_seed_where_these_two_had_spent_as_mu
         "Other": (2, lambda seed: [0.0, 0.4, 0.6]),
         "Frugal": (0, [0.0, 0.1, 0.2]),
     }
-    joined = join([report(tmp_path / "a", worth), report(tmp_path / "b", {"Other": worth["Other"]}, seeds=(3,))])
-    other, frugal = joined.against("Ours")
-    assert [(one.task, one.method, one.other) for one in (other, frugal)] == [
+    joined = load_reports(
+        [report(tmp_path / "a", worth), report(tmp_path / "b", {"Other": worth["Other"]}, seeds=(3,))]
+    )
+    other, frugal = joined.paired_differences("Ours")
+    assert [(one.problem, one.method, one.baseline) for one in (other, frugal)] == [
         ("digits", "Other", "Ours"),
         ("digits", "Frugal", "Ours"),
     ]
     # At the end, 0.6 less 0.5, 0.6 and 0.7; for two gradients one round of the dear one and two of the cheap one.
-    assert other.equal["round"] == mean_of([0.6 - 0.5, 0.6 - 0.6, 0.6 - 0.7])
-    assert other.equal["gradients"] == mean_of([0.4 - 0.5, 0.4 - 0.6, 0.4 - 0.7])
-    assert (frugal.equal["gradients"].value, frugal.equal["gradients"].count) == (pytest.approx(0.2 - 0.0), 3)
-    there = {one.method: one.equal["bytes"].value for one in joined.against("Frugal")}
-    assert there["Ours"] == -frugal.equal["bytes"].value
+    assert other.difference_at_budget["updates"] == mean_ci([0.6 - 0.5, 0.6 - 0.6, 0.6 - 0.7])
+    assert other.difference_at_budget["gradients"] == mean_ci([0.4 - 0.5, 0.4 - 0.6, 0.4 - 0.7])
+    assert (frugal.difference_at_budget["gradients"].value, frugal.difference_at_budget["gradients"].count) == (
+        pytest.approx(0.2 - 0.0),
+        3,
+    )
+    there = {one.method: one.difference_at_budget["bytes"].value for one in joined.paired_differences("Frugal")}
+    assert there["Ours"] == -frugal.difference_at_budget["bytes"].value
 
 
 @pytest.mark.usefixtures("as_shipped")
 def test_a_method_beside_which_there_is_none_is_refused(tmp_path):
-    joined = join([report(tmp_path / "a", ONE), report(tmp_path / "b", {"Alone": ONE["Dear"]}, clients=5)])
+    joined = load_reports([report(tmp_path / "a", ONE), report(tmp_path / "b", {"Alone": ONE["Dear"]}, clients=5)])
     with pytest.raises(ArgumentError, match="against: no method 'Chep'; did you mean Cheap?"):
-        joined.against("Chep")
+        joined.paired_differences("Chep")
     with pytest.raises(
         ArgumentError, match="against: expected a method that has a task and a seed with another; got A"
     ):
-        write_summary(joined, tmp_path / "joined", against="Alone")
+        write_combined_report(joined, tmp_path / "joined", baseline="Alone")
     assert not (tmp_path / "joined").exists()
 
 
 def test_what_was_never_reached_is_none_and_counted(tmp_path):
     worth = {"A": (1, lambda seed: [0.0, 0.6 if seed == 1 else 0.1])}
-    (row,) = join([report(tmp_path / "a", worth)]).rows()
-    assert (row.reached, row.rounds.value, row.rounds.half) == (1, 1, None)
-    (row,) = join([report(tmp_path / "b", {"A": (1, [0.0, 0.1])})]).rows()
-    assert (row.reached, row.rounds, row.time) == (0, None, None)
+    (row,) = load_reports([report(tmp_path / "a", worth)]).rows()
+    assert (row.num_reached, row.updates_to_target.value, row.updates_to_target.half_width) == (1, 1, None)
+    (row,) = load_reports([report(tmp_path / "b", {"A": (1, [0.0, 0.1])})]).rows()
+    assert (row.num_reached, row.updates_to_target, row.time_to_target) == (0, None, None)
 
 
 def test_reports_of_other_seeds_methods_and_data_are_joined(tmp_path):
@@ -145,8 +150,8 @@ def test_reports_of_other_seeds_methods_and_data_are_joined(tmp_path):
         report(tmp_path / "c", {"Third": ONE["Dear"]}),
         report(tmp_path / "d", ONE, data=other, model="mlp", target=0.9),
     ]
-    joined = join(folders)
-    assert [(row.task, row.method, row.seeds) for row in joined.rows()] == [
+    joined = load_reports(folders)
+    assert [(row.problem, row.method, row.num_seeds) for row in joined.rows()] == [
         ("digits (00000001, model cnn)", "Cheap", 5),
         ("digits (00000001, model cnn)", "Dear", 3),
         ("digits (00000001, model cnn)", "Third", 3),
@@ -165,7 +170,7 @@ def test_settings_that_differ_are_named_and_joined(tmp_path):
     tree = json.loads((c / "results.json").read_text())
     tree["settings"]["methods"]["Cheap"]["rule"] = "Cheap(rate=2)"
     (c / "results.json").write_text(json.dumps(tree))
-    assert list(join([a, b, c]).notes) == [
+    assert list(load_reports([a, b, c]).notes) == [
         f"rounds: 3 in {a}, 9 in {b}",
         f"target: 0.5 in {a}, 0.6 in {b}",
         f"tuning: none in {a}, searched in {b}",
@@ -179,7 +184,7 @@ def test_another_split_or_other_delays_are_another_task(tmp_path):
         report(tmp_path / "b", ONE, partition="dirichlet"),
         report(tmp_path / "c", ONE, partition="dirichlet", delays="exponential"),
     ]
-    joined = join(folders)
+    joined = load_reports(folders)
     assert list(joined.runs) == [
         "digits (partition iid, delays none)",
         "digits (partition dirichlet, delays none)",
@@ -191,7 +196,7 @@ def test_another_split_or_other_delays_are_another_task(tmp_path):
 def test_one_run_twice_is_refused_naming_both(tmp_path):
     a, b = report(tmp_path / "a", ONE), report(tmp_path / "b", {"Dear": ONE["Dear"]}, seeds=(2, 3))
     with pytest.raises(ArgumentError, match=f"folders: {a} and {b} both have Dear on digits, seed 2"):
-        join([a, b])
+        load_reports([a, b])
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -219,13 +224,17 @@ def test_one_run_twice_is_refused_naming_both(tmp_path):
             lambda text: "".join(text.splitlines(True)[1:]),
             "a/log.jsonl: expected rows of Cheap, seed 0, from round 0 to 3, got those from 1 to 3$",
         ),
-        ("results.json", lambda text: text.replace('"rounds": 3', '"rounds": "3"'), r"compare` writes; TypeError"),
+        (
+            "results.json",
+            lambda text: text.replace('"num_updates": 3', '"num_updates": "3"'),
+            r"compare` writes; TypeError",
+        ),
         ("log.jsonl", lambda text: text[:-3] + "\n", r"log.jsonl, line 24: expected an evaluation"),
         ("log.jsonl", lambda text: text.replace('"loss": null, ', "", 1), "line 1: .*loss: missing, or unknown"),
         ("log.jsonl", lambda text: text.replace('"gini": 0.1', '"gini": NaN', 1), "line 1: .*gini: nan"),
         ("log.jsonl", lambda text: text.replace('"gini": 0.1', '"gini": "0"', 1), "line 1: .*gini: '0'"),
-        ("log.jsonl", lambda text: text.replace('"round": 1', '"round": 1.5', 1), "line 2: .*round: 1.5"),
-        ("log.jsonl", lambda text: text.replace('"round": 1', '"round": 5', 1), "line 3: .*had spent less"),
+        ("log.jsonl", lambda text: text.replace('"updates": 1', '"updates": 1.5', 1), "line 2: .*round: 1.5"),
+        ("log.jsonl", lambda text: text.replace('"updates": 1', '"updates": 5', 1), "line 3: .*had spent less"),
         ("log.jsonl", lambda text: "[1]\n" + text, "line 1: expected an evaluation"),
     ],
 )
@@ -236,20 +245,20 @@ def test_a_bad_folder_is_refused_by_file_and_line(tmp_path, file, change, words)
     else:
         path.write_text(change(path.read_text()))
     with pytest.raises(ArgumentError, match=words):
-        join([tmp_path / "a"])
+        load_reports([tmp_path / "a"])
 
 
 @pytest.mark.usefixtures("as_shipped")
 def test_what_cannot_be_written_is_refused_and_nothing_changes(tmp_path):
-    joined = join([report(tmp_path / "a", ONE)])
+    joined = load_reports([report(tmp_path / "a", ONE)])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
     with pytest.raises(ArgumentError, match="^out: .*mine exists and is not a report"):
-        write_summary(joined, tmp_path / "mine")
+        write_combined_report(joined, tmp_path / "mine")
     with pytest.raises(ArgumentError, match="axis: expected one of round, time, gradients, bytes; got 'rounds'"):
-        write_summary(joined, tmp_path / "new", axis="rounds")
+        write_combined_report(joined, tmp_path / "new", axis="num_updates")
     with pytest.raises(ArgumentError, match="folders: expected at least one report"):
-        join([])
+        load_reports([])
     assert {path.name for path in tmp_path.iterdir()} == {"a", "mine"}
 
 
@@ -259,10 +268,10 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
         "C": (1, lambda seed: [0.0, 0.4 + seed / 90]),
         "D": (1, [0.1, 0.2]),
     }
-    joined = join([report(tmp_path / "a", worth, seeds=range(15), clients=4)])
+    joined = load_reports([report(tmp_path / "a", worth, seeds=range(15), clients=4)])
     folder = tmp_path / "joined"
-    files = write_summary(joined, folder, axis="gradients", against="A|B")
-    names = ["report.md", "table.csv", "pairs.csv", "against.csv", "accuracy.png", "clients.png"]
+    files = write_combined_report(joined, folder, axis="gradients", baseline="A|B")
+    names = ["report.md", "table.csv", "pairs.csv", "baseline.csv", "accuracy.png", "clients.png"]
     assert [file.name for file in files] == names == [*names[:4], *sorted(names[4:])]
     assert sorted(folder.iterdir()) == sorted(files)
     assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[4:])
@@ -274,9 +283,9 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
     table = list(csv.DictReader(files[1].read_text().splitlines()))
     row = joined.rows()[0]
     assert [line["method"] for line in table] == ["A|B", "C", "D"]
-    assert float(table[0]["final"]) == row.final.value
-    assert float(table[0]["at_gradients_high"]) == row.equal["gradients"].high
-    assert table[2]["rounds_to_target"] == ""
+    assert float(table[0]["final"]) == row.final_accuracy.value
+    assert float(table[0]["at_gradients_high"]) == row.accuracy_at_budget["gradients"].high
+    assert table[2]["updates_to_target"] == ""
     assert r"Accuracy less that of A\|B, in percentage points" in text
     assert "| D | -37.00 ± 2.48 | -37.00 ± 2.48 | " in text
     beside = list(csv.DictReader(files[3].read_text().splitlines()))
@@ -284,17 +293,17 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
         ("C", "A|B", "15"),
         ("D", "A|B", "15"),
     ]
-    assert float(beside[1]["at_bytes_high"]) == joined.against("A|B")[1].equal["bytes"].high
+    assert float(beside[1]["at_bytes_high"]) == joined.paired_differences("A|B")[1].difference_at_budget["bytes"].high
     pairs = list(csv.DictReader(files[2].read_text().splitlines()))
-    assert [float(line["p"]) for line in pairs] == [pair.p for pair in joined.pairs("gradients")]
-    (grid,) = joined_tables(joined)
+    assert [float(line["p"]) for line in pairs] == [pair.p_value for pair in joined.paired_tests("gradients")]
+    (grid,) = report_tables(joined)
     console = Console(width=80, record=True)
     console.print(grid)
     assert "57.0 ± 2.5" in console.export_text()
     before = files[0].read_bytes()
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        write_summary(joined, folder)
+        write_combined_report(joined, folder)
     assert files[0].read_bytes() == before
 
 
@@ -303,7 +312,7 @@ def test_several_tasks_have_a_picture_each_and_too_few_pairs_are_said(tmp_path):
     folders.append(report(tmp_path / "b", {"Cheap": ONE["Cheap"]}, data={"name": "a/b c", "checksum": "2"}))
     folders.append(report(tmp_path / "c", {"Alone": ONE["Cheap"]}, data={"name": "a b/c", "checksum": "3"}))
     folders.append(report(tmp_path / "d", {"Other": ONE["Dear"]}, every=5))
-    files = write_summary(join(folders), tmp_path / "joined")
+    files = write_combined_report(load_reports(folders), tmp_path / "joined")
     pictures_ = {file.name for file in files if file.suffix == ".png"}
     ends = ("digits", "a-b-c", "a-b-c-")
     assert pictures_ == {f"{kind}-{end}.png" for kind in ("accuracy", "clients") for end in ends}
@@ -313,13 +322,13 @@ def test_several_tasks_have_a_picture_each_and_too_few_pairs_are_said(tmp_path):
 
 
 def test_a_report_of_a_comparison_is_read_as_it_was(tmp_path):
-    found = compare(clusters(), [method("fedasync"), method("fedgs")], clients=3, rounds=2, seeds=1)
+    found = compare(clusters(), [method("fedasync"), method("fedgs")], clients=3, num_updates=2, seeds=1)
     assert comparison_table(found).title == "clusters: 3 clients, 2 rounds, 1 seed"
     write_report(found, tmp_path / "a")
     text = (tmp_path / "a" / "results.json").read_text()
     assert json.loads(text) == json.loads(json.dumps(found.results()))
     assert f'"seeds": {found.settings["seeds"]}' in text
-    joined = join([tmp_path / "a"])
+    joined = load_reports([tmp_path / "a"])
     for name, runs in found.runs.items():
         for seed, one in enumerate(runs):
             logged = joined.runs["clusters"][name][seed]
@@ -332,12 +341,12 @@ def test_the_command_joins_says_what_differs_and_refuses_what_is_wrong(tmp_path,
     report(tmp_path / "a", ONE)
     report(tmp_path / "b", {"Third": ONE["Cheap"]}, rounds=9)
     call = CliRunner().invoke
-    done = call(app, ["report", "a", "b", "--axis", "bytes", "--against", "Dear"])
+    done = call(app, ["report", "a", "b", "--axis", "bytes", "--baseline", "Dear"])
     assert done.exit_code == 0
     for words in ("digits", "Third", "75.0 ± 0.0", "Settings differ: rounds: 3 in a, 9 in b", "Written to joined: "):
         assert words in done.output
     wrong = [(["a", "a"], "a and a both"), (["c"], "c/results.json cannot be read"), (["a", "--axis", "x"], "axis: ")]
-    wrong.append((["a", "--against", "x"], "against: no method 'x'"))
+    wrong.append((["a", "--baseline", "x"], "against: no method 'x'"))
     wrong.append((["a", "--out", "b"], "out: b exists and is not a report"))
     for arguments, words in wrong:
         assert words in str(call(app, ["report", *arguments]).exception)
@@ -346,11 +355,11 @@ def test_the_command_joins_says_what_differs_and_refuses_what_is_wrong(tmp_path,
 
 def test_an_interval_is_students(tmp_path):
     values = [0.81, 0.84, 0.9, 0.7]
-    found = mean_of(values)
+    found = mean_ci(values)
     low, high = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
     assert (found.low, found.high) == (pytest.approx(low, rel=1e-12), pytest.approx(high, rel=1e-12))
-    one = mean_of([0.5])
-    assert (one.value, one.half, one.low, one.high) == (0.5, None, None, None)
+    one = mean_ci([0.5])
+    assert (one.value, one.half_width, one.low, one.high) == (0.5, None, None, None)
 
 
 P = st.lists(st.floats(0, 1), max_size=8)
@@ -379,18 +388,18 @@ def test_holm_by_hand():
 def test_a_signed_rank_test_is_that_of_scipy_and_by_hand():
     draw = np.random.default_rng(0)
     scores = {name: {("digits", i): float(x) for i, x in enumerate(draw.normal(size=20))} for name in "ABC"}
-    found = compared(scores)
+    found = compare_pairs(scores)
     assert [(pair.first, pair.second, pair.count) for pair in found] == [("A", "B", 20), ("A", "C", 20), ("B", "C", 20)]
     for pair in found:
         x, y = (np.array(list(scores[name].values())) for name in (pair.first, pair.second))
-        assert pair.p == stats.wilcoxon(x, y).pvalue
-        assert (pair.better, pair.worse) == ((x > y).sum(), (x < y).sum())
-        assert pair.difference == pytest.approx(np.median(x - y))
-    assert [pair.adjusted for pair in found] == holm([pair.p for pair in found])
+        assert pair.p_value == stats.wilcoxon(x, y).pvalue
+        assert (pair.wins, pair.losses) == ((x > y).sum(), (x < y).sum())
+        assert pair.median_difference == pytest.approx(np.median(x - y))
+    assert [pair.adjusted_p_value for pair in found] == holm([pair.p_value for pair in found])
     # All of fifteen in one direction: two of 2^15 orders of signs are as extreme.
     signs = {("digits", i): 1.0 + i for i in range(15)}
-    (pair,) = compared({"A": signs, "B": dict.fromkeys(signs, 0.0)})
-    assert (pair.p, pair.adjusted) == (2 / 2**15, 2 / 2**15)
+    (pair,) = compare_pairs({"A": signs, "B": dict.fromkeys(signs, 0.0)})
+    assert (pair.p_value, pair.adjusted_p_value) == (2 / 2**15, 2 / 2**15)
 
 
 COUNTS = st.lists(st.tuples(st.integers(0, 360), st.integers(0, 360)), min_size=15, max_size=60)
@@ -400,18 +409,18 @@ COUNTS = st.lists(st.tuples(st.integers(0, 360), st.integers(0, 360)), min_size=
 def test_a_signed_rank_test_of_shares_is_that_of_counts(counts):
     """Whatever the last bits of shares say: equal differences are ties, and equal shares do not count."""
     scores = {name: {("digits", i): pair[j] / 360 for i, pair in enumerate(counts)} for j, name in enumerate("AB")}
-    (pair,) = compared(scores)
+    (pair,) = compare_pairs(scores)
     differences = np.array([a - b for a, b in counts])
     counted = differences[differences != 0]
-    assert pair.p == (stats.wilcoxon(counted).pvalue if counted.size else 1.0)
-    assert (pair.better, pair.worse) == ((differences > 0).sum(), (differences < 0).sum())
-    assert pair.difference == pytest.approx(np.median(differences) / 360, abs=1e-12)
+    assert pair.p_value == (stats.wilcoxon(counted).pvalue if counted.size else 1.0)
+    assert (pair.wins, pair.losses) == ((differences > 0).sum(), (differences < 0).sum())
+    assert pair.median_difference == pytest.approx(np.median(differences) / 360, abs=1e-12)
 
 
 def test_a_signed_rank_test_is_exact_beside_equal_pairs_and_not_with_ties():
     def p(counts):
         scores = {("digits", i): (100 + count) / 360 for i, count in enumerate(counts)}
-        return compared({"A": scores, "B": dict.fromkeys(scores, 100 / 360)})[0].p
+        return compare_pairs({"A": scores, "B": dict.fromkeys(scores, 100 / 360)})[0].p_value
 
     # Fourteen sizes, all in one direction, and an equal pair.
     assert p([*range(15)]) == 2 / 2**14
@@ -422,14 +431,14 @@ def test_a_signed_rank_test_is_exact_beside_equal_pairs_and_not_with_ties():
 def test_fewer_than_fifteen_pairs_are_no_test_and_equal_methods_no_difference():
     scores = {("digits", i): float(i) for i in range(15)}
     few = {key: value for key, value in scores.items() if key != ("digits", 3)}
-    found = compared({"A": scores, "B": dict(scores), "C": few, "D": {("mnist", 0): 1.0}})
-    assert [(pair.first, pair.second, pair.count, pair.p) for pair in found] == [
+    found = compare_pairs({"A": scores, "B": dict(scores), "C": few, "D": {("mnist", 0): 1.0}})
+    assert [(pair.first, pair.second, pair.count, pair.p_value) for pair in found] == [
         ("A", "B", 15, 1.0),
         ("A", "C", 14, None),
         ("B", "C", 14, None),
     ]
-    assert (found[0].adjusted, found[1].adjusted) == (1.0, None)
-    assert not math.isnan(found[0].difference)
+    assert (found[0].adjusted_p_value, found[1].adjusted_p_value) == (1.0, None)
+    assert not math.isnan(found[0].median_difference)
 
 
 def test_a_target_is_told_as_it_was_given(tmp_path, monkeypatch):
@@ -437,17 +446,17 @@ def test_a_target_is_told_as_it_was_given(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, _: said.extend(text.get_text() for text in figure.axes[0].texts)
     )
-    joined = join([report(tmp_path / "a", ONE, target=0.925)])
+    joined = load_reports([report(tmp_path / "a", ONE, target=0.925)])
     assert "rounds to 92.5%" in headings(joined, "digits")
     plots.draw_accuracy(
         tmp_path / "x.png", {"A": [joined.runs["digits"]["Cheap"][0].evaluations]}, target=0.999, title=""
     )
     assert said == ["target\n99.9%"]
-    assert [plots.in_percent(i / 1000) for i in (70, 290, 850, 999, 1000)] == ["7%", "29%", "85%", "99.9%", "100%"]
+    assert [plots.format_percent(i / 1000) for i in (70, 290, 850, 999, 1000)] == ["7%", "29%", "85%", "99.9%", "100%"]
 
 
 def test_units_suit_the_largest_value():
-    assert plots.in_units("bytes", 999) == (1, "B", "sent down and up")
-    assert plots.in_units("bytes", 1e9)[:2] == (1e9, "GB")
-    assert plots.in_units("gradients", 0)[:2] == (1, "")
-    assert plots.in_units("time", 1e12)[:2] == (1, "s")
+    assert plots.axis_unit("bytes", 999) == (1, "B", "sent down and up")
+    assert plots.axis_unit("bytes", 1e9)[:2] == (1e9, "GB")
+    assert plots.axis_unit("gradients", 0)[:2] == (1, "")
+    assert plots.axis_unit("time", 1e12)[:2] == (1, "s")

@@ -14,11 +14,11 @@ from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.experiments import tuning
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.registry import RULES, method, methods
-from manifoldagg.experiments.tuning import Tuning, late, line_search, tune, with_rate
+from manifoldagg.experiments.tuning import Tuning, line_search, tail_accuracy, tune, with_rate
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated import rules
 from manifoldagg.federated.schedules import Cosine
-from manifoldagg.simulation import Exponential, Federation, Method, iid_partition, run
+from manifoldagg.simulation import Exponential, FederatedDataset, Method, iid_partition, run
 from tests.simulation.custom import Plain, Signs
 from tests.simulation.test_run import clusters
 
@@ -28,7 +28,7 @@ SCORES = st.floats(0, 1)
 
 def split(**changes):
     options = {"partition": iid_partition, "validation": 0.2, "seed": 100} | changes
-    return Federation.split(clusters(), 4, **options)
+    return FederatedDataset.split(clusters(), 4, **options)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,14 @@ def searched(scores, **options):
 def test_a_search_ends_where_a_rate_is_no_worse_than_its_neighbours(scores):
     found, asked = searched(scores)
     means = {power: score for power, (score,) in found.scores.items()}
-    assert means[found.best] == max(means.values())
-    assert found.rate == 3 * 2.0**found.best
-    assert {-1, 0, 1, *(power for power in (found.best - 1, found.best + 1) if abs(power) <= 5)} <= set(means)
+    assert means[found.best_power] == max(means.values())
+    assert found.best_rate == 3 * 2.0**found.best_power
+    assert {-1, 0, 1, *(power for power in (found.best_power - 1, found.best_power + 1) if abs(power) <= 5)} <= set(
+        means
+    )
     assert list(means) == list(range(min(means), max(means) + 1))
     assert len(asked) == len(set(asked)) == len(means)
-    assert found.is_open == (abs(found.best) == 5)
+    assert found.is_at_boundary == (abs(found.best_power) == 5)
 
 
 @given(st.integers(-5, 5), st.lists(st.floats(1e-3, 1), min_size=11, max_size=11))
@@ -67,7 +69,7 @@ def test_a_search_finds_the_only_peak(peak, steps):
     for k in range(-5, 6):
         height[k + 5] = -sum(steps[min(k, peak) + 5 : max(k, peak) + 5])
     found, _ = searched([20 + value for value in height])
-    assert found.best == peak
+    assert found.best_power == peak
 
 
 @pytest.mark.parametrize(
@@ -82,46 +84,48 @@ def test_a_search_finds_the_only_peak(peak, steps):
 )
 def test_of_equal_rates_the_nearest_to_the_start_is_taken(scores, best, asked):
     found, calls = searched(scores)
-    assert (found.best, len(calls)) == (best, asked)
+    assert (found.best_power, len(calls)) == (best, asked)
 
 
 def test_a_search_is_told_how_far_it_may_go():
     found, _ = searched([float(k) for k in range(11)], farthest=2)
-    assert (found.best, found.is_open) == (2, True)
+    assert (found.best_power, found.is_at_boundary) == (2, True)
     with pytest.raises(ArgumentError, match="farthest: expected an integer >= 1"):
-        line_search(lambda rate: [0.0], 1.0, farthest=0)
+        line_search(lambda rate: [0.0], 1.0, max_doublings=0)
 
 
 def test_a_search_runs_what_run_runs(federations):
     fedasync = method("fedasync:trainer.epochs=1")
-    found = tune(fedasync, federations, rounds=8, delays="exponential:mean=10", tasks=3)
+    found = tune(fedasync, federations, num_updates=8, delays="exponential:mean=10", concurrency=3)
     for power, scores in found.scores.items():
         rated = replace(fedasync, rule=replace(fedasync.rule, rate=3 * 2.0**power))
-        runs = [run(one, rated, rounds=8, delays=Exponential(10.0), tasks=3) for one in federations]
+        runs = [run(one, rated, num_updates=8, delays=Exponential(10.0), concurrency=3) for one in federations]
         assert list(scores) == [sum(one.accuracy[-2:]) / 2 for one in runs]
 
 
 def test_the_last_quarter_counts_however_few_rounds_there_are(federations):
     for rounds, every, counted in ((1, 1, 1), (3, 1, 1), (8, 1, 2), (8, 3, 1), (9, 2, 2)):
-        found = run(federations[0], Method("FedAsync", rules.FedAsync(1.0), LOCAL), rounds=rounds, every=every)
-        assert late(found) == pytest.approx(sum(found.accuracy[-counted:]) / counted, rel=1e-15)
+        found = run(
+            federations[0], Method("FedAsync", rules.FedAsync(1.0), LOCAL), num_updates=rounds, eval_every=every
+        )
+        assert tail_accuracy(found) == pytest.approx(sum(found.accuracy[-counted:]) / counted, rel=1e-15)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rate_that_there_is_can_be_changed(name):
     chosen = method(name)
     clients = range(6)
-    start = tuning._rate(chosen.bound(clients).rule, chosen.rate)
+    start = tuning._find_rate(chosen.bind(clients).rule, chosen.rate_field)
     if name == "floco":
         assert start is None
         return
     assert start > 0
     changed = with_rate(chosen, start / 2)
-    assert tuning._rate(changed.bound(clients).rule, changed.rate) == start / 2
-    assert with_rate(changed, start).bound(clients).rule == with_rate(chosen, start).bound(clients).rule
+    assert tuning._find_rate(changed.bind(clients).rule, changed.rate_field) == start / 2
+    assert with_rate(changed, start).bind(clients).rule == with_rate(chosen, start).bind(clients).rule
     by_name = method(name, rate=start / 2)
-    assert by_name.bound(clients).rule == changed.bound(clients).rule
-    assert by_name.rate is None
+    assert by_name.bind(clients).rule == changed.bind(clients).rule
+    assert by_name.rate_field is None
 
 
 @pytest.mark.parametrize(
@@ -138,12 +142,12 @@ def test_every_rate_that_there_is_can_be_changed(name):
     ],
 )
 def test_a_rate_that_is_given_by_hand_stays(text, rate):
-    assert method(text).rate == rate
+    assert method(text).rate_field == rate
 
 
 def test_of_a_shape_alone_the_height_is_searched():
     chosen = method("fedasync:rate=cosine,rate.end=0,rate.period=200")
-    assert chosen.rate == "rate.start"
+    assert chosen.rate_field == "rate.start"
     assert chosen.rule.rate == Cosine(method("fedasync").rule.rate, 0, 200)
     assert with_rate(chosen, 0.7).rule.rate == Cosine(0.7, 0, 200)
     inner = method("momentum:rule=fedbuff,rule.rate=cosine,rule.rate.end=0,rule.rate.period=40")
@@ -157,7 +161,7 @@ def test_one_search_for_all_methods_whatever_their_order_and_what_trains():
         "fedgs:rate=2,trainer.epochs=1",
         "momentum:trainer.epochs=1",
     ]
-    options = {"clients": 4, "rounds": 2, "seeds": 1, "partition": "iid", "tuning": Tuning(seeds=(100,))}
+    options = {"clients": 4, "num_updates": 2, "seeds": 1, "partition": "iid", "tuning": Tuning(seeds=(100,))}
     found = compare(clusters(), methods(names), **options)
     with ThreadPoolExecutor(2) as executor:
         other = compare(clusters(), methods(names[::-1]), **options, executor=executor)
@@ -167,18 +171,18 @@ def test_one_search_for_all_methods_whatever_their_order_and_what_trains():
     assert (told["seeds"], told["validation"]) == ([100], 0.2)
     assert told["methods"]["FLOCO(cohort=2, epochs=1)"] is None
     assert told["methods"]["FedGS(rate=2, trainer.epochs=1)"] == "by hand"
-    alone = tune(method(names[0]), [split()], rounds=2)
-    assert told["methods"]["FedAsync(trainer.epochs=1)"] == alone.told()
-    assert f"rate={alone.rate}" in found.settings["methods"]["FedAsync(trainer.epochs=1)"]["rule"]
+    alone = tune(method(names[0]), [split()], num_updates=2)
+    assert told["methods"]["FedAsync(trainer.epochs=1)"] == alone.to_dict()
+    assert f"rate={alone.best_rate}" in found.settings["methods"]["FedAsync(trainer.epochs=1)"]["rule"]
     assert compare(clusters(), methods(names), **options | {"tuning": None}).settings["tuning"] is None
 
 
 def test_a_comparison_that_validates_tunes_on_as_much():
-    options = {"clients": 4, "rounds": 1, "seeds": 1, "partition": "iid", "validation": 0.4}
+    options = {"clients": 4, "num_updates": 1, "seeds": 1, "partition": "iid", "validation": 0.4}
     found = compare(clusters(), [method("fedasync")], **options, tuning=Tuning(seeds=(100,)))
     assert found.settings["tuning"]["validation"] == 0.4
-    alone = tune(method("fedasync"), [split(validation=0.4)], rounds=1)
-    assert found.settings["tuning"]["methods"]["FedAsync"] == alone.told()
+    alone = tune(method("fedasync"), [split(validation=0.4)], num_updates=1)
+    assert found.settings["tuning"]["methods"]["FedAsync"] == alone.to_dict()
 
 
 @dataclass(frozen=True)
@@ -197,22 +201,22 @@ class Picky(rules.FedAsync):
 
 
 def test_what_fails_scores_nothing(federations):
-    found = tune(Method("Picky", Picky(1.0), LOCAL), federations, rounds=3)
+    found = tune(Method("Picky", Picky(1.0), LOCAL), federations, num_updates=3)
     assert found.scores[-1] == found.scores[1] == [0.0, 0.0]
-    assert (found.rate, min(found.scores[0]) > 0) == (1.0, True)
+    assert (found.best_rate, min(found.scores[0]) > 0) == (1.0, True)
 
 
 def test_what_is_done_is_not_done_again(federations, tmp_path, monkeypatch):
     fedasync = Method("FedAsync(a/b)", rules.FedAsync(2.0), LOCAL)
-    plain = tune(fedasync, federations, rounds=6)
-    first = tune(fedasync, federations, rounds=6, cache=tmp_path / "new" / "tuned")
+    plain = tune(fedasync, federations, num_updates=6)
+    first = tune(fedasync, federations, num_updates=6, cache=tmp_path / "new" / "tuned")
     (file,) = (tmp_path / "new" / "tuned").iterdir()
     assert file.name.startswith("FedAsync-")
     monkeypatch.setattr(tuning, "run", None)
-    assert tune(fedasync, federations, rounds=6, cache=tmp_path / "new" / "tuned") == first == plain
+    assert tune(fedasync, federations, num_updates=6, cache=tmp_path / "new" / "tuned") == first == plain
 
 
-@pytest.mark.parametrize("rounds", [1, 7, 30])
+@pytest.mark.parametrize("num_updates", [1, 7, 30])
 def test_an_interrupted_search_goes_on(rounds, federations, tmp_path, monkeypatch):
     fedasync = Method("FedAsync", rules.FedAsync(2.0), LOCAL)
     left = iter(range(rounds))
@@ -223,8 +227,8 @@ def test_an_interrupted_search_goes_on(rounds, federations, tmp_path, monkeypatc
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tune(fedasync, federations, rounds=6, cache=tmp_path, progress=interrupt)
-    counted = partial(tune, fedasync, federations, rounds=6, progress=lambda name, seed: done.append((name, seed)))
+        tune(fedasync, federations, num_updates=6, cache=tmp_path, progress=interrupt)
+    counted = partial(tune, fedasync, federations, num_updates=6, progress=lambda name, seed: done.append((name, seed)))
     found = counted(cache=tmp_path)
     again = len(done)
     assert counted() == found
@@ -234,12 +238,12 @@ def test_an_interrupted_search_goes_on(rounds, federations, tmp_path, monkeypatc
 
 
 CHANGES = {
-    "rounds": {"rounds": 2},
-    "work": {"work": "dispatched"},
-    "tasks": {"tasks": 2},
+    "num_updates": {"num_updates": 2},
+    "task_cost": {"task_cost": "trainer"},
+    "concurrency": {"concurrency": 2},
     "scheduler": {"scheduler": "priority:workers=1"},
     "delays": {"delays": "exponential:mean=10"},
-    "participation": {"participation": "file:changes.csv"},
+    "availability": {"availability": "file:changes.csv"},
     "rate": {"method": Method("FedAsync", rules.FedAsync(1.0), LOCAL)},
     "rule": {"method": Method("FedAsync", rules.FedAsync(2.0, weighted=True), LOCAL)},
     "trainer": {"method": Method("FedAsync", rules.FedAsync(2.0), replace(LOCAL, rate=0.02))},
@@ -263,7 +267,7 @@ def test_another_search_is_another_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes = tmp_path / "changes.csv"
     changes.write_text("time,client,kind\n900,1,leave\n")
-    plain = {"method": Method("FedAsync", rules.FedAsync(2.0), LOCAL), "federations": [split()], "rounds": 1}
+    plain = {"method": Method("FedAsync", rules.FedAsync(2.0), LOCAL), "federations": [split()], "num_updates": 1}
 
     def files(**options):
         merged = plain | options
@@ -277,7 +281,7 @@ def test_another_search_is_another_file(tmp_path, monkeypatch):
         assert files(**change) == now
         seen = now
     changes.write_text("time,client,kind\n901,1,leave\n")
-    assert len(files(**CHANGES["participation"])) == len(seen) + 1
+    assert len(files(**CHANGES["availability"])) == len(seen) + 1
     monkeypatch.setattr("manifoldagg.experiments.tuning_cache.__version__", "9")
     assert len(files()) == len(seen) + 2
 
@@ -288,26 +292,26 @@ def test_another_search_is_another_file(tmp_path, monkeypatch):
         lambda text: "",
         lambda text: text[:-20],
         lambda text: "[]",
-        lambda text: text.replace('"late"', '"early"'),
-        lambda text: text.replace('"rounds": 1', '"rounds": 2'),
-        lambda text: json.dumps(json.loads(text) | {"late": {"2.0": {"100": 7.0}}}),
-        lambda text: json.dumps(json.loads(text) | {"late": {"2.0": {"100": "much"}}}),
-        lambda text: json.dumps(json.loads(text) | {"late": {"2.0": 0.5}}),
+        lambda text: text.replace('"tail_accuracy"', '"early"'),
+        lambda text: text.replace('"num_updates": 1', '"num_updates": 2'),
+        lambda text: json.dumps(json.loads(text) | {"tail_accuracy": {"2.0": {"100": 7.0}}}),
+        lambda text: json.dumps(json.loads(text) | {"tail_accuracy": {"2.0": {"100": "much"}}}),
+        lambda text: json.dumps(json.loads(text) | {"tail_accuracy": {"2.0": 0.5}}),
     ],
     ids=["empty", "cut", "list", "key", "other", "number", "word", "tree"],
 )
 def test_a_damaged_file_is_refused(damage, federations, tmp_path):
     fedasync = Method("FedAsync", rules.FedAsync(2.0), LOCAL)
-    tune(fedasync, federations[:1], rounds=1, cache=tmp_path)
+    tune(fedasync, federations[:1], num_updates=1, cache=tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(damage(file.read_text()))
     with pytest.raises(ArgumentError, match=r"^cache: .*FedAsync-.*json is not what a search left there; delete it"):
-        tune(fedasync, federations[:1], rounds=1, cache=tmp_path)
+        tune(fedasync, federations[:1], num_updates=1, cache=tmp_path)
 
 
 def test_a_rule_of_ones_own_is_tuned():
     names = [f"tests.simulation.custom:{name}" for name in ("Signs", "slow", "Plain", "bound", "Signs:rate=1")]
-    chosen = compare(clusters(), methods(names), clients=4, rounds=2, seeds=1, tuning=Tuning(seeds=(100,)))
+    chosen = compare(clusters(), methods(names), clients=4, num_updates=2, seeds=1, tuning=Tuning(seeds=(100,)))
     told = chosen.settings["tuning"]["methods"]
     starts = {name: one["start"] if isinstance(one, dict) else one for name, one in told.items()}
     assert starts == {"Signs": 0.1, "slow": 0.05, "Plain": None, "Bound": 0.25, "Signs(rate=1)": "by hand"}
@@ -316,7 +320,7 @@ def test_a_rule_of_ones_own_is_tuned():
 
 
 def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
-    assert tune(Method("Signs", Signs(1.0), LOCAL), federations[:1], rounds=3).scores[1] == [0.0]
+    assert tune(Method("Signs", Signs(1.0), LOCAL), federations[:1], num_updates=3).scores[1] == [0.0]
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -324,15 +328,15 @@ def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
     ("call", "words"),
     [
         (
-            lambda path: tune(Method("Mine", rules.FedGS(), LOCAL, "rat"), [split()], rounds=3),
+            lambda path: tune(Method("Mine", rules.FedGS(), LOCAL, "rat"), [split()], num_updates=3),
             "methods: Mine: rate: expected one of .*; got 'rat': did you mean rate",
         ),
         (
-            lambda path: tune(Method("Mine", rules.FedGS(), LOCAL, "rule.rate"), [split()], rounds=3),
+            lambda path: tune(Method("Mine", rules.FedGS(), LOCAL, "rule.rate"), [split()], num_updates=3),
             "methods: Mine: rate: expected one of .*; got 'rule'",
         ),
         (
-            lambda path: tune(Method("Mine", Plain(), LOCAL, "speed"), [split()], rounds=3),
+            lambda path: tune(Method("Mine", Plain(), LOCAL, "speed"), [split()], num_updates=3),
             "methods: Mine: rate: expected a dataclass with a field 'speed', got Plain",
         ),
         (
@@ -340,42 +344,45 @@ def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
             "rate: expected one of .*; got 'rat'",
         ),
         (
-            lambda path: tune("fedgs", [split()], rounds=3),
+            lambda path: tune("fedgs", [split()], num_updates=3),
             r"method: expected a Method, got 'fedgs'; write method\('fedgs'\)",
         ),
         (
-            lambda path: tune(method("fedgs"), split(), rounds=3),
+            lambda path: tune(method("fedgs"), split(), num_updates=3),
             "federations: expected a list of Federations, got Federation",
         ),
         (
-            lambda path: tune(method("fedgs"), [clusters()], rounds=3),
+            lambda path: tune(method("fedgs"), [clusters()], num_updates=3),
             r"federations\[0\]: expected a Federation, got Task; write Federation.split\(",
         ),
-        (lambda path: tune(method("fedgs"), [], rounds=3), "federations: expected at least one, got none"),
-        (lambda path: tune(method("fedgs"), [split()], rounds=0), "rounds: expected"),
-        (lambda path: tune(method("fedavg"), [split()], rounds=3, tasks=2), "methods: FedAvg: tasks: expected None"),
-        (lambda path: tune(method("fedgs"), [split()], rounds=3, delays="gauss"), "did you mean gaussian"),
+        (lambda path: tune(method("fedgs"), [], num_updates=3), "federations: expected at least one, got none"),
+        (lambda path: tune(method("fedgs"), [split()], num_updates=0), "rounds: expected"),
         (
-            lambda path: tune(method("fedgs"), [split()], rounds=3, delays=Exponential(1.0), cache=path),
+            lambda path: tune(method("fedavg"), [split()], num_updates=3, concurrency=2),
+            "methods: FedAvg: tasks: expected None",
+        ),
+        (lambda path: tune(method("fedgs"), [split()], num_updates=3, delays="gauss"), "did you mean gaussian"),
+        (
+            lambda path: tune(method("fedgs"), [split()], num_updates=3, delays=Exponential(1.0), cache=path),
             r"cache: expected a name for delays, as functions are not told apart; got Exponential\(",
         ),
         (
-            lambda path: tune(method("fedgs"), [split()], rounds=3, cache=path / "file" / "cache"),
+            lambda path: tune(method("fedgs"), [split()], num_updates=3, cache=path / "file" / "cache"),
             "cache: .* cannot be written: ",
         ),
         (lambda path: with_rate(method("fedgs:rate=2"), 2.0), "method: expected one with a rate"),
         (
             lambda path: compare(
-                clusters(), [method("fedgs")], clients=4, rounds=2, seeds=2, tuning=Tuning(seeds=(1,))
+                clusters(), [method("fedgs")], clients=4, num_updates=2, seeds=2, tuning=Tuning(seeds=(1,))
             ),
             "tuning: seeds: expected an integer >= 2, got 1",
         ),
         (
-            lambda path: compare(clusters(), [method("fedgs")], clients=4, rounds=2, tuning=Tuning(seeds=())),
+            lambda path: compare(clusters(), [method("fedgs")], clients=4, num_updates=2, tuning=Tuning(seeds=())),
             "tuning: seeds: expected at least one, got none",
         ),
         (
-            lambda path: compare(clusters(), [method("fedgs")], clients=4, rounds=2, tuning=Tuning(validation=1)),
+            lambda path: compare(clusters(), [method("fedgs")], clients=4, num_updates=2, tuning=Tuning(validation=1)),
             "tuning: validation: expected a finite number",
         ),
     ],

@@ -15,7 +15,7 @@ from manifoldagg.federated import Message, Payload, Server, Ticket, clients, rul
 from manifoldagg.integrations.flower import client_app
 from manifoldagg.integrations.flower.records import RECORD_KEY, array_record, bytes_to_record, record_to_bytes
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation import Federation, run
+from manifoldagg.simulation import FederatedDataset, run
 from manifoldagg.wire import pack, ticket_of, unpack
 from tests.simulation.executors.test_client_task import dropping, same
 from tests.simulation.test_run import clusters, dirichlet
@@ -25,7 +25,7 @@ CLIENTS = 3
 
 def federation(model=None):
     made = clusters() if model is None else replace(clusters(), model=model)
-    return Federation.split(made, CLIENTS, partition=dirichlet(5.0), seed=0)
+    return FederatedDataset.split(made, CLIENTS, partition=dirichlet(5.0), seed=0)
 
 
 def node(client=0, **config):
@@ -88,7 +88,7 @@ def test_a_node_answers_as_a_client_of_the_simulator_bit_for_bit(name, form, mod
 
     torch.manual_seed(11)
     before = torch.random.get_rng_state()
-    run(of, asked, rounds=9, watch=watch)
+    run(of, asked, num_updates=9, on_update=watch)
     assert len(seen) == 9
     assert max(map(seen.count, seen)) > 1
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -113,7 +113,7 @@ def test_memory_and_count_stay_on_the_node_and_no_code_is_kept():
         asked.append((context.node_id, nth))
         return of.batches(0, nth)
 
-    app = client_app(Counts(), of.task.model, data)
+    app = client_app(Counts(), of.dataset.model, data)
     mine, other = node(0), node(1)
     for context in (mine, mine, other, mine):
         answer(app, wire_form(message, space), context, space)
@@ -210,7 +210,7 @@ def test_evaluation_is_of_the_model_that_came(form):
     expected = nn.functional.cross_entropy(model.eval()(inputs), labels).item()
 
     def metrics(**options):
-        app = client_app(clients.Local(), of.task.model, lambda context, nth: batches, **options)
+        app = client_app(clients.Local(), of.dataset.model, lambda context, nth: batches, **options)
         return dict(app(letter(form(message, server.space), "evaluate"), node()).content["metrics"])
 
     found = metrics()
@@ -280,7 +280,7 @@ def test_batches_that_are_over_after_an_epoch_are_named():
     space = ParameterSpace.of(of.model())
     content = plain_form(Message(space.point(of.model())), space)
     for once in (iter([]), (batch for batch in ())):
-        app = client_app(clients.Local(epochs=2), of.task.model, lambda context, nth, once=once: once)
+        app = client_app(clients.Local(epochs=2), of.dataset.model, lambda context, nth, once=once: once)
         for kind in ("train", "evaluate"):
             with pytest.raises(ArgumentError, match=r"^data: expected what can be iterated again .* returned a "):
                 app(letter(content, kind), node())

@@ -80,7 +80,7 @@ def test_the_guide_tells_which_rules_take_an_app_of_ones_own():
     found = {name: answer == "yes" for names, answer in rows for name in re.findall(r"`(?:rules\.)?([^`]*)`", names)}
     expected = {}
     for name in RULES:
-        rule = method(name).bound(range(NODES)).rule
+        rule = method(name).bind(range(NODES)).rule
         message = Server.of(torch.nn.Linear(2, 2), rule).dispatch(0).message
         expected[type(rule).__name__] = not (any(extra_fields(rule)) or message.tensors or message.numbers)
     assert found == expected | {'OrthoFL(protocol="client")': False}

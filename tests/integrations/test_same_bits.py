@@ -17,7 +17,7 @@ from manifoldagg.federated.clients.determinism import deterministic, task_genera
 from manifoldagg.integrations.flower import Asynchronous, client_app
 from manifoldagg.integrations.flower.records import array_record, state_dict
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation import Federation, run
+from manifoldagg.simulation import FederatedDataset, run
 from tests.simulation.executors.test_client_task import dropping
 from tests.simulation.test_run import clusters, dirichlet
 
@@ -73,7 +73,7 @@ def identity(monkeypatch):
 
 def federation(model=None):
     made = clusters() if model is None else replace(clusters(), model=model)
-    return Federation.split(made, CLIENTS, partition=dirichlet(5.0), seed=0)
+    return FederatedDataset.split(made, CLIENTS, partition=dirichlet(5.0), seed=0)
 
 
 def simulated(of, asked, monkeypatch):
@@ -86,8 +86,8 @@ def simulated(of, asked, monkeypatch):
             servers.append(self)
 
     monkeypatch.setattr(sys.modules["manifoldagg.simulation.run"], "Server", Kept)
-    found = run(of, asked, rounds=ANSWERS)
-    assert found.refused == 0
+    found = run(of, asked, num_updates=ANSWERS)
+    assert found.rejected == 0
     assert len(set(found.clients)) == CLIENTS
     return found, servers[0]
 
@@ -135,7 +135,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "app", "wire"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_flower_and_the_simulator_give_the_same_model(name, app, wire, model, monkeypatch):
     of = federation(model)
-    asked = method(name).bound(range(CLIENTS))
+    asked = method(name).bind(range(CLIENTS))
     found, server = simulated(of, asked, monkeypatch)
     weights = {FIRST + client: len(part) for client, part in enumerate(of.train)}
     strategy = Asynchronous(

@@ -103,12 +103,12 @@ def test_objectives_are_the_two_bounds():
     from manifoldagg.cli.route import objective_bound
 
     rates = np.ones(2)
-    assert objective_bound("time", rates, 3, rounds=9, **CONSTANTS) == TimeBound(rates, 3, **CONSTANTS)
-    assert objective_bound("update", rates, 3, rounds=9, **CONSTANTS) == UpdateBound(
+    assert objective_bound("time", rates, 3, num_updates=9, **CONSTANTS) == TimeBound(rates, 3, **CONSTANTS)
+    assert objective_bound("update", rates, 3, num_updates=9, **CONSTANTS) == UpdateBound(
         rates, 3, **CONSTANTS, num_updates=9
     )
     with pytest.raises(ArgumentError, match="objective: expected one of time, update; got 'speed'"):
-        objective_bound("speed", rates, 3, rounds=9, **CONSTANTS)
+        objective_bound("speed", rates, 3, num_updates=9, **CONSTANTS)
 
 
 def test_the_table_adds_up(plan):

@@ -16,14 +16,14 @@ from manifoldagg.simulation import (
     Exponential,
     IndependentClients,
     JacksonNetwork,
-    Key,
     PriorityScheduler,
-    Record,
-    Replay,
+    ReplayScheduler,
+    TaskId,
+    TaskRecord,
     churn,
 )
-from manifoldagg.simulation.event_loop import Ask, Course, Lost
-from manifoldagg.simulation.lookahead import Foresight
+from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, EventLoop
+from manifoldagg.simulation.lookahead import Lookahead
 
 RULES = ["continuous", "some", "cohorts", "drawn", "some drawn", "routed", "some routed"]
 SCHEDULERS = ["independent", "ties", "priority", "network", "replay"]
@@ -47,9 +47,9 @@ def scheduler_of(kind, clients, generator):
         return PriorityScheduler(len(clients), generator)
     if kind == "network":
         n = max(clients) + 1
-        return JacksonNetwork(np.full(n, 1 / n), np.linspace(1, 3, n), generator, tasks=10_000)
+        return JacksonNetwork(np.full(n, 1 / n), np.linspace(1, 3, n), generator, concurrency=10_000)
     ends = np.cumsum(generator.exponential(size=400)).tolist()
-    return Replay([Record(int(generator.choice(clients)), 1.0, 0.0, 0.0, end, 0) for end in ends])
+    return ReplayScheduler([TaskRecord(int(generator.choice(clients)), 1.0, 0.0, 0.0, end, 0) for end in ends])
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Plot:
         some = self.tasks if self.kind.startswith("some") else None
         who = sampler_for(rule_of(self.kind, clients, self.cohort), clients, some, generator())
         changes = churn(clients, Exponential(self.up), Exponential(2.0), 60.0, generator()) if self.up else ()
-        return Course(clients, who, scheduler_of(self.scheduler, clients, generator()), changes)
+        return EventLoop(clients, who, scheduler_of(self.scheduler, clients, generator()), changes)
 
 
 @st.composite
@@ -90,9 +90,9 @@ def steady(client, nth):
 
 
 class Asked(NamedTuple):
-    """An `Ask` with what was given, when, and to how many who were here."""
+    """An `DispatchEvent` with what was given, when, and to how many who were here."""
 
-    key: Key
+    key: TaskId
     time: float
     present: frozenset
     out: tuple
@@ -101,14 +101,14 @@ class Asked(NamedTuple):
 class Answered(NamedTuple):
     """An `ClosedTicket` with what became of it."""
 
-    key: Key
+    key: TaskId
     done: Completion
     accepted: bool
 
 
 @dataclass
 class Seen:
-    """What happened in a course: `Asked`, `Answered` and `Lost`; and what was foreseen before which of them."""
+    """What happened in a course: `Asked`, `Answered` and `DropoutEvent`; and what was foreseen before which of them."""
 
     events: list
     foreseen: list
@@ -126,7 +126,7 @@ class Seen:
 def drive(plot, rounds=40, accepts=lambda nth: True, work=steady, limit=None):
     """Drive a course for so many rounds, or until nobody has a task; with a `limit`, look ahead before all it is told."""
     course = plot.course()
-    foresight = Foresight(course, rounds, lambda client: work(client, 0))
+    foresight = Lookahead(course, rounds, lambda client: work(client, 0))
     seen = Seen([], [])
     out = {}
     given = Counter()
@@ -139,27 +139,27 @@ def drive(plot, rounds=40, accepts=lambda nth: True, work=steady, limit=None):
             break
         if limit is not None:
             # What has just been lost is not yet told.
-            if isinstance(event, Lost):
-                foresight.lost(event.keys)
-            seen.foreseen.append((len(seen.events), tuple(foresight.coming(limit))))
-        if isinstance(event, Ask):
+            if isinstance(event, DropoutEvent):
+                foresight.on_dropout(event.task_ids)
+            seen.foreseen.append((len(seen.events), tuple(foresight.next_tasks(limit))))
+        if isinstance(event, DispatchEvent):
             given[event.client] += 1
             units = work(event.client, given[event.client])
             key = course.give(event.client, units)
             out[key] = None
             seen.events.append(Asked(key, course.now, frozenset(course.present), tuple(out)))
-            foresight.gave(key, units)
-        elif isinstance(event, Lost):
+            foresight.on_dispatch(key, units)
+        elif isinstance(event, DropoutEvent):
             if limit is None:
-                foresight.lost(event.keys)
-            for key in event.keys:
+                foresight.on_dropout(event.task_ids)
+            for key in event.task_ids:
                 del out[key]
             seen.events.append(event)
         else:
             accepted = accepts(answers)
             answers += 1
             course.settle(accepted)
-            foresight.settled(event.key, accepted)
+            foresight.on_completion(event.key, accepted)
             del out[event.key]
             seen.events.append(Answered(event.key, event.done, accepted))
     return seen

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.simulation import PriorityScheduler
-from manifoldagg.simulation.availability import Change, Participation, churn
+from manifoldagg.simulation.availability import AvailabilityChange, AvailabilityTrace, churn
 from manifoldagg.simulation.delays import Deterministic, Exponential
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.schedulers import Completion, IndependentClients
@@ -23,33 +23,35 @@ def constant(seconds=2.0):
 
 
 def crowd(*changes, scheduler=None, present=()):
-    return Participation(scheduler or constant(), [Change(*change) for change in changes], present=present)
+    return AvailabilityTrace(
+        scheduler or constant(), [AvailabilityChange(*change) for change in changes], available=present
+    )
 
 
 def test_a_client_that_leaves_finishes_its_task_and_takes_no_more():
     clients = crowd((1.0, "a", "leave"), (9.0, "a", "return"))
     clients.dispatch("a", 1.0)
-    assert clients.next() == Change(1.0, "a", "leave", lost=0)
+    assert clients.next() == AvailabilityChange(1.0, "a", "leave", lost_tasks=0)
     with pytest.raises(ArgumentError, match="client: 'a' does not take part at 1 s"):
         clients.dispatch("a", 1.0)
     assert clients.next().time == 2.0
-    assert clients.next() == Change(9.0, "a", "return")
+    assert clients.next() == AvailabilityChange(9.0, "a", "return")
     clients.dispatch("a", 1.0)
     assert clients.next().time == 11.0
 
 
 def test_a_client_that_returns_at_its_last_task_is_not_idle():
     clients = crowd((0.5, "a", "leave"), (1.0, "a", "return"), present=["b"])
-    assert clients.idle("b")
-    assert not clients.idle("c")
+    assert clients.is_idle("b")
+    assert not clients.is_idle("c")
     clients.dispatch("a", 1.0)
-    assert [(clients.next().time, clients.idle("a")) for _ in range(3)] == [(0.5, False), (1.0, False), (2.0, True)]
+    assert [(clients.next().time, clients.is_idle("a")) for _ in range(3)] == [(0.5, False), (1.0, False), (2.0, True)]
 
 
 def test_what_a_failed_client_did_is_lost():
     clients = crowd((1.0, "a", "fail"), (1.5, "a", "return"))
     clients.dispatch("a", 1.0)
-    assert clients.next() == Change(1.0, "a", "fail", lost=1)
+    assert clients.next() == AvailabilityChange(1.0, "a", "fail", lost_tasks=1)
     assert clients.next().kind == "return"
     clients.dispatch("a", 1.0)
     done = clients.next()
@@ -60,11 +62,11 @@ def test_what_a_failed_client_did_is_lost():
 
 def test_a_client_joins_when_it_is_declared_and_not_before():
     clients = crowd((4.0, "b", "join"), present=["a"])
-    assert clients.present == {"a"}
+    assert clients.available == {"a"}
     with pytest.raises(ArgumentError, match="client: 'b' does not take part"):
         clients.dispatch("b", 1.0)
-    assert clients.next() == Change(4.0, "b", "join")
-    assert clients.present == {"a", "b"}
+    assert clients.next() == AvailabilityChange(4.0, "b", "join")
+    assert clients.available == {"a", "b"}
     assert clients.now == 4.0
 
 
@@ -74,7 +76,7 @@ def test_changes_come_before_completions_at_the_same_time_and_in_order_of_declar
     clients.dispatch("b", 1.0)
     seen = [clients.next() for _ in range(4)]
     assert [event.client for event in seen] == ["c", "b", "a", "b"]
-    assert seen[2].lost == 1
+    assert seen[2].lost_tasks == 1
     assert isinstance(seen[3], Completion)
 
 
@@ -90,12 +92,12 @@ def test_a_worker_is_free_when_the_client_on_it_fails():
 
 
 def test_a_whole_queue_is_lost_and_the_tasks_can_be_routed_again():
-    network = JacksonNetwork([0.5, 0.5], [1.0, 1e-9], np.random.default_rng(0), tasks=3)
+    network = JacksonNetwork([0.5, 0.5], [1.0, 1e-9], np.random.default_rng(0), concurrency=3)
     clients = crowd((0.0, 1, "fail"), scheduler=network, present=[0])
     for _ in range(3):
         clients.dispatch(1, 1.0)
-    assert clients.next().lost == 3
-    assert network.lengths == (0, 0)
+    assert clients.next().lost_tasks == 3
+    assert network.queue_lengths == (0, 0)
     for _ in range(3):
         clients.dispatch(0, 1.0)
     assert [clients.next().client for _ in range(3)] == [0, 0, 0]
@@ -107,7 +109,7 @@ def drive(clients, steps):
     for _ in range(steps):
         event = clients.next()
         seen.append(event)
-        back = isinstance(event, Change) and event.kind in ("join", "return")
+        back = isinstance(event, AvailabilityChange) and event.kind in ("join", "return")
         if back or (isinstance(event, Completion) and event.client in clients.present):
             clients.dispatch(event.client, 1.0)
     return seen
@@ -115,8 +117,8 @@ def drive(clients, steps):
 
 def unsteady(seed, scheduler):
     changes = churn(range(4), Exponential(5.0), Exponential(2.0), 30.0, np.random.default_rng([seed, 1]))
-    changes += [Change(3.0, "late", "join"), Change(8.0, "late", "leave")]
-    return Participation(scheduler, changes, present=range(4))
+    changes += [AvailabilityChange(3.0, "tail_accuracy", "join"), AvailabilityChange(8.0, "tail_accuracy", "leave")]
+    return AvailabilityTrace(scheduler, changes, available=range(4))
 
 
 SCHEDULERS = [
@@ -135,19 +137,19 @@ def test_every_task_finishes_is_lost_or_is_in_flight_and_only_those_here_get_one
     seen = drive(clients, 60)
     assert [event.time for event in seen] == sorted(event.time for event in seen)
     finished = sum(isinstance(event, Completion) for event in seen)
-    lost = sum(event.lost for event in seen if isinstance(event, Change))
-    back = sum(isinstance(event, Change) and event.kind in ("join", "return") for event in seen)
+    lost = sum(event.lost_tasks for event in seen if isinstance(event, AvailabilityChange))
+    back = sum(isinstance(event, AvailabilityChange) and event.kind in ("join", "return") for event in seen)
     here, refused = set(range(4)), 0
     for event in seen:
         if isinstance(event, Completion):
             refused += event.client not in here
             # Of those away, only one that left may answer; a failed one never does.
-            assert event.client in here or event.client == "late"
+            assert event.client in here or event.client == "tail_accuracy"
         elif event.kind in ("join", "return"):
             here.add(event.client)
         else:
             here.discard(event.client)
-    assert here == clients.present
+    assert here == clients.available
     assert 4 + finished - refused + back == finished + lost + inner.in_flight
 
 
@@ -161,7 +163,7 @@ def test_a_state_goes_through_json_and_on_as_if_nothing_had_happened(scheduler, 
     state = json.loads(json.dumps(clients.state()))
     assert state == clients.state()
     other.restore(state)
-    assert other.present == clients.present
+    assert other.available == clients.available
     assert drive(other, 20) == drive(clients, 20)
 
 
@@ -171,7 +173,7 @@ def test_a_saved_participation_goes_on_in_another_one(tmp_path):
     drive(clients, 12)
     clients.save(tmp_path / "clients")
     other.resume(tmp_path / "clients")
-    assert other.present == clients.present
+    assert other.available == clients.available
     assert drive(other, 20) == drive(clients, 20)
 
 
@@ -211,7 +213,7 @@ def test_churn_turns_failures_and_returns(seed):
         assert [change.kind for change in mine] == [("fail", "return")[i % 2] for i in range(len(mine))]
         assert [change.time for change in mine] == sorted(change.time for change in mine)
         assert mine[-1].time <= 30.0
-    Participation(constant(), changes)
+    AvailabilityTrace(constant(), changes)
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -231,10 +233,13 @@ def test_churn_is_here_for_its_part_of_the_time():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Change(-1.0, "a", "join"), "time: expected"),
-        (lambda: Change(1.0, "a", "vanish"), "kind: expected one of join, leave, fail, return; got 'vanish'"),
-        (lambda: Change(1.0, 2.5, "join"), "client: expected an int or a str"),
-        (lambda: Participation(constant(), [(1.0, "a", "fail")]), r"changes\[0\]: expected a Change, got \(1.0"),
+        (lambda: AvailabilityChange(-1.0, "a", "join"), "time: expected"),
+        (
+            lambda: AvailabilityChange(1.0, "a", "vanish"),
+            "kind: expected one of join, leave, fail, return; got 'vanish'",
+        ),
+        (lambda: AvailabilityChange(1.0, 2.5, "join"), "client: expected an int or a str"),
+        (lambda: AvailabilityTrace(constant(), [(1.0, "a", "fail")]), r"changes\[0\]: expected a Change, got \(1.0"),
         (lambda: crowd((1.0, "a", "return")), "cannot happen to a client that is here"),
         (lambda: crowd((1.0, "a", "fail"), (2.0, "a", "leave")), "cannot happen to a client that is away"),
         (lambda: crowd((1.0, "a", "join"), present=["a"]), "cannot happen to a client that is here"),

@@ -66,7 +66,7 @@ def test_what_is_discarded_does_not_happen_and_the_rest_does(seed, size):
         clock.schedule(float(draw), i)
         if i % 2:
             odd.schedule(float(draw), i)
-    gone = clock.discard(lambda i: i % 2 == 0)
+    gone = clock.cancel_where(lambda i: i % 2 == 0)
     assert gone == sorted(range(0, size, 2), key=lambda i: (draws[i], i))
     assert [clock.next() for _ in range(len(clock))] == [odd.next() for _ in range(len(odd))]
 
@@ -79,7 +79,7 @@ def test_cancelling_one_by_one_is_discarding(seed, size):
     other.restore(clock.state())
     for i in draws.permutation(size)[: size // 2]:
         clock.cancel(counts[i])
-        assert other.discard(lambda event, i=i: event == i) == [i]
+        assert other.cancel_where(lambda event, i=i: event == i) == [i]
         assert (len(clock), clock.peek()) == (len(other), other.peek())
         if len(clock) and draws.random() < 0.3:
             happened = clock.next()

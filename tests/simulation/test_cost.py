@@ -11,47 +11,47 @@ from torch import nn
 
 from manifoldagg.curves import ASAM, SAM
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.registry import method
 from manifoldagg.federated import Payload, rules
 from manifoldagg.federated import clients as trainers
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import (
-    Change,
+    AvailabilityChange,
+    ClientTask,
     Deterministic,
-    Errand,
     Evaluation,
-    Federation,
+    FederatedDataset,
     IndependentClients,
-    Key,
     Method,
+    TaskId,
     gini,
     iid_partition,
-    perform,
     run,
+    run_task,
     theil,
 )
-from manifoldagg.simulation.cost import AXES, reached, within
-from manifoldagg.simulation.evaluation import Exam
-from manifoldagg.simulation.executors.task_transport import done
+from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
+from manifoldagg.simulation.evaluation import Evaluator
+from manifoldagg.simulation.executors.task_transport import execute_local
 from tests.simulation.executors.runners import Posted, clouds
 from tests.simulation.test_run import clusters
 
-SPENT = ("round", "time", "gradients", "bytes_down", "bytes_up", "refused")
+SPENT = ("updates", "time", "gradients", "bytes_down", "bytes_up", "rejected")
 
 
 def split(of, clients=4):
-    return Federation.split(of, clients, partition=iid_partition, seed=0)
+    return FederatedDataset.split(of, clients, partition=iid_partition, seed=0)
 
 
 @pytest.fixture(scope="module")
 def federation():
-    return split(task(clusters))
+    return split(load_dataset(clusters))
 
 
 def logged(federation, name="fedasync", rounds=10, **options):
-    return run(federation, method(name) if isinstance(name, str) else name, rounds=rounds, **options)
+    return run(federation, method(name) if isinstance(name, str) else name, num_updates=rounds, **options)
 
 
 @pytest.mark.parametrize("name", ["fedasync", "asyncbezier", "fedbuff", "fedavg:cohort=2", "orthofl", "masfl"])
@@ -59,13 +59,13 @@ def test_what_is_spent_is_counted_from_nothing_and_never_less(federation, name):
     one = logged(federation, name, every=3)
     first, *rest = one.evaluations
     assert [getattr(first, field) for field in SPENT] == [0] * 6
-    assert [row.round for row in rest] == [3, 6, 9, 10]
+    assert [row.updates for row in rest] == [3, 6, 9, 10]
     for before, after in zip([first, *rest], rest, strict=False):
         assert all(getattr(before, field) <= getattr(after, field) for field in SPENT)
-        for field in ("round", "gradients", "bytes_up", "bytes"):
+        for field in ("updates", "gradients", "bytes_up", "bytes"):
             assert getattr(before, field) < getattr(after, field)
     for row in rest:
-        assert row.time == one.trace[row.round - 1].finished == one.times[row.round - 1]
+        assert row.time == one.trace[row.updates - 1].finished == one.times[row.updates - 1]
 
 
 def test_staleness_is_that_of_the_answers_since_the_evaluation_before(federation):
@@ -100,19 +100,19 @@ def test_the_clients_accuracies_are_those_of_the_best_model(federation):
 
 def test_a_loss_that_is_not_finite_is_none(federation):
     model = federation.model()
-    exam = Exam(federation)
+    exam = Evaluator(federation)
     with torch.no_grad():
         next(model.parameters()).fill_(3e38)
         model[2].weight.fill_(3e38)
-    assert not torch.tensor(exam.grade(model.state_dict()).loss).isfinite().all()
+    assert not torch.tensor(exam.evaluate(model.state_dict()).loss).isfinite().all()
 
     class Far:
         def train(self, space, message, loss, batches, memory, *, generator):
             return Payload(torch.full((1, *space.shape), 3e38), 1)
 
     rule = rules.FedAsync(rate=1.0, weighted=False)
-    _, row = run(federation, Method("far", rule, Far()), rounds=1).evaluations
-    assert row.refused or row.loss is None
+    _, row = run(federation, Method("far", rule, Far()), num_updates=1).evaluations
+    assert row.rejected or row.loss is None
 
 
 FEW = {"epochs": 2}
@@ -135,13 +135,13 @@ COUNTED = {
 @pytest.mark.parametrize("name", COUNTED)
 def test_gradients_are_those_of_hand_counted_trainers(federation, name):
     trainer, rule, passes = COUNTED[name]
-    one = run(federation, Method(name, rule, trainer), rounds=6, every=2)
+    one = run(federation, Method(name, rule, trainer), num_updates=6, eval_every=2)
     lengths = [federation.length(client) for client in one.clients]
     assert [row.gradients for row in one.evaluations] == [passes * sum(lengths[:n]) for n in (0, 2, 4, 6)]
 
 
 def test_one_gradient_is_one_gradient(federation):
-    one = run(federation, Method("one", rules.FedAsync(), trainers.Gradient()), rounds=5)
+    one = run(federation, Method("one", rules.FedAsync(), trainers.Gradient()), num_updates=5)
     assert [row.gradients for row in one.evaluations] == list(range(6))
 
 
@@ -169,10 +169,10 @@ class Counts:
 @pytest.mark.parametrize("executor", [None, lambda: Posted(0, 2)])
 def test_gradients_are_counted_where_they_are_computed_however_a_trainer_takes_them(federation, diverges, executor):
     method = Method("odd", rules.FedAsync(), Counts(diverges))
-    one = run(federation, method, rounds=4, every=2, executor=executor and executor())
+    one = run(federation, method, num_updates=4, eval_every=2, executor=executor and executor())
     size = 4 * ParameterSpace.of(federation.model()).layout.size
     assert [row.gradients for row in one.evaluations] == [0, 6, 12]
-    assert [row.refused for row in one.evaluations] == [0, 2 * diverges, 4 * diverges]
+    assert [row.rejected for row in one.evaluations] == [0, 2 * diverges, 4 * diverges]
     # What a client keeps for itself does not travel, nor anything of a task that diverged.
     assert one.evaluations[-1].bytes_up == 4 * size * (not diverges)
 
@@ -181,10 +181,10 @@ def test_an_errand_is_the_same_counted_or_not(federation):
     from manifoldagg.federated import Server
 
     message = Server.of(federation.model(), rules.FedAsync()).dispatch(0).message
-    errand = Errand(federation, trainers.Local(epochs=1), Key(0, 0), message)
-    outcome = done(errand)
+    errand = ClientTask(federation, trainers.Local(epochs=1), TaskId(0, 0), message)
+    outcome = execute_local(errand)
     assert outcome.gradients == federation.length(0)
-    assert torch.equal(outcome.payload.points, perform(errand).points)
+    assert torch.equal(outcome.payload.points, run_task(errand).points)
 
 
 def test_bytes_are_those_of_the_tensors_that_travel(federation):
@@ -198,7 +198,7 @@ def test_bytes_are_those_of_the_tensors_that_travel(federation):
     assert [row.bytes_up for row in curve] == [3 * size * i for i in range(6)]
     # Control variates: a direction and an own control go down, a mean gradient comes back beside the model.
     variates = Method("masfl", rules.MasFL(size=1, clients=4, rate=0.1), trainers.ControlVariate())
-    assert run(federation, variates, rounds=5).evaluations[-1].bytes_up == 2 * 5 * size
+    assert run(federation, variates, num_updates=5).evaluations[-1].bytes_up == 2 * 5 * size
 
 
 def test_buffers_travel_too():
@@ -212,11 +212,11 @@ def test_buffers_travel_too():
 
 def test_tasks_that_are_lost_cost_a_message_and_no_gradient(federation):
     delays = {0: Deterministic(100.0), 1: Deterministic(1.0), 2: Deterministic(1.5), 3: Deterministic(1.7)}
-    fails = [Change(5.0, 0, "fail")]
+    fails = [AvailabilityChange(5.0, 0, "fail")]
     like = {
-        "rounds": 12,
+        "num_updates": 12,
         "scheduler": lambda clients, generator: IndependentClients(delays, generator),
-        "participation": fails,
+        "availability": fails,
     }
     alone = logged(federation, **like)
     assert 0 not in alone.clients
@@ -228,9 +228,11 @@ def test_tasks_that_are_lost_cost_a_message_and_no_gradient(federation):
 
 
 def test_a_log_has_a_row_for_each_evaluation_of_each_run():
-    found = compare(clusters(), [method("fedasync"), method("asyncbezier")], clients=4, rounds=4, seeds=2, every=2)
+    found = compare(
+        clusters(), [method("fedasync"), method("asyncbezier")], clients=4, num_updates=4, seeds=2, eval_every=2
+    )
     rows = found.log()
-    assert [(row["method"], row["seed"], row["round"]) for row in rows] == [
+    assert [(row["method"], row["seed"], row["updates"]) for row in rows] == [
         (name, seed, round_) for name in ("FedAsync", "AsyncBezier") for seed in (0, 1) for round_ in (0, 2, 4)
     ]
     columns = "round time gradients bytes_down bytes_up refused accuracy loss gini theil staleness staleness_max"
@@ -254,19 +256,19 @@ COSTS = st.tuples(st.sampled_from([0.0, 0.25, 0.5, 1.0]), *[st.integers(0, 3)] *
 @given(st.lists(COSTS, max_size=8), st.sampled_from(AXES), st.floats(0, 30))
 def test_what_a_budget_buys_is_the_last_row_that_it_covers(steps, axis, budget):
     rows = rows_of(steps)
-    found = within(rows, axis, budget)
+    found = last_within_budget(rows, axis, budget)
     place = max(i for i, row in enumerate(rows) if row is found)
-    assert found.along(axis) <= budget
-    assert all(row.along(axis) > budget for row in rows[place + 1 :])
-    more = within(rows, axis, budget + 1)
-    assert more.round >= found.round
-    assert within(rows, axis, rows[-1].along(axis)) is rows[-1]
+    assert found.value_on(axis) <= budget
+    assert all(row.value_on(axis) > budget for row in rows[place + 1 :])
+    more = last_within_budget(rows, axis, budget + 1)
+    assert more.updates >= found.updates
+    assert last_within_budget(rows, axis, rows[-1].value_on(axis)) is rows[-1]
 
 
 @given(st.lists(COSTS, max_size=8), st.sampled_from([0.0, 0.25, 0.4, 1.0]))
 def test_a_target_is_reached_in_the_first_row_that_has_it(steps, target):
     rows = rows_of(steps)
-    row = reached(rows, target)
+    row = first_reaching(rows, target)
     before = rows if row is None else rows[: next(i for i, one in enumerate(rows) if one is row)]
     assert all(one.accuracy < target for one in before)
     assert row is None or row.accuracy >= target
@@ -276,6 +278,6 @@ def test_a_target_is_reached_in_the_first_row_that_has_it(steps, target):
 def test_no_other_axis_and_no_budget_below_the_first_row():
     rows = rows_of([])
     with pytest.raises(ArgumentError, match="axis: expected one of round, time, gradients, bytes; got 'rounds'"):
-        within(rows, "rounds", 1)
+        last_within_budget(rows, "num_updates", 1)
     with pytest.raises(ArgumentError, match="budget: expected a row that had spent -1 of bytes at most"):
-        within(rows, "bytes", -1)
+        last_within_budget(rows, "bytes", -1)

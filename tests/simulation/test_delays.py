@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.delays import Deterministic, Exponential, Gaussian, HalfNormal, LogNormal, Uniform
-from manifoldagg.simulation.empirical_delays import Empirical, assign
+from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
 from tests.support import seeds
 
 SHARES = np.concatenate([[0.0], np.logspace(-6, -1, 11), np.linspace(0.1, 0.9, 17), 1 - np.logspace(-1, -6, 11)])
@@ -111,11 +111,11 @@ def test_without_spread_nothing_is_random():
 @given(st.lists(st.floats(0.1, 1e3), min_size=2, max_size=30))
 def test_distributions_are_fitted_to_measurements(delays):
     mean, deviation = np.mean(delays), np.std(delays)
-    assert Gaussian.of(delays) == Gaussian(float(mean), float(deviation))
-    assert LogNormal.of(delays) == LogNormal(float(mean), float(deviation))
-    assert HalfNormal.of(delays).expected() == Exponential.of(np.array(delays)).expected() == mean
+    assert Gaussian.fit(delays) == Gaussian(float(mean), float(deviation))
+    assert LogNormal.fit(delays) == LogNormal(float(mean), float(deviation))
+    assert HalfNormal.fit(delays).expected() == Exponential.fit(np.array(delays)).expected() == mean
     low, high = np.percentile(delays, [5, 95])
-    assert Uniform.of(delays) == Uniform(float(low), float(high))
+    assert Uniform.fit(delays) == Uniform(float(low), float(high))
 
 
 def test_measured_rounds_are_as_likely_as_one_another_and_drawn_whole():
@@ -150,7 +150,7 @@ def test_profiles_are_read_by_client_and_scaled_by_work_and_size(tmp_path):
     assert profiles == {"37": Empirical((4.0, 2.0), (6.0, 3.0)), "15": Empirical((32.0,), (60.0,))}
     assert profiles["37"].delays == (5.0, 10.0)
     # A unit of work is a quarter of a measured round; the model is ten times as large.
-    scaled = Empirical.from_csv(path, work=4.0, size=10.0)["37"]
+    scaled = Empirical.from_csv(path, work=4.0, size_ratio=10.0)["37"]
     assert scaled.delays == (0.5 + 30.0, 1.0 + 60.0)
     assert scaled.expected(work=4.0) == 3.0 + 45.0
 
@@ -184,14 +184,14 @@ def test_a_missing_file_and_bad_scales_are_refused(tmp_path):
     with pytest.raises(ArgumentError, match="work: expected a finite number > 0"):
         Empirical.from_csv(path, work=0.0)
     with pytest.raises(ArgumentError, match="size: expected"):
-        Empirical.from_csv(path, size=-1.0)
+        Empirical.from_csv(path, size_ratio=-1.0)
 
 
 def test_profiles_are_assigned_at_random_and_again_the_same():
     profiles = {str(i): Deterministic(float(i)) for i in range(4)}
     count = 4000
-    given = assign(profiles, range(count), np.random.default_rng(2))
-    assert given == assign(profiles, range(count), np.random.default_rng(2))
+    given = assign_profiles(profiles, range(count), np.random.default_rng(2))
+    assert given == assign_profiles(profiles, range(count), np.random.default_rng(2))
     times = np.bincount([int(delay.seconds) for delay in given.values()], minlength=4)
     # Six standard deviations of a binomial count.
     assert (np.abs(times - count / 4) <= 6 * math.sqrt(count * 3 / 16)).all()
@@ -213,16 +213,16 @@ def test_profiles_are_assigned_at_random_and_again_the_same():
         (lambda: Uniform(2.0, 1.0), "high: expected a finite number >= 2"),
         (lambda: Exponential(1.0).quantile(1.0), "share: expected a number below 1"),
         (lambda: Exponential(1.0).quantile(-0.1), "share: expected"),
-        (lambda: Gaussian.of([]), "delays: expected a non-empty vector"),
-        (lambda: Gaussian.of([1.0, math.nan]), r"delays\[1\]: expected a finite number >= 0, got nan"),
-        (lambda: Uniform.of(["a"]), "delays: expected real numbers"),
-        (lambda: LogNormal.of([0.0, 0.0]), "mean: expected"),
+        (lambda: Gaussian.fit([]), "delays: expected a non-empty vector"),
+        (lambda: Gaussian.fit([1.0, math.nan]), r"delays\[1\]: expected a finite number >= 0, got nan"),
+        (lambda: Uniform.fit(["a"]), "delays: expected real numbers"),
+        (lambda: LogNormal.fit([0.0, 0.0]), "mean: expected"),
         (lambda: Empirical(()), "computation: expected a non-empty vector"),
         (lambda: Empirical((1.0, -1.0)), r"computation\[1\]: expected"),
         (lambda: Empirical((1.0, 1.0), (1.0,)), "communication: expected 2 rounds as in computation, got 1"),
         (lambda: Empirical((1.0,), 0.5), r"communication: expected a non-empty vector, got shape \(\)"),
-        (lambda: assign({}, [1], np.random.default_rng(0)), "profiles: expected at least one"),
-        (lambda: assign({"a": Deterministic(1.0)}, [1], 0), "generator: expected"),
+        (lambda: assign_profiles({}, [1], np.random.default_rng(0)), "profiles: expected at least one"),
+        (lambda: assign_profiles({"a": Deterministic(1.0)}, [1], 0), "generator: expected"),
     ],
 )
 def test_bad_parameters_are_refused_by_name(call, words):

@@ -18,8 +18,8 @@ from manifoldagg.federated.server.client_sampling import (
     RoutedSampler,
     RuleSampler,
 )
-from manifoldagg.simulation import Change, Deterministic, IndependentClients
-from manifoldagg.simulation.event_loop import Answer, Ask, Course, Lost
+from manifoldagg.simulation import AvailabilityChange, Deterministic, IndependentClients
+from manifoldagg.simulation.event_loop import CompletionEvent, DispatchEvent, DropoutEvent, EventLoop
 from tests.simulation.event_loops import Answered, Asked, drive, plots
 
 OFTEN = st.integers(2, 5)
@@ -31,7 +31,7 @@ def never_first(often):
 
 def alone(changes=(), clients=(0, 1), tasks=None, seconds=2.0):
     scheduler = IndependentClients(Deterministic(seconds), np.random.default_rng(0))
-    return Course(list(clients), AsyncSampler(tasks, np.random.default_rng(0)), scheduler, changes)
+    return EventLoop(list(clients), AsyncSampler(tasks, np.random.default_rng(0)), scheduler, changes)
 
 
 @given(plots(), OFTEN)
@@ -42,7 +42,7 @@ def test_tasks_of_a_client_are_answered_in_order_and_once(plot, often):
     time = 0.0
     for event in seen.events:
         if isinstance(event, Asked):
-            assert event.key.nth == given_[event.key.client]
+            assert event.key.task_index == given_[event.key.client]
             given_[event.key.client] += 1
             out[event.key.client].append(event.key)
         elif isinstance(event, Answered):
@@ -203,18 +203,23 @@ def test_draws_are_uniform_and_routes_have_their_shares():
 
 
 def test_who_leaves_finishes_and_who_fails_loses():
-    changes = [Change(1.0, 0, "leave"), Change(3.0, 1, "fail"), Change(5.0, 2, "join"), Change(6.0, 1, "return")]
+    changes = [
+        AvailabilityChange(1.0, 0, "leave"),
+        AvailabilityChange(3.0, 1, "fail"),
+        AvailabilityChange(5.0, 2, "join"),
+        AvailabilityChange(6.0, 1, "return"),
+    ]
     course = alone(changes, clients=(0, 1, 2))
     told = []
     while len(told) < 7:
         event = course.next()
-        if isinstance(event, Ask):
-            told.append(("ask", course.now, tuple(course.give(event.client, 1.0))))
-        elif isinstance(event, Answer):
-            told.append(("answer", course.now, tuple(event.key)))
-            course.settle(True)
+        if isinstance(event, DispatchEvent):
+            told.append(("ask", course.now, tuple(course.submit(event.client, 1.0))))
+        elif isinstance(event, CompletionEvent):
+            told.append(("answer", course.now, tuple(event.task_id)))
+            course.acknowledge(True)
         else:
-            told.append(("lost", course.now, tuple(event.keys[0])))
+            told.append(("lost", course.now, tuple(event.task_ids[0])))
     assert told == [
         ("ask", 0.0, (0, 0)),
         ("ask", 0.0, (1, 0)),
@@ -227,15 +232,15 @@ def test_who_leaves_finishes_and_who_fails_loses():
 
 
 def test_who_returns_at_its_last_task_is_not_asked_twice():
-    course = alone([Change(0.5, 0, "leave"), Change(1.0, 0, "return")], clients=(0,))
+    course = alone([AvailabilityChange(0.5, 0, "leave"), AvailabilityChange(1.0, 0, "return")], clients=(0,))
     keys = []
     while len(keys) < 3:
         event = course.next()
-        if isinstance(event, Ask):
-            keys.append(tuple(course.give(0, 1.0)))
+        if isinstance(event, DispatchEvent):
+            keys.append(tuple(course.submit(0, 1.0)))
         else:
-            course.settle(True)
-            keys.append(event.done.time)
+            course.acknowledge(True)
+            keys.append(event.completion.time)
     assert keys == [(0, 0), 2.0, (0, 1)]
 
 
@@ -243,38 +248,38 @@ def play(course, told):
     while True:
         event = course.next()
         told.append(event)
-        if isinstance(event, Ask):
+        if isinstance(event, DispatchEvent):
             course.give(event.client, 1.0)
-        elif isinstance(event, Answer):
+        elif isinstance(event, CompletionEvent):
             course.settle(True)
 
 
 def test_nobody_left_is_said_with_the_number_of_answers():
     told = []
     with pytest.raises(ArgumentError, match="nobody has a task any more after 5 answers"):
-        play(alone([Change(5.0, 0, "fail"), Change(5.0, 1, "leave")]), told)
-    assert sum(isinstance(event, Lost) for event in told) == 1
+        play(alone([AvailabilityChange(5.0, 0, "fail"), AvailabilityChange(5.0, 1, "leave")]), told)
+    assert sum(isinstance(event, DropoutEvent) for event in told) == 1
 
 
 def test_what_is_told_out_of_turn_is_refused_and_changes_nothing():
     course = alone()
-    assert course.next() == Ask(0)
+    assert course.next() == DispatchEvent(0)
     for call, words in (
         (course.next, "course: expected `give` or `settle` first"),
-        (lambda: course.give(1, 1.0), "client: expected the one of the last Ask"),
-        (lambda: course.give(0, -1.0), "work: expected"),
-        (lambda: course.settle(True), "course: expected an Answer to settle"),
+        (lambda: course.submit(1, 1.0), "client: expected the one of the last Ask"),
+        (lambda: course.submit(0, -1.0), "work: expected"),
+        (lambda: course.acknowledge(True), "course: expected an Answer to settle"),
     ):
         with pytest.raises(ArgumentError, match=words):
             call()
-    assert course.give(0, 1.0) == (0, 0)
-    assert course.next() == Ask(1)
-    assert course.give(1, 1.0) == (1, 0)
+    assert course.submit(0, 1.0) == (0, 0)
+    assert course.next() == DispatchEvent(1)
+    assert course.submit(1, 1.0) == (1, 0)
     event = course.next()
     with pytest.raises(ArgumentError, match="client: expected the one of the last Ask, got 0"):
-        course.give(0, 1.0)
-    course.settle(True)
-    assert (event.key, course.next()) == ((0, 0), Ask(0))
+        course.submit(0, 1.0)
+    course.acknowledge(True)
+    assert (event.task_id, course.next()) == ((0, 0), DispatchEvent(0))
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -284,9 +289,12 @@ def test_what_does_not_fit_is_refused_by_name():
     used = IndependentClients(Deterministic(1.0), generator)
     used.dispatch(0, 1.0)
     for call, words in (
-        (lambda: Course(clients, AsyncSampler(None, generator), used), "scheduler: expected a new one, .* with 1 task"),
-        (lambda: alone([Change(1.0, 9, "leave")]), "participation: .*client=9.* takes no part"),
-        (lambda: alone([Change(1.0, 0, "return")]), "changes: .* cannot happen to a client that is here"),
+        (
+            lambda: EventLoop(clients, AsyncSampler(None, generator), used),
+            "scheduler: expected a new one, .* with 1 task",
+        ),
+        (lambda: alone([AvailabilityChange(1.0, 9, "leave")]), "availability: .*client=9.* takes no part"),
+        (lambda: alone([AvailabilityChange(1.0, 0, "return")]), "changes: .* cannot happen to a client that is here"),
         (lambda: alone(["leave"]), r"changes\[0\]: expected a Change"),
     ):
         with pytest.raises(ArgumentError, match=words):

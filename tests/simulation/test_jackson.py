@@ -52,18 +52,18 @@ NETWORKS = [((0.5, 0.5), (1.0, 3.0), 3), ((0.2, 0.3, 0.5), (1.0, 0.5, 2.0), 2), 
 
 
 @pytest.mark.usefixtures("as_shipped")
-@pytest.mark.parametrize(("routing", "rates", "tasks"), NETWORKS)
+@pytest.mark.parametrize(("routing", "rates", "concurrency"), NETWORKS)
 def test_queues_have_the_exact_law_soon_and_the_stationary_one_later(routing, rates, tasks):
     runs, late, soon = 800, 40, 3
     counts = {soon: collections.Counter(), late: collections.Counter()}
     for seed in range(runs):
-        network = JacksonNetwork(list(routing), list(rates), np.random.default_rng([tasks, seed]), tasks=tasks)
+        network = JacksonNetwork(list(routing), list(rates), np.random.default_rng([tasks, seed]), concurrency=tasks)
         for _ in range(tasks):
             network.dispatch(network.route())
         for step in range(1, late + 1):
             network.next()
             if step in counts:
-                counts[step][network.lengths] += 1
+                counts[step][network.queue_lengths] += 1
             network.dispatch(network.route())
     laws = {step: left_behind(routing, rates, tasks, step) for step in counts}
     # A routed start is not the stationary one, but soon forgotten: what a task leaves behind has the law of m − 1 tasks.
@@ -77,13 +77,13 @@ def test_queues_have_the_exact_law_soon_and_the_stationary_one_later(routing, ra
 
 
 @pytest.mark.usefixtures("as_shipped")
-@pytest.mark.parametrize(("routing", "rates", "tasks"), NETWORKS)
+@pytest.mark.parametrize(("routing", "rates", "concurrency"), NETWORKS)
 def test_relative_delays_and_throughput_are_those_of_the_stationary_law(routing, rates, tasks):
     """E[D_i] is the mean queue under m − 1 tasks; tasks finish at the rate of the busy clients under m."""
     runs, warm, length = 60, 40, 200
     delays, speeds = [], []
     for seed in range(runs):
-        network = JacksonNetwork(list(routing), list(rates), np.random.default_rng([tasks, seed]), tasks=tasks)
+        network = JacksonNetwork(list(routing), list(rates), np.random.default_rng([tasks, seed]), concurrency=tasks)
         for _ in range(tasks):
             network.dispatch(network.route())
         total = np.zeros(len(rates))
@@ -105,17 +105,17 @@ def test_relative_delays_and_throughput_are_those_of_the_stationary_law(routing,
 
 
 def test_tasks_at_a_client_finish_in_order_of_arrival():
-    network = JacksonNetwork([1.0, 0.0], [1.0, 1.0], np.random.default_rng(0), tasks=4)
+    network = JacksonNetwork([1.0, 0.0], [1.0, 1.0], np.random.default_rng(0), concurrency=4)
     for work in (1.0, 2.0, 3.0, 4.0):
         network.dispatch(network.route(), work)
-    assert network.lengths == (4, 0)
+    assert network.queue_lengths == (4, 0)
     done = [network.next() for _ in range(4)]
     assert [d.work for d in done] == [1.0, 2.0, 3.0, 4.0]
     assert [d.started for d in done[1:]] == [d.time for d in done[:-1]]
 
 
 def test_routes_are_drawn_by_the_shares():
-    network = JacksonNetwork([0.0, 0.25, 0.0, 0.75, 0.0], [1.0] * 5, np.random.default_rng(0), tasks=1)
+    network = JacksonNetwork([0.0, 0.25, 0.0, 0.75, 0.0], [1.0] * 5, np.random.default_rng(0), concurrency=1)
     count = 20_000
     times = np.bincount([network.route() for _ in range(count)], minlength=5)
     assert times[[0, 2, 4]].tolist() == [0, 0, 0]
@@ -124,7 +124,7 @@ def test_routes_are_drawn_by_the_shares():
 
 
 def test_a_closed_network_takes_no_more_than_its_tasks():
-    network = JacksonNetwork([1.0], [1.0], np.random.default_rng(0), tasks=2)
+    network = JacksonNetwork([1.0], [1.0], np.random.default_rng(0), concurrency=2)
     network.dispatch(0)
     network.dispatch(0)
     with pytest.raises(ArgumentError, match="all 2 of `tasks` are in flight"):
@@ -138,21 +138,27 @@ GENERATOR = np.random.default_rng(0)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: JacksonNetwork([], [], GENERATOR, tasks=1), "rates: expected a non-empty vector"),
+        (lambda: JacksonNetwork([], [], GENERATOR, concurrency=1), "rates: expected a non-empty vector"),
         (
-            lambda: JacksonNetwork(0.5, [1.0], GENERATOR, tasks=1),
+            lambda: JacksonNetwork(0.5, [1.0], GENERATOR, concurrency=1),
             r"routing: expected a non-empty vector, got shape \(\)",
         ),
-        (lambda: JacksonNetwork([1.0], None, GENERATOR, tasks=1), "rates: expected real numbers, got None"),
-        (lambda: JacksonNetwork([1.0], np.ones((1, 1)), GENERATOR, tasks=1), "rates: expected a non-empty vector"),
-        (lambda: JacksonNetwork([1.0], [0.0], GENERATOR, tasks=1), r"rates\[0\]: expected"),
-        (lambda: JacksonNetwork([1.0], [1.0, 1.0], GENERATOR, tasks=1), "routing: expected 2 shares"),
-        (lambda: JacksonNetwork([0.5, 0.6], [1.0, 1.0], GENERATOR, tasks=1), "sum to 1, got 1.1: off by \\+0.1"),
-        (lambda: JacksonNetwork([1.5, -0.5], [1.0, 1.0], GENERATOR, tasks=1), r"routing\[1\]: expected"),
-        (lambda: JacksonNetwork([1.0], [1.0], GENERATOR, tasks=0), "tasks: expected"),
-        (lambda: JacksonNetwork([1.0], [1.0], GENERATOR, tasks=1).dispatch(1), "client: expected one of 0 to 0, got 1"),
+        (lambda: JacksonNetwork([1.0], None, GENERATOR, concurrency=1), "rates: expected real numbers, got None"),
         (
-            lambda: JacksonNetwork([1.0], [1.0], GENERATOR, tasks=1).dispatch("a"),
+            lambda: JacksonNetwork([1.0], np.ones((1, 1)), GENERATOR, concurrency=1),
+            "rates: expected a non-empty vector",
+        ),
+        (lambda: JacksonNetwork([1.0], [0.0], GENERATOR, concurrency=1), r"rates\[0\]: expected"),
+        (lambda: JacksonNetwork([1.0], [1.0, 1.0], GENERATOR, concurrency=1), "routing: expected 2 shares"),
+        (lambda: JacksonNetwork([0.5, 0.6], [1.0, 1.0], GENERATOR, concurrency=1), "sum to 1, got 1.1: off by \\+0.1"),
+        (lambda: JacksonNetwork([1.5, -0.5], [1.0, 1.0], GENERATOR, concurrency=1), r"routing\[1\]: expected"),
+        (lambda: JacksonNetwork([1.0], [1.0], GENERATOR, concurrency=0), "tasks: expected"),
+        (
+            lambda: JacksonNetwork([1.0], [1.0], GENERATOR, concurrency=1).dispatch(1),
+            "client: expected one of 0 to 0, got 1",
+        ),
+        (
+            lambda: JacksonNetwork([1.0], [1.0], GENERATOR, concurrency=1).dispatch("a"),
             "client: expected one of 0 to 0, got 'a'",
         ),
     ],

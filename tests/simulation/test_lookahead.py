@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.simulation import lookahead as module
-from tests.simulation.event_loops import Answered, Lost, Plot, drive, plots
+from tests.simulation.event_loops import Answered, DropoutEvent, Plot, drive, plots
 
 
 def under_way(seen):
@@ -17,8 +17,8 @@ def under_way(seen):
         states.append(set(out))
         if isinstance(event, Answered):
             del out[event.key]
-        elif isinstance(event, Lost):
-            for key in event.keys:
+        elif isinstance(event, DropoutEvent):
+            for key in event.task_ids:
                 del out[key]
         else:
             out[event.key] = None
@@ -29,7 +29,9 @@ def check_sound(seen, limit):
     """What is foreseen is under way, at most so many, and nothing twice."""
     states = under_way(seen)
     for place, keys in seen.foreseen:
-        lost = seen.events[place].keys if place < len(seen.events) and isinstance(seen.events[place], Lost) else ()
+        lost = (
+            seen.events[place].keys if place < len(seen.events) and isinstance(seen.events[place], DropoutEvent) else ()
+        )
         assert set(keys) <= states[place] - set(lost)
         assert len(set(keys)) == len(keys) <= limit
 

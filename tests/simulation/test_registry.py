@@ -5,17 +5,17 @@ import pytest
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation import (
-    Change,
+    AvailabilityChange,
     Deterministic,
     Empirical,
     Exponential,
     IndependentClients,
     JacksonNetwork,
     PriorityScheduler,
-    Record,
-    Replay,
+    ReplayScheduler,
+    TaskRecord,
     Uniform,
-    assign,
+    assign_profiles,
     churn,
     cyclic_partition,
     dirichlet_partition,
@@ -55,7 +55,7 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "rates.csv").write_text("rate\n1.0\n2.0\n4.0\n0.5\n")
     (tmp_path / "named.csv").write_text("client,rate\n3,0.5\n1,2.0\n0,1.0\n")
     (tmp_path / "changes.csv").write_text("time,client,kind\n5.0,3,fail\n9.5,3,return\n1,late,join\n")
-    write_trace(tmp_path / "trace.csv", [Record(c, 1.0, 0.0, 0.0, t, 0) for c, t in ((3, 1.5), (0, 2.0), (1, 4.0))])
+    write_trace(tmp_path / "trace.csv", [TaskRecord(c, 1.0, 0.0, 0.0, t, 0) for c, t in ((3, 1.5), (0, 2.0), (1, 4.0))])
 
 
 def test_a_scheduler_is_made_for_the_clients(files):
@@ -66,9 +66,9 @@ def test_a_scheduler_is_made_for_the_clients(files):
         ("priority:speed=2", PriorityScheduler(3, generator(), speed=2)),
         ("independent", IndependentClients(Deterministic(1.0), generator())),
         ("independent:delays=exponential,delays.mean=3", IndependentClients(Exponential(3.0), generator())),
-        ("jackson:rates=2", JacksonNetwork(third, [2.0] * 4, generator(), tasks=9)),
-        ("jackson:rates=rates.csv,tasks=3", JacksonNetwork(third, [1.0, 2.0, 4.0, 0.5], generator(), tasks=3)),
-        ("jackson:rates=named.csv", JacksonNetwork(third, [1.0, 2.0, 1.0, 0.5], generator(), tasks=9)),
+        ("jackson:rates=2", JacksonNetwork(third, [2.0] * 4, generator(), concurrency=9)),
+        ("jackson:rates=rates.csv,tasks=3", JacksonNetwork(third, [1.0, 2.0, 4.0, 0.5], generator(), concurrency=3)),
+        ("jackson:rates=named.csv", JacksonNetwork(third, [1.0, 2.0, 1.0, 0.5], generator(), concurrency=9)),
     ):
         make = registry.scheduler(text)
         assert course(make(CLIENTS, generator())) == course(direct), text
@@ -78,15 +78,15 @@ def test_a_scheduler_is_made_for_the_clients(files):
 
 def test_a_trace_is_replayed_by_name(files):
     replay = registry.scheduler("replay:trace.csv")(CLIENTS, generator())
-    assert isinstance(replay, Replay)
+    assert isinstance(replay, ReplayScheduler)
     for client in CLIENTS:
         replay.dispatch(client, 1.0)
     assert [replay.next().client for _ in CLIENTS] == [3, 0, 1]
 
 
 def test_measured_delays_are_given_to_clients(files):
-    profiles = Empirical.from_csv("delays.csv", work=2.0, size=0.5)
-    assert registry.delays("csv:delays.csv,work=2,size=0.5")(CLIENTS, generator()) == assign(
+    profiles = Empirical.from_csv("delays.csv", work=2.0, size_ratio=0.5)
+    assert registry.delays("csv:delays.csv,work=2,size=0.5")(CLIENTS, generator()) == assign_profiles(
         profiles, CLIENTS, generator()
     )
     among = registry.scheduler("independent:delays=csv,delays.path=delays.csv")(CLIENTS, generator())
@@ -96,7 +96,7 @@ def test_measured_delays_are_given_to_clients(files):
 def test_every_distribution_has_a_name():
     options = {"deterministic": "seconds=2", "gaussian": "location=2,scale=1", "lognormal": "mean=2,deviation=1", "uniform": "low=1,high=3"}  # fmt: skip
     kinds = {name.lower() for name in distributions.__all__} - {"delay", "delays", "makesdelays", "store"}
-    assert set(registry.DELAYS) == kinds
+    assert set(registry.DELAY_READERS) == kinds
     for name in kinds:
         delay = registry.delays(f"{name}:{options.get(name, 'mean=2')}")
         assert type(delay).__name__.lower() == name
@@ -109,16 +109,20 @@ def test_who_takes_part(files):
         ("churn:up=20,down=4,until=90", Exponential(20.0), Exponential(4.0)),
         ("churn:up=uniform,up.low=1,up.high=3,down=4,until=90", Uniform(1.0, 3.0), Exponential(4.0)),
     ):
-        assert registry.participation(text)(CLIENTS, generator()) == churn(CLIENTS, up, down, 90.0, generator())
-    changes = [Change(5.0, 3, "fail"), Change(9.5, 3, "return"), Change(1.0, "late", "join")]
-    assert registry.participation("file:changes.csv") == changes
+        assert registry.availability(text)(CLIENTS, generator()) == churn(CLIENTS, up, down, 90.0, generator())
+    changes = [
+        AvailabilityChange(5.0, 3, "fail"),
+        AvailabilityChange(9.5, 3, "return"),
+        AvailabilityChange(1.0, "tail_accuracy", "join"),
+    ]
+    assert registry.availability("file:changes.csv") == changes
 
 
 def test_partitions_have_the_names_of_their_functions():
     for text, direct in (
         ("dirichlet:concentration=0.5", dirichlet_partition(LABELS, 5, 0.5, generator())),
         ("dirichlet:concentration=inf,remainder=drop", dirichlet_partition(LABELS, 5, np.inf, generator(), remainder="drop")),
-        ("cyclic:each=2", cyclic_partition(LABELS, 5, 2, generator())),
+        ("cyclic:labels_per_client=2", cyclic_partition(LABELS, 5, 2, generator())),
     ):  # fmt: skip
         parts = registry.partition(text)(LABELS, 5, generator=generator())
         assert all(np.array_equal(a, b) for a, b in zip(parts, direct, strict=True)), text
@@ -126,7 +130,7 @@ def test_partitions_have_the_names_of_their_functions():
     names = [name.removesuffix("_partition") for name in partitions_module.__all__ if name.endswith("_partition")]
     assert {"iid", "shards", "cyclic", "disjoint", "dirichlet"} <= set(names)
     for name in names:
-        told = {"owners": LABELS} if name == "natural" else {}
+        told = {"user_ids": LABELS} if name == "natural" else {}
         split = registry.partition(f"{name}:{options.get(name, '')}")
         assert len(split(LABELS, 5, generator=generator(), **told)) == 5
 
@@ -148,10 +152,10 @@ def test_partitions_have_the_names_of_their_functions():
         (lambda: registry.delays("expo:mean=3"), "delays: no delays 'expo'; .*"),
         (lambda: registry.delays("exponential:mean=-3"), "delays: exponential: mean: expected a finite number > 0, got -3"),
         (lambda: registry.delays("csv:no.csv"), "delays: csv: path: no.csv cannot be read: .*"),
-        (lambda: registry.participation("churn:up=1"), "participation: churn: expected down=..., until=..."),
-        (lambda: registry.participation("churn:up=1,down=-1,until=9"), "participation: churn: mean: expected a finite number > 0, got -1"),
-        (lambda: registry.participation("churn:up=1,down=1,until=soon"), "participation: churn: until: .*"),
-        (lambda: registry.participation("file:no.csv"), "participation: file: path: no.csv cannot be read: .*"),
+        (lambda: registry.availability("churn:up=1"), "availability: churn: expected down=..., until=..."),
+        (lambda: registry.availability("churn:up=1,down=-1,until=9"), "availability: churn: mean: expected a finite number > 0, got -1"),
+        (lambda: registry.availability("churn:up=1,down=1,until=soon"), "availability: churn: until: .*"),
+        (lambda: registry.availability("file:no.csv"), "availability: file: path: no.csv cannot be read: .*"),
         (lambda: registry.partition("dirichlett"), "partition: no partition 'dirichlett'; did you mean dirichlet\\?"),
         (lambda: registry.partition("dirichlet"), "partition: dirichlet: expected concentration=..."),
         (lambda: registry.partition("cyclic:eech=3"), "partition: cyclic: no option 'eech'; did you mean each\\?"),

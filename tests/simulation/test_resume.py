@@ -12,7 +12,7 @@ import torch
 
 from manifoldagg.errors import ArgumentError, CheckpointError, DivergenceError
 from manifoldagg.experiments.compare import compare
-from manifoldagg.experiments.progress_dir import Unfinished, discard
+from manifoldagg.experiments.progress_dir import ComparisonProgress, remove
 from manifoldagg.experiments.registry import RULES, method, methods
 from manifoldagg.federated import CheckpointPolicy, Payload, Server, rules
 from manifoldagg.federated import clients as trainers
@@ -21,22 +21,22 @@ from manifoldagg.federated.server.durability import checkpoint as checkpoints
 from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import (
-    Change,
+    AvailabilityChange,
     Deterministic,
     Exponential,
-    Federation,
+    FederatedDataset,
     IndependentClients,
     Method,
     PriorityScheduler,
-    Record,
-    Replay,
+    ReplayScheduler,
+    TaskRecord,
     iid_partition,
     run,
 )
-from manifoldagg.simulation.checkpointing import SHARE, Keeper
-from manifoldagg.simulation.evaluation import Marks
-from manifoldagg.simulation.event_loop import Course
-from manifoldagg.simulation.executors.task_runner import Crew
+from manifoldagg.simulation.checkpointing import INTERVAL_FACTOR, RunCheckpointer
+from manifoldagg.simulation.evaluation import EvaluationLog
+from manifoldagg.simulation.event_loop import EventLoop
+from manifoldagg.simulation.executors.task_runner import TaskRunner
 from tests.simulation.executors import runners
 from tests.simulation.test_run import clusters
 
@@ -84,7 +84,7 @@ def once(path, what=REMEMBERS, often=2, rounds=ROUNDS, federation=FEDERATION, **
     return run(
         federation,
         what,
-        rounds=rounds,
+        num_updates=rounds,
         checkpoint=CheckpointPolicy(path, every_updates=often, keep=1),
         resume=True,
         **options,
@@ -114,19 +114,28 @@ def killed(monkeypatch):
 def test_every_rule_goes_on_bit_for_bit(name, tmp_path):
     what = method(name)
     # No noise is added to buffers: a private rule refuses those of batch normalisation.
-    federation = Federation.split(clusters(), 5, partition=iid_partition, seed=0) if name == "private" else FEDERATION
-    assert in_parts(tmp_path / "run", [4], what, rounds=6, federation=federation) == run(federation, what, rounds=6)
+    federation = (
+        FederatedDataset.split(clusters(), 5, partition=iid_partition, seed=0) if name == "private" else FEDERATION
+    )
+    assert in_parts(tmp_path / "run", [4], what, rounds=6, federation=federation) == run(
+        federation, what, num_updates=6
+    )
 
 
-FAILING = [Change(9.0, 0, "fail"), Change(14.0, 0, "return"), Change(20.0, 1, "fail"), Change(21.0, 2, "leave")]
+FAILING = [
+    AvailabilityChange(9.0, 0, "fail"),
+    AvailabilityChange(14.0, 0, "return"),
+    AvailabilityChange(20.0, 1, "fail"),
+    AvailabilityChange(21.0, 2, "leave"),
+]
 ENDS = np.cumsum(np.random.default_rng(0).exponential(size=50)).tolist()
-TRACE = [Record(i % 5, 1.0, 0.0, 0.0, end, 0) for i, end in enumerate(ENDS)]
+TRACE = [TaskRecord(i % 5, 1.0, 0.0, 0.0, end, 0) for i, end in enumerate(ENDS)]
 SCENARIOS = {
     **runners.SCENARIOS,
-    "failing": {"delays": Exponential(3.0), "participation": FAILING},
+    "failing": {"delays": Exponential(3.0), "availability": FAILING},
     "alone": {"scheduler": lambda c, g: IndependentClients({k: Deterministic(1.0 + k % 2) for k in c}, g)},
-    "replay": {"scheduler": lambda c, g: Replay(TRACE)},
-    "a few": {"tasks": 2, "every": 4},
+    "replay": {"scheduler": lambda c, g: ReplayScheduler(TRACE)},
+    "a few": {"concurrency": 2, "eval_every": 4},
 }
 WAYS = {
     "remembers": REMEMBERS,
@@ -158,18 +167,18 @@ PAIRS = [
 def test_every_scenario_goes_on_from_what_was_written_beside_the_work(pair, tmp_path):
     name, _, scenario = pair.partition(": ")
     what, given = WAYS[name], SCENARIOS[scenario]
-    whole = run(FEDERATION, what, rounds=20, **given)
+    whole = run(FEDERATION, what, num_updates=20, **given)
     assert in_parts(tmp_path / "run", (6, 15), what, rounds=20, **given) == whole
 
 
 def test_these_scenarios_have_tasks_that_are_lost_refused_and_failing(monkeypatch):
     lost = []
-    real = Crew.lose
-    monkeypatch.setattr(Crew, "lose", lambda crew, keys: (lost.extend(keys), real(crew, keys)))
-    run(FEDERATION, REMEMBERS, rounds=20, **SCENARIOS["failing"])
+    real = TaskRunner.cancel
+    monkeypatch.setattr(TaskRunner, "cancel", lambda crew, keys: (lost.extend(keys), real(crew, keys)))
+    run(FEDERATION, REMEMBERS, num_updates=20, **SCENARIOS["failing"])
     assert lost
-    found = run(FEDERATION, REMEMBERS, rounds=40)
-    assert 0 < found.refused < 20
+    found = run(FEDERATION, REMEMBERS, num_updates=40)
+    assert 0 < found.rejected < 20
 
 
 PLACES = {
@@ -177,11 +186,11 @@ PLACES = {
     "a receipt": (Server, "receive"),
     "a dispatch": (Server, "dispatch"),
     "what is dropped": (Server, "drop"),
-    "an event": (Course, "next"),
-    "a task that is given": (Course, "give"),
-    "an answer that is settled": (Course, "settle"),
-    "training": (Crew, "result"),
-    "an exam": (Marks, "take"),
+    "an event": (EventLoop, "next"),
+    "a task that is given": (EventLoop, "give"),
+    "an answer that is settled": (EventLoop, "settle"),
+    "training": (TaskRunner, "result"),
+    "an exam": (EvaluationLog, "take"),
 }
 
 
@@ -189,7 +198,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_it_is_stopped_in_it_goes_on(place, after, tmp_path, monkeypatch):
     owner, name = PLACES[place]
-    given = {"rounds": 14} | SCENARIOS["failing"]
+    given = {"num_updates": 14} | SCENARIOS["failing"]
     whole = run(FEDERATION, REMEMBERS, **given)
     real = getattr(owner, name)
     stops = 0
@@ -222,19 +231,19 @@ def test_an_error_stops_a_run_as_an_interrupt_does(tmp_path):
 
     with pytest.raises(ZeroDivisionError):
         once(tmp_path / "run", progress=fails)
-    assert once(tmp_path / "run") == run(FEDERATION, REMEMBERS, rounds=ROUNDS)
+    assert once(tmp_path / "run") == run(FEDERATION, REMEMBERS, num_updates=ROUNDS)
 
 
 def test_what_an_executor_has_trained_ahead_is_trained_again(tmp_path):
     with ThreadPoolExecutor(2) as pool:
-        assert in_parts(tmp_path / "run", (3, 7), executor=pool) == run(FEDERATION, REMEMBERS, rounds=ROUNDS)
+        assert in_parts(tmp_path / "run", (3, 7), executor=pool) == run(FEDERATION, REMEMBERS, num_updates=ROUNDS)
 
 
 def test_time_that_a_rule_asks_for_is_remembered(tmp_path):
     rule = rules.AsyncFedED(0.1, gain=1.0, target=3.0, epochs=2, warm_up=0)
     what = Method("AsyncFedED", rule, trainers.Epochs(runners.LOCAL))
-    like = {"delays": Deterministic(1.0), "work": "dispatched"}
-    whole = run(FEDERATION, what, rounds=ROUNDS, **like)
+    like = {"delays": Deterministic(1.0), "task_cost": "trainer"}
+    whole = run(FEDERATION, what, num_updates=ROUNDS, **like)
     assert len({task.work for task in whole.trace}) > 1
     assert in_parts(tmp_path / "run", (2, 6), what, **like) == whole
 
@@ -274,7 +283,7 @@ def test_messages_are_written_once_and_not_where_the_server_keeps_them(tmp_path)
 
 
 NAMES = ["fedgs", "asyncbezier"]
-LIKE = {"clients": 4, "rounds": 8, "seeds": 2, "every": 3}
+LIKE = {"clients": 4, "num_updates": 8, "seeds": 2, "eval_every": 3}
 
 
 def compared(*given, **options):
@@ -295,8 +304,8 @@ def test_a_comparison_goes_on_to_the_same_bits(kill, comparison, tmp_path, reque
     """Stopped in the first run, before the curve that is drawn and after it, in the last; no line of the log is twice."""
     if kill:
         request.getfixturevalue("killed")
-        monkeypatch.setattr("manifoldagg.experiments.progress_dir.SECONDS", 1e-9)
-        monkeypatch.setattr("manifoldagg.simulation.checkpointing.SHARE", 0)
+        monkeypatch.setattr("manifoldagg.experiments.progress_dir.CHECKPOINT_SECONDS", 1e-9)
+        monkeypatch.setattr("manifoldagg.simulation.checkpointing.INTERVAL_FACTOR", 0)
     folder = tmp_path / "some.unfinished"
     for name, seed, round_ in (("FedGS", 0, 3), ("AsyncBezier", 0, 3), ("AsyncBezier", 0, 7), ("AsyncBezier", 1, 5)):
         stop = stopping(round_)
@@ -312,9 +321,12 @@ def test_a_comparison_goes_on_to_the_same_bits(kill, comparison, tmp_path, reque
     assert json.dumps(found.results()) == json.dumps(comparison.results())
     assert (folder / "log.jsonl").read_text().splitlines() == log_of(comparison)
     assert torch.equal(found.landscape.held_out.values, comparison.landscape.held_out.values)
-    assert (found.landscape.round, found.landscape.client) == (comparison.landscape.round, comparison.landscape.client)
+    assert (found.landscape.update_index, found.landscape.client) == (
+        comparison.landscape.round,
+        comparison.landscape.client,
+    )
     assert not list(folder.glob("*.checkpoint"))
-    discard(folder)
+    remove(folder)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -331,7 +343,7 @@ def test_runs_that_are_over_are_not_trained_again(comparison, tmp_path):
 def test_methods_in_another_order_go_on_as_themselves(tmp_path):
     """Results and the plane are those of that order, wherever it was stopped."""
     names = ["asyncbezier:degree=2", "fedgs", "asyncbezier:degree=3"]
-    like = {"clients": 4, "rounds": 4, "seeds": 2, "every": 4}
+    like = {"clients": 4, "num_updates": 4, "seeds": 2, "eval_every": 4}
     other = compare(clusters(), methods(names[::-1]), **like)
     for answers in (6, 19):
         with pytest.raises(Stop):
@@ -359,13 +371,16 @@ def test_another_comparison_does_not_go_on_with_it(tmp_path):
     over.write_bytes(b"half")
     with pytest.raises(CheckpointError, match=r"-0.run: is truncated"):
         compared(folder=folder, resume=True)
-    with Unfinished(folder, {}, resume=False), pytest.raises(ArgumentError, match="folder: another process is at the"):
+    with (
+        ComparisonProgress(folder, {}, resume=False),
+        pytest.raises(ArgumentError, match="folder: another process is at the"),
+    ):
         compared(folder=folder)
     (folder / "thesis.tex").write_text("mine")
     for call in (
         lambda: compared(folder=folder),
         lambda: compared(folder=folder, resume=True),
-        lambda: discard(folder),
+        lambda: remove(folder),
     ):
         with pytest.raises(ArgumentError, match="is not that of a comparison: it has 'thesis.tex'"):
             call()
@@ -379,14 +394,14 @@ def test_another_comparison_does_not_go_on_with_it(tmp_path):
     ("option", "words", "before", "after"),
     [
         ("delays", "csv:{}", "client,computation_s,round_s\na,1.0,1.5\n", "client,computation_s,round_s\na,2.0,2.5\n"),
-        ("participation", "file:{}", "time,client,kind\n50,3,leave\n", "time,client,kind\n60,3,leave\n"),
+        ("availability", "file:{}", "time,client,kind\n50,3,leave\n", "time,client,kind\n60,3,leave\n"),
         ("scheduler", "jackson:rates={}", "rate\n1\n1\n1\n1\n", "rate\n2\n1\n1\n1\n"),
     ],
-    ids=["delays", "participation", "scheduler"],
+    ids=["delays", "availability", "scheduler"],
 )
 def test_a_file_that_is_another_by_now_is_refused_by_name(option, words, before, after, tmp_path):
     path = tmp_path / "named.csv"
-    given = {"folder": tmp_path / "x", option: words.format(path), "rounds": 4, "every": 4}
+    given = {"folder": tmp_path / "x", option: words.format(path), "num_updates": 4, "eval_every": 4}
     path.write_text(before)
     with pytest.raises(Stop):
         compared(progress=stopping(5), **given)
@@ -403,10 +418,10 @@ def test_a_file_that_is_another_by_now_is_refused_by_name(option, words, before,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rounds": 10}, "settings: rounds: was 9, got 10"),
-        ({"every": 3}, "settings: every: was 1, got 3"),
-        ({"tasks": 3}, "settings: tasks: was None, got 3"),
-        ({"work": "dispatched"}, "settings: work: was data, got dispatched"),
+        ({"num_updates": 10}, "settings: rounds: was 9, got 10"),
+        ({"eval_every": 3}, "settings: every: was 1, got 3"),
+        ({"concurrency": 3}, "settings: tasks: was None, got 3"),
+        ({"task_cost": "trainer"}, "settings: work: was data, got dispatched"),
         ({"delays": Deterministic(1.0)}, "settings: delays: was None, got Deterministic"),
         ({"what": replace(REMEMBERS, rule=rules.FedAsync(0.25))}, "settings: rule: was FedAsync("),
         (
@@ -433,7 +448,7 @@ def test_other_settings_are_refused_by_name(change, words, tmp_path, monkeypatch
         run(
             federation,
             what,
-            **({"rounds": ROUNDS} | change),
+            **({"num_updates": ROUNDS} | change),
             checkpoint=CheckpointPolicy(path, every_updates=1),
             resume=True,
         )
@@ -450,7 +465,9 @@ def test_a_course_that_goes_otherwise_is_refused(tmp_path):
         once(tmp_path / "run", progress=stopping(7), scheduler=made(0))
     with pytest.raises(CheckpointError, match=r"goes otherwise than before: answer \d was of client \d at .* and is"):
         once(tmp_path / "run", scheduler=made(1))
-    assert once(tmp_path / "run", scheduler=made(0)) == run(FEDERATION, REMEMBERS, rounds=ROUNDS, scheduler=made(0))
+    assert once(tmp_path / "run", scheduler=made(0)) == run(
+        FEDERATION, REMEMBERS, num_updates=ROUNDS, scheduler=made(0)
+    )
 
 
 def test_torn_and_foreign_files_are_refused(tmp_path):
@@ -479,14 +496,20 @@ def test_without_resume_a_run_begins_anew(tmp_path):
     in_parts(tmp_path / "run", [6], STEADY)
     rounds = []
     checkpoint = CheckpointPolicy(tmp_path / "run", every_updates=2)
-    run(FEDERATION, STEADY, rounds=ROUNDS, checkpoint=checkpoint, watch=lambda event: rounds.append(event.round))
+    run(
+        FEDERATION,
+        STEADY,
+        num_updates=ROUNDS,
+        checkpoint=checkpoint,
+        on_update=lambda event: rounds.append(event.update_index),
+    )
     assert rounds == list(range(1, ROUNDS + 1))
 
 
 @pytest.mark.usefixtures("as_shipped")
 def test_what_cannot_be_kept_is_told_at_the_door(tmp_path):
     told = []
-    like = {"rounds": 3, "progress": lambda: told.append(1)}
+    like = {"num_updates": 3, "progress": lambda: told.append(1)}
     odd = replace(REMEMBERS, rule=rules.FedAsync(lambda version: 0.5))
     with pytest.raises(CheckpointError, match="rule: rate: expected a function of a module"):
         run(FEDERATION, odd, checkpoint=CheckpointPolicy(tmp_path / "run", every_updates=1), **like)
@@ -502,7 +525,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(tmp_path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tensor_file.os, "fsync", full)
-    assert once(tmp_path / "run") == run(FEDERATION, REMEMBERS, rounds=ROUNDS)
+    assert once(tmp_path / "run") == run(FEDERATION, REMEMBERS, num_updates=ROUNDS)
     assert "No space left on device" in caplog.text
     with pytest.raises(Stop) as stopped:
         once(tmp_path / "run", progress=stopping(4))
@@ -523,16 +546,16 @@ def test_seconds_are_waited_for_and_a_slow_disk_is_waited_for_longer(tmp_path, m
             note(seconds=3.0)
 
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    with Keeper(CheckpointPolicy(tmp_path / "run", every_seconds=10.0), 0) as keeper:
+    with RunCheckpointer(CheckpointPolicy(tmp_path / "run", every_seconds=10.0), 0) as keeper:
         for second in range(150):
             now[0] = max(now[0], float(second))
-            keeper.look(Told)
+            keeper.maybe_write(Told)
             keeper._writer.finish()
-    assert written == [10.0, 13.0 + 3 * SHARE, 16.0 + 6 * SHARE]
+    assert written == [10.0, 13.0 + 3 * INTERVAL_FACTOR, 16.0 + 6 * INTERVAL_FACTOR]
 
 
 def test_what_is_written_is_what_json_could_hold_of_the_log(tmp_path):
     in_parts(tmp_path / "run", [4])
     rows = tensor_file.load(tmp_path / "run", "run")["rows"]
-    whole = run(FEDERATION, REMEMBERS, rounds=ROUNDS)
+    whole = run(FEDERATION, REMEMBERS, num_updates=ROUNDS)
     assert json.loads(json.dumps(rows)) == [vars(row) for row in whole.evaluations[: len(rows)]]

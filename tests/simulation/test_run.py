@@ -14,30 +14,40 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.registry import method, methods
 from manifoldagg.experiments.run_report import check_destination, write_report
 from manifoldagg.federated import Payload
 from manifoldagg.federated.clients.determinism import seeded_model
 from manifoldagg.federated.rules import FedGS
-from manifoldagg.simulation import Batches, Federation, Method, Partition, Task, dirichlet_partition, run
+from manifoldagg.simulation import (
+    Batches,
+    FederatedDataset,
+    LabelledDataset,
+    Method,
+    Partition,
+    dirichlet_partition,
+    run,
+)
 from tests.support import draw
 
 
-def clusters() -> Task:
+def clusters() -> LabelledDataset:
     """Three clouds of points in the plane: a task that a tiny model learns in a moment."""
     centres = torch.tensor([[2.0, 0.0], [-1.0, 1.7], [-1.0, -1.7]])
     labels = torch.arange(3).repeat(40)
     inputs = centres[labels] + 0.4 * draw(0, 120, 2, dtype=torch.float32)
-    return Task("clusters", inputs, labels, lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), 0.9)
+    return LabelledDataset(
+        "clusters", inputs, labels, lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), 0.9
+    )
 
 
 def dirichlet(concentration: float) -> Partition:
     return partial(dirichlet_partition, concentration=concentration)
 
 
-def one_label() -> Task:
+def one_label() -> LabelledDataset:
     return replace(clusters(), labels=torch.zeros(120, dtype=torch.int64))
 
 
@@ -46,7 +56,7 @@ NAMES = ["fedasync", "fedortho", "fedgs", "asyncbezier"]
 
 @pytest.fixture(scope="module")
 def comparison():
-    return compare(clusters(), methods(NAMES), clients=6, rounds=30, seeds=2)
+    return compare(clusters(), methods(NAMES), clients=6, num_updates=30, seeds=2)
 
 
 def test_every_method_sees_the_same_order_of_events(comparison):
@@ -60,11 +70,11 @@ def test_every_method_sees_the_same_order_of_events(comparison):
 def test_every_method_learns(comparison):
     for name, row in comparison.summary().items():
         assert row["best_mean"] > 0.8, name
-        assert row["refused"] == 0
+        assert row["rejected"] == 0
 
 
 def test_equal_seeds_give_equal_bits(comparison):
-    again = compare(clusters(), methods(NAMES), clients=6, rounds=30, seeds=2)
+    again = compare(clusters(), methods(NAMES), clients=6, num_updates=30, seeds=2)
     assert json.dumps(again.results()) == json.dumps(comparison.results())
     assert json.dumps(again.log()) == json.dumps(comparison.log())
 
@@ -84,10 +94,10 @@ def test_the_summary_is_taken_from_the_runs(comparison):
     assert row["final_mean"] == pytest.approx(np.mean([r.accuracy[-1] for r in runs]))
     assert row["final_sd"] == pytest.approx(np.std([r.accuracy[-1] for r in runs], ddof=1))
     assert row["staleness_max"] == max(max(r.staleness) for r in runs)
-    reached = [r.rounds_to(0.9) for r in runs]
+    reached = [r.updates_to(0.9) for r in runs]
     assert row["reached_target"] == sum(r is not None for r in reached)
     for one in runs:
-        hit = one.rounds_to(0.9)
+        hit = one.updates_to(0.9)
         assert hit is None or (one.accuracy[hit] >= 0.9 and max(one.accuracy[:hit], default=0) < 0.9)
 
 
@@ -130,7 +140,7 @@ def test_a_report_that_fails_leaves_the_one_before(comparison, tmp_path, monkeyp
             raise OSError("no space")
         real(source, target)
 
-    monkeypatch.setattr(os, "replace", fails)
+    monkeypatch.setattr(os, "restart", fails)
     with pytest.raises(ArgumentError, match="out: .* cannot be written: no space"):
         write_report(comparison, folder)
     assert file.read_bytes() == before
@@ -173,36 +183,36 @@ def test_a_client_that_diverges_is_dropped_and_comes_back():
                 return Payload(torch.full((1, *space.shape), float("nan")), 1)
             return Payload(message.start[None] + 0.01, 1)
 
-    federation = Federation.split(clusters(), 4, partition=dirichlet(1.0), seed=0)
-    one = run(federation, Method("odd", method("fedasync").rule, Diverges()), rounds=12)
-    assert one.refused == 8
+    federation = FederatedDataset.split(clusters(), 4, partition=dirichlet(1.0), seed=0)
+    one = run(federation, Method("odd", method("fedasync").rule, Diverges()), num_updates=12)
+    assert one.rejected == 8
     assert len(one.accuracy) == 13
 
 
 def test_held_out_samples_are_nobodys_training_samples():
-    federation = Federation.split(task("digits"), 30, partition=dirichlet(0.5), seed=0)
+    federation = FederatedDataset.split(load_dataset("digits"), 30, partition=dirichlet(0.5), seed=0)
     everything = [*federation.train, *federation.held_out]
     assert sorted(np.concatenate(everything).tolist()) == list(range(1797))
-    assert federation.scheduled == [i for i, part in enumerate(federation.train) if len(part)]
+    assert federation.trainable_clients == [i for i, part in enumerate(federation.train) if len(part)]
 
 
 def test_a_partition_has_a_name():
     named, given = (
-        Federation.split(task("digits"), 4, partition=partition, seed=3)
+        FederatedDataset.split(load_dataset("digits"), 4, partition=partition, seed=3)
         for partition in ("dirichlet:concentration=0.7", dirichlet(0.7))
     )
     assert pickle.loads(pickle.dumps(named)).checksum == named.checksum == given.checksum
 
 
 def test_clients_without_samples_never_take_part():
-    federation = Federation.split(clusters(), 30, partition=dirichlet(0.01), seed=0)
-    assert len(federation.scheduled) < 30
-    one = run(federation, method("fedasync"), rounds=20)
-    assert set(one.clients) <= set(federation.scheduled)
+    federation = FederatedDataset.split(clusters(), 30, partition=dirichlet(0.01), seed=0)
+    assert len(federation.trainable_clients) < 30
+    one = run(federation, method("fedasync"), num_updates=20)
+    assert set(one.clients) <= set(federation.trainable_clients)
 
 
 def test_batches_are_reshuffled_and_repeatable():
-    federation = Federation.split(clusters(), 3, partition=dirichlet(1.0), seed=0)
+    federation = FederatedDataset.split(clusters(), 3, partition=dirichlet(1.0), seed=0)
     first, again, other = (list(federation.batches(0, i)) for i in (1, 1, 2))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
     assert not all(torch.equal(a[0], b[0]) for a, b in zip(first, other, strict=True))
@@ -224,7 +234,7 @@ def test_models_depend_on_their_seed_alone():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: task("imagenet"), "data: no data set 'imagenet'; there are digits"),
+        (lambda: load_dataset("imagenet"), "data: no data set 'imagenet'; there are digits"),
         (lambda: compare(clusters(), []), "methods: expected at least one"),
         (lambda: compare(clusters(), "fedgs"), r"methods: expected a list of Methods, got 'fedgs'; write methods\('fedgs'\)"),
         (lambda: compare(clusters(), method("fedgs")), r"methods: expected a list of .* got one, 'FedGS'; write \[method\]"),
@@ -234,33 +244,33 @@ def test_models_depend_on_their_seed_alone():
         (lambda: compare("digits", methods("fedgs")), r"task: expected a Task, got 'digits'; write task\('digits'\)"),
         (lambda: compare(clusters(), methods("fedgs"), partition=None), "partition: expected a function or its name, such as 'iid'; got None"),
         (lambda: compare(clusters(), methods("fedgs"), tuning=True), r"tuning: expected a Tuning, got True; write Tuning\(\), or None"),
-        (lambda: run(clusters(), method("fedgs"), rounds=2), r"federation: expected a Federation, got Task; write Federation.split\("),
-        (lambda: run(Federation.split(clusters(), 3, partition="iid", seed=0), "fedgs", rounds=2), r"method: expected a Method, got 'fedgs'; write method\('fedgs'\)"),
-        (lambda: Federation.split("digits", 3, partition="iid", seed=0), r"task: expected a Task, got 'digits'; write task"),
-        (lambda: Federation.split(clusters(), 3, partition=3, seed=0), "partition: expected a function or its name, such as 'iid'; got 3"),
-        (lambda: Federation.split(clusters(), 3, partition="idd", seed=0), "partition: no partition 'idd'; did you mean iid"),
+        (lambda: run(clusters(), method("fedgs"), num_updates=2), r"federation: expected a Federation, got Task; write Federation.split\("),
+        (lambda: run(FederatedDataset.split(clusters(), 3, partition="iid", seed=0), "fedgs", num_updates=2), r"method: expected a Method, got 'fedgs'; write method\('fedgs'\)"),
+        (lambda: FederatedDataset.split("digits", 3, partition="iid", seed=0), r"task: expected a Task, got 'digits'; write task"),
+        (lambda: FederatedDataset.split(clusters(), 3, partition=3, seed=0), "partition: expected a function or its name, such as 'iid'; got 3"),
+        (lambda: FederatedDataset.split(clusters(), 3, partition="idd", seed=0), "partition: no partition 'idd'; did you mean iid"),
         (lambda: compare(clusters(), methods(["fedgs"]), clients=121), "clients: expected at most one for each of 120"),
         (
             lambda: compare(one_label(), methods(["fedgs"]), clients=120, partition=dirichlet(math.inf)),
             "clients: 120 clients have too few samples",
         ),
         (lambda: compare(clusters(), methods(["fedgs"]), seeds=0), "seeds: expected"),
-        (lambda: compare(clusters(), methods(["fedgs"]), rounds=0), "rounds: expected"),
+        (lambda: compare(clusters(), methods(["fedgs"]), num_updates=0), "rounds: expected"),
         (lambda: compare(clusters(), methods(["fedgs"]), target=1.5), "target: expected"),
-        (lambda: Federation.split(clusters(), 3, partition=dirichlet(1.0), seed=-1), "seed: expected"),
+        (lambda: FederatedDataset.split(clusters(), 3, partition=dirichlet(1.0), seed=-1), "seed: expected"),
         (
-            lambda: Federation.split(clusters(), 3, partition=lambda y, n, generator: [np.arange(9)], seed=0),
+            lambda: FederatedDataset.split(clusters(), 3, partition=lambda y, n, generator: [np.arange(9)], seed=0),
             "partition: expected 3 parts, one a client, got 1",
         ),
         (
-            lambda: Federation.split(clusters(), 2, partition=lambda y, n, generator: [np.arange(9)] * 2, seed=0),
+            lambda: FederatedDataset.split(clusters(), 2, partition=lambda y, n, generator: [np.arange(9)] * 2, seed=0),
             "partition: expected positions from 0 to 119, none of them twice",
         ),
         (
-            lambda: Federation.split(clusters(), 1, partition=lambda y, n, generator: [np.arange(121)], seed=0),
+            lambda: FederatedDataset.split(clusters(), 1, partition=lambda y, n, generator: [np.arange(121)], seed=0),
             "partition: expected positions from 0 to 119, none of them twice",
         ),
-        (lambda: Federation.split(clusters(), 3, partition=dirichlet(1.0), seed=0, batch=0), "batch: expected"),
+        (lambda: FederatedDataset.split(clusters(), 3, partition=dirichlet(1.0), seed=0, batch=0), "batch: expected"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(call, words):

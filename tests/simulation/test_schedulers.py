@@ -14,9 +14,9 @@ from manifoldagg.errors import ArgumentError, CheckpointError, ManifoldAggError
 from manifoldagg.simulation import PriorityScheduler
 from manifoldagg.simulation.delays import Deterministic, Exponential, LogNormal, Uniform
 from manifoldagg.simulation.jackson import JacksonNetwork
-from manifoldagg.simulation.replay import Replay
+from manifoldagg.simulation.replay import ReplayScheduler
 from manifoldagg.simulation.schedulers import IndependentClients
-from manifoldagg.simulation.trace import Record
+from manifoldagg.simulation.trace import TaskRecord
 from tests.support import seeds
 
 CLIENTS = 5
@@ -32,16 +32,18 @@ def priority(seed):
 
 
 def network(seed):
-    return JacksonNetwork([0.1, 0.3, 0.2, 0.2, 0.2], [1.0, 2.0, 0.5, 1.0, 1.0], np.random.default_rng(seed), tasks=7)
+    return JacksonNetwork(
+        [0.1, 0.3, 0.2, 0.2, 0.2], [1.0, 2.0, 0.5, 1.0, 1.0], np.random.default_rng(seed), concurrency=7
+    )
 
 
 def replay(seed):
-    return Replay(trace())
+    return ReplayScheduler(trace())
 
 
 @functools.cache
 def trace():
-    return [Record.of(done) for done in live(independent(99), 60)]
+    return [TaskRecord.from_completion(done) for done in live(independent(99), 60)]
 
 
 MAKERS = [independent, priority, network, replay]

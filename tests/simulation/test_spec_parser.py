@@ -12,11 +12,20 @@ from hypothesis import strategies as st
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
-from manifoldagg.simulation.spec_parser import Named, arguments, build, kind, named, pick, split, value
+from manifoldagg.simulation.spec_parser import (
+    Spec,
+    build,
+    choose,
+    parse_kwargs,
+    parse_literal,
+    parse_spec,
+    parse_specs,
+    reader,
+)
 
 words = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=8)
 texts = st.text("abcdefghijklmnopqrstuvwxyz0123456789_./:=+-", min_size=1, max_size=8)
-names = st.builds(Named, words, st.dictionaries(words, texts, max_size=3))
+names = st.builds(Spec, words, st.dictionaries(words, texts, max_size=3))
 
 
 @dataclass(frozen=True)
@@ -34,31 +43,31 @@ class Tool:
         check_choice("mode", self.mode, ("plain", "none", "3"))
 
 
-KINDS = {"weight": {"hinge": kind(Hinge), "constant": kind(Constant), "gentle": kind(Polynomial, a=0.1)}}
+KINDS = {"weight": {"hinge": reader(Hinge), "constant": reader(Constant), "gentle": reader(Polynomial, a=0.1)}}
 
 
 @given(st.lists(names, min_size=1, max_size=4))
 def test_a_list_is_split_where_it_was_joined(given_):
-    assert split("words", ",".join(map(str, given_))) == given_
-    assert split("words", " , ".join(map(str, given_))) == given_
+    assert parse_specs("words", ",".join(map(str, given_))) == given_
+    assert parse_specs("words", " , ".join(map(str, given_))) == given_
 
 
 @given(st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.none()))
 def test_values_come_back(given_):
-    read = value(str(given_))
+    read = parse_literal(str(given_))
     assert read == given_
     assert type(read) is type(given_)
 
 
 @given(st.lists(st.one_of(st.integers(0), st.floats(0, 1e9)), min_size=2, max_size=4))
 def test_numbers_in_a_row_come_back(given_):
-    assert value("+".join(map(str, given_))) == tuple(given_)
+    assert parse_literal("+".join(map(str, given_))) == tuple(given_)
 
 
 @given(texts)
 def test_an_annotation_of_text_leaves_it_as_it_is(text):
-    assert arguments("tool", Tool, {"size": "1", "path": text})["path"] == text
-    assert type(value(text)) in (int, float, tuple, str, bool, type(None))
+    assert parse_kwargs("tool", Tool, {"size": "1", "path": text})["path"] == text
+    assert type(parse_literal(text)) in (int, float, tuple, str, bool, type(None))
 
 
 def test_a_value_is_built_of_what_is_written():
@@ -66,7 +75,7 @@ def test_a_value_is_built_of_what_is_written():
     assert build("tool", Tool, options) == Tool(3, 1e-3, "none", "3", (4, 2))
     assert build("tool", Tool, {"": "3"}) == Tool(3)
     assert build("tool", Tool, {"rate": "inf"}, defaults={"size": 7}) == Tool(7, math.inf)
-    assert arguments("tool", Tool, {"rate": "2"}, taken=("size",)) == {"rate": 2}
+    assert parse_kwargs("tool", Tool, {"rate": "2"}, excluded=("size",)) == {"rate": 2}
 
 
 def test_a_value_can_have_options_of_its_own():
@@ -78,32 +87,32 @@ def test_a_value_can_have_options_of_its_own():
         ({"weight": "gentle"}, Polynomial(0.1)),
         ({"weight": "gentle", "weight.a": "3"}, Polynomial(3)),
     ):
-        assert build("tool", Tool, {"size": "1", **options}, kinds=KINDS).weight == weight
+        assert build("tool", Tool, {"size": "1", **options}, option_readers=KINDS).weight == weight
 
 
 def test_foreign_callables_have_options_too():
-    found = arguments("sgd", torch.optim.SGD, {"momentum": "0.9"}, taken=("params", "lr"))
+    found = parse_kwargs("sgd", torch.optim.SGD, {"momentum": "0.9"}, excluded=("params", "lr"))
     assert found == {"momentum": 0.9}
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: split("methods", " , "), "methods: expected a name, got ' , '"),
-        (lambda: split("methods", "rate=3"), "methods: expected a name before its options, got 'rate=3'"),
-        (lambda: split("methods", ":rate=3"), "methods: expected a name before the colon, got ':rate=3'"),
-        (lambda: split("methods", "a:b=1,b=2"), "methods: a: b is given twice"),
-        (lambda: named("delays", "uniform,low=1,exponential"), "delays: expected one name .* a second one: exponential"),
-        (lambda: pick("methods", "method", "FedAsink", ("fedasync", "fedgs")), "methods: no method 'FedAsink'; did you mean fedasync\\?"),
-        (lambda: pick("methods", "method", "xyz", ("fedasync", "fedgs")), "methods: no method 'xyz'; there are fedasync, fedgs"),
+        (lambda: parse_specs("methods", " , "), "methods: expected a name, got ' , '"),
+        (lambda: parse_specs("methods", "rate=3"), "methods: expected a name before its options, got 'rate=3'"),
+        (lambda: parse_specs("methods", ":rate=3"), "methods: expected a name before the colon, got ':rate=3'"),
+        (lambda: parse_specs("methods", "a:b=1,b=2"), "methods: a: b is given twice"),
+        (lambda: parse_spec("delays", "uniform,low=1,exponential"), "delays: expected one name .* a second one: exponential"),
+        (lambda: choose("methods", "method", "FedAsink", ("fedasync", "fedgs")), "methods: no method 'FedAsink'; did you mean fedasync\\?"),
+        (lambda: choose("methods", "method", "xyz", ("fedasync", "fedgs")), "methods: no method 'xyz'; there are fedasync, fedgs"),
         (lambda: build("tool", Tool, {"sise": "1"}), "tool: no option 'sise'; did you mean size\\?"),
         (lambda: build("tool", Tool, {}), "tool: expected size=\\.\\.\\."),
         (lambda: build("tool", Tool, {"": "1", "size": "2"}), "tool: size is given twice"),
         (lambda: build("tool", Tool, {"size": "1", "mode": "plane"}), "tool: mode: expected one of plain, none, 3; got 'plane': did you mean plain\\?"),
         (lambda: build("tool", Tool, {"size": "1", "size.a": "1"}), "tool: size: 1 has no options of its own"),
         (lambda: build("tool", Tool, {"size": "1", "rate.a": "1"}), "tool: rate: expected its name"),
-        (lambda: build("tool", Tool, {"size": "1", "weight": "hing"}, kinds=KINDS), "tool: no weight 'hing'; did you mean hinge\\?"),
-        (lambda: build("tool", Tool, {"size": "1", "weight": "hinge", "weight.c": "1"}, kinds=KINDS), "tool: weight: no option 'c'; there are a, b"),
+        (lambda: build("tool", Tool, {"size": "1", "weight": "hing"}, option_readers=KINDS), "tool: no weight 'hing'; did you mean hinge\\?"),
+        (lambda: build("tool", Tool, {"size": "1", "weight": "hinge", "weight.c": "1"}, option_readers=KINDS), "tool: weight: no option 'c'; there are a, b"),
         (lambda: build("tool", Tool, {"size": "1", "weight.a": "-1"}), "tool: weight: a: expected a finite number >= 0, got -1"),
     ],
 )  # fmt: skip

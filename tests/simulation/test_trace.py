@@ -12,9 +12,9 @@ from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.experiments.gantt import draw_trace
 from manifoldagg.simulation import PriorityScheduler
 from manifoldagg.simulation.delays import Deterministic, Uniform
-from manifoldagg.simulation.replay import Replay
+from manifoldagg.simulation.replay import ReplayScheduler
 from manifoldagg.simulation.schedulers import IndependentClients
-from manifoldagg.simulation.trace import Record, read_trace, write_trace
+from manifoldagg.simulation.trace import TaskRecord, read_trace, write_trace
 from tests.support import seeds
 
 times = st.floats(0, 1e300)
@@ -30,7 +30,7 @@ def traces(draw):
     records = []
     for _ in range(draw(st.integers(0, 6))):
         dispatched, started, finished = sorted(draw(st.tuples(times, times, times)))
-        records.append(Record(draw(names), draw(times), dispatched, started, finished, draw(st.integers(0, 10**6))))
+        records.append(TaskRecord(draw(names), draw(times), dispatched, started, finished, draw(st.integers(0, 10**6))))
     return sorted(records, key=lambda record: record.finished)
 
 
@@ -74,7 +74,7 @@ def test_a_replay_gives_the_same_completions_in_the_same_order(ties, seed):
     else:
         scheduler = IndependentClients(Uniform(0.1, 5.0), np.random.default_rng(seed))
     seen = recorded(scheduler, 6, 60)
-    replay = Replay([Record.of(done) for done in seen])
+    replay = ReplayScheduler([TaskRecord.from_completion(done) for done in seen])
     # The work is another one: the times are those of the trace.
     for client in range(6):
         replay.dispatch(client, 7.0)
@@ -89,9 +89,11 @@ def test_a_replay_gives_the_same_completions_in_the_same_order(ties, seed):
 
 
 def test_a_replay_takes_what_the_server_counted_and_what_it_does_not_know_never_finishes():
-    record = Record.of(recorded(IndependentClients(Deterministic(1.0), np.random.default_rng(0)), 1, 1)[0], staleness=4)
-    assert record == Record(0, 1.0, 0.0, 0.0, 1.0, 4)
-    replay = Replay([record])
+    record = TaskRecord.from_completion(
+        recorded(IndependentClients(Deterministic(1.0), np.random.default_rng(0)), 1, 1)[0], staleness=4
+    )
+    assert record == TaskRecord(0, 1.0, 0.0, 0.0, 1.0, 4)
+    replay = ReplayScheduler([record])
     replay.dispatch("unknown", 1.0)
     replay.dispatch(0, 1.0)
     assert replay.next().client == 0
@@ -100,24 +102,28 @@ def test_a_replay_takes_what_the_server_counted_and_what_it_does_not_know_never_
 
 
 def test_a_replay_cannot_go_back():
-    replay = Replay([Record("a", 1.0, 0.0, 0.0, 1.0, 0), Record("b", 1.0, 0.0, 0.0, 2.0, 0)])
+    replay = ReplayScheduler([TaskRecord("a", 1.0, 0.0, 0.0, 1.0, 0), TaskRecord("b", 1.0, 0.0, 0.0, 2.0, 0)])
     replay.dispatch("b", 1.0)
     replay.next()
     with pytest.raises(ArgumentError, match="the next task of 'a' finished at 1 s, and now is 2 s"):
         replay.dispatch("a", 1.0)
     with pytest.raises(ArgumentError, match=r"records\[1\]: expected them in order"):
-        Replay([Record("b", 1.0, 0.0, 0.0, 2.0, 0), Record("a", 1.0, 0.0, 0.0, 1.0, 0)])
+        ReplayScheduler([TaskRecord("b", 1.0, 0.0, 0.0, 2.0, 0), TaskRecord("a", 1.0, 0.0, 0.0, 1.0, 0)])
 
 
 @pytest.mark.parametrize("left", [None, [5], ["0"], [-1], [True]])
 def test_a_replay_refuses_a_state_of_another_trace(left):
-    replay = Replay([Record("a", 1.0, 0.0, 0.0, 1.0, 0)])
+    replay = ReplayScheduler([TaskRecord("a", 1.0, 0.0, 0.0, 1.0, 0)])
     state = replay.state() | {"left": left}
     with pytest.raises(ArgumentError, match="state: expected"):
         replay.restore(state)
 
 
-SHORT = [Record("a", 1.0, 0.0, 0.0, 1.0, 0), Record("b", 1.0, 0.0, 1.5, 2.0, 0), Record("a", 1.0, 1.0, 1.0, 3.0, 0)]
+SHORT = [
+    TaskRecord("a", 1.0, 0.0, 0.0, 1.0, 0),
+    TaskRecord("b", 1.0, 0.0, 1.5, 2.0, 0),
+    TaskRecord("a", 1.0, 1.0, 1.0, 3.0, 0),
+]
 
 
 @pytest.mark.parametrize(
@@ -136,19 +142,19 @@ SHORT = [Record("a", 1.0, 0.0, 0.0, 1.0, 0), Record("b", 1.0, 0.0, 1.5, 2.0, 0),
     ],
 )
 def test_a_replay_refuses_a_state_that_contradicts_its_trace(spoil):
-    replay = Replay(SHORT)
+    replay = ReplayScheduler(SHORT)
     replay.dispatch("b", 1.0)
     replay.dispatch("a", 1.0)
     replay.next()
     before = json.loads(json.dumps(replay.state()))
-    Replay(SHORT).restore(before)
+    ReplayScheduler(SHORT).restore(before)
     state = json.loads(json.dumps(before))
     spoil(state)
     with pytest.raises(ArgumentError, match="state: expected"):
         replay.restore(state)
     assert replay.state() == before
     with pytest.raises(ArgumentError, match="state: expected"):
-        Replay([Record("a", 2.0, 0.0, 0.0, 1.0, 0), *SHORT[1:]]).restore(before)
+        ReplayScheduler([TaskRecord("a", 2.0, 0.0, 0.0, 1.0, 0), *SHORT[1:]]).restore(before)
 
 
 def test_pictures_show_a_bar_for_each_task_in_the_colour_of_its_staleness(tmp_path):
@@ -156,7 +162,7 @@ def test_pictures_show_a_bar_for_each_task_in_the_colour_of_its_staleness(tmp_pa
     from matplotlib.collections import LineCollection, PolyCollection
 
     done = recorded(PriorityScheduler(4, np.random.default_rng(0)), 4, 30)
-    records = [Record.of(one) for one in done]
+    records = [TaskRecord.from_completion(one) for one in done]
     path = tmp_path / "gantt.png"
     axes = draw_trace(records, title="four clients")
     assert draw_trace(records, axes) is axes
@@ -175,14 +181,14 @@ def test_pictures_show_a_bar_for_each_task_in_the_colour_of_its_staleness(tmp_pa
 
 def test_rows_are_in_order_of_the_numbers_in_names():
     names = ["pi-10", 12, "pi-2", "a", 3, "2b", "$a_{$"]
-    ticks = draw_trace([Record(name, 1.0, 0.0, 0.0, 1.0, 0) for name in names]).get_yticklabels()
+    ticks = draw_trace([TaskRecord(name, 1.0, 0.0, 0.0, 1.0, 0) for name in names]).get_yticklabels()
     labels = [label.get_text() for label in ticks]
     assert labels == ["3", "12", "2b", "$a_{$", "a", "pi-2", "pi-10"]
     # A name is no formula.
     assert not any(label.get_parse_math() for label in ticks)
 
 
-ROW = {"client": "a", "work": 1.0, "dispatched": 0.0, "started": 0.0, "finished": 1.0, "staleness": 0}
+ROW = {"client": "a", "task_cost": 1.0, "trainer": 0.0, "started": 0.0, "finished": 1.0, "staleness": 0}
 HEADER = ",".join(ROW) + "\n"
 
 
@@ -200,7 +206,7 @@ HEADER = ",".join(ROW) + "\n"
         ("t.jsonl", json.dumps(ROW) + "\n[]\n", "line 2: expected the fields"),
         ("t.jsonl", json.dumps(ROW | {"more": 1}) + "\n", "line 1: expected the fields"),
         ("t.jsonl", json.dumps(ROW | {"staleness": -1}) + "\n", "line 1: staleness: expected"),
-        ("t.jsonl", json.dumps(ROW | {"work": "1"}) + "\n", "line 1: work: expected"),
+        ("t.jsonl", json.dumps(ROW | {"task_cost": "1"}) + "\n", "line 1: work: expected"),
         ("t.jsonl", "{\n", "line 1"),
     ],
 )
@@ -224,8 +230,8 @@ def test_files_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ArgumentError, match=r"path: .* cannot be written"):
         write_trace(tmp_path / "file" / "t.csv", [])
     with pytest.raises(ArgumentError, match=r"path: .* cannot be written: 'utf-8' codec"):
-        write_trace(tmp_path / "t.csv", [Record("\ud800", 1.0, 0.0, 0.0, 1.0, 0)])
-    for takes in (lambda x: write_trace(tmp_path / "t.csv", x), Replay, draw_trace):
+        write_trace(tmp_path / "t.csv", [TaskRecord("\ud800", 1.0, 0.0, 0.0, 1.0, 0)])
+    for takes in (lambda x: write_trace(tmp_path / "t.csv", x), ReplayScheduler, draw_trace):
         with pytest.raises(ArgumentError, match=r"records\[0\]: expected a Record, got 1"):
             takes([1])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -238,12 +244,12 @@ def test_files_that_cannot_be_are_refused(tmp_path):
     ("change", "words"),
     [
         ({"client": 1.5}, "client: expected"),
-        ({"work": -1.0}, "work: expected"),
-        ({"dispatched": math.nan}, "dispatched: expected"),
+        ({"task_cost": -1.0}, "work: expected"),
+        ({"trainer": math.nan}, "dispatched: expected"),
         ({"finished": -1.0}, "finished: expected"),
         ({"staleness": 0.5}, "staleness: expected"),
     ],
 )
 def test_a_bad_record_is_refused_by_field(change, words):
     with pytest.raises(ArgumentError, match=words):
-        Record(**(ROW | change))
+        TaskRecord(**(ROW | change))

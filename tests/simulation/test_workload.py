@@ -11,16 +11,16 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, rules
 from manifoldagg.federated import clients as trainers
 from manifoldagg.simulation import (
-    Change,
+    AvailabilityChange,
     Deterministic,
     Exponential,
-    Federation,
+    FederatedDataset,
     IndependentClients,
     JacksonNetwork,
     Method,
     PriorityScheduler,
-    Record,
-    Replay,
+    ReplayScheduler,
+    TaskRecord,
     churn,
     dirichlet_partition,
     run,
@@ -29,7 +29,9 @@ from tests.simulation.test_run import clusters
 
 
 def split(task, clients, concentration):
-    return Federation.split(task, clients, partition=partial(dirichlet_partition, concentration=concentration), seed=0)
+    return FederatedDataset.split(
+        task, clients, partition=partial(dirichlet_partition, concentration=concentration), seed=0
+    )
 
 
 LOCAL = trainers.Local(epochs=1, rate=1e-2)
@@ -59,43 +61,45 @@ def test_every_way_to_ask_learns_in_every_scenario(federation, name):
         {},
         {
             "delays": Exponential(1.0),
-            "participation": lambda c, g: churn(c, Exponential(20.0), Exponential(5.0), 99.0, g),
+            "availability": lambda c, g: churn(c, Exponential(20.0), Exponential(5.0), 99.0, g),
         },
-        {"scheduler": lambda c, g: JacksonNetwork([1 / 6] * 6, [1.0, 1.0, 1.0, 2.0, 2.0, 2.0], g, tasks=20)},
+        {"scheduler": lambda c, g: JacksonNetwork([1 / 6] * 6, [1.0, 1.0, 1.0, 2.0, 2.0, 2.0], g, concurrency=20)},
     ):
-        one = run(federation, METHODS[name], rounds=60, every=10, **scenario)
-        assert (max(one.accuracy) > 0.75, one.refused) == (True, 0)
+        one = run(federation, METHODS[name], num_updates=60, eval_every=10, **scenario)
+        assert (max(one.accuracy) > 0.75, one.rejected) == (True, 0)
         assert one.times == sorted(one.times)
-        assert one == run(federation, METHODS[name], rounds=60, every=10, **scenario)
+        assert one == run(federation, METHODS[name], num_updates=60, eval_every=10, **scenario)
 
 
 def test_a_cohort_is_never_stale_and_others_are(federation):
-    late = {name: max(run(federation, method, rounds=30, every=30).staleness) for name, method in METHODS.items()}
+    late = {
+        name: max(run(federation, method, num_updates=30, eval_every=30).staleness) for name, method in METHODS.items()
+    }
     assert late["cohort"] == 0
     assert min(late[name] for name in METHODS if name != "cohort") > 0
 
 
 def test_evaluation_is_before_the_first_round_after_every_few_and_after_the_last(federation):
-    all_ = run(federation, ASYNC, rounds=10)
-    some = run(federation, ASYNC, rounds=10, every=4)
-    assert (all_.evaluated, some.evaluated) == (list(range(11)), [0, 4, 8, 10])
-    assert some.accuracy == [all_.accuracy[i] for i in some.evaluated]
+    all_ = run(federation, ASYNC, num_updates=10)
+    some = run(federation, ASYNC, num_updates=10, eval_every=4)
+    assert (all_.evaluated_at, some.evaluated_at) == (list(range(11)), [0, 4, 8, 10])
+    assert some.accuracy == [all_.accuracy[i] for i in some.evaluated_at]
     assert some.clients == all_.clients
-    reached = some.rounds_to(max(some.accuracy))
-    assert some.accuracy[some.evaluated.index(reached)] == max(some.accuracy)
-    assert some.rounds_to(1.01) is None
+    reached = some.updates_to(max(some.accuracy))
+    assert some.accuracy[some.evaluated_at.index(reached)] == max(some.accuracy)
+    assert some.updates_to(1.01) is None
 
 
 def test_delays_are_one_for_all_or_one_for_each_or_measured(federation, tmp_path):
     clients = federation.scheduled
-    same = run(federation, ASYNC, rounds=12, delays=Deterministic(1.0))
+    same = run(federation, ASYNC, num_updates=12, delays=Deterministic(1.0))
     for delays in (dict.fromkeys(range(9), Deterministic(1.0)), lambda clients, generator: Deterministic(1.0)):
-        assert run(federation, ASYNC, rounds=12, delays=delays) == same
+        assert run(federation, ASYNC, num_updates=12, delays=delays) == same
     assert same.times[: len(clients)] == sorted(float(federation.length(client)) for client in clients)
     path = tmp_path / "measured.csv"
     path.write_text("client,computation_s,round_s\npi,1.0,3.0\njetson,0.25,0.5\n")
-    measured = run(federation, ASYNC, rounds=30, every=30, delays=path)
-    assert measured == run(federation, ASYNC, rounds=30, every=30, delays=str(path))
+    measured = run(federation, ASYNC, num_updates=30, eval_every=30, delays=path)
+    assert measured == run(federation, ASYNC, num_updates=30, eval_every=30, delays=str(path))
     # Two seconds of communication, or a quarter of one, beside a time that grows with the work.
     first = {}
     for client, time in zip(measured.clients, measured.times, strict=True):
@@ -104,38 +108,42 @@ def test_delays_are_one_for_all_or_one_for_each_or_measured(federation, tmp_path
 
 
 def test_a_scheduler_of_ones_own_is_used_up(federation):
-    default = run(federation, ASYNC, rounds=9)
+    default = run(federation, ASYNC, num_updates=9)
     mine = PriorityScheduler(6, np.random.default_rng([federation.seed, 1]))
-    assert run(federation, ASYNC, rounds=9, scheduler=mine) == default
-    assert run(federation, ASYNC, rounds=9, scheduler=lambda c, g: PriorityScheduler(len(c), g)) == default
+    assert run(federation, ASYNC, num_updates=9, scheduler=mine) == default
+    assert run(federation, ASYNC, num_updates=9, scheduler=lambda c, g: PriorityScheduler(len(c), g)) == default
     with pytest.raises(ArgumentError, match="scheduler: expected a new one, got one at .* s with 5 tasks"):
-        run(federation, ASYNC, rounds=9, scheduler=mine)
+        run(federation, ASYNC, num_updates=9, scheduler=mine)
 
 
 def test_a_run_is_its_own_replay(federation):
     """What was recorded of a run gives its order of events to another method."""
-    one = run(federation, ASYNC, rounds=25)
-    records = [Record(c, 1.0, 0.0, 0.0, t, 0) for c, t in zip(one.clients, one.times, strict=True)]
-    other = run(federation, Method("FedGS", rules.FedGS(1.0), LOCAL), rounds=25, scheduler=Replay(records))
+    one = run(federation, ASYNC, num_updates=25)
+    records = [TaskRecord(c, 1.0, 0.0, 0.0, t, 0) for c, t in zip(one.clients, one.times, strict=True)]
+    other = run(
+        federation, Method("FedGS", rules.FedGS(1.0), LOCAL), num_updates=25, scheduler=ReplayScheduler(records)
+    )
     assert (other.clients, other.times) == (one.clients, one.times)
     with pytest.raises(ArgumentError, match="nobody has a task any more after 25 answers"):
-        run(federation, ASYNC, rounds=26, scheduler=Replay(records))
+        run(federation, ASYNC, num_updates=26, scheduler=ReplayScheduler(records))
 
 
 def test_changes_of_clients_without_samples_do_not_count():
     sparse = split(clusters(), 30, 0.01)
-    idle = next(client for client in range(30) if client not in sparse.scheduled)
-    assert run(sparse, ASYNC, rounds=5, participation=[Change(1e-9, idle, "fail")]) == run(sparse, ASYNC, rounds=5)
+    idle = next(client for client in range(30) if client not in sparse.trainable_clients)
+    assert run(sparse, ASYNC, num_updates=5, availability=[AvailabilityChange(1e-9, idle, "fail")]) == run(
+        sparse, ASYNC, num_updates=5
+    )
     with pytest.raises(ArgumentError, match="client=30.* takes no part"):
-        run(sparse, ASYNC, rounds=5, participation=[Change(1.0, 30, "fail")])
+        run(sparse, ASYNC, num_updates=5, availability=[AvailabilityChange(1.0, 30, "fail")])
 
 
 def test_time_is_of_the_data_or_of_the_steps(federation):
     """A client that does four times the steps takes four times as long, if these are what counts."""
     delays = Deterministic(1.0)
     long = replace(ASYNC, trainer=trainers.Local(epochs=4, rate=1e-2))
-    by_data = [run(federation, method, rounds=12, delays=delays).times for method in (ASYNC, long)]
-    by_steps = [run(federation, m, rounds=12, delays=delays, work="dispatched").times for m in (ASYNC, long)]
+    by_data = [run(federation, method, num_updates=12, delays=delays).times for method in (ASYNC, long)]
+    by_steps = [run(federation, m, num_updates=12, delays=delays, task_cost="trainer").times for m in (ASYNC, long)]
     assert by_data[0] == by_data[1] == by_steps[0]
     assert by_steps[1] == [4 * time for time in by_steps[0]]
 
@@ -149,10 +157,10 @@ def test_epochs_that_a_server_asks_for_take_time(federation):
     one = run(
         only,
         method,
-        rounds=6,
+        num_updates=6,
         delays=Deterministic(1.0),
-        work="dispatched",
-        watch=lambda event: asked.append(event.message.numbers["epochs"]),
+        task_cost="trainer",
+        on_update=lambda event: asked.append(event.message.numbers["epochs"]),
     )
     assert asked[0] == 2
     assert asked[-1] > asked[0]
@@ -167,7 +175,11 @@ class Counting:
 
     def train(self, space, message, loss, batches, memory, *, generator):
         self.seen.append((memory, message))
-        return Payload(message.start[None] + 0.01, 1, client_state={"tasks": (memory or {"tasks": 0})["tasks"] + 1})
+        return Payload(
+            message.start[None] + 0.01,
+            1,
+            client_state={"concurrency": (memory or {"concurrency": 0})["concurrency"] + 1},
+        )
 
 
 def test_a_client_finds_what_its_last_task_left(federation):
@@ -175,21 +187,24 @@ def test_a_client_finds_what_its_last_task_left(federation):
     for method, scenario in (
         (
             METHODS["asynchronous"],
-            {"delays": Deterministic(1.0), "participation": [Change(20.0, 0, "fail"), Change(21.0, 0, "return")]},
+            {
+                "delays": Deterministic(1.0),
+                "availability": [AvailabilityChange(20.0, 0, "fail"), AvailabilityChange(21.0, 0, "return")],
+            },
         ),
         (METHODS["drawn"], {}),
     ):
         trainer = Counting()
-        one = run(federation, replace(method, trainer=trainer), rounds=50, every=50, **scenario)
+        one = run(federation, replace(method, trainer=trainer), num_updates=50, eval_every=50, **scenario)
         before = dict.fromkeys(federation.scheduled, 0)
         for client, (memory, _) in zip(one.clients, trainer.seen, strict=True):
-            assert (memory or {"tasks": 0})["tasks"] == before[client]
+            assert (memory or {"concurrency": 0})["concurrency"] == before[client]
             before[client] += 1
 
 
 def test_clients_of_one_version_share_their_start(federation):
     seen = []
-    run(federation, ASYNC, rounds=12, delays=Deterministic(1.0), watch=seen.append)
+    run(federation, ASYNC, num_updates=12, delays=Deterministic(1.0), on_update=seen.append)
     starts = [event.message.start for event in seen[: len(federation.scheduled)]]
     assert len({start.data_ptr() for start in starts}) == 1
     later = [event.message.start for event in seen[len(federation.scheduled) :]]
@@ -209,9 +224,9 @@ def test_statistics_of_batch_normalisation_go_with_the_model():
     one = run(
         federation,
         Method("FedAvg", rules.FedAvg(3), trainers.Local(epochs=4, rate=1e-2)),
-        rounds=60,
-        every=10,
-        watch=sent.append,
+        num_updates=60,
+        eval_every=10,
+        on_update=sent.append,
     )
     assert one.accuracy[-1] > 0.9
     assert set(sent[0].message.asked) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
@@ -221,31 +236,31 @@ def test_statistics_of_batch_normalisation_go_with_the_model():
 
 def test_a_mistake_in_a_trainer_is_no_refusal(federation):
     with pytest.raises(ArgumentError, match="message: numbers: epochs"):
-        run(federation, replace(ASYNC, trainer=trainers.Epochs(LOCAL)), rounds=3)
+        run(federation, replace(ASYNC, trainer=trainers.Epochs(LOCAL)), num_updates=3)
 
 
 def test_a_rule_may_need_to_know_who_takes_part():
-    method = METHODS["routed"].bound([3, 5])
+    method = METHODS["routed"].bind([3, 5])
     assert dict(method.rule.routing) == {3: 0.5, 5: 0.5}
-    assert method.bound([1]) == method
+    assert method.bind([1]) == method
     with pytest.raises(ArgumentError, match="rule: expected an instance, got the class FedAsync"):
-        Method("odd", rules.FedAsync, LOCAL).bound([1])
+        Method("odd", rules.FedAsync, LOCAL).bind([1])
 
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"work": "hard"}, "work: expected one of data, dispatched"),
-        ({"every": 0}, "every: expected"),
-        ({"tasks": 0}, "tasks: expected"),
+        ({"task_cost": "hard"}, "work: expected one of data, dispatched"),
+        ({"eval_every": 0}, "every: expected"),
+        ({"concurrency": 0}, "tasks: expected"),
         ({"delays": {0: Deterministic(1.0)}}, "delays: expected one for each client that takes part; none for 1, 2, 3"),
         ({"delays": 3.0}, "delays: expected a Delay, or a mapping from clients, got 3.0"),
         ({"delays": "nowhere.csv"}, "path: nowhere.csv cannot be read"),
         ({"scheduler": lambda c, g: None}, "scheduler: expected a Scheduler, or a function that makes one, got None"),
         ({"scheduler": "priority"}, "scheduler: expected a Scheduler, or a function that makes one, got 'priority'"),
-        ({"participation": 5}, "participation: expected Changes, or a function that makes them, got 5"),
-        ({"participation": "churn"}, "participation: expected Changes, or a function that makes them, got 'churn'"),
+        ({"availability": 5}, "availability: expected Changes, or a function that makes them, got 5"),
+        ({"availability": "churn"}, "availability: expected Changes, or a function that makes them, got 'churn'"),
         ({"watch": 3}, "watch: expected a function, got 3"),
         ({"progress": 3}, "progress: expected a function, got 3"),
         (
@@ -256,16 +271,16 @@ def test_a_rule_may_need_to_know_who_takes_part():
 )
 def test_what_does_not_fit_is_refused_by_name(federation, options, words):
     with pytest.raises(ArgumentError, match=words):
-        run(federation, ASYNC, rounds=3, **options)
+        run(federation, ASYNC, num_updates=3, **options)
 
 
 def test_nobody_to_ask_is_refused(federation):
     nobody = replace(federation, train=[part[:0] for part in federation.train])
     with pytest.raises(ArgumentError, match="federation: expected clients with samples, got none"):
-        run(nobody, ASYNC, rounds=3)
+        run(nobody, ASYNC, num_updates=3)
     untested = replace(federation, held_out=[part[:0] for part in federation.held_out])
     with pytest.raises(ArgumentError, match="federation: expected clients with held-out samples, got none"):
-        run(untested, ASYNC, rounds=3)
+        run(untested, ASYNC, num_updates=3)
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -283,4 +298,4 @@ def test_nobody_to_ask_is_refused(federation):
 )
 def test_what_is_no_method_is_refused(federation, method, words):
     with pytest.raises(ArgumentError, match=words):
-        run(federation, method(), rounds=3)
+        run(federation, method(), num_updates=3)

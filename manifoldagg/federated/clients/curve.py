@@ -44,7 +44,7 @@ class Curve(BaseTrainer):
     Source: Manifold, Algorithm 2.
 
     Example:
-        >>> Curve(degree=2, epochs=(2, 2), proximal=1e-3).degree
+        >>> LearnedCurve(degree=2, epochs=(2, 2), proximal=1e-3).degree
         2
     """
 

@@ -188,7 +188,9 @@ class AsyncAggregator:
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
         if self._update_lock.held_by_me():
-            raise ArgumentError("async_aggregator: ...; take this one after the other was taken")
+            raise ArgumentError(
+                "async_aggregator: an update cannot wait for itself; submit this one after the other was applied"
+            )
         with self._update_lock.lock:
             now = self._state.value
             began, apart = now.task_start(place)

@@ -26,7 +26,7 @@ class Rounds:
 
     Example:
         >>> rounds = Rounds()
-        >>> rounds.enter("train_metrics_clientapp", 1, MetricRecord({"loss": 0.5}))
+        >>> rounds.prepare("train_metrics_clientapp", 1, MetricRecord({"loss": 0.5}))
         >>> rounds.end(10)
         >>> rounds.count, rounds.ends, rounds.result.train_metrics_clientapp
         (1, [0, 10], {1: {'loss': 0.5}})

@@ -14,34 +14,34 @@ from manifoldagg.federated import Message, Payload, Trainer, train_client
 from manifoldagg.federated.clients.determinism import deterministic
 from manifoldagg.federated.pytrees import Tree, tree_map
 from manifoldagg.federated.types import ClientState
-from manifoldagg.simulation.federated_dataset import Federation, Key
+from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 
-__all__ = ["Counted", "Errand", "perform"]
+__all__ = ["ClientTask", "GradientCounter", "run_task"]
 
-ALIGNED = 64
+ALIGNMENT = 64
 """Bytes to a multiple of which torch lays what it allocates."""
 
 
 @dataclass(frozen=True, eq=False)
-class Errand:
+class ClientTask:
     """A task: all that its payload follows from.
 
     Attributes:
         federation: which data, minibatches and seeds.
         trainer: what is done with them.
-        key: whose task it is, and which of that client's.
+        task_id: whose task it is, and which of that client's.
         message: what the server sent.
-        memory: what the client's task before this one left.
+        client_state: what the client's task before this one left.
     """
 
-    federation: Federation
+    federation: FederatedDataset
     trainer: Trainer
-    key: Key
+    task_id: TaskId
     message: Message
-    memory: ClientState = None
+    client_state: ClientState = None
 
 
-class Counted:
+class GradientCounter:
     """A criterion that counts the gradients it was asked for: its calls whose value can be differentiated.
 
     A call counts once, also where a trainer of one's own maps it over several points (`vmap`).
@@ -53,7 +53,7 @@ class Counted:
         gradients: how many.
 
     Example:
-        >>> loss = Counted(nn.functional.mse_loss)
+        >>> loss = GradientCounter(nn.functional.mse_loss)
         >>> w = torch.ones(3, requires_grad=True)
         >>> with torch.no_grad():
         ...     _ = loss(w, torch.zeros(3))
@@ -72,29 +72,29 @@ class Counted:
         return value
 
 
-class _Place(threading.local):
+class _ThreadModelCache(threading.local):
     """What a thread keeps for the next errand of the same federation: a module is lent to one at a time."""
 
-    federation: weakref.ref[Federation] | None = None
+    federation: weakref.ref[FederatedDataset] | None = None
     model: nn.Module
 
-    def enter(self, federation: Federation) -> None:
+    def prepare(self, federation: FederatedDataset) -> None:
         if self.federation is None or self.federation() is not federation:
             self.model = federation.model()
             self.federation = weakref.ref(federation)
 
 
-_PLACE = _Place()
+_MODEL_CACHE = _ThreadModelCache()
 
 
-def perform(errand: Errand, criterion: Callable[[Any, Any], Tensor] = cross_entropy) -> Payload:
+def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] = cross_entropy) -> Payload:
     """Do an errand, [`deterministic`][manifoldagg.federated.clients.determinism.deterministic]: its payload follows
     from it alone.
 
     The trainer may write what it is given.
 
     Args:
-        errand: what is to be done.
+        task: what is to be done.
         criterion: cross-entropy, as it is or counted.
 
     Raises:
@@ -105,59 +105,59 @@ def perform(errand: Errand, criterion: Callable[[Any, Any], Tensor] = cross_entr
         >>> from manifoldagg.manifolds import ParameterSpace
         >>> from manifoldagg.experiments import task
         >>> from manifoldagg.simulation import iid_partition
-        >>> federation = Federation.split(task("digits"), 30, partition=iid_partition, seed=0)
+        >>> federation = FederatedDataset.split(task("digits"), 30, partition=iid_partition, seed=0)
         >>> model = federation.model()
         >>> message = Message(ParameterSpace.of(model).point(model))
-        >>> errand = Errand(federation, clients.Local(epochs=1), StoreKey(client=3, nth=0), message)
-        >>> torch.equal(perform(errand).points, perform(errand).points)
+        >>> errand = ClientTask(federation, clients.Local(epochs=1), StoreKey(client=3, nth=0), message)
+        >>> torch.equal(run_task(errand).points, run_task(errand).points)
         True
     """
-    federation, trainer, (client, nth) = errand.federation, errand.trainer, errand.key
+    federation, trainer, (client, nth) = task.federation, task.trainer, task.task_id
     generator = federation.generator(client, nth)
-    _PLACE.enter(federation)
+    _MODEL_CACHE.prepare(federation)
     with deterministic(generator):
         payload = train_client(
-            _PLACE.model,
-            _copied_message(errand.message),
+            _MODEL_CACHE.model,
+            _copy_message(task.message),
             trainer,
             federation.batches(client, nth),
             criterion,
-            client_state=tree_map(errand.memory, _copied),
+            client_state=tree_map(task.client_state, _copy),
             generator=generator,
         )
     return replace(
         payload,
-        points=_own(payload.points),
-        tensors=_each(payload.tensors),
-        client_state=owned(payload.client_state),
-        buffers=_each(payload.buffers),
-        base=owned(payload.base),
+        points=_align(payload.points),
+        tensors=_map_tensors(payload.tensors),
+        client_state=align_tensors(payload.client_state),
+        buffers=_map_tensors(payload.buffers),
+        base=align_tensors(payload.base),
     )
 
 
-def owned(tree: Tree) -> Tree:
+def align_tensors(tree: Tree) -> Tree:
     """The tree with tensors that lie as torch would lay them: how a sum is vectorised depends on where it begins."""
-    return tree_map(tree, _own)
+    return tree_map(tree, _align)
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _align(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor
     alone = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous() and not tensor.requires_grad
-    return tensor if alone and tensor.data_ptr() % ALIGNED == 0 else _copied(tensor)
+    return tensor if alone and tensor.data_ptr() % ALIGNMENT == 0 else _copy(tensor)
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copy(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.detach().clone()
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor.detach())
 
 
-def _each(tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor] = _own) -> dict[str, Tensor]:
-    return {name: change(tensor) for name, tensor in tensors.items()}
+def _map_tensors(tensors: Mapping[str, Tensor], function: Callable[[Tensor], Tensor] = _align) -> dict[str, Tensor]:
+    return {name: function(tensor) for name, tensor in tensors.items()}
 
 
-def _copied_message(message: Message) -> Message:
+def _copy_message(message: Message) -> Message:
     """The message as its client's own: others have the same version."""
-    tensors, buffers = _each(message.tensors, _copied), _each(message.buffers, _copied)
-    return replace(message, start=_copied(message.start), tensors=tensors, buffers=buffers)
+    tensors, buffers = _map_tensors(message.tensors, _copy), _map_tensors(message.buffers, _copy)
+    return replace(message, start=_copy(message.start), tensors=tensors, buffers=buffers)

@@ -16,15 +16,15 @@ import torch
 
 from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.executors.task_transport import Letter, Outcome, attempt
+from manifoldagg.simulation.executors.task_transport import TaskEnvelope, TaskResult, execute
 
-__all__ = ["Executors", "Workers", "processes", "serving"]
+__all__ = ["ExecutorLike", "RestartingExecutor", "processes", "shared_executor"]
 
-PATIENCE = 3
+MAX_RESTARTS = 3
 """So many new executors in a row may break before one of them finished a task."""
 
 
-class Workers:
+class RestartingExecutor:
     """An executor, and another one where it breaks. As a context it ends those that were made here.
 
     Args:
@@ -35,7 +35,7 @@ class Workers:
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
-        >>> with Workers(partial(ThreadPoolExecutor, 2)) as workers:
+        >>> with RestartingExecutor(partial(ThreadPoolExecutor, 2)) as workers:
         ...     workers.count
         2
     """
@@ -43,40 +43,41 @@ class Workers:
     def __init__(self, source: Executor | Callable[[], Executor]) -> None:
         if isinstance(source, type) or not (isinstance(source, Executor) or callable(source)):
             raise ArgumentError(f"executor: expected an Executor, or a function that makes one, got {source!r}")
-        self._make = None if isinstance(source, Executor) else source
+        self._factory = None if isinstance(source, Executor) else source
         self._executor = source if isinstance(source, Executor) else None
-        self.broken = 0
+        self.num_consecutive_failures = 0
         """How many executors have broken since one of them finished a task."""
 
     @property
-    def count(self) -> int | None:
+    def num_workers(self) -> int | None:
         """How many work at a time; `None` where the executor does not say."""
-        count = getattr(self._own(), "_max_workers", None)
+        count = getattr(self._current(), "_max_workers", None)
         return count if isinstance(count, int) and count > 0 else None
 
-    def submit(self, letter: Letter) -> "Future[Outcome]":
+    def submit(self, envelope: TaskEnvelope) -> "Future[TaskResult]":
         """Hand a letter to the executor.
 
         Raises:
             RuntimeError: if it is broken, or takes no more work.
         """
-        return self._own().submit(attempt, letter)
+        return self._current().submit(execute, envelope)
 
-    def replace(self, error: BaseException, client: int) -> None:
+    def restart(self, error: BaseException, client: int) -> None:
         """Have another executor from now on: this one broke, as `error` says, with a task of `client`.
 
         Raises:
             ArgumentError: if it was given, or as many have broken in a row as are borne with.
         """
-        self.broken += 1
+        self.num_consecutive_failures += 1
         told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        if self._make is None:
+        if self._factory is None:
             raise ArgumentError(
                 f"executor: it broke ({told}); give a function that makes one, and what it was at is done again"
             ) from error
-        if self.broken > PATIENCE:
+        if self.num_consecutive_failures > MAX_RESTARTS:
             raise ArgumentError(
-                f"executor: a task of client {client} could not be done: {self.broken} executors in a row broke with "
+                f"executor: a task of client {client} could not be done: "
+                f"{self.num_consecutive_failures} executors in a row broke with "
                 f'it ({told}). For processes, calls of a script stand below `if __name__ == "__main__":`'
             ) from error
         self.close()
@@ -84,7 +85,7 @@ class Workers:
     def close(self) -> None:
         """End the executor that was made here, and what it is at; one that was given stays."""
         executor = self._executor
-        if self._make is None or executor is None:
+        if self._factory is None or executor is None:
             return
         self._executor = None
         at_work = list((getattr(executor, "_processes", None) or {}).values())
@@ -95,14 +96,14 @@ class Workers:
             # Dask's knows no other option.
             executor.shutdown(wait=True)
         # A pool stumbles over what was cancelled, aloud, if a process dies before it has put that away.
-        while manager is not None and manager.is_alive() and _cancelled(manager):
+        while manager is not None and manager.is_alive() and _has_cancelled_work(manager):
             time.sleep(1e-3)
         for process in at_work:
             process.terminate()
         if manager is not None:
             manager.join()
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "RestartingExecutor":
         return self
 
     def __exit__(
@@ -110,31 +111,31 @@ class Workers:
     ) -> None:
         self.close()
 
-    def _own(self) -> Executor:
+    def _current(self) -> Executor:
         if self._executor is None:
-            assert self._make is not None
-            made = self._make()
+            assert self._factory is not None
+            made = self._factory()
             if not isinstance(made, Executor):
                 raise ArgumentError(f"executor: expected a function that makes an Executor, it made {made!r}")
             self._executor = made
         return self._executor
 
 
-Executors: TypeAlias = Executor | Callable[[], Executor] | Workers | None
+ExecutorLike: TypeAlias = Executor | Callable[[], Executor] | RestartingExecutor | None
 """Who trains: an executor, or what makes one; workers, who go on to others after this; `None`: the caller."""
 
 
 @contextmanager
-def serving(executor: Executors) -> Iterator[Executors]:
+def shared_executor(executor: ExecutorLike) -> Iterator[ExecutorLike]:
     """Workers that serve run after run: what a function makes is made once, and again only where it breaks."""
-    if executor is None or isinstance(executor, Workers):
+    if executor is None or isinstance(executor, RestartingExecutor):
         yield executor
         return
-    with Workers(executor) as workers:
+    with RestartingExecutor(executor) as workers:
         yield workers
 
 
-def _cancelled(manager: threading.Thread) -> bool:
+def _has_cancelled_work(manager: threading.Thread) -> bool:
     """Whether the thread of a pool of processes still has cancelled work before it."""
     items = list(getattr(manager, "pending_work_items", {}).values())
     return any(item.future.cancelled() for item in items)
@@ -155,19 +156,19 @@ def processes(jobs: int) -> Callable[[], Executor]:
         1024
         >>> pool.shutdown()
     """
-    return partial(_pool, check_count("jobs", jobs))
+    return partial(_make_pool, check_count("jobs", jobs))
 
 
-def _pool(jobs: int) -> Executor:
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_settle)
-    with _deaf():
+def _make_pool(jobs: int) -> Executor:
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_init_worker)
+    with _block_sigint():
         for _ in range(jobs):
             pool.submit(int)
     return pool
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
+def _block_sigint() -> Iterator[None]:
     """Who is started inside hears no Ctrl-C; one that comes meanwhile is heard here afterwards."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -181,14 +182,14 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _settle() -> None:
+def _init_worker() -> None:
     """What a new process does first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    threading.Thread(target=_follow, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _follow() -> None:
+def _exit_with_parent() -> None:
     """End with the parent: nobody else would tell a process that it is waiting in vain."""
     parent = parent_process()
     if parent is not None:

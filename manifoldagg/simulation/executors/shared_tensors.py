@@ -17,21 +17,21 @@ from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 from manifoldagg.federated.server.durability.spill import Spill, SpilledTree
 
-__all__ = ["Lying", "Missing", "Parcel", "Shelf", "packed", "unpacked"]
+__all__ = ["SharedTensorStore", "StoredTensor", "TensorNotFound", "TensorRef", "deserialize", "serialize"]
 
-SMALL = 2**10
+MIN_SHARED_BYTES = 2**10
 """Bytes up to which a tensor is no parcel: a file costs more."""
-SHARED = "/dev/shm"
+SHARED_MEMORY_DIR = "/dev/shm"
 """Where files are memory, on Linux."""
-KEPT = 2**28
+MAX_CACHED_BYTES = 2**28
 """Bytes of parcels that came by value, beyond which a process forgets the oldest."""
 
 
-class Missing(Exception):
+class TensorNotFound(Exception):
     """A process has not got a parcel: it is to be sent by value."""
 
 
-class Parcel(NamedTuple):
+class TensorRef(NamedTuple):
     """What travels for a tensor.
 
     Attributes:
@@ -49,66 +49,66 @@ class Parcel(NamedTuple):
     shape: tuple[int, ...]
     device: torch.device
 
-    def open(self) -> Tensor:
+    def load(self) -> Tensor:
         """The tensor, in memory of its own, as torch lays it.
 
         Raises:
             Missing: if its values lie on another machine, and came neither with this nor with an earlier parcel.
         """
-        data = _RECEIVED.keep(self.name, self.data) if self.name else self.data
+        data = _RECEIVED_VALUES.get_or_store(self.name, self.data) if self.name else self.data
         made = torch.empty(self.shape, dtype=self.dtype)
         target = tensor_bytes(made)
         if data is not None:
             target[:] = data
         else:
             try:
-                _read(self.name, target)
+                _read_into(self.name, target)
             except OSError:
-                raise Missing(self.name) from None
+                raise TensorNotFound(self.name) from None
         return made.to(self.device)
 
 
-def _read(name: str, target: memoryview) -> None:
+def _read_into(name: str, target: memoryview) -> None:
     with open(name, "rb", buffering=0) as file:
         while target and (count := file.readinto(target)):
             target = target[count:]
 
 
-class _Received:
+class _ReceivedValues:
     """What came by value, the latest last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: OrderedDict[str, bytes] = OrderedDict()
+        self._values: OrderedDict[str, bytes] = OrderedDict()
         self._size = 0
 
-    def keep(self, name: str, data: bytes | None) -> bytes | None:
+    def get_or_store(self, name: str, data: bytes | None) -> bytes | None:
         """What goes by that name: `data` from now on, where it came."""
         with self._lock:
-            before = self._held.pop(name, None)
+            before = self._values.pop(name, None)
             found = before if data is None else data
             if found is None:
                 return None
-            self._held[name] = found
+            self._values[name] = found
             self._size += len(found) - len(before or b"")
-            while self._size > KEPT and len(self._held) > 1:
-                self._size -= len(self._held.popitem(last=False)[1])
+            while self._size > MAX_CACHED_BYTES and len(self._values) > 1:
+                self._size -= len(self._values.popitem(last=False)[1])
             return found
 
 
-_RECEIVED = _Received()
+_RECEIVED_VALUES = _ReceivedValues()
 
 
-class Lying:
+class StoredTensor:
     """A tensor on a shelf, for as long as somebody refers to this."""
 
-    def __init__(self, tensor: Tensor, filed: SpilledTree | None) -> None:
+    def __init__(self, tensor: Tensor, spilled: SpilledTree | None) -> None:
         self.tensor = tensor
-        self.filed = filed
-        self.sent = False
+        self.spilled = spilled
+        self.was_sent = False
 
 
-class Shelf:
+class SharedTensorStore:
     """Where tensors lie that other processes read: each is written once, however often it is sent.
 
     A tensor is known as the object that it is, and must not be written. It lies there for as long as somebody keeps
@@ -117,7 +117,7 @@ class Shelf:
     [`Spill`][manifoldagg.federated.server.durability.spill.Spill] do.
 
     Example:
-        >>> shelf, model = Shelf(), torch.zeros(1000)
+        >>> shelf, model = SharedTensorStore(), torch.zeros(1000)
         >>> lying = shelf.put(model)
         >>> parcel = shelf.parcel(lying)
         >>> parcel.data is None, torch.equal(parcel.open(), model)
@@ -125,32 +125,32 @@ class Shelf:
     """
 
     def __init__(self) -> None:
-        folders = [SHARED] if os.access(SHARED, os.W_OK) else []
+        folders = [SHARED_MEMORY_DIR] if os.access(SHARED_MEMORY_DIR, os.W_OK) else []
         self._spills = [Spill(folder) for folder in (*folders, tempfile.gettempdir())]
-        self._lying: WeakValueDictionary[int, Lying] = WeakValueDictionary()
+        self._stored: WeakValueDictionary[int, StoredTensor] = WeakValueDictionary()
         self._lock = threading.Lock()
-        self.far = False
+        self.remote = False
         """Whether some process does not find the files."""
 
-    def put(self, tensor: Tensor) -> Lying:
+    def put(self, tensor: Tensor) -> StoredTensor:
         """The tensor as it lies here."""
         with self._lock:
-            lying = self._lying.get(id(tensor))
+            lying = self._stored.get(id(tensor))
             if lying is None:
-                self._lying[id(tensor)] = lying = Lying(tensor, self._filed(tensor))
+                self._stored[id(tensor)] = lying = StoredTensor(tensor, self._spill(tensor))
             return lying
 
-    def parcel(self, lying: Lying, *, whole: bool = False) -> Parcel:
-        """What is sent for a tensor: where it lies; its values too if `whole`, or when it first goes far."""
-        tensor = lying.tensor
+    def reference(self, stored: StoredTensor, *, force_by_value: bool = False) -> TensorRef:
+        """What is sent for a tensor: where it lies; its values too if `force_by_value`, or when it first goes far."""
+        tensor = stored.tensor
         with self._lock:
-            by_value = whole or lying.filed is None or (self.far and not lying.sent)
-            lying.sent = lying.sent or by_value
-        name = "" if lying.filed is None else os.fspath(lying.filed.path)
+            by_value = force_by_value or stored.spilled is None or (self.remote and not stored.was_sent)
+            stored.was_sent = stored.was_sent or by_value
+        name = "" if stored.spilled is None else os.fspath(stored.spilled.path)
         data = bytes(tensor_bytes(tensor)) if by_value else None
-        return Parcel(name, data, tensor.dtype, tuple(tensor.shape), tensor.device)
+        return TensorRef(name, data, tensor.dtype, tuple(tensor.shape), tensor.device)
 
-    def _filed(self, tensor: Tensor) -> SpilledTree | None:
+    def _spill(self, tensor: Tensor) -> SpilledTree | None:
         for spill in self._spills:
             try:
                 return spill.write(tensor)
@@ -159,13 +159,15 @@ class Shelf:
         return None
 
 
-def packed(tree: Tree, shelf: Shelf | None = None, *, whole: bool = False) -> tuple[bytes, list[Lying]]:
+def serialize(
+    tree: Tree, store: SharedTensorStore | None = None, *, by_value: bool = False
+) -> tuple[bytes, list[StoredTensor]]:
     """Whatever can be pickled as bytes: dense tensors as their values, which no process holds for another.
 
     Args:
         tree: to pack.
-        shelf: where tensors are put that are not small; only parcels of them are packed.
-        whole: these bring the values.
+        store: where tensors are put that are not small; only parcels of them are packed.
+        by_value: these bring the values.
 
     Returns:
         The bytes, and what must lie on the shelf for as long as somebody may unpack them.
@@ -175,12 +177,12 @@ def packed(tree: Tree, shelf: Shelf | None = None, *, whole: bool = False) -> tu
         {'m': tensor([1., 1., 1.]), 'count': 3}
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, shelf, whole)
+    pickler = _Pickler(file, store, by_value)
     pickler.dump(tree)
-    return file.getvalue(), pickler.lying
+    return file.getvalue(), pickler.stored
 
 
-def unpacked(data: bytes) -> Tree:
+def deserialize(data: bytes) -> Tree:
     """What was packed, in memory of its own; tensors lie as torch lays them.
 
     Raises:
@@ -190,27 +192,27 @@ def unpacked(data: bytes) -> Tree:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, shelf: Shelf | None, whole: bool) -> None:
+    def __init__(self, file: io.BytesIO, store: SharedTensorStore | None, by_value: bool) -> None:
         super().__init__(file, protocol=5)
-        self._shelf = shelf
-        self._whole = whole
-        self.lying: list[Lying] = []
+        self._store = store
+        self._by_value = by_value
+        self.stored: list[StoredTensor] = []
 
-    def persistent_id(self, obj: Any) -> Parcel | None:
-        if self._shelf is None or not _is_dense(obj) or obj.nbytes <= SMALL:
+    def persistent_id(self, obj: Any) -> TensorRef | None:
+        if self._store is None or not _is_dense(obj) or obj.nbytes <= MIN_SHARED_BYTES:
             return None
-        lying = self._shelf.put(obj)
-        self.lying.append(lying)
-        return self._shelf.parcel(lying, whole=self._whole)
+        lying = self._store.put(obj)
+        self.stored.append(lying)
+        return self._store.reference(lying, force_by_value=self._by_value)
 
     def reducer_override(self, obj: Any) -> Any:
         if not _is_dense(obj):
             return NotImplemented
-        return _Pickler._opened, (bytes(tensor_bytes(obj)), obj.dtype, tuple(obj.shape), obj.device)
+        return _Pickler._load_tensor, (bytes(tensor_bytes(obj)), obj.dtype, tuple(obj.shape), obj.device)
 
     @staticmethod
-    def _opened(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        return Parcel("", data, dtype, shape, device).open()
+    def _load_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        return TensorRef("", data, dtype, shape, device).load()
 
 
 class _Unpickler(pickle.Unpickler):

@@ -12,27 +12,27 @@ from immutables import Map
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Trainer
 from manifoldagg.federated.types import ClientState
-from manifoldagg.simulation.executors.executor import Executors, Workers
-from manifoldagg.simulation.executors.task_transport import Letter, Outcome, Terms, done
-from manifoldagg.simulation.federated_dataset import Federation, Key
+from manifoldagg.simulation.executors.executor import ExecutorLike, RestartingExecutor
+from manifoldagg.simulation.executors.task_transport import RunContext, TaskEnvelope, TaskResult, execute_local
+from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 
-__all__ = ["Coming", "Crew"]
+__all__ = ["TaskOrder", "TaskRunner"]
 
-QUEUED = 2
+TASKS_PER_WORKER = 2
 """Tasks that an executor has for each of its workers: none of them waits for this process."""
-AHEAD = 16
+LOOKAHEAD_PER_WORKER = 16
 """Tasks for each worker beyond which nobody looks ahead: what was trained too early lies in memory."""
 
 
 @runtime_checkable
-class Coming(Protocol):
+class TaskOrder(Protocol):
     """Who knows which tasks will be needed, and in which order."""
 
-    def coming(self, limit: int) -> Sequence[Key]:
+    def next_tasks(self, limit: int) -> Sequence[TaskId]:
         """The first `limit` of the tasks that were given and will be needed."""
 
 
-class _Task:
+class _PendingTask:
     """A task that was given and has not been answered.
 
     Attributes:
@@ -43,27 +43,27 @@ class _Task:
         outcome: what came of it.
     """
 
-    def __init__(self, key: Key, message: Message) -> None:
-        self.key = key
+    def __init__(self, task_id: TaskId, message: Message) -> None:
+        self.task_id = task_id
         self.message = message
-        self.whole = False
-        self.forget()
+        self.by_value = False
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """As if it had never been sent."""
-        self.memory: ClientState = None
+        self.client_state: ClientState = None
         # What lies on the shelf for it goes with it.
-        self.letter: Letter | None = None
-        self.future: Future[Outcome] | None = None
-        self.outcome: Outcome | None = None
+        self.envelope: TaskEnvelope | None = None
+        self.future: Future[TaskResult] | None = None
+        self.result: TaskResult | None = None
 
-    def leaves(self) -> ClientState:
+    def client_state_after(self) -> ClientState:
         """What the client's next task starts from."""
-        assert self.outcome is not None
-        return self.memory if self.outcome.payload is None else self.outcome.payload.client_state
+        assert self.result is not None
+        return self.client_state if self.result.payload is None else self.result.payload.client_state
 
 
-class Crew:
+class TaskRunner:
     """Trains what clients were asked for: here, when they answer, or before that on an executor. The bits are the same.
 
     A client's tasks are done one after the other, each from the memory that the one before it left. As a context it
@@ -74,11 +74,11 @@ class Crew:
         trainer: what clients do.
         executor: an executor; what makes one, which is ended with this; or workers, who go on to others after this.
             `None`: this thread, when it asks.
-        foresight: tells which tasks will be needed first. Without it: those that were given first.
-        memories: by client, what another crew's were, to go on from.
+        order: tells which tasks will be needed first. Without it: those that were given first.
+        client_states: by client, what another crew's were, to go on from.
 
     Attributes:
-        memories: by client, what its last answer left with it; replaced and never written.
+        client_states: by client, what its last answer left with it; replaced and never written.
 
     Attributes:
         gradients: that the task of the latest `result` computed, also where it raised.
@@ -92,10 +92,10 @@ class Crew:
         >>> from manifoldagg.manifolds import ParameterSpace
         >>> from manifoldagg.experiments import task
         >>> from manifoldagg.simulation import iid_partition
-        >>> federation = Federation.split(task("digits"), 30, partition=iid_partition, seed=0)
+        >>> federation = FederatedDataset.split(task("digits"), 30, partition=iid_partition, seed=0)
         >>> model = federation.model()
         >>> message = Message(ParameterSpace.of(model).point(model))
-        >>> with ThreadPoolExecutor(2) as pool, Crew(federation, clients.Local(epochs=1), pool) as crew:
+        >>> with ThreadPoolExecutor(2) as pool, TaskRunner(federation, clients.Local(epochs=1), pool) as crew:
         ...     for client in (3, 4, 5):
         ...         crew.give(StoreKey(client, 0), message)
         ...     [crew.result(StoreKey(client, 0)).samples == len(federation.train[client]) for client in (5, 3, 4)]
@@ -104,78 +104,80 @@ class Crew:
 
     def __init__(
         self,
-        federation: Federation,
+        federation: FederatedDataset,
         trainer: Trainer,
-        executor: Executors = None,
-        foresight: Coming | None = None,
-        memories: Map[int, ClientState] = Map(),
+        executor: ExecutorLike = None,
+        order: TaskOrder | None = None,
+        client_states: Map[int, ClientState] = Map(),
     ) -> None:
-        self._terms = Terms(federation, trainer)
-        self._ours = None if executor is None or isinstance(executor, Workers) else Workers(executor)
-        self._workers = executor if isinstance(executor, Workers) else self._ours
-        self._foresight = foresight
-        self.gradients = 0
-        self._tasks: dict[Key, _Task] = {}
+        self._context = RunContext(federation, trainer)
+        self._owned_executor = (
+            None if executor is None or isinstance(executor, RestartingExecutor) else RestartingExecutor(executor)
+        )
+        self._executor = executor if isinstance(executor, RestartingExecutor) else self._owned_executor
+        self._order = order
+        self.num_gradients = 0
+        self._tasks: dict[TaskId, _PendingTask] = {}
         # The tasks of a client in the order in which they were given.
-        self._lines: dict[int, list[_Task]] = {}
-        self.memories = memories
-        self._waiting: set[_Task] = set()
-        self._out: set[_Task] = set()
-        self._done: SimpleQueue[tuple[_Task, Future[Outcome]]] = SimpleQueue()
+        self._client_queues: dict[int, list[_PendingTask]] = {}
+        self.client_states = client_states
+        self._waiting: set[_PendingTask] = set()
+        self._submitted: set[_PendingTask] = set()
+        self._finished: SimpleQueue[tuple[_PendingTask, Future[TaskResult]]] = SimpleQueue()
 
-    def give(self, key: Key, message: Message) -> None:
+    def submit(self, task_id: TaskId, message: Message) -> None:
         """Ask for a task. Nothing of `message` may be written from now on.
 
         Raises:
             ArgumentError: if a task of that key was given already, and not answered.
         """
-        if key in self._tasks:
-            raise ArgumentError(f"key: {key} was given already")
-        task = _Task(key, message)
-        self._tasks[key] = task
-        self._lines.setdefault(key.client, []).append(task)
+        if task_id in self._tasks:
+            raise ArgumentError(f"task_id: {task_id} was given already")
+        task = _PendingTask(task_id, message)
+        self._tasks[task_id] = task
+        self._client_queues.setdefault(task_id.client, []).append(task)
         self._waiting.add(task)
 
-    def result(self, key: Key) -> Payload:
+    def result(self, task_id: TaskId) -> Payload:
         """The payload of a task, which is answered with that; tasks of its client that were given before it are.
 
         Raises:
             ArgumentError: if it is not the next task of its client, or the executor cannot do it.
             Exception: whatever the training raised, such as a `DivergenceError`.
         """
-        task = self._tasks.get(key)
-        if task is None or self._lines[key.client][0] is not task:
-            raise ArgumentError(f"key: {key} is not the next task of its client")
-        outcome = self._here(task) if self._workers is None else self._elsewhere(task, self._workers)
-        self.gradients = outcome.gradients
-        left = task.leaves()
-        self._drop(task)
+        task = self._tasks.get(task_id)
+        if task is None or self._client_queues[task_id.client][0] is not task:
+            raise ArgumentError(f"task_id: {task_id} is not the next task of its client")
+        outcome = self._run_local(task) if self._executor is None else self._run_remote(task, self._executor)
+        self.num_gradients = outcome.gradients
+        left = task.client_state_after()
+        self._remove(task)
         if left is not None:
-            self.memories = self.memories.set(key.client, left)
-        elif key.client in self.memories:
-            self.memories = self.memories.delete(key.client)
+            self.client_states = self.client_states.set(task_id.client, left)
+        elif task_id.client in self.client_states:
+            self.client_states = self.client_states.delete(task_id.client)
         if outcome.payload is None:
             assert outcome.error is not None
             raise outcome.error
         return outcome.payload
 
-    def lose(self, keys: Iterable[Key]) -> None:
+    def cancel(self, task_ids: Iterable[TaskId]) -> None:
         """Forget tasks that nobody waits for. What their clients do next starts from the memory of the last answer."""
-        for task in [self._tasks[key] for key in keys if key in self._tasks]:
-            line = self._lines[task.key.client]
+        for task in [self._tasks[key] for key in task_ids if key in self._tasks]:
+            line = self._client_queues[task.task_id.client]
             for later in line[line.index(task) :]:
                 # Those that follow started from what it left.
-                self._recall(later)
-            self._drop(task)
+                self._requeue(later)
+            self._remove(task)
 
     def close(self) -> None:
         """Take back what an executor has not done, and end one that was made here."""
-        for task in list(self._out):
-            self._recall(task)
-        if self._ours is not None:
-            self._ours.close()
+        for task in list(self._submitted):
+            self._requeue(task)
+        if self._owned_executor is not None:
+            self._owned_executor.close()
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "TaskRunner":
         return self
 
     def __exit__(
@@ -183,54 +185,56 @@ class Crew:
     ) -> None:
         self.close()
 
-    def _here(self, task: _Task) -> Outcome:
-        task.memory = self._before(task)
-        task.outcome = done(self._terms.errand(task.key, task.message, task.memory))
-        return task.outcome
+    def _run_local(self, task: _PendingTask) -> TaskResult:
+        task.client_state = self._client_state_before(task)
+        task.result = execute_local(self._context.make_task(task.task_id, task.message, task.client_state))
+        return task.result
 
-    def _elsewhere(self, task: _Task, workers: Workers) -> Outcome:
-        self._hear(workers, wait=False)
-        while task.outcome is None:
+    def _run_remote(self, task: _PendingTask, executor: RestartingExecutor) -> TaskResult:
+        self._collect(executor, wait=False)
+        while task.result is None:
             if task in self._waiting:
-                self._send(task, workers)
-            self._employ(workers)
-            self._hear(workers, wait=bool(self._out))
-        self._employ(workers)
-        return task.outcome
+                self._send(task, executor)
+            self._fill(executor)
+            self._collect(executor, wait=bool(self._submitted))
+        self._fill(executor)
+        return task.result
 
-    def _employ(self, workers: Workers) -> None:
+    def _fill(self, executor: RestartingExecutor) -> None:
         """Keep the executor busy with what will be needed first."""
-        count = workers.count
+        count = executor.num_workers
         # One at a time where executors break, to know with whose task.
-        most = 1 if workers.broken else math.inf if count is None else QUEUED * count
-        if not self._waiting or len(self._out) >= most:
+        most = 1 if executor.num_consecutive_failures else math.inf if count is None else TASKS_PER_WORKER * count
+        if not self._waiting or len(self._submitted) >= most:
             return
-        limit = len(self._tasks) if count is None else min(len(self._tasks), AHEAD * count)
-        keys = list(self._tasks)[:limit] if self._foresight is None else self._foresight.coming(limit)
+        limit = len(self._tasks) if count is None else min(len(self._tasks), LOOKAHEAD_PER_WORKER * count)
+        keys = list(self._tasks)[:limit] if self._order is None else self._order.next_tasks(limit)
         for key in keys:
             task = self._tasks.get(key)
             if task in self._waiting and self._is_ready(task):
-                if len(self._out) >= most:
+                if len(self._submitted) >= most:
                     return
-                self._send(task, workers)
+                self._send(task, executor)
 
-    def _send(self, task: _Task, workers: Workers) -> None:
-        task.memory = self._before(task)
-        task.letter = Letter(self._terms, task.key, task.message, task.memory, whole=task.whole)
+    def _send(self, task: _PendingTask, executor: RestartingExecutor) -> None:
+        task.client_state = self._client_state_before(task)
+        task.envelope = TaskEnvelope(
+            self._context, task.task_id, task.message, task.client_state, by_value=task.by_value
+        )
         try:
-            task.future = workers.submit(task.letter)
+            task.future = executor.submit(task.envelope)
         except Exception as error:
-            self._break(error, task, workers)
+            self._handle_broken_executor(error, task, executor)
             return
         self._waiting.discard(task)
-        self._out.add(task)
-        task.future.add_done_callback(lambda future: self._done.put((task, future)))
+        self._submitted.add(task)
+        task.future.add_done_callback(lambda future: self._finished.put((task, future)))
 
-    def _hear(self, workers: Workers, *, wait: bool) -> None:
+    def _collect(self, executor: RestartingExecutor, *, wait: bool) -> None:
         """Take what has been done; with `wait` at least one piece of news."""
         while True:
             try:
-                task, future = self._done.get(block=wait)
+                task, future = self._finished.get(block=wait)
             except Empty:
                 return
             wait = False
@@ -238,56 +242,56 @@ class Crew:
                 continue
             error = CancelledError() if future.cancelled() else future.exception()
             if error is not None:
-                self._break(error, task, workers)
+                self._handle_broken_executor(error, task, executor)
                 continue
             outcome = future.result()
-            workers.broken = 0
-            if outcome.missing:
-                self._terms.shelf.far = task.whole = True
-                self._recall(task)
-            elif outcome.error is not None and not outcome.trained:
+            executor.num_consecutive_failures = 0
+            if outcome.has_missing_tensors:
+                self._context.tensor_store.remote = task.by_value = True
+                self._requeue(task)
+            elif outcome.error is not None and not outcome.from_training:
                 raise outcome.error
             else:
-                self._out.discard(task)
+                self._submitted.discard(task)
                 # It knows this by what it calls when it is done.
                 task.future = None
-                task.letter = None
-                task.outcome = outcome
+                task.envelope = None
+                task.result = outcome
 
-    def _break(self, error: BaseException, task: _Task, workers: Workers) -> None:
+    def _handle_broken_executor(self, error: BaseException, task: _PendingTask, executor: RestartingExecutor) -> None:
         """The executor failed: what it was at is done again on another."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ArgumentError):
                 raise cause
             cause = cause.__cause__ or cause.__context__
-        workers.replace(error, task.key.client)
-        for other in list(self._out):
-            self._recall(other)
+        executor.restart(error, task.task_id.client)
+        for other in list(self._submitted):
+            self._requeue(other)
 
-    def _is_ready(self, task: _Task) -> bool:
-        line = self._lines[task.key.client]
+    def _is_ready(self, task: _PendingTask) -> bool:
+        line = self._client_queues[task.task_id.client]
         place = line.index(task)
-        return place == 0 or line[place - 1].outcome is not None
+        return place == 0 or line[place - 1].result is not None
 
-    def _before(self, task: _Task) -> ClientState:
-        line = self._lines[task.key.client]
+    def _client_state_before(self, task: _PendingTask) -> ClientState:
+        line = self._client_queues[task.task_id.client]
         place = line.index(task)
-        return line[place - 1].leaves() if place else self.memories.get(task.key.client)
+        return line[place - 1].client_state_after() if place else self.client_states.get(task.task_id.client)
 
-    def _recall(self, task: _Task) -> None:
+    def _requeue(self, task: _PendingTask) -> None:
         future = task.future
-        task.forget()
-        self._out.discard(task)
+        task.reset()
+        self._submitted.discard(task)
         self._waiting.add(task)
         if future is not None:
             future.cancel()
 
-    def _drop(self, task: _Task) -> None:
-        del self._tasks[task.key]
+    def _remove(self, task: _PendingTask) -> None:
+        del self._tasks[task.task_id]
         self._waiting.discard(task)
-        self._out.discard(task)
-        line = self._lines[task.key.client]
+        self._submitted.discard(task)
+        line = self._client_queues[task.task_id.client]
         line.remove(task)
         if not line:
-            del self._lines[task.key.client]
+            del self._client_queues[task.task_id.client]

@@ -14,47 +14,54 @@ from manifoldagg.federated import Message, Payload, Trainer
 from manifoldagg.federated.types import ClientState
 from manifoldagg.kernels import set_backend
 from manifoldagg.kernels.backends import selection
-from manifoldagg.simulation.executors.client_task import Counted, Errand, perform
-from manifoldagg.simulation.executors.shared_tensors import Lying, Missing, Parcel, Shelf, packed, unpacked
-from manifoldagg.simulation.federated_dataset import Federation, Key
+from manifoldagg.simulation.executors.client_task import ClientTask, GradientCounter, run_task
+from manifoldagg.simulation.executors.shared_tensors import (
+    SharedTensorStore,
+    StoredTensor,
+    TensorNotFound,
+    TensorRef,
+    deserialize,
+    serialize,
+)
+from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 
-__all__ = ["Letter", "Outcome", "Terms", "attempt", "done"]
+__all__ = ["RunContext", "TaskEnvelope", "TaskResult", "execute", "execute_local"]
 
-MADE = 4
+MAX_CACHED_CONTEXTS = 4
 """How many terms a process keeps: a federation holds data."""
 
 
-class _Surroundings(NamedTuple):
+class _Environment(NamedTuple):
     """What else in a process the bits of an errand follow from."""
 
     dtype: torch.dtype
     backend: str
 
     @staticmethod
-    def here() -> "_Surroundings":
-        return _Surroundings(torch.get_default_dtype(), _backend())
+    def current() -> "_Environment":
+        return _Environment(torch.get_default_dtype(), _backend_name())
 
-    def hold(self) -> None:
+    def activate(self) -> None:
         """Have them in this process."""
         if torch.get_default_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
-        if _backend() != self.backend:
+        if _backend_name() != self.backend:
             set_backend(self.backend)
 
 
-class _Common(NamedTuple):
+class _LoadedContext(NamedTuple):
     """The terms as another process has them."""
 
-    surroundings: _Surroundings
-    federation: Federation
+    environment: _Environment
+    federation: FederatedDataset
     trainer: Trainer
 
 
-def _backend() -> str:
+def _backend_name() -> str:
     return str(selection.backend_for(torch.device("cpu")).__name__.rpartition(".")[2])
 
 
-class Terms:
+class RunContext:
     """What all errands of a run have in common, sealed once for all of their letters.
 
     Args:
@@ -62,129 +69,137 @@ class Terms:
         trainer: what is done with them.
     """
 
-    def __init__(self, federation: Federation, trainer: Trainer) -> None:
+    def __init__(self, federation: FederatedDataset, trainer: Trainer) -> None:
         self.federation = federation
         self.trainer = trainer
-        self._sealed: Lying | None = None
+        self._serialized: StoredTensor | None = None
         self._lock = threading.Lock()
 
     @cached_property
-    def shelf(self) -> Shelf:
+    def tensor_store(self) -> SharedTensorStore:
         """Where tensors lie for other processes."""
-        return Shelf()
+        return SharedTensorStore()
 
-    def errand(self, key: Key, message: Message, memory: ClientState) -> Errand:
+    def make_task(self, task_id: TaskId, message: Message, client_state: ClientState) -> ClientTask:
         """What is to be done for a task."""
-        return Errand(self.federation, self.trainer, key, message, memory)
+        return ClientTask(self.federation, self.trainer, task_id, message, client_state)
 
-    def seal(self) -> Lying:
+    def serialize_context(self) -> StoredTensor:
         """The terms as they lie on the shelf, as bytes.
 
         Raises:
             ArgumentError: if they cannot be pickled.
         """
         with self._lock:
-            if self._sealed is None:
+            if self._serialized is None:
                 try:
-                    inside, _ = packed((self.federation, self.trainer))
+                    inside, _ = serialize((self.federation, self.trainer))
                 except Exception as error:
                     raise ArgumentError(
-                        "executor: the federation or the trainer cannot be sent to another process: split a `task` of "
-                        f"a function that can be imported, or give an executor of threads ({error})"
+                        "executor: the federation or the trainer cannot be sent to another process: split a `dataset` "
+                        f"of a function that can be imported, or give an executor of threads ({error})"
                     ) from error
-                data, _ = packed((_Surroundings.here(), inside))
-                self._sealed = self.shelf.put(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            return self._sealed
+                data, _ = serialize((_Environment.current(), inside))
+                self._serialized = self.tensor_store.put(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            return self._serialized
 
 
-class Letter:
+class TaskEnvelope:
     """An errand that pickles as references to what it is made of, however large the model.
 
     Args:
-        terms: of the run.
-        key: whose task, and which.
+        context: of the run.
+        task_id: whose task, and which.
         message: from the server.
-        memory: what the client's task before this one left.
-        whole: bring it all by value, as it was not found.
+        client_state: what the client's task before this one left.
+        by_value: bring it all by value, as it was not found.
     """
 
-    def __init__(self, terms: Terms, key: Key, message: Message, memory: ClientState, *, whole: bool = False) -> None:
-        self._terms = terms
-        self._parts = (key, message, memory)
-        self._whole = whole
-        self._lying: list[Lying] = []
+    def __init__(
+        self,
+        context: RunContext,
+        task_id: TaskId,
+        message: Message,
+        client_state: ClientState,
+        *,
+        by_value: bool = False,
+    ) -> None:
+        self._context = context
+        self._parts = (task_id, message, client_state)
+        self._by_value = by_value
+        self._stored: list[StoredTensor] = []
 
-    def errand(self) -> Errand:
+    def open_task(self) -> ClientTask:
         """What is to be done."""
-        return self._terms.errand(*self._parts)
+        return self._context.make_task(*self._parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sealed = self._terms.seal()
-        data, lying = packed(self._parts, self._terms.shelf, whole=self._whole)
+        sealed = self._context.serialize_context()
+        data, lying = serialize(self._parts, self._context.tensor_store, by_value=self._by_value)
         # What it refers to lies there for as long as it does.
-        self._lying += lying
-        return _Received, (self._terms.shelf.parcel(sealed, whole=self._whole), data)
+        self._stored += lying
+        return _ReceivedEnvelope, (self._context.tensor_store.reference(sealed, force_by_value=self._by_value), data)
 
     def __dask_tokenize__(self) -> str:
         """A name that nothing else has: dask does not look whether the work is equal to some that it knows."""
         return os.urandom(16).hex()
 
 
-class _Received:
+class _ReceivedEnvelope:
     """A letter in another process. Nothing of it was opened yet: what goes wrong then is answered."""
 
-    def __init__(self, terms: Parcel, data: bytes) -> None:
-        self._common = terms
+    def __init__(self, context: TensorRef, data: bytes) -> None:
+        self._context = context
         self._data = data
 
-    def errand(self) -> Errand:
+    def open_task(self) -> ClientTask:
         """What is to be done.
 
         Raises:
             Missing: if something of it is not here.
             ArgumentError: if the federation or the trainer cannot be made here.
         """
-        common = _KNOWN.get(self._common)
-        common.surroundings.hold()
-        return Errand(common.federation, common.trainer, *unpacked(self._data))
+        common = _CONTEXT_CACHE.get(self._context)
+        common.environment.activate()
+        return ClientTask(common.federation, common.trainer, *deserialize(self._data))
 
 
-class _Known:
+class _ContextCache:
     """The terms that were made in this process, the latest last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: OrderedDict[str | bytes | None, _Common] = OrderedDict()
+        self._contexts: OrderedDict[str | bytes | None, _LoadedContext] = OrderedDict()
 
-    def get(self, parcel: Parcel) -> _Common:
-        name = parcel.name or parcel.data
+    def get(self, ref: TensorRef) -> _LoadedContext:
+        name = ref.name or ref.data
         with self._lock:
-            made = self._made.pop(name, None)
+            made = self._contexts.pop(name, None)
             if made is None:
-                surroundings, inside = unpacked(parcel.open().numpy().tobytes())
+                surroundings, inside = deserialize(ref.load().numpy().tobytes())
                 surroundings.hold()
                 try:
-                    made = _Common(surroundings, *unpacked(inside))
+                    made = _LoadedContext(surroundings, *deserialize(inside))
                 except Exception as error:
                     raise ArgumentError(
                         f"executor: a worker cannot make the federation or the trainer: {error}"
                     ) from error
-            self._made[name] = made
-            while len(self._made) > MADE:
-                self._made.popitem(last=False)
+            self._contexts[name] = made
+            while len(self._contexts) > MAX_CACHED_CONTEXTS:
+                self._contexts.popitem(last=False)
             return made
 
 
-_KNOWN = _Known()
+_CONTEXT_CACHE = _ContextCache()
 
 
-class Outcome:
+class TaskResult:
     """What became of a letter: a payload, or what was raised. It pickles as plain bytes.
 
     Args:
         payload: of the task.
         error: what was raised.
-        trained: whether the training raised it.
+        from_training: whether the training raised it.
         gradients: that were computed, also by a training that raised.
     """
 
@@ -193,53 +208,53 @@ class Outcome:
         payload: Payload | None = None,
         error: Exception | None = None,
         *,
-        trained: bool = True,
+        from_training: bool = True,
         gradients: int = 0,
     ) -> None:
         self.payload = payload
         self.error = error
-        self.trained = trained
+        self.from_training = from_training
         self.gradients = gradients
 
     @property
-    def missing(self) -> bool:
+    def has_missing_tensors(self) -> bool:
         """Whether the letter was not understood, as something of it is not where it was read."""
         return self.payload is None and self.error is None
 
     def __reduce__(self) -> tuple[Any, ...]:
         try:
-            data, _ = packed((self.payload, self.error, self.trained, self.gradients))
+            data, _ = serialize((self.payload, self.error, self.from_training, self.gradients))
             if self.error is not None:
-                unpacked(data)
+                deserialize(data)
         except Exception as problem:
             told = RuntimeError(f"{self.error or problem!r}, which cannot be sent to another process")
-            data, _ = packed((None, told, self.trained, self.gradients))
-        return _outcome, (data, "" if self.error is None else "".join(traceback.format_exception(self.error)))
+            data, _ = serialize((None, told, self.from_training, self.gradients))
+        return _rebuild_result, (data, "" if self.error is None else "".join(traceback.format_exception(self.error)))
 
 
-def _outcome(data: bytes, trace: str) -> Outcome:
-    payload, error, trained, gradients = unpacked(data)
+def _rebuild_result(data: bytes, trace: str) -> TaskResult:
+    payload, error, trained, gradients = deserialize(data)
     if error is not None:
         error.add_note(f"in another process:\n{trace}")
-    return Outcome(payload, error, trained=trained, gradients=gradients)
+    return TaskResult(payload, error, from_training=trained, gradients=gradients)
 
 
-def attempt(letter: Letter | _Received) -> Outcome:
+def execute(envelope: TaskEnvelope | _ReceivedEnvelope) -> TaskResult:
     """Do what a letter asks for. Nothing is raised: what an executor raises is its own."""
     try:
-        errand = letter.errand()
-    except Missing:
-        return Outcome()
+        errand = envelope.open_task()
+    except TensorNotFound:
+        return TaskResult()
     except Exception as error:
-        return Outcome(error=error, trained=False)
-    return done(errand)
+        return TaskResult(error=error, from_training=False)
+    return execute_local(errand)
 
 
-def done(errand: Errand) -> Outcome:
+def execute_local(task: ClientTask) -> TaskResult:
     """Do an errand, and keep what its training raises; the gradients are counted where they are computed."""
-    criterion = Counted()
+    criterion = GradientCounter()
     try:
-        payload = perform(errand, criterion)
+        payload = run_task(task, criterion)
     except Exception as error:
-        return Outcome(error=error, gradients=criterion.gradients)
-    return Outcome(payload, gradients=criterion.gradients)
+        return TaskResult(error=error, gradients=criterion.gradients)
+    return TaskResult(payload, gradients=criterion.gradients)

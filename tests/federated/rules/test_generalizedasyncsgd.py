@@ -66,7 +66,7 @@ def test_at_the_joint_minimiser_it_rests_in_the_mean():
 
 
 def network():
-    return JacksonNetwork(ROUTING, SPEEDS, np.random.default_rng(0), tasks=TASKS)
+    return JacksonNetwork(ROUTING, SPEEDS, np.random.default_rng(0), concurrency=TASKS)
 
 
 def test_in_a_network_every_task_is_taken_by_the_share_of_its_client():

@@ -196,7 +196,7 @@ def test_an_update_may_grow_stale_while_it_is_checked(monkeypatch):
             taken[0] = s.receive(quick.id, payload()).accepted
         return validate_payload(form, brought, requires_base=based)
 
-    monkeypatch.setattr("....validate_payload", slow)
+    monkeypatch.setattr("manifoldagg.federated.server.server.validate_payload", slow)
     assert s.receive(late.id, payload()).reason == "staleness: expected at most 0, got 1"
     assert taken == [True]
 

@@ -16,11 +16,19 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import DivergenceError
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Message, Payload
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.rules import DeFedAvg, FedAsync, FedAvg, GeneralizedAsyncSGD, OrthoFL
-from manifoldagg.simulation import Exponential, Federation, JacksonNetwork, Method, Task, churn, dirichlet_partition
+from manifoldagg.simulation import (
+    Exponential,
+    FederatedDataset,
+    JacksonNetwork,
+    LabelledDataset,
+    Method,
+    churn,
+    dirichlet_partition,
+)
 
 
 def model():
@@ -32,12 +40,12 @@ def clouds(samples=120):
     centres = torch.tensor([[2.0, 0.0], [-1.0, 1.7], [-1.0, -1.7]])
     labels = torch.arange(3).repeat(samples // 3)
     noise = torch.randn(samples, 2, generator=torch.Generator().manual_seed(0))
-    return Task("clouds", centres[labels] + 0.4 * noise, labels, model, 0.9)
+    return LabelledDataset("clouds", centres[labels] + 0.4 * noise, labels, model, 0.9)
 
 
 def federation(clients=5, seed=0):
-    return Federation.split(
-        task(clouds), clients, partition=partial(dirichlet_partition, concentration=3.0), seed=seed, batch=32
+    return FederatedDataset.split(
+        load_dataset(clouds), clients, partition=partial(dirichlet_partition, concentration=3.0), seed=seed, batch=32
     )
 
 
@@ -88,7 +96,7 @@ def normalised():
     made = clouds(120)
     wide = torch.rand(120, 2000, generator=torch.Generator().manual_seed(0)) + 5
     inputs = made.inputs + ((wide - wide.mean()) / wide.std())[:, :2]
-    return Task("normalised", inputs, made.labels, model, 0.9)
+    return LabelledDataset("normalised", inputs, made.labels, model, 0.9)
 
 
 def uniform(clients):
@@ -108,7 +116,7 @@ METHODS = {
 
 def queues(clients, generator):
     count = len(clients)
-    return JacksonNetwork([1 / count] * count, [1.0 + client for client in clients], generator, tasks=20)
+    return JacksonNetwork([1 / count] * count, [1.0 + client for client in clients], generator, concurrency=20)
 
 
 def comes_and_goes(clients, generator):
@@ -118,7 +126,7 @@ def comes_and_goes(clients, generator):
 SCENARIOS = {
     "plain": {},
     "queues": {"scheduler": queues},
-    "churn": {"participation": comes_and_goes},
+    "churn": {"availability": comes_and_goes},
 }
 
 

@@ -11,8 +11,8 @@ from manifoldagg.errors import DivergenceError
 from manifoldagg.federated import Message, Payload, Server, clients, train_client
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation import Errand, Federation, Key, perform
-from manifoldagg.simulation.executors.client_task import owned
+from manifoldagg.simulation import ClientTask, FederatedDataset, TaskId, run_task
+from manifoldagg.simulation.executors.client_task import align_tensors
 from tests.simulation.test_run import clusters, dirichlet
 from tests.support import draw
 
@@ -24,12 +24,12 @@ def dropping() -> nn.Module:
 
 def federation(model=None):
     made = clusters() if model is None else replace(clusters(), model=model)
-    return Federation.split(made, 3, partition=dirichlet(5.0), seed=0)
+    return FederatedDataset.split(made, 3, partition=dirichlet(5.0), seed=0)
 
 
 def errand(of, trainer=None, key=(0, 0), memory=None):
     server = Server.of(of.model(), FedAsync())
-    return Errand(of, trainer or clients.Local(epochs=2), Key(*key), server.dispatch(0).message, memory)
+    return ClientTask(of, trainer or clients.Local(epochs=2), TaskId(*key), server.dispatch(0).message, memory)
 
 
 def same(a, b):
@@ -59,14 +59,14 @@ def test_a_module_works_as_a_trainer_does_and_stays_as_it_was():
 
 @pytest.mark.parametrize("model", [None, dropping])
 def test_the_payload_does_not_depend_on_the_thread_or_on_what_was_drawn_before(model):
-    given = [errand(federation(model), key=Key(client, nth)) for client in range(3) for nth in range(2)]
+    given = [errand(federation(model), key=TaskId(client, nth)) for client in range(3) for nth in range(2)]
     torch.manual_seed(5)
-    expected = [perform(one) for one in given]
+    expected = [run_task(one) for one in given]
     assert not same(expected[0], expected[1])
     torch.manual_seed(6)
     with ThreadPoolExecutor(3) as pool:
-        assert all(map(same, pool.map(perform, given), expected))
-    assert all(same(perform(one), payload) for one, payload in reversed(list(zip(given, expected, strict=True))))
+        assert all(map(same, pool.map(run_task, given), expected))
+    assert all(same(run_task(one), payload) for one, payload in reversed(list(zip(given, expected, strict=True))))
 
 
 @pytest.mark.parametrize("model", [None, dropping])
@@ -83,9 +83,9 @@ def test_torch_is_left_as_it_was(model):
 
     try:
         one = errand(federation(model))
-        perform(one)
+        run_task(one)
         with pytest.raises(DivergenceError):
-            perform(replace(one, trainer=Looks()))
+            run_task(replace(one, trainer=Looks()))
         assert (seen, torch.get_num_threads()) == ([1], 2)
         assert torch.equal(torch.random.get_rng_state(), state)
     finally:
@@ -98,15 +98,15 @@ def test_a_trainer_that_draws_after_one_that_does_not_is_seeded_too():
             return Payload(torch.rand(1, *space.shape), 1)
 
     one = errand(federation())
-    perform(one)
-    drawn = [perform(replace(one, trainer=Draws())).points for _ in range(2)]
+    run_task(one)
+    drawn = [run_task(replace(one, trainer=Draws())).points for _ in range(2)]
     assert torch.equal(*drawn)
 
 
 def test_tensors_lie_as_torch_lays_them_wherever_they_came_from():
     apart = torch.zeros(41)[1:]
     tree = {"odd": apart, "whole": torch.ones(8), "turned": draw(0, 3, 4).T, "count": 3}
-    settled = owned(tree)
+    settled = align_tensors(tree)
     assert settled["whole"] is tree["whole"]
     for name in ("odd", "turned"):
         tensor = settled[name]
@@ -124,7 +124,7 @@ def test_tensors_lie_as_torch_lays_them_wherever_they_came_from():
     of = federation()
     size = ParameterSpace.of(of.model()).layout.size
     message = Message(torch.zeros(size + 1)[1:], {"t": apart})
-    payload = perform(Errand(of, Looks(), Key(0, 0), message, {"m": apart}))
+    payload = run_task(ClientTask(of, Looks(), TaskId(0, 0), message, {"m": apart}))
     for tensor in (*seen, payload.points, payload.tensors["t"], payload.client_state["m"]):
         assert tensor.data_ptr() % 64 == 0
         assert tensor.untyped_storage().nbytes() == tensor.nbytes

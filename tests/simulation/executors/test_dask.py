@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from manifoldagg.simulation import run
-from manifoldagg.simulation.executors.shared_tensors import Shelf
+from manifoldagg.simulation.executors.shared_tensors import SharedTensorStore
 from tests.simulation.executors.runners import METHODS, federation
 
 distributed = pytest.importorskip("distributed")
@@ -25,22 +25,23 @@ def client():
 @pytest.mark.parametrize("method", ["fedasync", "routed", "remembers, drawn"])
 def test_a_cluster_gives_the_same_bits(client, method):
     seen, others = [], []
-    expected = run(federation(), METHODS[method], rounds=10, watch=seen.append)
+    expected = run(federation(), METHODS[method], num_updates=10, on_update=seen.append)
     assert (
-        run(federation(), METHODS[method], rounds=10, executor=client.get_executor(), watch=others.append) == expected
+        run(federation(), METHODS[method], num_updates=10, executor=client.get_executor(), on_update=others.append)
+        == expected
     )
     assert all(torch.equal(a.payload.points, b.payload.points) for a, b in zip(seen, others, strict=True))
-    assert run(federation(), METHODS[method], rounds=10, executor=client.get_executor) == expected
+    assert run(federation(), METHODS[method], num_updates=10, executor=client.get_executor) == expected
 
 
 def test_on_one_machine_models_are_read_where_they_lie(client, monkeypatch):
     made = []
 
-    class Seen(Shelf):
+    class Seen(SharedTensorStore):
         def __init__(self):
             super().__init__()
             made.append(self)
 
-    monkeypatch.setattr("manifoldagg.simulation.executors.task_transport.Shelf", Seen)
-    run(federation(), METHODS["fedasync"], rounds=10, executor=client.get_executor())
+    monkeypatch.setattr("manifoldagg.simulation.executors.task_transport.SharedTensorStore", Seen)
+    run(federation(), METHODS["fedasync"], num_updates=10, executor=client.get_executor())
     assert [shelf.far for shelf in made] == [False]

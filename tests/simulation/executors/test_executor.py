@@ -13,7 +13,7 @@ import torch
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.simulation import Method, Workers, processes, run
+from manifoldagg.simulation import Method, RestartingExecutor, processes, run
 from tests.simulation.executors import runners
 from tests.simulation.executors.runners import METHODS, SCENARIOS, federation
 
@@ -24,13 +24,15 @@ SHARED = Path("/dev/shm")
 
 def trained(method, scenario, executor=None):
     seen = []
-    one = run(federation(), METHODS[method], rounds=10, executor=executor, watch=seen.append, **SCENARIOS[scenario])
+    one = run(
+        federation(), METHODS[method], num_updates=10, executor=executor, on_update=seen.append, **SCENARIOS[scenario]
+    )
     return one, torch.cat([event.payload.points for event in seen])
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with Workers(processes(2)) as workers:
+    with RestartingExecutor(processes(2)) as workers:
         yield workers
 
 
@@ -48,7 +50,7 @@ def test_processes_compute_as_this_one_does(pool):
     torch.set_default_dtype(torch.float64)
     try:
         method = Method("plain", FedAsync(0.5), runners.Fixed())
-        assert run(federation(), method, rounds=2, executor=pool) == run(federation(), method, rounds=2)
+        assert run(federation(), method, num_updates=2, executor=pool) == run(federation(), method, num_updates=2)
     finally:
         torch.set_default_dtype(before)
 
@@ -58,16 +60,16 @@ def test_what_training_raises_in_a_process_is_raised_here(pool):
     sizes = tuple(len(part) for part in of.train)
     method = Method("fails", FedAsync(0.5), runners.Fails(KeyError("a bug"), sizes))
     with pytest.raises(KeyError, match="a bug") as raised:
-        run(of, method, rounds=2, executor=pool)
+        run(of, method, num_updates=2, executor=pool)
     assert "in another process" in raised.value.__notes__[0]
 
 
 def test_a_task_whose_process_was_killed_is_done_again(tmp_path):
     of = federation()
     size = len(of.train[2])
-    expected = run(of, Method("dies", FedAsync(0.5), runners.LOCAL), rounds=10)
+    expected = run(of, Method("dies", FedAsync(0.5), runners.LOCAL), num_updates=10)
     dies = runners.Dies(size, str(tmp_path / "died"))
-    assert run(of, Method("dies", FedAsync(0.5), dies), rounds=10, executor=processes(1)) == expected
+    assert run(of, Method("dies", FedAsync(0.5), dies), num_updates=10, executor=processes(1)) == expected
     assert (tmp_path / "died").exists()
 
 
@@ -76,7 +78,7 @@ def test_a_task_that_kills_every_process_is_told_by_its_client():
     of = federation()
     method = Method("dies", FedAsync(0.5), runners.Dies(len(of.train[2])))
     with pytest.raises(ArgumentError, match=r"a task of client 2 could not be done: 4 executors .*__main__"):
-        run(of, method, rounds=10, executor=processes(2))
+        run(of, method, num_updates=10, executor=processes(2))
 
 
 SCRIPT = """

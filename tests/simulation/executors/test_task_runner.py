@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Message, Payload
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.simulation import Exponential, Federation, IndependentClients, Key, Method, iid_partition, run
+from manifoldagg.simulation import Exponential, FederatedDataset, IndependentClients, Method, TaskId, iid_partition, run
 from manifoldagg.simulation.executors import shared_tensors
-from manifoldagg.simulation.executors.task_runner import Crew
-from manifoldagg.simulation.executors.task_transport import Letter, Outcome, Terms
+from manifoldagg.simulation.executors.task_runner import TaskRunner
+from manifoldagg.simulation.executors.task_transport import RunContext, TaskEnvelope, TaskResult
 from tests.simulation.executors import runners
 from tests.simulation.executors.runners import METHODS, SCENARIOS, Breaks, Listed, Posted, Shuffled, federation
 
@@ -28,7 +28,14 @@ ROUNDS = 14
 def trained(method, scenario="plain", executor=None, rounds=ROUNDS):
     """A run, and the payloads of its answers."""
     seen = []
-    one = run(federation(), METHODS[method], rounds=rounds, executor=executor, watch=seen.append, **SCENARIOS[scenario])
+    one = run(
+        federation(),
+        METHODS[method],
+        num_updates=rounds,
+        executor=executor,
+        on_update=seen.append,
+        **SCENARIOS[scenario],
+    )
     return one, [event.payload for event in seen]
 
 
@@ -81,9 +88,9 @@ def test_threads_give_the_same_bits(alone, method):
 def test_what_a_task_gets_is_its_own(trainer, executor):
     method = Method("odd", FedAsync(0.5), trainer)
     seen, others = [], []
-    one = run(federation(), method, rounds=25, watch=seen.append)
-    assert run(federation(), method, rounds=25, watch=others.append, executor=executor) == one
-    assert one.refused < 20
+    one = run(federation(), method, num_updates=25, on_update=seen.append)
+    assert run(federation(), method, num_updates=25, on_update=others.append, executor=executor) == one
+    assert one.rejected < 20
     assert all(torch.equal(a.payload.points, b.payload.points) for a, b in zip(seen, others, strict=True))
 
 
@@ -94,7 +101,7 @@ def test_a_scheduler_that_cannot_be_copied_gives_the_same_run():
         return made
 
     method = METHODS["fedasync"]
-    runs = [run(federation(), method, rounds=8, scheduler=locked, executor=e) for e in (None, Shuffled(0, 2))]
+    runs = [run(federation(), method, num_updates=8, scheduler=locked, executor=e) for e in (None, Shuffled(0, 2))]
     assert runs[0] == runs[1]
 
 
@@ -106,7 +113,7 @@ def test_some_tasks_of_these_runs_diverge_and_start_from_what_the_one_before_lef
 
 def test_what_will_be_needed_first_is_sent_first_and_no_more_than_keeps_the_workers_busy():
     of = federation(clients=12)
-    keys = [Key(client, 0) for client in of.scheduled]
+    keys = [TaskId(client, 0) for client in of.trainable_clients]
     sent = []
     out = []
 
@@ -121,9 +128,9 @@ def test_what_will_be_needed_first_is_sent_first_and_no_more_than_keeps_the_work
     executor = Counts(0, workers=2)
     order = [key for start in range(5) for key in keys[start::5]]
     foresight = Listed(order)
-    with Crew(of, METHODS["fedasync"].trainer, executor, foresight) as crew:
+    with TaskRunner(of, METHODS["fedasync"].trainer, executor, foresight) as crew:
         for key in keys:
-            crew.give(key, runners.message(of))
+            crew.submit(key, runners.message(of))
         assert sent == []
         while foresight.keys:
             crew.result(foresight.keys.pop(0))
@@ -136,18 +143,18 @@ def test_a_client_that_is_lost_goes_on_from_its_last_answer():
     trainer = runners.Remembers()
 
     def told(executor):
-        with Crew(of, trainer, executor) as crew:
+        with TaskRunner(of, trainer, executor) as crew:
             for nth in range(3):
-                crew.give(Key(0, nth), runners.message(of))
-            crew.give(Key(1, 0), runners.message(of))
-            counts = [crew.result(key).client_state["count"] for key in (Key(0, 0), Key(1, 0))]
-            crew.lose([Key(0, 1), Key(0, 2), Key(4, 0)])
-            crew.give(Key(0, 3), runners.message(of))
-            counts.append(crew.result(Key(0, 3)).client_state["count"])
-            crew.give(Key(0, 4), runners.message(of))
-            crew.give(Key(0, 5), runners.message(of))
-            crew.lose([Key(0, 4)])
-            return [*counts, crew.result(Key(0, 5)).client_state["count"]]
+                crew.submit(TaskId(0, nth), runners.message(of))
+            crew.submit(TaskId(1, 0), runners.message(of))
+            counts = [crew.result(key).client_state["count"] for key in (TaskId(0, 0), TaskId(1, 0))]
+            crew.cancel([TaskId(0, 1), TaskId(0, 2), TaskId(4, 0)])
+            crew.submit(TaskId(0, 3), runners.message(of))
+            counts.append(crew.result(TaskId(0, 3)).client_state["count"])
+            crew.submit(TaskId(0, 4), runners.message(of))
+            crew.submit(TaskId(0, 5), runners.message(of))
+            crew.cancel([TaskId(0, 4)])
+            return [*counts, crew.result(TaskId(0, 5)).client_state["count"]]
 
     with ThreadPoolExecutor(2) as pool:
         assert told(pool) == told(None) == [1, 1, 2, 3]
@@ -155,15 +162,15 @@ def test_a_client_that_is_lost_goes_on_from_its_last_answer():
 
 def test_an_answer_out_of_turn_is_refused():
     of = federation()
-    with Crew(of, runners.LOCAL) as crew:
-        crew.give(Key(0, 0), runners.message(of))
-        crew.give(Key(0, 1), runners.message(of))
+    with TaskRunner(of, runners.LOCAL) as crew:
+        crew.submit(TaskId(0, 0), runners.message(of))
+        crew.submit(TaskId(0, 1), runners.message(of))
         with pytest.raises(ArgumentError, match="key: .* was given already"):
-            crew.give(Key(0, 1), runners.message(of))
-        for key in (Key(0, 1), Key(2, 0)):
+            crew.submit(TaskId(0, 1), runners.message(of))
+        for key in (TaskId(0, 1), TaskId(2, 0)):
             with pytest.raises(ArgumentError, match="key: .* is not the next task of its client"):
                 crew.result(key)
-        assert crew.result(Key(0, 0)).samples > 0
+        assert crew.result(TaskId(0, 0)).samples > 0
 
 
 class Echo:
@@ -175,7 +182,9 @@ class Echo:
 
 def letter(parameters, memory=None):
     tensors = {"t": torch.arange(parameters, dtype=torch.float32)}
-    return Letter(Terms(federation(), Echo()), Key(0, 0), Message(torch.ones(parameters), tensors), memory)
+    return TaskEnvelope(
+        RunContext(federation(), Echo()), TaskId(0, 0), Message(torch.ones(parameters), tensors), memory
+    )
 
 
 def test_an_errand_is_small_whatever_the_model():
@@ -187,9 +196,9 @@ def test_an_errand_is_small_whatever_the_model():
 def test_a_model_lies_there_once_and_goes_with_the_last_letter():
     one = letter(1000)
     pickle.dumps(one)
-    folder = one._terms.shelf.put(one._parts[1].start).filed.path.parent
+    folder = one._context.tensor_store.put(one._parts[1].start).spilled.path.parent
     before = sorted(folder.iterdir())
-    other = Letter(one._terms, Key(1, 0), one._parts[1], None)
+    other = TaskEnvelope(one._context, TaskId(1, 0), one._parts[1], None)
     pickle.dumps(other)
     assert sorted(folder.iterdir()) == before
     assert len(before) == 3
@@ -206,7 +215,7 @@ def test_a_worker_that_does_not_find_a_model_gets_it_by_value(alone, monkeypatch
         asked.append(name)
         raise FileNotFoundError(name)
 
-    monkeypatch.setattr(shared_tensors, "_read", absent)
+    monkeypatch.setattr(shared_tensors, "_read_into", absent)
     executor = Posted(0, 2)
     assert same(trained(method, "plain", executor), alone[method, "plain"])
     executor.shutdown()
@@ -216,21 +225,21 @@ def test_a_worker_that_does_not_find_a_model_gets_it_by_value(alone, monkeypatch
 
 def test_where_no_file_can_be_written_all_goes_by_value(alone, monkeypatch):
     monkeypatch.setattr(shared_tensors, "MIN_COMPRESSED_BYTES", 16)
-    monkeypatch.setattr(shared_tensors.Shelf, "_filed", lambda self, tensor: None)
+    monkeypatch.setattr(shared_tensors.SharedTensorStore, "_spill", lambda self, tensor: None)
     executor = Posted(0, 2)
     assert same(trained("orthofl", "plain", executor), alone["orthofl", "plain"])
     executor.shutdown()
 
 
 def test_what_came_by_value_is_forgotten_in_the_end(monkeypatch):
-    monkeypatch.setattr(shared_tensors, "KEPT", 100)
-    received = shared_tensors._Received()
+    monkeypatch.setattr(shared_tensors, "MAX_CACHED_BYTES", 100)
+    received = shared_tensors._ReceivedValues()
     for name in "abc":
-        received.keep(name, bytes(40))
-    assert [received.keep(name, None) is not None for name in "abc"] == [False, True, True]
-    received.keep("d", bytes(400))
-    assert received.keep("d", None) == bytes(400)
-    assert received.keep("c", None) is None
+        received.get_or_store(name, bytes(40))
+    assert [received.get_or_store(name, None) is not None for name in "abc"] == [False, True, True]
+    received.get_or_store("d", bytes(400))
+    assert received.get_or_store("d", None) == bytes(400)
+    assert received.get_or_store("c", None) is None
 
 
 @pytest.mark.parametrize("kind", [Shuffled, Posted])
@@ -239,15 +248,15 @@ def test_what_training_raises_comes_out_as_it_was(kind):
     size = len(of.train[1])
     error = DivergenceError("the loss is nan")
     executor = kind(0, 2)
-    with Crew(of, runners.Fails(error, (size,)), executor) as crew:
-        for client in of.scheduled:
-            crew.give(Key(client, 0), runners.message(of))
-        for client in of.scheduled:
+    with TaskRunner(of, runners.Fails(error, (size,)), executor) as crew:
+        for client in of.trainable_clients:
+            crew.submit(TaskId(client, 0), runners.message(of))
+        for client in of.trainable_clients:
             if len(of.train[client]) == size:
                 with pytest.raises(DivergenceError, match="the loss is nan") as raised:
-                    crew.result(Key(client, 0))
+                    crew.result(TaskId(client, 0))
             else:
-                crew.result(Key(client, 0))
+                crew.result(TaskId(client, 0))
     if kind is Posted:
         assert "in train" in raised.value.__notes__[0]
     executor.shutdown()
@@ -262,7 +271,7 @@ class Odd(Exception):
 
 
 def test_an_error_that_cannot_travel_is_told():
-    back = pickle.loads(pickle.dumps(Outcome(error=Odd(1, 2))))
+    back = pickle.loads(pickle.dumps(TaskResult(error=Odd(1, 2))))
     assert isinstance(back.error, RuntimeError)
     assert "1 and 2" in str(back.error)
     assert back.trained
@@ -270,8 +279,8 @@ def test_an_error_that_cannot_travel_is_told():
 
 def local_task():
     made = runners.clouds()
-    return Federation.split(
-        runners.Task("local", made.inputs, made.labels, lambda: runners.model(), 0.9),
+    return FederatedDataset.split(
+        runners.LabelledDataset("local", made.inputs, made.labels, lambda: runners.model(), 0.9),
         5,
         partition=iid_partition,
         seed=0,
@@ -283,10 +292,10 @@ def test_a_federation_that_cannot_be_sent_is_refused_with_what_to_do():
     executor = Posted(0, 2)
     words = "executor: the federation or the trainer cannot be sent to another process: split a `task` of a function"
     with pytest.raises(ArgumentError, match=words):
-        run(local_task(), method, rounds=3, executor=executor)
+        run(local_task(), method, num_updates=3, executor=executor)
     executor.shutdown()
     with ThreadPoolExecutor(2) as pool:
-        assert run(local_task(), method, rounds=3, executor=pool) == run(local_task(), method, rounds=3)
+        assert run(local_task(), method, num_updates=3, executor=pool) == run(local_task(), method, num_updates=3)
 
 
 def drawn_anew():
@@ -295,10 +304,10 @@ def drawn_anew():
 
 
 def test_a_task_that_is_other_data_each_time_is_refused():
-    of = Federation.split(task(drawn_anew), 5, partition=iid_partition, seed=0)
+    of = FederatedDataset.split(load_dataset(drawn_anew), 5, partition=iid_partition, seed=0)
     executor = Posted(0, 2)
     with pytest.raises(ArgumentError, match="executor: a worker cannot make .*other data"):
-        run(of, Method("plain", FedAsync(0.5), runners.LOCAL), rounds=3, executor=executor)
+        run(of, Method("plain", FedAsync(0.5), runners.LOCAL), num_updates=3, executor=executor)
     executor.shutdown()
 
 
@@ -308,7 +317,7 @@ def test_a_task_that_is_normalised_is_the_same_data_with_any_number_of_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            made.append(task(runners.normalised))
+            made.append(load_dataset(runners.normalised))
             made.append(pickle.loads(pickle.dumps(made[0])))
     finally:
         torch.set_num_threads(before)
@@ -320,11 +329,11 @@ def test_a_federation_travels_as_what_made_it():
     data = pickle.dumps(of)
     assert len(data) < 1024
     back = pickle.loads(data)
-    assert torch.equal(back.task.inputs, of.task.inputs)
+    assert torch.equal(back.task.inputs, of.dataset.inputs)
     assert all((a == b).all() for a, b in zip(back.train + back.held_out, of.train + of.held_out, strict=True))
     changed = replace(of, seed=7)
     assert pickle.loads(pickle.dumps(changed)).seed == 7
-    relabelled = replace(of.task, labels=torch.zeros(120, dtype=torch.int64))
+    relabelled = replace(of.dataset, labels=torch.zeros(120, dtype=torch.int64))
     assert not pickle.loads(pickle.dumps(relabelled)).labels.any()
 
 
@@ -384,11 +393,11 @@ def test_an_executor_that_is_given_is_relieved_of_what_nobody_needs(tmp_path):
     gate = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(gate.wait)
-        crew = Crew(of, runners.LOCAL, pool)
-        for client in of.scheduled:
-            crew.give(Key(client, 0), runners.message(of))
-        crew._employ(crew._workers)
-        futures = [task.future for task in crew._out]
+        crew = TaskRunner(of, runners.LOCAL, pool)
+        for client in of.trainable_clients:
+            crew.submit(TaskId(client, 0), runners.message(of))
+        crew._fill(crew._executor)
+        futures = [task.future for task in crew._submitted]
         assert len(futures) == 2
         crew.close()
         assert all(future.cancelled() for future in futures)

@@ -5,11 +5,11 @@ import os
 import numpy as np
 import torch
 
-from manifoldagg.experiments import task
+from manifoldagg.experiments import load_dataset
 
 __all__ = ["EXAM", "TASK", "note", "part", "right"]
 
-TASK = task("digits")
+TASK = load_dataset("digits")
 ORDER = np.random.default_rng(0).permutation(len(TASK.labels))
 EXAM = ORDER[:360]
 
