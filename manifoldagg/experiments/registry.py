@@ -1,8 +1,9 @@
-"""The methods that can be compared by name: every rule, with the trainer that feeds it and options for the digits."""
+"""The methods that can be compared by name: every rule, with its trainer and the default options of both."""
 
 import abc
 import csv
 import inspect
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -103,64 +104,58 @@ class MethodTemplate:
     rate_field: str | None
 
 
-LOCAL: Mapping[str, Any] = {"epochs": 4, "rate": 0.01, "proximal": 1e-3}
-TRAINERS: Mapping[str, Mapping[str, Any]] = {
-    "local": LOCAL,
-    "proximal": {"epochs": 4, "rate": 0.01},
-    "trajectory": LOCAL,
-    "epochs": {"local": trainers.Local(**LOCAL)},
-    "calibrated": {"trainer": trainers.Local(**LOCAL)},
-    "curve": {"epochs": (4, 2), "rate": 0.01, "control_rate": 1e-3, "proximal": 1e-3},
-    "gradient": {},
-    "controlvariate": {"epochs": 4, "rate": 0.05},
-    "normalised": {},
-    "asynccurve": {"epochs": 4, "rate": 0.01},
-    "floco": {"epochs": 4, "optimizer": torch.optim.Adam, "rate": 0.01},
-    "scheduled": {"trainer": trainers.Local(**LOCAL)},
-}
-"""What clients do on the digits."""
+def _rule_classes() -> dict[str, Any]:
+    """The rules that there are, by name."""
+    found = {name.lower(): getattr(rules, name) for name in rules.__all__}
+    return {name: made for name, made in found.items() if hasattr(made, "step")}
 
-RULES: Mapping[str, MethodDefaults] = {
-    "asgd": MethodDefaults("local", {"rate": 3.0}),
-    "ca2fl": MethodDefaults("local", {"size": 5, "rate": 0.5, "clients": NumClients()}),
-    "dcasgd": MethodDefaults("local", {"rate": 3.0}),
-    "fadas": MethodDefaults("local", {"size": 2, "rate": 0.0025}),
-    "floco": MethodDefaults("floco", {"cohort": 5}),
-    "adamasfl": MethodDefaults("normalised", {"size": 2, "steps": 30, "server_steps": 100, "initial": "zero"}),
-    "asyncbezier": MethodDefaults("curve", {"rate": 3.0, "threshold": 1.0}),
-    "asynccorrected": MethodDefaults("local", {"rate": 3.0}),
-    "asynckrylov": MethodDefaults("trajectory", {"rate": 6.0}, {"pieces": 8}),
-    "asynccurve": MethodDefaults("asynccurve", {"clients": NumClients(), "rate": 0.075}),
-    "asyncfeded": MethodDefaults("epochs", {"rate": 0.25, "epochs": 4}),
-    "defedavg": MethodDefaults("local", {"cohort": 5, "rate": 0.5}),
-    "delayednesterov": MethodDefaults("local", {"size": 4, "rate": 0.025}),
-    "fedadam": MethodDefaults("local", {"cohort": 5, "rate": 0.015}),
-    "fedasync": MethodDefaults("local", {"rate": 3.0, "weighted": True}),
-    "fedavg": MethodDefaults("local", {"cohort": 5}),
-    "fedbuff": MethodDefaults("local", {"size": 5}),
-    "fedgs": MethodDefaults("local", {"rate": 2.5}),
-    "fedortho": MethodDefaults("local", {"rate": 5.0}),
-    "generalizedasyncsgd": MethodDefaults("gradient", {"routing": UniformShares(), "rate": 0.05}),
-    "heloco": MethodDefaults("local", {"rate": 0.03}),
-    "krum": MethodDefaults("local", {"size": 5, "num_byzantine": 1, "num_selected": 2, "rate": 0.5}),
-    "masfl": MethodDefaults(
-        "controlvariate", {"size": 1, "rate": 0.05, "beta": 0.2, "clients": NumClients(), "initial": "zero"}
-    ),
-    "median": MethodDefaults("local", {"size": 5}),
-    "momentum": MethodDefaults("local", {"rule": rules.FedAsync(0.5, weighted=True)}),
-    "orthofl": MethodDefaults("local", {"rate": 0.6}),
-    "private": MethodDefaults("local", {"rule": rules.FedBuff(5), "clip": 3.0, "noise": 0.02, "seed": 0}),
-    "radialdirectional": MethodDefaults("local", {"cohort": 5, "rate": 0.5}),
-    "trimmedmean": MethodDefaults("local", {"size": 5, "trim": 1}),
-}
-"""What each rule has on the digits, with thirty clients and two hundred updates.
 
-Rates are the best of a line search, `benchmarks/rates.py`, on seeds that no comparison uses; those of `asynckrylov`,
-`delayednesterov`, `fadas`, `generalizedasyncsgd`, `krum` and `masfl` are of the searches in `benchmarks/papers`. But
-those of `adamasfl`, `asyncfeded`, `heloco` and `radialdirectional` were looked at once, on one such seed; those of
-`median` and `trimmedmean` are 1, as that of `fedbuff`; that of `orthofl` is a share of the way, .6 as in the paper,
-where the search went on to 1.2.
-"""
+def _trainer_classes() -> dict[str, Any]:
+    """The trainers that there are, by name."""
+    found = {name.lower(): getattr(trainers, name) for name in trainers.__all__}
+    return {name: made for name, made in found.items() if hasattr(made, "train")}
+
+
+def _load_defaults(path: Path) -> tuple[dict[str, MethodDefaults], dict[str, dict[str, Any]]]:
+    """Read the default options of the rules, and of the trainers, from a TOML file."""
+    tables = tomllib.loads(path.read_text())
+    trainer_options: dict[str, dict[str, Any]] = {}
+    for name, options in tables["trainers"].items():
+        trainer_options[name] = {key: _parse_default(value, trainer_options) for key, value in options.items()}
+    rule_defaults = {
+        name: MethodDefaults(
+            table["trainer"],
+            {key: _parse_default(value, trainer_options) for key, value in table["options"].items()},
+            table.get("trainer_options", {}),
+        )
+        for name, table in tables["rules"].items()
+    }
+    return rule_defaults, trainer_options
+
+
+def _parse_default(value: Any, trainer_options: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The value of an option that a value of the TOML file stands for."""
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, str):
+        return SPECIAL_DEFAULTS.get(value, value)
+    if isinstance(value, dict):
+        options = dict(value)
+        if "rule" in options:
+            return _rule_classes()[options.pop("rule")](**options)
+        name = options.pop("trainer")
+        return _trainer_classes()[name](**{**trainer_options[name], **options})
+    return value
+
+
+SPECIAL_DEFAULTS: Mapping[str, Any] = {
+    "num_clients": NumClients(),
+    "uniform_shares": UniformShares(),
+    "adam": torch.optim.Adam,
+}
+"""What some strings of the TOML file stand for."""
+RULES, TRAINERS = _load_defaults(Path(__file__).with_name("defaults.toml"))
+"""The default options of each rule and of each trainer in a comparison."""
 RATE_FIELDS: Mapping[str, str] = {"momentum": "rule.rate", "private": "rule.rate", "adamasfl": "gamma"}
 """What a global rate is called where it is not `rate`."""
 
@@ -239,21 +234,9 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
     return list(found.values())
 
 
-def _rule_classes() -> dict[str, Any]:
-    """The rules that there are, by name."""
-    found = {name.lower(): getattr(rules, name) for name in rules.__all__}
-    return {name: made for name, made in found.items() if hasattr(made, "step")}
-
-
 def _defaults(name: str) -> MethodDefaults:
     """What a rule has where nothing is said; one that nobody has tried on the digits, plain local training."""
     return RULES.get(name, MethodDefaults("local"))
-
-
-def _trainer_classes() -> dict[str, Any]:
-    """The trainers that there are, by name."""
-    found = {name.lower(): getattr(trainers, name) for name in trainers.__all__}
-    return {name: made for name, made in found.items() if hasattr(made, "train")}
 
 
 def _merge_module_name(chosen: Spec) -> Spec:
