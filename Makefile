@@ -8,7 +8,7 @@ BIN := .venv/bin
 .PHONY: demo test test-flower test-hosts test-packages test-peft test-diloco check docs release screens soak bench clean
 
 demo: .venv/.installed
-	$(BIN)/manifoldagg compare --data digits --clients 30 --rounds 200 --seeds 3
+	$(BIN)/manifoldagg compare --data digits --clients 30 --updates 200 --seeds 3
 
 test: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal

@@ -192,7 +192,7 @@ class Released:
         """All of them."""
         python = self.environment("all", f"{NAME}[{','.join(USES)}] @ {self.linux.as_uri()}")
         out = self.folder / "compared"
-        size = ("--data", "digits", "--clients", "4", "--rounds", "3", "--seeds", "1", "--out", out)
+        size = ("--data", "digits", "--clients", "4", "--updates", "3", "--seeds", "1", "--out", out)
         done(python.with_name(NAME), "compare", *size, folder=self.folder)
         drawn = sorted(path.name for path in out.rglob("*.png"))
         assert drawn
