@@ -143,7 +143,7 @@ def compare(
         scheduler: who finishes when, as in [`run`][manifoldagg.simulation.run]: a function that makes one for each run.
         delays: of clients that work alone, in place of a scheduler.
         availability: who comes and goes.
-        task_cost: of a task: `"data"` or `"dispatched"`.
+        task_cost: of a task: `"fixed"` or `"trainer"`.
         concurrency: how many are under way at a time.
         eval_every: evaluate after so many rounds.
         executor: what trains; one that a function makes serves all runs. Results do not depend on it.

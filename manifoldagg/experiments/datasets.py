@@ -48,7 +48,7 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
     | `shakespeare:path` | those of [`shakespeare`][manifoldagg.experiments.datasets.shakespeare]: a text of plays |
     | `leaf:folder` | those of [`leaf`][manifoldagg.experiments.datasets.leaf]: JSON by user |
     | `npz:file` | those of [`npz`][manifoldagg.experiments.datasets.npz]: arrays of your own |
-    | `module:name` | none: a `TaskKey` in a Python module of your own, or a function that makes one |
+    | `module:name` | none: a `LabelledDataset` in a Python module of your own, or a function that makes one |
 
     Other processes, those of an executor for instance, are sent the name or the function in place of the data. So it
     makes the same each time, and can be pickled: a function of a module, or a `functools.partial` of one.
@@ -63,7 +63,7 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
             was expected, the function makes something else, or the model does not suit the task.
 
     Example:
-        >>> task("digits").inputs.shape
+        >>> load_dataset("digits").inputs.shape
         torch.Size([1797, 1, 8, 8])
     """
     make = _dataset_factory(source) if isinstance(source, str) else source
@@ -96,7 +96,7 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
     """Images and labels in the IDX format: MNIST, Fashion-MNIST, KMNIST, with convolutions.
 
     Args:
-        folder: where the files lie, as for [`images`][manifoldagg.experiments.read_images]. The set is called by its
+        folder: where the files lie, as for [`read_images`][manifoldagg.experiments.read_images]. The set is called by its
             name.
         part: `"train"` or `"t10k"`, the test images. By default both, with the test images as the test split, or the
             one that there is.
@@ -260,10 +260,10 @@ def _from_arrays(
         torch.from_numpy(labels.astype(np.int64)),
         suits,
         target=0.8,
-        owners=None
+        user_ids=None
         if user_ids is None
         else torch.from_numpy(np.unique(user_ids, return_inverse=True)[1].astype(np.int64)),
-        test=None if test_mask is None else torch.from_numpy(test_mask),
+        test_mask=None if test_mask is None else torch.from_numpy(test_mask),
     )
 
 
@@ -367,7 +367,7 @@ def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
     """What makes the model of that name for a task."""
     chosen = parse_spec("model", text)
     make = getattr(models, choose("model", "model", chosen.name, MODELS))
-    made = partial(make, signature, **parse_kwargs(f"model: {chosen.name}", make, chosen.options, excluded=("of",)))
+    made = partial(make, signature, **parse_kwargs(f"model: {chosen.name}", make, chosen.options, excluded=("signature",)))
     with error_context(f"model: {chosen.name}"):
         seeded_model(made, 0)
     return made

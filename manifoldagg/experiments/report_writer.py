@@ -38,7 +38,7 @@ def write_combined_report(
 ) -> list[Path]:
     """Write `report.md`, `table.csv`, `pairs.csv` and, for each task, pictures of accuracy and of clients.
 
-    With `baseline` also `against.csv`.
+    With `baseline` also `baseline.csv`.
 
     Args:
         combined: what was read.
@@ -206,8 +206,8 @@ def _csv_row(combined: CombinedReport, row: ReportRow) -> dict[str, object]:
     }
     means |= {"updates_to_target": row.updates_to_target, "time_to_target": row.time_to_target, "loss": row.loss}
     means |= {"gini": row.gini, "theil": row.theil}
-    flat: dict[str, object] = {"task": row.problem, "method": row.method, "seeds": row.num_seeds}
-    flat |= {"target": combined.targets[row.problem], "reached": row.num_reached}
+    flat: dict[str, object] = {"problem": row.problem, "method": row.method, "seeds": row.num_seeds}
+    flat |= {"target": combined.targets[row.problem], "num_reached": row.num_reached}
     flat |= {f"budget_{axis}": combined.budget(row.problem, axis) for axis in AXES}
     flat |= {f"spent_{axis}": row.final_cost[axis] for axis in AXES}
     return flat | _interval_columns(means)
@@ -216,9 +216,9 @@ def _csv_row(combined: CombinedReport, row: ReportRow) -> dict[str, object]:
 def _baseline_csv_row(difference: PairedDifference) -> dict[str, object]:
     """A comparison with a number in each column, intervals as their ends."""
     about = {
-        "task": difference.problem,
+        "problem": difference.problem,
         "method": difference.method,
-        "other": difference.baseline,
+        "baseline": difference.baseline,
         "seeds": difference.difference_at_budget[AXES[0]].count,
     }
     return about | _interval_columns({f"at_{axis}": mean for axis, mean in difference.difference_at_budget.items()})

@@ -52,7 +52,7 @@ def mean_ci(values: Sequence[float]) -> MeanCI:
 
     Example:
         >>> found = mean_ci([1.0, 2.0, 3.0])
-        >>> found.value, round(found.half, 3)
+        >>> found.value, round(found.half_width, 3)
         (2.0, 2.484)
     """
     if not values:
@@ -107,7 +107,7 @@ def compare_pairs(scores: Mapping[str, Mapping[Hashable, float]]) -> list[Paired
     Example:
         >>> one = {("digits", seed): 0.01 * seed for seed in range(1, 16)}
         >>> pair, = compare_pairs({"A": one, "B": dict.fromkeys(one, 0.0)})
-        >>> pair.count, pair.better, pair.p == 2**-14
+        >>> pair.count, pair.wins, pair.p_value == 2**-14
         (15, 15, True)
     """
     found = []

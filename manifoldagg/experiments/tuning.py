@@ -141,7 +141,7 @@ def line_search(
 
     Example:
         >>> found = line_search(lambda rate: [1 - abs(rate - 3)] if rate < 4 else [0.0], 0.75)
-        >>> found.rate, [0.75 * 2.0**power for power in found.scores]
+        >>> found.best_rate, [0.75 * 2.0**power for power in found.scores]
         (3.0, [0.375, 0.75, 1.5, 3.0, 6.0])
     """
     check_count("max_doublings", max_doublings)
@@ -207,7 +207,7 @@ def tune(
 
     Raises:
         ArgumentError: as `run`; if the method's `rate` is no field of its rule; if a file in `cache` is not what was
-            kept, or the folder cannot be written; or with a `cache` if scheduler, delays or participation are no names.
+            kept, or the folder cannot be written; or with a `cache` if scheduler, delays or availability are no names.
     """
     check_count("num_updates", num_updates)
     check_method("method", method)
@@ -288,7 +288,7 @@ def _find_rate(rule: Any, rate_field: str | None) -> float | None:
     """The global rate of a rule, if it is a positive number that can be replaced.
 
     Raises:
-        ArgumentError: if it has no such field; but a rule need not have one that is called `rate_field`.
+        ArgumentError: if it has no such field; but a rule need not have one that is called `rate`.
     """
     if rate_field is None:
         return None

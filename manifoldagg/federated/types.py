@@ -2,7 +2,7 @@
 
 A server sends a [`Message`][manifoldagg.federated.Message], a trainer answers with a
 [`Payload`][manifoldagg.federated.Payload], the server adds what only it knows and hands the rule an
-[`Update`][manifoldagg.federated.Update]; the rule answers with an [`TaskResult`][manifoldagg.federated.TaskResult].
+[`Update`][manifoldagg.federated.Update]; the rule answers with an [`Outcome`][manifoldagg.federated.Outcome].
 What clients keep in hand is a [`Ticket`][manifoldagg.federated.Ticket] and, after it, a
 [`Receipt`][manifoldagg.federated.Receipt].
 Rules never see a loss, trainers never see the server's state.

@@ -199,7 +199,7 @@ class UpdateBound(Bound):
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$
 
     Args:
-        rates: and the other constants as in `NormBound`.
+        rates: and the other constants as in `Bound`.
         num_updates: T >= 0, the updates that there will be.
 
     Source: Queue (5), appendix E.
@@ -237,7 +237,7 @@ class TimeBound(Bound):
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}), \quad \xi \sim \pi_{n,m}$$
 
     Args:
-        rates: and the other constants as in `NormBound`.
+        rates: and the other constants as in `Bound`.
 
     Source: Queue (12), appendix F, whose gradient is written anew here:
     $\partial \log \lambda / \partial \log p_j = E[X_j] - E[\xi_j]$.

@@ -72,11 +72,11 @@ class AvailabilityTrace(Resumable, Generic[C]):
         >>> from manifoldagg.simulation.delays import Deterministic
         >>> from manifoldagg.simulation.schedulers import IndependentClients
         >>> clients = IndependentClients(Deterministic(2.0), np.random.default_rng(0))
-        >>> crowd = AvailabilityTrace(clients, [LogRecord(1.0, "a", "fail"), LogRecord(5.0, "b", "join")])
+        >>> crowd = AvailabilityTrace(clients, [AvailabilityChange(1.0, "a", "fail"), AvailabilityChange(5.0, "b", "join")])
         >>> crowd.dispatch("a", work=1.0)
         >>> crowd.next()
-        Change(time=1.0, client='a', kind='fail', lost_tasks=1)
-        >>> crowd.next().kind, sorted(crowd.present)
+        AvailabilityChange(time=1.0, client='a', kind='fail', lost_tasks=1)
+        >>> crowd.next().kind, sorted(crowd.available)
         ('join', ['b'])
     """
 
@@ -88,7 +88,7 @@ class AvailabilityTrace(Resumable, Generic[C]):
         changes = list(changes)
         for i, change in enumerate(changes):
             if not isinstance(change, AvailabilityChange):
-                raise ArgumentError(f"changes[{i}]: expected a Change, got {change!r}")
+                raise ArgumentError(f"changes[{i}]: expected an AvailabilityChange, got {change!r}")
         self._scheduler = scheduler
         self._changes = sorted(changes, key=lambda change: change.time)
         first = {change.client: change.kind for change in reversed(self._changes)}

@@ -62,8 +62,8 @@ class Evaluation(Cost):
         staleness_max: of them the largest.
 
     Example:
-        >>> row = Evaluation(round=4, bytes_down=900, bytes_up=800, accuracy=0.5, loss=1.2, gini=0.1, theil=0.05)
-        >>> row.along("bytes"), row.refused
+        >>> row = Evaluation(updates=4, bytes_down=900, bytes_up=800, accuracy=0.5, loss=1.2, gini=0.1, theil=0.05)
+        >>> row.value_on("bytes"), row.rejected
         (1700, 0)
     """
 
@@ -87,8 +87,8 @@ def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: flo
         ArgumentError: if there is none.
 
     Example:
-        >>> rows = [Evaluation(round=i, gradients=9 * i, accuracy=i / 4, loss=1.0, gini=0, theil=0) for i in range(4)]
-        >>> within(rows, "gradients", 20).accuracy
+        >>> rows = [Evaluation(updates=i, gradients=9 * i, accuracy=i / 4, loss=1.0, gini=0, theil=0) for i in range(4)]
+        >>> last_within_budget(rows, "gradients", 20).accuracy
         0.5
     """
     found = [row for row in evaluations if row.value_on(axis) <= budget]
@@ -101,8 +101,8 @@ def first_reaching(evaluations: Sequence[Evaluation], target: float) -> Evaluati
     """The first row with an accuracy of at least `target`; `None` if there is none.
 
     Example:
-        >>> rows = [Evaluation(round=i, accuracy=i / 4, loss=1.0, gini=0, theil=0) for i in range(4)]
-        >>> reached(rows, 0.4).round, reached(rows, 0.8)
+        >>> rows = [Evaluation(updates=i, accuracy=i / 4, loss=1.0, gini=0, theil=0) for i in range(4)]
+        >>> first_reaching(rows, 0.4).updates, first_reaching(rows, 0.8)
         (2, None)
     """
     return next((row for row in evaluations if row.accuracy >= target), None)

@@ -101,10 +101,9 @@ def check_dataset(dataset: object) -> LabelledDataset:
         >>> check_dataset("digits")
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.ArgumentError: dataset: expected a LabelledDataset, got 'digits'; write
-            load_dataset('digits')
+        manifoldagg.errors.ArgumentError: dataset: expected a LabelledDataset, got 'digits'; write load_dataset('digits')
     """
-    return check_instance("dataset", dataset, LabelledDataset, f"task({dataset!r})" if isinstance(dataset, str) else "")
+    return check_instance("dataset", dataset, LabelledDataset, f"load_dataset({dataset!r})" if isinstance(dataset, str) else "")
 
 
 @dataclass(frozen=True, eq=False)

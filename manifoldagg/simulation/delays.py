@@ -56,7 +56,7 @@ class Delay(ABC):
         return work * self._mean()
 
     def quantile(self, probability: float) -> float:
-        """The seconds for one unit of work that a `probability` of all draws stays below.
+        """The seconds for one unit of work that a fraction `probability` of all draws stays below.
 
         Args:
             probability: in [0, 1); 0 is the least delay there is.
@@ -135,7 +135,7 @@ class Gaussian(Delay):
         c = location / scale if scale else math.inf
         set_fields(self, location=location, scale=scale)
         # erfc on both sides: 1 - cut would lose all digits of what is cut off.
-        set_fields(self, _cut=math.erfc(c / math.sqrt(2)) / 2, _kept_mass=math.erfc(-c / math.sqrt(2)) / 2)
+        set_fields(self, _cut_mass=math.erfc(c / math.sqrt(2)) / 2, _kept_mass=math.erfc(-c / math.sqrt(2)) / 2)
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "Gaussian":

@@ -46,7 +46,7 @@ class EventLoop:
     """Who is asked when, and who answers next.
 
     A client's tasks run in order: what it is asked while it is busy waits, here where the scheduler does not queue.
-    Every `DispatchEvent` is followed by `submit`, every `ClosedTicket` by `acknowledge`, before the next event.
+    Every `DispatchEvent` is followed by `submit`, every `CompletionEvent` by `acknowledge`, before the next event.
 
     Args:
         clients: all that will ever take part, once each.
@@ -55,9 +55,9 @@ class EventLoop:
         changes: of who takes part. A client whose first change is no `"join"` is here from the start.
 
     Attributes:
-        present: the clients that take tasks now.
-        pending: the event that waits for `submit` or `acknowledge`.
-        answers: how many there were.
+        available: the clients that take tasks now.
+        pending_event: the event that waits for `submit` or `acknowledge`.
+        num_completed: how many answers there were.
 
     Raises:
         ArgumentError: if the scheduler was used before, or a change cannot happen or is of none of the clients.
@@ -67,15 +67,15 @@ class EventLoop:
         >>> from manifoldagg.simulation import Deterministic, IndependentClients
         >>> from manifoldagg.federated.server.client_sampling import AsyncSampler
         >>> alone = IndependentClients({3: Deterministic(1.0), 5: Deterministic(1.6)}, np.random.default_rng(0))
-        >>> course = StepCurve([3, 5], AsyncSampler(None, np.random.default_rng(0)), alone)
+        >>> loop = EventLoop([3, 5], AsyncSampler(None, np.random.default_rng(0)), alone)
         >>> answers = []
         >>> while len(answers) < 4:
-        ...     event = course.next()
+        ...     event = loop.next()
         ...     if isinstance(event, DispatchEvent):
-        ...         key = course.give(event.client, work=1.0)
-        ...     elif isinstance(event, ClosedTicket):
-        ...         answers.append(tuple(event.key))
-        ...         course.acknowledge(accepted=True)
+        ...         task_id = loop.submit(event.client, work=1.0)
+        ...     elif isinstance(event, CompletionEvent):
+        ...         answers.append(tuple(event.task_id))
+        ...         loop.acknowledge(accepted=True)
         >>> answers
         [(3, 0), (5, 0), (3, 1), (3, 2)]
     """

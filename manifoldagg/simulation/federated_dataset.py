@@ -22,7 +22,7 @@ from manifoldagg.simulation.partitions import Partition
 __all__ = ["FederatedDataset", "TaskId", "check_federation"]
 
 SPLIT_STREAM, BATCH_STREAM = 0, 2
-"""Independent streams of random numbers under one seed; others are in `scenario` and `federated.deterministic`."""
+"""Independent streams of random numbers under one seed; others are in `workload` and `federated.clients.determinism`."""
 
 
 class TaskId(NamedTuple):
@@ -78,7 +78,7 @@ class FederatedDataset:
             dataset: what is learned.
             clients: how many clients.
             partition: called with the labels, `clients` and `generator=`, such as `iid_partition` or
-                `partial(dirichlet_partition, concentration=0.5)`, and with the task's `owners=` where it takes them and
+                `partial(dirichlet_partition, concentration=0.5)`, and with the data set's `user_ids=` where it takes them and
                 has none of its own; or the name of one, such as `"dirichlet:concentration=0.5"`. The label of a
                 sequence is its last.
             seed: everything random follows from it.
@@ -91,8 +91,8 @@ class FederatedDataset:
             ArgumentError: naming the argument that does not fit.
 
         Example:
-            >>> points = TaskKey("points", torch.zeros(20, 2), torch.arange(20) % 2, lambda: nn.Linear(2, 2),
-            target=1.0)
+            >>> inputs, labels = torch.zeros(20, 2), torch.arange(20) % 2
+            >>> points = LabelledDataset("points", inputs, labels, lambda: nn.Linear(2, 2), target=1.0)
             >>> federation = FederatedDataset.split(points, 2, partition="iid", seed=0)
             >>> [len(part) for part in (*federation.train, *federation.held_out)]
             [8, 8, 2, 2]

@@ -21,7 +21,7 @@ class InFlightTasks:
 
     Attributes:
         tickets: the tickets of the tasks that are under way; replaced and never written.
-        latest: the message of the last one.
+        last_message: the message of the last one.
     """
 
     def __init__(self, server: Server, tickets: PersistentOrderedMap[TaskId, Ticket]) -> None:

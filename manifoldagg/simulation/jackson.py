@@ -37,12 +37,12 @@ class JacksonNetwork(Scheduler[int]):
     Source: Queue §2.
 
     Example:
-        >>> network = JacksonNetwork([0.5, 0.5], [1.0, 2.0], np.random.default_rng(0), tasks=3)
+        >>> network = JacksonNetwork([0.5, 0.5], [1.0, 2.0], np.random.default_rng(0), concurrency=3)
         >>> for _ in range(3): network.dispatch(network.route())
         >>> for _ in range(100):
         ...     done = network.next()
         ...     network.dispatch(network.route())
-        >>> sum(network.lengths), network.in_flight
+        >>> sum(network.queue_lengths), network.in_flight
         (3, 3)
     """
 

@@ -24,7 +24,7 @@ __all__ = [
 Partition: TypeAlias = Callable[..., list[np.ndarray]]
 """Called with `labels` (samples,), the number of `clients` and `generator=`: an array of sample positions a client.
 
-One that has an argument `owners` gets those of the task too, (samples,) of numbers, or `None`.
+One that has an argument `user_ids` gets those of the task too, (samples,) of numbers, or `None`.
 """
 
 REMAINDERS = ("largest", "drop")
@@ -247,7 +247,7 @@ def natural_partition(
 
     Example:
         >>> owners = ["Romeo", "Juliet", "Juliet", "Nurse", "Romeo"]
-        >>> parts = natural_partition([0, 1, 0, 1, 0], 2, np.random.default_rng(0), owners=owners)
+        >>> parts = natural_partition([0, 1, 0, 1, 0], 2, np.random.default_rng(0), user_ids=owners)
         >>> [part.tolist() for part in parts]
         [[1, 2], [0, 4]]
     """

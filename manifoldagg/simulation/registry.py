@@ -87,7 +87,7 @@ def availability(text: str) -> list[AvailabilityChange[int | str]] | Availabilit
         ArgumentError: naming what is not known, with the nearest right word, or what does not fit.
 
     Example:
-        >>> make = participation("churn:up=deterministic,up.seconds=3,down=1e9,until=5")
+        >>> make = availability("churn:up=deterministic,up.seconds=3,down=1e9,until=5")
         >>> make([7], np.random.default_rng(0))
         [Change(time=3.0, client=7, kind='fail', lost=0)]
     """
@@ -125,7 +125,7 @@ def parse_workload(
         ArgumentError: as the functions above.
 
     Example:
-        >>> scenario(None, "exponential:mean=10", None)
+        >>> parse_workload(None, "exponential:mean=10", None)
         {'scheduler': None, 'delays': Exponential(mean=10.0), 'availability': None}
     """
     given = {"scheduler": scheduler, "delays": delays, "availability": availability}

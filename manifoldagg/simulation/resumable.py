@@ -10,7 +10,7 @@ __all__ = ["Resumable"]
 
 
 class Resumable(ABC):
-    """Clocks, schedulers and participations: what was saved goes on bit for bit, in another process too."""
+    """Clocks, schedulers and availability traces: what was saved goes on bit for bit, in another process too."""
 
     kind: ClassVar[str]
     """What its files hold."""

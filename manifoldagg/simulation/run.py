@@ -187,7 +187,7 @@ def run(
             a function of clients and a generator.
         availability: changes of who takes part, or a function of clients and a generator that makes them. Those of
             clients without samples do not count.
-        task_cost: of a task: `"data"`, the client's minibatches, whatever a method makes of them, so that all methods
+        task_cost: of a task: `"fixed"`, the client's minibatches, whatever a method makes of them, so that all methods
             see one order of events; or `"trainer"`, the steps of its trainer, where that tells them.
         concurrency: how many are under way at a time, as many as clients by default; for a rule that draws
             (`DeFedAvg`), how many are asked at first. A rule that waits for a cohort takes none.
@@ -208,22 +208,22 @@ def run(
         ArgumentError: naming the argument that does not fit; if no client has samples; if nobody has a task any more
             before the rounds are over; and what trainers raise but for divergence.
         CheckpointError: if the rule has something in it that has no name; if the checkpoint is none, or that of another
-            run, naming the first difference, or scheduler or participation go otherwise than they went.
+            run, naming the first difference, or scheduler or availability go otherwise than they went.
 
     Example:
         >>> from manifoldagg.federated import rules, clients
-        >>> from manifoldagg.experiments import task
+        >>> from manifoldagg.experiments import load_dataset
         >>> from manifoldagg.simulation import iid_partition
-        >>> federation = FederatedDataset.split(task("digits"), 6, partition=iid_partition, seed=0)
+        >>> federation = FederatedDataset.split(load_dataset("digits"), 6, partition=iid_partition, seed=0)
         >>> method = Method("FedAvg", rules.FedAvg(cohort=3), clients.Local(epochs=1))
-        >>> found = run(federation, method, rounds=6, every=3)
-        >>> found.evaluated, found.staleness
+        >>> found = run(federation, method, num_updates=6, eval_every=3)
+        >>> found.evaluated_at, found.staleness
         ([0, 3, 6], [0, 0, 0, 0, 0, 0])
     """
     check_count("num_updates", num_updates)
     check_count("eval_every", eval_every)
     check_choice("task_cost", task_cost, TASK_COSTS)
-    for name, told in (("watch", on_update), ("progress", progress), ("log", log)):
+    for name, told in (("on_update", on_update), ("progress", progress), ("log", log)):
         if told is not None and not callable(told):
             raise ArgumentError(f"{name}: expected a function, got {told!r}")
     check_method("method", method)
@@ -238,13 +238,13 @@ def run(
     about = run_metadata(
         federation,
         method,
-        rounds=num_updates,
+        num_updates=num_updates,
         scheduler=scheduler,
         delays=delays,
-        participation=availability,
-        work=task_cost,
-        tasks=concurrency,
-        every=eval_every,
+        availability=availability,
+        task_cost=task_cost,
+        concurrency=concurrency,
+        eval_every=eval_every,
     )
     method = method.bind(clients)
     rule: Any = method.rule

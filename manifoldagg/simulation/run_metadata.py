@@ -59,7 +59,7 @@ def referenced_files(*specs: object) -> dict[str, str]:
         *given: settings; those that are no words name no file.
 
     Example:
-        >>> files("exponential:mean=10", "csv:not-there.csv", None)
+        >>> referenced_files("exponential:mean=10", "csv:not-there.csv", None)
         {}
     """
     options = [
@@ -75,8 +75,9 @@ def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str,
         CheckpointError: naming the first difference.
 
     Example:
-        >>> check_compatible(Path("run"), {"num_updates": 200, "methods": {"FedGS": 1}}, {"num_updates": 200, "methods":
-        {"FedGS": 2}}) Traceback (most recent call last):
+        >>> saved, current = ({"num_updates": 200, "methods": {"FedGS": count}} for count in (1, 2))
+        >>> check_compatible(Path("run"), saved, current)
+        Traceback (most recent call last):
             ...
         manifoldagg.errors.CheckpointError: run: settings: methods: FedGS: was 1, got 2
     """

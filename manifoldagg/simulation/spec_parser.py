@@ -69,7 +69,7 @@ def parse_specs(where: str, text: str) -> list[Spec]:
         ArgumentError: if there is no name, an option comes before any, or twice.
 
     Example:
-        >>> [str(named) for named in split("methods", "fedasync, asyncbezier:threshold=auto, degree=3, fedgs")]
+        >>> [str(spec) for spec in parse_specs("methods", "fedasync, asyncbezier:threshold=auto, degree=3, fedgs")]
         ['fedasync', 'asyncbezier:threshold=auto,degree=3', 'fedgs']
     """
     found: list[tuple[str, dict[str, str]]] = []
@@ -103,8 +103,8 @@ def parse_spec(where: str, text: str) -> Spec:
         ArgumentError: as [`split`][manifoldagg.simulation.spec_parser.split]; if there are several names.
 
     Example:
-        >>> named("delays", "exponential:mean=10")
-        Named(name='exponential', options={'mean': '10'})
+        >>> parse_spec("delays", "exponential:mean=10")
+        Spec(name='exponential', options={'mean': '10'})
     """
     first, *others = parse_specs(where, text)
     if others:
@@ -116,7 +116,7 @@ def parse_literal(text: str) -> Any:
     """An int, a float, `true`, `false`, `none`, `inf`, numbers joined by `+` as a tuple; else the text itself.
 
     Example:
-        >>> [value(text) for text in ("3", "1e-3", "true", "none", "-inf", "4+2", "auto", "rates.csv")]
+        >>> [parse_literal(text) for text in ("3", "1e-3", "true", "none", "-inf", "4+2", "auto", "rates.csv")]
         [3, 0.001, True, None, -inf, (4, 2), 'auto', 'rates.csv']
     """
     if text.lower() in LITERALS:
@@ -158,9 +158,9 @@ def parse_kwargs(
 
     Example:
         >>> from manifoldagg.federated.clients import Local
-        >>> arguments("local", Local, {"epochs": "4", "rate": "1e-3"})
+        >>> parse_kwargs("local", Local, {"epochs": "4", "rate": "1e-3"})
         {'epochs': 4, 'rate': 0.001}
-        >>> arguments("local", Local, {"epoch": "4"})
+        >>> parse_kwargs("local", Local, {"epoch": "4"})
         Traceback (most recent call last):
             ...
         manifoldagg.errors.ArgumentError: local: no option 'epoch'; did you mean epochs?
@@ -227,7 +227,7 @@ def build(
     defaults: Mapping[str, Any] | None = None,
 ) -> T:
     """What `factory` makes of options that were written, as
-    [`arguments`][manifoldagg.simulation.spec_parser.arguments].
+    [`parse_kwargs`][manifoldagg.simulation.spec_parser.parse_kwargs].
 
     Raises:
         ArgumentError: also for values that `factory` refuses.

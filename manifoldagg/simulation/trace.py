@@ -143,7 +143,7 @@ def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
     records = list(records)
     for i, record in enumerate(records):
         if not isinstance(record, TaskRecord):
-            raise ArgumentError(f"records[{i}]: expected a Record, got {record!r}")
+            raise ArgumentError(f"records[{i}]: expected a TaskRecord, got {record!r}")
     return records
 
 

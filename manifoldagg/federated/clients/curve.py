@@ -44,7 +44,7 @@ class Curve(BaseTrainer):
     Source: Manifold, Algorithm 2.
 
     Example:
-        >>> LearnedCurve(degree=2, epochs=(2, 2), proximal=1e-3).degree
+        >>> Curve(degree=2, epochs=(2, 2), proximal=1e-3).degree
         2
     """
 

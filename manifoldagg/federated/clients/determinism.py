@@ -45,7 +45,7 @@ def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
         ArgumentError: naming what is no integer, or negative.
 
     Example:
-        >>> draws = [torch.rand(1, generator=task_generator(0, client=3, nth=1)) for _ in range(2)]
+        >>> draws = [torch.rand(1, generator=task_generator(0, client=3, task_index=1)) for _ in range(2)]
         >>> torch.equal(*draws)
         True
     """
@@ -68,9 +68,9 @@ def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Ite
             leaves as many as there are.
 
     Example:
-        >>> with deterministic(task_generator(0, client=3, nth=1)):
+        >>> with deterministic(task_generator(0, client=3, task_index=1)):
         ...     first = torch.rand(1)
-        >>> with deterministic(task_generator(0, client=3, nth=1)):
+        >>> with deterministic(task_generator(0, client=3, task_index=1)):
         ...     torch.equal(torch.rand(1), first)
         True
     """

@@ -22,7 +22,7 @@ __all__ = ["Epochs", "Gradient", "Local", "Proximal"]
 class Local(BaseTrainer):
     r"""Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ from the server's model.
 
-    It is the first phase of [`LearnedCurve`][manifoldagg.federated.clients.LearnedCurve] alone: a curve of degree 1,
+    It is the first phase of [`Curve`][manifoldagg.federated.clients.Curve] alone: a curve of degree 1,
     whose end is the one point that is sent back. The distance is that of the space; on a curved one the steps are
     Riemannian, and points stay on it.
 

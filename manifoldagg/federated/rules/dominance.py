@@ -28,9 +28,9 @@ class Dominance:
     Source: Report, dominance penalty (after Leconte et al. 2024).
 
     Example:
-        >>> Dominance(clients=4).scaled_rate(0.5, own=3, total=4)
+        >>> Dominance(clients=4).scaled_rate(0.5, client_updates=3, total_updates=4)
         0.25
-        >>> Dominance(clients=4, smoothed=False).scaled_rate(0.5, own=1, total=8)
+        >>> Dominance(clients=4, smoothed=False).scaled_rate(0.5, client_updates=1, total_updates=8)
         1.0
     """
 
@@ -55,7 +55,7 @@ class Dominance:
             ArgumentError: if it is no mapping, or its `updates` no count.
         """
         if client_state is not None and not isinstance(client_state, Mapping):
-            raise ArgumentError(f"client_state: ..., got {client_state!r}")
+            raise ArgumentError(f"client_state: expected a mapping or None, got {client_state!r}")
         return check_count("client_state['updates']", (client_state or {}).get("updates", 0), at_least=0) + 1
 
     def next_client_state(self, client_state: ClientState) -> ClientState:

@@ -114,7 +114,9 @@ class HeLoCo(ServerRule):
         r"""The coefficients of $\pi v$ on $v$ and $m$, from their inner products.
 
         Example:
-            >>> HeLoCo(confidence_scale=0.0, limit=1.0).turned(square=1.0, along=-1.0, momentum=1.0)
+            >>> HeLoCo(confidence_scale=0.0, max_shrink=1.0).correction_coefficients(
+            ...     update_square=1.0, product=-1.0, momentum_square=1.0
+            ... )
             (1.0, 0.5)
         """
         size, length = safe_sqrt(update_square), safe_sqrt(momentum_square)

@@ -113,7 +113,7 @@ def krum_select(inner: np.ndarray, num_byzantine: int, num_selected: int) -> lis
 
     Example:
         >>> x = np.array([[0.0], [9.0], [1.0], [2.25], [1.5]])
-        >>> nearest(x @ x.T, num_byzantine=1, num_selected=2)
+        >>> krum_select(x @ x.T, num_byzantine=1, num_selected=2)
         [4, 2]
     """
     squares = inner.diagonal()

@@ -161,7 +161,7 @@ class Momentum(WrapperRule):
         if not (frame.unread and frame.measured and frame.reach(velocity) <= largest):
             frame = replace(frame, unmeasured={})
             gram = frame.gram("tensor" if velocity.ndim == 2 else "model")
-            check_number("points: size of the velocity", safe_sqrt(gram.square(velocity)), at_most=largest)
+            check_number("points: size of the velocity", safe_sqrt(gram.squared_norm(velocity)), at_most=largest)
         line = step + self.beta * velocity if self.nesterov else velocity
         after["velocity"] = frame.kept(velocity, out)
         moved = {**outcome.numbers, "norm": frame.length(gram, line)}

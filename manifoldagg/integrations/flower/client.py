@@ -72,7 +72,7 @@ def client_app(
         >>> import torch
         >>> from manifoldagg.federated import clients
         >>> batches = [(torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))]
-        >>> app = client_app(clients.LearnedCurve(degree=2), lambda: nn.Linear(2, 3), lambda context, nth: batches)
+        >>> app = client_app(clients.Curve(degree=2), lambda: nn.Linear(2, 3), lambda context, nth: batches)
         >>> type(app).__name__
         'ClientApp'
     """

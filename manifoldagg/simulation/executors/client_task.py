@@ -73,7 +73,7 @@ class GradientCounter:
 
 
 class _ThreadModelCache(threading.local):
-    """What a thread keeps for the next errand of the same federation: a module is lent to one at a time."""
+    """What a thread keeps for the next task of the same federation: a module is lent to one at a time."""
 
     federation: weakref.ref[FederatedDataset] | None = None
     model: nn.Module
@@ -88,7 +88,7 @@ _MODEL_CACHE = _ThreadModelCache()
 
 
 def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] = cross_entropy) -> Payload:
-    """Do an errand, [`deterministic`][manifoldagg.federated.clients.determinism.deterministic]: its payload follows
+    """Run a task, [`deterministic`][manifoldagg.federated.clients.determinism.deterministic]: its payload follows
     from it alone.
 
     The trainer may write what it is given.
@@ -103,13 +103,13 @@ def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] = cross_e
     Example:
         >>> from manifoldagg.federated import clients
         >>> from manifoldagg.manifolds import ParameterSpace
-        >>> from manifoldagg.experiments import task
+        >>> from manifoldagg.experiments import load_dataset
         >>> from manifoldagg.simulation import iid_partition
-        >>> federation = FederatedDataset.split(task("digits"), 30, partition=iid_partition, seed=0)
+        >>> federation = FederatedDataset.split(load_dataset("digits"), 30, partition=iid_partition, seed=0)
         >>> model = federation.model()
         >>> message = Message(ParameterSpace.of(model).point(model))
-        >>> errand = ClientTask(federation, clients.Local(epochs=1), StoreKey(client=3, nth=0), message)
-        >>> torch.equal(run_task(errand).points, run_task(errand).points)
+        >>> task = ClientTask(federation, clients.Local(epochs=1), TaskId(client=3, task_index=0), message)
+        >>> torch.equal(run_task(task).points, run_task(task).points)
         True
     """
     federation, trainer, (client, nth) = task.federation, task.trainer, task.task_id

@@ -36,7 +36,7 @@ class RestartingExecutor:
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
         >>> with RestartingExecutor(partial(ThreadPoolExecutor, 2)) as workers:
-        ...     workers.count
+        ...     workers.num_workers
         2
     """
 
@@ -55,7 +55,7 @@ class RestartingExecutor:
         return count if isinstance(count, int) and count > 0 else None
 
     def submit(self, envelope: TaskEnvelope) -> "Future[TaskResult]":
-        """Hand a letter to the executor.
+        """Hand a task to the executor.
 
         Raises:
             RuntimeError: if it is broken, or takes no more work.

@@ -53,7 +53,7 @@ class TensorRef(NamedTuple):
         """The tensor, in memory of its own, as torch lays it.
 
         Raises:
-            Missing: if its values lie on another machine, and came neither with this nor with an earlier parcel.
+            TensorNotFound: if its values lie on another machine, and came neither with this nor with an earlier parcel.
         """
         data = _RECEIVED_VALUES.get_or_store(self.name, self.data) if self.name else self.data
         made = torch.empty(self.shape, dtype=self.dtype)
@@ -117,10 +117,10 @@ class SharedTensorStore:
     [`Spill`][manifoldagg.federated.server.durability.spill.Spill] do.
 
     Example:
-        >>> shelf, model = SharedTensorStore(), torch.zeros(1000)
-        >>> lying = shelf.put(model)
-        >>> parcel = shelf.parcel(lying)
-        >>> parcel.data is None, torch.equal(parcel.open(), model)
+        >>> store, model = SharedTensorStore(), torch.zeros(1000)
+        >>> stored = store.put(model)
+        >>> ref = store.reference(stored)
+        >>> ref.data is None, torch.equal(ref.load(), model)
         (True, True)
     """
 
@@ -173,7 +173,7 @@ def serialize(
         The bytes, and what must lie on the shelf for as long as somebody may unpack them.
 
     Example:
-        >>> unpacked(packed({"m": torch.ones(4)[1:], "count": 3})[0])
+        >>> deserialize(serialize({"m": torch.ones(4)[1:], "count": 3})[0])
         {'m': tensor([1., 1., 1.]), 'count': 3}
     """
     file = io.BytesIO()
@@ -186,7 +186,7 @@ def deserialize(data: bytes) -> Tree:
     """What was packed, in memory of its own; tensors lie as torch lays them.
 
     Raises:
-        Missing: if a parcel in it cannot be opened.
+        TensorNotFound: if a parcel in it cannot be opened.
     """
     return _Unpickler(io.BytesIO(data)).load()
 

@@ -37,9 +37,9 @@ class _PendingTask:
 
     Attributes:
         message: from the server.
-        whole: whether its letter must bring all by value.
-        memory: what it started from, once it was sent.
-        future: what the executor returned for its letter.
+        by_value: whether its envelope must bring all by value.
+        client_state: what it started from, once it was sent.
+        future: what the executor returned for its envelope.
         outcome: what came of it.
     """
 
@@ -90,15 +90,15 @@ class TaskRunner:
         >>> from concurrent.futures import ThreadPoolExecutor
         >>> from manifoldagg.federated import clients
         >>> from manifoldagg.manifolds import ParameterSpace
-        >>> from manifoldagg.experiments import task
+        >>> from manifoldagg.experiments import load_dataset
         >>> from manifoldagg.simulation import iid_partition
-        >>> federation = FederatedDataset.split(task("digits"), 30, partition=iid_partition, seed=0)
+        >>> federation = FederatedDataset.split(load_dataset("digits"), 30, partition=iid_partition, seed=0)
         >>> model = federation.model()
         >>> message = Message(ParameterSpace.of(model).point(model))
-        >>> with ThreadPoolExecutor(2) as pool, TaskRunner(federation, clients.Local(epochs=1), pool) as crew:
+        >>> with ThreadPoolExecutor(2) as pool, TaskRunner(federation, clients.Local(epochs=1), pool) as runner:
         ...     for client in (3, 4, 5):
-        ...         crew.give(StoreKey(client, 0), message)
-        ...     [crew.result(StoreKey(client, 0)).samples == len(federation.train[client]) for client in (5, 3, 4)]
+        ...         runner.submit(TaskId(client, 0), message)
+        ...     [runner.result(TaskId(client, 0)).samples == len(federation.train[client]) for client in (5, 3, 4)]
         [True, True, True]
     """
 

@@ -177,7 +177,7 @@ class _ContextCache:
             made = self._contexts.pop(name, None)
             if made is None:
                 surroundings, inside = deserialize(ref.load().numpy().tobytes())
-                surroundings.hold()
+                surroundings.activate()
                 try:
                     made = _LoadedContext(surroundings, *deserialize(inside))
                 except Exception as error:
