@@ -1,6 +1,6 @@
 """Averages of low-rank adapters beside dense SVD, averages of factors and PEFT's own combinations: time, and error.
 
-    python benchmarks/adapters.py [--size 4096] [--layers 32] [--rounds 5] [--output benchmarks/results/adapters]
+    python benchmarks/adapters.py [--size 4096] [--layers 32] [--repetitions 5] [--output benchmarks/results/adapters]
 
 Ten adapters of rank 16, float32, on one thread. `gauges` are ten copies of one adapter, each with its factors in
 another basis: their average has rank 16. `drifted` are the same after each has moved by a tenth: what of their average
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "adapters")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -57,7 +57,7 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     rows = []
     for case in ("gauges", "drifted"):
-        for row in compared(case, options.size, options.rounds):
+        for row in compared(case, options.size, options.repetitions):
             rows.append(row)
             lines.append("{case:<9} {way:<28} {seconds:9.4f} {error:9.2g} {best:9.2g} {floor:9.2g}".format(**row))
             print(lines[-1], flush=True)
@@ -76,7 +76,7 @@ def main() -> None:
     options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def compared(case: str, size: int, rounds: int) -> list[dict[str, Any]]:
+def compared(case: str, size: int, repetitions: int) -> list[dict[str, Any]]:
     """Every way on one case."""
     states = drawn(case, size)
     stacks = [stacked(state) for state in states]
@@ -88,7 +88,7 @@ def compared(case: str, size: int, rounds: int) -> list[dict[str, Any]]:
         "average_adapters": lambda: average_adapters(states, None, RANK)[0],
         "average of factors": lambda: {name: torch.stack([x[name] for x in states]).mean(0) for name in (A, B)},
     }
-    found = {name: (call(), in_turns({name: call}, rounds)[name]) for name, call in calls.items()}
+    found = {name: (call(), in_turns({name: call}, repetitions)[name]) for name, call in calls.items()}
     started = time.perf_counter()
     dense = by_dense_svd(states)
     found["dense SVD"] = (dense, [time.perf_counter() - started])

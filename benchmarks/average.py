@@ -1,6 +1,6 @@
 """`average` of k models beside the memory's floor and beside how a weighted mean of state dicts is taken elsewhere.
 
-    python benchmarks/average.py [--sizes 1e4 1e6 1e7] [--models 2 10 30] [--rounds 9]
+    python benchmarks/average.py [--sizes 1e4 1e6 1e7] [--models 2 10 30] [--repetitions 9]
 
 The floor reads k models and writes one, as streams in C++ and nothing else. In turns with it, in the same run:
 
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aggregate import lengths
 from floor import Floor
 from flwr.server.strategy.aggregate import aggregate as flower
-from front_door import lengths
 from timing import TIMES, beside_the_first, extra, machine, tabled, times
 
 from manifoldagg import ParameterSpace, average
@@ -74,11 +74,11 @@ def ways(size: int, count: int, k: int, threads: int, floor: Floor) -> dict[str,
     }
 
 
-def measure(size: int, count: int, k: int, threads: int, floor: Floor, rounds: int) -> Iterator[dict[str, Any]]:
+def measure(size: int, count: int, k: int, threads: int, floor: Floor, repetitions: int) -> Iterator[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
     about = {"P": size, "tensors": count, "models": k, "threads": threads}
-    return beside_the_first(ways(size, count, k, threads, floor), rounds, about, 4 * size)
+    return beside_the_first(ways(size, count, k, threads, floor), repetitions, about, 4 * size)
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, nargs="+", default=[42, 400])
     parser.add_argument("--models", type=int, nargs="+", default=[2, 10, 30])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--name", default="average")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
@@ -102,8 +102,8 @@ def main() -> None:
     extra(lambda: None)  # the profiler's own beginnings
     head = [f"the mean of k state dicts, float32; torch {torch.__version__}, {machine()}", HEAD]
     cells = product(map(int, options.sizes), options.tensors, options.models, options.threads)
-    rows = (row for cell in cells if cell[0] * cell[2] <= MOST for row in measure(*cell, floor, options.rounds))
-    tabled(options.out / options.name, head, rows, shown, options.rounds)
+    rows = (row for cell in cells if cell[0] * cell[2] <= MOST for row in measure(*cell, floor, options.repetitions))
+    tabled(options.out / options.name, head, rows, shown, options.repetitions)
 
 
 if __name__ == "__main__":

@@ -135,8 +135,8 @@ def main() -> None:
     """Print a table and write it, and its numbers, into a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=10_000)
-    parser.add_argument("--events", type=int, default=20_000, help="in a row, in each round")
-    parser.add_argument("--updates", type=int, default=15)
+    parser.add_argument("--events", type=int, default=20_000, help="in a row, in each repetition")
+    parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     makers: dict[str, Callable[[], Events]] = {
@@ -154,11 +154,12 @@ def main() -> None:
     rates: dict[str, list[float]] = {name: [] for name in running}
     for events in running.values():
         measure(events, options.events)
-    for _ in range(options.rounds):
+    for _ in range(options.repetitions):
         for name, events in running.items():
             rates[name].append(measure(events, options.events))
     lines = [
-        f"{options.clients} clients, {options.rounds} rounds of {options.events} events each, NumPy {np.__version__}",
+        f"{options.clients} clients, {options.repetitions} repetitions of {options.events} events each, "
+        f"NumPy {np.__version__}",
         f"{'scheduler':<28} {'events/s':>10} {'quartiles':>22}",
     ]
     numbers = {}
@@ -171,7 +172,7 @@ def main() -> None:
     settings = {
         "clients": options.clients,
         "events": options.events,
-        "num_updates": options.rounds,
+        "repetitions": options.repetitions,
         "numpy": np.__version__,
         "machine": platform.platform(),
     }

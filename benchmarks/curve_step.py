@@ -1,6 +1,6 @@
 """What a step of learning a curve costs beside a plain step of the same model on the same batch.
 
-Five ways to take a step with Adam, in turn in one process, the ratios round by round:
+Five ways to take a step with Adam, in turn in one process, the ratios repetition by repetition:
 
 - *plain*: the network alone, forward, backward, step.
 - *local*: the trainer `Local`, whose steps are those of `fit` in its first phase.
@@ -185,13 +185,13 @@ def peak(make: Callable[[], Step]) -> int:
 
 
 def timing(degree: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds a step of each way, and its ratio to the way beside which it stands, of the same round."""
+    """Milliseconds a step of each way, and its ratio to the way beside which it stands, of the same repetition."""
     batch = torch.rand(options.batch, 1, 28, 28), torch.randint(10, (options.batch,))
     ways = {name: way(cnn, batch, degree) for name, way in WAYS.items()}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for steps in ways.values():
         steps(options.steps)
-    for turn in range(options.rounds):
+    for turn in range(options.repetitions):
         # No way always runs first.
         first = turn % len(ways)
         names = list(ways)[first:] + list(ways)[:first]
@@ -217,8 +217,8 @@ def memory(degree: int) -> dict[str, Any]:
 def main() -> None:
     """Print a table and write it, and its numbers, into a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--steps", type=int, default=20, help="in a row, in each round")
+    parser.add_argument("--repetitions", type=int, default=31)
+    parser.add_argument("--steps", type=int, default=20, help="in a row, in each repetition")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--degrees", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -227,7 +227,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in cnn().parameters())
     lines = [
         f"CNN of {parameters} parameters, batch {options.batch}, Adam, one thread, torch {torch.__version__}; "
-        f"{options.rounds} rounds of {options.steps} steps",
+        f"{options.repetitions} repetitions of {options.steps} steps",
         f"{'degree':>6}  {'way':<7} {'ms/step':>8} {'ratio':>7} {'quartiles':>16} {'peak MB':>9} {'models':>7}",
     ]
     print(*lines, sep="\n", flush=True)
@@ -248,7 +248,7 @@ def main() -> None:
             print(lines[-1], flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     settings = {
-        "rounds": options.rounds,
+        "repetitions": options.repetitions,
         "steps": options.steps,
         "batch": options.batch,
         "parameters": parameters,

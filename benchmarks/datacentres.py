@@ -51,7 +51,7 @@ class Size:
         length: characters of a sequence.
         width: of the transformer.
         layers: likewise.
-        every: answers between two looks at the loss.
+        eval_every: answers between two looks at the loss.
         share: of the text, held out for tests; and of the rest, for the choice of rates.
     """
 
@@ -62,7 +62,7 @@ class Size:
     length: int = 32
     width: int = 32
     layers: int = 1
-    every: int = 16
+    eval_every: int = 16
     share: float = 0.05
 
 
@@ -169,7 +169,7 @@ def trained(name: str, rate: float, beta: float, made: FederatedDataset, size: S
             num_updates=size.arrivals,
             delays=speeds,
             task_cost="trainer",
-            eval_every=size.every,
+            eval_every=size.eval_every,
         )
         tokens = size.batch * size.length
         log = [

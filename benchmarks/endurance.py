@@ -296,7 +296,7 @@ def lasting(
         raise RuntimeError(f"{hour.taken} updates were taken, and the server knows {hour.server.updates}")
     made["exams"].append([time.perf_counter() - begun, hour.accuracy()])
     made["counts"] = dict(hour.counts)
-    made["refused"] = hour.server.rejected
+    made["rejected"] = hour.server.rejected
     hour.server.close()
     return made
 

@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 MULTIPLICATIONS = 24_000_000
 
 
-def measure(rows: list[Tensor], minus: Tensor | None, out: Tensor, threads: int, floor: Floor, rounds: int) -> Any:
+def measure(rows: list[Tensor], minus: Tensor | None, out: Tensor, threads: int, floor: Floor, repetitions: int) -> Any:
     """One line of the table for `gram`, one for `combine`."""
     k = len(rows)
     size = out.numel()
@@ -52,7 +52,7 @@ def measure(rows: list[Tensor], minus: Tensor | None, out: Tensor, threads: int,
             "gram": lambda: gram(rows, minus=minus),
             "combine": lambda: combine(None, rows, coefficients, minus=minus, out=out),
         },
-        rounds=rounds,
+        repetitions=repetitions,
     )
     share = size * k * (k + 1) / 2 / (MULTIPLICATIONS * threads)
     products = [share * taken for taken in seconds["multiply"]]
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES))
     parser.add_argument("--others", type=int, nargs="+", default=[2, 4, 8], help="rows in dtypes after the first")
     parser.add_argument("--minus", action="store_true", help="subtract one vector from all rows")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--out", "--output", type=Path, default=HERE / "results")
     options = parser.parse_args()
     head = [
@@ -101,7 +101,7 @@ def main() -> None:
         f"{'quartiles':>14}",
     ]
     before = set_backend("auto")
-    tabled(options.out / "kernels", head, found(options), shown, options.rounds)
+    tabled(options.out / "kernels", head, found(options), shown, options.repetitions)
     set_backend(before)
 
 
@@ -117,7 +117,7 @@ def found(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for threads, k in product(options.threads, counts):
                 torch.set_num_threads(threads)
                 minus = vectors[-1] if options.minus else None
-                yield from measure(vectors[:k], minus, out, threads, floor, options.rounds)
+                yield from measure(vectors[:k], minus, out, threads, floor, options.repetitions)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def by(library: CDLL | None, call: Callable[[], Any]) -> Callable[[], Any]:
     return made
 
 
-def measure(found: dict[str, CDLL], size: int, rounds: int) -> Iterator[dict[str, Any]]:
+def measure(found: dict[str, CDLL], size: int, repetitions: int) -> Iterator[dict[str, Any]]:
     """A row for each kernel and each way but the one built here."""
     ways: dict[str, CDLL | None] = {**found, TORCH: None}
     for dtype in DTYPES:
@@ -72,7 +72,9 @@ def measure(found: dict[str, CDLL], size: int, rounds: int) -> Iterator[dict[str
                 ),
             }
             for kernel, call in calls.items():
-                seconds = interleaved({name: by(library, call) for name, library in ways.items()}, rounds=rounds)
+                seconds = interleaved(
+                    {name: by(library, call) for name, library in ways.items()}, repetitions=repetitions
+                )
                 for name in [*ways][1:]:
                     low, middle, high = ratio(seconds[name], seconds[OWN])
                     about = {
@@ -97,14 +99,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--size", type=float, default=2e6)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", "--output", type=Path, default=HERE / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     head = [f"Libraries beside the one built here; torch {torch.__version__}, {machine()}", HEAD]
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(libraries(options.wheel, Path(folder)), int(options.size), options.rounds)
-        tabled(options.out / "libraries", head, rows, shown, options.rounds)
+        rows = measure(libraries(options.wheel, Path(folder)), int(options.size), options.repetitions)
+        tabled(options.out / "libraries", head, rows, shown, options.repetitions)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """exp, log, transport and means beside geoopt and pymanopt on equal batches: time, and error against 40 digits.
 
-    python benchmarks/manifolds.py [--rounds 15] [--out benchmarks/results/manifolds]
+    python benchmarks/manifolds.py [--repetitions 15] [--out benchmarks/results/manifolds]
 
 A time is that of the processor for one call on the whole batch, on one thread; the ratio is ours / theirs over
-interleaved rounds (median and quartiles; below 1 is faster). An error is the largest, over tangents of lengths 1e-7,
-1e-3, 0.1, 1 and far (3 on the sphere, 1.4 on Grassmann, 2 elsewhere), of |result - exact| / |exact| in coordinates,
-exact being mpmath's at 40 digits for the same float64 input. Matrices are orthonormal to rounding only, so that a log
-of length 1e-7 is known to some 1e-9 there, whatever the formula.
+interleaved repetitions (median and quartiles; below 1 is faster). An error is the largest, over tangents of lengths
+1e-7, 1e-3, 0.1, 1 and far (3 on the sphere, 1.4 on Grassmann, 2 elsewhere), of |result - exact| / |exact| in
+coordinates, exact being mpmath's at 40 digits for the same float64 input. Matrices are orthonormal to
+rounding only, so that a log of length 1e-7 is known to some 1e-9 there, whatever the formula.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Case:
 def main() -> None:
     """Print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "manifolds")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -73,7 +73,7 @@ def main() -> None:
     rows = []
     print("\n".join(lines), flush=True)
     for case in cases():
-        for row in measured(case, options.rounds):
+        for row in measured(case, options.repetitions):
             rows.append(row)
             lines.append(shown(row))
             print(lines[-1], flush=True)
@@ -82,7 +82,7 @@ def main() -> None:
     options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def measured(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
+def measured(case: Case, repetitions: int) -> Iterator[dict[str, Any]]:
     """A row for each operation that the peer has, and one for our mean."""
     x, y, u, v = drawn(case.space, case.batch, 0.7)
     arguments = {"exp": (x, u), "log": (x, y), "transport": (x, y, v)}
@@ -90,7 +90,7 @@ def measured(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
         if operation not in case.peers or operation not in case.space.capabilities:
             continue
         ours, theirs, given = getattr(case.space, operation), case.peers[operation], arguments[operation]
-        seconds = interleaved({"ours": lambda: ours(*given), "theirs": lambda: theirs(*given)}, rounds=rounds)  # noqa: B023
+        seconds = interleaved({"ours": lambda: ours(*given), "theirs": lambda: theirs(*given)}, repetitions=repetitions)  # noqa: B023
         yield {
             "space": f"{case.name} ({case.batch})",
             "peer": case.peer,
@@ -107,7 +107,7 @@ def measured(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
         near = case.space.exp(
             centre, 0.3 * case.space.random_tangent(centre.contiguous(), torch.Generator().manual_seed(1)) / 10
         )
-        seconds = interleaved({"mean": lambda: karcher_mean(case.space, near)}, rounds=3)
+        seconds = interleaved({"mean": lambda: karcher_mean(case.space, near)}, repetitions=3)
         mean = karcher_mean(case.space, near)
         yield {
             "space": f"{case.name} ({len(near)} of 8)",

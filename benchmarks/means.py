@@ -1,6 +1,6 @@
 """Karcher means of k models on a sphere beside the iteration on points and the plain mean: time, and error.
 
-    python benchmarks/means.py [--size 1000000] [--rounds 5] [--output benchmarks/results/means]
+    python benchmarks/means.py [--size 1000000] [--repetitions 5] [--output benchmarks/results/means]
 
 A time is that of the processor for one call on one thread. `iteration` holds the points in float64; `in place` runs the
 same fixed point in the dtype of the models, as merging tools do; `plain` is the arithmetic mean, divided by its norm.
@@ -33,7 +33,7 @@ def main() -> None:
     """Print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "means")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def main() -> None:
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         for k in (2, 4, 8):
-            row = measured(options.size, k, dtype, options.rounds)
+            row = measured(options.size, k, dtype, options.repetitions)
             rows.append(row)
             lines.append(shown(row))
             print(lines[-1], flush=True)
@@ -51,7 +51,7 @@ def main() -> None:
     options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def measured(size: int, k: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+def measured(size: int, k: int, dtype: torch.dtype, repetitions: int) -> dict[str, Any]:
     """Seconds and errors of each way."""
     models = drawn(size, k, dtype)
     space = Sphere(size)
@@ -61,7 +61,7 @@ def measured(size: int, k: int, dtype: torch.dtype, rounds: int) -> dict[str, An
         "in place": lambda: in_place(models),
         "plain": lambda: plain(models),
     }
-    seconds = {name: statistics.median(times) for name, times in interleaved(calls, rounds=rounds).items()}
+    seconds = {name: statistics.median(times) for name, times in interleaved(calls, repetitions=repetitions).items()}
     exact = iterated(space, [model.double() for model in models]).point[0]
     floor = (exact.to(dtype).double() - exact).norm().item()
     errors = {name: (call().double() - exact).norm().item() / floor for name, call in calls.items()}

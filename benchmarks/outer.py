@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aggregate import lengths
 from floor import Floor
-from front_door import lengths
 from timing import in_turns, ratio
 from torch import Tensor, nn
 
@@ -77,7 +77,7 @@ class Written:
         return [p - 0.63 * m for p, m in zip(self.params, self.momentum, strict=True)]
 
 
-def steps(size: int, count: int, rounds: int) -> dict[str, Any]:
+def steps(size: int, count: int, repetitions: int) -> dict[str, Any]:
     """Each rule beside its floor and torch's optimisers."""
     threads = torch.get_num_threads()
     floor = Floor()
@@ -101,7 +101,7 @@ def steps(size: int, count: int, rounds: int) -> dict[str, Any]:
         calls = {"ours": ours.step, "floor": least, "SGD": peer.step}
         if name == "HeLoCo":
             calls["torch"] = Written(parameters(size, count)).step
-        taken = in_turns(calls, rounds)
+        taken = in_turns(calls, repetitions)
         found[name] = {
             "ms": {key: 1e3 * statistics.median(times) for key, times in taken.items()},
             "over": {key: ratio(taken["ours"], times) for key, times in taken.items() if key != "ours"},
@@ -109,7 +109,7 @@ def steps(size: int, count: int, rounds: int) -> dict[str, Any]:
     return found
 
 
-def workers(size: int, count: int, rounds: int, most: int) -> dict[str, Any]:
+def workers(size: int, count: int, repetitions: int, most: int) -> dict[str, Any]:
     """k updates and one step, beside its floor, and the mean of k gradients and a step of SGD."""
     found = {}
     threads = torch.get_num_threads()
@@ -145,7 +145,7 @@ def workers(size: int, count: int, rounds: int, most: int) -> dict[str, Any]:
                     read = [vectors[0], vectors[3], row] if i == k - 1 else [vectors[0], row] if i else [vectors[0]]
                     floor.read_write(read, row, threads)
 
-            taken = in_turns({"ours": each, "floor": least, "mean": mean}, rounds)
+            taken = in_turns({"ours": each, "floor": least, "mean": mean}, repetitions)
             row[name] = {
                 "ms": {key: 1e3 * statistics.median(times) for key, times in taken.items()},
                 "over": {key: ratio(taken["ours"], times) for key, times in taken.items() if key != "ours"},
@@ -186,15 +186,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=10**7)
     parser.add_argument("--tensors", type=int, default=42)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--workers", type=int, default=32, help="the most")
     parser.add_argument("--no-write", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     rows = {"settings": {"size": given.size, "tensors": given.tensors, "threads": torch.get_num_threads()}}
     sizes = (given.size, given.size // 10, SMALL)
-    rows["steps"] = {str(size): steps(size, given.tensors, given.rounds) for size in sizes}
-    rows["workers"] = workers(given.size, given.tensors, given.rounds, given.workers)
+    rows["steps"] = {str(size): steps(size, given.tensors, given.repetitions) for size in sizes}
+    rows["workers"] = workers(given.size, given.tensors, given.repetitions, given.workers)
     head = f"{given.tensors} tensors, {torch.get_num_threads()} threads"
     text = "\n".join([head, "", *lines(rows)])
     print(text)

@@ -42,13 +42,13 @@ def main() -> None:
         partition=partial(dirichlet_partition, concentration=0.5),
     )
     federations = [split(seed=seed) for seed in options.seeds]
-    tell(f"{'method':<20} {'rate':>8} {'late %':>8}   (mean over seeds {options.seeds}, {options.rounds} rounds)")
+    tell(f"{'method':<20} {'rate':>8} {'late %':>8}   (mean over seeds {options.seeds}, {options.updates} updates)")
     with RestartingExecutor(processes(options.jobs)) as workers:
         for name in options.methods.split(","):
             found = tune(
                 method(name),
                 federations,
-                num_updates=options.rounds,
+                num_updates=options.updates,
                 executor=workers,
                 cache=HERE.parent / "build" / "rates",
             )

@@ -1,6 +1,6 @@
 """What the exact numbers of a network of 1000 clients and 5000 tasks cost, and how they grow with both.
 
-    python benchmarks/routing.py [--rounds 7] [--out benchmarks/results/routing]
+    python benchmarks/routing.py [--repetitions 7] [--out benchmarks/results/routing]
 
 Times are of the processor, for one call: means with throughput, the bound H with its gradient, all covariances, and a
 million completions of a simulation (from as many as are run). Clients have rates that spread over a factor of 100.
@@ -45,7 +45,7 @@ def simulation(p: np.ndarray, rates: np.ndarray, tasks: int) -> float:
 def main() -> None:
     """Print a table and write it, and its numbers, beside each other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "routing")
     options = parser.parse_args()
     lines = [
@@ -62,7 +62,9 @@ def main() -> None:
             "covariance": partial(covariance, p, rates, tasks),
             "simulation": partial(simulation, p, rates, tasks),
         }
-        seconds = {name: statistics.median(t) for name, t in interleaved(calls, rounds=options.rounds).items()}
+        seconds = {
+            name: statistics.median(t) for name, t in interleaved(calls, repetitions=options.repetitions).items()
+        }
         seconds["simulation"] *= 1e6 / COMPLETIONS
         rows.append({"clients": clients, "tasks": tasks} | seconds)
         lines.append(

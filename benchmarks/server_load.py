@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from aggregate import CASES, Case
 from floor import Floor
-from front_door import CASES, Case
 from timing import in_turns, machine, ratio
 
 from manifoldagg import Server
@@ -97,7 +97,7 @@ def seconds_of(rule: str, size: int, clients: int, limit: float) -> tuple[list[f
     return sorted(second for mine in seconds for second in mine), time.perf_counter() - start
 
 
-def seconds_with(counts: list[int], size: int, rounds: int = 60) -> dict[str, list[list[float]]]:
+def seconds_with(counts: list[int], size: int, repetitions: int = 60) -> dict[str, list[list[float]]]:
     """Seconds of a `dispatch` and of a `receive`, for each number of tickets that are out."""
     servers = [Server(Flat(size), FedAsync(0.5), torch.zeros(size), timeout=1e6) for _ in counts]
     payload = Payload(torch.ones(1, size), 1)
@@ -105,7 +105,7 @@ def seconds_with(counts: list[int], size: int, rounds: int = 60) -> dict[str, li
         for client in range(count):
             server.dispatch(client)
     taken: dict[str, list[list[float]]] = {"dispatch": [[] for _ in counts], "receive": [[] for _ in counts]}
-    for _ in range(rounds):
+    for _ in range(repetitions):
         for i, server in enumerate(servers):
             start = time.process_time()
             tickets = [server.dispatch(client).id for client in range(BATCH)]
@@ -140,7 +140,7 @@ def out_at_once(counts: list[int], size: int) -> tuple[list[str], list[dict[str,
     return lines, rows
 
 
-def with_large(size: int, rounds: int = 9) -> tuple[list[str], list[dict[str, object]]]:
+def with_large(size: int, repetitions: int = 9) -> tuple[list[str], list[dict[str, object]]]:
     """The third table: its lines and its rows."""
     torch.set_num_threads(1)
     floor = Floor()
@@ -161,7 +161,7 @@ def with_large(size: int, rounds: int = 9) -> tuple[list[str], list[dict[str, ob
             ticket = server.dispatch("anybody")
             server.receive(ticket, payload).check()
 
-        taken = in_turns({"floor": least, "ours": ours}, rounds)
+        taken = in_turns({"floor": least, "ours": ours}, repetitions)
         low, middle, high = ratio(taken["ours"], taken["floor"])
         floored, median = (statistics.median(taken[name]) for name in ("floor", "ours"))
         rows.append(

@@ -153,11 +153,11 @@ def work_by(name: str) -> None:
         set_backend(name)
 
 
-def measure(size: int, layout: str, threads: int, floor: Floor, rounds: int) -> list[dict[str, Any]]:
+def measure(size: int, layout: str, threads: int, floor: Floor, repetitions: int) -> list[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
     calls = ways(size, layout, threads, floor)
-    taken = in_turns(calls, rounds, prepare=work_by)
+    taken = in_turns(calls, repetitions, prepare=work_by)
     rows = []
     for name, seconds in taken.items():
         low, middle, high = ratio(seconds, taken["floor"])
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 1e7, 1e8])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layouts", nargs="+", default=["flat", "tensors"], choices=["flat", "tensors"])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     floor = Floor()
@@ -206,8 +206,8 @@ def main() -> None:
     ]
     before = set_backend("auto")
     cells = product(map(int, options.sizes), options.layouts, options.threads)
-    rows = (row for cell in cells for row in measure(*cell, floor, options.rounds))
-    tabled(options.out / "server_step", head, rows, shown, options.rounds)
+    rows = (row for cell in cells for row in measure(*cell, floor, options.repetitions))
+    tabled(options.out / "server_step", head, rows, shown, options.repetitions)
     set_backend(before)
 
 

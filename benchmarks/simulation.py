@@ -201,7 +201,7 @@ ENGINES = {
 def engines_part(size: Size) -> list[Row]:
     """Equal work."""
     train = [part.tolist() for part in federation().train]
-    work = {"train": train, "cohort": 10, "num_updates": size.rounds, "warm": 3, "steps": 12, "batch": 16, "rate": 0.01}
+    work = {"train": train, "cohort": 10, "rounds": size.rounds, "warm": 3, "steps": 12, "batch": 16, "rate": 0.01}
     pythons = {name: apart.environment(name) for name in ("flower", "flgo")}
     seen: dict[str, list[Row]] = {name: [] for name in ENGINES}
     with tempfile.TemporaryDirectory() as folder:

@@ -23,9 +23,11 @@ def machine() -> str:
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[], Any]], *, rounds: int = 15, least: float = 2e-3
+    calls: Mapping[str, Callable[[], Any]], *, repetitions: int = 15, least: float = 2e-3
 ) -> dict[str, list[float]]:
-    """Seconds of the processor for one call, each `rounds` times in turns; short ones repeated for `least` seconds.
+    """Seconds of the processor for one call, each `repetitions` times in turns.
+
+    Short calls are repeated for `least` seconds.
 
     Of the processor, on all its threads: what else runs on the machine does not count.
     """
@@ -36,7 +38,7 @@ def interleaved(
         call()
         repeats[name] = max(1, int(least / max(time.process_time() - start, 1e-9)))
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    for _ in range(repetitions):
         for name, call in calls.items():
             start = time.process_time()
             for _ in range(repeats[name]):
@@ -58,7 +60,7 @@ def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
 
 def in_turns(
     calls: Mapping[str, Callable[[], Any]],
-    rounds: int,
+    repetitions: int,
     *,
     least: float = 2e-3,
     prepare: Callable[[str], Any] = lambda name: None,
@@ -75,7 +77,7 @@ def in_turns(
         call()
         repeats[name] = max(1, int(least / (time.perf_counter() - started)))
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
+    for turn in range(repetitions):
         names = list(calls)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             prepare(name)
@@ -104,17 +106,17 @@ def extra(call: Callable[[], Any]) -> int:
 
 
 def beside_the_first(
-    calls: Mapping[str, Callable[[], Any]], rounds: int, about: Mapping[str, Any], unit: int
+    calls: Mapping[str, Callable[[], Any]], repetitions: int, about: Mapping[str, Any], unit: int
 ) -> Iterator[dict[str, Any]]:
     """A row for each way: milliseconds, ratios to those of the first, and the most that it held.
 
     Args:
         calls: the ways by name.
-        rounds: how often each is taken.
+        repetitions: how often each is taken.
         about: what all rows say of them.
         unit: bytes in which memory is counted.
     """
-    taken = in_turns(calls, rounds)
+    taken = in_turns(calls, repetitions)
     first, *_ = calls
     for way, seconds in taken.items():
         low, middle, high = ratio(seconds, taken[first])
@@ -137,7 +139,7 @@ def tabled(
     head: Sequence[str],
     rows: Iterable[dict[str, Any]],
     shown: Callable[[dict[str, Any]], str],
-    rounds: int,
+    repetitions: int,
 ) -> None:
     """Print a line for each row as soon as there is one; then write the lines as `.txt`, and the rows as `.json`."""
     lines, found = [*head], []
@@ -148,7 +150,7 @@ def tabled(
         print(lines[-1], flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".txt").write_text("\n".join(lines) + "\n")
-    settings = {"rounds": rounds, "torch": torch.__version__, "machine": platform.platform()}
+    settings = {"repetitions": repetitions, "torch": torch.__version__, "machine": platform.platform()}
     path.with_suffix(".json").write_text(json.dumps({"settings": settings, "rows": found}, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
 """What a message costs on the wire: `pack` and `unpack` beside a copy of the memory, safetensors and pickle.
 
-    python benchmarks/wire.py [--size 10000000] [--rounds 9] [--output benchmarks/results/wire]
+    python benchmarks/wire.py [--size 10000000] [--repetitions 9] [--output benchmarks/results/wire]
 
 A model of so many float32 in 100 tensors. `memcpy` is one pass: it reads and writes every byte once, into memory that
 is there; `new bytes` is one too, into new memory, which no `pack` can do without. Times are those of a clock on the
@@ -32,11 +32,11 @@ def main() -> None:
     """Print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=10_000_000)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "wire")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measured(options.size, options.rounds)
+    rows = measured(options.size, options.repetitions)
     lines = [f"torch {torch.__version__}, one thread, {options.size} float32 in {TENSORS} tensors", HEADER]
     lines += [shown(name, row) for name, row in rows.items()]
     print("\n".join(lines), flush=True)
@@ -45,7 +45,7 @@ def main() -> None:
     options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def measured(size: int, rounds: int) -> dict[str, dict[str, object]]:
+def measured(size: int, repetitions: int) -> dict[str, dict[str, object]]:
     """Seconds, ratios and sizes by name."""
     width = size // TENSORS
     space = ParameterSpace(Layout(tuple(Entry(f"layers.{i}.weight", (width,), torch.float32) for i in range(TENSORS))))
@@ -77,7 +77,7 @@ def measured(size: int, rounds: int) -> dict[str, dict[str, object]]:
         "unpack compress=True": lambda: unpack(data["compress=True"], spec=space),
         "safetensors.load": lambda: safetensors.torch.load(data["safetensors.save"]),
     }
-    seconds = in_turns(calls, rounds)
+    seconds = in_turns(calls, repetitions)
     return {
         name: {
             "seconds": taken,

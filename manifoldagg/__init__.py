@@ -47,12 +47,12 @@ _PACKAGES = {
     "testing": "manifoldagg.testing",
 }
 _HOMES = {
+    "AsyncAggregator": "federated",
     "Bezier": "curves",
     "Fit": "curves",
     "ManifoldAggError": "errors",
     "ParameterSpace": "manifolds",
     "Server": "federated",
-    "Versions": "federated",
     "aggregate": "federated",
     "average": "averaging",
     "average_adapters": "averaging",

@@ -25,7 +25,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "numbers.txt"
-        ...     with whole(path) as draft:
+        ...     with atomic_write(path) as draft:
         ...         _ = draft.write_text("1 2 3")
         ...     path.read_text(), len(os.listdir(folder))
         ('1 2 3', 1)

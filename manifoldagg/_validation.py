@@ -43,7 +43,7 @@ def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
     """A value in one line of a message: as `repr` has it, cut where it is long, in words where it cannot be printed.
 
     Example:
-        >>> shown("32"), shown(b"32"), shown(10**400), shown([-(10**5000)])
+        >>> short_repr("32"), short_repr(b"32"), short_repr(10**400), short_repr([-(10**5000)])
         ("'32'", "b'32'", 'a huge int', 'a huge list')
     """
     kind = type(value)
@@ -186,7 +186,7 @@ def closest_match(word: object, choices: Collection[object]) -> str | None:
     """The one of `choices` that is written most like `word`; `None` where none is.
 
     Example:
-        >>> nearest("fedasink", ("fedgs", "fedasync"))
+        >>> closest_match("fedasink", ("fedgs", "fedasync"))
         'fedasync'
     """
     if not isinstance(word, str):

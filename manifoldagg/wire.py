@@ -6,7 +6,7 @@ format, what kind of value it is, its ticket, a digest of the model's layout, an
 is ever executed. Whatever other bytes come, `unpack` raises a [`WireError`][manifoldagg.errors.WireError]: all sizes
 agree before a tensor is made, and what comes of bytes is at most `MAX_COMPRESSION_RATIO` times as large.
 
-A NaN that is no entry of a tensor, as in `numbers`, in `memory` or in a receipt, is one NaN: its sign and further bits
+A NaN that is no entry of a tensor, as in `numbers`, in `client_state` or in a receipt, is one NaN: its sign and further bits
 do not travel.
 """
 
@@ -433,7 +433,7 @@ def _import_zstandard(error: Callable[[str], Exception]) -> Any:
 def _to_fields(value: Message | Payload | Receipt | Ticket) -> dict[str, Any]:
     """The fields by name, as plain values; those of a ticket's message are its own."""
     if isinstance(value, Ticket):
-        own = {"id": value.id, "version": _to_builtin(value.version)}
+        own = {"id": value.id, "start_version": _to_builtin(value.version)}
         return _check_packed_fields(own, TICKET_FIELDS) | _to_fields(value.message)
     found = {field.name: getattr(value, field.name) for field in fields(value)}
     for name in found.keys() - {"client_state"}:
@@ -461,7 +461,7 @@ def _from_fields(kind: str, content: Any, space: ParameterSpace | None) -> Any:
     """The value with these fields, each of which must be of its type."""
     if kind == "ticket":
         own = _check_fields({name: content.pop(name) for name in TICKET_FIELDS}, TICKET_FIELDS)
-        return Ticket(own["id"], own["version"], _from_fields("message", content, space), space)
+        return Ticket(own["id"], own["start_version"], _from_fields("message", content, space), space)
     made = _check_fields(content, FIELDS_BY_TYPE[KINDS[kind]])
     for name in SPLIT_FIELDS:
         given = made.get(name)
@@ -529,7 +529,7 @@ FIELDS_BY_TYPE: dict[type, Mapping[str, Callable[[Any], bool]]] = {
     Payload: PAYLOAD_FIELDS,
     Receipt: RECEIPT_FIELDS,
 }
-TICKET_FIELDS = {"id": _has_type(str), "version": _has_type(int)}
+TICKET_FIELDS = {"id": _has_type(str), "start_version": _has_type(int)}
 
 
 def _check_layout(digest: str | None, leaves: list[str], space: ParameterSpace) -> None:

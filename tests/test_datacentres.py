@@ -50,7 +50,7 @@ def test_every_method_has_as_many_trials(datacentres):
 
 
 def test_equal_tokens_and_what_is_done_is_not_done_again(datacentres, play, tmp_path, monkeypatch):
-    size = replace(datacentres.QUICK, arrivals=8, every=4)
+    size = replace(datacentres.QUICK, arrivals=8, eval_every=4)
     few = {name: replace(one, trials=one.trials[:2]) for name, one in datacentres.CANDIDATES.items()}
     monkeypatch.setattr(datacentres, "CANDIDATES", few)
     path = tmp_path / "rows.jsonl"
@@ -67,7 +67,7 @@ def test_equal_tokens_and_what_is_done_is_not_done_again(datacentres, play, tmp_
         trials = [one for one in map(json.loads, lines) if one["seed"] != 0 and one["method"] == row["method"]]
         best = min(trials, key=lambda one: one["log"][-1]["loss"])
         assert (row["rate"], row["momentum"]) == (best["rate"], best["momentum"])
-    monkeypatch.setattr(datacentres, "from_training", lambda *args: pytest.fail("done again"))
+    monkeypatch.setattr(datacentres, "trained", lambda *args: pytest.fail("done again"))
     with path.open("a") as file:
         file.write(lines[0][:50])
     again = datacentres.Rows(path, size)
@@ -88,5 +88,5 @@ def test_pairs_on_the_same_seeds_by_hand(datacentres):
     assert datacentres.best_baseline(scores) == "HeLoCo"
     apart = datacentres.less(scores, "HeLoCo")
     assert apart["OrthoDC"].value == -1.5
-    assert apart["OrthoDC"].half == pytest.approx(12.7062 * 0.5, rel=1e-4)  # t of one degree of freedom
+    assert apart["OrthoDC"].half_width == pytest.approx(12.7062 * 0.5, rel=1e-4)  # t of one degree of freedom
     assert apart["asynchronous DiLoCo"].value == 0.5

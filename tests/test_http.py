@@ -76,7 +76,7 @@ def upload(door, sent, **changes):
 
 
 def tickets(door):
-    return len(door.server._books.value.tickets)
+    return len(door.server._state.value.tickets)
 
 
 def test_a_client_without_the_module_learns_the_space(http, door):
@@ -338,7 +338,7 @@ def test_three_processes_on_the_loopback(tmp_path):
         # Ended early on a connection of its own: the server has let go of it.
         with httpx.Client(base_url=url) as http:
             assert http.post("/receive/ward-0", content=iter([bytes(2**16)] * 100)).status_code == 413
-            assert http.get("/status").json() == {"version": 6, "refused": {}}
+            assert http.get("/status").json() == {"version": 6, "rejected": {}}
         server.end()
         assert server.lines[1:] == ["stopped at version 6"]
         space = ParameterSpace.of(load_dataset("digits").model())

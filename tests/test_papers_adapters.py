@@ -110,7 +110,7 @@ def test_equal_bytes_and_what_is_done_is_not_done_again(adapters, world, tmp_pat
         assert trials[done[0]["rate"], done[0]["share"]] == min(trials.values())
         early = adapters.loss_of(done[0], sent["factors"])
         assert (early == adapters.loss_of(done[0])) == (way != "residuals")
-    monkeypatch.setattr(adapters, "from_training", lambda *args, **options: pytest.fail("done again"))
+    monkeypatch.setattr(adapters, "trained", lambda *args, **options: pytest.fail("done again"))
     with path.open("a") as file:
         file.write(lines[0][:50])
     again = adapters.Rows(path, size)
@@ -125,5 +125,5 @@ def test_equal_bytes_and_what_is_done_is_not_done_again(adapters, world, tmp_pat
 def test_differences_are_paired(adapters):
     found = adapters.less({0: 2.0, 1: 4.0, 2: 9.0}, {0: 3.5, 1: 3.5})
     assert (found.value, found.count) == (-0.5, 2)
-    assert found.half == pytest.approx(12.7062, rel=1e-4)  # t of one degree of freedom, deviation sqrt(2)
+    assert found.half_width == pytest.approx(12.7062, rel=1e-4)  # t of one degree of freedom, deviation sqrt(2)
     assert adapters.less({0: 1.0}, {1: 1.0}) is None

@@ -70,7 +70,7 @@ PAYLOADS = st.builds(
         lambda: Payload(draw(seed, n, P).to(dtype), base=draw(seed + 1, P).to(dtype) if based else None, **rest)
     ),
     *(seeds, st.integers(1, 3), SENT, st.booleans()),
-    st.fixed_dictionaries({"samples": st.integers(0, 2**70), "memory": TREES, **EXTRA}),
+    st.fixed_dictionaries({"samples": st.integers(0, 2**70), "client_state": TREES, **EXTRA}),
 )
 TICKETS = st.builds(
     lambda name, version, sent: lambda: Ticket(name, version, sent()), st.text(), st.integers(0), MESSAGES
@@ -125,14 +125,14 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype, compress):
         random = random % 2
     x = random.view(dtype).reshape(300, 4)
     memory = [x, x[0, 0].reshape(()), x[:0]]
-    assert alike(unpack(pack(Payload(torch.zeros(1, 2), 1, client_state=memory), compress=compress)).memory, memory)
+    assert alike(unpack(pack(Payload(torch.zeros(1, 2), 1, client_state=memory), compress=compress)).client_state, memory)
 
 
 def test_views_come_back_as_their_values():
     x = torch.arange(12.0).reshape(3, 4).requires_grad_()
     start, *memory = x[:, 1], x.T, x[1:, ::2], x[0, 0].expand(5), torch.nn.Parameter(x), torch.ones(9)[::9]
     back = unpack(pack(Payload(start[None], 1, client_state=memory)))
-    assert alike([back.points[0], *back.memory], [torch.tensor(part.tolist()) for part in (start, *memory)])
+    assert alike([back.points[0], *back.client_state], [torch.tensor(part.tolist()) for part in (start, *memory)])
 
 
 def test_it_is_a_file_of_safetensors_with_the_names_of_the_model():
@@ -205,7 +205,7 @@ def test_no_number_moves_further_than_was_allowed(numbers, dtype, error):
     x = torch.tensor(numbers, dtype=torch.float64).to(dtype)
     payload = Payload(x[None], 1, tensors={"t": x}, client_state=x, base=x, buffers={"b": x})
     back = unpack(pack(payload, error=error))
-    assert alike([back.memory, back.base, back.buffers], [x, x, {"b": x}])
+    assert alike([back.client_state, back.base, back.buffers], [x, x, {"b": x}])
     for found in (back.points[0], back.tensors["t"]):
         finite = x.isfinite()
         assert alike(found[~finite], x[~finite])
@@ -230,18 +230,18 @@ def test_a_message_is_not_rounded():
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ({"memory": {"a": {1}}}, r"^wire: \['memory'\]\['a'\]: .* a set cannot"),
-        ({"memory": {2**70: 1}}, r"^wire: \['memory'\]: .* key 1180591620717411303424"),
+        ({"client_state": {"a": {1}}}, r"^wire: \['client_state'\]\['a'\]: .* a set cannot"),
+        ({"client_state": {2**70: 1}}, r"^wire: \['client_state'\]: .* key 1180591620717411303424"),
         (
-            {"memory": {"m": dict.fromkeys(range(MAX_INT_KEYS + 1))}},
-            r"^wire: \['memory'\]\['m'\]: .* more than 4096 integers",
+            {"client_state": {"m": dict.fromkeys(range(MAX_INT_KEYS + 1))}},
+            r"^wire: \['client_state'\]\['m'\]: .* more than 4096 integers",
         ),
-        ({"memory": {"m": FREED}}, "^wire: memory/m: .* whose storage was freed"),
-        ({"memory": torch.ones(2).to_sparse()}, r"^wire: \['memory'\]: .*not dense"),
+        ({"client_state": {"m": FREED}}, "^wire: client_state/m: .* whose storage was freed"),
+        ({"client_state": torch.ones(2).to_sparse()}, r"^wire: \['client_state'\]: .*not dense"),
         ({"samples": True}, "^wire: samples: expected another type"),
         ({"numbers": {"a": torch.ones(())}}, "^wire: numbers: expected another type"),
         ({"buffers": {3: torch.ones(())}}, "^wire: buffers: expected another type"),
-        ({"memory": [0] * 2**20}, "^wire: a header of more than"),
+        ({"client_state": [0] * 2**20}, "^wire: a header of more than"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -255,7 +255,7 @@ def test_branches_within_one_another_are_counted_on_both_sides():
         return [nested(depth - 1)] if depth else None
 
     value = Payload(torch.ones(1, 2), 1, client_state=nested(MAX_DEPTH - 1))
-    assert unpack(pack(value)).memory == value.client_state
+    assert unpack(pack(value)).client_state == value.client_state
     with pytest.raises(WireError, match="^wire: cannot be saved: it has more than 64 branches"):
         pack(replace(value, client_state=nested(MAX_DEPTH)))
 
@@ -264,12 +264,12 @@ def test_integers_as_keys_are_counted_on_both_sides():
     """Those that collide take as long as all before them."""
     memory = {"m": dict.fromkeys(range(MAX_INT_KEYS))}
     data = pack(Payload(torch.ones(1, 2), 1, client_state=memory))
-    assert unpack(data).memory == memory
+    assert unpack(data).client_state == memory
     value = header_of(data)["__metadata__"]["value"].replace("[[0, null]", "[[-1, null], [0, null]")
     with pytest.raises(WireError, match="more than 4096 integers as keys"):
         unpack(altered(data, value=value))
     words = {str(n): n for n in range(MAX_INT_KEYS + 1)}
-    assert unpack(pack(Payload(torch.ones(1, 2), 1, client_state=words))).memory == words
+    assert unpack(pack(Payload(torch.ones(1, 2), 1, client_state=words))).client_state == words
 
 
 def test_tensors_come_back_on_the_cpu_whatever_the_default_device():
@@ -456,7 +456,7 @@ FRAME = zstandard.ZstdCompressor().compress(bytes(10**6))
 
 
 def coded(data, code):
-    return altered(data, coded=json.dumps({"memory": code}))
+    return altered(data, coded=json.dumps({"client_state": code}))
 
 
 def line(dtype, shape, *offsets):
@@ -541,7 +541,7 @@ def test_planes_are_put_together_over_the_edges_of_pieces(monkeypatch, dtype):
         x = (draw(size, size, dtype=torch.float64).abs() % 2).round().to(dtype)
         data = pack(Payload(torch.ones(1, 2), 1, client_state=x), compress=True)
         assert "coded" in header_of(data)["__metadata__"]
-        assert torch.equal(unpack(data).memory, x)
+        assert torch.equal(unpack(data).client_state, x)
 
 
 @pytest.mark.parametrize("name", ["value", "coded", "leaves"])
@@ -550,7 +550,7 @@ def test_values_that_the_header_hides_in_escapes_are_counted(monkeypatch, name):
     header = header_of(SAMPLES[1])
     header["__metadata__"][name] = "HERE"
     data = forged(SAMPLES[1], json.dumps(header).replace("HERE", "[" + 300 * escapes + "0]"))
-    monkeypatch.setattr(wire, "MAX_SPREAD", 500)
+    monkeypatch.setattr(wire, "MAX_HEADER_VALUES", 500)
     with pytest.raises(WireError, match="a header of more than 500 values"):
         unpack(data)
 
@@ -564,8 +564,8 @@ def test_a_lying_frame_makes_no_more_memory_than_it_may():
     value = pack(Payload(torch.ones(1, 4), 1, client_state=torch.zeros(len(lying), dtype=torch.uint8)))
     data = bytearray(coded(value, ["uint8", [len(lying)], True]))
     header = header_of(value)
-    header["__metadata__"]["coded"] = json.dumps({"memory": ["uint8", [len(lying) * 50], True]})
-    start, end = header["memory"]["data_offsets"]
+    header["__metadata__"]["coded"] = json.dumps({"client_state": ["uint8", [len(lying) * 50], True]})
+    start, end = header["client_state"]["data_offsets"]
     body = bytearray(value[8 + int.from_bytes(value[:8], "little") :])
     body[start:end] = lying
     data = with_length(json.dumps(header)) + bytes(body)

@@ -79,7 +79,7 @@ class Size:
 
     Attributes:
         clients: how many.
-        answers: of all clients.
+        num_updates: of all clients.
         steps: of Adam, before a client answers.
         batch: sequences a step.
         length: characters of a sequence.
@@ -87,13 +87,13 @@ class Size:
         layers: likewise.
         base: steps in which it learns, of 16 sequences.
         held: sequences at most that the loss is read on.
-        every: answers between two looks at the loss.
+        eval_every: updates between two looks at the loss.
         rates: local ones to choose from.
         shares: values of $\\alpha$, likewise.
     """
 
     clients: int = 16
-    answers: int = 96
+    num_updates: int = 96
     steps: int = 6
     batch: int = 4
     length: int = 64
@@ -101,19 +101,21 @@ class Size:
     layers: int = 2
     base: int = 1000
     held: int = 256
-    every: int = 16
+    eval_every: int = 16
     rates: tuple[float, ...] = (1e-2,)
     shares: tuple[float, ...] = (0.1, 0.25, 0.6)
 
     def looks(self, done: int) -> bool:
         """Whether to look after so many answers: more often at first, where *residuals* have spent what others do."""
         return (
-            done % self.every == 0 or done == self.answers or (done < 3 * self.every and done % (self.every // 4) == 0)
+            done % self.eval_every == 0
+            or done == self.num_updates
+            or (done < 3 * self.eval_every and done % (self.eval_every // 4) == 0)
         )
 
 
 FULL = Size()
-QUICK = Size(clients=4, answers=8, steps=2, batch=2, length=32, width=16, layers=1, base=4, held=50, every=4)
+QUICK = Size(clients=4, num_updates=8, steps=2, batch=2, length=32, width=16, layers=1, base=4, held=50, eval_every=4)
 
 
 @dataclass(frozen=True)
@@ -484,13 +486,13 @@ def trained(world: World, setting: str, name: str, rate: float, share: float, se
         ask(client)
     log: list[Row] = []
 
-    def look(round: int, now: float) -> None:
+    def look(update: int, now: float) -> None:
         loss = held_out(world, hub, cast.held)
-        log.append({"updates": round, "time": now, "down": down, "up": up, "loss": loss})
+        log.append({"updates": update, "time": now, "down": down, "up": up, "loss": loss})
 
     look(0, 0.0)
     try:
-        for done in range(1, world.size.answers + 1):
+        for done in range(1, world.size.num_updates + 1):
             event = clock.next()
             client = event.client
             late += event.relative_delay
@@ -501,13 +503,13 @@ def trained(world: World, setting: str, name: str, rate: float, share: float, se
                 answer = turned(answer, torch.Generator().manual_seed(int(np.random.default_rng(key).integers(2**60))))
             up += size_of(answer)
             hub.take(client, out[client], answer)
-            if done == world.size.answers or (world.size.looks(done) and not tuning):
+            if done == world.size.num_updates or (world.size.looks(done) and not tuning):
                 look(done, event.time)
             ask(client)
     except DivergenceError as error:
         print(f"{setting}, {name}, rate {rate:g}, share {share:g}: {error}")
         log.append({"updates": done, "time": event.time, "down": down, "up": up, "loss": None})
-    return {"log": log, "staleness": late / world.size.answers, "seconds": time.process_time() - started}
+    return {"log": log, "staleness": late / world.size.num_updates, "seconds": time.process_time() - started}
 
 
 class Rows(Runs):
@@ -559,7 +561,7 @@ def tuned_in(setting: str, way: str) -> str:
     return "gauges" if setting == "ranks" and WAYS[way].matrices else setting
 
 
-def late_loss_of(row: Row) -> float:
+def tail_loss_of(row: Row) -> float:
     """The mean of the looks in the last third of the answers: single ones jump."""
     end = row["log"][-1]["updates"]
     losses = [entry["loss"] for entry in row["log"] if 3 * entry["updates"] >= 2 * end]
@@ -620,10 +622,10 @@ def tables(rows: Rows, size: Size, command: str) -> list[str]:
         f"manifoldagg {manifoldagg.__version__}, torch {torch.__version__}, numpy {np.__version__}, Python "
         f"{platform.python_version()}, one thread.",
         "",
-        f"{size.clients} clients, {size.answers} answers of {size.steps} steps of Adam with {size.batch} sequences of "
-        f"{size.length} characters; a transformer of {size.layers} layers of width {size.width}. Means over seeds with "
-        "Student's intervals of 95 %; differences are paired by seed, above 0 where the way loses more. *Last third*: "
-        "mean of the looks in the last third of the answers, as single looks jump.",
+        f"{size.clients} clients, {size.num_updates} answers of {size.steps} steps of Adam with {size.batch} sequences "
+        f"of {size.length} characters; a transformer of {size.layers} layers of width {size.width}. Means over seeds "
+        "with Student's intervals of 95 %; differences are paired by seed, above 0 where the way loses more. *Last "
+        "third*: mean of the looks in the last third of the answers, as single looks jump.",
     ]
     for setting in SETTINGS:
         tests = rows.tests(setting)
@@ -643,9 +645,7 @@ def tables(rows: Rows, size: Size, command: str) -> list[str]:
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         read = {
-            "tail_accuracy": {
-                way: {seed: late_loss_of(row) for seed, row in done.items()} for way, done in tests.items()
-            },
+            "tail": {way: {seed: tail_loss_of(row) for seed, row in done.items()} for way, done in tests.items()},
             "end": {way: {seed: loss_of(row) for seed, row in done.items()} for way, done in tests.items()},
             "equal": {
                 way: {seed: loss_of(row, budget.get(seed, math.inf)) for seed, row in done.items()}
@@ -658,7 +658,7 @@ def tables(rows: Rows, size: Size, command: str) -> list[str]:
             sent = mean_ci([spent(row) for row in done.values()]).value
             cells = [way, str(len(done)), f"{pair[1]:g}", f"{sent / 1e6:.1f}"]
             for kind, others in (
-                ("tail_accuracy", ("factors", "matrices")),
+                ("tail", ("factors", "matrices")),
                 ("end", ("factors",)),
                 ("equal", ("factors",)),
             ):

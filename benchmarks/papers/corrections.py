@@ -2,7 +2,7 @@ r"""What corrections do to one step: Manifold, Figure 1; Report, Figures 1 and 3
 
     python benchmarks/papers/corrections.py [--task digits|mnist] [--seeds 5] [--updates 800] [--looks 40]
 
-An asynchronous run goes its way. At some rounds the stale update that arrives is read as every correction would read
+An asynchronous run goes its way. At some updates the stale update that arrives is read as every correction would read
 it, none of which is taken but the run's own: the loss on the test samples, and on the training samples of the client,
 of the model that each would give, less that of the tangent reading. Steps are as long as four ways say:
 
@@ -59,7 +59,7 @@ from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import ClientTask, FederatedDataset, Method, TaskId, dirichlet_partition, run, run_task
 
 CLIENTS = 30
-PHASES = ("early", "middle", "tail_accuracy")
+PHASES = ("early", "middle", "late")
 STEPS = ("rate", "length", "tenth", "whole")
 PLACES = (
     ("position, rotated", "position"),
@@ -126,7 +126,7 @@ class Looks:
 
     Args:
         federation: of the run.
-        every: how many rounds from one look to the next.
+        every: how many updates from one look to the next.
         local: what clients do.
         curves: what they would do to send a curve.
     """
@@ -262,29 +262,29 @@ def once(given: argparse.Namespace, carrier: str, falling: bool, seed: int) -> l
         "fitted": clients.Trajectory(epochs=given.epochs, **plain),
         "learned": clients.Curve(epochs=(given.epochs, 5), control_rate=1e-3, **plain),
     }
-    seen = Looks(federation, max(1, given.rounds // given.looks), local, curves)
-    rate = Cosine(RATE, 0.0, given.rounds) if falling else RATE
+    seen = Looks(federation, max(1, given.updates // given.looks), local, curves)
+    rate = Cosine(RATE, 0.0, given.updates) if falling else RATE
     rule = Watched(rate=rate, correction=CARRIERS[carrier], look=seen.look)
-    run(federation, Method(carrier, rule, local), num_updates=given.rounds, eval_every=given.rounds)
+    run(federation, Method(carrier, rule, local), num_updates=given.updates, eval_every=given.updates)
     return seen.seen
 
 
 Looked = list[dict[str, Any]]
 
 
-def by_phase(looks: Looked, rounds: int, value: Callable[[dict[str, Any]], float], parts: int = 3) -> list[float]:
+def by_phase(looks: Looked, updates: int, value: Callable[[dict[str, Any]], float], parts: int = 3) -> list[float]:
     """The mean in each part of a run."""
     found: list[list[float]] = [[] for _ in range(parts)]
     for look in looks:
-        found[min(parts * (look["updates"] - 1) // rounds, parts - 1)].append(value(look))
+        found[min(parts * (look["updates"] - 1) // updates, parts - 1)].append(value(look))
     return [statistics.fmean(each) for each in found]
 
 
 def over_seeds(
-    runs: list[Looked], rounds: int, value: Callable[[dict[str, Any]], float], parts: int = 3
+    runs: list[Looked], updates: int, value: Callable[[dict[str, Any]], float], parts: int = 3
 ) -> list[list[float]]:
     """For each part of a run, the mean in it for each seed."""
-    return [[*each] for each in zip(*(by_phase(looks, rounds, value, parts) for looks in runs), strict=True)]
+    return [[*each] for each in zip(*(by_phase(looks, updates, value, parts) for looks in runs), strict=True)]
 
 
 def stepped(name: str, step: str, loss: str) -> Callable[[dict[str, Any]], float]:
@@ -321,7 +321,7 @@ def relative(name: str, step: str) -> Callable[[dict[str, Any]], float]:
     return value
 
 
-def summary(runs: list[Looked], rounds: int) -> dict[str, Any]:
+def summary(runs: list[Looked], updates: int) -> dict[str, Any]:
     """The numbers of a carrier, for each phase one of each seed."""
     names = [name for name in runs[0][0]["steps"] if name != "tangent"]
     kinds = [*runs[0][0]["curves"]]
@@ -340,22 +340,22 @@ def summary(runs: list[Looked], rounds: int) -> dict[str, Any]:
         "bend of a learned curve": lambda look: look["curves"]["learned"]["bend"],
     }
     return {
-        "state": {name: over_seeds(runs, rounds, value) for name, value in told.items()},
+        "state": {name: over_seeds(runs, updates, value) for name, value in told.items()},
         "steps": {
             name: {
-                step: {loss: over_seeds(runs, rounds, stepped(name, step, loss)) for loss in LOSSES} for step in STEPS
+                step: {loss: over_seeds(runs, updates, stepped(name, step, loss)) for loss in LOSSES} for step in STEPS
             }
             for name in names
         },
         "relative": {
-            step: {name: over_seeds(runs, rounds, relative(name, step)) for name in REPORTED} for step in STEPS
+            step: {name: over_seeds(runs, updates, relative(name, step)) for name in REPORTED} for step in STEPS
         },
         "curves": {
             kind: {
                 way: {
                     loss: {
-                        "tenth": over_seeds(runs, rounds, bent(kind, way, PARTS[:1], loss)),
-                        "all": over_seeds(runs, rounds, bent(kind, way, PARTS, loss)),
+                        "tenth": over_seeds(runs, updates, bent(kind, way, PARTS[:1], loss)),
+                        "all": over_seeds(runs, updates, bent(kind, way, PARTS, loss)),
                     }
                     for loss in LOSSES
                 }
@@ -364,18 +364,20 @@ def summary(runs: list[Looked], rounds: int) -> dict[str, Any]:
             for kind in kinds
         },
         "places": {
-            f"{way} less {other}": {loss: over_seeds(runs, rounds, placed(way, other, loss)) for loss in LOSSES}
+            f"{way} less {other}": {loss: over_seeds(runs, updates, placed(way, other, loss)) for loss in LOSSES}
             for way, other in PLACES
         },
-        "falls": {kind or "chord": {loss: falls(runs, rounds, kind, loss) for loss in LOSSES} for kind in ("", *kinds)},
+        "falls": {
+            kind or "chord": {loss: falls(runs, updates, kind, loss) for loss in LOSSES} for kind in ("", *kinds)
+        },
         "figure": {
-            name: {step: over_seeds(runs, rounds, stepped(name, step, "test"), BINS) for step in ("rate", "tenth")}
+            name: {step: over_seeds(runs, updates, stepped(name, step, "test"), BINS) for step in ("rate", "tenth")}
             for name in FIGURE
         },
     }
 
 
-def falls(runs: list[Looked], rounds: int, kind: str, loss: str) -> list[list[float]]:
+def falls(runs: list[Looked], updates: int, kind: str, loss: str) -> list[list[float]]:
     """By how much the loss falls from where the client started, along a curve or (`kind` is empty) along the chord."""
     at = LOSSES.index(loss)
 
@@ -383,7 +385,7 @@ def falls(runs: list[Looked], rounds: int, kind: str, loss: str) -> list[list[fl
         seen = look["curves"][kind]["no delay"] if kind else look["chords"]["no delay"]
         return statistics.fmean(look["was"][at] - seen[str(r)][at] for r in PARTS)
 
-    return over_seeds(runs, rounds, fall)
+    return over_seeds(runs, updates, fall)
 
 
 def cells(values: list[list[float]], digits: int = 2, scale: float = 1e3) -> list[str]:
@@ -465,7 +467,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     parts = Parts(given.parts)
-    told = {"task": given.task, "seeds": given.seeds, "num_updates": given.rounds, "looks": given.looks}
+    told = {"task": given.task, "seeds": given.seeds, "num_updates": given.updates, "looks": given.looks}
     told["epochs"] = given.epochs
     for falling in [schedule == "falling" for schedule in given.schedules.split(",")]:
         found = {}
@@ -475,7 +477,7 @@ def main() -> None:
                 settings = {**told, "seeds": 1, "seed": seed, "carrier": carrier, "falling": falling}
                 runs.append(parts.of(settings, partial(once, given, carrier, falling, seed)))
             name = f"{carrier} moves the model, rate {'falling to 0' if falling else 'constant'}"
-            found[name] = summary(runs, given.rounds)
+            found[name] = summary(runs, given.updates)
         out = given.out / f"corrections-{given.task}{'' if falling else '-constant'}"
         write(
             out, {"found": found}, told, markdown(f"What corrections do to one step: {given.task}", page(found), told)

@@ -16,7 +16,7 @@ Treatments of the same weights, from the same initial model:
 * *flat*: no constraint, neither on clients nor on the server.
 
 The local rate is searched first, then the server's rate from the best of these, by the same line search for all, on
-validation samples of seeds that no test uses. Accuracies are means over the last quarter of the rounds. Beside them,
+validation samples of seeds that no test uses. Accuracies are means over the last quarter of the updates. Beside them,
 in runs with *geometry*: how far apart the two servers' models of the same update are, as a part of the step.
 """
 
@@ -141,7 +141,7 @@ def once(
     rate: float,
     local: float,
     seed: int,
-    rounds: int,
+    updates: int,
 ) -> dict[str, Any]:
     """Late accuracy of a run; where it fails, 0."""
     validating = seed >= min(VALIDATION)
@@ -163,9 +163,9 @@ def once(
         rule = rules.AsyncCorrected(rate, correction=chosen)
     trainer = clients.Local(epochs=4, optimizer=torch.optim.SGD, rate=local, proximal=1e-3)
     try:
-        found = run(federation, Method(treatment, rule, trainer), num_updates=rounds, eval_every=max(1, rounds // 40))
+        found = run(federation, Method(treatment, rule, trainer), num_updates=updates, eval_every=max(1, updates // 40))
     except (DivergenceError, RuleError) as error:
-        return {"tail_accuracy": 0.0, "failed": str(error), "rejected": rounds, "apart": []}
+        return {"tail_accuracy": 0.0, "failed": str(error), "rejected": updates, "apart": []}
     return {
         "tail_accuracy": tail_accuracy(found),
         "loss": found.evaluations[-1].loss,
@@ -190,10 +190,10 @@ def main() -> None:
     found: dict[str, Any] = {}
 
     def kept(seed: int, rate: float, local: float, of: dict[str, str]) -> dict[str, Any]:
-        settings = {**of, "rate": rate, "local": local, "seed": seed, "num_updates": given.rounds}
+        settings = {**of, "rate": rate, "local": local, "seed": seed, "num_updates": given.updates}
         return parts.of(
             settings,
-            partial(once, digits, of["model"], of["treatment"], of["correction"], rate, local, seed, given.rounds),
+            partial(once, digits, of["model"], of["treatment"], of["correction"], rate, local, seed, given.updates),
         )
 
     for model in given.models.split(","):
@@ -211,7 +211,7 @@ def main() -> None:
                 runs = [kept(seed, search.best_rate, local, of) for seed in range(given.seeds)]
                 treated[treatment] = {"local": tried, "local rate": local, "search": search.to_dict(), "runs": runs}
             found[f"{model}, {correction}"] = treated
-    told = {"seeds": given.seeds, "num_updates": given.rounds, "validation seeds": list(VALIDATION)}
+    told = {"seeds": given.seeds, "num_updates": given.updates, "validation seeds": list(VALIDATION)}
     write(
         given.out, {"found": found}, told, markdown("Curved leaves by geometry, or as flat numbers", page(found), told)
     )

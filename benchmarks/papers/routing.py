@@ -89,7 +89,7 @@ class Scenario:
         found = {name: optimise_routing(bound, starts=("uniform",)).p for name, bound in bounds.items()}
         return {"uniform": uniform(self.speeds), "balanced": balanced(self.speeds), **found}
 
-    def rounds(self, federation: FederatedDataset, rule: Any, network: Any) -> int:
+    def num_updates(self, federation: FederatedDataset, rule: Any, network: Any) -> int:
         """Updates until the end; of a time those of the run to be, gone through without training, and one more."""
         if self.axis == "update":
             return int(self.end)
@@ -126,26 +126,26 @@ def once(given: Scenario, model: str, split: str, routing: np.ndarray, rate: flo
         return JacksonNetwork(routing, given.speeds, generator, concurrency=given.tasks)
 
     rule = rules.GeneralizedAsyncSGD(dict(enumerate(routing.tolist())), rate)
-    rounds = given.rounds(federation, rule, network)
+    updates = given.num_updates(federation, rule, network)
     try:
         found = run(
             federation,
             Method("routed", rule, trainers.Gradient()),
-            num_updates=rounds,
+            num_updates=updates,
             scheduler=network,
             concurrency=given.tasks,
             task_cost="trainer",
-            eval_every=max(1, rounds // POINTS),
+            eval_every=max(1, updates // POINTS),
         )
     except (DivergenceError, RuleError) as error:
         return {"curve": [0.0] * POINTS, "failed": str(error)}
     if given.axis == "time" and found.times[-1] < given.end:
-        raise SystemExit(f"seed {seed}: {rounds} updates were done after {found.times[-1]:.0f} of {given.end:.0f}")
+        raise SystemExit(f"seed {seed}: {updates} updates were done after {found.times[-1]:.0f} of {given.end:.0f}")
     return {
         "curve": given.curve(found.evaluations),
         "loss": found.evaluations[-1].loss,
         "rejected": found.rejected,
-        "updates": sum(time <= given.end for time in found.times) if given.axis == "time" else rounds,
+        "updates": sum(time <= given.end for time in found.times) if given.axis == "time" else updates,
         "time": found.times[-1],
         "staleness": statistics.fmean(found.staleness),
         "most stale": max(found.staleness),

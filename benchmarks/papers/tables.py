@@ -161,7 +161,7 @@ def underway(results: Path) -> None:
     axes = figure.subplots()
     for i, (method, means) in enumerate(found.items()):
         x = [count + 0.15 * (i - 2) for count in means]
-        y, half = ([100 * getattr(mean, what) for mean in means.values()] for what in ("value", "half"))
+        y, half = ([100 * getattr(mean, what) for mean in means.values()] for what in ("value", "half_width"))
         axes.errorbar(x, y, half, label=method, capsize=2, marker="o", markersize=3)
     axes.set_xlabel("tasks under way at a time")
     axes.set_ylabel("accuracy after 200 answers, %")

@@ -4,7 +4,7 @@
 
 It is the search that `manifoldagg compare --tune` makes, kept in the same `.tuned`, so that nothing is done twice: what
 is decided by validation can be decided, and written down, before any test seed runs. Scores are mean accuracies over
-the last quarter of the rounds, on validation samples.
+the last quarter of the updates, on validation samples.
 """
 
 import argparse
@@ -68,9 +68,9 @@ def searched(options: Mapping[str, Any], cache: Path, workers: Any) -> Iterator[
             partial(split, holdout=options["holdout"], batch=options["batch"]),
             validation=options["validation"],
             num_used_seeds=options["seeds"],
-            rounds=options["num_updates"],
-            work=options["task_cost"],
-            tasks=options["concurrency"],
+            num_updates=options["num_updates"],
+            task_cost=options["task_cost"],
+            concurrency=options["concurrency"],
             executor=workers,
             progress=None,
             **{name: options[name] for name in SCENARIO},

@@ -89,7 +89,7 @@ class Door:
 
     async def status(self, _: Request) -> Response:
         """Where the server is."""
-        return JSONResponse({"version": self.server.version, "refused": self.server.rejected})
+        return JSONResponse({"version": self.server.version, "rejected": self.server.rejected})
 
     async def dispatch(self, request: Request) -> Response:
         """A ticket. A client has one: the same key gets the same one, another key ends the last."""

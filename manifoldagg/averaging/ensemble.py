@@ -106,7 +106,7 @@ def ensemble(
         >>> found = ensemble(
         ...     model, curve, curve.collapse(single), data, single=single, generator=torch.Generator()
         ... )
-        >>> found.together.accuracy, round(found.together.nll, 4)
+        >>> found.combined.accuracy, round(found.combined.nll, 4)
         (0.5, 1.0986)
     """
     if not isinstance(embedding, Embedding) or not isinstance(embedding.space, ParameterSpace):

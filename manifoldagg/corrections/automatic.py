@@ -130,7 +130,7 @@ def regression_slope(covariance: Any, variance: Any) -> Any:
     r"""$\hat\beta = -\operatorname{Cov} / \operatorname{Var}$ in [0, 1]; 1 where nothing has varied.
 
     Example:
-        >>> slope(-1.0, 4.0), slope(1.0, 4.0), slope(0.0, 0.0)
+        >>> regression_slope(-1.0, 4.0), regression_slope(1.0, 4.0), regression_slope(0.0, 0.0)
         (0.25, 0.0, 1.0)
     """
     if variance <= 0:

@@ -107,16 +107,16 @@ class Correction(abc.ABC):
 
         >>> import torch
         >>> from manifoldagg.manifolds import Flat, Product
-        >>> class Wary(Correction):
+        >>> class HalveConflicts(Correction):
         ...     granularity = "tensor"
         ...     def coefficients(self, gram, state=None):
-        ...         lines, n, last = gram.identity(), gram.displacements, gram["head"].matrix
+        ...         lines, n, last = gram.identity(), gram.num_displacements, gram["head"].matrix
         ...         for i in range(n):
         ...             lines[i, i] = 0.5 if last[i, n] < 0 else 1.0
         ...         return lines, state
         >>> space = Product({"body": Flat(1), "head": Flat(1)})
         >>> base, current = torch.zeros(2), torch.ones(2)
-        >>> Wary()(space, base, current, torch.tensor([[4.0, -2.0], [-4.0, 2.0]]))
+        >>> HalveConflicts()(space, base, current, torch.tensor([[4.0, -2.0], [-4.0, 2.0]]))
         tensor([[ 2., -1.],
                 [-4.,  2.]])
     """

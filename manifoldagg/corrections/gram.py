@@ -34,7 +34,7 @@ class Gram:
 
     Example:
         >>> gram = Gram.of([[5.0, 1.0], [1.0, 2.0]])
-        >>> gram.displacements, gram.matrix[0, gram.displacements]
+        >>> gram.num_displacements, gram.matrix[0, gram.num_displacements]
         (1, 1.0)
         >>> gram.corrected(Gram.of([[5.0, 1.0], [1.0, 2.0]]).identity()).matrix.tolist()
         [[5.0, 1.0], [1.0, 2.0]]
@@ -128,7 +128,7 @@ class Gram:
         r"""$\sum_s c_s^\top G_s\, c_s$, the square of a combination of the rows: (k,), or (S, k).
 
         Example:
-            >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).square(np.array([1.0, -0.5], dtype=object))
+            >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).squared_norm(np.array([1.0, -0.5], dtype=object))
             9.0
         """
         parts = self.matrix[None] if coefficients.ndim == 1 else self.parts
@@ -142,7 +142,7 @@ class Gram:
             coefficients: $c$, numbers: (k,), or (S, k) with those of each segment.
 
         Example:
-            >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).reach(np.array([1.0, -0.5], dtype=object))
+            >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).norm_bound(np.array([1.0, -0.5], dtype=object))
             4.0
         """
         parts = [(coefficients, self.matrix)] if coefficients.ndim == 1 else zip(coefficients, self.parts, strict=True)

@@ -175,7 +175,7 @@ def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: An
         drift: $\langle g, g\rangle > 0$.
 
     Example:
-        >>> conflicts(0.5, square=1.0, along=1.0, drift=4.0)
+        >>> conflicts(0.5, squared_norm=1.0, drift_product=1.0, drift=4.0)
         True
     """
     # |cos| ≤ 1 up to rounding: the ends of the range are decided without it, which is the clipping.

@@ -89,7 +89,7 @@ def derivative_coefficients(coefficients: Sequence[float]) -> list[float]:
     """Coefficients of the derivative, one fewer.
 
     Example:
-        >>> slopes([0.0, 0.5, 2.0])
+        >>> derivative_coefficients([0.0, 0.5, 2.0])
         [1.0, 3.0]
     """
     n = len(coefficients) - 1
@@ -130,7 +130,7 @@ def argmin(coefficients: Sequence[float]) -> float:
     That is a global minimum, to the rounding of the coefficients; of several minima it is one.
 
     Example:
-        >>> round(least([1.0, -1.0, 2.0]), 12)
+        >>> round(argmin([1.0, -1.0, 2.0]), 12)
         0.4
     """
     return min((0.0, 1.0, *roots(derivative_coefficients(coefficients))), key=lambda t: _evaluate(coefficients, t)[0])

@@ -231,7 +231,7 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
         >>> import torch
         >>> from manifoldagg.curves import Bezier
         >>> found = curvature(Bezier(Flat(2)), torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]]))
-        >>> round(found.total, 6), round(found.maximum, 6), found.at
+        >>> round(found.total, 6), round(found.maximum, 6), found.argmax
         (1.570796, 1.0, 0.5)
     """
     if not isinstance(curve, CurveEmbedding):

@@ -40,7 +40,7 @@ class Phases:
         ArgumentError: naming the option that is out of range.
 
     Example:
-        >>> Phases(steps=(0, 200)).amounts
+        >>> Phases(steps=(0, 200)).limits
         (0, 200)
     """
 

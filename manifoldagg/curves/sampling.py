@@ -33,7 +33,7 @@ class Sampling:
     Example:
         >>> from manifoldagg.curves.bezier import Bezier
         >>> from manifoldagg.manifolds import Flat
-        >>> places = Sampling("quadrature", samples=2).places(Bezier(Flat(1)), torch.zeros(3, 1))
+        >>> places = Sampling("quadrature", samples=2).coordinates(Bezier(Flat(1)), torch.zeros(3, 1))
         >>> [(weight, round(t, 4)) for weight, t in places]
         [(0.5, 0.2113), (0.5, 0.7887)]
     """

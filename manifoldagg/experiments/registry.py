@@ -154,8 +154,11 @@ SPECIAL_DEFAULTS: Mapping[str, Any] = {
     "adam": torch.optim.Adam,
 }
 """What some strings of the TOML file stand for."""
-RULES, TRAINERS = _load_defaults(Path(__file__).with_name("defaults.toml"))
-"""The default options of each rule and of each trainer in a comparison."""
+_DEFAULTS = _load_defaults(Path(__file__).with_name("defaults.toml"))
+RULES: Mapping[str, MethodDefaults] = _DEFAULTS[0]
+"""The default trainer and the default options of each rule in a comparison."""
+TRAINERS: Mapping[str, Mapping[str, Any]] = _DEFAULTS[1]
+"""The default options of each trainer in a comparison."""
 RATE_FIELDS: Mapping[str, str] = {"momentum": "rule.rate", "private": "rule.rate", "adamasfl": "gamma"}
 """What a global rate is called where it is not `rate`."""
 

@@ -140,7 +140,7 @@ class CombinedReport:
             ArgumentError: if no task has it, or no method and seed beside it.
         """
         names = dict.fromkeys(method for methods in self.runs.values() for method in methods)
-        choose("against", "method", baseline, names)
+        choose("baseline", "method", baseline, names)
         found = []
         for task, methods in self.runs.items():
             for method, seeds in methods.items():
@@ -300,7 +300,7 @@ def _load_report(folder: Path) -> _Report:
         first, last = rows[method, seed][0].updates, rows[method, seed][-1].updates
         if (first, last) != (0, settings["num_updates"]):
             raise ArgumentError(
-                f"folders: {folder / 'log.jsonl'}: expected rows of {method}, seed {seed}, from round 0 to "
+                f"folders: {folder / 'log.jsonl'}: expected rows of {method}, seed {seed}, from update 0 to "
                 f"{settings['num_updates']}, got those from {first} to {last}"
             )
     return _Report(folder, settings, {key: LoggedRun(folder, rows[key], clients[key]) for key in wanted})

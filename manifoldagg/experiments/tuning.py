@@ -213,7 +213,7 @@ def tune(
     check_method("method", method)
     given: object = federations
     if not isinstance(given, Sequence):
-        raise ArgumentError(f"federations: expected a list of Federations, got {type(given).__name__}")
+        raise ArgumentError(f"federations: expected a list of FederatedDatasets, got {type(given).__name__}")
     for nth, federation in enumerate(federations):
         check_federation(f"federations[{nth}]", federation)
     if not federations:

@@ -156,7 +156,7 @@ def check_buffer_policy(patterns: Any) -> BufferPolicy:
         ArgumentError: if they are neither; one string is no sequence of patterns.
     """
     if isinstance(patterns, str) or not isinstance(patterns, Iterable):
-        raise ArgumentError(f"buffers: expected a sequence of glob patterns, or a mapping from them, got {patterns!r}")
+        raise ArgumentError(f"buffer_policy: expected a sequence of glob patterns, or a mapping from them, got {patterns!r}")
     return patterns if isinstance(patterns, Mapping) else list(patterns)
 
 
@@ -170,18 +170,18 @@ def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[s
         ArgumentError: if `patterns` are none, a policy is none, or a pattern of a mapping matches nothing.
 
     Example:
-        >>> entries = [MethodDefaults("1.running_mean", (4,), torch.float32), MethodDefaults("1.num_batches_tracked",
-        (), torch.int64)]
-        >>> policies(entries, {"*running*": "leave"})
+        >>> counter = Entry("1.num_batches_tracked", (), torch.int64)
+        >>> entries = [Entry("1.running_mean", (4,), torch.float32), counter]
+        >>> resolve_policies(entries, {"*running*": "leave"})
         {'1.running_mean': 'leave', '1.num_batches_tracked': 'latest'}
     """
     given = check_buffer_policy(patterns)
     named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "average")
     for pattern, policy in named.items():
-        check_choice(f"buffers: {pattern}", policy, POLICIES)
+        check_choice(f"buffer_policy: {pattern}", policy, POLICIES)
         matched = (entry.name == pattern or fnmatch.fnmatchcase(entry.name, pattern) for entry in entries)
         if isinstance(given, Mapping) and not any(matched):
-            raise ArgumentError(f"buffers: {pattern!r} matches nothing that the model carries")
+            raise ArgumentError(f"buffer_policy: {pattern!r} matches nothing that the model carries")
     chosen = {}
     for entry in entries:
         policy = "average"
@@ -280,10 +280,10 @@ def initial_buffers(
 
 
 def buffers_to_tree(buffers: PackedBuffers) -> dict[str, Any]:
-    """A tree of plain values and tensors, of which `packed` makes the same buffers.
+    """A tree of plain values and tensors, of which `buffers_from_tree` makes the same buffers.
 
     Example:
-        >>> unpacked(PackedBuffers())
+        >>> buffers_to_tree(PackedBuffers())
         {'groups': [], 'vectors': (), 'order': ()}
     """
     groups = [(group.policy, group.names, group.shapes) for group in buffers.groups]
@@ -291,10 +291,10 @@ def buffers_to_tree(buffers: PackedBuffers) -> dict[str, Any]:
 
 
 def buffers_from_tree(tree: Mapping[str, Any]) -> PackedBuffers:
-    """What `unpacked` made a tree of.
+    """What `buffers_to_tree` made a tree of.
 
     Example:
-        >>> packed(unpacked(PackedBuffers())) == PackedBuffers()
+        >>> buffers_from_tree(buffers_to_tree(PackedBuffers())) == PackedBuffers()
         True
     """
     return PackedBuffers(tuple([BufferGroup(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])

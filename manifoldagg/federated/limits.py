@@ -142,14 +142,14 @@ class UpdateLimits:
         """To which norm updates are scaled back, where these were accepted lately; infinite where to none.
 
         Example:
-            >>> checks = UpdateLimits(clip=5.0, clip_factor=2.0, norm_after=3)
-            >>> checks.limit([1.0, 2.0]), checks.limit([1.0, 2.0, 3.0]), checks.limit([1.0, 3.0, 4.0])
-            (5.0, 4.0, 5.0)
+            >>> limits = UpdateLimits(clip=5.0, clip_factor=2.0, norm_after=3)
+            >>> [limits.clip_threshold(norms) for norms in ([1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 3.0, 4.0])]
+            [5.0, 4.0, 5.0]
         """
         fixed = math.inf if self.clip is None else self.clip
         if self.clip_factor is None or len(accepted) < self.norm_after:
             return fixed
-        # As in `refuse`: a median of 0 says nothing.
+        # As in `check_norm`: a median of 0 says nothing.
         return min(fixed, self.clip_factor * float(np.median(accepted)) or math.inf)
 
     def check_norm(self, norm: float, accepted: Sequence[float]) -> None:

@@ -30,7 +30,7 @@ Tree = Any
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    """The tensors of a tree, in the order in which `replaced` meets them.
+    """The tensors of a tree, in the order in which `tree_map` meets them.
 
     Example:
         >>> tensors({"m": torch.ones(2), "count": 3})
@@ -65,7 +65,7 @@ def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
         items = [tree_map(branch, function) for branch in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*items) if hasattr(tree, "_to_fields") else type(tree)(items)
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
 
 
@@ -73,8 +73,9 @@ def has_structure(tree: Tree, template: Tree) -> bool:
     """Whether a state has all that a rule begins with, also that of a rule within, and tensors where it has such.
 
     Example:
-        >>> has_structure({"m": torch.ones(2), "count": 3}, {"m": torch.zeros(2)}), has_structure({"m": 3}, {"m":
-        torch.zeros(2)}) (True, False)
+        >>> template = {"m": torch.zeros(2)}
+        >>> has_structure({"m": torch.ones(2), "count": 3}, template), has_structure({"m": 3}, template)
+        (True, False)
     """
     if isinstance(template, Tensor):
         return isinstance(tree, Tensor) and tree.shape == template.shape
@@ -121,7 +122,7 @@ def materialize(tree: Tree) -> Tree:
     """The tree with the sums in its dicts formed, which a rule keeps of rows.
 
     Example:
-        >>> settled({"count": 3, "rule": {"version": 1}})
+        >>> materialize({"count": 3, "rule": {"version": 1}})
         {'count': 3, 'rule': {'version': 1}}
     """
     if isinstance(tree, PendingSum):

@@ -43,11 +43,11 @@ class StepConfig:
         if getattr(self.rule, "is_private", False):
             for name, policy in self.policies.items():
                 if policy != "leave":
-                    raise ArgumentError(f"buffer_policy: {name}: ..., which adds no noise to them")
+                    raise ArgumentError(f"buffer_policy: {name}: expected 'leave' with Private, which adds no noise to them")
             for name in ("norm_factor", "clip_factor"):
                 if getattr(self.update_limits, name) is not None:
                     what = "what some clients send would decide on others"
-                    raise ArgumentError(f"update_limits: {name}: ...: {what}")
+                    raise ArgumentError(f"update_limits: {name}: expected None with Private: {what}")
 
     @cached_property
     def uses_tensor_lists(self) -> bool:

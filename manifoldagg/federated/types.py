@@ -54,7 +54,7 @@ State = Any
 ClientState = Any
 """A tree of tensors and numbers that the server keeps for one client."""
 if TYPE_CHECKING:
-    # A rule knows which of the two it takes, as it says by `rows`; a type cannot.
+    # A rule knows which of the two it takes, as it says by `accepts_tensor_lists`; a type cannot.
     Point: TypeAlias = Any
     Points: TypeAlias = Any
     Target: TypeAlias = Any
@@ -105,7 +105,7 @@ class Payload:
         numbers: further numbers that its rule asks for.
         client_state: what the trainer wants to find again; who drives the client hands it to the next `train`.
         buffers: the client's buffers by name, those that the message asks for.
-        base: $\Theta^t$ (P,), where the ticket was issued with `keep=False`: the server has not kept it.
+        base: $\Theta^t$ (P,), where the ticket was issued with `retain_base=False`: the server has not kept it.
     """
 
     points: Float[Tensor, "n P"]
@@ -129,10 +129,10 @@ class Update:
 
     Attributes:
         client: who sent it.
-        base: $\Theta^t$ (P,), the model that the client started from; for a rule with `rows` a row, as the kernels take
+        base: $\Theta^t$ (P,), the model that the client started from; for a rule with `accepts_tensor_lists` a row, as the kernels take
             them.
         current: $\Theta^\tau$ (P,), the model now; likewise.
-        points: as in the payload, (n, P); for a rule with `rows` a tuple of n rows.
+        points: as in the payload, (n, P); for a rule with `accepts_tensor_lists` a tuple of n rows.
         staleness: $\tau - t$ in versions, as the server recorded it.
         weight: $w_i$, the client's share of the data.
         samples: as in the payload, as far as they are believed.
@@ -142,7 +142,7 @@ class Update:
         share: the client's data in the server's own measure, which $w_i$ divides by their sum at the time: means over
             several updates weigh by it, whatever the order in which they came. `None` where nobody knows it.
         is_pseudo_gradient: whether the points are pseudo-gradients $\Theta^t - \varphi_i$, as an outer optimiser has
-            them; for rules with `rows` alone, whose frames are minus what they are else.
+            them; for rules with `accepts_tensor_lists` alone, whose frames are minus what they are else.
     """
 
     client: Hashable
@@ -164,7 +164,7 @@ class Outcome:
     """What a rule makes of an update.
 
     Attributes:
-        model: the new one, (P,), or of a rule with `rows` what `Frame.move` returned; `None`: the update is buffered,
+        model: the new one, (P,), or of a rule with `accepts_tensor_lists` what `Frame.move` returned; `None`: the update is buffered,
             the model did not move.
         client_state: what the server keeps for this client from now on, `None` for nothing.
         numbers: for the receipt and the history: `cosine`, `step`, `norm`, `buffered` (how many updates wait), others.
@@ -218,7 +218,7 @@ class Receipt:
         norm: how far the model moved.
         buffered: whether the update waits: it was accepted, and the model has not moved by it yet.
         clipped: whether more samples were claimed than were believed, so that the weight is that of the believed; or
-            the update was longer than a `clip`, of the checks or of the rule, and was scaled back.
+            the update was longer than a `clip`, of the update limits or of the rule, and was scaled back.
 
     Example:
         >>> receipt = Receipt(False, "points: expected one model", version=3)
@@ -269,8 +269,7 @@ class Rule(Protocol):
     exactly these.
 
     A rule that on a flat space needs no more than a Gram matrix and a combination says `accepts_tensor_lists = True`.
-    Its models are
-    then rows, as the kernels take them: vectors (P,), or tuples of the tensors of a state dict where they lie, which
+    Its models are then rows, as the kernels take them: vectors (P,), or tuples of the tensors of a state dict where they lie, which
     `aggregate` never flattens. `start`, `base`, `current` and `out` are one each, `points` is a tuple of them. It forms
     its model by [`Frame.move`][manifoldagg.corrections.Frame.move], which looks first whether it would be finite; what
     it keeps it forms as vectors.
@@ -400,8 +399,7 @@ def check_averaging(averaging: Averaging | None) -> Averaging | None:
     """What listens to versions, if anything.
 
     Raises:
-        ArgumentError: if it lacks a method of `Averaging`, or is one that has_reset_points (getattr by string) the
-            model.
+        ArgumentError: if it lacks a method of `Averaging`, or is one that overwrites the model.
     """
     if averaging is not None and not isinstance(averaging, Averaging):
         raise ArgumentError(f"averaging: expected `average`, `update`, `state` and `load`; {averaging!r} lacks some")

@@ -50,7 +50,7 @@ def to_logging(logger: logging.Logger) -> Callback:
         >>> server = Server(Flat(2), FedAsync(), torch.zeros(2))
         >>> stop = server.on_event(to_logging(logger))
         >>> server.close()
-        Closed version=0 in_flight=0 (doctest; follows Event.out -> in_flight)
+        Closed version=0 in_flight=0
         >>> logger.removeHandler(handler)
     """
 
@@ -74,7 +74,7 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
     """Curves over the versions of the model: the numbers of each update, what was refused, tickets out, memory.
 
     They are called `updates/staleness`, `updates/latency` and so on, one for each number of the history's rows;
-    `refused/points` and so on, counted from here on; `memory/versions` and so on; and `tickets`.
+    `rejected/points` and so on, counted from here on; `memory/versions` and so on; and `tickets`.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`; who made it closes it.
@@ -89,7 +89,7 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
             values |= {f"memory/{kind}": size for kind, size in event.memory.items()}
         if isinstance(event, Rejected):
             refused[event.field] = refused.get(event.field, 0) + 1
-            values[f"refused/{event.field}"] = refused[event.field]
+            values[f"rejected/{event.field}"] = refused[event.field]
         for name, x in values.items():
             if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x):
                 writer.add_scalar(name, x, event.version)

@@ -45,7 +45,7 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
     Example:
         >>> x = torch.ones(2)
-        >>> stacked([x]).data_ptr() == x.data_ptr(), stacked([x, x]).shape
+        >>> stack([x]).data_ptr() == x.data_ptr(), stack([x, x]).shape
         (True, torch.Size([2, 2]))
     """
     first, *others = tensors

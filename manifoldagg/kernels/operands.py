@@ -358,7 +358,7 @@ def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int
         ArgumentError: if the lengths do not sum to `size`.
 
     Example:
-        >>> bounds([2, 0, 3], 5)
+        >>> segment_bounds([2, 0, 3], 5)
         ((0, 2), (2, 2), (2, 5))
     """
     if segments is None:

@@ -49,7 +49,7 @@ class AmbientSpace:
         >>> ambient.gram([x, y], minus=[y, None])
         tensor([[[ 5., -1.],
                  [-1.,  1.]]], dtype=torch.float64)
-        >>> ambient.combine(x, [y], [1.0]).flatten().square().round(), ambient.told["truncated"]
+        >>> ambient.combine(x, [y], [1.0]).flatten().square().round(), ambient.diagnostics["truncated"]
         (tensor([2., 0., 2., 0.]), 1.0)
     """
 

@@ -281,7 +281,7 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
     """Whether one of several glob patterns is that of a name, in upper and lower case as they are.
 
     Example:
-        >>> matches("1.running_mean", ["*running*"])
+        >>> matches_any("1.running_mean", ["*running*"])
         True
     """
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

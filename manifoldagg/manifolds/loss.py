@@ -35,7 +35,7 @@ class ModelLoss:
         >>> space = ParameterSpace.of(model)
         >>> loss = space.loss(model, nn.functional.mse_loss)
         >>> _ = loss(space.point(model), (torch.tensor([[4.0], [6.0]]), torch.zeros(2, 1)))
-        >>> loss.carried["running_mean"], model.running_mean
+        >>> loss.buffers["running_mean"], model.running_mean
         (tensor([0.5000]), tensor([0.]))
     """
 

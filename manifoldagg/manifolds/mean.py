@@ -181,8 +181,8 @@ class RunningMean:
     Example:
         >>> import torch
         >>> from manifoldagg.manifolds import Flat
-        >>> mean = RunningMean(Flat(1),
-        torch.tensor([1.0])).with_point(torch.tensor([2.0])).with_point(torch.tensor([6.0]))
+        >>> mean = RunningMean(Flat(1), torch.tensor([1.0]))
+        >>> mean = mean.with_point(torch.tensor([2.0])).with_point(torch.tensor([6.0]))
         >>> mean.point, mean.weight
         (tensor([3.]), 3.0)
     """

@@ -132,7 +132,7 @@ class ParameterSpace(Delegate):
             >>> import torch
             >>> state = torch.nn.BatchNorm1d(4).state_dict()
             >>> space = ParameterSpace.of_state_dict(state)
-            >>> [entry.name for entry in space.layout.carried]
+            >>> [entry.name for entry in space.layout.buffers]
             ['running_mean', 'running_var', 'num_batches_tracked']
             >>> state = {"q.lora_A.weight": torch.ones(1, 3), "q.lora_B.weight": torch.ones(2, 1)}
             >>> space = ParameterSpace.of_state_dict(state, adapters=True, scaling={"lora_alpha": 2, "r": 1})

@@ -85,7 +85,7 @@ def iter_factors(space: Manifold, *tensors: Tensor) -> Iterator[tuple[Leaf, list
     Example:
         >>> import torch
         >>> from manifoldagg.manifolds import Sphere
-        >>> [(str(leaf), part.shape) for leaf, (part,) in factors(Power(Sphere(2), (3,)), torch.zeros(5, 3, 2))]
+        >>> [(str(leaf), part.shape) for leaf, (part,) in iter_factors(Power(Sphere(2), (3,)), torch.zeros(5, 3, 2))]
         [('Sphere(n=2)', torch.Size([5, 3, 2]))]
     """
     for leaf in space.leaves(tensors[0]):

@@ -49,7 +49,7 @@ def spec_of(
         ArgumentError: naming a leaf whose space is none of this package's, which a name and numbers do not tell.
 
     Example:
-        >>> spec_of(Layout((MethodDefaults("w", (3,), torch.float32),)))["leaves"]
+        >>> spec_of(Layout((Entry("w", (3,), torch.float32),)))["leaves"]
         [['w', [3], 'float32']]
     """
     told = {
@@ -105,7 +105,7 @@ def layout_digest(layout: Layout, adapters: Adapters | None = None) -> str:
     """A number, in hexadecimal digits, that other names, shapes, dtypes, adapters or another order would change.
 
     Example:
-        >>> len(digest(Layout((MethodDefaults("w", (3,), torch.float32),))))
+        >>> len(layout_digest(Layout((Entry("w", (3,), torch.float32),))))
         32
     """
     text = json.dumps(spec_of(layout, adapters=adapters), sort_keys=True, separators=(",", ":"))

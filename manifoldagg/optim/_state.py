@@ -188,7 +188,7 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
             leaf = TensorList([one[name] for one in states])
             bound = bounds.get(name)
             if bound is not None and bound.applies_to(leaf):
-                leaf.bound = bound.norm
+                leaf.norm_bound = bound.norm
         elif name.endswith(STRING_SUFFIX):
             name = name.removesuffix(STRING_SUFFIX)
             leaf = _decode_string(value) or None

@@ -262,7 +262,7 @@ class Outer(torch.optim.Optimizer):
         if motion is not None:
             motion = replace(motion, coefficients=param_set.rate * motion.coefficients)
             if not param_set.rate * outcome.numbers.get("norm", math.inf) <= overflow_headroom(here):
-                motion.check()
+                motion.check_finite_result()
         if own is not None and outcome.client_state is not None:
             others[own] = outcome.client_state
         leaves = {RULE_ENTRY: rule_key(self.rule)} | flatten_state({**state, **others}, here.lengths)

@@ -40,11 +40,11 @@ class AdaptiveRouting:
 
     Example:
         >>> from manifoldagg.routing import TimeBound
-        >>> guess = TimeBound([1.0, 1.0], tasks=4, rate=0.01, smoothness=1.0, noise=10.0, gap=1.0)
-        >>> adaptive = AdaptiveRouting(guess, change=0.1)
+        >>> guess = TimeBound([1.0, 1.0], concurrency=4, rate=0.01, smoothness=1.0, noise=10.0, gap=1.0)
+        >>> adaptive = AdaptiveRouting(guess, max_change=0.1)
         >>> for k in range(20):
         ...     for client, seconds in ((0, 1.0), (1, 0.1)):
-        ...         adaptive.sent(client, seconds * k); adaptive.returned(client, seconds * (k + 1))
+        ...         adaptive.on_dispatch(client, seconds * k); adaptive.on_completion(client, seconds * (k + 1))
         >>> adaptive.rates().round(2).tolist(), adaptive.reroute().round(2).tolist()
         ([1.0, 7.0], [0.4, 0.6])
     """

@@ -205,7 +205,7 @@ class UpdateBound(Bound):
     Source: Queue (5), appendix E.
 
     Example:
-        >>> bound = UpdateBound([1.0, 2.0], tasks=3, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0, rounds=9)
+        >>> bound = UpdateBound([1.0, 2.0], concurrency=3, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0, num_updates=9)
         >>> round(bound([0.5, 0.5]), 12)  # 1/(.1 · 10) + .1 + .01 · 3 · 2
         1.16
         >>> bound.gradient([0.5, 0.5]).round(3).tolist()
@@ -243,7 +243,7 @@ class TimeBound(Bound):
     $\partial \log \lambda / \partial \log p_j = E[X_j] - E[\xi_j]$.
 
     Example:
-        >>> bound = TimeBound([1.0, 1.0], tasks=3, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0)
+        >>> bound = TimeBound([1.0, 1.0], concurrency=3, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0)
         >>> round(bound([0.5, 0.5]), 12)  # (10 + .1 + .01 · 3 · 3) · 4 / 6
         6.793333333333
     """

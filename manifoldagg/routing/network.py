@@ -41,10 +41,10 @@ class ClosedNetwork(ContentEquality):
     Source: Queue, proposition 2.1, theorem 3.1, (13). Cost: O(nm), covariance O(nm + n²), each once.
 
     Example:
-        >>> network = ClosedNetwork([0.25, 0.75], [1.0, 3.0], tasks=5)
+        >>> network = ClosedNetwork([0.25, 0.75], [1.0, 3.0], concurrency=5)
         >>> round(network.throughput, 12), network.relative_delay.round(12).tolist()
         (3.333333333333, [2.0, 2.0])
-        >>> ClosedNetwork([0.5, 0.6], [1.0, 1.0], tasks=2)
+        >>> ClosedNetwork([0.5, 0.6], [1.0, 1.0], concurrency=2)
         Traceback (most recent call last):
             ...
         manifoldagg.errors.ArgumentError: routing: expected shares that sum to 1, got 1.1: 0.1 too much
@@ -113,7 +113,7 @@ class ClosedNetwork(ContentEquality):
         Cost: O(nm).
 
         Example:
-            >>> ClosedNetwork([0.5, 0.5], [1.0, 1.0], tasks=3).distribution(0).round(12).tolist()
+            >>> ClosedNetwork([0.5, 0.5], [1.0, 1.0], concurrency=3).distribution(0).round(12).tolist()
             [0.25, 0.25, 0.25, 0.25]
         """
         i = check_count("client", client, at_least=0)
@@ -145,7 +145,7 @@ class ClosedNetwork(ContentEquality):
             ArgumentError: naming the argument that does not fit.
 
         Example:
-            >>> network = ClosedNetwork([0.25, 0.75], [1.0, 3.0], tasks=5)
+            >>> network = ClosedNetwork([0.25, 0.75], [1.0, 3.0], concurrency=5)
             >>> run = network.simulate(2000, np.random.default_rng(0), start="stationary")
             >>> bool(abs(run.throughput / network.throughput - 1) < 0.1)
             True

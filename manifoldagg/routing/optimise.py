@@ -110,7 +110,8 @@ def optimise_routing(
 
     Example:
         >>> from manifoldagg.routing import UpdateBound
-        >>> bound = UpdateBound([1.0, 1.2], tasks=20, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0, rounds=100)
+        >>> constants = {"rate": 0.1, "smoothness": 1.0, "noise": 1.0, "gap": 1.0}
+        >>> bound = UpdateBound([1.0, 1.2], concurrency=20, **constants, num_updates=100)
         >>> best = optimise_routing(bound)
         >>> best.converged, bool(best.p[0] > 0.5), best.value < bound(uniform(2))
         (True, True, True)
@@ -165,7 +166,7 @@ def optimise_concurrency(
 
     Example:
         >>> from manifoldagg.routing import TimeBound
-        >>> bound = TimeBound([1.0, 2.0], tasks=1, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0)
+        >>> bound = TimeBound([1.0, 2.0], concurrency=1, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0)
         >>> optimise_concurrency(bound)
         5
     """

@@ -98,7 +98,7 @@ class Plan:
             panel.grid(alpha=0.25)
         figure = panels[0].figure
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
-        figure.suptitle(f"{len(order)} clients, {self.bound.concurrency} tasks: bound and throughput of three routings")
+        figure.suptitle(f"{len(order)} clients, concurrency {self.bound.concurrency}: bound and throughput of three routings")
         return panels
 
 
@@ -107,7 +107,7 @@ def make_plan(clients: Clients, bound: Bound) -> Plan:
 
     Example:
         >>> from manifoldagg.routing import TimeBound
-        >>> bound = TimeBound([1.0, 2.0], tasks=4, rate=0.01, smoothness=1.0, noise=10.0, gap=1.0)
+        >>> bound = TimeBound([1.0, 2.0], concurrency=4, rate=0.01, smoothness=1.0, noise=10.0, gap=1.0)
         >>> plan = make_plan(group_clients(("a", "b"), [1.0, 2.0]), bound)
         >>> [(row.name, round(row.queue, 2)) for row in plan.groups("balanced")]
         [('rate 1', 2.0), ('rate 2', 2.0)]

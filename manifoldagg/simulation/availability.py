@@ -72,7 +72,8 @@ class AvailabilityTrace(Resumable, Generic[C]):
         >>> from manifoldagg.simulation.delays import Deterministic
         >>> from manifoldagg.simulation.schedulers import IndependentClients
         >>> clients = IndependentClients(Deterministic(2.0), np.random.default_rng(0))
-        >>> crowd = AvailabilityTrace(clients, [AvailabilityChange(1.0, "a", "fail"), AvailabilityChange(5.0, "b", "join")])
+        >>> changes = [AvailabilityChange(1.0, "a", "fail"), AvailabilityChange(5.0, "b", "join")]
+        >>> crowd = AvailabilityTrace(clients, changes)
         >>> crowd.dispatch("a", work=1.0)
         >>> crowd.next()
         AvailabilityChange(time=1.0, client='a', kind='fail', lost_tasks=1)

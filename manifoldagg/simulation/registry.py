@@ -89,7 +89,7 @@ def availability(text: str) -> list[AvailabilityChange[int | str]] | Availabilit
     Example:
         >>> make = availability("churn:up=deterministic,up.seconds=3,down=1e9,until=5")
         >>> make([7], np.random.default_rng(0))
-        [Change(time=3.0, client=7, kind='fail', lost=0)]
+        [AvailabilityChange(time=3.0, client=7, kind='fail', lost_tasks=0)]
     """
     made: list[AvailabilityChange[int | str]] | AvailabilityFactory = _parse("availability", text, AVAILABILITY_READERS)
     return made

@@ -272,5 +272,5 @@ class _TensorPool:
 
 def _models_by_version(server: Mapping[str, Any]) -> dict[int, Tensor]:
     """The models that a server has written down, by version."""
-    kept = {key[1]: tree for key, tree in server["kept"] if key[0] == "version"}
+    kept = {key[1]: tree for key, tree in server["stored_trees"] if key[0] == "version"}
     return {**kept, server["version"]: server["model"]}

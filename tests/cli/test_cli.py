@@ -39,7 +39,7 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
     assert [
         line
         for line in done.stdout.splitlines()
-        if line.startswith("Written to runs/digits-5-clients-4-rounds-2-seeds-")
+        if line.startswith("Written to runs/digits-5-clients-4-updates-2-seeds-")
     ]
     (folder,) = (tmp_path / "runs").iterdir()
     files = {"results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png"}
@@ -92,20 +92,20 @@ WRONG = [
     (["--rate", "fedasync=-1"], "rate: expected a finite number > 0, got -1.0"),
     (["--clients", "2000"], "error: clients: expected at most one for each of 1797 samples, got 2000"),
     (["--clients", "0"], "clients: expected an integer >= 1, got 0"),
-    (["--updates", "0"], "rounds: expected an integer >= 1, got 0"),
-    (["--eval-every", "0", "--json"], "every: expected an integer >= 1, got 0"),
+    (["--updates", "0"], "num_updates: expected an integer >= 1, got 0"),
+    (["--eval-every", "0", "--json"], "eval_every: expected an integer >= 1, got 0"),
     (["--seeds", "-1"], "seeds: expected an integer >= 1, got -1"),
     (
         ["--partition", "dirichlet:concentration=-0.5"],
         "error: partition: concentration: expected a number >= 0, got -0.5",
     ),
-    (["--partition", "natural"], "error: partition: owners: expected whose each sample is"),
+    (["--partition", "natural"], "error: partition: user_ids: expected whose each sample is"),
     (
         ["--methods", "fedasync:rate=abc"],
         "methods: fedasync: rate: expected a number, or one of cyclic, cosine; got 'abc'",
     ),
     (["--methods", "fedasync:rate=cosin"], "methods: fedasync: no rate 'cosin'; did you mean cosine?"),
-    (["--methods", "fedasync,fedavg", "--concurrency", "2"], "methods: FedAvg: tasks: expected None, as FedAvg waits"),
+    (["--methods", "fedasync,fedavg", "--concurrency", "2"], "methods: FedAvg: concurrency: expected None, as FedAvg waits"),
     (
         ["--methods", "fedasync,fedgs:optimizer=sgd,optimizer.momentum=-3"],
         "methods: fedgs: optimizer: Invalid momentum value: -3",
@@ -118,15 +118,15 @@ WRONG = [
     (["--methods", "fedasync:staleness.b=5"], "error: methods: fedasync: staleness: no option 'b'"),
     (["--scheduler", "independent:delays=3"], "scheduler: independent: delays: expected one by name"),
     (
-        ["--scheduler", "jackson:rates=1,tasks=2"],
-        "scheduler: client: no task can be dispatched while all 2 of `tasks` are",
+        ["--scheduler", "jackson:rates=1,concurrency=2"],
+        "scheduler: client: no task can be dispatched while all 2 of `concurrency` are",
     ),
     (["--partition", "shard"], "partition: no partition 'shard'; did you mean shards?"),
     (["--scheduler", "priority:worker=2"], "scheduler: priority: no option 'worker'; did you mean workers?"),
     (["--delays", "exponental:mean=10"], "delays: no delays 'exponental'; did you mean exponential?"),
     (["--availability", "file:nowhere.csv"], "nowhere.csv"),
     (["--tune", "--tune-seeds", "0"], "tune-seeds: expected an integer >= 1, got 0"),
-    (["--task-cost", "date"], "work: expected one of data, dispatched; got 'date'"),
+    (["--task-cost", "date"], "task_cost: expected one of fixed, trainer; got 'date'"),
     (["--target", "2"], "target: expected"),
     (["--name", "a/b"], "--name"),
     (["--updates", "many"], "--updates"),

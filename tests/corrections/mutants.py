@@ -349,6 +349,6 @@ class TangentByProjection(Tangent):
 @caught_by("Tangent", "rows_on_a_sphere_are_transported")
 class TangentWithoutTransport(Tangent):
     def apply(self, frame, state=None):
-        if frame.passage is not None:
+        if frame.transporter is not None:
             frame = replace(frame, rows=(*frame.original.flatten(1), frame.rows[-1]))
         return super().apply(frame, state)

@@ -120,7 +120,7 @@ def test_inputs_are_untouched():
         (lambda: calibrate(*draw(1, 2, 4), torch.full((4,), torch.inf).double()), "client_shift: expected finite"),
         (lambda: calibrate(*draw(1, 3, 4), space=Flat(3)), r"start: expected shape \(3\)"),
         (lambda: calibrate(*draw(1, 3, 4), space=Product({"a": Sphere(3), "b": Flat(1)})), "space: expected a flat manifold"),
-        (lambda: calibrate(*draw(1, 3, 4), other_updates=draw(1, 2, 3)), r"against\[0\]: expected shape \(4\)"),
+        (lambda: calibrate(*draw(1, 3, 4), other_updates=draw(1, 2, 3)), r"other_updates\[0\]: expected shape \(4\)"),
         (lambda: calibrate(*states(1, 2), {"w": torch.zeros(2, 3)}), "client_shift: expected a tensor 'b'"),
         (lambda: calibrate(*states(1, 2), draw(1, 3)), "client_shift: expected named tensors"),
         (lambda: calibrate(*states(1, 3), space=Flat(8)), "space: expected a ParameterSpace"),

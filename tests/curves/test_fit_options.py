@@ -180,7 +180,7 @@ def test_sharpness_takes_the_gradient_uphill(sharpness):
     start = QUICK["start"]
     training = Training(SGD, 0.1, sharpness=sharpness)
     end = fit(CURVE, square, DATA, phases=Phases(steps=(1, 0)), training=training, start=start).phi[-1]
-    uphill = sharpness.perturbed(Flat(3), start, start - DATA[0])
+    uphill = sharpness.perturb(Flat(3), start, start - DATA[0])
     assert relative(end, start - 0.1 * (uphill - DATA[0])) <= 1e-14
 
 

@@ -96,7 +96,7 @@ def test_a_line_is_worth_what_the_latest_evaluations_were(axis, comparison, draw
         # Places are divided by the unit, which rounds.
         worth = [last_within_budget(seed, axis, x * unit * (1 + 1e-12)).accuracy for seed in rows(comparison)]
         assert y == pytest.approx(100 * np.mean(worth), rel=1e-12)
-    assert line.get_xdata()[-1] * unit == pytest.approx(min(seed[-1].along(axis) for seed in rows(comparison)))
+    assert line.get_xdata()[-1] * unit == pytest.approx(min(seed[-1].value_on(axis) for seed in rows(comparison)))
     assert "2 seeds" in axes.get_title()
 
 
@@ -173,7 +173,7 @@ def test_a_comparison_passes_on_what_its_runs_are_like():
     )
     assert found.runs["FedAsync"][0].evaluated_at == [0, 4, 8, 10]
     assert (found.settings["eval_every"], found.settings["task_cost"]) == (4, "trainer")
-    assert "Change(" in found.settings["availability"]
+    assert "AvailabilityChange(" in found.settings["availability"]
     assert not re.search("0x[0-9a-f]{6}", json.dumps(found.settings))
 
 
@@ -195,7 +195,7 @@ def test_names_mean_what_run_takes():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: compare(clusters(), methods(["fedgs"]), eval_every=0), "every: expected"),
+        (lambda: compare(clusters(), methods(["fedgs"]), eval_every=0), "eval_every: expected"),
         (
             lambda: compare(clusters(), methods(["fedgs"]), scheduler=PriorityScheduler(3, np.random.default_rng(0))),
             "scheduler: expected a function that makes one for each run",
@@ -203,7 +203,7 @@ def test_names_mean_what_run_takes():
         (lambda: compare(clusters(), methods(["fedgs"]), scheduler="prority"), "did you mean priority"),
         (lambda: compare(clusters(), methods(["fedgs"]), partition="dirichlet:c=1"), "partition: dirichlet: no option"),
         (lambda: compare(clusters(), methods(["fedgs"]), delays="gauss"), "did you mean gaussian"),
-        (lambda: compare(clusters(), methods(["fedgs"]), task_cost="none"), "work: expected"),
+        (lambda: compare(clusters(), methods(["fedgs"]), task_cost="none"), "task_cost: expected"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, words):
@@ -236,4 +236,4 @@ def test_a_method_that_nobody_heard_is_told_apart_from_a_bad_one(comparison):
     one = comparison.runs["FedAsync"][0]
     runs = [replace(one, evaluations=[replace(row, rejected=count) for row in one.evaluations]) for count in (2, 10)]
     refused = replace(comparison, runs={"FedAvg(trainer=curve)": runs})
-    assert rejection_lines(refused) == ["FedAvg(trainer=curve): 12 of 20 updates were refused"]
+    assert rejection_lines(refused) == ["FedAvg(trainer=curve): 12 of 20 updates were rejected"]

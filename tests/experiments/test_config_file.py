@@ -104,14 +104,14 @@ def test_some_tables_can_be_chosen(only, names, tmp_path):
     ("text", "words"),
     [
         ("", "expected a table for each comparison, got none"),
-        ("[defaults]\nrounds = 3", "expected a table for each comparison, got none"),
-        ("rounds = 3\n[a]", r"rounds: expected a table; what all share stands in \[defaults\]"),
-        ("[a]\nround = 3", "a: no option 'round'; did you mean rounds?"),
+        ("[defaults]\nupdates = 3", "expected a table for each comparison, got none"),
+        ("updates = 3\n[a]", r"updates: expected a table; what all share stands in \[defaults\]"),
+        ("[a]\nupdate = 3", "a: no option 'update'; did you mean updates?"),
         ("[defaults]\ntune_seeds = 3\n[a]", "defaults: no option 'tune_seeds'; did you mean tune-seeds?"),
         ("[a]\nname = 'b'", "a: no option 'name'"),
-        ("[a]\nrounds = 'many'", "a: rounds: expected an integer, got 'many'"),
-        ("[a]\nrounds = 2.5", "a: rounds: expected an integer, got 2.5"),
-        ("[a]\nrounds = true", "a: rounds: expected an integer, got True"),
+        ("[a]\nupdates = 'many'", "a: updates: expected an integer, got 'many'"),
+        ("[a]\nupdates = 2.5", "a: updates: expected an integer, got 2.5"),
+        ("[a]\nupdates = true", "a: updates: expected an integer, got True"),
         ("[defaults]\nholdout = '0.2'\n[a]", "defaults: holdout: expected a number, got '0.2'"),
         ("[a]\ntune = 1", "a: tune: expected true or false, got 1"),
         ("[a]\ndata = 3", "a: data: expected words, or a list of them, got 3"),
@@ -121,7 +121,7 @@ def test_some_tables_can_be_chosen(only, names, tmp_path):
         ("[a]\n[a.rate]\nfedgs = true", "a: rate: fedgs: expected words or a number, got True"),
         ("[a]\nrate = [[1]]", r"a: rate: expected words or a number, got \[1\]"),
         ("['a/b']", "expected names of folders, got 'a/b'"),
-        ("[a]\nrounds = x", "is no TOML: Invalid value .*line 2"),
+        ("[a]\nupdates = x", "is no TOML: Invalid value .*line 2"),
         (b"[a]\ndata = '\xff'", "is no TOML: "),
     ],
 )
@@ -153,7 +153,7 @@ def call(monkeypatch, as_shipped):
     return called
 
 
-SMALL = {"clients": 4, "num_updates": 2, "seeds": 1, "partition": "iid", "eval_every": 2}
+SMALL = {"clients": 4, "updates": 2, "seeds": 1, "partition": "iid", "eval-every": 2}
 
 
 def settings(folder):

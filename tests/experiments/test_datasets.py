@@ -121,7 +121,7 @@ def test_a_model_has_the_loss_of_its_point(make):
     model = make()
     of = make.args[0]
     inputs = torch.randint(0, of.tokens, (4, *of.shape)) if of.tokens else torch.randn(4, *of.shape)
-    labels = torch.randint(0, of.classes, (4, *of.shape) if of.every else (4,))
+    labels = torch.randint(0, of.classes, (4, *of.shape) if of.per_token else (4,))
     space = ParameterSpace.of(model)
     theta = space.point(model) + 0.1
     loss = space.loss(model, nn.functional.cross_entropy)(theta, (inputs, labels))
@@ -213,7 +213,7 @@ def test_arrays_of_ones_own(tmp_path):
     place = tmp_path / "mine.npz"
     inputs = np.random.default_rng(0).normal(size=(6, 3))
     test = np.arange(6) > 3
-    np.savez(place, inputs=inputs, labels=[0, 1, 2, 0, 1, 2], owners=["b", "a", "b", "a", "b", "a"], test=test)
+    np.savez(place, inputs=inputs, labels=[0, 1, 2, 0, 1, 2], user_ids=["b", "a", "b", "a", "b", "a"], test_mask=test)
     made = load_dataset(f"npz:{place}")
     assert made.name == "mine"
     assert made.user_ids.tolist() == [1, 0, 1, 0, 1, 0]
@@ -236,10 +236,10 @@ def test_arrays_of_ones_own(tmp_path):
         ({"inputs": np.ones((2, 3)), "labels": np.array([0, -1])}, "labels: expected whole numbers"),
         ({"inputs": np.full((2, 3), np.nan), "labels": np.zeros(2, int)}, "finite"),
         ({"inputs": np.ones(2), "labels": np.zeros(2, int)}, "inputs: expected numbers"),
-        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "user_ids": np.zeros(3)}, "owners: expected"),
+        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "user_ids": np.zeros(3)}, "user_ids: expected"),
         ({"inputs": np.array([[None], [1]]), "labels": np.zeros(2, int)}, "without objects"),
-        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test": ["True", "False"]}, "test: expected booleans"),
-        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test": [0, 3]}, "test: expected booleans"),
+        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test_mask": ["True", "False"]}, "test_mask: expected booleans"),
+        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test_mask": [0, 3]}, "test_mask: expected booleans"),
         ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**63 + 5], np.uint64)}, "labels: expected whole numbers"),
         ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**31])}, "labels: expected whole numbers .* below 2"),
         ({"inputs": np.array([[1, 2], [3, 2**62]]), "labels": np.zeros(2, int)}, "inputs: expected tokens below 2"),
@@ -262,9 +262,9 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
     (tmp_path / "my_data.py").write_text(
         "import torch\n"
         "from torch import nn\n"
-        "from manifoldagg.simulation import Task\n"
+        "from manifoldagg.simulation import LabelledDataset\n"
         "def task():\n"
-        "    return Task('points', torch.zeros(8, 2), torch.arange(8) % 2, lambda: nn.Linear(2, 2), 1.0)\n"
+        "    return LabelledDataset('points', torch.zeros(8, 2), torch.arange(8) % 2, lambda: nn.Linear(2, 2), 1.0)\n"
         "made = task()\n"
         "number = 3\n"
     )
@@ -273,7 +273,7 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
         found = load_dataset(f"my_data:{name}")
         assert found.name == "points"
         assert pickle.loads(pickle.dumps(found)).labels.tolist() == found.labels.tolist()
-    assert sys.modules["my_data"].made.origin is None
+    assert sys.modules["my_data"].made.factory is None
     for name, said in (("number", "got int"), ("other", "has nothing of that name")):
         with pytest.raises(ArgumentError, match=f"data: my_data:{name}: .*{said}"):
             load_dataset(f"my_data:{name}")
@@ -291,10 +291,10 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
         ("leaf:/nowhere", None, "there are none"),
         ("shakespeare:/nowhere", None, "cannot be read"),
         ("digits", "cnm", "no model 'cnm'; did you mean cnn"),
-        ("digits", "gru", "model: gru: task: expected sequences of tokens"),
+        ("digits", "gru", "model: gru: signature: expected sequences of tokens"),
         ("digits", "cnn:norm=layer", "model: cnn: norm: expected one of"),
         ("digits", "mlp:hidden=0", "model: mlp: hidden"),
-        ("digits", "mlp:of=3", "no option 'of'"),
+        ("digits", "mlp:signature=3", "no option 'signature'"),
     ],
 )
 def test_what_is_wrong_is_named(source, model, said):
@@ -322,7 +322,7 @@ def test_validation_samples_are_training_samples_and_the_test_set_stays_unseen()
 
 def test_owners_who_are_few_are_refused():
     made = LabelledDataset("points", torch.zeros(4, 2), torch.arange(4) % 2, lambda: nn.Linear(2, 2), 1.0)
-    with pytest.raises(ArgumentError, match="owners: expected whose each sample is"):
+    with pytest.raises(ArgumentError, match="user_ids: expected whose each sample is"):
         FederatedDataset.split(made, 2, partition=natural_partition, seed=0)
     owned = LabelledDataset(
         "points", torch.zeros(4, 2), torch.arange(4) % 2, lambda: nn.Linear(2, 2), 1.0, torch.tensor([0, 0, 1, 1])
@@ -346,7 +346,7 @@ def test_owners_that_a_user_names_hold(known):
 
 def test_owners_of_a_task_serve_a_partition_that_has_none_of_its_own():
     made = FederatedDataset.split(
-        points(20, owners=torch.arange(20) % 2), 2, partition=partial(natural_partition, user_ids=None), seed=0
+        points(20, user_ids=torch.arange(20) % 2), 2, partition=partial(natural_partition, user_ids=None), seed=0
     )
     assert [set(part % 2) for part in made.train] == [{0}, {1}]
 
@@ -356,7 +356,7 @@ def test_somebody_has_something_left_to_train_on():
         FederatedDataset.split(points(5), 5, partition=iid_partition, seed=0, holdout=0.9)
     with pytest.raises(ArgumentError, match="clients: 5 clients have too few .* a part of 0.9 and train on the rest"):
         FederatedDataset.split(points(10), 5, partition=iid_partition, seed=0, holdout=0.5, validation=0.9)
-    tested = points(6, test=torch.ones(6, dtype=torch.bool))
+    tested = points(6, test_mask=torch.ones(6, dtype=torch.bool))
     with pytest.raises(ArgumentError, match="clients: 2 clients have no samples to train on but those of the test"):
         FederatedDataset.split(tested, 2, partition=iid_partition, seed=0)
 

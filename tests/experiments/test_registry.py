@@ -120,7 +120,7 @@ def test_objects_have_names():
         ("fedgs:dominance=none", "dominance", None),
         ("momentum:rule=fedbuff,rule.size=3", "rule", rules.FedBuff(3)),
         ("momentum:rule.rate=0.5", "rule", rules.FedAsync(0.5, weighted=True)),
-        ("asyncbezier:bend=auto", "curve_weight", "auto"),
+        ("asyncbezier:curve_weight=auto", "curve_weight", "auto"),
         ("masfl:initial=zero", "initial", "zero"),
     ):
         assert getattr(bound(text).rule, field) == value, text
@@ -299,7 +299,7 @@ def plain(entry):
             written[name] = str(value).lower()
         elif isinstance(value, Rule):
             written |= {name: type(value).__name__.lower(), f"{name}.rate": str(value.rate)}
-    written |= {f"trainer.{name}": str(value) for name, value in entry.training.items()}
+    written |= {f"trainer.{name}": str(value) for name, value in entry.trainer_options.items()}
     return ", ".join(f"`{name}={text}`" for name, text in written.items())
 
 

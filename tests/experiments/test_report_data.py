@@ -43,7 +43,7 @@ SETTINGS = {
 def report(folder, methods, seeds=(0, 1, 2), data=None, **settings):
     """A report by hand: `methods` gives for each the cost of a round in gradients and the accuracies of its rounds.
 
-    The last is that of round `rounds`, if this is given.
+    The last is that of update `num_updates`, if this is given.
     """
     folder.mkdir()
     given = {
@@ -125,10 +125,10 @@ def test_a_method_is_beside_another_seed_by_seed_where_these_two_had_spent_as_mu
 @pytest.mark.usefixtures("as_shipped")
 def test_a_method_beside_which_there_is_none_is_refused(tmp_path):
     joined = load_reports([report(tmp_path / "a", ONE), report(tmp_path / "b", {"Alone": ONE["Dear"]}, clients=5)])
-    with pytest.raises(ArgumentError, match="against: no method 'Chep'; did you mean Cheap?"):
+    with pytest.raises(ArgumentError, match="baseline: no method 'Chep'; did you mean Cheap?"):
         joined.paired_differences("Chep")
     with pytest.raises(
-        ArgumentError, match="against: expected a method that has a task and a seed with another; got A"
+        ArgumentError, match="baseline: expected a method that has a task and a seed with another; got A"
     ):
         write_combined_report(joined, tmp_path / "joined", baseline="Alone")
     assert not (tmp_path / "joined").exists()
@@ -165,13 +165,13 @@ def test_reports_of_other_seeds_methods_and_data_are_joined(tmp_path):
 
 def test_settings_that_differ_are_named_and_joined(tmp_path):
     a = report(tmp_path / "a", ONE)
-    b = report(tmp_path / "b", {"Third": ONE["Dear"]}, rounds=9, target=0.6, tuning={"seeds": [100]})
+    b = report(tmp_path / "b", {"Third": ONE["Dear"]}, num_updates=9, target=0.6, tuning={"seeds": [100]})
     c = report(tmp_path / "c", {"Cheap": ONE["Cheap"]}, seeds=(7,))
     tree = json.loads((c / "results.json").read_text())
     tree["settings"]["methods"]["Cheap"]["rule"] = "Cheap(rate=2)"
     (c / "results.json").write_text(json.dumps(tree))
     assert list(load_reports([a, b, c]).notes) == [
-        f"rounds: 3 in {a}, 9 in {b}",
+        f"num_updates: 3 in {a}, 9 in {b}",
         f"target: 0.5 in {a}, 0.6 in {b}",
         f"tuning: none in {a}, searched in {b}",
         f"Cheap: not the same in {a} and {c}: rule Cheap() and Cheap(rate=2)",
@@ -217,12 +217,12 @@ def test_one_run_twice_is_refused_naming_both(tmp_path):
         (
             "log.jsonl",
             lambda text: "".join(text.splitlines(True)[:-2]),
-            "a/log.jsonl: expected rows of Dear, seed 2, from round 0 to 3, got those from 0 to 1$",
+            "a/log.jsonl: expected rows of Dear, seed 2, from update 0 to 3, got those from 0 to 1$",
         ),
         (
             "log.jsonl",
             lambda text: "".join(text.splitlines(True)[1:]),
-            "a/log.jsonl: expected rows of Cheap, seed 0, from round 0 to 3, got those from 1 to 3$",
+            "a/log.jsonl: expected rows of Cheap, seed 0, from update 0 to 3, got those from 1 to 3$",
         ),
         (
             "results.json",
@@ -233,7 +233,7 @@ def test_one_run_twice_is_refused_naming_both(tmp_path):
         ("log.jsonl", lambda text: text.replace('"loss": null, ', "", 1), "line 1: .*loss: missing, or unknown"),
         ("log.jsonl", lambda text: text.replace('"gini": 0.1', '"gini": NaN', 1), "line 1: .*gini: nan"),
         ("log.jsonl", lambda text: text.replace('"gini": 0.1', '"gini": "0"', 1), "line 1: .*gini: '0'"),
-        ("log.jsonl", lambda text: text.replace('"updates": 1', '"updates": 1.5', 1), "line 2: .*round: 1.5"),
+        ("log.jsonl", lambda text: text.replace('"updates": 1', '"updates": 1.5', 1), "line 2: .*updates: 1.5"),
         ("log.jsonl", lambda text: text.replace('"updates": 1', '"updates": 5', 1), "line 3: .*had spent less"),
         ("log.jsonl", lambda text: "[1]\n" + text, "line 1: expected an evaluation"),
     ],
@@ -255,8 +255,8 @@ def test_what_cannot_be_written_is_refused_and_nothing_changes(tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
     with pytest.raises(ArgumentError, match="^out: .*mine exists and is not a report"):
         write_combined_report(joined, tmp_path / "mine")
-    with pytest.raises(ArgumentError, match="axis: expected one of round, time, gradients, bytes; got 'rounds'"):
-        write_combined_report(joined, tmp_path / "new", axis="num_updates")
+    with pytest.raises(ArgumentError, match="axis: expected one of updates, time, gradients, bytes; got 'update'"):
+        write_combined_report(joined, tmp_path / "new", axis="update")
     with pytest.raises(ArgumentError, match="folders: expected at least one report"):
         load_reports([])
     assert {path.name for path in tmp_path.iterdir()} == {"a", "mine"}
@@ -289,13 +289,13 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
     assert r"Accuracy less that of A\|B, in percentage points" in text
     assert "| D | -37.00 ± 2.48 | -37.00 ± 2.48 | " in text
     beside = list(csv.DictReader(files[3].read_text().splitlines()))
-    assert [(line["method"], line["other"], line["seeds"]) for line in beside] == [
+    assert [(line["method"], line["baseline"], line["seeds"]) for line in beside] == [
         ("C", "A|B", "15"),
         ("D", "A|B", "15"),
     ]
     assert float(beside[1]["at_bytes_high"]) == joined.paired_differences("A|B")[1].difference_at_budget["bytes"].high
     pairs = list(csv.DictReader(files[2].read_text().splitlines()))
-    assert [float(line["p"]) for line in pairs] == [pair.p_value for pair in joined.paired_tests("gradients")]
+    assert [float(line["p_value"]) for line in pairs] == [pair.p_value for pair in joined.paired_tests("gradients")]
     (grid,) = report_tables(joined)
     console = Console(width=80, record=True)
     console.print(grid)
@@ -311,19 +311,19 @@ def test_several_tasks_have_a_picture_each_and_too_few_pairs_are_said(tmp_path):
     folders = [report(tmp_path / "a", ONE)]
     folders.append(report(tmp_path / "b", {"Cheap": ONE["Cheap"]}, data={"name": "a/b c", "checksum": "2"}))
     folders.append(report(tmp_path / "c", {"Alone": ONE["Cheap"]}, data={"name": "a b/c", "checksum": "3"}))
-    folders.append(report(tmp_path / "d", {"Other": ONE["Dear"]}, every=5))
+    folders.append(report(tmp_path / "d", {"Other": ONE["Dear"]}, eval_every=5))
     files = write_combined_report(load_reports(folders), tmp_path / "joined")
     pictures_ = {file.name for file in files if file.suffix == ".png"}
     ends = ("digits", "a-b-c", "a-b-c-")
     assert pictures_ == {f"{kind}-{end}.png" for kind in ("accuracy", "clients") for end in ends}
     text = files[0].read_text()
     assert "No methods have the 15 pairs of task and seed that a test takes: at most 3." in text
-    assert "- every: 1 in" in text
+    assert "- eval\\_every: 1 in" in text
 
 
 def test_a_report_of_a_comparison_is_read_as_it_was(tmp_path):
     found = compare(clusters(), [method("fedasync"), method("fedgs")], clients=3, num_updates=2, seeds=1)
-    assert comparison_table(found).title == "clusters: 3 clients, 2 rounds, 1 seed"
+    assert comparison_table(found).title == "clusters: 3 clients, 2 updates, 1 seed"
     write_report(found, tmp_path / "a")
     text = (tmp_path / "a" / "results.json").read_text()
     assert json.loads(text) == json.loads(json.dumps(found.results()))
@@ -339,18 +339,18 @@ def test_a_report_of_a_comparison_is_read_as_it_was(tmp_path):
 def test_the_command_joins_says_what_differs_and_refuses_what_is_wrong(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report(tmp_path / "a", ONE)
-    report(tmp_path / "b", {"Third": ONE["Cheap"]}, rounds=9)
+    report(tmp_path / "b", {"Third": ONE["Cheap"]}, num_updates=9)
     call = CliRunner().invoke
     done = call(app, ["report", "a", "b", "--axis", "bytes", "--baseline", "Dear"])
     assert done.exit_code == 0
-    for words in ("digits", "Third", "75.0 ± 0.0", "Settings differ: rounds: 3 in a, 9 in b", "Written to joined: "):
+    for words in ("digits", "Third", "75.0 ± 0.0", "Settings differ: num_updates: 3 in a, 9 in b", "Written to combined: "):
         assert words in done.output
     wrong = [(["a", "a"], "a and a both"), (["c"], "c/results.json cannot be read"), (["a", "--axis", "x"], "axis: ")]
-    wrong.append((["a", "--baseline", "x"], "against: no method 'x'"))
+    wrong.append((["a", "--baseline", "x"], "baseline: no method 'x'"))
     wrong.append((["a", "--out", "b"], "out: b exists and is not a report"))
     for arguments, words in wrong:
         assert words in str(call(app, ["report", *arguments]).exception)
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "joined"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "combined"}
 
 
 def test_an_interval_is_students(tmp_path):
@@ -447,7 +447,7 @@ def test_a_target_is_told_as_it_was_given(tmp_path, monkeypatch):
         Figure, "savefig", lambda figure, _: said.extend(text.get_text() for text in figure.axes[0].texts)
     )
     joined = load_reports([report(tmp_path / "a", ONE, target=0.925)])
-    assert "rounds to 92.5%" in headings(joined, "digits")
+    assert "updates to 92.5%" in headings(joined, "digits")
     plots.draw_accuracy(
         tmp_path / "x.png", {"A": [joined.runs["digits"]["Cheap"][0].evaluations]}, target=0.999, title=""
     )

@@ -88,9 +88,9 @@ def test_of_equal_rates_the_nearest_to_the_start_is_taken(scores, best, asked):
 
 
 def test_a_search_is_told_how_far_it_may_go():
-    found, _ = searched([float(k) for k in range(11)], farthest=2)
+    found, _ = searched([float(k) for k in range(11)], max_doublings=2)
     assert (found.best_power, found.is_at_boundary) == (2, True)
-    with pytest.raises(ArgumentError, match="farthest: expected an integer >= 1"):
+    with pytest.raises(ArgumentError, match="max_doublings: expected an integer >= 1"):
         line_search(lambda rate: [0.0], 1.0, max_doublings=0)
 
 
@@ -216,7 +216,7 @@ def test_what_is_done_is_not_done_again(federations, tmp_path, monkeypatch):
     assert tune(fedasync, federations, num_updates=6, cache=tmp_path / "new" / "tuned") == first == plain
 
 
-@pytest.mark.parametrize("num_updates", [1, 7, 30])
+@pytest.mark.parametrize("rounds", [1, 7, 30])
 def test_an_interrupted_search_goes_on(rounds, federations, tmp_path, monkeypatch):
     fedasync = Method("FedAsync", rules.FedAsync(2.0), LOCAL)
     left = iter(range(rounds))
@@ -253,8 +253,8 @@ CHANGES = {
     "validation": {"federations": [split(validation=0.3)]},
     "holdout": {"federations": [split(holdout=0.4)]},
     "batch": {"federations": [split(batch=8)]},
-    "data": {"federations": [replace(split(), task=replace(clusters(), inputs=clusters().inputs * 2))]},
-    "model": {"federations": [replace(split(), task=replace(clusters(), model=lambda: nn.Linear(2, 3)))]},
+    "data": {"federations": [replace(split(), dataset=replace(clusters(), inputs=clusters().inputs * 2))]},
+    "model": {"federations": [replace(split(), dataset=replace(clusters(), model=lambda: nn.Linear(2, 3)))]},
 }
 CHANGES["partition"] = {
     "federations": [
@@ -349,17 +349,17 @@ def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
         ),
         (
             lambda path: tune(method("fedgs"), split(), num_updates=3),
-            "federations: expected a list of Federations, got Federation",
+            "federations: expected a list of FederatedDatasets, got FederatedDataset",
         ),
         (
             lambda path: tune(method("fedgs"), [clusters()], num_updates=3),
-            r"federations\[0\]: expected a Federation, got Task; write Federation.split\(",
+            r"federations\[0\]: expected a FederatedDataset, got LabelledDataset; write FederatedDataset.split\(",
         ),
         (lambda path: tune(method("fedgs"), [], num_updates=3), "federations: expected at least one, got none"),
-        (lambda path: tune(method("fedgs"), [split()], num_updates=0), "rounds: expected"),
+        (lambda path: tune(method("fedgs"), [split()], num_updates=0), "num_updates: expected"),
         (
             lambda path: tune(method("fedavg"), [split()], num_updates=3, concurrency=2),
-            "methods: FedAvg: tasks: expected None",
+            "methods: FedAvg: concurrency: expected None",
         ),
         (lambda path: tune(method("fedgs"), [split()], num_updates=3, delays="gauss"), "did you mean gaussian"),
         (

@@ -27,26 +27,26 @@ def bits(tree):
 
 def versions(server):
     """Which versions the store of a server has."""
-    return [name for kind, name in server._books.value.store.places if kind == "version"]
+    return [name for kind, name in server._state.value.store.entries if kind == "version"]
 
 
 def fingerprint(server):
     """Model, state, versions and their holders, tickets, memory, weights, norms, history, buffers, generators."""
-    books = server._books.value
-    places = books.store.places
-    kept = {key: (holders, kept.size, str(getattr(kept, "path", ""))) for key, (kept, holders) in places.items()}
+    state = server._state.value
+    entries = state.store.entries
+    kept = {key: (holders, kept.size, str(getattr(kept, "path", ""))) for key, (kept, holders) in entries.items()}
     return {
         "model": bits(server.model),
         "version": server.version,
-        "state": bits(books.now.state),
-        "buffers": bits(books.now.buffers),
-        "waiting": bits(books.now.waiting),
+        "state": bits(state.model_state.state),
+        "buffers": bits(state.model_state.buffers),
+        "pending_buffers": bits(state.model_state.pending_buffers),
         "kept": kept,
-        "contents": {key: bits(books.store.load(key)) for key in kept},
+        "contents": {key: bits(state.store.load(key)) for key in kept},
         "memory": server.memory,
-        "tickets": dict(books.tickets),
-        "weights": books.weights,
-        "norms": list(books.now.norms),
+        "tickets": dict(state.tickets),
+        "weights": state.weights,
+        "norms": list(state.model_state.norms),
         "history": bits(server.history),
         # Not of the module `random`, of which the type checks of the tests make use.
         "generators": (bits(torch.get_rng_state()), repr(np.random.get_state())),
@@ -61,15 +61,16 @@ class Adds:
     def init(self, space, start):
         return {"steps": 0}
 
-    def message(self, space, state, current, memory):
-        return Message(current, numbers={"steps": state["steps"], "memory": 0 if memory is None else memory["answers"]})
+    def message(self, space, state, current, client_state):
+        answers = 0 if client_state is None else client_state["answers"]
+        return Message(current, numbers={"steps": state["steps"], "memory": answers})
 
     def step(self, space, state, update, *, out=None):
-        answers = 1 + (0 if update.memory is None else update.memory["answers"])
+        answers = 1 + (0 if update.client_state is None else update.client_state["answers"])
         out = torch.empty_like(update.current) if out is None else out
         torch.add(update.current, update.points[-1] - update.base, out=out)
-        memory = {"answers": answers, "last": update.points[-1]}
-        return {"steps": state["steps"] + 1}, Outcome(out, memory, {"step": 1.0})
+        client_state = {"answers": answers, "last": update.points[-1]}
+        return {"steps": state["steps"] + 1}, Outcome(out, client_state, {"step": 1.0})
 
 
 class Gathers(Adds):
@@ -85,9 +86,10 @@ class Gathers(Adds):
     def step(self, space, state, update, *, out=None):
         waiting = (*state["waiting"], update.points[-1] - update.base)
         if len(waiting) < self.wanted:
-            return {**state, "waiting": waiting}, Outcome(None, update.memory, {"buffered": len(waiting)})
+            return {**state, "waiting": waiting}, Outcome(None, update.client_state, {"buffered": len(waiting)})
         model = update.current + sum(waiting)
-        return {"steps": state["steps"] + 1, "waiting": ()}, Outcome(model, update.memory, {"step": 1.0, "buffered": 0})
+        numbers = {"step": 1.0, "buffered": 0}
+        return {"steps": state["steps"] + 1, "waiting": ()}, Outcome(model, update.client_state, numbers)
 
 
 class Listens:

@@ -33,11 +33,11 @@ def net():
     return model
 
 
-def start(rule=None, buffers=()):
+def start(rule=None, buffer_policy=()):
     model = net()
     space = ParameterSpace.of(model)
     return space, Server(
-        space, rule or FedAsync(0.25), space.point(model), carried=space.buffers(model), buffers=buffers
+        space, rule or FedAsync(0.25), space.point(model), buffers=space.buffers(model), buffer_policy=buffer_policy
     )
 
 
@@ -48,7 +48,7 @@ def send(space, server, mean, count=5, rule=None):
         "1.num_batches_tracked": torch.tensor(count),
         "mask": torch.tensor([False, True]),
     }
-    left = {name for name, policy in server._terms.policies.items() if policy == "leave"}
+    left = {name for name, policy in server._step_config.policies.items() if policy == "leave"}
     sent = {name: tensor for name, tensor in brought.items() if name not in left}
     ticket = server.dispatch("a")
     receipt = server.receive(ticket.id, Payload(ticket.message.start[None], 1, buffers=sent))
@@ -83,7 +83,7 @@ def test_averaged_buffers_go_with_the_step_and_integers_keep_the_newest():
 
 
 def test_latest_and_leave():
-    space, server = start(buffers={"*mean": "latest", "*var": "leave", "*tracked": "leave"})
+    space, server = start(buffer_policy={"*mean": "latest", "*var": "leave", "*tracked": "leave"})
     after = send(space, server, mean=8.0)
     assert after["1.running_mean"].tolist() == [8.0, 8.0]
     assert after["1.running_var"].tolist() == [1.0, 1.0]
@@ -117,7 +117,7 @@ def test_buffers_of_any_dtype_are_checked_for_nan(dtype):
     net = nn.Linear(1, 1)
     net.register_buffer("odd", torch.zeros(2).to(dtype))
     space = ParameterSpace.of(net)
-    server = Server(space, FedAsync(0.5), space.point(net), carried=space.buffers(net))
+    server = Server(space, FedAsync(0.5), space.point(net), buffers=space.buffers(net))
     ticket = server.dispatch("a")
     bad, good = (Payload(server.model[None], 1, buffers={"odd": torch.full((2,), x).to(dtype)}) for x in (NAN, 2.0))
     assert server.receive(ticket.id, bad).reason.startswith("buffers: odd: expected finite values")
@@ -206,7 +206,7 @@ def test_a_hundred_buffers_take_no_more_operators_than_two():
     for layers in (1, 50):
         net = nn.Sequential(nn.Linear(2, 2), *(nn.BatchNorm1d(2, affine=False) for _ in range(layers)))
         space = ParameterSpace.of(net)
-        server = Server(space, FedAsync(0.25), space.point(net), carried=space.buffers(net))
+        server = Server(space, FedAsync(0.25), space.point(net), buffers=space.buffers(net))
         ticket = server.dispatch("a")
         payload = Payload(ticket.message.start[None], 1, buffers=ticket.message.buffers)
         with Counted() as counted:
@@ -225,7 +225,7 @@ def test_clients_get_the_buffers():
 
 
 def test_a_ticket_is_a_state_dict_for_a_client_s_module():
-    space, server = start(buffers={"1.*": "leave", "*": "average"})
+    space, server = start(buffer_policy={"1.*": "leave", "*": "average"})
     send(space, server, mean=8.0)
     ticket = server.dispatch("a")
     theirs = net()
@@ -288,11 +288,11 @@ def test_aggregate_takes_the_same_policies():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: start(buffers={"*mean": "mean"}), r"buffers: \*mean: expected one of average, latest, leave; got 'mean'"),
-        (lambda: start(buffers={"*avg": "leave"}), r"buffers: '\*avg' matches nothing that the model carries"),
-        (lambda: carried({}), "carried: missing: "),
-        (lambda: carried({"1.running_mean": torch.zeros(3)}), r"carried: 1.running_mean: expected shape \(2,\)"),
-        (lambda: carried({"1.num_batches_tracked": torch.tensor(0.0)}), "carried: 1.num_batches_tracked: expected torch.int64"),
+        (lambda: start(buffer_policy={"*mean": "mean"}), r"buffer_policy: \*mean: expected one of average, latest, leave; got 'mean'"),
+        (lambda: start(buffer_policy={"*avg": "leave"}), r"buffer_policy: '\*avg' matches nothing that the model carries"),
+        (lambda: started_with({}), "buffers: missing: "),
+        (lambda: started_with({"1.running_mean": torch.zeros(3)}), r"buffers: 1.running_mean: expected shape \(2,\)"),
+        (lambda: started_with({"1.num_batches_tracked": torch.tensor(0.0)}), "buffers: 1.num_batches_tracked: expected torch.int64"),
     ],
 )  # fmt: skip
 def test_bad_buffers_are_refused_by_name(call, words):
@@ -300,8 +300,8 @@ def test_bad_buffers_are_refused_by_name(call, words):
         call()
 
 
-def carried(changed):
+def started_with(changed):
     model = net()
     space = ParameterSpace.of(model)
     kept = {**space.buffers(model), **changed} if changed else {}
-    return Server(space, Adds(), space.point(model), carried=kept)
+    return Server(space, Adds(), space.point(model), buffers=kept)

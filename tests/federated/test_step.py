@@ -86,7 +86,7 @@ class Faulty:
     def init(self, space, start):
         return {}
 
-    def message(self, space, state, current, memory):
+    def message(self, space, state, current, client_state):
         return Message(current)
 
     def step(self, space, state, update, *, out=None):

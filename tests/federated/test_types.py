@@ -75,7 +75,7 @@ def test_a_busy_server_says_so_in_the_receipt_too():
         s._update_lock.enqueue(another)
         receipt = s.receive(ticket, payload())
     assert not receipt.accepted
-    with pytest.raises(BusyError, match="server: busy: 1 updates wait for their turn, of at most 0"):
+    with pytest.raises(BusyError, match="server: busy: 1 queued updates, max_queued_updates=0"):
         receipt.check()
     # It was interrupted before it could go.
     assert s.receive(ticket, payload()).check().accepted

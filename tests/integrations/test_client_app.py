@@ -52,7 +52,7 @@ def app_of(of, trainer, **options):
     def data(context, nth):
         return of.batches(context.node_config["partition-id"], nth)
 
-    return client_app(trainer, of.task.model, data, seed=of.seed, **options)
+    return client_app(trainer, of.dataset.model, data, seed=of.seed, **options)
 
 
 def answer(app, content, context, space):
@@ -79,7 +79,7 @@ def test_a_node_answers_as_a_client_of_the_simulator_bit_for_bit(name, form, mod
     def watch(event):
         content, data, payload = answer(app, form(event.message, space), nodes[event.client], space)
         assert ticket_of(data) == ("7f0c" if form is wire_form else None)
-        assert payload.memory is None
+        assert payload.client_state is None
         assert same(payload, event.payload)
         assert payload.numbers == event.payload.numbers
         assert content["metrics"]["num-examples"] == event.payload.samples
@@ -119,9 +119,9 @@ def test_memory_and_count_stay_on_the_node_and_no_code_is_kept():
         answer(app, wire_form(message, space), context, space)
     assert asked == [(1000, 0), (1000, 1), (1001, 0), (1000, 2)]
     kept = mine.state[RECORD_KEY]
-    assert kept["nth"] == 3
-    assert unpack(kept["memory"]).memory["count"] == 3
-    assert torch.equal(unpack(kept["memory"]).memory["start"], message.start)
+    assert kept["num_tasks"] == 3
+    assert unpack(kept["client_state"]).client_state["count"] == 3
+    assert torch.equal(unpack(kept["client_state"]).client_state["start"], message.start)
     # It is written by this package's wire, which holds no code, and goes where Flower takes states.
     assert type(kept) is ConfigRecord
     assert ConfigRecord.inflate(kept.deflate()) == kept

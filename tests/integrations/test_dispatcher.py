@@ -24,7 +24,7 @@ def test_who_is_asked_in_place_of_another_gets_first_what_was_due(monkeypatch):
 
     server = SimpleNamespace(dispatch=dispatch, drop=out.remove)
     grid = SimpleNamespace(get_node_ids=lambda: [1, 2], push_messages=lambda _: ["exam"])
-    asking = SimpleNamespace(begin=lambda present: [1], answered=lambda node, well, present: [2])
+    asking = SimpleNamespace(start=lambda present: [1], on_completion=lambda node, well, present: [2])
     sending = dispatcher.MessageDispatcher(
         grid, server, largest_reply_bytes=1, poll_interval=0.0, accepts_node=lambda node: True
     )
@@ -39,4 +39,4 @@ def test_who_is_asked_in_place_of_another_gets_first_what_was_due(monkeypatch):
     sending.send(lambda: [letter(1, "task")])
     assert nodes.outstanding == ["exam"]
     assert out == ["to 2"]
-    assert [getattr(work, "id", "evaluation") for work in nodes.pending_work(2)] == ["exam", "to 2"]
+    assert [getattr(work, "id", "exam") for work in nodes.pending_work(2)] == ["exam", "to 2"]

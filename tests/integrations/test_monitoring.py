@@ -46,7 +46,7 @@ def run(watcher, folder, monkeypatch, rule=None):
         raise CheckpointError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_file, "write", full)
+        patch.setattr(tensor_file, "save", full)
         with pytest.raises(CheckpointError):
             server.save(folder / "saved")
     server.close()
@@ -71,7 +71,7 @@ def test_a_log_has_a_line_for_each_event(tmp_path, monkeypatch, caplog):
     assert [line.split()[0] for line in lines] == [*kinds, "Closed"]
     assert [type(record.event).__name__ for record in records] == [*kinds, "Closed"]
     warned = {record.event.__class__.__name__ for record in records if record.levelno == logging.WARNING}
-    assert warned == {"Refused", "Expired", "CheckpointFailed"}
+    assert warned == {"Rejected", "Expired", "CheckpointFailed"}
     assert "\n" not in "".join(lines)
     assert "latency=3 " in lines[6]
     assert "staleness=1 " in lines[6]
@@ -104,7 +104,7 @@ def test_tensorboard_draws_each_number_over_the_versions(tmp_path, monkeypatch):
     assert curve("updates/weight") == [(i + 1, pytest.approx(row["weight"])) for i, row in enumerate(server.history)]
     # The first update met no drift: its cosine is no number.
     assert [step for step, _ in curve("updates/cosine")] == [2]
-    assert curve("refused/points") == [(0, 1.0)]
+    assert curve("rejected/points") == [(0, 1.0)]
     assert curve("tickets") == [(0, float(n)) for n in (1, 2, 3, 4, 4)] + [(1, 3.0)] + [
         *[(2, 2.0), (2, 1.0)],
         *[(2, 0.0)] * 4,
@@ -132,7 +132,7 @@ def test_prometheus_counts_what_happened(tmp_path, monkeypatch):
         "checkpoints_failed": 1,
     }
     assert {name: value(f"{name}_total") for name in totals} == totals
-    assert value("refused_total", field="points") == server.rejected["points"] == 1
+    assert value("rejected_total", field="points") == server.rejected["points"] == 1
     assert (value("staleness_versions_count"), value("staleness_versions_sum")) == (2, 1)
     assert (value("staleness_versions_bucket", le="0.0"), value("staleness_versions_bucket", le="1.0")) == (1, 2)
     assert (value("latency_seconds_bucket", le="2.0"), value("latency_seconds_bucket", le="5.0")) == (0, 2)

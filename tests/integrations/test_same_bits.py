@@ -93,7 +93,7 @@ def simulated(of, asked, monkeypatch):
 
 
 def ours(of, trainer):
-    return client_app(trainer, of.task.model, lambda x, nth: of.batches(x.node_config["partition-id"], nth), seed=0)
+    return client_app(trainer, of.dataset.model, lambda x, nth: of.batches(x.node_config["partition-id"], nth), seed=0)
 
 
 def by_hand(of, trainer):

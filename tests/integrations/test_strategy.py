@@ -111,7 +111,7 @@ def test_an_unmodified_app_runs_for_so_many_rounds():
 
 def kept(rule):
     """What becomes of the buffers: they are left alone by a rule that adds no noise to them."""
-    return {"buffers": {"*": "leave"}} if getattr(rule, "is_private", False) else {}
+    return {"buffer_policy": {"*": "leave"}} if getattr(rule, "is_private", False) else {}
 
 
 def tells_more(rule):
@@ -141,7 +141,7 @@ def test_a_model_is_known_by_its_arrays_alone():
         strategy = asynchronous(model=None, updates=3)
         strategy.start(engine.grid, first(), num_rounds=1)
     space = strategy.server.space
-    assert {entry.name for entry in space.layout.carried} >= {"1.num_batches_tracked", "1.running_mean"}
+    assert {entry.name for entry in space.layout.buffers} >= {"1.num_batches_tracked", "1.running_mean"}
     # The latest, which is one more than what its client started with.
     assert strategy.server.state_dict()["1.num_batches_tracked"].item() in (1, 2, 3)
 
@@ -160,7 +160,7 @@ def test_who_fails_lies_or_hangs_costs_nobody_else_anything():
             released.wait()
         return halfway(state, part)
 
-    strategy = asynchronous(updates=4, patience=0.7, min_evaluate_nodes=1)
+    strategy = asynchronous(updates=4, task_timeout=0.7, min_evaluate_nodes=1)
     with running(plain_app(train), 4) as engine:
         try:
             result = strategy.start(engine.grid, first(), num_rounds=4, timeout=60.0)
@@ -285,7 +285,7 @@ def test_an_exam_is_over_when_its_time_is():
         if part == 1:
             released.wait()
 
-    strategy = asynchronous(patience=0.7)
+    strategy = asynchronous(task_timeout=0.7)
     with running(plain_app(exam=exam), 3) as engine:
         try:
             result = strategy.start(engine.grid, first(), num_rounds=1, timeout=60.0)
@@ -322,7 +322,7 @@ class Decaying(Asynchronous):
 
     def aggregate_train(self, server_round, replies):
         arrays, metrics = super().aggregate_train(server_round, replies)
-        self.kept = [*getattr(self, "factor", []), *([server_round] if arrays is not None else [])]
+        self.kept = [*getattr(self, "kept", []), *([server_round] if arrays is not None else [])]
         return arrays, metrics
 
 
@@ -367,7 +367,7 @@ def play(folder, rounds, *, stop_at=None, die_at=None, resume=False, **every):
             raise KeyboardInterrupt
         return MetricRecord({"size": float(sum(np.abs(x.numpy()).sum() for x in arrays.values()))})
 
-    checkpoint = CheckpointPolicy(folder / "server", **(every or {"updates": 1}))
+    checkpoint = CheckpointPolicy(folder / "server", **(every or {"every_updates": 1}))
     options = {"min_available_nodes": 1, "min_evaluate_nodes": 1, "updates": 2, "checkpoint": checkpoint}
     strategy = asynchronous(rules.FedAsync(rate=0.5), resume=resume, **options)
     with running(plain_app(), 1) as engine:
@@ -384,7 +384,7 @@ def test_who_is_stopped_or_killed_goes_on_bit_for_bit(tmp_path):
     for name in "abc":
         (tmp_path / name).mkdir()
     _, whole = play(tmp_path / "a", 4)
-    stopped, part = play(tmp_path / "b", 4, stop_at=2, updates=1000)
+    stopped, part = play(tmp_path / "b", 4, stop_at=2, every_updates=1000)
     assert (stopped.server.updates, list(part.evaluate_metrics_serverapp)) == (4, [0, 1, 2])
     _, again = play(tmp_path / "b", 4, resume=True)
     _, none = play(tmp_path / "c", 4, die_at=3)
@@ -627,7 +627,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(finished, came):
     server = finished.server
     before = (server.updates, server.version, {name: x.clone() for name, x in server.state_dict().items()})
     ticket = server.dispatch(7)
-    receipt = finished._mail.receive(ticket.id, came)
+    receipt = finished._codec.receive(ticket.id, came)
     assert not receipt.accepted
     assert receipt.reason
     server.drop(ticket)
@@ -642,7 +642,7 @@ def test_a_payload_is_of_the_task_that_it_names(finished):
     def receive(named):
         ticket = server.dispatch(7)
         data = pack(returned(ticket), spec=server.space, ticket=named or ticket)
-        return finished._mail.receive(ticket.id, RecordDict({RECORD_KEY: bytes_to_record(data)}))
+        return finished._codec.receive(ticket.id, RecordDict({RECORD_KEY: bytes_to_record(data)}))
 
     assert receive(other).reason.startswith("ticket: expected that of the task")
     assert receive(None).accepted
@@ -666,27 +666,27 @@ def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
         ({"rule": rules.FedAsync}, "rule: expected an instance"),
         ({"model": 3}, "model: expected a module or a function"),
         ({"updates": 0}, "updates: expected"),
-        ({"concurrency": 0}, "concurrency|tasks: expected"),
-        ({"rule": rules.FedAvg(2), "concurrency": 3}, "tasks: expected None, as FedAvg waits"),
-        ({"patience": 0}, "patience: expected"),
+        ({"concurrency": 0}, "concurrency: expected"),
+        ({"rule": rules.FedAvg(2), "concurrency": 3}, "concurrency: expected None, as FedAvg waits"),
+        ({"task_timeout": 0}, "task_timeout: expected"),
         ({"rule": more, "wire": False}, "wire: expected None or True"),
         ({"fraction_evaluate": 1.5}, "fraction_evaluate: expected"),
         ({"min_evaluate_nodes": -1}, "min_evaluate_nodes: expected"),
         ({"seed": -1}, "seed: expected"),
-        ({"checkpoint": "server"}, "checkpoint: expected Every"),
+        ({"checkpoint": "server"}, "checkpoint: expected CheckpointPolicy"),
         ({"resume": True}, "resume: expected a `checkpoint`"),
         ({"wire": "yes"}, "^wire: expected one of None, True, False; got 'yes'"),
         ({"compress": "x"}, "^compress: expected one of True, False"),
         ({"replace": 1}, "^replace: expected one of True, False"),
-        ({"max_tickets": 3}, "^max_tickets: expected one of the options .*concurrency says how many tasks"),
-        ({"fraction_train": 1.0}, "^fraction_train: expected one of the options model, .*: concurrency says"),
-        ({"min_train_nodes": 2}, "^min_train_nodes: expected one of .*updates how many answers a round takes$"),
+        ({"max_in_flight": 3}, "^max_in_flight: expected one of the options .*use concurrency for the number of tasks"),
+        ({"fraction_train": 1.0}, "^fraction_train: expected one of the options model, .*: use concurrency for"),
+        ({"min_train_nodes": 2}, "^min_train_nodes: expected one of .*updates for the number of updates per round$"),
         ({"max_stalenes": 3}, r"^max_stalenes: .*concurrency.*max_staleness.*: did you mean max_staleness\?$"),
         ({"num_rounds": 3}, "^num_rounds: .*: start takes it"),
         ({"max_staleness": -1}, "^max_staleness: expected an integer >= 0, got -1"),
         ({"weights": "x"}, "^weights: expected one of observed, uniform; got 'x'"),
         ({"base_dtype": 16}, "^base_dtype: expected"),
-        ({"buffers": "*mean"}, "^buffers: expected a sequence"),
+        ({"buffer_policy": "*mean"}, "^buffer_policy: expected a sequence"),
         ({"journal": 3}, "^journal: expected a path or a Journal"),
     ):
         with pytest.raises(ArgumentError, match=words):
@@ -704,7 +704,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
     ):
         with pytest.raises(ArgumentError, match=f"^{words}"):
             Asynchronous(fedasync, model=model).start(None, arrays)
-    with pytest.raises(ArgumentError, match="^buffers: 'odd' matches nothing"):
+    with pytest.raises(ArgumentError, match="^buffer_policy: 'odd' matches nothing"):
         Asynchronous(fedasync, model=Net, buffer_policy={"odd": "leave"}).start(None, first())
     for options, words in (({"num_rounds": -1}, "num_rounds: expected"), ({"timeout": 0}, "timeout: expected")):
         with pytest.raises(ArgumentError, match=words):
@@ -784,7 +784,7 @@ def test_an_answer_that_came_in_time_counts_however_long_the_server_was_busy():
     def busy(number, arrays):
         time.sleep(1.3)
 
-    strategy = asynchronous(updates=3, patience=1.0, fraction_evaluate=0.0)
+    strategy = asynchronous(updates=3, task_timeout=1.0, fraction_evaluate=0.0)
     with running(plain_app(train), 3) as engine:
         strategy.start(engine.grid, first(), num_rounds=3, evaluate_fn=busy)
     # At the end one a node may be under way.
@@ -792,7 +792,7 @@ def test_an_answer_that_came_in_time_counts_however_long_the_server_was_busy():
 
 
 def test_an_unreadable_answer_idles_nobody_for_long(monkeypatch):
-    monkeypatch.setattr(dispatcher, "ARITHMETIC_ROUNDINGS", 0.2)
+    monkeypatch.setattr(dispatcher, "LOST_REPLY_TIMEOUT", 0.2)
     trained = Counter()
 
     def train(state, part):

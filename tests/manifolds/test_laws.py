@@ -46,10 +46,10 @@ CASES |= {cls: spaces for module in beside(__name__) for cls, spaces in getattr(
 """Spaces of every exported class; those outside `MAX_SINGLE_LAUNCH_ROWS` have more law tests in files of their own."""
 
 OPTIONS = {
-    Lorentz: {"condition": 2e3, "farthest": 0.7},
-    PoincareBall: {"farthest": 2.0},
-    Stiefel: {"farthest": 0.1},
-    SymmetricPositiveDefinite: {"condition": 500.0, "farthest": 2.0},
+    Lorentz: {"condition": 2e3, "max_distance": 0.7},
+    PoincareBall: {"max_distance": 2.0},
+    Stiefel: {"max_distance": 0.1},
+    SymmetricPositiveDefinite: {"condition": 500.0, "max_distance": 2.0},
 }
 """How far the coordinates of a space determine its points; its own file goes farther on Stiefel, where logs cost most."""
 

@@ -177,7 +177,7 @@ def test_without_the_module_a_client_has_the_numbers_that_the_server_has():
     assert client.shape == server.space.shape == server.model.shape
     assert ParameterSpace.of_state_dict(model.state_dict()).shape != client.shape
     ticket = server.dispatch("ward-7")
-    assert client.state_dict(ticket.message.start).keys() | server.space.carried(model).keys() == set(
+    assert client.state_dict(ticket.message.start).keys() | server.space.buffers(model).keys() == set(
         model.state_dict()
     )
 

@@ -38,7 +38,7 @@ HONEST = [number for number in range(NODES) if number not in (LIAR, KILLED, HUNG
 BAR = 0.85
 KINDS = 5
 """That the liar sends, in turns."""
-PATIENCE = 150.0
+TASK_TIMEOUT = 150.0
 
 
 class Trial:
@@ -91,7 +91,7 @@ def deployment_part(deployment: Deployment, folder: Path) -> None:
     deployment.superlink()
     for number in range(NODES):
         deployment.supernode(number, NODES)
-    failing = {"liar": LIAR, "killed": KILLED, "hung": HUNG, "patience": PATIENCE}
+    failing = {"liar": LIAR, "killed": KILLED, "hung": HUNG, "task_timeout": TASK_TIMEOUT}
     trial.run(deployment, "trial", nodes=NODES, least=NODES, **failing)
 
     until(lambda: len(trial.lines(f"asked-{KILLED}")) == 2, 300, "a second task of the node that is killed")
@@ -99,7 +99,7 @@ def deployment_part(deployment: Deployment, folder: Path) -> None:
     until(lambda: len(trial.lines(f"asked-{HUNG}")) == 2, 300, "a second task of the node that is stopped")
     deployment.send(f"node-{HUNG}", signal.SIGSTOP)
     tell("one killed, one stopped")
-    until(lambda: trial.node(HUNG) not in trial.read("status.json")["out"], 2 * PATIENCE, "the end of a stopped task")
+    until(lambda: trial.node(HUNG) not in trial.read("status.json")["out"], 2 * TASK_TIMEOUT, "the end of a stopped task")
     deployment.send(f"node-{HUNG}", signal.SIGCONT)
     gone = [time.monotonic()]
 
@@ -124,7 +124,7 @@ def deployment_part(deployment: Deployment, folder: Path) -> None:
     assert trial.node(KILLED) not in first["out"]
     assert result["right"] > BAR, result
 
-    left = {"nodes": NODES, "least": NODES - 1, "resume": True, "patience": PATIENCE, "liar": LIAR}
+    left = {"nodes": NODES, "least": NODES - 1, "resume": True, "task_timeout": TASK_TIMEOUT, "liar": LIAR}
     trial.run(deployment, "trial", **left)
     until(lambda: trial.read("status.json").get("version", 0) >= first["version"] + 8, 300, "updates of a second run")
     second = trial.read("status.json")

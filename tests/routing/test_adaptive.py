@@ -16,7 +16,7 @@ def serve(adaptive, rates, tasks, seed, completions, every=None):
 
     def send():
         i = int(generator.choice(len(rates), p=adaptive.routing))
-        adaptive.sent(i, now)
+        adaptive.on_dispatch(i, now)
         queues[i] += 1
         if queues[i] == 1:
             finish[i] = now + generator.exponential(1 / rates[i])
@@ -26,7 +26,7 @@ def serve(adaptive, rates, tasks, seed, completions, every=None):
     for k in range(1, completions + 1):
         i = int(finish.argmin())
         now = float(finish[i])
-        adaptive.returned(i, now)
+        adaptive.on_completion(i, now)
         queues[i] -= 1
         finish[i] = now + generator.exponential(1 / rates[i]) if queues[i] else np.inf
         send()
@@ -96,7 +96,7 @@ def test_constants_come_from_the_history():
     for smoothness in (0.5, 0.2):
         adaptive.observe_smoothness(smoothness)
     bound = adaptive.bound()
-    assert (bound.gap, bound.noise, bound.smoothness, bound.rounds) == (2.0, 6.0, 0.5, 10)
+    assert (bound.gap, bound.noise, bound.smoothness, bound.num_updates) == (2.0, 6.0, 0.5, 10)
 
 
 def test_a_history_without_noise_or_end_leaves_a_bound():
@@ -128,7 +128,7 @@ def test_what_does_not_fit_changes_nothing(as_shipped):
             call()
     adaptive.on_completion(0, 2.0)
     assert adaptive.rates().tolist() == [1.0, 1.0]
-    for change, match in (({"change": 0}, "change"), ({"weight": 0}, "weight"), ({"memory": -1}, "memory")):
+    for change, match in (({"max_change": 0}, "max_change"), ({"prior_weight": 0}, "prior_weight"), ({"horizon": -1}, "horizon")):
         with pytest.raises(ArgumentError, match=f"{match}: expected"):
             AdaptiveRouting(adaptive.bound(), **change)
     with pytest.raises(ArgumentError, match=r"routing: .* 0.1 too little"):

@@ -183,7 +183,7 @@ def test_the_best_concurrency_is_the_best_of_all(seed):
     p, rates, _ = normalised(draw(seed))
     bound = make("time", rates, 1, noise=200.0)
     best = optimise_concurrency(bound, p)
-    values = [replace(bound, tasks=m)(p) for m in range(1, 2 * best + 20)]
+    values = [replace(bound, concurrency=m)(p) for m in range(1, 2 * best + 20)]
     assert int(np.argmin(values)) + 1 == best
     assert optimise_concurrency(bound, p, max_concurrency=3) == int(np.argmin(values[:3])) + 1
 
@@ -249,17 +249,17 @@ def test_routings_have_doors(kind, as_shipped):
         bound.logit_gradient([-2000.0, 0.0])
     with pytest.raises(DivergenceError, match="smallest share of 1e-170"):
         make(kind, [1e-170, 1.0], 30)([1e-170, 1.0])
-    with pytest.raises(ArgumentError, match="rounds: expected an integer >= 0"):
+    with pytest.raises(ArgumentError, match="num_updates: expected an integer >= 0"):
         UpdateBound([1.0], 1, 0.1, 1.0, 1.0, 1.0, -1)
 
 
 def test_without_noise_more_tasks_are_always_better(monkeypatch):
     monkeypatch.setattr("manifoldagg.routing.optimise.MAX_CONCURRENCY", 500)
     bound = make("time", [1.0, 2.0], 3, noise=0)
-    with pytest.raises(ArgumentError, match="most: expected a number, as the bound still falls at 500 tasks"):
+    with pytest.raises(ArgumentError, match="max_concurrency: expected a number, as the bound still falls at 500 tasks"):
         optimise_concurrency(bound, [1 / 3, 2 / 3])
     assert optimise_concurrency(bound, [1 / 3, 2 / 3], max_concurrency=70) == 70
     # A bottleneck brings the throughput to its limit, where rounding alone could settle it; a single client waits.
-    with pytest.raises(ArgumentError, match="most: expected a number"):
+    with pytest.raises(ArgumentError, match="max_concurrency: expected a number"):
         optimise_concurrency(bound, [0.9, 0.1])
     assert optimise_concurrency(make("time", [1.0], 3, noise=0)) == 1

@@ -50,7 +50,7 @@ def recursion(work, share):
 def sweep(project, carry):
     """Derivatives with another projection and another memory."""
 
-    def directional(loads, direction):
+    def directional_mean_values(loads, direction):
         means, moved, k = np.zeros_like(loads), np.zeros_like(loads), 0
         while True:
             k += 1
@@ -61,7 +61,7 @@ def sweep(project, carry):
             moved = moved - project * means * moved.sum() / k
             yield float(rate), means, moved
 
-    return directional
+    return directional_mean_values
 
 
 def printed_diagonal(loads, tasks):
@@ -77,7 +77,7 @@ def printed_diagonal(loads, tasks):
     return np.array(second) - np.outer(means, means)
 
 
-MEANS, SLOPES = "manifoldagg.routing.network.mean_values", "manifoldagg.routing.bounds.directional"
+MEANS, SLOPES = "manifoldagg.routing.network.mean_values", "manifoldagg.routing.bounds.directional_mean_values"
 MUTANTS = {
     "no arrival": (MEANS, recursion(lambda r, x: r * (1e-9 + x + (x.sum() == 0)), lambda k: k), means_are_exact),
     "two arrivals": (MEANS, recursion(lambda r, x: r * (2 + x), lambda k: k), means_are_exact),

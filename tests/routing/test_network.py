@@ -296,9 +296,9 @@ DOORS = [
     (([0.5, 0.5], None, 2), "rates: expected real numbers"),
     (([0.5, 0.5], [1, 1j], 2), "rates: expected real numbers"),
     (([0.5, 0.5], [True, True], 2), "rates: expected real numbers"),
-    (([0.5, 0.5], [1, 1], 0), "tasks: expected an integer >= 1, got 0"),
-    (([0.5, 0.5], [1, 1], 2.5), "tasks: expected an integer >= 1, got 2.5"),
-    (([0.5, 0.5], [1, 1], float("nan")), "tasks: expected an integer"),
+    (([0.5, 0.5], [1, 1], 0), "concurrency: expected an integer >= 1, got 0"),
+    (([0.5, 0.5], [1, 1], 2.5), "concurrency: expected an integer >= 1, got 2.5"),
+    (([0.5, 0.5], [1, 1], float("nan")), "concurrency: expected an integer"),
 ]
 
 
@@ -313,7 +313,7 @@ def test_methods_have_doors_too(as_shipped):
     for client in (-1, 2, 0.5):
         with pytest.raises(ArgumentError, match="client: expected"):
             network.distribution(client)
-    with pytest.raises(ArgumentError, match="rounds: expected"):
+    with pytest.raises(ArgumentError, match="num_updates: expected"):
         network.simulate(0, np.random.default_rng(0))
     with pytest.raises(ArgumentError, match="start: expected one of cold, stationary"):
         network.simulate(1, np.random.default_rng(0), "warm")

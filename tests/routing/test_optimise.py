@@ -19,8 +19,8 @@ def draw(seed):
     rng = np.random.default_rng(seed)
     rates = np.exp(rng.normal(size=rng.integers(2, 7)))
     kind = [TimeBound, UpdateBound][rng.integers(2)]
-    rounds = {"rounds": 100} if kind is UpdateBound else {}
-    return kind(rates, int(rng.integers(1, 30)), **CONSTANTS, **rounds)
+    updates = {"num_updates": 100} if kind is UpdateBound else {}
+    return kind(rates, int(rng.integers(1, 30)), **CONSTANTS, **updates)
 
 
 @settings(max_examples=12)

@@ -130,7 +130,7 @@ def test_files_are_written_whole(plan, tmp_path):
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     p = np.array([float(row["share"]) for row in rows])
-    np.testing.assert_array_equal(p, plan.found.p)
+    np.testing.assert_array_equal(p, plan.optimum.p)
     network = ClosedNetwork(p, [float(row["rate"]) for row in rows], 12)
     np.testing.assert_array_equal([float(row["mean_queue"]) for row in rows], network.mean_tasks)
     np.testing.assert_array_equal([float(row["relative_delay"]) for row in rows], network.relative_delay)

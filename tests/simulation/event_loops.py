@@ -1,4 +1,4 @@
-"""Courses to test with: every way to ask, every scheduler, clients that come and go, and one who drives them."""
+"""Event loops to test with: every client sampler, every scheduler, clients that come and go, and a driver."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -53,113 +53,113 @@ def scheduler_of(kind, clients, generator):
 
 
 @dataclass(frozen=True)
-class Plot:
-    """All that a course follows from."""
+class Workload:
+    """All that an event loop follows from."""
 
     kind: str
     scheduler: str
     clients: tuple[int, ...]
     cohort: int
-    tasks: int
+    concurrency: int
     up: float
     seed: int
 
-    def course(self):
+    def event_loop(self):
         names = iter(range(9))
         generator = lambda: np.random.default_rng([self.seed, next(names)])  # noqa: E731
         clients = list(self.clients)
-        some = self.tasks if self.kind.startswith("some") else None
+        some = self.concurrency if self.kind.startswith("some") else None
         who = sampler_for(rule_of(self.kind, clients, self.cohort), clients, some, generator())
         changes = churn(clients, Exponential(self.up), Exponential(2.0), 60.0, generator()) if self.up else ()
         return EventLoop(clients, who, scheduler_of(self.scheduler, clients, generator()), changes)
 
 
 @st.composite
-def plots(draw, kinds=RULES, schedulers=SCHEDULERS, stay=False):
+def workloads(draw, kinds=RULES, schedulers=SCHEDULERS, stay=False):
     kind = draw(st.sampled_from(kinds))
     # A trace says when the next task of a client was answered, not when one that begins later would be.
     scheduler = draw(st.sampled_from([name for name in schedulers if name != "replay" or kind == "continuous"]))
     clients = draw(st.lists(st.integers(0, 12), min_size=1, max_size=7, unique=True))
     up = 0.0 if stay or scheduler == "replay" else draw(st.sampled_from([0.0, 3.0, 12.0]))
-    cohort, tasks, seed = draw(st.tuples(st.integers(2, 5), st.integers(1, 9), st.integers(0, 99)))
-    return Plot(kind, scheduler, tuple(clients), cohort, tasks, up, seed)
+    cohort, concurrency, seed = draw(st.tuples(st.integers(2, 5), st.integers(1, 9), st.integers(0, 99)))
+    return Workload(kind, scheduler, tuple(clients), cohort, concurrency, up, seed)
 
 
 def steady(client, nth):
     return 1.0 + client % 3
 
 
-class Asked(NamedTuple):
-    """An `DispatchEvent` with what was given, when, and to how many who were here."""
+class Dispatched(NamedTuple):
+    """A `DispatchEvent` with its task, its time, the available clients and the tasks in flight."""
 
-    key: TaskId
+    task_id: TaskId
     time: float
-    present: frozenset
-    out: tuple
+    available: frozenset
+    in_flight: tuple
 
 
-class Answered(NamedTuple):
-    """An `ClosedTicket` with what became of it."""
+class Completed(NamedTuple):
+    """A `CompletionEvent`, and whether the update was accepted."""
 
-    key: TaskId
-    done: Completion
+    task_id: TaskId
+    completion: Completion
     accepted: bool
 
 
 @dataclass
-class Seen:
-    """What happened in a course: `Asked`, `Answered` and `DropoutEvent`; and what was foreseen before which of them."""
+class History:
+    """The events of a loop, `Dispatched`, `Completed` and `DropoutEvent`, and the tasks that were predicted before them."""
 
     events: list
-    foreseen: list
+    predicted: list
     over: str = ""
 
     @property
-    def answers(self):
-        return [event for event in self.events if isinstance(event, Answered)]
+    def completions(self):
+        return [event for event in self.events if isinstance(event, Completed)]
 
     @property
-    def asks(self):
-        return [event for event in self.events if isinstance(event, Asked)]
+    def dispatches(self):
+        return [event for event in self.events if isinstance(event, Dispatched)]
 
 
-def drive(plot, rounds=40, accepts=lambda nth: True, work=steady, limit=None):
-    """Drive a course for so many rounds, or until nobody has a task; with a `limit`, look ahead before all it is told."""
-    course = plot.course()
-    foresight = Lookahead(course, rounds, lambda client: work(client, 0))
-    seen = Seen([], [])
+def drive(workload, num_updates=40, accepts=lambda nth: True, work=steady, limit=None):
+    """Drive an event loop for so many updates, or until no client has a task; with a `limit`, look ahead before each event."""
+    loop = workload.event_loop()
+    lookahead = Lookahead(loop, num_updates, lambda client: work(client, 0))
+    seen = History([], [])
     out = {}
     given = Counter()
     answers = 0
-    while answers < rounds:
+    while answers < num_updates:
         try:
-            event = course.next()
+            event = loop.next()
         except ArgumentError as error:
             seen.over = str(error)
             break
         if limit is not None:
             # What has just been lost is not yet told.
             if isinstance(event, DropoutEvent):
-                foresight.on_dropout(event.task_ids)
-            seen.foreseen.append((len(seen.events), tuple(foresight.next_tasks(limit))))
+                lookahead.on_dropout(event.task_ids)
+            seen.predicted.append((len(seen.events), tuple(lookahead.next_tasks(limit))))
         if isinstance(event, DispatchEvent):
             given[event.client] += 1
             units = work(event.client, given[event.client])
-            key = course.give(event.client, units)
+            key = loop.submit(event.client, units)
             out[key] = None
-            seen.events.append(Asked(key, course.now, frozenset(course.present), tuple(out)))
-            foresight.on_dispatch(key, units)
+            seen.events.append(Dispatched(key, loop.now, frozenset(loop.available), tuple(out)))
+            lookahead.on_dispatch(key, units)
         elif isinstance(event, DropoutEvent):
             if limit is None:
-                foresight.on_dropout(event.task_ids)
+                lookahead.on_dropout(event.task_ids)
             for key in event.task_ids:
                 del out[key]
             seen.events.append(event)
         else:
             accepted = accepts(answers)
             answers += 1
-            course.settle(accepted)
-            foresight.on_completion(event.key, accepted)
-            del out[event.key]
-            seen.events.append(Answered(event.key, event.done, accepted))
+            loop.acknowledge(accepted)
+            lookahead.on_completion(event.task_id, accepted)
+            del out[event.task_id]
+            seen.events.append(Completed(event.task_id, event.completion, accepted))
     return seen

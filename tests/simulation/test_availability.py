@@ -110,14 +110,14 @@ def drive(clients, steps):
         event = clients.next()
         seen.append(event)
         back = isinstance(event, AvailabilityChange) and event.kind in ("join", "return")
-        if back or (isinstance(event, Completion) and event.client in clients.present):
+        if back or (isinstance(event, Completion) and event.client in clients.available):
             clients.dispatch(event.client, 1.0)
     return seen
 
 
 def unsteady(seed, scheduler):
     changes = churn(range(4), Exponential(5.0), Exponential(2.0), 30.0, np.random.default_rng([seed, 1]))
-    changes += [AvailabilityChange(3.0, "tail_accuracy", "join"), AvailabilityChange(8.0, "tail_accuracy", "leave")]
+    changes += [AvailabilityChange(3.0, "late", "join"), AvailabilityChange(8.0, "late", "leave")]
     return AvailabilityTrace(scheduler, changes, available=range(4))
 
 
@@ -144,7 +144,7 @@ def test_every_task_finishes_is_lost_or_is_in_flight_and_only_those_here_get_one
         if isinstance(event, Completion):
             refused += event.client not in here
             # Of those away, only one that left may answer; a failed one never does.
-            assert event.client in here or event.client == "tail_accuracy"
+            assert event.client in here or event.client == "late"
         elif event.kind in ("join", "return"):
             here.add(event.client)
         else:
@@ -239,7 +239,7 @@ def test_churn_is_here_for_its_part_of_the_time():
             "kind: expected one of join, leave, fail, return; got 'vanish'",
         ),
         (lambda: AvailabilityChange(1.0, 2.5, "join"), "client: expected an int or a str"),
-        (lambda: AvailabilityTrace(constant(), [(1.0, "a", "fail")]), r"changes\[0\]: expected a Change, got \(1.0"),
+        (lambda: AvailabilityTrace(constant(), [(1.0, "a", "fail")]), r"changes\[0\]: expected an AvailabilityChange, got \(1.0"),
         (lambda: crowd((1.0, "a", "return")), "cannot happen to a client that is here"),
         (lambda: crowd((1.0, "a", "fail"), (2.0, "a", "leave")), "cannot happen to a client that is away"),
         (lambda: crowd((1.0, "a", "join"), present=["a"]), "cannot happen to a client that is here"),

@@ -50,13 +50,13 @@ def federation():
     return split(load_dataset(clusters))
 
 
-def logged(federation, name="fedasync", rounds=10, **options):
-    return run(federation, method(name) if isinstance(name, str) else name, num_updates=rounds, **options)
+def logged(federation, name="fedasync", num_updates=10, **options):
+    return run(federation, method(name) if isinstance(name, str) else name, num_updates=num_updates, **options)
 
 
 @pytest.mark.parametrize("name", ["fedasync", "asyncbezier", "fedbuff", "fedavg:cohort=2", "orthofl", "masfl"])
 def test_what_is_spent_is_counted_from_nothing_and_never_less(federation, name):
-    one = logged(federation, name, every=3)
+    one = logged(federation, name, eval_every=3)
     first, *rest = one.evaluations
     assert [getattr(first, field) for field in SPENT] == [0] * 6
     assert [row.updates for row in rest] == [3, 6, 9, 10]
@@ -69,7 +69,7 @@ def test_what_is_spent_is_counted_from_nothing_and_never_less(federation, name):
 
 
 def test_staleness_is_that_of_the_answers_since_the_evaluation_before(federation):
-    one = logged(federation, rounds=10, every=4)
+    one = logged(federation, num_updates=10, eval_every=4)
     late = one.staleness
     parts = [late[:4], late[4:8], late[8:]]
     assert [(row.staleness, row.staleness_max) for row in one.evaluations] == [
@@ -80,9 +80,9 @@ def test_staleness_is_that_of_the_answers_since_the_evaluation_before(federation
 
 def test_worth_is_that_of_the_model_on_held_out_samples(federation):
     """Computed anew by hand, for the model that all begin with; and that which clients' accuracies make."""
-    first, *_ = logged(federation, rounds=1).evaluations
+    first, *_ = logged(federation, num_updates=1).evaluations
     model = federation.model().eval()
-    parts = [(federation.task.inputs[part], federation.task.labels[part]) for part in federation.held_out]
+    parts = [(federation.dataset.inputs[part], federation.dataset.labels[part]) for part in federation.held_out]
     scores = [model(inputs).detach() for inputs, _ in parts]
     labels = torch.cat([labels for _, labels in parts])
     accuracies = [(x.argmax(1) == y).double().mean().item() for x, (_, y) in zip(scores, parts, strict=True)]
@@ -93,7 +93,7 @@ def test_worth_is_that_of_the_model_on_held_out_samples(federation):
 
 
 def test_the_clients_accuracies_are_those_of_the_best_model(federation):
-    one = logged(federation, rounds=20)
+    one = logged(federation, num_updates=20)
     best = max(one.evaluations, key=lambda row: row.accuracy)
     assert (one.gini, one.theil) == (best.gini, best.theil)
 
@@ -136,7 +136,7 @@ COUNTED = {
 def test_gradients_are_those_of_hand_counted_trainers(federation, name):
     trainer, rule, passes = COUNTED[name]
     one = run(federation, Method(name, rule, trainer), num_updates=6, eval_every=2)
-    lengths = [federation.length(client) for client in one.clients]
+    lengths = [federation.num_batches(client) for client in one.clients]
     assert [row.gradients for row in one.evaluations] == [passes * sum(lengths[:n]) for n in (0, 2, 4, 6)]
 
 
@@ -183,14 +183,14 @@ def test_an_errand_is_the_same_counted_or_not(federation):
     message = Server.of(federation.model(), rules.FedAsync()).dispatch(0).message
     errand = ClientTask(federation, trainers.Local(epochs=1), TaskId(0, 0), message)
     outcome = execute_local(errand)
-    assert outcome.gradients == federation.length(0)
+    assert outcome.gradients == federation.num_batches(0)
     assert torch.equal(outcome.payload.points, run_task(errand).points)
 
 
 def test_bytes_are_those_of_the_tensors_that_travel(federation):
     size = 4 * ParameterSpace.of(federation.model()).layout.size
-    plain = logged(federation, "fedasync", rounds=5).evaluations
-    curve = logged(federation, "asyncbezier:degree=3", rounds=5).evaluations
+    plain = logged(federation, "fedasync", num_updates=5).evaluations
+    curve = logged(federation, "asyncbezier:degree=3", num_updates=5).evaluations
     # Four clients are asked at first, and who has answered again: the last answer before it is settled.
     assert [row.bytes_down for row in plain] == [0, *(size * (4 + i) for i in range(5))]
     assert [row.bytes_up for row in plain] == [size * i for i in range(6)]
@@ -205,7 +205,7 @@ def test_buffers_travel_too():
     federation = split(clouds())
     model = federation.model()
     state = sum(tensor.nbytes for tensor in model.state_dict().values())
-    one = logged(federation, "fedasync", rounds=3).evaluations[-1]
+    one = logged(federation, "fedasync", num_updates=3).evaluations[-1]
     assert one.bytes_down == (4 + 2) * state
     assert one.bytes_up == 3 * state
 
@@ -224,7 +224,7 @@ def test_tasks_that_are_lost_cost_a_message_and_no_gradient(federation):
     last = alone.evaluations[-1]
     size = 4 * ParameterSpace.of(federation.model()).layout.size
     assert last.bytes_down == size * (4 + 11)
-    assert last.gradients == sum(4 * federation.length(client) for client in alone.clients)
+    assert last.gradients == sum(4 * federation.num_batches(client) for client in alone.clients)
 
 
 def test_a_log_has_a_row_for_each_evaluation_of_each_run():
@@ -235,7 +235,7 @@ def test_a_log_has_a_row_for_each_evaluation_of_each_run():
     assert [(row["method"], row["seed"], row["updates"]) for row in rows] == [
         (name, seed, round_) for name in ("FedAsync", "AsyncBezier") for seed in (0, 1) for round_ in (0, 2, 4)
     ]
-    columns = "round time gradients bytes_down bytes_up refused accuracy loss gini theil staleness staleness_max"
+    columns = "updates time gradients bytes_down bytes_up rejected accuracy loss gini theil staleness staleness_max"
     assert list(rows[0]) == ["method", "seed", *columns.split()]
     one = found.runs["AsyncBezier"][1].evaluations[2]
     back = {key: value for key, value in json.loads(json.dumps(rows[-1])).items() if key not in ("method", "seed")}
@@ -277,7 +277,7 @@ def test_a_target_is_reached_in_the_first_row_that_has_it(steps, target):
 @pytest.mark.usefixtures("as_shipped")
 def test_no_other_axis_and_no_budget_below_the_first_row():
     rows = rows_of([])
-    with pytest.raises(ArgumentError, match="axis: expected one of round, time, gradients, bytes; got 'rounds'"):
-        last_within_budget(rows, "num_updates", 1)
+    with pytest.raises(ArgumentError, match="axis: expected one of updates, time, gradients, bytes; got 'update'"):
+        last_within_budget(rows, "update", 1)
     with pytest.raises(ArgumentError, match="budget: expected a row that had spent -1 of bytes at most"):
         last_within_budget(rows, "bytes", -1)

@@ -183,7 +183,7 @@ def test_a_missing_file_and_bad_scales_are_refused(tmp_path):
     path = write(tmp_path / "delays.csv", HEADER + "1,0,37,4.0,10.0\n")
     with pytest.raises(ArgumentError, match="work: expected a finite number > 0"):
         Empirical.from_csv(path, work=0.0)
-    with pytest.raises(ArgumentError, match="size: expected"):
+    with pytest.raises(ArgumentError, match="size_ratio: expected"):
         Empirical.from_csv(path, size_ratio=-1.0)
 
 
@@ -211,8 +211,8 @@ def test_profiles_are_assigned_at_random_and_again_the_same():
         (lambda: Exponential(math.inf), "mean: expected"),
         (lambda: Uniform(-1.0, 1.0), "low: expected"),
         (lambda: Uniform(2.0, 1.0), "high: expected a finite number >= 2"),
-        (lambda: Exponential(1.0).quantile(1.0), "share: expected a number below 1"),
-        (lambda: Exponential(1.0).quantile(-0.1), "share: expected"),
+        (lambda: Exponential(1.0).quantile(1.0), "probability: expected a number below 1"),
+        (lambda: Exponential(1.0).quantile(-0.1), "probability: expected"),
         (lambda: Gaussian.fit([]), "delays: expected a non-empty vector"),
         (lambda: Gaussian.fit([1.0, math.nan]), r"delays\[1\]: expected a finite number >= 0, got nan"),
         (lambda: Uniform.fit(["a"]), "delays: expected real numbers"),

@@ -1,4 +1,4 @@
-"""The course: who is asked when, for every way to ask, every scheduler, and clients that come and go."""
+"""The event loop: who is asked when, for every way to ask, every scheduler, and clients that come and go."""
 
 import math
 from collections import Counter
@@ -20,7 +20,7 @@ from manifoldagg.federated.server.client_sampling import (
 )
 from manifoldagg.simulation import AvailabilityChange, Deterministic, IndependentClients
 from manifoldagg.simulation.event_loop import CompletionEvent, DispatchEvent, DropoutEvent, EventLoop
-from tests.simulation.event_loops import Answered, Asked, drive, plots
+from tests.simulation.event_loops import Completed, Dispatched, drive, workloads
 
 OFTEN = st.integers(2, 5)
 
@@ -29,146 +29,146 @@ def never_first(often):
     return lambda nth: nth % often > 0
 
 
-def alone(changes=(), clients=(0, 1), tasks=None, seconds=2.0):
+def alone(changes=(), clients=(0, 1), concurrency=None, seconds=2.0):
     scheduler = IndependentClients(Deterministic(seconds), np.random.default_rng(0))
-    return EventLoop(list(clients), AsyncSampler(tasks, np.random.default_rng(0)), scheduler, changes)
+    return EventLoop(list(clients), AsyncSampler(concurrency, np.random.default_rng(0)), scheduler, changes)
 
 
-@given(plots(), OFTEN)
-def test_tasks_of_a_client_are_answered_in_order_and_once(plot, often):
-    seen = drive(plot, accepts=never_first(often))
-    out = {client: [] for client in plot.clients}
+@given(workloads(), OFTEN)
+def test_tasks_of_a_client_are_answered_in_order_and_once(workload, often):
+    seen = drive(workload, accepts=never_first(often))
+    out = {client: [] for client in workload.clients}
     given_ = Counter()
     time = 0.0
     for event in seen.events:
-        if isinstance(event, Asked):
-            assert event.key.task_index == given_[event.key.client]
-            given_[event.key.client] += 1
-            out[event.key.client].append(event.key)
-        elif isinstance(event, Answered):
-            assert event.key == out[event.key.client].pop(0)
-            assert event.done.time >= time
-            time = event.done.time
+        if isinstance(event, Dispatched):
+            assert event.task_id.task_index == given_[event.task_id.client]
+            given_[event.task_id.client] += 1
+            out[event.task_id.client].append(event.task_id)
+        elif isinstance(event, Completed):
+            assert event.task_id == out[event.task_id.client].pop(0)
+            assert event.completion.time >= time
+            time = event.completion.time
         else:
-            client = event.keys[0].client
-            assert list(event.keys) == out[client]
+            client = event.task_ids[0].client
+            assert list(event.task_ids) == out[client]
             out[client] = []
 
 
-@given(plots(), OFTEN)
-def test_only_who_is_here_is_asked(plot, often):
-    for event in drive(plot, accepts=never_first(often)).asks:
-        assert event.key.client in event.present
+@given(workloads(), OFTEN)
+def test_only_who_is_here_is_asked(workload, often):
+    for event in drive(workload, accepts=never_first(often)).dispatches:
+        assert event.task_id.client in event.available
 
 
-@given(plots(), OFTEN)
-def test_an_answer_counts_from_the_moment_of_asking(plot, often):
+@given(workloads(), OFTEN)
+def test_an_answer_counts_from_the_moment_of_asking(workload, often):
     """Also where the task has waited for its client."""
-    seen = drive(plot, accepts=never_first(often))
+    seen = drive(workload, accepts=never_first(often))
     asked = {}
     answers = 0
     for event in seen.events:
-        if isinstance(event, Asked):
-            asked[event.key] = (event.time, answers)
-        elif isinstance(event, Answered):
-            time, before = asked[event.key]
-            assert (event.done.dispatched, event.done.relative_delay) == (time, answers - before)
-            assert time <= event.done.started <= event.done.time
+        if isinstance(event, Dispatched):
+            asked[event.task_id] = (event.time, answers)
+        elif isinstance(event, Completed):
+            time, before = asked[event.task_id]
+            assert (event.completion.dispatched, event.completion.relative_delay) == (time, answers - before)
+            assert time <= event.completion.started <= event.completion.time
             answers += 1
 
 
-@given(plots(["continuous"]), OFTEN)
-def test_who_has_answered_is_asked_again(plot, often):
+@given(workloads(["continuous"]), OFTEN)
+def test_who_has_answered_is_asked_again(workload, often):
     """Whatever became of the update: one task for everybody who is here, and none for anybody else but their last."""
-    seen = drive(plot, accepts=never_first(often))
-    for event in seen.asks:
-        busy = Counter(key.client for key in event.out)
+    seen = drive(workload, accepts=never_first(often))
+    for event in seen.dispatches:
+        busy = Counter(key.client for key in event.in_flight)
         assert max(busy.values()) == 1
     for before, after in zip(seen.events, seen.events[1:], strict=False):
-        if isinstance(before, Answered) and not plot.up:
-            assert isinstance(after, Asked)
-            assert after.key.client == before.key.client
+        if isinstance(before, Completed) and not workload.up:
+            assert isinstance(after, Dispatched)
+            assert after.task_id.client == before.task_id.client
 
 
-@given(plots(["some"]), OFTEN)
-def test_so_many_are_under_way_and_nobody_twice(plot, often):
-    seen = drive(plot, accepts=never_first(often))
+@given(workloads(["some"]), OFTEN)
+def test_so_many_are_under_way_and_nobody_twice(workload, often):
+    seen = drive(workload, accepts=never_first(often))
     for event, following in zip(seen.events, seen.events[1:], strict=False):
-        if isinstance(event, Asked):
-            busy = Counter(key.client for key in event.out)
+        if isinstance(event, Dispatched):
+            busy = Counter(key.client for key in event.in_flight)
             assert max(busy.values()) == 1
-            assert len(busy) <= plot.tasks
-            if not isinstance(following, Asked):
-                assert len(busy) == plot.tasks or event.present <= busy.keys()
+            assert len(busy) <= workload.concurrency
+            if not isinstance(following, Dispatched):
+                assert len(busy) == workload.concurrency or event.available <= busy.keys()
 
 
-@given(plots(["cohorts"]), OFTEN)
-def test_everybody_waits_for_the_cohort(plot, often):
-    seen = drive(plot, accepts=never_first(often))
+@given(workloads(["cohorts"]), OFTEN)
+def test_everybody_waits_for_the_cohort(workload, often):
+    seen = drive(workload, accepts=never_first(often))
     accepted = 0
     for event, following in zip(seen.events, seen.events[1:], strict=False):
-        if isinstance(event, Answered):
-            accepted = (accepted + event.accepted) % plot.cohort
-        elif isinstance(event, Asked):
+        if isinstance(event, Completed):
+            accepted = (accepted + event.accepted) % workload.cohort
+        elif isinstance(event, Dispatched):
             # Nobody is asked in vain: what is under way does not fill more than the cohort.
-            assert len(event.out) <= plot.cohort - accepted
-            assert len({key.client for key in event.out}) == len(event.out)
-            if not isinstance(following, Asked):
-                assert len(event.out) == min(plot.cohort - accepted, len(event.present))
+            assert len(event.in_flight) <= workload.cohort - accepted
+            assert len({key.client for key in event.in_flight}) == len(event.in_flight)
+            if not isinstance(following, Dispatched):
+                assert len(event.in_flight) == min(workload.cohort - accepted, len(event.available))
 
 
-@given(plots(["cohorts"], stay=True))
-def test_a_cohort_that_is_answered_is_of_one_version(plot):
-    seen = drive(plot)
-    for i, event in enumerate(seen.answers):
-        assert event.done.relative_delay == i % plot.cohort or len(plot.clients) < plot.cohort
+@given(workloads(["cohorts"], stay=True))
+def test_a_cohort_that_is_answered_is_of_one_version(workload):
+    seen = drive(workload)
+    for i, event in enumerate(seen.completions):
+        assert event.completion.relative_delay == i % workload.cohort or len(workload.clients) < workload.cohort
 
 
-@given(plots(["cohorts"], stay=True), OFTEN)
-def test_others_come_first_in_place_of_who_was_refused(plot, often):
+@given(workloads(["cohorts"], stay=True), OFTEN)
+def test_others_come_first_in_place_of_who_was_refused(workload, often):
     """Between two steps of the model nobody is asked again while somebody was not asked."""
-    seen = drive(plot, accepts=never_first(often))
+    seen = drive(workload, accepts=never_first(often))
     accepted, asked = 0, Counter()
     for event in seen.events:
-        if isinstance(event, Asked):
-            asked[event.key.client] += 1
-            if asked[event.key.client] > 1:
-                assert set(asked) == set(plot.clients)
+        if isinstance(event, Dispatched):
+            asked[event.task_id.client] += 1
+            if asked[event.task_id.client] > 1:
+                assert set(asked) == set(workload.clients)
         else:
             accepted += event.accepted
-            if event.accepted and accepted % plot.cohort == 0:
+            if event.accepted and accepted % workload.cohort == 0:
                 asked = Counter()
 
 
-@given(plots(["drawn", "some drawn"]), OFTEN)
-def test_the_rule_draws_whenever_the_model_moves(plot, often):
-    seen = drive(plot, accepts=never_first(often))
+@given(workloads(["drawn", "some drawn"]), OFTEN)
+def test_the_rule_draws_whenever_the_model_moves(workload, often):
+    seen = drive(workload, accepts=never_first(often))
     accepted, drawn = 0, []
     first = True
     for event in seen.events:
-        if isinstance(event, Asked):
-            drawn.append(event.key.client)
-            out, present = event.out, event.present
+        if isinstance(event, Dispatched):
+            drawn.append(event.task_id.client)
+            out, present = event.in_flight, event.available
             continue
         if drawn:
             assert len(set(drawn)) == len(drawn)
             if first:
-                assert len(drawn) == (min(plot.tasks, len(present)) if plot.kind == "some drawn" else len(present))
+                assert len(drawn) == (min(workload.concurrency, len(present)) if workload.kind == "some drawn" else len(present))
             else:
-                assert len(drawn) == min(plot.cohort, len(present))
+                assert len(drawn) == min(workload.cohort, len(present))
                 # The model has moved, or nobody had a task.
-                assert accepted % plot.cohort == 0 or len(out) == len(drawn)
+                assert accepted % workload.cohort == 0 or len(out) == len(drawn)
             drawn, first = [], False
-        accepted += isinstance(event, Answered) and event.accepted
+        accepted += isinstance(event, Completed) and event.accepted
 
 
-@given(plots(["routed", "some routed"]), OFTEN)
-def test_as_many_tasks_are_routed_as_ever(plot, often):
-    seen = drive(plot, accepts=never_first(often))
-    tasks = plot.tasks if plot.kind == "some routed" else len(plot.clients)
+@given(workloads(["routed", "some routed"]), OFTEN)
+def test_as_many_tasks_are_routed_as_ever(workload, often):
+    seen = drive(workload, accepts=never_first(often))
+    tasks = workload.concurrency if workload.kind == "some routed" else len(workload.clients)
     for event, following in zip(seen.events, seen.events[1:], strict=False):
-        if isinstance(event, Asked) and not isinstance(following, Asked):
-            assert len(event.out) == tasks
+        if isinstance(event, Dispatched) and not isinstance(following, Dispatched):
+            assert len(event.in_flight) == tasks
 
 
 def test_draws_are_uniform_and_routes_have_their_shares():
@@ -209,17 +209,17 @@ def test_who_leaves_finishes_and_who_fails_loses():
         AvailabilityChange(5.0, 2, "join"),
         AvailabilityChange(6.0, 1, "return"),
     ]
-    course = alone(changes, clients=(0, 1, 2))
+    loop = alone(changes, clients=(0, 1, 2))
     told = []
     while len(told) < 7:
-        event = course.next()
+        event = loop.next()
         if isinstance(event, DispatchEvent):
-            told.append(("ask", course.now, tuple(course.submit(event.client, 1.0))))
+            told.append(("ask", loop.now, tuple(loop.submit(event.client, 1.0))))
         elif isinstance(event, CompletionEvent):
-            told.append(("answer", course.now, tuple(event.task_id)))
-            course.acknowledge(True)
+            told.append(("answer", loop.now, tuple(event.task_id)))
+            loop.acknowledge(True)
         else:
-            told.append(("lost", course.now, tuple(event.task_ids[0])))
+            told.append(("lost", loop.now, tuple(event.task_ids[0])))
     assert told == [
         ("ask", 0.0, (0, 0)),
         ("ask", 0.0, (1, 0)),
@@ -232,54 +232,54 @@ def test_who_leaves_finishes_and_who_fails_loses():
 
 
 def test_who_returns_at_its_last_task_is_not_asked_twice():
-    course = alone([AvailabilityChange(0.5, 0, "leave"), AvailabilityChange(1.0, 0, "return")], clients=(0,))
+    loop = alone([AvailabilityChange(0.5, 0, "leave"), AvailabilityChange(1.0, 0, "return")], clients=(0,))
     keys = []
     while len(keys) < 3:
-        event = course.next()
+        event = loop.next()
         if isinstance(event, DispatchEvent):
-            keys.append(tuple(course.submit(0, 1.0)))
+            keys.append(tuple(loop.submit(0, 1.0)))
         else:
-            course.acknowledge(True)
+            loop.acknowledge(True)
             keys.append(event.completion.time)
     assert keys == [(0, 0), 2.0, (0, 1)]
 
 
-def play(course, told):
+def play(loop, told):
     while True:
-        event = course.next()
+        event = loop.next()
         told.append(event)
         if isinstance(event, DispatchEvent):
-            course.give(event.client, 1.0)
+            loop.submit(event.client, 1.0)
         elif isinstance(event, CompletionEvent):
-            course.settle(True)
+            loop.acknowledge(True)
 
 
 def test_nobody_left_is_said_with_the_number_of_answers():
     told = []
-    with pytest.raises(ArgumentError, match="nobody has a task any more after 5 answers"):
+    with pytest.raises(ArgumentError, match="no client has a task after 5 answers"):
         play(alone([AvailabilityChange(5.0, 0, "fail"), AvailabilityChange(5.0, 1, "leave")]), told)
     assert sum(isinstance(event, DropoutEvent) for event in told) == 1
 
 
 def test_what_is_told_out_of_turn_is_refused_and_changes_nothing():
-    course = alone()
-    assert course.next() == DispatchEvent(0)
+    loop = alone()
+    assert loop.next() == DispatchEvent(0)
     for call, words in (
-        (course.next, "course: expected `give` or `settle` first"),
-        (lambda: course.submit(1, 1.0), "client: expected the one of the last Ask"),
-        (lambda: course.submit(0, -1.0), "work: expected"),
-        (lambda: course.acknowledge(True), "course: expected an Answer to settle"),
+        (loop.next, "event_loop: expected `submit` or `acknowledge` first"),
+        (lambda: loop.submit(1, 1.0), "client: expected the one of the last DispatchEvent"),
+        (lambda: loop.submit(0, -1.0), "work: expected"),
+        (lambda: loop.acknowledge(True), "event_loop: expected a CompletionEvent to acknowledge"),
     ):
         with pytest.raises(ArgumentError, match=words):
             call()
-    assert course.submit(0, 1.0) == (0, 0)
-    assert course.next() == DispatchEvent(1)
-    assert course.submit(1, 1.0) == (1, 0)
-    event = course.next()
-    with pytest.raises(ArgumentError, match="client: expected the one of the last Ask, got 0"):
-        course.submit(0, 1.0)
-    course.acknowledge(True)
-    assert (event.task_id, course.next()) == ((0, 0), DispatchEvent(0))
+    assert loop.submit(0, 1.0) == (0, 0)
+    assert loop.next() == DispatchEvent(1)
+    assert loop.submit(1, 1.0) == (1, 0)
+    event = loop.next()
+    with pytest.raises(ArgumentError, match="client: expected the one of the last DispatchEvent, got 0"):
+        loop.submit(0, 1.0)
+    loop.acknowledge(True)
+    assert (event.task_id, loop.next()) == ((0, 0), DispatchEvent(0))
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_refused_by_name():
         ),
         (lambda: alone([AvailabilityChange(1.0, 9, "leave")]), "availability: .*client=9.* takes no part"),
         (lambda: alone([AvailabilityChange(1.0, 0, "return")]), "changes: .* cannot happen to a client that is here"),
-        (lambda: alone(["leave"]), r"changes\[0\]: expected a Change"),
+        (lambda: alone(["leave"]), r"changes\[0\]: expected an AvailabilityChange"),
     ):
         with pytest.raises(ArgumentError, match=words):
             call()

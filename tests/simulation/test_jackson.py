@@ -52,7 +52,7 @@ NETWORKS = [((0.5, 0.5), (1.0, 3.0), 3), ((0.2, 0.3, 0.5), (1.0, 0.5, 2.0), 2), 
 
 
 @pytest.mark.usefixtures("as_shipped")
-@pytest.mark.parametrize(("routing", "rates", "concurrency"), NETWORKS)
+@pytest.mark.parametrize(("routing", "rates", "tasks"), NETWORKS)
 def test_queues_have_the_exact_law_soon_and_the_stationary_one_later(routing, rates, tasks):
     runs, late, soon = 800, 40, 3
     counts = {soon: collections.Counter(), late: collections.Counter()}
@@ -77,7 +77,7 @@ def test_queues_have_the_exact_law_soon_and_the_stationary_one_later(routing, ra
 
 
 @pytest.mark.usefixtures("as_shipped")
-@pytest.mark.parametrize(("routing", "rates", "concurrency"), NETWORKS)
+@pytest.mark.parametrize(("routing", "rates", "tasks"), NETWORKS)
 def test_relative_delays_and_throughput_are_those_of_the_stationary_law(routing, rates, tasks):
     """E[D_i] is the mean queue under m − 1 tasks; tasks finish at the rate of the busy clients under m."""
     runs, warm, length = 60, 40, 200
@@ -127,7 +127,7 @@ def test_a_closed_network_takes_no_more_than_its_tasks():
     network = JacksonNetwork([1.0], [1.0], np.random.default_rng(0), concurrency=2)
     network.dispatch(0)
     network.dispatch(0)
-    with pytest.raises(ArgumentError, match="all 2 of `tasks` are in flight"):
+    with pytest.raises(ArgumentError, match="all 2 of `concurrency` are in flight"):
         network.dispatch(0)
 
 
@@ -152,7 +152,7 @@ GENERATOR = np.random.default_rng(0)
         (lambda: JacksonNetwork([1.0], [1.0, 1.0], GENERATOR, concurrency=1), "routing: expected 2 shares"),
         (lambda: JacksonNetwork([0.5, 0.6], [1.0, 1.0], GENERATOR, concurrency=1), "sum to 1, got 1.1: off by \\+0.1"),
         (lambda: JacksonNetwork([1.5, -0.5], [1.0, 1.0], GENERATOR, concurrency=1), r"routing\[1\]: expected"),
-        (lambda: JacksonNetwork([1.0], [1.0], GENERATOR, concurrency=0), "tasks: expected"),
+        (lambda: JacksonNetwork([1.0], [1.0], GENERATOR, concurrency=0), "concurrency: expected"),
         (
             lambda: JacksonNetwork([1.0], [1.0], GENERATOR, concurrency=1).dispatch(1),
             "client: expected one of 0 to 0, got 1",

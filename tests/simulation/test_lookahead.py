@@ -1,4 +1,4 @@
-"""Foresight: exact where all goes on as before, never more than a guess, and cheap where it goes wrong."""
+"""The lookahead: exact where all goes on as before, never more than a guess, and cheap where it goes wrong."""
 
 import copy
 from itertools import count
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.simulation import lookahead as module
-from tests.simulation.event_loops import Answered, DropoutEvent, Plot, drive, plots
+from tests.simulation.event_loops import Completed, DropoutEvent, Workload, drive, workloads
 
 
 def under_way(seen):
@@ -15,45 +15,45 @@ def under_way(seen):
     out, states = {}, []
     for event in seen.events:
         states.append(set(out))
-        if isinstance(event, Answered):
-            del out[event.key]
+        if isinstance(event, Completed):
+            del out[event.task_id]
         elif isinstance(event, DropoutEvent):
             for key in event.task_ids:
                 del out[key]
         else:
-            out[event.key] = None
+            out[event.task_id] = None
     return states
 
 
 def check_sound(seen, limit):
     """What is foreseen is under way, at most so many, and nothing twice."""
     states = under_way(seen)
-    for place, keys in seen.foreseen:
+    for place, keys in seen.predicted:
         lost = (
-            seen.events[place].keys if place < len(seen.events) and isinstance(seen.events[place], DropoutEvent) else ()
+            seen.events[place].task_ids if place < len(seen.events) and isinstance(seen.events[place], DropoutEvent) else ()
         )
         assert set(keys) <= states[place] - set(lost)
         assert len(set(keys)) == len(keys) <= limit
 
 
-@given(plots(), st.integers(1, 9))
-def test_the_order_in_which_tasks_will_be_needed_is_exact(plot, limit):
+@given(workloads(), st.integers(1, 9))
+def test_the_order_in_which_tasks_will_be_needed_is_exact(workload, limit):
     """As long as updates are accepted and clients are given as much as before: for every scheduler, clients that come and go."""
-    seen = drive(plot, limit=limit)
+    seen = drive(workload, limit=limit)
     check_sound(seen, limit)
     states = under_way(seen)
-    for place, keys in seen.foreseen:
-        needed = [e.key for e in seen.events[place:] if isinstance(e, Answered) and e.key in states[place]]
+    for place, keys in seen.predicted:
+        needed = [e.task_id for e in seen.events[place:] if isinstance(e, Completed) and e.task_id in states[place]]
         assert list(keys) == needed[:limit]
 
 
-@given(plots(), st.integers(1, 9), st.integers(2, 4))
-def test_refusals_and_other_amounts_of_work_make_it_a_guess_at_most(plot, limit, often):
-    seen = drive(plot, accepts=lambda nth: nth % often > 0, work=lambda client, nth: 1.0 + nth % often, limit=limit)
+@given(workloads(), st.integers(1, 9), st.integers(2, 4))
+def test_refusals_and_other_amounts_of_work_make_it_a_guess_at_most(workload, limit, often):
+    seen = drive(workload, accepts=lambda nth: nth % often > 0, work=lambda client, nth: 1.0 + nth % often, limit=limit)
     check_sound(seen, limit)
     # Looking ahead changes nothing.
     assert (
-        drive(plot, accepts=lambda nth: nth % often > 0, work=lambda client, nth: 1.0 + nth % often).events
+        drive(workload, accepts=lambda nth: nth % often > 0, work=lambda client, nth: 1.0 + nth % often).events
         == seen.events
     )
 
@@ -61,10 +61,10 @@ def test_refusals_and_other_amounts_of_work_make_it_a_guess_at_most(plot, limit,
 def test_no_copy_an_event(monkeypatch):
     copies = count()
     real = copy.deepcopy
-    monkeypatch.setattr(module.copy, "deepcopy", lambda course: (next(copies), real(course))[1])
-    plot = Plot("continuous", "independent", tuple(range(12)), 3, 5, 0.0, 0)
-    drive(plot, rounds=300, limit=4)
+    monkeypatch.setattr(module.copy, "deepcopy", lambda loop: (next(copies), real(loop))[1])
+    workload = Workload("continuous", "independent", tuple(range(12)), 3, 5, 0.0, 0)
+    drive(workload, num_updates=300, limit=4)
     assert next(copies) == 1
-    seen = drive(plot, rounds=300, work=lambda client, nth: 1.0 + nth % 7, limit=4)
+    seen = drive(workload, num_updates=300, work=lambda client, nth: 1.0 + nth % 7, limit=4)
     # Each twin looked at 12 tasks at least, a quarter of which are 3 events.
     assert 10 < next(copies) < len(seen.events) / 3

@@ -114,8 +114,8 @@ def test_disjoint_labels_are_whole(seed, labels, data):
 
 @pytest.mark.parametrize(
     ("split", "options"),
-    [(dirichlet_partition, {"concentration": 0.5}), (iid_partition, {}), (shards_partition, {"shards": 2}),
-     (cyclic_partition, {"each": 2}), (disjoint_partition, {})],
+    [(dirichlet_partition, {"concentration": 0.5}), (iid_partition, {}), (shards_partition, {"shards_per_client": 2}),
+     (cyclic_partition, {"labels_per_client": 2}), (disjoint_partition, {})],
 )  # fmt: skip
 def test_a_seed_says_all(split, options):
     labels = np.tile(np.arange(8), 9)
@@ -203,10 +203,10 @@ def test_bad_input_is_refused_by_name(change, words):
         (lambda g: iid_partition([], 1, g), "labels: expected a non-empty vector"),
         (lambda g: iid_partition([0, 1], 3, g), "clients: expected at most one for each of 2 samples, got 3"),
         (lambda g: iid_partition([0, 1], 2, 0), "generator: expected a numpy.random.Generator, got int"),
-        (lambda g: shards_partition([0, 1, 0, 1], 2, 3, g), "shards: expected at most 2 a client, got 3"),
-        (lambda g: shards_partition([0, 1], 2, 0, g), "shards: expected an integer >= 1, got 0"),
-        (lambda g: cyclic_partition([0, 1], 2, 3, g), "each: expected at most 2, as many labels as there are, got 3"),
-        (lambda g: cyclic_partition([0, 1], 2, 0, g), "each: expected an integer >= 1, got 0"),
+        (lambda g: shards_partition([0, 1, 0, 1], 2, 3, g), "shards_per_client: expected at most 2 a client, got 3"),
+        (lambda g: shards_partition([0, 1], 2, 0, g), "shards_per_client: expected an integer >= 1, got 0"),
+        (lambda g: cyclic_partition([0, 1], 2, 3, g), "labels_per_client: expected at most 2, as many labels as there are, got 3"),
+        (lambda g: cyclic_partition([0, 1], 2, 0, g), "labels_per_client: expected an integer >= 1, got 0"),
         (lambda g: disjoint_partition([0, 1, 0], 3, g), "clients: expected at most one for each of 2 labels, got 3"),
     ],
 )

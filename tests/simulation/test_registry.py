@@ -67,7 +67,7 @@ def test_a_scheduler_is_made_for_the_clients(files):
         ("independent", IndependentClients(Deterministic(1.0), generator())),
         ("independent:delays=exponential,delays.mean=3", IndependentClients(Exponential(3.0), generator())),
         ("jackson:rates=2", JacksonNetwork(third, [2.0] * 4, generator(), concurrency=9)),
-        ("jackson:rates=rates.csv,tasks=3", JacksonNetwork(third, [1.0, 2.0, 4.0, 0.5], generator(), concurrency=3)),
+        ("jackson:rates=rates.csv,concurrency=3", JacksonNetwork(third, [1.0, 2.0, 4.0, 0.5], generator(), concurrency=3)),
         ("jackson:rates=named.csv", JacksonNetwork(third, [1.0, 2.0, 1.0, 0.5], generator(), concurrency=9)),
     ):
         make = registry.scheduler(text)
@@ -86,7 +86,7 @@ def test_a_trace_is_replayed_by_name(files):
 
 def test_measured_delays_are_given_to_clients(files):
     profiles = Empirical.from_csv("delays.csv", work=2.0, size_ratio=0.5)
-    assert registry.delays("csv:delays.csv,work=2,size=0.5")(CLIENTS, generator()) == assign_profiles(
+    assert registry.delays("csv:delays.csv,work=2,size_ratio=0.5")(CLIENTS, generator()) == assign_profiles(
         profiles, CLIENTS, generator()
     )
     among = registry.scheduler("independent:delays=csv,delays.path=delays.csv")(CLIENTS, generator())
@@ -95,7 +95,7 @@ def test_measured_delays_are_given_to_clients(files):
 
 def test_every_distribution_has_a_name():
     options = {"deterministic": "seconds=2", "gaussian": "location=2,scale=1", "lognormal": "mean=2,deviation=1", "uniform": "low=1,high=3"}  # fmt: skip
-    kinds = {name.lower() for name in distributions.__all__} - {"delay", "delays", "makesdelays", "store"}
+    kinds = {name.lower() for name in distributions.__all__} - {"delay", "delays", "delayfactory", "set_fields"}
     assert set(registry.DELAY_READERS) == kinds
     for name in kinds:
         delay = registry.delays(f"{name}:{options.get(name, 'mean=2')}")
@@ -113,7 +113,7 @@ def test_who_takes_part(files):
     changes = [
         AvailabilityChange(5.0, 3, "fail"),
         AvailabilityChange(9.5, 3, "return"),
-        AvailabilityChange(1.0, "tail_accuracy", "join"),
+        AvailabilityChange(1.0, "late", "join"),
     ]
     assert registry.availability("file:changes.csv") == changes
 
@@ -126,7 +126,7 @@ def test_partitions_have_the_names_of_their_functions():
     ):  # fmt: skip
         parts = registry.partition(text)(LABELS, 5, generator=generator())
         assert all(np.array_equal(a, b) for a, b in zip(parts, direct, strict=True)), text
-    options = {"dirichlet": "concentration=1", "shards": "shards=2", "cyclic": "each=1"}
+    options = {"dirichlet": "concentration=1", "shards": "shards_per_client=2", "cyclic": "labels_per_client=1"}
     names = [name.removesuffix("_partition") for name in partitions_module.__all__ if name.endswith("_partition")]
     assert {"iid", "shards", "cyclic", "disjoint", "dirichlet"} <= set(names)
     for name in names:
@@ -158,7 +158,7 @@ def test_partitions_have_the_names_of_their_functions():
         (lambda: registry.availability("file:no.csv"), "availability: file: path: no.csv cannot be read: .*"),
         (lambda: registry.partition("dirichlett"), "partition: no partition 'dirichlett'; did you mean dirichlet\\?"),
         (lambda: registry.partition("dirichlet"), "partition: dirichlet: expected concentration=..."),
-        (lambda: registry.partition("cyclic:eech=3"), "partition: cyclic: no option 'eech'; did you mean each\\?"),
+        (lambda: registry.partition("cyclic:label_per_client=3"), "partition: cyclic: no option 'label_per_client'; did you mean labels_per_client\\?"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(call, words, tmp_path, monkeypatch):

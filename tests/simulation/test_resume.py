@@ -57,7 +57,7 @@ class Remembers:
         trace = 0.5 * trace + torch.randn(space.shape, generator=generator)
         points = message.start + 0.01 * trace
         memory = {"count": count + 1, "trace": trace}
-        buffers = {name: message.buffers[name] + 1 for name in message.asked}
+        buffers = {name: message.buffers[name] + 1 for name in message.requested_buffers}
         return Payload(points[None] * (torch.nan if count % 5 == 2 else 1), 10, buffers=buffers, client_state=memory)
 
 
@@ -80,11 +80,11 @@ def stopping(count):
     return call
 
 
-def once(path, what=REMEMBERS, often=2, rounds=ROUNDS, federation=FEDERATION, **options):
+def once(path, what=REMEMBERS, often=2, num_updates=ROUNDS, federation=FEDERATION, **options):
     return run(
         federation,
         what,
-        num_updates=rounds,
+        num_updates=num_updates,
         checkpoint=CheckpointPolicy(path, every_updates=often, keep=1),
         resume=True,
         **options,
@@ -117,7 +117,7 @@ def test_every_rule_goes_on_bit_for_bit(name, tmp_path):
     federation = (
         FederatedDataset.split(clusters(), 5, partition=iid_partition, seed=0) if name == "private" else FEDERATION
     )
-    assert in_parts(tmp_path / "run", [4], what, rounds=6, federation=federation) == run(
+    assert in_parts(tmp_path / "run", [4], what, num_updates=6, federation=federation) == run(
         federation, what, num_updates=6
     )
 
@@ -130,8 +130,8 @@ FAILING = [
 ]
 ENDS = np.cumsum(np.random.default_rng(0).exponential(size=50)).tolist()
 TRACE = [TaskRecord(i % 5, 1.0, 0.0, 0.0, end, 0) for i, end in enumerate(ENDS)]
-SCENARIOS = {
-    **runners.SCENARIOS,
+WORKLOADS = {
+    **runners.WORKLOADS,
     "failing": {"delays": Exponential(3.0), "availability": FAILING},
     "alone": {"scheduler": lambda c, g: IndependentClients({k: Deterministic(1.0 + k % 2) for k in c}, g)},
     "replay": {"scheduler": lambda c, g: ReplayScheduler(TRACE)},
@@ -166,16 +166,16 @@ PAIRS = [
 @pytest.mark.usefixtures("killed")
 def test_every_scenario_goes_on_from_what_was_written_beside_the_work(pair, tmp_path):
     name, _, scenario = pair.partition(": ")
-    what, given = WAYS[name], SCENARIOS[scenario]
+    what, given = WAYS[name], WORKLOADS[scenario]
     whole = run(FEDERATION, what, num_updates=20, **given)
-    assert in_parts(tmp_path / "run", (6, 15), what, rounds=20, **given) == whole
+    assert in_parts(tmp_path / "run", (6, 15), what, num_updates=20, **given) == whole
 
 
 def test_these_scenarios_have_tasks_that_are_lost_refused_and_failing(monkeypatch):
     lost = []
     real = TaskRunner.cancel
-    monkeypatch.setattr(TaskRunner, "cancel", lambda crew, keys: (lost.extend(keys), real(crew, keys)))
-    run(FEDERATION, REMEMBERS, num_updates=20, **SCENARIOS["failing"])
+    monkeypatch.setattr(TaskRunner, "cancel", lambda runner, task_ids: (lost.extend(task_ids), real(runner, task_ids)))
+    run(FEDERATION, REMEMBERS, num_updates=20, **WORKLOADS["failing"])
     assert lost
     found = run(FEDERATION, REMEMBERS, num_updates=40)
     assert 0 < found.rejected < 20
@@ -187,10 +187,10 @@ PLACES = {
     "a dispatch": (Server, "dispatch"),
     "what is dropped": (Server, "drop"),
     "an event": (EventLoop, "next"),
-    "a task that is given": (EventLoop, "give"),
-    "an answer that is settled": (EventLoop, "settle"),
+    "a task that is given": (EventLoop, "submit"),
+    "an answer that is settled": (EventLoop, "acknowledge"),
     "training": (TaskRunner, "result"),
-    "an exam": (EvaluationLog, "take"),
+    "an exam": (EvaluationLog, "record"),
 }
 
 
@@ -198,7 +198,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_it_is_stopped_in_it_goes_on(place, after, tmp_path, monkeypatch):
     owner, name = PLACES[place]
-    given = {"num_updates": 14} | SCENARIOS["failing"]
+    given = {"num_updates": 14} | WORKLOADS["failing"]
     whole = run(FEDERATION, REMEMBERS, **given)
     real = getattr(owner, name)
     stops = 0
@@ -252,14 +252,14 @@ def test_who_watches_hears_of_each_answer_once_and_of_all_rounds(tmp_path):
     heard, rounds = [], []
 
     def watch(event):
-        heard.append(event.round)
-        if event.round in (3, 7) and heard.count(event.round) == 1:
+        heard.append(event.update_index)
+        if event.update_index in (3, 7) and heard.count(event.update_index) == 1:
             raise Stop
 
     for _ in range(2):
         with pytest.raises(Stop):
-            once(tmp_path / "run", STEADY, watch=watch)
-    found = once(tmp_path / "run", STEADY, watch=watch, progress=lambda: rounds.append(1))
+            once(tmp_path / "run", STEADY, on_update=watch)
+    found = once(tmp_path / "run", STEADY, on_update=watch, progress=lambda: rounds.append(1))
     assert heard == [1, 2, 3, 3, 4, 5, 6, 7, 7, 8, 9]
     assert len(rounds) == ROUNDS
     assert found.seconds > 0
@@ -268,17 +268,17 @@ def test_who_watches_hears_of_each_answer_once_and_of_all_rounds(tmp_path):
 def test_a_run_that_is_over_ends_as_it_did(tmp_path):
     whole = once(tmp_path / "run", STEADY, often=1)
     heard = []
-    assert once(tmp_path / "run", STEADY, watch=lambda event: heard.append(event.round)) == whole
+    assert once(tmp_path / "run", STEADY, on_update=lambda event: heard.append(event.update_index)) == whole
     assert heard == [ROUNDS]
 
 
 def test_messages_are_written_once_and_not_where_the_server_keeps_them(tmp_path):
     in_parts(tmp_path / "run", [4])
     tree = tensor_file.load(tmp_path / "run", "run")
-    starts = [message[0] for *_, message in tree["out"]]
+    starts = [message[0] for *_, message in tree["tickets"]]
     assert len(starts) >= 4
     assert set(starts) == {None}
-    buffers = {place for *_, message in tree["out"] for place in message[3].values()}
+    buffers = {place for *_, message in tree["tickets"] for place in message[3].values()}
     assert len(tree["tensors"]) == len(buffers)
 
 
@@ -322,7 +322,7 @@ def test_a_comparison_goes_on_to_the_same_bits(kill, comparison, tmp_path, reque
     assert (folder / "log.jsonl").read_text().splitlines() == log_of(comparison)
     assert torch.equal(found.landscape.held_out.values, comparison.landscape.held_out.values)
     assert (found.landscape.update_index, found.landscape.client) == (
-        comparison.landscape.round,
+        comparison.landscape.update_index,
         comparison.landscape.client,
     )
     assert not list(folder.glob("*.checkpoint"))
@@ -360,8 +360,8 @@ def test_another_comparison_does_not_go_on_with_it(tmp_path):
     folder = tmp_path / "x"
     with pytest.raises(Stop):
         compared(folder=folder, progress=stopping(12))
-    with pytest.raises(CheckpointError, match=r"x: settings: rounds: was 8, got 9$"):
-        compared(folder=folder, resume=True, rounds=9)
+    with pytest.raises(CheckpointError, match=r"x: settings: num_updates: was 8, got 9$"):
+        compared(folder=folder, resume=True, num_updates=9)
     with pytest.raises(CheckpointError, match=r"x: settings: methods: FedGS: rule: was FedGS\("):
         compare(clusters(), methods(NAMES, ["fedgs=0.5"]), **LIKE, folder=folder, resume=True)
     (over,) = folder.glob("*.run")
@@ -418,10 +418,10 @@ def test_a_file_that_is_another_by_now_is_refused_by_name(option, words, before,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_updates": 10}, "settings: rounds: was 9, got 10"),
-        ({"eval_every": 3}, "settings: every: was 1, got 3"),
-        ({"concurrency": 3}, "settings: tasks: was None, got 3"),
-        ({"task_cost": "trainer"}, "settings: work: was data, got dispatched"),
+        ({"num_updates": 10}, "settings: num_updates: was 9, got 10"),
+        ({"eval_every": 3}, "settings: eval_every: was 1, got 3"),
+        ({"concurrency": 3}, "settings: concurrency: was None, got 3"),
+        ({"task_cost": "trainer"}, "settings: task_cost: was fixed, got trainer"),
         ({"delays": Deterministic(1.0)}, "settings: delays: was None, got Deterministic"),
         ({"what": replace(REMEMBERS, rule=rules.FedAsync(0.25))}, "settings: rule: was FedAsync("),
         (
@@ -441,7 +441,7 @@ def test_other_settings_are_refused_by_name(change, words, tmp_path, monkeypatch
     before = path.read_bytes()
     federation, what = change.pop("federation", FEDERATION), change.pop("what", REMEMBERS)
     if "versions" in change:
-        was = tensor_file.load(path, "run")["about"]["versions"]
+        was = tensor_file.load(path, "run")["metadata"]["versions"]
         was |= change.pop("versions")
         monkeypatch.setattr("manifoldagg.simulation.run_metadata.versions", lambda: was)
     with pytest.raises(CheckpointError, match=f"^{re.escape(f'{path}: {words}')}"):
@@ -463,7 +463,7 @@ def test_a_course_that_goes_otherwise_is_refused(tmp_path):
 
     with pytest.raises(Stop):
         once(tmp_path / "run", progress=stopping(7), scheduler=made(0))
-    with pytest.raises(CheckpointError, match=r"goes otherwise than before: answer \d was of client \d at .* and is"):
+    with pytest.raises(CheckpointError, match=r"differs from the saved run: answer \d was of client \d at .* and is"):
         once(tmp_path / "run", scheduler=made(1))
     assert once(tmp_path / "run", scheduler=made(0)) == run(
         FEDERATION, REMEMBERS, num_updates=ROUNDS, scheduler=made(0)
@@ -515,7 +515,7 @@ def test_what_cannot_be_kept_is_told_at_the_door(tmp_path):
         run(FEDERATION, odd, checkpoint=CheckpointPolicy(tmp_path / "run", every_updates=1), **like)
     with pytest.raises(ArgumentError, match="resume: expected a `checkpoint` to go on from"):
         run(FEDERATION, REMEMBERS, resume=True, **like)
-    with pytest.raises(ArgumentError, match="checkpoint: expected Every, got 'run'"):
+    with pytest.raises(ArgumentError, match="checkpoint: expected CheckpointPolicy, got 'run'"):
         run(FEDERATION, REMEMBERS, checkpoint="run", **like)
     assert (told, list(tmp_path.iterdir())) == ([], [])
 
@@ -556,6 +556,6 @@ def test_seconds_are_waited_for_and_a_slow_disk_is_waited_for_longer(tmp_path, m
 
 def test_what_is_written_is_what_json_could_hold_of_the_log(tmp_path):
     in_parts(tmp_path / "run", [4])
-    rows = tensor_file.load(tmp_path / "run", "run")["rows"]
+    rows = tensor_file.load(tmp_path / "run", "run")["evaluations"]
     whole = run(FEDERATION, REMEMBERS, num_updates=ROUNDS)
     assert json.loads(json.dumps(rows)) == [vars(row) for row in whole.evaluations[: len(rows)]]

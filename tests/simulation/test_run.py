@@ -140,7 +140,7 @@ def test_a_report_that_fails_leaves_the_one_before(comparison, tmp_path, monkeyp
             raise OSError("no space")
         real(source, target)
 
-    monkeypatch.setattr(os, "restart", fails)
+    monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(ArgumentError, match="out: .* cannot be written: no space"):
         write_report(comparison, folder)
     assert file.read_bytes() == before
@@ -241,12 +241,12 @@ def test_models_depend_on_their_seed_alone():
         (lambda: compare(clusters(), iter(methods("fedgs"))), "methods: expected a list of Methods, got list_iterator"),
         (lambda: compare(clusters(), ["fedgs"]), r"methods\[0\]: expected a Method, got 'fedgs'; write method\('fedgs'\)"),
         (lambda: compare(clusters(), [FedGS()]), r"methods\[0\]: expected a Method, got FedGS; write Method\(name, rule, trainer\)"),
-        (lambda: compare("digits", methods("fedgs")), r"task: expected a Task, got 'digits'; write task\('digits'\)"),
+        (lambda: compare("digits", methods("fedgs")), r"dataset: expected a LabelledDataset, got 'digits'; write load_dataset\('digits'\)"),
         (lambda: compare(clusters(), methods("fedgs"), partition=None), "partition: expected a function or its name, such as 'iid'; got None"),
         (lambda: compare(clusters(), methods("fedgs"), tuning=True), r"tuning: expected a Tuning, got True; write Tuning\(\), or None"),
-        (lambda: run(clusters(), method("fedgs"), num_updates=2), r"federation: expected a Federation, got Task; write Federation.split\("),
+        (lambda: run(clusters(), method("fedgs"), num_updates=2), r"federation: expected a FederatedDataset, got LabelledDataset; write FederatedDataset.split\("),
         (lambda: run(FederatedDataset.split(clusters(), 3, partition="iid", seed=0), "fedgs", num_updates=2), r"method: expected a Method, got 'fedgs'; write method\('fedgs'\)"),
-        (lambda: FederatedDataset.split("digits", 3, partition="iid", seed=0), r"task: expected a Task, got 'digits'; write task"),
+        (lambda: FederatedDataset.split("digits", 3, partition="iid", seed=0), r"dataset: expected a LabelledDataset, got 'digits'; write load_dataset"),
         (lambda: FederatedDataset.split(clusters(), 3, partition=3, seed=0), "partition: expected a function or its name, such as 'iid'; got 3"),
         (lambda: FederatedDataset.split(clusters(), 3, partition="idd", seed=0), "partition: no partition 'idd'; did you mean iid"),
         (lambda: compare(clusters(), methods(["fedgs"]), clients=121), "clients: expected at most one for each of 120"),
@@ -255,7 +255,7 @@ def test_models_depend_on_their_seed_alone():
             "clients: 120 clients have too few samples",
         ),
         (lambda: compare(clusters(), methods(["fedgs"]), seeds=0), "seeds: expected"),
-        (lambda: compare(clusters(), methods(["fedgs"]), num_updates=0), "rounds: expected"),
+        (lambda: compare(clusters(), methods(["fedgs"]), num_updates=0), "num_updates: expected"),
         (lambda: compare(clusters(), methods(["fedgs"]), target=1.5), "target: expected"),
         (lambda: FederatedDataset.split(clusters(), 3, partition=dirichlet(1.0), seed=-1), "seed: expected"),
         (

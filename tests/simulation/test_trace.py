@@ -188,7 +188,7 @@ def test_rows_are_in_order_of_the_numbers_in_names():
     assert not any(label.get_parse_math() for label in ticks)
 
 
-ROW = {"client": "a", "task_cost": 1.0, "trainer": 0.0, "started": 0.0, "finished": 1.0, "staleness": 0}
+ROW = {"client": "a", "work": 1.0, "dispatched": 0.0, "started": 0.0, "finished": 1.0, "staleness": 0}
 HEADER = ",".join(ROW) + "\n"
 
 
@@ -206,7 +206,7 @@ HEADER = ",".join(ROW) + "\n"
         ("t.jsonl", json.dumps(ROW) + "\n[]\n", "line 2: expected the fields"),
         ("t.jsonl", json.dumps(ROW | {"more": 1}) + "\n", "line 1: expected the fields"),
         ("t.jsonl", json.dumps(ROW | {"staleness": -1}) + "\n", "line 1: staleness: expected"),
-        ("t.jsonl", json.dumps(ROW | {"task_cost": "1"}) + "\n", "line 1: work: expected"),
+        ("t.jsonl", json.dumps(ROW | {"work": "1"}) + "\n", "line 1: work: expected"),
         ("t.jsonl", "{\n", "line 1"),
     ],
 )
@@ -232,7 +232,7 @@ def test_files_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ArgumentError, match=r"path: .* cannot be written: 'utf-8' codec"):
         write_trace(tmp_path / "t.csv", [TaskRecord("\ud800", 1.0, 0.0, 0.0, 1.0, 0)])
     for takes in (lambda x: write_trace(tmp_path / "t.csv", x), ReplayScheduler, draw_trace):
-        with pytest.raises(ArgumentError, match=r"records\[0\]: expected a Record, got 1"):
+        with pytest.raises(ArgumentError, match=r"records\[0\]: expected a TaskRecord, got 1"):
             takes([1])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     with pytest.raises(ArgumentError, match="records: expected at least one"):
@@ -244,8 +244,8 @@ def test_files_that_cannot_be_are_refused(tmp_path):
     ("change", "words"),
     [
         ({"client": 1.5}, "client: expected"),
-        ({"task_cost": -1.0}, "work: expected"),
-        ({"trainer": math.nan}, "dispatched: expected"),
+        ({"work": -1.0}, "work: expected"),
+        ({"dispatched": math.nan}, "dispatched: expected"),
         ({"finished": -1.0}, "finished: expected"),
         ({"staleness": 0.5}, "staleness: expected"),
     ],

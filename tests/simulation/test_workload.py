@@ -1,4 +1,4 @@
-"""Runs in every scenario: schedulers, delays, participation, work, evaluation; what clients keep, and what it all takes."""
+"""Runs in every scenario: schedulers, delays, availability, task costs, evaluation; what clients keep, and what it all takes."""
 
 from dataclasses import replace
 from functools import partial
@@ -91,11 +91,11 @@ def test_evaluation_is_before_the_first_round_after_every_few_and_after_the_last
 
 
 def test_delays_are_one_for_all_or_one_for_each_or_measured(federation, tmp_path):
-    clients = federation.scheduled
+    clients = federation.trainable_clients
     same = run(federation, ASYNC, num_updates=12, delays=Deterministic(1.0))
     for delays in (dict.fromkeys(range(9), Deterministic(1.0)), lambda clients, generator: Deterministic(1.0)):
         assert run(federation, ASYNC, num_updates=12, delays=delays) == same
-    assert same.times[: len(clients)] == sorted(float(federation.length(client)) for client in clients)
+    assert same.times[: len(clients)] == sorted(float(federation.num_batches(client)) for client in clients)
     path = tmp_path / "measured.csv"
     path.write_text("client,computation_s,round_s\npi,1.0,3.0\njetson,0.25,0.5\n")
     measured = run(federation, ASYNC, num_updates=30, eval_every=30, delays=path)
@@ -104,7 +104,7 @@ def test_delays_are_one_for_all_or_one_for_each_or_measured(federation, tmp_path
     first = {}
     for client, time in zip(measured.clients, measured.times, strict=True):
         first.setdefault(client, time)
-    assert all(time in (federation.length(c) + 2.0, 0.25 * federation.length(c) + 0.25) for c, time in first.items())
+    assert all(time in (federation.num_batches(c) + 2.0, 0.25 * federation.num_batches(c) + 0.25) for c, time in first.items())
 
 
 def test_a_scheduler_of_ones_own_is_used_up(federation):
@@ -124,7 +124,7 @@ def test_a_run_is_its_own_replay(federation):
         federation, Method("FedGS", rules.FedGS(1.0), LOCAL), num_updates=25, scheduler=ReplayScheduler(records)
     )
     assert (other.clients, other.times) == (one.clients, one.times)
-    with pytest.raises(ArgumentError, match="nobody has a task any more after 25 answers"):
+    with pytest.raises(ArgumentError, match="no client has a task after 25 answers"):
         run(federation, ASYNC, num_updates=26, scheduler=ReplayScheduler(records))
 
 
@@ -164,7 +164,7 @@ def test_epochs_that_a_server_asks_for_take_time(federation):
     )
     assert asked[0] == 2
     assert asked[-1] > asked[0]
-    assert np.diff([0.0, *one.times]).tolist() == [epochs * only.length(0) for epochs in asked]
+    assert np.diff([0.0, *one.times]).tolist() == [epochs * only.num_batches(0) for epochs in asked]
 
 
 class Counting:
@@ -178,7 +178,7 @@ class Counting:
         return Payload(
             message.start[None] + 0.01,
             1,
-            client_state={"concurrency": (memory or {"concurrency": 0})["concurrency"] + 1},
+            client_state={"tasks": (memory or {"tasks": 0})["tasks"] + 1},
         )
 
 
@@ -196,18 +196,18 @@ def test_a_client_finds_what_its_last_task_left(federation):
     ):
         trainer = Counting()
         one = run(federation, replace(method, trainer=trainer), num_updates=50, eval_every=50, **scenario)
-        before = dict.fromkeys(federation.scheduled, 0)
+        before = dict.fromkeys(federation.trainable_clients, 0)
         for client, (memory, _) in zip(one.clients, trainer.seen, strict=True):
-            assert (memory or {"concurrency": 0})["concurrency"] == before[client]
+            assert (memory or {"tasks": 0})["tasks"] == before[client]
             before[client] += 1
 
 
 def test_clients_of_one_version_share_their_start(federation):
     seen = []
     run(federation, ASYNC, num_updates=12, delays=Deterministic(1.0), on_update=seen.append)
-    starts = [event.message.start for event in seen[: len(federation.scheduled)]]
+    starts = [event.message.start for event in seen[: len(federation.trainable_clients)]]
     assert len({start.data_ptr() for start in starts}) == 1
-    later = [event.message.start for event in seen[len(federation.scheduled) :]]
+    later = [event.message.start for event in seen[len(federation.trainable_clients) :]]
     assert starts[0].data_ptr() not in {start.data_ptr() for start in later}
 
 
@@ -229,7 +229,7 @@ def test_statistics_of_batch_normalisation_go_with_the_model():
         on_update=sent.append,
     )
     assert one.accuracy[-1] > 0.9
-    assert set(sent[0].message.asked) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert set(sent[0].message.requested_buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert sent[0].message.buffers["1.running_mean"].abs().max() == 0
     assert sent[-1].message.buffers["1.running_mean"].abs().max() > 1
 
@@ -251,17 +251,17 @@ def test_a_rule_may_need_to_know_who_takes_part():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"task_cost": "hard"}, "work: expected one of data, dispatched"),
-        ({"eval_every": 0}, "every: expected"),
-        ({"concurrency": 0}, "tasks: expected"),
+        ({"task_cost": "hard"}, "task_cost: expected one of fixed, trainer"),
+        ({"eval_every": 0}, "eval_every: expected"),
+        ({"concurrency": 0}, "concurrency: expected"),
         ({"delays": {0: Deterministic(1.0)}}, "delays: expected one for each client that takes part; none for 1, 2, 3"),
         ({"delays": 3.0}, "delays: expected a Delay, or a mapping from clients, got 3.0"),
         ({"delays": "nowhere.csv"}, "path: nowhere.csv cannot be read"),
         ({"scheduler": lambda c, g: None}, "scheduler: expected a Scheduler, or a function that makes one, got None"),
         ({"scheduler": "priority"}, "scheduler: expected a Scheduler, or a function that makes one, got 'priority'"),
-        ({"availability": 5}, "availability: expected Changes, or a function that makes them, got 5"),
-        ({"availability": "churn"}, "availability: expected Changes, or a function that makes them, got 'churn'"),
-        ({"watch": 3}, "watch: expected a function, got 3"),
+        ({"availability": 5}, "availability: expected AvailabilityChanges, or a function that makes them, got 5"),
+        ({"availability": "churn"}, "availability: expected AvailabilityChanges, or a function that makes them, got 'churn'"),
+        ({"on_update": 3}, "on_update: expected a function, got 3"),
         ({"progress": 3}, "progress: expected a function, got 3"),
         (
             {"scheduler": lambda c, g: IndependentClients(Deterministic(1.0), g), "delays": Deterministic(1.0)},

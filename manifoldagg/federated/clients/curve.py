@@ -66,11 +66,11 @@ class Curve(BaseTrainer):
     def __post_init__(self) -> None:
         check_count("degree", self.degree)
         phases = self._options()["phases"]
-        if self.degree == 1 and self.freeze_end and phases.amounts[1]:
+        if self.degree == 1 and self.freeze_end and phases.limits[1]:
             amount = "epochs" if self.steps is None else "steps"
             raise ArgumentError(
-                f"{amount}: expected none in the second phase, such as {phases.amounts[0]}+0: a curve of degree 1 has "
-                f"no point between its ends; got {phases.amounts[0]}+{phases.amounts[1]}"
+                f"{amount}: expected none in the second phase, such as {phases.limits[0]}+0: a curve of degree 1 has "
+                f"no point between its ends; got {phases.limits[0]}+{phases.limits[1]}"
             )
 
     def _options(self) -> dict[str, Any]:

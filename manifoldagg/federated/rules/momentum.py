@@ -152,19 +152,19 @@ class Momentum(WrapperRule):
         frame = motion.frame
         step = velocity = motion.coefficients
         if "velocity" in state:
-            frame = frame.extended("velocity", state["velocity"], aside=True)
+            frame = frame.with_row("velocity", state["velocity"], norm_only=True)
             step = np.concatenate([step, np.zeros_like(step[..., :1])], axis=-1)
             velocity = step.copy()
             velocity[..., -1] = self.beta
         largest = safe_sqrt(torch.finfo(frame.dtype).max)
         gram = None
-        if not (frame.unread and frame.measured and frame.reach(velocity) <= largest):
+        if not (frame.unmeasured and frame.has_norm_bounds and frame.norm_bound(velocity) <= largest):
             frame = replace(frame, unmeasured={})
             gram = frame.gram("tensor" if velocity.ndim == 2 else "model")
             check_number("points: size of the velocity", safe_sqrt(gram.squared_norm(velocity)), at_most=largest)
         line = step + self.beta * velocity if self.nesterov else velocity
-        after["velocity"] = frame.kept(velocity, out)
-        moved = {**outcome.numbers, "norm": frame.length(gram, line)}
+        after["velocity"] = frame.for_state(velocity, out)
+        moved = {**outcome.numbers, "norm": frame.combination_norm(gram, line)}
         return after, replace(outcome, model=frame.move(gram, line, out), numbers=moved)
 
 

@@ -123,4 +123,4 @@ class Private(WrapperRule):
         kept = {"n": mine, "version": version, "here": here + 1}
         told = {**outcome.numbers, "participations": float(largest)}
         after = {**state, "rule": inner, "participations": largest}
-        return after, Outcome(outcome.model, kept, told, outcome.sound)
+        return after, Outcome(outcome.model, kept, told, outcome.state_is_finite)

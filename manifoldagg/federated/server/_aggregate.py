@@ -185,7 +185,7 @@ def aggregate_step(
             else:
                 check_no_overlap(written, target, given)
             if there:
-                blank.apart = tuple(read)  # the step need not ask again
+                blank.disjoint_from = tuple(read)  # the step need not ask again
         try:
             after, outcome = step(StepConfig(space, rule, chosen, buffers_label="update"), before, taken, newest, blank)
         except Exception as error:

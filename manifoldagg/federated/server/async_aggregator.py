@@ -1,4 +1,4 @@
-"""Versions: for a loop of one's own, what every client started from, and the rule's state, step by step."""
+"""The asynchronous aggregator: for a loop of one's own, what every client started from, and the rule's state, step by step."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -73,13 +73,13 @@ class AsyncAggregator:
     Example:
         >>> import numpy as np
         >>> from manifoldagg.federated.rules import FedAsync
-        >>> versions = AsyncAggregator(FedAsync(0.5), [np.array([0.0])])
-        >>> early, late = versions.send("ward-7"), versions.send("ward-8")
-        >>> numbers = versions.take("ward-7", [early[0] + 2], samples=30)
-        >>> numbers = versions.take("ward-8", [late[0] + 4], samples=10)
-        >>> numbers["staleness"], numbers["weight"], versions.version, versions.model
+        >>> aggregator = AsyncAggregator(FedAsync(0.5), [np.array([0.0])])
+        >>> early, late = aggregator.checkout("ward-7"), aggregator.checkout("ward-8")
+        >>> numbers = aggregator.submit("ward-7", [early[0] + 2], samples=30)
+        >>> numbers = aggregator.submit("ward-8", [late[0] + 4], samples=10)
+        >>> numbers["staleness"], numbers["weight"], aggregator.version, aggregator.model
         (1, 0.25, 2, [array([2.5])])
-        >>> versions.take("ward-8", [late[0] + 4], samples=10)
+        >>> aggregator.submit("ward-8", [late[0] + 4], samples=10)
         Traceback (most recent call last):
             ...
         manifoldagg.errors.ArgumentError: client: 'ward-8' has no task: it was sent none, or has answered
@@ -248,9 +248,9 @@ class AsyncAggregator:
         Example:
             >>> import torch
             >>> from manifoldagg.federated.rules import FedAsync
-            >>> versions = AsyncAggregator(FedAsync(0.5), [torch.ones(1)])
-            >>> _ = versions.send("ward-7")
-            >>> versions.tasks
+            >>> aggregator = AsyncAggregator(FedAsync(0.5), [torch.ones(1)])
+            >>> _ = aggregator.checkout("ward-7")
+            >>> aggregator.in_flight
             {('ward-7', None): 0}
         """
         now = self._state.value
@@ -268,11 +268,11 @@ class AsyncAggregator:
             "rule": import_path(type(self._rule)),
             "version": now.version,
             "models": {version: as_tensors("model", now.model(version)) for version in now.versions},
-            "tasks": [(*place, *begun) for place, begun in now.tasks.items()],
+            "in_flight": [(*place, *begun) for place, begun in now.tasks.items()],
             "weights": now.weights.state(),
             "state": held.state,
-            "waiting": None if waiting is None else {**vars(waiting), "latest": buffers_to_tree(waiting.latest)},
-            "memory": list(held.client_states.items()),
+            "pending_buffers": None if waiting is None else {**vars(waiting), "latest": buffers_to_tree(waiting.latest)},
+            "client_states": list(held.client_states.items()),
         }
         return tree_map(tree, copy_tensor)  # type: ignore[no-any-return]
 
@@ -288,16 +288,16 @@ class AsyncAggregator:
         Example:
             >>> import torch
             >>> from manifoldagg.federated.rules import FedAsync
-            >>> versions = AsyncAggregator(FedAsync(0.5), [torch.zeros(1)])
-            >>> base = versions.send("ward-7")
-            >>> saved = versions.state()
-            >>> versions = AsyncAggregator(FedAsync(0.5), [torch.zeros(1)])
-            >>> versions.load(saved)
-            >>> versions.take("ward-7", [base[0] + 1], samples=10)["norm"]
+            >>> aggregator = AsyncAggregator(FedAsync(0.5), [torch.zeros(1)])
+            >>> base = aggregator.checkout("ward-7")
+            >>> saved = aggregator.state()
+            >>> aggregator = AsyncAggregator(FedAsync(0.5), [torch.zeros(1)])
+            >>> aggregator.load(saved)
+            >>> aggregator.submit("ward-7", [base[0] + 1], samples=10)["norm"]
             0.5
         """
         if not isinstance(state, Mapping) or set(state) != STATE_KEYS:
-            raise ArgumentError("state: AsyncAggregator.state()")
+            raise ArgumentError("state: expected what AsyncAggregator.state() returned")
         mine = import_path(type(self._rule))
         if state["rule"] != mine:
             raise ArgumentError(f"state: rule: expected {mine}, got {state['rule']}")
@@ -311,7 +311,7 @@ class AsyncAggregator:
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 if isinstance(error, ArgumentError):
                     raise
-                raise ArgumentError("state: expected what Versions.state() returned") from error
+                raise ArgumentError("state: expected what AsyncAggregator.state() returned") from error
             self._state.update(lambda _: (fresh, None))
 
     def _parse_state(self, tree: Mapping[str, Any], weights: Weights) -> "_State":
@@ -319,8 +319,8 @@ class AsyncAggregator:
         models = tree["models"]
         for version, model in models.items():
             self._layout.check(model, f"state: models: {version}: ")
-        memory = dict(tree["memory"])
-        waiting = tree["waiting"]
+        memory = dict(tree["client_states"])
+        waiting = tree["pending_buffers"]
         if waiting is not None:
             waiting = PendingBuffers(**{**waiting, "latest": buffers_from_tree(waiting["latest"])})
         current = check_count("state: version", tree["version"], at_least=0)
@@ -330,12 +330,12 @@ class AsyncAggregator:
         state = AggregateState(tree["state"], waiting, memory) if memory or waiting is not None else tree["state"]
         kept = {version: InMemoryTree(self._build_model(model)) for version, model in models.items()}
         record = _State(current, state, weights, Store().retain(_version_key(current), kept[current]))
-        for client, task, began, apart in tree["tasks"]:
+        for client, task, began, apart in tree["in_flight"]:
             weights.check(client)
             place = (client, check_client(task, "task"))
             if place in record.tasks or client not in weights.reported or began > current or type(apart) is not bool:
                 raise ArgumentError(
-                    f"state: tasks: expected one of {client!r} by each name, of a version up to {current}"
+                    f"state: in_flight: expected one of {client!r} by each name, of a version up to {current}"
                 )
             record = record.with_known_task(place, TaskStart(began, apart), kept[began])
         return record
@@ -426,7 +426,7 @@ class _State(NamedTuple):
         return self.tasks[task]
 
     def with_task(self, task: TaskKey, start: TaskStart, stored: InMemoryTree | SpilledTree, restart: bool) -> "_State":
-        """With a task that begins with a version, which is `kept`; `restart` in place of the one that there is.
+        """With a task that begins with a version, which is `stored`; `restart` in place of the one that there is.
 
         Raises:
             ArgumentError: if there is such a task.
@@ -442,7 +442,7 @@ class _State(NamedTuple):
         return self.without_task(task).with_known_task(task, start, stored)
 
     def with_known_task(self, task: TaskKey, start: TaskStart, stored: InMemoryTree | SpilledTree) -> "_State":
-        """With a task that began with a version, which is `kept` where nobody has it."""
+        """With a task that began with a version, which is `stored` where nobody has it."""
         return self._replace(
             store=self.store.retain(_version_key(start.version), stored), tasks=self.tasks.set(task, start)
         )
@@ -465,7 +465,7 @@ class _State(NamedTuple):
         """
         after = self.without_task(task)
         after = after._replace(state=result.state, weights=after.weights.with_report(info.client, info.samples))
-        if not result.moved:
+        if not result.has_moved:
             return after, after.version
         version = self.version + 1
         store = after.store.retain(_version_key(version), InMemoryTree(result.model)).release(
@@ -474,7 +474,7 @@ class _State(NamedTuple):
         return after._replace(version=version, store=store), version
 
 
-STATE_KEYS = {"rule", "version", "models", "tasks", "weights", "state", "waiting", "memory"}
+STATE_KEYS = {"rule", "version", "models", "in_flight", "weights", "state", "pending_buffers", "client_states"}
 
 
 def _as_aggregate_state(state: State) -> AggregateState:

@@ -32,12 +32,12 @@ MAX_LISTED = 5
 class AvailableClients(Sequence[int]):
     """Clients that are here: a set in a definite order, of which any can be had at once.
 
-    The order follows from what was added and discarded, and says nothing. `changes` counts both.
+    The order follows from what was added and discarded, and says nothing. `num_changes` counts both.
 
     Example:
         >>> here = AvailableClients([3, 5, 7])
         >>> here.discard(3)
-        >>> 3 in here, list(here), here.changes
+        >>> 3 in here, list(here), here.num_changes
         (False, [7, 5], 4)
     """
 

@@ -78,7 +78,7 @@ class Rejected(Event):
     Attributes:
         client: whom the ticket was issued to; `None` where it is not known.
         ticket: likewise.
-        field: that was wrong, as in `server.refused`.
+        field: that was wrong, as in `server.rejected`.
         reason: as in the receipt.
         latency: seconds of the server's clock from the dispatch to the answer; NaN where the ticket is not known.
         is_final: whether no update can be taken on the ticket any more. Otherwise the client may try again.

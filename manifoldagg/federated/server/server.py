@@ -109,22 +109,21 @@ class Server:
         max_staleness: refuse what is staler than so many versions.
         update_limits: limits on norms, cosines, sample counts and control points.
         averaging: what listens to every new version, in order; it may keep the models and must not write them.
-        buffers: the model's buffers at the start, as from `space.carried`; clients then send theirs, but those that are
+        buffers: the model's buffers at the start, as from `space.buffers`; clients then send theirs, but those that are
             left. Without it the server keeps none and takes none.
-        buffers: what becomes of them, by name or glob pattern: `"average"` (with the rule's step; the default),
+        buffer_policy: what becomes of them, by name or glob pattern: `"average"` (with the rule's step; the default),
             `"latest"` or `"leave"`. What is no floating tensor is never averaged: the latest is taken.
         base_dtype: keep what clients start from in this narrower dtype. They start from the rounded model, and the
             drift is measured from it: it is never quite zero. Flat spaces only; what overflows is kept as it is.
         memory_limit: bytes in memory for older versions and client memory. The oldest go to files, mapped when they are
             needed and removed with their last holder, in the folder `spill` (`None`: the system's temporary one). The
             memory that they leave goes back to the system, where its allocator would keep it.
-        history: how many of the latest rows `history` keeps; `None` for all.
+        history_size: how many of the latest rows `history` keeps; `None` for all.
         timeout: seconds after which a ticket ends that nobody answers; see `expire`.
         clock: gives the seconds; that of a simulation, for instance.
         max_in_flight: how many may be out at once. Beyond, `dispatch` raises `BusyError`.
         max_queued_updates: how many updates may wait for their turn. Beyond, they get a receipt that says so. Those
-            whose
-            payload is still being made of what came are not counted: how many do so at once is for the host to bound.
+            whose payload is still being made of what came are not counted: how many do so at once is for the host to bound.
         receipt_cache_size: how many of the latest receipts are kept for clients that ask again.
         checkpoint: when to write checkpoints beside the work, and where to. Clients are then strings or integers.
         journal: where everything that is taken is appended before its receipt is given, so that `resume` knows of it;
@@ -267,7 +266,7 @@ class Server:
         Args:
             model: any module, or a state dict. It is not written.
             rule: how the model moves.
-            buffers: what becomes of them, as in the constructor. Frozen parameters of a module stay as they are unless
+            buffer_policy: what becomes of the buffers, as in the constructor. Frozen parameters of a module stay as they are unless
                 they match. Of a state dict as in [`aggregate`][manifoldagg.aggregate], like what follows.
             adapters: of a state dict, whether pairs of factors are one matrix each.
             scaling: what the model multiplies their products with.
@@ -373,9 +372,9 @@ class Server:
     ) -> "Server":
         """A server with the record that was saved."""
         server = cls(space, rule, checkpoint.model, **checkpoint.server_options(options))
-        books = checkpoint.restore_state(server._state.value, server._clock(), options.get("weights"), server._recycle)
+        state = checkpoint.restore_state(server._state.value, server._clock(), options.get("weights"), server._recycle)
         checkpoint.restore_averaging(server._averaging)
-        server._state.update(lambda _: (books, None))
+        server._state.update(lambda _: (state, None))
         server._evictor.evict()
         return server
 
@@ -393,7 +392,7 @@ class Server:
         replay.time = checkpoint.time
         server = cls._from_checkpoint(checkpoint, space, rule, {**given, "clock": replay.clock})
 
-        def take(payload: Payload, was: Mapping[str, Any]) -> Receipt:
+        def apply_update(payload: Payload, was: Mapping[str, Any]) -> Receipt:
             ticket = server._state.value.find(was["ticket"])
             if isinstance(ticket, Receipt):
                 raise ArgumentError("ticket: used already")
@@ -404,10 +403,10 @@ class Server:
                 LOG.exception("averaging: raised for version %d", receipt.version)
             return receipt
 
-        def narrow(model: Tensor) -> Tensor | None:
+        def round_kept(model: Tensor) -> Tensor | None:
             return round_base(model, server._base_dtype)
 
-        replay.replay(ReplayTarget(server._state, take, narrow))
+        replay.replay(ReplayTarget(server._state, apply_update, round_kept))
         tree = {**server.snapshot().tree(), "clock": checkpoint.clock}
         server.close()
         return LoadedCheckpoint(checkpoint.path, tree)
@@ -447,32 +446,32 @@ class Server:
         """A ticket for the current model; none, and nothing has changed, where a checkpoint may have been made in the
         meantime that knows its version no more: a journal would not find it.
         """
-        books = self._state.value
-        books.check_capacity()
-        place = books.current_key
-        kept = books.store.find(place)
+        state = self._state.value
+        state.check_capacity()
+        place = state.current_key
+        kept = state.store.find(place)
         base = None
         if retain_base and self._base_dtype is not None:
-            narrow = ("base", books.model_state.version)
-            held = books.store.find(narrow)
+            narrow = ("base", state.model_state.version)
+            held = state.store.find(narrow)
             # One that is in a file is rounded again: who starts now needs no file.
             base = (
-                held.tree if isinstance(held, InMemoryTree) else round_base(books.model_state.current, self._base_dtype)
+                held.tree if isinstance(held, InMemoryTree) else round_base(state.model_state.current, self._base_dtype)
             )
             if base is not None:
                 place = narrow
                 kept = InMemoryTree(base) if held is None else held
-        sent, apart = make_message(self.space, self.rule, books.model_state, books.store.load(("client", client)), base)
+        sent, apart = make_message(self.space, self.rule, state.model_state, state.store.load(("client", client)), base)
         ticket_id = os.urandom(16).hex()
-        ticket = PendingTicket(client, books.model_state.version, place if retain_base else None, self._clock(), apart)
+        ticket = PendingTicket(client, state.model_state.version, place if retain_base else None, self._clock(), apart)
 
-        def entered(now: ServerState) -> tuple[ServerState, bool]:
+        def with_ticket(now: ServerState) -> tuple[ServerState, bool]:
             passed = now.model_state.version != ticket.version and now.store.find(place) is None
             if retain_base and passed and self._journal is not None:
                 return now, False
             return now.with_ticket(ticket_id, ticket, kept), True
 
-        if not self._state.update(entered):
+        if not self._state.update(with_ticket):
             return None
         return Ticket(ticket_id, ticket.version, sent, self.space)
 
@@ -508,11 +507,11 @@ class Server:
         Gram matrix tells whether what came is finite, and what is refused costs no more than what is taken.
         """
 
-        def brought(_: PendingTicket) -> Any:
+        def make_payload(_: PendingTicket) -> Any:
             # By its type: what an object says of its class may be untrue, or raise.
             return payload if issubclass(type(payload), Payload | type) or not callable(payload) else payload()
 
-        return self._receive(ticket, client, brought)
+        return self._receive(ticket, client, make_payload)
 
     @no_grad
     def receive_model(
@@ -550,19 +549,19 @@ class Server:
         if any(extra_fields(self.rule)):
             raise ArgumentError(f"rule: {type(self.rule).__name__} asks clients for more than models; use `receive`")
         check_parameter_space(self.space)
-        books = self._state.value
+        state = self._state.value
 
-        def brought(found: PendingTicket) -> Payload:
+        def make_payload(found: PendingTicket) -> Payload:
             base = None if found.custom_start else found.base_key
             if isinstance(model, torch.nn.Module):  # which can be called too
                 raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
             came = model() if callable(model) else model
-            began = partial(books.store.load, base)
+            began = partial(state.store.load, base)
             return payload_from_state_dict(
-                self._schema, came, samples, books.model_state.current, began, scaling=scaling
+                self._schema, came, samples, state.model_state.current, began, scaling=scaling
             )
 
-        return self._receive(ticket, client, brought)
+        return self._receive(ticket, client, make_payload)
 
     def _receive(self, ticket: str | Ticket, client: Hashable, make_payload: Callable[[PendingTicket], Any]) -> Receipt:
         try:
@@ -649,8 +648,7 @@ class Server:
         Args:
             callback: called with an [`Event`][manifoldagg.federated.server.events.Event]: `Dispatched`, `Accepted`,
                 `Rejected`, `Dropped`, `Expired`, `CheckpointWritten`, `CheckpointFailed` or `Closed`. It should take
-                less time than
-                there is between two events: those that wait are kept.
+                less time than there is between two events: those that wait are kept.
 
         Returns:
             A function that ends it.
@@ -674,8 +672,8 @@ class Server:
     @property
     def model(self) -> Float[Tensor, " P"]:
         """A copy of the current model (P,)."""
-        books = self._state.value
-        return copy_tensor(books.model_state.current)
+        state = self._state.value
+        return copy_tensor(state.model_state.current)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The current model as a state dict, in the model's own dtypes, with the buffers that the server keeps.
@@ -684,8 +682,8 @@ class Server:
             ArgumentError: if the space is no `ParameterSpace`.
         """
         space = check_parameter_space(self.space)
-        books = self._state.value
-        return space.state_dict(books.model_state.current, books.model_state.buffers or None)
+        state = self._state.value
+        return space.state_dict(state.model_state.current, state.model_state.buffers or None)
 
     def spec(self) -> dict[str, Any]:
         """Of the server's space, fit for JSON: what a client makes the same space of, with the module or without.
@@ -730,7 +728,7 @@ class Server:
 
     @property
     def history(self) -> list[HistoryRow]:
-        """A flat row, fit for a data frame, for each of the latest accepted updates, at most `history=` of them.
+        """A flat row, fit for a data frame, for each of the latest accepted updates, at most `history_size=` of them.
 
         A row has the client, its samples, the receipt and the rule's numbers.
         """
@@ -857,12 +855,12 @@ class Server:
 
     def _lookup(self, ticket_id: Any, client: Any, received_at: float) -> PendingTicket | Receipt:
         """The ticket of an update that may be taken, or the receipt that there is for it."""
-        books = self._state.value
-        found = books.find(ticket_id, client)
+        state = self._state.value
+        found = state.find(ticket_id, client)
         if isinstance(found, Receipt):
             return found
         try:
-            books.check_staleness(found)
+            state.check_staleness(found)
         except ArgumentError as error:
             return self._close_ticket(ticket_id, error, received_at)
         return found
@@ -891,19 +889,19 @@ class Server:
         record: Mapping[str, Any] | None = None,
     ) -> Receipt:
         """Take an update; with the weight that it had where it is told by a journal."""
-        books = self._state.value
-        begun = time.perf_counter() if books.subscriptions else math.nan
-        samples = books.weights.capped(ticket.client, payload.samples) if record is None else record["samples"]
-        update = books.make_update(ticket, payload, samples)
+        state = self._state.value
+        begun = time.perf_counter() if state.subscriptions else math.nan
+        samples = state.weights.capped(ticket.client, payload.samples) if record is None else record["samples"]
+        update = state.make_update(ticket, payload, samples)
         if record is not None:
             update = replace(update, weight=record["weight"], share=record["share"])
-        model = self._alloc_model(books.model_state.current)
+        model = self._alloc_model(state.model_state.current)
         try:
-            after, outcome = step(self._step_config, books.model_state, update, payload.buffers, model.tree)
+            after, outcome = step(self._step_config, state.model_state, update, payload.buffers, model.tree)
         except Exception:
             raise_nonfinite(self._schema, payload)
             raise
-        seconds = time.perf_counter() - begun if books.subscriptions else math.nan
+        seconds = time.perf_counter() - begun if state.subscriptions else math.nan
         moved = outcome.model is not None
         receipt = Receipt(
             accepted=True,
@@ -961,9 +959,9 @@ class Server:
             self._notify_average()
         finally:
             self._evictor.evict()
-            books = self._state.value
-            if self._checkpoint_writer is not None and not books.pending_notifications and not books.is_closed:
-                self._checkpoint_writer.maybe_write(books.history.next_index, self._make_snapshot)
+            state = self._state.value
+            if self._checkpoint_writer is not None and not state.pending_notifications and not state.is_closed:
+                self._checkpoint_writer.maybe_write(state.history.next_index, self._make_snapshot)
 
     def _notify_average(self) -> None:
         """Tell the average what it has not heard: if it raises an error it has, after an interrupt it is told again."""
@@ -991,7 +989,7 @@ class Server:
         return InMemoryTree(blank, self._recycle)
 
     def _check_process(self) -> None:
-        """Not in a fork: its books are a copy, of which clients know nothing."""
+        """Not in a fork: its state is a copy, of which clients know nothing."""
         if os.getpid() != self._pid:
             raise ArgumentError(
                 f"server: belongs to process {self._pid}, of which this is a fork; it can only be read here"

@@ -1,4 +1,4 @@
-"""The books: all that a server knows, as one immutable record. A change is a new record, entered by one assignment."""
+"""The state: all that a server knows, as one immutable record. A change is a new record, entered by one assignment."""
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -197,7 +197,7 @@ class ServerState(NamedTuple):
             raise ArgumentError(SERVER_CLOSED)
         most = self.limits.max_in_flight
         if most is not None and len(self.tickets) >= most:
-            raise BusyError(f"server: busy: {len(self.tickets)} tickets are out, of at most {most}")
+            raise BusyError(f"server: busy: {len(self.tickets)} tickets in flight, max_in_flight={most}")
 
     def with_ticket(
         self, ticket_id: str, ticket: PendingTicket, base: InMemoryTree | SpilledTree | None
@@ -213,7 +213,7 @@ class ServerState(NamedTuple):
             weights=self.weights.with_client(ticket.client),
             store=self.store if ticket.base_key is None else self.store.retain(ticket.base_key, base),
             tickets=self.tickets.set(ticket_id, ticket),
-        ).with_log_record("dispatched", ticket=ticket_id, open=tuple(ticket))
+        ).with_log_record("dispatched", ticket=ticket_id, pending=tuple(ticket))
         return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 
     def find(self, ticket_id: Any, client: Any = ANY_CLIENT) -> PendingTicket | Receipt:
@@ -279,7 +279,7 @@ class ServerState(NamedTuple):
             update: that was taken.
             after: what it has made of the present.
             outcome: of the step.
-            taken: what else is made of it.
+            applied: what else is made of it.
 
         Raises:
             ArgumentError: if its ticket is not out any more.
@@ -297,7 +297,7 @@ class ServerState(NamedTuple):
                 store = store.release(key)
             if outcome.client_state is not None:
                 store = store.retain(key, InMemoryTree(outcome.client_state))
-        books = self._replace(
+        state = self._replace(
             model_state=after,
             weights=self.weights.with_report(update.client, update.samples),
             store=store.release(ticket.base_key),
@@ -318,8 +318,8 @@ class ServerState(NamedTuple):
             time=applied.received_at,
         )
         if not self.subscriptions:
-            return books
-        return books.with_event(
+            return state
+        return state.with_event(
             Accepted,
             client=ticket.client,
             ticket=ticket_id,
@@ -327,14 +327,14 @@ class ServerState(NamedTuple):
             row=MappingProxyType(applied.row),
             latency=applied.received_at - ticket.issued_at,
             seconds=applied.seconds,
-            memory=MappingProxyType(books.memory_usage()),
+            memory=MappingProxyType(state.memory_usage()),
         )
 
     def with_event(self, kind: Callable[..., Event], **fields: Any) -> "ServerState":
         """With an event of which those who watch, if anybody does, have still to hear."""
         if not self.subscriptions:
             return self
-        event = kind(version=self.model_state.version, out=len(self.tickets), **fields)
+        event = kind(version=self.model_state.version, in_flight=len(self.tickets), **fields)
         return self._replace(pending_events=self.pending_events.set(self.pending_events.next_index, event))
 
     def with_log_record(self, kind: str, payload: bytes | bytearray = b"", **content: Any) -> "ServerState":
@@ -343,7 +343,7 @@ class ServerState(NamedTuple):
         if log is None:
             return self
         if log.rejected is not self.rejected:
-            content["refused"] = dict(self.rejected)
+            content["rejected"] = dict(self.rejected)
         changes = log.records.set(log.records.next_index, LogRecord(kind, content, payload))
         return self._replace(pending_log=PendingLog(log.name, changes, self.rejected))
 
@@ -393,15 +393,15 @@ class ServerState(NamedTuple):
         """
         field = reason.partition(":")[0].partition("[")[0]
         receipt = Receipt(False, reason, self.model_state.version)
-        books = self._replace(rejected=self.rejected.set(field, self.rejected.get(field, 0) + 1))
+        state = self._replace(rejected=self.rejected.set(field, self.rejected.get(field, 0) + 1))
         if is_final:
-            books = books.without_ticket(ticket_id, receipt).with_log_record(
+            state = state.without_ticket(ticket_id, receipt).with_log_record(
                 "ended", tickets=[ticket_id], reason=reason, time=received_at
             )
         if not self.subscriptions:
-            return books, receipt
+            return state, receipt
         found = self._lookup(ticket_id)
-        books = books.with_event(
+        state = state.with_event(
             Rejected,
             client=None if found is None else found.client,
             ticket=None if found is None else ticket_id,
@@ -410,7 +410,7 @@ class ServerState(NamedTuple):
             latency=received_at - found.issued_at if isinstance(found, PendingTicket) else math.nan,
             is_final=is_final,
         )
-        return books, receipt
+        return state, receipt
 
     def with_final_rejection(self, ticket_id: str, reason: str, received_at: float) -> tuple["ServerState", Receipt]:
         """Without a ticket on which no update can be taken any more; and its receipt, the older one if there is one."""
@@ -428,14 +428,14 @@ class ServerState(NamedTuple):
         due = takewhile(lambda name: now - self.tickets[name].issued_at > timeout, self.tickets)
         ended = [name for name in due if name not in exclude]
         receipt = Receipt(False, f"ticket: expired: nobody answered within {timeout:g} s", self.model_state.version)
-        books = self
+        state = self
         for ticket_id in ended:
             client, _, _, since, _ = self.tickets[ticket_id]
-            books = books.without_ticket(ticket_id, receipt)
-            books = books.with_event(Expired, client=client, ticket=ticket_id, latency=now - since)
+            state = state.without_ticket(ticket_id, receipt)
+            state = state.with_event(Expired, client=client, ticket=ticket_id, latency=now - since)
         if ended:
-            books = books.with_log_record("ended", tickets=ended, reason=receipt.reason, time=now)
-        return books, ended
+            state = state.with_log_record("ended", tickets=ended, reason=receipt.reason, time=now)
+        return state, ended
 
     def _lookup(self, ticket_id: Any) -> PendingTicket | ClosedTicket | None:
         """What there is of a ticket."""
@@ -457,14 +457,14 @@ class ServerState(NamedTuple):
     def close(self) -> "ServerState":
         """Without anything but the model and what is written of its past."""
         current = self.store.entries[self.current_key][0]
-        books = self._replace(
+        state = self._replace(
             store=Store().retain(self.current_key, current),
             tickets=PersistentOrderedMap(),
             pending_notifications=(),
             is_closed=True,
             pending_log=None,
         )
-        return books if self.is_closed else books.with_event(Closed)
+        return state if self.is_closed else state.with_event(Closed)
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes: the model, its state, older versions that tickets hold, client memory, and what is in files."""
@@ -482,7 +482,7 @@ def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mappi
     """A line of the history: plain Python values under plain names. What a rule calls `buffered` is called `waiting`.
 
     Example:
-        >>> row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]
+        >>> history_row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]
         2
     """
     count = numbers.get("buffered", 0)

@@ -15,8 +15,8 @@ class PendingUpdate:
     Attributes:
         ticket: id of the ticket that it is on.
         thread: in which it was called.
-        place: in the queue; `None` until it is admitted.
-        lasts: held by the call as long as it lasts: an interrupt cannot leave it held.
+        position: in the queue; `None` until it is admitted.
+        alive_lock: held by the call as long as it lasts: an interrupt cannot leave it held.
     """
 
     __slots__ = ("alive_lock", "position", "thread", "ticket")
@@ -35,14 +35,14 @@ class UpdateLock(OwnedLock):
         max_queued: how many may wait beside the one whose turn it is; `None` for any number.
 
     Example:
-        >>> turn = UpdateLock(0)
-        >>> answer = PendingUpdate("ticket")
-        >>> with answer.alive_lock:
-        ...     turn.register(answer)
-        ...     turn.admit(answer)
-        ...     turn.tickets, turn.num_queued
+        >>> lock = UpdateLock(0)
+        >>> update = PendingUpdate("ticket")
+        >>> with update.alive_lock:
+        ...     lock.register(update)
+        ...     lock.enqueue(update)
+        ...     lock.tickets, lock.num_queued
         (['ticket'], 1)
-        >>> turn.tickets
+        >>> lock.tickets
         []
     """
 
@@ -64,7 +64,7 @@ class UpdateLock(OwnedLock):
         return sum(answer.position is not None for answer in self._alive())
 
     def register(self, update: PendingUpdate) -> None:
-        """Note an answer, which lasts until its `lasts` is let go."""
+        """Note an answer, which lasts until its `alive_lock` is let go."""
         self._updates[update] = None
 
     def enqueue(self, update: PendingUpdate) -> None:
@@ -79,7 +79,7 @@ class UpdateLock(OwnedLock):
         others = [other.position for other in self._alive() if other.thread != update.thread]
         waiting = sum(other is not None and other < place for other in others)
         if waiting > self.max_queued:
-            raise BusyError(f"server: busy: {waiting} updates wait for their turn, of at most {self.max_queued}")
+            raise BusyError(f"server: busy: {waiting} queued updates, max_queued_updates={self.max_queued}")
 
     def unregister(self, update: PendingUpdate) -> None:
         """Forget an answer."""

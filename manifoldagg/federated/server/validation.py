@@ -77,8 +77,8 @@ class PayloadSchema:
         buffers: that a client sends.
         update_limits: the most samples and control points that are believed.
         uses_tensor_lists: whether the rule reads of points and base no more than a Gram matrix and a combination, on a
-            flat space.
-            Neither is finite where they are not: so nobody reads them first, and `blame` says what it was.
+            flat space. Neither is finite where they are not: so nobody reads them first, and `raise_nonfinite` says
+            what it was.
         self_checked: of what else it says the same: `"points"`, and the names of tensors.
     """
 
@@ -120,8 +120,8 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
 
     Args:
         schema: what it must look like.
-        payload: as it came. It is not written; tensors that are right already are not copied. With `form.rows`, what
-            follows says whether points and base are finite.
+        payload: as it came. It is not written; tensors that are right already are not copied. With
+            `schema.uses_tensor_lists`, what follows says whether points and base are finite.
         requires_base: whether it must bring its base.
 
     Raises:
@@ -156,7 +156,7 @@ def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
     """Say what of an admitted payload was not looked at and is not finite, if it was that on which an update failed.
 
     Raises:
-        ArgumentError: naming the field, as `admit` does where it looks.
+        ArgumentError: naming the field, as `validate_payload` does where it looks.
     """
     if schema.skips_finite_check:
         check_finite("points", payload.points)

@@ -171,7 +171,7 @@ class _NodeState:
     def client_state(self) -> ClientState:
         """What the trainer wanted to find again."""
         data = self._entries().get(CLIENT_STATE_KEY)
-        return unpack(data).memory if data else None
+        return unpack(data).client_state if data else None
 
     @client_state.setter
     def client_state(self, tree: ClientState) -> None:

@@ -26,7 +26,7 @@ MAX_REPLY_BYTES = 2**28
 NODE_REFRESH_INTERVAL = 1.0
 """Seconds between two looks at who is here."""
 TTL_MARGIN = 60.0
-"""Seconds, beside twice its patience, that a letter is valid for Flower."""
+"""Seconds, beside twice its timeout, that a message is valid for Flower."""
 MAX_QUEUED_EVALUATIONS = 2
 """Rounds whose models a node has still to evaluate, at most: one of them in its hands, as a rule."""
 LOST_REPLY_TIMEOUT = 10.0
@@ -77,7 +77,7 @@ class MessageDispatcher:
 
     Attributes:
         nodes: which of them is free.
-        exams: that are not over.
+        evaluations: that are not over.
     """
 
     def __init__(

@@ -20,14 +20,14 @@ def without_arrays(content: RecordDict) -> RecordDict:
     """The records of a message but its arrays, which are large.
 
     Example:
-        >>> list(bare(RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord({"loss": 0.5})})))
+        >>> list(without_arrays(RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord({"loss": 0.5})})))
         ['metrics']
     """
     return RecordDict({name: record for name, record in content.items() if not isinstance(record, ArrayRecord)})
 
 
 def sample_count(content: RecordDict, key: str) -> int | None:
-    """How many samples a node says that it has, `MAX_FLOAT` at most; `None` where it says nothing of the kind.
+    """How many samples a node says that it has, `MAX_SAMPLES` at most; `None` where it says nothing of the kind.
 
     Example:
         >>> sample_count(RecordDict({"metrics": MetricRecord({"num-examples": 10.0})}), "num-examples")

@@ -39,7 +39,7 @@ class Nodes(Generic[Work]):
     What a node is to do waits here until it is free. A node that fails rests, twice as long each time in a row.
 
     Args:
-        rest: seconds after a first failure.
+        initial_backoff: seconds after a first failure.
         max_backoff: seconds of any rest.
 
     Attributes:
@@ -49,11 +49,11 @@ class Nodes(Generic[Work]):
         >>> nodes = Nodes()
         >>> nodes.update_membership([7, 5])
         ([5, 7], {})
-        >>> nodes.ask(5, "train")
-        >>> nodes.due(now=0.0)
+        >>> nodes.enqueue(5, "train")
+        >>> nodes.ready(now=0.0)
         [(5, 'train')]
-        >>> nodes.sent(5, "letter", "train", until=10.0)
-        >>> nodes.due(now=0.0), nodes.letters, nodes.answered("letter", now=1.0, well=True)
+        >>> nodes.mark_sent(5, "letter", "train", deadline=10.0)
+        >>> nodes.ready(now=0.0), nodes.outstanding, nodes.complete("letter", now=1.0, succeeded=True)
         ([], ['letter'], (5, 'train'))
     """
 

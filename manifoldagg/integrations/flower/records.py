@@ -73,7 +73,7 @@ def bytes_to_record(data: bytes) -> ArrayRecord:
         data: what `wire.pack` returns.
 
     Example:
-        >>> unpacked(RecordDict({RECORD_KEY: packed(b"any")}))
+        >>> record_to_bytes(RecordDict({RECORD_KEY: bytes_to_record(b"any")}))
         b'any'
     """
     return ArrayRecord({ENTRY_NAME: Array(dtype="uint8", shape=(len(data),), stype=WIRE_STYPE, data=data)})

@@ -21,14 +21,14 @@ class Rounds:
         path: of the server's checkpoint, beside which they are kept as `path.rounds`; `None`: nowhere.
 
     Attributes:
-        ends: accepted updates by the end of each round, and before the first.
+        cumulative_updates: accepted updates by the end of each round, and before the first.
         result: of Flower.
 
     Example:
         >>> rounds = Rounds()
-        >>> rounds.prepare("train_metrics_clientapp", 1, MetricRecord({"loss": 0.5}))
-        >>> rounds.end(10)
-        >>> rounds.count, rounds.ends, rounds.result.train_metrics_clientapp
+        >>> rounds.record("train_metrics_clientapp", 1, MetricRecord({"loss": 0.5}))
+        >>> rounds.finish_round(10)
+        >>> rounds.count, rounds.cumulative_updates, rounds.result.train_metrics_clientapp
         (1, [0, 10], {1: {'loss': 0.5}})
     """
 
@@ -59,7 +59,7 @@ class Rounds:
         """
         if self._path is not None:
             tables = {name: {n: dict(x) for n, x in getattr(self.result, name).items()} for name in METRIC_TABLES}
-            tensor_file.save(self._path, FILE_KIND, {"ends": self.cumulative_updates, "tables": tables})
+            tensor_file.save(self._path, FILE_KIND, {"cumulative_updates": self.cumulative_updates, "tables": tables})
 
     def read(self, updates: int) -> None:
         """Go on from those that were kept, as far as a server with so many accepted updates has come.
@@ -70,7 +70,7 @@ class Rounds:
         if self._path is None or not self._path.exists():
             return  # no round was over
         kept: Any = tensor_file.load(self._path, FILE_KIND)
-        self.cumulative_updates = [end for end in kept["ends"] if end <= updates]
+        self.cumulative_updates = [end for end in kept["cumulative_updates"] if end <= updates]
         for name in METRIC_TABLES:
             for number, metrics in kept["tables"][name].items():
                 if number <= self.count:

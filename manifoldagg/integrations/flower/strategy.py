@@ -75,7 +75,7 @@ class Asynchronous(Strategy):
 
     Attributes:
         server: of the current run, or the last one.
-        interval: seconds between two looks for answers.
+        poll_interval: seconds between two looks for answers.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
@@ -127,7 +127,7 @@ class Asynchronous(Strategy):
         if concurrency is not None:
             sampler_for(rule, list(rule_attribute(rule, "routing") or ()), concurrency, np.random.default_rng(0))
         if checkpoint is not None and not isinstance(checkpoint, CheckpointPolicy):
-            raise ArgumentError(f"checkpoint: expected Every, got {short_repr(checkpoint)}")
+            raise ArgumentError(f"checkpoint: expected CheckpointPolicy, got {short_repr(checkpoint)}")
         for name, given in (("compress", compress), ("resume", resume), ("replace", replace)):
             check_choice(name, given, (True, False))
         check_choice("wire", wire, (None, True, False))

@@ -62,7 +62,7 @@ class LaunchOperands:
         Example:
             >>> a, b = torch.ones(3), torch.ones(3)
             >>> found = LaunchOperands.of([a, None, b, b])
-            >>> found.places, found.shared, len(found.addresses)
+            >>> found.indices, found.num_shared, len(found.addresses)
             ((1, -1, 0, 0), 1, 2)
         """
         rows = {id(x): x for x in operands if x is not None}

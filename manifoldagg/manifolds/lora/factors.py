@@ -122,7 +122,7 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
     Example:
         >>> x = torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 0.0], [0.0, 1.0]])  # diag(3, 2)
-        >>> found = truncated(x, 2, 1)
+        >>> found = truncate(x, 2, 1)
         >>> found.values.tolist(), found.error.item()
         ([3.0, 2.0], 2.0)
     """
@@ -135,7 +135,7 @@ def balance(x: Tensor, m: int) -> Tensor:
     r"""Other factors (*batch, m + n, r) of the same matrix, $U\sqrt\Sigma$ and $V\sqrt\Sigma$: $B^\top B = A A^\top$.
 
     Example:
-        >>> balanced(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()
+        >>> balance(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()
         tensor([4., 4.])
     """
     return truncate(x, m, x.shape[-1]).point.to(x.dtype)

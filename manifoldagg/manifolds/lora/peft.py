@@ -119,7 +119,7 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
 
     Example:
         >>> found = classify_tensors(["q.lora_A.weight", "q.lora_B.weight", "head.weight"])
-        >>> found.pairs[0].name, found.alone
+        >>> found.pairs[0].module_name, found.unpaired
         ('q', ('head.weight',))
     """
     known = list(names)

@@ -217,7 +217,7 @@ class _Pickler(pickle.Pickler):
 
 class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Tensor:
-        opened: Tensor = pid.open()
+        opened: Tensor = pid.load()
         return opened
 
 

@@ -73,7 +73,7 @@ def test_the_steps_that_a_trainer_tells_are_those_that_it_takes(name, data, leng
     server = Server(SPACE, make(**data.draw(st.fixed_dictionaries(of_rule))), START)
     message = server.dispatch(0).message
     batches = [(draw(i, 5, 3), draw(i, 5)) for i in range(length)]
-    assert trainer.steps_of(message, length) == counted(trainer, message, batches)
+    assert trainer.num_steps(message, length) == counted(trainer, message, batches)
 
 
 def test_a_message_of_another_rule_says_no_number_of_steps():
@@ -84,7 +84,7 @@ def test_a_message_of_another_rule_says_no_number_of_steps():
 
 def test_a_trainer_inside_that_does_not_tell_counts_as_one_pass():
     class Mine:
-        def train(self, space, message, loss, batches, memory, *, generator):
+        def train(self, space, message, loss, batches, client_state, *, generator):
             return Payload(message.start[None], 1)
 
     assert clients.Calibrated(Mine()).num_steps(Message(START), 3) == 3

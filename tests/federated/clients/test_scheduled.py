@@ -49,7 +49,7 @@ def test_it_is_the_trainer_of_these_rates_and_steps(trainer, version, rate, step
     plain = PLAIN[trainer](trainer, rate / (version + 1), int(12 * steps))
     message = Message(START, version=version)
     assert torch.equal(trained(scheduled, message), trained(plain, message))
-    assert scheduled.num_steps(message, 3) == plain.steps_of(message, 3)
+    assert scheduled.num_steps(message, 3) == plain.num_steps(message, 3)
 
 
 @given(version=st.integers(0, 9), rate=SHARES, steps=SHARES)

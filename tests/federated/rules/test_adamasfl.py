@@ -111,10 +111,10 @@ def test_the_scale_of_the_losses_changes_nothing(initial, dtype):
 
 
 @pytest.mark.parametrize(("size", "steps", "server_steps"), [(1, 1, 30), (2, 3, 40), (3, 2, 24)])
-def test_it_travels_at_most_the_fourth_root_of_skt(size, steps, rounds):
-    rule = AdaMasFL(size, steps=steps, server_steps=rounds)
-    bound = (size * steps * rounds) ** 0.25
-    lengths = trajectory(rule, 1e3, 1, rounds).diff(dim=0).norm(dim=1)
+def test_it_travels_at_most_the_fourth_root_of_skt(size, steps, server_steps):
+    rule = AdaMasFL(size, steps=steps, server_steps=server_steps)
+    bound = (size * steps * server_steps) ** 0.25
+    lengths = trajectory(rule, 1e3, 1, server_steps).diff(dim=0).norm(dim=1)
     # Each step is γ times a mean of vectors that are no longer than 1, up to rounding of points of size 10.
     assert lengths.max() <= rule.rate * (1 + 1e-12)
     assert lengths.sum() <= bound * (1 + 1e-12)
@@ -253,9 +253,9 @@ def test_clients_say_what_they_miss():
 
 
 @pytest.mark.parametrize(("steps", "server_steps"), [(100, 3000), (500, 1000), (1000, 3000)])
-def test_steps_from_a_model_of_zeros_are_not_too_far(steps, rounds):
+def test_steps_from_a_model_of_zeros_are_not_too_far(steps, server_steps):
     """Their roundings are of the size of what has been walked, where the base has none."""
-    server = Server(Flat(1), AdaMasFL(1, steps=steps, server_steps=rounds, initial="zero"), torch.zeros(1))
+    server = Server(Flat(1), AdaMasFL(1, steps=steps, server_steps=server_steps, initial="zero"), torch.zeros(1))
     ticket = server.dispatch("a")
     trained = Normalised().train(
         Flat(1), ticket.message, lambda x, _: x.sum(), Batches([0]), None, generator=torch.Generator()
@@ -280,7 +280,7 @@ def test_a_mean_of_large_gradients_does_not_overflow():
 
 def test_an_opening_answer_with_points_that_are_not_finite_is_refused():
     server = Server(Flat(2), AdaMasFL(1, steps=3, server_steps=100), torch.zeros(2))
-    ticket = server.dispatch("a", keep=False)
+    ticket = server.dispatch("a", retain_base=False)
     points, base = torch.full((1, 2), math.nan), torch.full((2,), math.inf)
     payload = Payload(points, 1, {"gradient": torch.ones(2)}, {"opening": 1.0}, base=base)
     assert server.receive(ticket.id, payload).reason == "points: expected finite values, got nan at (0, 0)"

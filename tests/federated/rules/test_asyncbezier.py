@@ -276,7 +276,7 @@ def corners_are_reached_one_after_the_other(k):
 def a_bend_of_one_half_is_halfway_to_the_chord(k):
     given_ = update(6, 3)
     curve, half, chord = (
-        step(k.AsyncBezier(0.4, threshold=-1.0, pull_back="none", bend=bend), given_)[1].model
+        step(k.AsyncBezier(0.4, threshold=-1.0, pull_back="none", curve_weight=bend), given_)[1].model
         for bend in (1.0, 0.5, 0.0)
     )
     assert relative(half, (curve + chord) / 2) <= 1e-14
@@ -284,7 +284,7 @@ def a_bend_of_one_half_is_halfway_to_the_chord(k):
 
 @law
 def a_run_that_agrees_with_itself_is_not_bent(k):
-    rule = k.AsyncBezier(0.4, threshold=-1.0, pull_back="none", bend="auto")
+    rule = k.AsyncBezier(0.4, threshold=-1.0, pull_back="none", curve_weight="auto")
     base = draw(8, P)
     ahead = torch.stack([draw(9, P), torch.ones(P, dtype=torch.float64)])
     agreeing = Update(0, base, base + 1, base + ahead)
@@ -437,9 +437,9 @@ def test_the_defaults_are_those_of_the_paper(seed):
     ("options", "message"),
     [
         ({"pull_back": "arc"}, "pull_back: expected one of"),
-        ({"curve_weight": -0.1}, "bend: expected"),
-        ({"curve_weight": 1.5}, "bend: expected"),
-        ({"curve_weight": "none"}, r"bend: expected a number in \[0, 1\] or 'auto', got 'none'"),
+        ({"curve_weight": -0.1}, "curve_weight: expected"),
+        ({"curve_weight": 1.5}, "curve_weight: expected"),
+        ({"curve_weight": "none"}, r"curve_weight: expected a number in \[0, 1\] or 'auto', got 'none'"),
         ({"normalise": None}, "normalise: expected"),
         ({"polygon": "yes"}, "polygon: expected"),
         (
@@ -448,7 +448,7 @@ def test_the_defaults_are_those_of_the_paper(seed):
         ),
         (
             {"overshoot": "extend", "pull_back": "conflict_free_prefix"},
-            "overshoot: expected 'clamp'.*the part that agrees",
+            "overshoot: expected 'clamp'.*the conflict-free prefix",
         ),
     ],
 )

@@ -95,7 +95,7 @@ def a_place_is_never_past_the_end():
 @law
 def busy_clients_step_less():
     rule = asynccurve.AsyncCurve(4, 0.5)
-    given_ = update(11, memory={"updates": 5, "batches": 1.0})
+    given_ = update(11, client_state={"updates": 5, "batches": 1.0})
     assert rule.step(SPACE, {"version": 9}, given_)[1].numbers["step"] == pytest.approx(0.5 / (4 * 7 / 14))
 
 
@@ -204,7 +204,7 @@ def simplex(rule, count=4):
             i % 2, draw(i, P), x, draw(i + 5, 3, P), weight=0.2 + 0.3 * (i % 2), client_state=memory.get(i % 2)
         )
         state, outcome = rule.step(SPACE, state, given_)
-        memory[i % 2] = outcome.memory
+        memory[i % 2] = outcome.client_state
         x = x if outcome.model is None else outcome.model
         yield given_, state, outcome
 
@@ -264,29 +264,29 @@ def all_vertices_learn():
     assert (payload.points - message.tensors["vertices"]).norm(dim=1).min() > 0
 
 
-@caught_by(asynccurve, "turn", "a_step_is_the_papers")
+@caught_by(asynccurve, "rotation_coefficients", "a_step_is_the_papers")
 def shifts_the_control_point(inner):
     return [1.0, -0.5, 0.5]
 
 
-@caught_by(asynccurve, "turn", "a_step_is_the_papers")
+@caught_by(asynccurve, "rotation_coefficients", "a_step_is_the_papers")
 def turns_before_the_end_is_corrected(inner, turn=asynccurve.rotation_coefficients):
     (square, along, _), (_, chord, _), _ = inner
     control, start, end = turn([[square, along, along], [along, chord, chord], [along, chord, chord]])
     return [control, start + end, 0.0]
 
 
-@caught_by(asynccurve, "turn", "a_step_is_the_papers")
+@caught_by(asynccurve, "rotation_coefficients", "a_step_is_the_papers")
 def steps_with_the_misprinted_weight(inner, turn=asynccurve.rotation_coefficients):
     return [weight / 2 for weight in turn(inner)]
 
 
-@caught_by(Dominance, "temper", "a_place_is_never_past_the_end")
+@caught_by(Dominance, "scaled_rate", "a_place_is_never_past_the_end")
 def does_not_clamp(self, rate, own, total):
     return rate / (self.clients * (own + 1) / (total + self.clients))
 
 
-@caught_by(Dominance, "temper", "a_step_is_the_papers", "busy_clients_step_less")
+@caught_by(Dominance, "scaled_rate", "a_step_is_the_papers", "busy_clients_step_less")
 def forgets_who_dominates(self, rate, own, total):
     return min(1.0, rate)
 
@@ -297,33 +297,33 @@ def forgets_the_statistic(self, frame, state=None, *, apply=Correction.apply, **
 
 
 @caught_by(asynccurve.AsyncCurve, "message", "moments_are_those_of_the_last_step")
-def sends_the_displacement(self, space, state, current, memory, send=asynccurve.AsyncCurve.message):
-    sent = send(self, space, state, current, memory)
+def sends_the_displacement(self, space, state, current, client_state, send=asynccurve.AsyncCurve.message):
+    sent = send(self, space, state, current, client_state)
     return replace(sent, tensors={name: -x if name == "m" else x for name, x in sent.tensors.items()})
 
 
 @caught_by(asynccurve.AsyncCurve, "message", "moments_are_those_of_the_last_step")
-def forgets_the_number_of_batches(self, space, state, current, memory, send=asynccurve.AsyncCurve.message):
-    return send(self, space, state, current, memory and memory | {"batches": 1.0})
+def forgets_the_number_of_batches(self, space, state, current, client_state, send=asynccurve.AsyncCurve.message):
+    return send(self, space, state, current, client_state and client_state | {"batches": 1.0})
 
 
 @caught_by(asynccurve.AsyncCurve, "message", "moments_are_those_of_the_last_step")
-def warms_late_joiners(self, space, state, current, memory, send=asynccurve.AsyncCurve.message):
-    return send(self, space, state, current, memory or {"batches": 1.0})
+def warms_late_joiners(self, space, state, current, client_state, send=asynccurve.AsyncCurve.message):
+    return send(self, space, state, current, client_state or {"batches": 1.0})
 
 
-@caught_by(asynccurve.AsyncCurve, "_averaged", "every_third_version_is_the_mean_of_the_last")
+@caught_by(asynccurve.AsyncCurve, "_update_average", "every_third_version_is_the_mean_of_the_last")
 def never_overwrites(self, state, version, model):
     return {}
 
 
-@caught_by(asynccurve.AsyncCurve, "_averaged", "the_first_average_begins_with_the_first_version")
+@caught_by(asynccurve.AsyncCurve, "_update_average", "the_first_average_begins_with_the_first_version")
 def overwrites_at_place_zero(self, state, version, model, average=asynccurve.AsyncCurve._update_average):
     averages = average(self, state, version, model)
     return {} if version == self.offset else averages
 
 
-@caught_by(asynccurve.AsyncCurve, "_averaged", "every_third_version_is_the_mean_of_the_last")
+@caught_by(asynccurve.AsyncCurve, "_update_average", "every_third_version_is_the_mean_of_the_last")
 def never_begins_anew(self, state, version, model, average=asynccurve.AsyncCurve._update_average):
     mean, count = state.get("average", 0.0), state.get("averaged", 0)
     mean = mean + (model - mean) / (count + 1)
@@ -331,13 +331,13 @@ def never_begins_anew(self, state, version, model, average=asynccurve.AsyncCurve
     return {"average": mean, "averaged": count + 1}
 
 
-@caught_by(curve_client, "LONG_AGO", "the_client_is_the_papers")
+@caught_by(curve_client, "BIAS_FREE_STEPS", "the_client_is_the_papers")
 class CorrectsBiasAsPrinted(float):
     def __new__(cls, *_):
         return super().__new__(cls, 0.0)
 
 
-@caught_by(curve_client.AsyncCurve, "_pull", "the_client_is_the_papers")
+@caught_by(curve_client.AsyncCurve, "_add_proximal_gradient", "the_client_is_the_papers")
 def forgets_the_proximal_term(self, end, base):
     return None
 
@@ -393,19 +393,19 @@ def forgets_weights(name, value, **bounds):
     return 1.0 if name == "weight" else value
 
 
-@caught_by(floco, "onto_simplex", "centres_are_places_of_the_simplex_and_stay")
+@caught_by(floco, "project_to_simplex", "centres_are_places_of_the_simplex_and_stay")
 def clips_centres(x, scale=1.0):
     return (x / scale).clamp(0, 1)
 
 
-@caught_by(floco.FLOCO, "_placed", "centres_are_places_of_the_simplex_and_stay")
+@caught_by(floco.FLOCO, "_project_client", "centres_are_places_of_the_simplex_and_stay")
 def places_again_at_every_answer(self, state, update, place=floco.FLOCO._project_client):
     signals, memory = place(self, state, replace(update, client_state=None))
     return signals, memory
 
 
 @caught_by(floco.FLOCO, "message", "centres_are_places_of_the_simplex_and_stay")
-def keeps_centres_to_itself(self, space, state, current, memory, send=floco.FLOCO.message):
+def keeps_centres_to_itself(self, space, state, current, client_state, send=floco.FLOCO.message):
     return send(self, space, state, current, None)
 
 

@@ -83,7 +83,7 @@ def alone(rule, *moves):
     for client, move in moves:
         update = Update(client, model, model, (model + move)[None], client_state=memories.get(client))
         state, outcome = rule.step(SPACE, state, update)
-        memories[client] = outcome.memory
+        memories[client] = outcome.client_state
         went.append(0 * model if outcome.model is None else outcome.model - model)
         model = model if outcome.model is None else outcome.model
     return went

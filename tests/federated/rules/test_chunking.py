@@ -32,7 +32,7 @@ def walked(rule, dtype, count=6):
             i % 2, base, current, points, tensors=tensors, numbers=numbers, client_state=memories.get(i % 2)
         )
         state, outcome = rule.step(SPACE, state, given_)
-        memories[i % 2] = outcome.memory
+        memories[i % 2] = outcome.client_state
         current = current if outcome.model is None else outcome.model
         seen += [current, *(x for x in state.values() if isinstance(x, torch.Tensor))]
     return seen

@@ -198,7 +198,7 @@ def test_arrivals_that_differ_bring_a_bias_that_dominance_removes():
     def moved(**options):
         moving = rule("path", 0.02, **options)
         return sum(
-            count * step(moving, i, OPTIMUM, iterates(i, OPTIMUM), path, {"version": 99}, memory={"updates": count - 1})
+            count * step(moving, i, OPTIMUM, iterates(i, OPTIMUM), path, {"version": 99}, client_state={"updates": count - 1})
             for i, count in enumerate(arrivals)
         ).norm()  # fmt: skip
 

@@ -17,7 +17,7 @@ from tests.support import draw, seeds
 GOLDEN = {"FADAS": FADAS(2, rate=0.1)}
 
 
-def transcription(came, start, *, size, rate, beta1, beta2, epsilon, tolerated):
+def transcription(came, start, *, size, rate, beta1, beta2, epsilon, delay_threshold):
     """Wang et al. 2024 (ICML), Algorithm 1 with the delay-adaptive rate, number by number."""
     x, n = list(start), len(start)
     m, v, largest, buffer, models = [0.0] * n, [0.0] * n, [0.0] * n, [], []
@@ -25,7 +25,7 @@ def transcription(came, start, *, size, rate, beta1, beta2, epsilon, tolerated):
         buffer.append((delta, late))
         if len(buffer) == size:
             worst = max(late for _, late in buffer)
-            eta = rate if worst <= tolerated else min(rate, 1 / worst)
+            eta = rate if worst <= delay_threshold else min(rate, 1 / worst)
             for j in range(n):
                 mean = sum(delta[j] for delta, _ in buffer) / size
                 m[j] = beta1 * m[j] + (1 - beta1) * mean

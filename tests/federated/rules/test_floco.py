@@ -28,7 +28,7 @@ def play(rule, updates, start):
     state, memories = rule.init(SPACE, start), {}
     for given_ in updates:
         state, outcome = rule.step(SPACE, state, given_)
-        memories[given_.client] = outcome.memory
+        memories[given_.client] = outcome.client_state
     return state, outcome, memories
 
 
@@ -300,7 +300,7 @@ def test_doors():
     ):
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             FLOCO(**options)
-    with pytest.raises(ArgumentError, match="^spread: "):
+    with pytest.raises(ArgumentError, match="^initial_std: "):
         FLOCO(1, initial_std=1e300, seed=2**64 - 1).init(SPACE, torch.zeros(P))
     with pytest.raises(
         ArgumentError, match="space: simplices of models, of FLOCO, need flat leaves; these are curved: Sphere"

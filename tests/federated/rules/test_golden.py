@@ -76,7 +76,12 @@ def agree(name, seed, script, manifolds=None):
     space = ParameterSpace.of_state_dict(state_dict, manifolds, buffers=list(POLICIES))
     chosen = policies(RULES[name])
     server = Server(
-        space, RULES[name], space.point(state_dict), weights=SHARE, carried=space.buffers(state_dict), buffers=chosen
+        space,
+        RULES[name],
+        space.point(state_dict),
+        weights=SHARE,
+        buffers=space.buffers(state_dict),
+        buffer_policy=chosen,
     )
     state, current, open_, receipts = None, state_dict, [], 0
     for i, (client, place) in enumerate(script):

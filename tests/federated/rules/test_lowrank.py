@@ -114,7 +114,7 @@ def played(rule, space, seed, turns=6, seen=lambda x: x, on=None):
         points = torch.stack([seen(drawn(space, seed + 7 * turn + i)) for i in range(count)])
         given_ = Update(client, base, after[-1], points, staleness=late, client_state=memory.get(client))
         state, outcome = rule.step(on, state, given_)
-        memory[client] = outcome.memory
+        memory[client] = outcome.client_state
         outcomes.append(outcome)
         if outcome.model is not None:
             after.append(outcome.model)
@@ -236,7 +236,7 @@ def test_ranks_do_not_grow(rule):
         point = current + 0.1 * drawn(space, turn)
         given_ = Update(turn % 3, current, current, point[None], client_state=memory.get(turn % 3))
         state, outcome = rule.step(space, state, given_)
-        memory[turn % 3] = outcome.memory
+        memory[turn % 3] = outcome.client_state
         left_out += outcome.numbers["state_truncated"]
         current = current if outcome.model is None else outcome.model
     assert current.shape == space.shape
@@ -270,7 +270,7 @@ def driven(server, turns, seed):
 @pytest.mark.parametrize("rule", [FedBuff(2), CA2FL(2), Momentum(ASGD(0.5)), OrthoFL(calibration="pairwise")], ids=str)
 def test_a_server_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
     start = draw(0, *SPACE.shape, dtype=torch.float32)
-    server = Server(SPACE, rule, start, checks=UpdateLimits(norm_factor=100.0), base_dtype=torch.bfloat16)
+    server = Server(SPACE, rule, start, update_limits=UpdateLimits(norm_factor=100.0), base_dtype=torch.bfloat16)
     driven(server, 5, 0)
     server.save(tmp_path / "server")
     other = Server.resume(tmp_path / "server", SPACE, rule)

@@ -85,12 +85,12 @@ def opened(rule, start=None, trainer=None):
 
 
 def memories(server):
-    store = server._books.value.store
+    store = server._state.value.store
     return {c: store.load(("client", c))["control"] for c in range(CLIENTS) if ("client", c) in store}
 
 
 def state(server):
-    return server._books.value.now.state
+    return server._state.value.model_state.state
 
 
 def test_the_trainer_takes_the_papers_steps():
@@ -178,7 +178,7 @@ def test_c_stays_the_mean_of_the_control_variates(delay, initial):
 class Plain:
     """Five steps of gradient descent of rate 0.2."""
 
-    def train(self, space, message, loss, batches, memory, *, generator):
+    def train(self, space, message, loss, batches, client_state, *, generator):
         ((h, a),), theta = batches, message.start
         for _ in range(5):
             theta = theta - 0.2 * h @ (theta - a)

@@ -101,7 +101,7 @@ def masfl_waits_for_distinct_clients(k):
 
 @law
 def no_scale_of_the_losses_matters(k):
-    rule = k.AdaMasFL(2, steps=3, rounds=8, clients=4)
+    rule = k.AdaMasFL(2, steps=3, server_steps=8, clients=4)
     plain = run(rule, k.Normalised(), COHORTS).model
     for kappa in (2.0**-20, 2.0**20):
         assert torch.equal(run(rule, k.Normalised(), COHORTS, kappa).model, plain)
@@ -109,7 +109,7 @@ def no_scale_of_the_losses_matters(k):
 
 @law
 def a_step_is_the_rate_at_most(k):
-    rule = k.AdaMasFL(1, steps=3, rounds=16, initial="zero")
+    rule = k.AdaMasFL(1, steps=3, server_steps=16, initial="zero")
     server, lengths = Server(SPACE, rule, draw(7, D)), []
     for c in (0, 1, 0, 1, 2):
         lengths.append(work(server, k.Normalised(), server.dispatch(c), c).norm)

@@ -38,7 +38,7 @@ class Pull:
     client: int
     seen: list
 
-    def train(self, space, message, loss, batches, memory, *, generator):
+    def train(self, space, message, loss, batches, client_state, *, generator):
         self.seen.append(message.start.clone())
         target = draw(100 + self.client, *message.start.shape, dtype=message.start.dtype)
         noise = torch.randn(message.start.shape, generator=generator).to(message.start)
@@ -74,7 +74,7 @@ def play(rule, trainer_of, events, space=SPACE, start=START):
         generator = torch.Generator().manual_seed(i)
         trainer = trainer_of(Pull(client, starts[client]))
         payload = trainer.train(space, ticket.message, None, [], memories.get(client), generator=generator)
-        memories[client] = payload.memory
+        memories[client] = payload.client_state
         if kind == "lose":
             server.drop(ticket.id)
         else:
@@ -368,8 +368,8 @@ def test_a_memory_that_does_not_fit_is_none(spoilt):
 
     @dataclass(frozen=True)
     class Still:
-        def train(self, space, message, loss, batches, memory, *, generator):
-            assert memory is None
+        def train(self, space, message, loss, batches, client_state, *, generator):
+            assert client_state is None
             return Payload(message.start[None], 1)
 
     kept = {name: torch.zeros(2) for name in ("start", "global", "model")} | {"num_updates": 0, "trainer": "kept"}

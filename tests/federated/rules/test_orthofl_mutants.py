@@ -29,7 +29,7 @@ class Pull:
     def __init__(self, client, seen):
         self.client, self.seen = client, seen
 
-    def train(self, space, message, loss, batches, memory, *, generator):
+    def train(self, space, message, loss, batches, client_state, *, generator):
         self.seen.append(message.start.clone())
         target = draw(self.client, D) + 0.1 * draw(40 + len(self.seen), D)
         return Payload((0.5 * message.start + 0.5 * target)[None], 1)
@@ -43,7 +43,7 @@ def starts(rule, wrap, order="abaacbacbbca", failed=(4, 6)):
         payload = wrap(Pull(ord(c), seen[c])).train(
             SPACE, tickets[c].message, None, [], memories[c], generator=torch.Generator()
         )
-        memories[c] = payload.memory
+        memories[c] = payload.client_state
         if i in failed:
             server.drop(tickets[c].id)
         else:
@@ -97,7 +97,7 @@ def a_shift_that_sums_to_zero_is_taken_in(k):
     shift, model = torch.tensor([1.0, -1.0]).double(), torch.tensor([[2.0, 0.0]]).double()
     given_ = Update("a", zero, shift, model, staleness=1)
     _, outcome = rule.step(Flat(2), rule.init(Flat(2), zero) | {"version": 1}, given_)
-    assert outcome.memory["start"].tolist() == [2.0, -1.0]
+    assert outcome.client_state["start"].tolist() == [2.0, -1.0]
 
 
 @law

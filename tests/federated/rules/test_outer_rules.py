@@ -93,7 +93,7 @@ def heloco(rule, seed, steps, share=1.0):
 def heloco_is_the_papers_loop(k):
     seen = set()
     for seed in range(4):
-        for rule in (k.HeLoCo(0.5), k.HeLoCo(0.3, 0.6, look_ahead=False, keep=0.7, trust=0.2, turn=2.0)):
+        for rule in (k.HeLoCo(0.5), k.HeLoCo(0.3, 0.6, look_ahead=False, cosine_threshold=0.7, confidence_scale=0.2, rotation_strength=2.0)):
             theirs, cases = heloco(rule, seed, 8)
             seen |= cases
             for a, b in zip(ours(rule, seed, 8)[0], theirs, strict=True):

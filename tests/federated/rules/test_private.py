@@ -44,7 +44,7 @@ def play(rule, seed, rounds, clients=range(4), space=SPACE):
         late = min(i % 3, len(models) - 1)
         brought = Update(client, base, models[-1], base[None] + draw(seed + i + 1, 1, P), late, client_state=memories.get(client))  # fmt: skip
         state, outcome = rule.step(space, state, brought)
-        memories[client] = outcome.memory
+        memories[client] = outcome.client_state
         states.append(state)
         told.append(outcome.numbers)
         if outcome.model is not None:
@@ -259,16 +259,20 @@ def descended(rule):
             r"space: clipping and noise, of Private, need flat leaves; these are curved: .*Sphere",
         ),
         (
-            lambda: Server(SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), checks=UpdateLimits(norm_factor=10.0)),
-            "checks: norm_factor: expected None with Private: what some clients send would decide on others",
+            lambda: Server(
+                SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), update_limits=UpdateLimits(norm_factor=10.0)
+            ),
+            "update_limits: norm_factor: expected None with Private: what some clients send would decide on others",
         ),
         (
-            lambda: Server(SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), checks=UpdateLimits(clip_factor=2.0)),
-            "checks: clip_factor: expected None with Private",
+            lambda: Server(
+                SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), update_limits=UpdateLimits(clip_factor=2.0)
+            ),
+            "update_limits: clip_factor: expected None with Private",
         ),
         (
             lambda: Server.of(torch.nn.BatchNorm1d(2), Momentum(Private(FedBuff(2), 1.0, 1.0))),
-            "buffers: running_mean: expected 'leave' with Private, which adds no noise to them",
+            "buffer_policy: running_mean: expected 'leave' with Private, which adds no noise to them",
         ),
         (lambda: descended(Private(FedBuff(1), 1.0, 1.0)), "which an outer optimiser has not"),
     ],
@@ -279,7 +283,7 @@ def test_what_would_break_the_promise_is_refused(make, words):
 
 
 def test_receipts_say_how_much_was_left_of_an_update():
-    server = Server(SPACE, Private(FedBuff(2), 0.5, 1.0), torch.zeros(P), checks=UpdateLimits(clip=1.0))
+    server = Server(SPACE, Private(FedBuff(2), 0.5, 1.0), torch.zeros(P), update_limits=UpdateLimits(clip=1.0))
     for length, clip in ((0.25, 1.0), (0.75, 2 / 3), (4.0, 1 / 8)):
         point = torch.zeros(1, P)
         point[0, 0] = length

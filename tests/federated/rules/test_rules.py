@@ -299,7 +299,7 @@ def test_clients_that_answer_often_are_held_back(smoothed):
     rule = ASGD(0.6, dominance=Dominance(4, smoothed=smoothed))
     state, memories, counts = rule.init(SPACE, torch.zeros(9)), {}, {}
     for k, client in enumerate("aababacaad", 1):
-        given_ = update(k, memory=memories.get(client))
+        given_ = update(k, client_state=memories.get(client))
         state, outcome = rule.step(SPACE, state, given_)
         memories[client] = outcome.client_state
         counts[client] = counts.get(client, 0) + 1
@@ -399,8 +399,8 @@ def update_far():
         (lambda: FedAvg(2, weighted=None), "weighted: expected one of True, False"),
         (lambda: FedBuff(2, normalise="no"), "normalise: expected one of True, False"),
         (lambda: Dominance(2, smoothed=0.5), "smoothed: expected one of True, False"),
-        (lambda: Dominance(2).next_client_state([3]), "memory: expected a mapping or None"),
-        (lambda: Dominance(2).next_client_state({"updates": "many"}), r"memory\['updates'\]: expected an integer"),
+        (lambda: Dominance(2).next_client_state([3]), "client_state: expected a mapping or None"),
+        (lambda: Dominance(2).next_client_state({"updates": "many"}), r"client_state\['updates'\]: expected an integer"),
         (lambda: ASGD(decay=torch.tensor(0.5)), "decay: expected a plain number"),
         (lambda: DCASGD(variant=["constant"]), r"variant: expected one of constant, adaptive; got \['constant'\]"),
         (lambda: step(Momentum(ASGD(1.0)), update_far()), "points: size of the velocity"),

@@ -37,7 +37,7 @@ def went(rule, *moves, base=None):
         start = model if base is None else base
         update = Update(client, start, model, (start + move)[None], client_state=memories.get(client))
         state, outcome = rule.step(SPACE, state, replace(update, **dict(*facts)))
-        memories[client] = outcome.memory
+        memories[client] = outcome.client_state
         steps.append(None if outcome.model is None else outcome.model - model)
         model = model if outcome.model is None else outcome.model
     return steps
@@ -120,10 +120,10 @@ def asyncfeded_is_the_papers_step(k):
     _, outcome = rule.step(SPACE, {"version": 0}, update)
     # γ = 1 / .8, and ⌊2 (1 - 1.25)⌋ = -1.
     assert relative(outcome.model - current, 0.7 / 1.75 * 0.8 * current) <= 1e-13
-    assert outcome.memory["epochs"] == 3
-    assert rule.message(Flat(1), {"version": 1}, current, outcome.memory).numbers == {"epochs": 3.0}
+    assert outcome.client_state["epochs"] == 3
+    assert rule.message(Flat(1), {"version": 1}, current, outcome.client_state).numbers == {"epochs": 3.0}
     _, outcome = rule.step(SPACE, {"version": 0}, replace(update, points=0.01 * current[None]))
-    assert outcome.memory["epochs"] == 1
+    assert outcome.client_state["epochs"] == 1
 
 
 @law

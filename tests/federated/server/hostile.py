@@ -243,31 +243,31 @@ class Scene:
     ticket: Ticket
     told: list
     clock: Clock
-    keep: bool
-    filed: bool
+    retain_base: bool
+    is_spilled: bool
 
     def payload(self, ticket=None):
         """A displacement of one."""
         start = (ticket or self.ticket).message.start
-        return Payload(start[None] + 1, 1, base=None if self.keep else start)
+        return Payload(start[None] + 1, 1, base=None if self.retain_base else start)
 
     def receive(self, ticket=None):
         ticket = ticket or self.ticket
         return self.server.receive(ticket.id, self.payload(ticket))
 
 
-def scene(rule=Adds, keep=True, **options):
+def scene(rule=Adds, retain_base=True, **options):
     """A server at version 2, of which all three versions are out, and client memory is kept."""
     told = []
     clock = Clock()
     start = torch.zeros(P, dtype=torch.float64)
     server = Server(Flat(P), rule(), start, timeout=60.0, clock=clock, **options)
     server.on_event(lambda event: told.append(dict(event.row)) if isinstance(event, Accepted) else None)
-    made = Scene(server, None, told, clock, keep, options.get("memory_limit") == 0)
-    server.dispatch("early", keep=keep)
+    made = Scene(server, None, told, clock, retain_base, options.get("memory_limit") == 0)
+    server.dispatch("early", retain_base=retain_base)
     for client in "ab":
-        assert made.receive(server.dispatch(client, keep=keep)).accepted
-    made.ticket = server.dispatch("a", keep=keep)
+        assert made.receive(server.dispatch(client, retain_base=retain_base)).accepted
+    made.ticket = server.dispatch("a", retain_base=retain_base)
     return made
 
 
@@ -275,7 +275,7 @@ def outside(server):
     """What a server shows. What is kept for others may be in memory or in files."""
     memory = server.memory
     kept = memory["versions"] + memory["clients"] + memory["spilled"]
-    return server.model.tolist(), server.version, repr(server.history), memory["state"], kept, server.refused
+    return server.model.tolist(), server.version, repr(server.history), memory["state"], kept, server.rejected
 
 
 def files(folder):
@@ -286,13 +286,13 @@ def files(folder):
 def quiet(scene):
     """Nothing is stuck and nothing held: another update is taken, and when every ticket is gone only the model is kept."""
     server = scene.server
-    assert server._turn.tickets == []
-    assert scene.receive(server.dispatch("next", keep=scene.keep)).accepted
+    assert server._update_lock.tickets == []
+    assert scene.receive(server.dispatch("next", retain_base=scene.retain_base)).accepted
     # Of what was interrupted while it was told, perhaps twice.
     assert list(dict.fromkeys(map(repr, scene.told))) == [*map(repr, server.history)]
     scene.clock.now += 61
     server.expire()
     assert versions(server) == [server.version]
     assert server.memory["versions"] == 0
-    if scene.filed:
+    if scene.is_spilled:
         assert server.memory["clients"] == 0

@@ -225,7 +225,7 @@ def test_a_handler_reads_a_state_dict_during_receive():
     space = ParameterSpace.of(net)
 
     def make():
-        server = Server(space, Adds(), space.point(net), carried=space.buffers(net))
+        server = Server(space, Adds(), space.point(net), buffers=space.buffers(net))
         return server, server.dispatch("a")
 
     def act(made):

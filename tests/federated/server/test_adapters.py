@@ -126,7 +126,7 @@ def test_through_a_server_the_adapter_moves_and_nothing_else(name):
     assert {leaf.name for leaf in space.layout.leaves} == learns
     before = copy.deepcopy(model.state_dict())
     frozen = bits(before, before.keys() - learns)
-    server = Server(space, rule, space.point(model), carried=space.buffers(model), buffers={"*": "leave"})
+    server = Server(space, rule, space.point(model), buffers=space.buffers(model), buffer_policy={"*": "leave"})
     loss = space.loss(model, nn.functional.cross_entropy)
     tickets = {i: server.dispatch(i) for i in range(3)}
     for turn in range(7):
@@ -192,7 +192,7 @@ def test_a_frozen_part_in_a_narrow_dtype_stays_as_it_is():
     space = ParameterSpace.of(model)
     assert space.dtype == torch.float32
     frozen = bits(model.state_dict(), space.buffers(model))
-    server = Server(space, FedAvg(1), space.point(model), carried=space.buffers(model), buffers={"*": "leave"})
+    server = Server(space, FedAvg(1), space.point(model), buffers=space.buffers(model), buffer_policy={"*": "leave"})
     ticket = server.dispatch("a")
     assert server.receive(ticket.id, Payload((ticket.message.start + 1)[None], 1)).accepted
     after = server.state_dict()

@@ -266,7 +266,7 @@ def test_a_rule_that_buffers_returns_a_copy_of_the_current_model():
         def init(self, space, start):
             return 0
 
-        def message(self, space, state, current, memory):
+        def message(self, space, state, current, client_state):
             return Message(current)
 
         def step(self, space, state, update, *, out=None):
@@ -316,7 +316,7 @@ def test_what_is_kept_shares_no_memory(waits):
         def init(self, space, start):
             return {}
 
-        def message(self, space, state, current, memory):
+        def message(self, space, state, current, client_state):
             return Message(current)
 
         def step(self, space, state, update, *, out=None):
@@ -327,7 +327,7 @@ def test_what_is_kept_shares_no_memory(waits):
     new, state, _ = aggregate(Keeps(), None, current, current, mine, buffer_policy=["b"])
     for tensor in (*new.values(), *mine.values()):
         tensor.fill_(9.0)
-    assert (state.state["model"].tolist(), state.memory[None]["m"].tolist()) == ([2.0, 2.0], [2.0, 2.0])
+    assert (state.state["model"].tolist(), state.client_states[None]["m"].tolist()) == ([2.0, 2.0], [2.0, 2.0])
     assert not waits or state.buffers.latest["b"].tolist() == [3.0, 3.0]
 
 
@@ -378,8 +378,8 @@ class Blows(FedAsync):
         (lambda: aggregate(Blows(), None, W, W, W), "update: the rule's state would not be finite"),
         (lambda: aggregate("FedAsync", None, W, W, W), "rule: expected"),
         (lambda: aggregate(Wants(), None, W, W, W), "rule: Wants asks clients for more than models; use a Server"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"v": "latest"}), "buffers: 'v' matches nothing"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"w": "keep"}), "buffers: w: expected one of average, latest, leave"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"v": "latest"}), "buffer_policy: 'v' matches nothing"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"w": "keep"}), "buffer_policy: w: expected one of average, latest, leave"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(call, words):
@@ -573,8 +573,8 @@ class Bare(FedOrtho):
         (lambda: aggregate(ASGD(), None, W, W, {"w": torch.ones(2, device="meta")}), "update: w: expected a dense tensor"),
         (lambda: aggregate(ASGD(), None, W, W, W, out={"w": INFERENCE}), "out: w: expected a tensor that was not made in inference mode"),
         (lambda: aggregate(FedBuff(2), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
-        (lambda: aggregate(ASGD(), None, W, W, W, buffer_policy="*w*"), "buffers: expected a sequence of glob patterns"),
-        (lambda: aggregate(ASGD(), None, W, W, W, buffer_policy=None), "buffers: expected a sequence of glob patterns"),
+        (lambda: aggregate(ASGD(), None, W, W, W, buffer_policy="*w*"), "buffer_policy: expected a sequence of glob patterns"),
+        (lambda: aggregate(ASGD(), None, W, W, W, buffer_policy=None), "buffer_policy: expected a sequence of glob patterns"),
     ],
 )  # fmt: skip
 def test_a_target_that_does_not_fit_is_refused_by_name(call, words):

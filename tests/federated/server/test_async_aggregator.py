@@ -37,7 +37,7 @@ from tests.support import seeds
 class Waits(Gathers):
     """Sends models and nothing else."""
 
-    def message(self, space, state, current, memory):
+    def message(self, space, state, current, client_state):
         return Message(current)
 
 
@@ -71,7 +71,7 @@ def agree(name, seed, weights, script, manifolds=None):
     first = net.state_dict()
     space = ParameterSpace.of_state_dict(first, manifolds, buffers=list(POLICIES))
     options = {"weights": WEIGHTS[weights], "buffers": policies(rule)}
-    server = Server(space, rule, space.point(first), carried=space.buffers(first), **options)
+    server = Server(space, rule, space.point(first), buffers=space.buffers(first), **options)
     versions = AsyncAggregator(rule, first, manifolds=manifolds, **options)
     count = getattr(rule, "vertices", 1 if getattr(rule, "single_point", True) else 2)
     out, taken = [], 0

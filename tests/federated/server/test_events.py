@@ -66,9 +66,9 @@ def test_every_thing_that_happens_is_told_with_what_is_known_of_it(tmp_path):
     refused, accepted = told
     assert (refused.client, refused.ticket, refused.field, refused.latency) == ("ward-7", ticket.id, "points", 4.0)
     assert refused.reason.startswith("points: expected finite")
-    assert (refused.version, refused.out, refused.ended) == (0, 2, False)
+    assert (refused.version, refused.in_flight, refused.is_final) == (0, 2, False)
     assert (accepted.client, accepted.ticket, accepted.receipt, accepted.latency) == ("ward-7", ticket.id, receipt, 4.0)
-    assert (accepted.version, accepted.out, accepted.memory) == (1, 1, s.memory)
+    assert (accepted.version, accepted.in_flight, accepted.memory) == (1, 1, s.memory)
     assert 0 < accepted.seconds < PATIENCE
     assert accepted.row == s.history[0]
     assert json.loads(json.dumps(dict(accepted.row)))["client"] == "ward-7"
@@ -80,13 +80,13 @@ def test_every_thing_that_happens_is_told_with_what_is_known_of_it(tmp_path):
     assert told == []
     assert not s.receive("of my own making", payload()).accepted
     (unknown,) = told
-    assert (unknown.client, unknown.ticket, unknown.field, unknown.ended) == (None, None, "ticket", False)
+    assert (unknown.client, unknown.ticket, unknown.field, unknown.is_final) == (None, None, "ticket", False)
     assert math.isnan(unknown.latency)
     s.receive(s.dispatch("a"), payload())
     told.clear()
     assert not s.receive(old, payload()).accepted
     (stale,) = told
-    assert (stale.client, stale.field, stale.latency, stale.ended, stale.out) == ("old", "staleness", 4.0, True, 0)
+    assert (stale.client, stale.field, stale.latency, stale.is_final, stale.in_flight) == ("old", "staleness", 4.0, True, 0)
     late, spare = s.dispatch("late"), s.dispatch("spare")
     told.clear()
     s.drop(spare)
@@ -120,7 +120,7 @@ def test_a_checkpoint_that_fails_is_told(tmp_path, monkeypatch):
     def full(*_, **__):
         raise CheckpointError("disk full")
 
-    monkeypatch.setattr(tensor_file, "write", full)
+    monkeypatch.setattr(tensor_file, "save", full)
     with pytest.raises(CheckpointError, match="disk full"):
         s.save(tmp_path / "now")
     assert told == [CheckpointFailed(0, 0, str(tmp_path / "now"), "disk full")]
@@ -177,11 +177,11 @@ def test_what_a_watcher_interrupts_the_others_hear_once(kind):
         with pytest.raises(kind):
             s.dispatch("a")
     assert len(s.tickets) == 3
-    assert [event.out for event in told] == [1]
-    assert [event.out for event in tried] == [1, 1, 1]
+    assert [event.in_flight for event in told] == [1]
+    assert [event.in_flight for event in tried] == [1, 1, 1]
     assert later == []
     stop()
-    assert [event.out for event in told] == [event.out for event in later] == [1, 2, 3]
+    assert [event.in_flight for event in told] == [event.in_flight for event in later] == [1, 2, 3]
     assert not s._state.value.pending_events
 
 
@@ -191,7 +191,7 @@ def test_who_is_told_twice_over_is_ended_one_by_one():
     s.dispatch("a")
     stop()
     s.dispatch("a")
-    assert [event.out for event in told] == [1, 1, 2]
+    assert [event.in_flight for event in told] == [1, 1, 2]
 
 
 def test_the_books_keep_no_events_that_nobody_waits_for():
@@ -218,7 +218,7 @@ def test_who_comes_later_hears_nothing_of_what_was_before():
     later = []
 
     def comes(event):
-        if event.out == 1:
+        if event.in_flight == 1:
             s.dispatch("b")
             s.on_event(later.append)
 
@@ -310,7 +310,7 @@ def test_what_a_rule_brings_about_is_told_after_its_update():
 
     s, _, told = heard(Sends())
     s.receive(s.dispatch("a"), payload())
-    assert [(type(event).__name__, event.client, event.out) for event in told] == [
+    assert [(type(event).__name__, event.client, event.in_flight) for event in told] == [
         ("Dispatched", "a", 1),
         ("Dispatched", "b", 2),
         ("Accepted", "a", 1),
@@ -415,7 +415,7 @@ def replayed(told):
 
 @pytest.mark.usefixtures("as_shipped", "eager")
 def test_the_events_of_eight_threads_tell_the_whole_story_in_order():
-    s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", max_staleness=5, checks=UpdateLimits(max_norm=1e6))
+    s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", max_staleness=5, update_limits=UpdateLimits(max_norm=1e6))
     told, inside = [], []
 
     def hears(event):
@@ -467,16 +467,16 @@ def test_who_was_interrupted_is_told_all_in_order_by_the_next_call(act):
     def check(made):
         made.server.drop(made.server.dispatch("next"))
         told = list({id(event): event for event in made.events}.values())
-        out = len(made.server._books.value.tickets)
+        out = len(made.server._state.value.tickets)
         # Twice over at most where it was interrupted, and nothing left out.
         kinds = [type(event) for event in told]
         assert kinds[-2:] == [Dispatched, Dropped]
-        assert told[-1].out == out
+        assert told[-1].in_flight == out
         happened = kinds[:-2]
         assert happened in ([], [{"receive": Accepted, "dispatch": Dispatched, "drop": Dropped}[act]])
         # Everything that was entered was told.
         assert bool(happened) == ((out, made.server.version) != (2, 2))
-        assert not made.server._books.value.events
+        assert not made.server._state.value.pending_events
         quiet(made)
 
     with watched(PATIENCE):

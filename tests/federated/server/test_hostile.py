@@ -208,7 +208,7 @@ def test_so_many_tickets_and_no_more():
     made = scene(max_in_flight=4)
     more = [made.server.dispatch("b"), made.server.dispatch("c")]
     before = outside(made.server)
-    with pytest.raises(BusyError, match="server: busy: 4 tickets are out, of at most 4"):
+    with pytest.raises(BusyError, match="server: busy: 4 tickets in flight, max_in_flight=4"):
         made.server.dispatch("d")
     assert outside(made.server) == before
     made.server.drop(more[0].id)
@@ -223,7 +223,7 @@ def test_so_many_wait_and_no_more(busy):
         threading.Thread(target=lambda ticket=ticket: receipts.put(made.receive(ticket)), daemon=True).start()
     # One at least does not wait, and keeps its ticket.
     refused = receipts.get(timeout=PATIENCE)
-    assert refused.reason == "server: busy: 2 updates wait for their turn, of at most 1"
+    assert refused.reason == "server: busy: 2 queued updates, max_queued_updates=1"
     finish()
     receipts.get(timeout=PATIENCE)
     assert all(made.receive(ticket).accepted for ticket in others)

@@ -23,7 +23,7 @@ def measured(script, folder, *options):
 
 
 def flooded(folder, messages):
-    made = measured("floods", folder, "--messages", str(messages))
+    made = measured("load", folder, "--messages", str(messages))
     assert made["faults"] == []
     rows = {row["kind"]: row for row in made["rows"]}
     assert sum(row["came"] for row in rows.values()) == made["settings"]["messages"] == messages
@@ -47,28 +47,28 @@ def test_a_flood_leaves_what_its_valid_messages_make(tmp_path):
 @pytest.mark.usefixtures("as_shipped")
 def test_in_threads_every_message_is_handed_on_and_a_source_that_fails_is_told(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    floods = importlib.import_module("floods")
-    look = floods.Look()
-    intake = floods.flooded("four threads", 10, look, threads=4)
+    load = importlib.import_module("load")
+    look = load.Look()
+    intake = load.flooded("four threads", 10, look, threads=4)
     assert intake.faults == []
     assert sum(map(len, intake.seconds.values())) == look.count == 10
 
     def fails(source):
         raise LookupError("no message")
 
-    monkeypatch.setattr(floods.Source, "next", fails)
+    monkeypatch.setattr(load.Source, "next", fails)
     with pytest.raises(LookupError, match="no message"):
-        floods.flooded("four threads", 10, look, threads=4)
+        load.flooded("four threads", 10, look, threads=4)
 
 
 def test_liars_may_be_told_of_one_seed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    liars = importlib.import_module("liars")
-    monkeypatch.setattr(liars, "HERE", tmp_path / "benchmarks")
-    out = tmp_path / "liars.txt"
-    options = ["--rounds", "1", "--seeds", "0", "--rate-seeds", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["liars.py", *options])
-    liars.main()
+    byzantine = importlib.import_module("byzantine")
+    monkeypatch.setattr(byzantine, "HERE", tmp_path / "benchmarks")
+    out = tmp_path / "byzantine.txt"
+    options = ["--updates", "1", "--seeds", "0", "--rate-seeds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["byzantine.py", *options])
+    byzantine.main()
     assert " nan" in out.read_text()
 
 

@@ -33,15 +33,15 @@ WEIGHT = 0.1
 BASE = torch.ones(4, dtype=torch.float64)
 
 
-def moved(rule, direction, length, checks=None, others=0):
+def moved(rule, direction, length, update_limits=None, others=0):
     """How far the model goes by a liar's update, that of the first client, and by those of others who did not move."""
     current = BASE + DRIFT
     state = rule.init(SPACE, current)
     for i in range(others + 1):
         points = (BASE + (length * direction if i == 0 else 0.0))[None]
         update = Update(i, BASE, current, points, weight=WEIGHT, staleness=1)
-        if checks is not None:
-            update, _, _ = checks.passed(SPACE, update, ())
+        if update_limits is not None:
+            update, _, _ = update_limits.apply(SPACE, update, ())
         state, outcome = rule.step(SPACE, state, update)
     return (outcome.model - current).norm().item()
 

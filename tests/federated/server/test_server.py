@@ -224,8 +224,8 @@ class Careless:
     def init(self, space, start):
         return {"start": start}
 
-    def message(self, space, state, current, memory):
-        return Message(current, tensors={"current": current, "memory": current if memory is None else memory["points"]})
+    def message(self, space, state, current, client_state):
+        return Message(current, tensors={"current": current, "memory": current if client_state is None else client_state["points"]})
 
     def step(self, space, state, update, *, out=None):
         kept = {"points": update.points, "part": [update.points[0, :2]], "current": update.current, "base": update.base}
@@ -333,7 +333,7 @@ def test_a_state_that_would_overflow_is_refused():
     r"""A buffered sum of $2 \cdot 3 \times 10^{38}$ would be there for ever."""
 
     class Sums(Gathers):
-        def message(self, space, state, current, memory):
+        def message(self, space, state, current, client_state):
             return Message(current)
 
         def step(self, space, state, update, *, out=None):
@@ -342,7 +342,7 @@ def test_a_state_that_would_overflow_is_refused():
 
     class Remembers(Sums):
         def step(self, space, state, update, *, out=None):
-            memory = {"sum": update.points[0] + (update.memory or {"sum": 0})["sum"]}
+            memory = {"sum": update.points[0] + (update.client_state or {"sum": 0})["sum"]}
             return state, Outcome(None, memory, {"buffered": 1})
 
     for rule in (Sums(3), Remembers(3)):
@@ -429,7 +429,7 @@ def test_a_model_that_would_overflow_is_refused():
 )
 def test_a_client_counts_once_its_message_is_out(message):
     class Mute(Careless):
-        def message(self, space, state, current, memory):
+        def message(self, space, state, current, client_state):
             if message is RuntimeError:
                 raise RuntimeError("mute")
             return message
@@ -501,7 +501,7 @@ def test_a_listener_that_fails_comes_after_the_update():
 
 def test_a_client_may_bring_its_own_base():
     s, kept = server(Adds()), server(Adds())
-    mine, theirs = s.dispatch("a", keep=False), kept.dispatch("a")
+    mine, theirs = s.dispatch("a", retain_base=False), kept.dispatch("a")
     for each in (s, kept):
         assert each.receive(each.dispatch("b").id, payload(5.0)).accepted
     assert s.memory["versions"] == 0
@@ -513,7 +513,7 @@ def test_a_client_may_bring_its_own_base():
     assert kept.receive(theirs.id, based).reason == "base: expected none, the server has kept it"
     assert kept.receive(theirs.id, payload(2.0)).accepted
     assert torch.equal(s.model, kept.model)
-    gone = s.dispatch("a", keep=False)
+    gone = s.dispatch("a", retain_base=False)
     s.drop(gone.id)
     assert len(versions(s)) == 1
 
@@ -588,11 +588,11 @@ def test_after_closing_only_the_model_is_there():
         (lambda: Server(Sphere(4), Adds(), torch.zeros(4)), "start: expected a point of Sphere"),
         (lambda: server(weights="heavy"), "weights: expected one of observed, uniform"),
         (lambda: server(max_staleness=-1), "max_staleness: expected"),
-        (lambda: server(update_limits={"max_norm": 1.0}), "checks: expected Checks"),
+        (lambda: server(update_limits={"max_norm": 1.0}), "update_limits: expected UpdateLimits"),
         (lambda: server(averaging=torch.zeros(4)), "averaging: expected `average`, `update`, `state` and `load`"),
         (lambda: server(averaging=SWA(SPACE, periodic=3)), "averaging: expected periodic=None"),
-        (lambda: server(buffers={}), "carried: expected a ParameterSpace"),
-        (lambda: server(buffer_policy={"*": "latest"}), "carried: expected the buffers to start from"),
+        (lambda: server(buffers={}), "buffers: expected a ParameterSpace"),
+        (lambda: server(buffer_policy={"*": "latest"}), "buffers: expected the buffers to start from"),
         (lambda: server(base_dtype=torch.float32), "base_dtype: expected one of torch.bfloat16, torch.float16; got"),
         (lambda: Server(Sphere(4), Adds(), torch.eye(4)[0], base_dtype=torch.float16), "base_dtype: expected a flat space or low rank"),
         (lambda: server(memory_limit=-1), "memory_limit: expected an integer >= 0"),
@@ -608,7 +608,7 @@ def test_after_closing_only_the_model_is_there():
         (lambda: server(update_limits=UpdateLimits(max_points=0)), "max_points: expected"),
         (lambda: server(update_limits=UpdateLimits(norm_window=10**30)), "norm_window: expected at most 1000000"),
         (lambda: server(weights={"a": 1}).dispatch("b"), "client: 'b' has no entry in the weights"),
-        (lambda: server().dispatch("a", keep="no"), "keep: expected one of True, False; got 'no'"),
+        (lambda: server().dispatch("a", retain_base="no"), "retain_base: expected one of True, False; got 'no'"),
         (lambda: Server.of({"w": torch.full((2,), float("nan"))}, FedAsync()), "^model: w: expected finite"),
         (lambda: server().dispatch(["a"]), "client: expected a hashable name"),
         (lambda: server().dispatch(type("Odd", (), {"__hash__": lambda self: 1 // 0})()), "client: expected a hashable name, got one of type Odd"),

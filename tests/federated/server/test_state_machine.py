@@ -28,7 +28,7 @@ class Remembers(Gathers):
 
     def step(self, space, state, update, *, out=None):
         state, outcome = super().step(space, state, update, out=out)
-        answers = 1 + (0 if update.memory is None else update.memory["answers"])
+        answers = 1 + (0 if update.client_state is None else update.client_state["answers"])
         memory = {"answers": answers, "last": update.points[-1]}
         return state, type(outcome)(outcome.model, memory, outcome.numbers)
 
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
         self.options = {
             "max_staleness": LIMIT,
             "memory_limit": 40,
-            "checks": UpdateLimits(max_norm=50.0),
+            "update_limits": UpdateLimits(max_norm=50.0),
             "timeout": float(TIMEOUT),
             "clock": self.clock,
             "max_tickets": TICKETS,
@@ -98,28 +98,28 @@ class Machine(RuleBasedStateMachine):
         self.server.close()
         self.folder.cleanup()
 
-    @rule(target=tickets, client=st.sampled_from("abc"), keep=st.booleans())
-    def dispatch(self, client, keep):
+    @rule(target=tickets, client=st.sampled_from("abc"), retain_base=st.booleans())
+    def dispatch(self, client, retain_base):
         oracle = self.oracle
         oracle.lapse()
         if len(oracle.open) == TICKETS:
             before = fingerprint(self.server)
             try:
-                self.server.dispatch(client, keep=keep)
+                self.server.dispatch(client, retain_base=retain_base)
             except BusyError:
                 assert fingerprint(self.server) == before
             else:
                 raise AssertionError("more tickets are out than may be")
             self.server.drop(next(iter(oracle.open)))
             del oracle.open[next(iter(oracle.open))]
-        ticket = self.server.dispatch(client, keep=keep)
+        ticket = self.server.dispatch(client, retain_base=retain_base)
         assert ticket.version == len(oracle.versions) - 1
         assert torch.equal(ticket.message.start, oracle.versions[-1])
         assert ticket.message.numbers["memory"] == oracle.answers.get(client, 0)
         oracle.clients = sorted({*oracle.clients, client})
         assert ticket.id not in oracle.open
-        oracle.open[ticket.id] = (client, ticket.version, keep, oracle.now)
-        return ticket, client, keep
+        oracle.open[ticket.id] = (client, ticket.version, retain_base, oracle.now)
+        return ticket, client, retain_base
 
     @rule(
         target=used,
@@ -130,10 +130,10 @@ class Machine(RuleBasedStateMachine):
     )
     def answer(self, sent, move, samples, at):
         """Perhaps it is interrupted, and answered again."""
-        ticket, client, keep = sent
+        ticket, client, retain_base = sent
         oracle = self.oracle
         oracle.lapse()
-        base = None if keep else ticket.message.start
+        base = None if retain_base else ticket.message.start
         payload = Payload(ticket.message.start[None] + move, samples, base=base)
         # An unknown ticket leaves nothing by which a second refusal could be told from the first.
         if at is not None and (ticket.id in oracle.open or ticket.id in oracle.receipts):
@@ -180,13 +180,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule(sent=tickets, flaw=st.sampled_from(["points", "samples", "base", "numbers", "norm", "client"]))
     def answer_badly(self, sent, flaw):
-        ticket, client, keep = sent
+        ticket, client, retain_base = sent
         oracle = self.oracle
         oracle.lapse()
         self.server.expire()
         if ticket.id not in oracle.open:
             return
-        fields = {"points": torch.zeros(1, P), "samples": 1, "base": None if keep else ticket.message.start}
+        fields = {"points": torch.zeros(1, P), "samples": 1, "base": None if retain_base else ticket.message.start}
         if flaw == "numbers":
             fields["numbers"] = {"staleness": 0.0}
         elif flaw == "norm":
@@ -194,7 +194,7 @@ class Machine(RuleBasedStateMachine):
         elif flaw == "client":
             client = "another"
         else:
-            odd = {"points": torch.full((1, P), float("nan")), "samples": 0, "base": torch.zeros(P) if keep else None}
+            odd = {"points": torch.full((1, P), float("nan")), "samples": 0, "base": torch.zeros(P) if retain_base else None}
             fields[flaw] = odd[flaw]
         before = fingerprint(self.server)
         receipt = self.server.receive(ticket.id, Payload(**fields), client=client)
@@ -281,7 +281,7 @@ class Machine(RuleBasedStateMachine):
         assert s.rejected == oracle.refused
         columns = ("client", "samples", "version", "staleness", "waiting")
         assert [tuple(row[name] for name in columns) for row in s.history] == oracle.rows
-        held = {version for _, version, keep, _ in oracle.open.values() if keep} | {s.version}
+        held = {version for _, version, retain_base, _ in oracle.open.values() if retain_base} | {s.version}
         assert set(versions(s)) == held
         store = s._state.value.store
         for version in held:

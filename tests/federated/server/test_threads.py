@@ -216,7 +216,7 @@ def test_who_reads_the_history_holds_nobody_up_and_waits_for_nobody():
 
 @pytest.mark.usefixtures("eager")
 def test_history_is_read_whole_while_it_is_written():
-    s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", history=50)
+    s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", history_size=50)
 
     def work(i):
         if i:
@@ -249,7 +249,7 @@ def test_an_answer_that_waits_for_its_turn_does_not_expire():
 
 
 def test_those_that_still_unpack_keep_nobody_out():
-    s = Server(Flat(P), Adds(), torch.zeros(P), max_waiting=0)
+    s = Server(Flat(P), Adds(), torch.zeros(P), max_queued_updates=0)
     slow, quick = s.dispatch("a"), s.dispatch("b")
     begun, go = threading.Event(), threading.Event()
 
@@ -276,7 +276,7 @@ def test_beyond_those_that_may_wait_others_are_refused():
     thread.start()
     while s._update_lock.num_queued < 2:
         pass
-    assert s.receive(second, LATER).reason == "server: busy: 2 updates wait for their turn, of at most 1"
+    assert s.receive(second, LATER).reason == "server: busy: 2 queued updates, max_queued_updates=1"
     assert finish().version == 1
     thread.join(PATIENCE)
     assert receipts[0].accepted

@@ -375,7 +375,7 @@ def test_what_is_read_as_it_should_be_counts_as_that():
 )
 def test_a_bad_base_is_refused_and_changes_nothing(base, reason):
     s = server()
-    ticket = s.dispatch("a", keep=False)
+    ticket = s.dispatch("a", retain_base=False)
     before = fingerprint(s)
     assert s.receive(ticket.id, good(base=base)).reason.startswith(reason)
     assert fingerprint(s) == before
@@ -389,7 +389,7 @@ GOOD = {
     "repeated": lambda: good(points=torch.tensor(1.0).expand(1, P)),
     "counts of NumPy": lambda: good(samples=np.int64(3), numbers={"epochs": np.float32(2)}),
     "other mappings": lambda: good(tensors=OrderedDict(good().tensors), numbers=MappingProxyType({"epochs": 2})),
-    "the memory of a trainer": lambda: good(memory={"anything": object()}),
+    "the memory of a trainer": lambda: good(client_state={"anything": object()}),
 }
 
 
@@ -434,7 +434,7 @@ def test_a_step_is_taken_outside_of_transforms():
 
 
 def test_the_largest_norm():
-    s = Server(Flat(2), Adds(), torch.zeros(2), checks=UpdateLimits(max_norm=5.0))
+    s = Server(Flat(2), Adds(), torch.zeros(2), update_limits=UpdateLimits(max_norm=5.0))
     assert s.receive(s.dispatch("a").id, Payload(torch.tensor([[3.0, 4.0]]), 1)).accepted
     ticket = s.dispatch("a")
     assert (
@@ -447,7 +447,7 @@ def test_the_largest_norm():
 
 
 def test_the_running_median():
-    s = Server(Flat(1), Adds(), torch.zeros(1), checks=UpdateLimits(norm_factor=3.0, norm_window=5, norm_after=3))
+    s = Server(Flat(1), Adds(), torch.zeros(1), update_limits=UpdateLimits(norm_factor=3.0, norm_window=5, norm_after=3))
 
     def send(norm):
         ticket = s.dispatch("a")
@@ -465,7 +465,7 @@ def test_the_running_median():
 
 
 def test_a_median_of_zero_shuts_nobody_out():
-    s = Server(Flat(1), Adds(), torch.zeros(1), checks=UpdateLimits(norm_factor=2.0, norm_after=1))
+    s = Server(Flat(1), Adds(), torch.zeros(1), update_limits=UpdateLimits(norm_factor=2.0, norm_after=1))
     for norm in (0.0, 0.0, 1.0):
         ticket = s.dispatch("a")
         assert s.receive(ticket.id, Payload(ticket.message.start[None] + norm, 1)).accepted
@@ -498,7 +498,7 @@ def test_points_of_curved_leaves_lie_on_them_to_the_rounding_of_the_leaf():
     assert s.receive(s.dispatch("a").id, Payload(start[None], 1)).accepted
     ticket = s.dispatch("a")
     assert s.receive(ticket.id, Payload(1.2 * start[None], 1)).reason.startswith("points: weight: expected a point of")
-    assert s.receive(s.dispatch("a", keep=False).id, Payload(start[None], 1, base=1.2 * start)).reason.startswith(
+    assert s.receive(s.dispatch("a", retain_base=False).id, Payload(start[None], 1, base=1.2 * start)).reason.startswith(
         "base: weight: "
     )
 
@@ -518,10 +518,10 @@ def plain(request):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("checks", [None, UpdateLimits(max_norm=1e6)])
 def test_what_nobody_looked_at_is_refused_in_the_same_words(plain, checks, dtype):
-    s = Server(Flat(P), plain, torch.zeros(P, dtype=dtype), checks=checks)
+    s = Server(Flat(P), plain, torch.zeros(P, dtype=dtype), update_limits=checks)
     count = 2 if isinstance(plain, AsyncBezier) else 1
     assert s.receive(s.dispatch("light").id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
-    kept, brings = s.dispatch("heavy"), s.dispatch("heavy", keep=False)
+    kept, brings = s.dispatch("heavy"), s.dispatch("heavy", retain_base=False)
     assert s.receive(s.dispatch("light").id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
     before = fingerprint(s)
     for value in (NAN, INF, -INF):

@@ -1,4 +1,4 @@
-"""What the tests of crews share and other processes import: a task, trainers of all tempers, executors that misbehave."""
+"""What the tests of task runners share and other processes import: a task, trainers of all tempers, executors that misbehave."""
 
 import os
 import pickle
@@ -87,7 +87,7 @@ class DrawsLater:
 
     def train(self, space, message, loss, batches, memory, *, generator):
         step = 0 if memory is None else torch.randn(space.shape)
-        buffers = {name: message.buffers[name] for name in message.asked}
+        buffers = {name: message.buffers[name] for name in message.requested_buffers}
         return Payload((message.start + 0.01 * step)[None], 10, buffers=buffers, client_state=1)
 
 
@@ -123,7 +123,7 @@ def comes_and_goes(clients, generator):
     return churn(clients, Exponential(60.0), Exponential(30.0), 400.0, generator)
 
 
-SCENARIOS = {
+WORKLOADS = {
     "plain": {},
     "queues": {"scheduler": queues},
     "churn": {"availability": comes_and_goes},
@@ -138,7 +138,7 @@ class Fails:
     samples: tuple[int, ...]
 
     def train(self, space, message, loss, batches, memory, *, generator):
-        if batches.samples in self.samples:
+        if batches.num_samples in self.samples:
             raise self.error
         return LOCAL.train(space, message, loss, batches, memory, generator=generator)
 
@@ -151,7 +151,7 @@ class Dies:
     file: str | None = None
 
     def train(self, space, message, loss, batches, memory, *, generator):
-        if batches.samples == self.samples and not (self.file and Path(self.file).exists()):
+        if batches.num_samples == self.samples and not (self.file and Path(self.file).exists()):
             if self.file:
                 Path(self.file).touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -255,20 +255,20 @@ class Breaks(Shuffled):
             raise BrokenProcessPool("broken before")
         return super().submit(self._call, fn, *args)
 
-    def _call(self, fn, letter):
-        self.broken = self.broken or self.fatal(letter.errand().key)
+    def _call(self, fn, envelope):
+        self.broken = self.broken or self.fatal(envelope.open_task().task_id)
         if self.broken:
             raise BrokenProcessPool("a process was killed")
-        return fn(letter)
+        return fn(envelope)
 
 
 class Listed:
-    """Foresight by heart."""
+    """A task order that is given."""
 
     def __init__(self, keys):
         self.keys = list(keys)
 
-    def coming(self, limit):
+    def next_tasks(self, limit):
         return self.keys[:limit]
 
 

@@ -1,4 +1,4 @@
-"""Errands: the payload follows from the errand alone."""
+"""Client tasks: the payload follows from the task alone."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,9 +27,9 @@ def federation(model=None):
     return FederatedDataset.split(made, 3, partition=dirichlet(5.0), seed=0)
 
 
-def errand(of, trainer=None, key=(0, 0), memory=None):
+def task(of, trainer=None, task_id=(0, 0), client_state=None):
     server = Server.of(of.model(), FedAsync())
-    return ClientTask(of, trainer or clients.Local(epochs=2), TaskId(*key), server.dispatch(0).message, memory)
+    return ClientTask(of, trainer or clients.Local(epochs=2), TaskId(*task_id), server.dispatch(0).message, client_state)
 
 
 def same(a, b):
@@ -59,7 +59,7 @@ def test_a_module_works_as_a_trainer_does_and_stays_as_it_was():
 
 @pytest.mark.parametrize("model", [None, dropping])
 def test_the_payload_does_not_depend_on_the_thread_or_on_what_was_drawn_before(model):
-    given = [errand(federation(model), key=TaskId(client, nth)) for client in range(3) for nth in range(2)]
+    given = [task(federation(model), task_id=TaskId(client, nth)) for client in range(3) for nth in range(2)]
     torch.manual_seed(5)
     expected = [run_task(one) for one in given]
     assert not same(expected[0], expected[1])
@@ -82,7 +82,7 @@ def test_torch_is_left_as_it_was(model):
             raise DivergenceError("no")
 
     try:
-        one = errand(federation(model))
+        one = task(federation(model))
         run_task(one)
         with pytest.raises(DivergenceError):
             run_task(replace(one, trainer=Looks()))
@@ -97,7 +97,7 @@ def test_a_trainer_that_draws_after_one_that_does_not_is_seeded_too():
         def train(self, space, message, loss, batches, memory, *, generator):
             return Payload(torch.rand(1, *space.shape), 1)
 
-    one = errand(federation())
+    one = task(federation())
     run_task(one)
     drawn = [run_task(replace(one, trainer=Draws())).points for _ in range(2)]
     assert torch.equal(*drawn)

@@ -44,4 +44,4 @@ def test_on_one_machine_models_are_read_where_they_lie(client, monkeypatch):
 
     monkeypatch.setattr("manifoldagg.simulation.executors.task_transport.SharedTensorStore", Seen)
     run(federation(), METHODS["fedasync"], num_updates=10, executor=client.get_executor())
-    assert [shelf.far for shelf in made] == [False]
+    assert [store.remote for store in made] == [False]

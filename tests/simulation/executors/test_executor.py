@@ -15,7 +15,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.simulation import Method, RestartingExecutor, processes, run
 from tests.simulation.executors import runners
-from tests.simulation.executors.runners import METHODS, SCENARIOS, federation
+from tests.simulation.executors.runners import METHODS, WORKLOADS, federation
 
 ROOT = Path(__file__).parents[3]
 CASES = [("fedasync", "churn"), ("routed", "queues"), ("orthofl", "plain"), ("remembers, drawn", "plain")]
@@ -25,7 +25,7 @@ SHARED = Path("/dev/shm")
 def trained(method, scenario, executor=None):
     seen = []
     one = run(
-        federation(), METHODS[method], num_updates=10, executor=executor, on_update=seen.append, **SCENARIOS[scenario]
+        federation(), METHODS[method], num_updates=10, executor=executor, on_update=seen.append, **WORKLOADS[scenario]
     )
     return one, torch.cat([event.payload.points for event in seen])
 
@@ -89,7 +89,7 @@ SCRIPT = """
 
     if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        run(federation(), Method("sleeps", FedAsync(0.5), Sleeps({folder!r})), rounds=5, executor=processes(2))
+        run(federation(), Method("sleeps", FedAsync(0.5), Sleeps({folder!r})), num_updates=5, executor=processes(2))
 """
 
 

@@ -1,4 +1,4 @@
-"""Crews: the bits of a run do not depend on who trains, how many, or who is done first."""
+"""Task runners: the bits of a run do not depend on who trains, how many, or who is done first."""
 
 import pickle
 import threading
@@ -20,7 +20,7 @@ from manifoldagg.simulation.executors import shared_tensors
 from manifoldagg.simulation.executors.task_runner import TaskRunner
 from manifoldagg.simulation.executors.task_transport import RunContext, TaskEnvelope, TaskResult
 from tests.simulation.executors import runners
-from tests.simulation.executors.runners import METHODS, SCENARIOS, Breaks, Listed, Posted, Shuffled, federation
+from tests.simulation.executors.runners import METHODS, WORKLOADS, Breaks, Listed, Posted, Shuffled, federation
 
 ROUNDS = 14
 
@@ -34,7 +34,7 @@ def trained(method, scenario="plain", executor=None, rounds=ROUNDS):
         num_updates=rounds,
         executor=executor,
         on_update=seen.append,
-        **SCENARIOS[scenario],
+        **WORKLOADS[scenario],
     )
     return one, [event.payload for event in seen]
 
@@ -48,12 +48,12 @@ def same(a, b):
         assert torch.equal(p.points, q.points)
         assert p.buffers.keys() == q.buffers.keys()
         assert all(torch.equal(tensor, q.buffers[name]) for name, tensor in p.buffers.items())
-        assert (p.memory is None) == (q.memory is None)
+        assert (p.client_state is None) == (q.client_state is None)
     return True
 
 
 QUEUED = ("routed", "defedavg", "remembers, drawn")
-CASES = [(method, scenario) for method in METHODS for scenario in SCENARIOS if scenario != "queues" or method in QUEUED]
+CASES = [(method, scenario) for method in METHODS for scenario in WORKLOADS if scenario != "queues" or method in QUEUED]
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def test_a_scheduler_that_cannot_be_copied_gives_the_same_run():
 
 def test_some_tasks_of_these_runs_diverge_and_start_from_what_the_one_before_left(alone):
     one, payloads = alone["remembers", "plain"]
-    assert one.refused > 0
-    assert max(payload.memory["count"] for payload in payloads) == 3
+    assert one.rejected > 0
+    assert max(payload.client_state["count"] for payload in payloads) == 3
 
 
 def test_what_will_be_needed_first_is_sent_first_and_no_more_than_keeps_the_workers_busy():
@@ -118,22 +118,22 @@ def test_what_will_be_needed_first_is_sent_first_and_no_more_than_keeps_the_work
     out = []
 
     class Counts(Shuffled):
-        def submit(self, fn, letter):
-            sent.append(letter.errand().key)
-            future = super().submit(fn, letter)
+        def submit(self, fn, envelope):
+            sent.append(envelope.open_task().task_id)
+            future = super().submit(fn, envelope)
             out.append(future)
             assert sum(not future.done() for future in out) <= 4
             return future
 
     executor = Counts(0, workers=2)
     order = [key for start in range(5) for key in keys[start::5]]
-    foresight = Listed(order)
-    with TaskRunner(of, METHODS["fedasync"].trainer, executor, foresight) as crew:
+    listed = Listed(order)
+    with TaskRunner(of, METHODS["fedasync"].trainer, executor, listed) as runner:
         for key in keys:
-            crew.submit(key, runners.message(of))
+            runner.submit(key, runners.message(of))
         assert sent == []
-        while foresight.keys:
-            crew.result(foresight.keys.pop(0))
+        while listed.keys:
+            runner.result(listed.keys.pop(0))
     assert sent == order
     executor.shutdown()
 
@@ -143,18 +143,18 @@ def test_a_client_that_is_lost_goes_on_from_its_last_answer():
     trainer = runners.Remembers()
 
     def told(executor):
-        with TaskRunner(of, trainer, executor) as crew:
+        with TaskRunner(of, trainer, executor) as runner:
             for nth in range(3):
-                crew.submit(TaskId(0, nth), runners.message(of))
-            crew.submit(TaskId(1, 0), runners.message(of))
-            counts = [crew.result(key).client_state["count"] for key in (TaskId(0, 0), TaskId(1, 0))]
-            crew.cancel([TaskId(0, 1), TaskId(0, 2), TaskId(4, 0)])
-            crew.submit(TaskId(0, 3), runners.message(of))
-            counts.append(crew.result(TaskId(0, 3)).client_state["count"])
-            crew.submit(TaskId(0, 4), runners.message(of))
-            crew.submit(TaskId(0, 5), runners.message(of))
-            crew.cancel([TaskId(0, 4)])
-            return [*counts, crew.result(TaskId(0, 5)).client_state["count"]]
+                runner.submit(TaskId(0, nth), runners.message(of))
+            runner.submit(TaskId(1, 0), runners.message(of))
+            counts = [runner.result(key).client_state["count"] for key in (TaskId(0, 0), TaskId(1, 0))]
+            runner.cancel([TaskId(0, 1), TaskId(0, 2), TaskId(4, 0)])
+            runner.submit(TaskId(0, 3), runners.message(of))
+            counts.append(runner.result(TaskId(0, 3)).client_state["count"])
+            runner.submit(TaskId(0, 4), runners.message(of))
+            runner.submit(TaskId(0, 5), runners.message(of))
+            runner.cancel([TaskId(0, 4)])
+            return [*counts, runner.result(TaskId(0, 5)).client_state["count"]]
 
     with ThreadPoolExecutor(2) as pool:
         assert told(pool) == told(None) == [1, 1, 2, 3]
@@ -162,15 +162,15 @@ def test_a_client_that_is_lost_goes_on_from_its_last_answer():
 
 def test_an_answer_out_of_turn_is_refused():
     of = federation()
-    with TaskRunner(of, runners.LOCAL) as crew:
-        crew.submit(TaskId(0, 0), runners.message(of))
-        crew.submit(TaskId(0, 1), runners.message(of))
-        with pytest.raises(ArgumentError, match="key: .* was given already"):
-            crew.submit(TaskId(0, 1), runners.message(of))
+    with TaskRunner(of, runners.LOCAL) as runner:
+        runner.submit(TaskId(0, 0), runners.message(of))
+        runner.submit(TaskId(0, 1), runners.message(of))
+        with pytest.raises(ArgumentError, match="task_id: .* was given already"):
+            runner.submit(TaskId(0, 1), runners.message(of))
         for key in (TaskId(0, 1), TaskId(2, 0)):
-            with pytest.raises(ArgumentError, match="key: .* is not the next task of its client"):
-                crew.result(key)
-        assert crew.result(TaskId(0, 0)).samples > 0
+            with pytest.raises(ArgumentError, match="task_id: .* is not the next task of its client"):
+                runner.result(key)
+        assert runner.result(TaskId(0, 0)).samples > 0
 
 
 class Echo:
@@ -180,21 +180,21 @@ class Echo:
         return Payload(message.start[None], 1, {"t": message.tensors["t"]}, client_state=memory)
 
 
-def letter(parameters, memory=None):
+def envelope(parameters, client_state=None):
     tensors = {"t": torch.arange(parameters, dtype=torch.float32)}
     return TaskEnvelope(
-        RunContext(federation(), Echo()), TaskId(0, 0), Message(torch.ones(parameters), tensors), memory
+        RunContext(federation(), Echo()), TaskId(0, 0), Message(torch.ones(parameters), tensors), client_state
     )
 
 
 def test_an_errand_is_small_whatever_the_model():
-    sizes = [len(pickle.dumps(letter(count, {"m": torch.ones(count)}))) for count in (1000, 1_000_000)]
+    sizes = [len(pickle.dumps(envelope(count, {"m": torch.ones(count)}))) for count in (1000, 1_000_000)]
     assert sizes[1] < 4096
     assert abs(sizes[0] - sizes[1]) < 64
 
 
 def test_a_model_lies_there_once_and_goes_with_the_last_letter():
-    one = letter(1000)
+    one = envelope(1000)
     pickle.dumps(one)
     folder = one._context.tensor_store.put(one._parts[1].start).spilled.path.parent
     before = sorted(folder.iterdir())
@@ -208,7 +208,7 @@ def test_a_model_lies_there_once_and_goes_with_the_last_letter():
 
 @pytest.mark.parametrize("method", ["fedasync", "orthofl"])
 def test_a_worker_that_does_not_find_a_model_gets_it_by_value(alone, monkeypatch, method):
-    monkeypatch.setattr(shared_tensors, "MIN_COMPRESSED_BYTES", 16)
+    monkeypatch.setattr(shared_tensors, "MIN_SHARED_BYTES", 16)
     asked = []
 
     def absent(name, target):
@@ -224,7 +224,7 @@ def test_a_worker_that_does_not_find_a_model_gets_it_by_value(alone, monkeypatch
 
 
 def test_where_no_file_can_be_written_all_goes_by_value(alone, monkeypatch):
-    monkeypatch.setattr(shared_tensors, "MIN_COMPRESSED_BYTES", 16)
+    monkeypatch.setattr(shared_tensors, "MIN_SHARED_BYTES", 16)
     monkeypatch.setattr(shared_tensors.SharedTensorStore, "_spill", lambda self, tensor: None)
     executor = Posted(0, 2)
     assert same(trained("orthofl", "plain", executor), alone["orthofl", "plain"])
@@ -248,15 +248,15 @@ def test_what_training_raises_comes_out_as_it_was(kind):
     size = len(of.train[1])
     error = DivergenceError("the loss is nan")
     executor = kind(0, 2)
-    with TaskRunner(of, runners.Fails(error, (size,)), executor) as crew:
+    with TaskRunner(of, runners.Fails(error, (size,)), executor) as runner:
         for client in of.trainable_clients:
-            crew.submit(TaskId(client, 0), runners.message(of))
+            runner.submit(TaskId(client, 0), runners.message(of))
         for client in of.trainable_clients:
             if len(of.train[client]) == size:
                 with pytest.raises(DivergenceError, match="the loss is nan") as raised:
-                    crew.result(TaskId(client, 0))
+                    runner.result(TaskId(client, 0))
             else:
-                crew.result(TaskId(client, 0))
+                runner.result(TaskId(client, 0))
     if kind is Posted:
         assert "in train" in raised.value.__notes__[0]
     executor.shutdown()
@@ -274,7 +274,7 @@ def test_an_error_that_cannot_travel_is_told():
     back = pickle.loads(pickle.dumps(TaskResult(error=Odd(1, 2))))
     assert isinstance(back.error, RuntimeError)
     assert "1 and 2" in str(back.error)
-    assert back.trained
+    assert back.from_training
 
 
 def local_task():
@@ -290,7 +290,7 @@ def local_task():
 def test_a_federation_that_cannot_be_sent_is_refused_with_what_to_do():
     method = Method("plain", FedAsync(0.5), runners.LOCAL)
     executor = Posted(0, 2)
-    words = "executor: the federation or the trainer cannot be sent to another process: split a `task` of a function"
+    words = "executor: the federation or the trainer cannot be sent to another process: split a `dataset` of a function"
     with pytest.raises(ArgumentError, match=words):
         run(local_task(), method, num_updates=3, executor=executor)
     executor.shutdown()
@@ -329,7 +329,7 @@ def test_a_federation_travels_as_what_made_it():
     data = pickle.dumps(of)
     assert len(data) < 1024
     back = pickle.loads(data)
-    assert torch.equal(back.task.inputs, of.dataset.inputs)
+    assert torch.equal(back.dataset.inputs, of.dataset.inputs)
     assert all((a == b).all() for a, b in zip(back.train + back.held_out, of.train + of.held_out, strict=True))
     changed = replace(of, seed=7)
     assert pickle.loads(pickle.dumps(changed)).seed == 7
@@ -393,13 +393,13 @@ def test_an_executor_that_is_given_is_relieved_of_what_nobody_needs(tmp_path):
     gate = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(gate.wait)
-        crew = TaskRunner(of, runners.LOCAL, pool)
+        runner = TaskRunner(of, runners.LOCAL, pool)
         for client in of.trainable_clients:
-            crew.submit(TaskId(client, 0), runners.message(of))
-        crew._fill(crew._executor)
-        futures = [task.future for task in crew._submitted]
+            runner.submit(TaskId(client, 0), runners.message(of))
+        runner._fill(runner._executor)
+        futures = [task.future for task in runner._submitted]
         assert len(futures) == 2
-        crew.close()
+        runner.close()
         assert all(future.cancelled() for future in futures)
         gate.set()
         assert pool.submit(int).result() == 0

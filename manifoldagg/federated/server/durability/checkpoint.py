@@ -60,7 +60,7 @@ class CheckpointPolicy:
         ArgumentError: naming what does not fit.
 
     Example:
-        >>> CheckpointPolicy("server.checkpoint", updates=100, seconds=600.0).keep
+        >>> CheckpointPolicy("server.checkpoint", every_updates=100, every_seconds=600.0).keep
         2
     """
 
@@ -128,38 +128,38 @@ class ServerSnapshot(NamedTuple):
             CheckpointError: naming what of the rule or the space, or what is called, has no name.
             SpillError: if what is kept for a client is in a file that is not what was written.
         """
-        books = self.server_state
-        now = books.model_state
-        kept, lost = _stored_trees(books)
-        tickets = [(name, *ticket) for name, ticket in books.tickets.items() if ticket.base_key not in lost]
+        state = self.server_state
+        now = state.model_state
+        kept, lost = _stored_trees(state)
+        tickets = [(name, *ticket) for name, ticket in state.tickets.items() if ticket.base_key not in lost]
         return {
             "space": fingerprint("space", self.space),
             "rule": fingerprint("rule", self.rule),
             "machine": _machine_info(now.current),
-            "options": {**books.limits._asdict(), **self.options},
+            "options": {**state.limits._asdict(), **self.options},
             "clock": qualified_name("clock", self.clock),
             "time": self.time,
             "model": now.current,
             "state": now.state,
             "buffers": buffers_to_tree(now.buffers),
-            "waiting": None
+            "pending_buffers": None
             if now.pending_buffers is None
             else {**vars(now.pending_buffers), "latest": buffers_to_tree(now.pending_buffers.latest)},
             "version": now.version,
             "norms": now.norms,
-            "weights": books.weights.state(),
-            "kept": kept,
+            "weights": state.weights.state(),
+            "stored_trees": kept,
             "tickets": tickets,
-            "answered": [
-                (name, client, dict(vars(receipt))) for name, (client, receipt) in books.closed_tickets.items()
+            "closed_tickets": [
+                (name, client, dict(vars(receipt))) for name, (client, receipt) in state.closed_tickets.items()
             ],
-            "history": _encode_rows([*books.history.values()]),
-            "updates": books.history.next_index,
-            "refused": dict(books.rejected),
+            "history": _encode_rows([*state.history.values()]),
+            "updates": state.history.next_index,
+            "rejected": dict(state.rejected),
             "averaging": self.averaging,
             "journal": None
-            if books.pending_log is None
-            else (books.pending_log.name, books.pending_log.records.next_index),
+            if state.pending_log is None
+            else (state.pending_log.name, state.pending_log.records.next_index),
         }
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
@@ -296,7 +296,7 @@ class LoadedCheckpoint:
             ticket = PendingTicket(*fields)
             tickets = tickets.set(name, ticket._replace(issued_at=ticket.issued_at + later))
         answered: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
-        for name, client, receipt in tree["answered"]:
+        for name, client, receipt in tree["closed_tickets"]:
             answered = answered.set(name, ClosedTicket(client, Receipt(**receipt)))
         rows = list(_decode_rows(tree["history"]))
         # Numbered as they were: older ones are gone.
@@ -311,7 +311,7 @@ class LoadedCheckpoint:
             tickets=tickets,
             closed_tickets=answered.tail(limits.receipt_cache_size),
             history=history.tail(limits.history_size),
-            rejected=Map(tree["refused"]),
+            rejected=Map(tree["rejected"]),
         )
 
     def restore_averaging(self, averaging: Averaging | None) -> None:
@@ -330,24 +330,24 @@ class LoadedCheckpoint:
         averaging.load(state)
 
     def _pending_buffers(self, buffers: PackedBuffers) -> PendingBuffers | None:
-        waiting = self._tree["waiting"]
+        waiting = self._tree["pending_buffers"]
         if waiting is None or not self._keeps_rule_state:
             return None
         latest = buffers_from_tree(waiting["latest"])
         if latest.groups != buffers.groups:
-            raise ArgumentError("buffers: expected the policies of the updates that wait")
+            raise ArgumentError("buffer_policy: expected the policies of the updates that wait")
         return PendingBuffers(**{**waiting, "latest": latest})
 
     def _restore_store(
         self, fresh: ServerState, tickets: Mapping[str, PendingTicket], on_free: Callable[[Tensor], object] | None
     ) -> Store:
         current = ("version", self._tree["version"])
-        # The same that the other books have: with the last reference to it, the memory of the model is used again.
+        # The same that the other state has: with the last reference to it, the memory of the model is used again.
         store = Store().retain(current, fresh.store.find(fresh.current_key))
         holders = Counter(ticket.base_key for ticket in tickets.values())
         for _ in range(holders[current]):
             store = store.retain(current)
-        for key, tree in self._tree["kept"]:
+        for key, tree in self._tree["stored_trees"]:
             if key[0] == "client":
                 holders[key] = int(self._keeps_rule_state)
             kept = InMemoryTree(tree, on_free if key[0] == "version" else None)
@@ -372,7 +372,7 @@ class CheckpointWriter:
 
     def __init__(self, policy: CheckpointPolicy, publish: Callable[..., None]) -> None:
         if not isinstance(policy, CheckpointPolicy):
-            raise ArgumentError(f"expected CheckpointPolicy, got {policy!r}")
+            raise ArgumentError(f"checkpoint: expected CheckpointPolicy, got {policy!r}")
         self._policy = policy
         self._publish = publish
         self.reset(0)

@@ -45,8 +45,8 @@ class Evictor:
 
     def _evict_one(self, limit: int) -> int:
         """Move the oldest tree to a file; its size, or 0 where none has to move, or none can."""
-        books = self._state.value
-        over = books.store.next_victim(limit, exclude=books.current_key)
+        state = self._state.value
+        over = state.store.next_victim(limit, exclude=state.current_key)
         if over is None:
             return 0
         key, kept = over

@@ -41,9 +41,9 @@ def fingerprint(name: str, value: Any) -> Tree:
 
     Example:
         >>> from manifoldagg.federated.schedules import Cosine
-        >>> stable_repr("rate", Cosine(1.0, 0.0, 4))["fields"]
+        >>> fingerprint("rate", Cosine(1.0, 0.0, 4))["fields"]
         {'start': 1.0, 'end': 0.0, 'period': 4, 'restarts': False}
-        >>> stable_repr("rate", lambda version: 0.5)
+        >>> fingerprint("rate", lambda version: 0.5)
         Traceback (most recent call last):
             ...
         manifoldagg.errors.CheckpointError: rate: expected a function of a module, as others can be found by ...
@@ -85,7 +85,7 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
 
     Example:
         >>> from manifoldagg.federated.staleness import Polynomial
-        >>> difference("staleness", stable_repr("", Polynomial(0.5)), stable_repr("", Polynomial(0.7)))
+        >>> first_difference("staleness", fingerprint("", Polynomial(0.5)), fingerprint("", Polynomial(0.7)))
         'staleness: a: was 0.5, got 0.7'
     """
     if isinstance(saved, dict) and isinstance(current, dict) and saved.keys() == current.keys():

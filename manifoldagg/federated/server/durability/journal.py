@@ -52,7 +52,7 @@ class Journal:
         ArgumentError: naming what does not fit.
 
     Example:
-        >>> Journal("server", fsync="batch", every=1000).fsync
+        >>> Journal("server", fsync="batch", fsync_every=1000).fsync
         'batch'
     """
 
@@ -138,7 +138,7 @@ class _Position(NamedTuple):
 
 
 class JournalWriter:
-    """Appends what the books have entered, in the order in which it took effect.
+    """Appends what the state has entered, in the order in which it took effect.
 
     A change is entered with what it changes, in the same instant, and leaves when it is written: whatever goes wrong in
     between, it is written again to the same place of the file. Who writes does it for all whose changes wait.
@@ -179,7 +179,7 @@ class JournalWriter:
         mark = os.urandom(8)
         place = self.journal.segment_path(first_lsn)
         tensor_file.save(
-            place, KIND, {"name": self.name, "mark": mark, "first": first_lsn, "moment": snapshot, "after": predecessor}
+            place, KIND, {"name": self.name, "magic": mark, "first_lsn": first_lsn, "snapshot": snapshot, "predecessor": predecessor}
         )
         try:
             file = os.open(place, os.O_RDWR)

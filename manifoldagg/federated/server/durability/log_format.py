@@ -132,9 +132,9 @@ def read_error(path: Path, error: OSError) -> CheckpointError:
 
 def _scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
     head, place = read_segment_header(path)
-    mark = head["mark"]
-    if head["first"] != first_lsn:
-        raise CheckpointError(f"{path}: begins with change {head['first']}: it has another's name")
+    mark = head["magic"]
+    if head["first_lsn"] != first_lsn:
+        raise CheckpointError(f"{path}: begins with change {head['first_lsn']}: it has another's name")
     found: list[StoredRecord] = []
     vouched = first_lsn
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

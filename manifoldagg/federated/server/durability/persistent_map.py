@@ -21,8 +21,8 @@ class PersistentOrderedMap(Mapping[K, V]):
     What it has in common with the map that it was made of is shared.
 
     Example:
-        >>> waiting = PersistentOrderedMap().put("a", 1).put("b", 2).put("a", 3)
-        >>> dict(waiting), waiting.first_key, dict(waiting.without("a"))
+        >>> waiting = PersistentOrderedMap().set("a", 1).set("b", 2).set("a", 3)
+        >>> dict(waiting), waiting.first_key, dict(waiting.remove("a"))
         ({'a': 3, 'b': 2}, 'a', {'b': 2})
 
     Cost: of a change, the logarithm of the size.
@@ -120,10 +120,10 @@ class AtomicReference(Generic[T]):
     value before or the value after.
 
     Example:
-        >>> books = AtomicReference((0, "open"))
-        >>> books.update(lambda now: ((now[0] + 1, now[1]), "taken"))
+        >>> state = AtomicReference((0, "open"))
+        >>> state.update(lambda now: ((now[0] + 1, now[1]), "taken"))
         'taken'
-        >>> books.value
+        >>> state.value
         (1, 'open')
     """
 

@@ -91,7 +91,7 @@ class JournalReplay:
         Warns:
             RuntimeWarning: if a receipt is another than that which was given.
         """
-        wanted = {told.content["open"][1]: told.lsn for told in self.records if told.kind == "dispatched"}
+        wanted = {told.content["pending"][1]: told.lsn for told in self.records if told.kind == "dispatched"}
         models: dict[int, InMemoryTree] = {}
         warned = False
         for told in self.records:
@@ -106,10 +106,10 @@ class JournalReplay:
                         raise _corruption_error(told.path, told.lsn) from error
                     LOG.warning("%s: cut before change %d, which was being written", told.path, told.lsn)
                     break
-                books = server.state.value
-                version = books.model_state.version
+                state = server.state.value
+                version = state.model_state.version
                 if wanted.get(version, -1) > told.lsn:
-                    current = books.store.find(books.current_key)
+                    current = state.store.find(state.current_key)
                     assert isinstance(current, InMemoryTree)
                     models[version] = current
                 try:
@@ -126,11 +126,11 @@ class JournalReplay:
                     )
             else:
                 _apply_record(server, told, models)
-            if "refused" in content:
-                server.state.update(partial(_with_rejected, Map(content["refused"])))
+            if "rejected" in content:
+                server.state.update(partial(_with_rejected, Map(content["rejected"])))
             models = {version: kept for version, kept in models.items() if wanted[version] > told.lsn}
             self.next_lsn = told.lsn + 1
-            time = content.get("time", content["open"][3] if told.kind == "dispatched" else math.nan)
+            time = content.get("time", content["pending"][3] if told.kind == "dispatched" else math.nan)
             self.time = self.time if math.isnan(time) else max(self.time, time)
 
 
@@ -183,17 +183,17 @@ def recover(
         return saved, JournalReplay(os.urandom(16).hex(), 0, saved.time, saved.identity)
     heads = {first: read_segment_header(journal.segment_path(first))[0] for first in files}
     name = heads[files[-1]]["name"]
-    after = heads[files[-1]]["after"]
+    after = heads[files[-1]]["predecessor"]
     number = -1
     if saved is not None:
         ours = after == saved.identity if saved.journal_position is None else saved.journal_position[0] == name
         if not ours or any(head["name"] != name for head in heads.values()):
             raise CheckpointError(f"{journal.path}: is the journal of another server than {saved.path}")
         number = -1 if saved.journal_position is None else saved.journal_position[1]
-    whole = [first for first in files if heads[first]["moment"] is not None and first >= number]
+    whole = [first for first in files if heads[first]["snapshot"] is not None and first >= number]
     if whole:
         number = whole[-1]
-        saved = LoadedCheckpoint(journal.segment_path(number), heads[number]["moment"])
+        saved = LoadedCheckpoint(journal.segment_path(number), heads[number]["snapshot"])
     if saved is None:
         raise CheckpointError(f"{path}: is not there, and {journal.path} does not begin with the whole record")
     if number < 0:
@@ -210,7 +210,7 @@ def _with_rejected(rejected: Map[str, int], now: ServerState) -> tuple[ServerSta
 def _apply_record(target: ReplayTarget, record: StoredRecord, models: dict[int, InMemoryTree]) -> None:
     """Do what was done with tickets."""
     content = record.content
-    books = target.state
+    state = target.state
 
     def ended(now: ServerState) -> tuple[ServerState, None]:
         receipt = Receipt(False, content["reason"], now.model_state.version)
@@ -223,19 +223,19 @@ def _apply_record(target: ReplayTarget, record: StoredRecord, models: dict[int, 
         return now.without_ticket(content["ticket"]) if content["ticket"] in now.tickets else now, None
 
     if record.kind == "ended":
-        books.update(ended)
+        state.update(ended)
     elif record.kind == "dropped":
-        books.update(dropped)
+        state.update(dropped)
     else:
-        ticket = PendingTicket(*content["open"])
-        now = books.value
+        ticket = PendingTicket(*content["pending"])
+        now = state.value
         base: Any = None if ticket.base_key is None else now.store.find(ticket.base_key)
         if ticket.base_key is not None and base is None:
             # Its version had moved on when the ticket was entered.
             base = models.get(ticket.version) or now.store.find(now.current_key)
             if ticket.base_key[0] == "base":
                 base = InMemoryTree(target.round_base(base.load()))
-        books.update(lambda now: (now.with_ticket(content["ticket"], ticket, base), None))
+        state.update(lambda now: (now.with_ticket(content["ticket"], ticket, base), None))
 
 
 def _corruption_error(path: Path, lsn: int) -> CheckpointError:

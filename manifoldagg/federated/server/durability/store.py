@@ -26,7 +26,7 @@ class InMemoryTree:
     Example:
         >>> import torch
         >>> spare = []
-        >>> kept = ParamState(torch.zeros(2), freed=spare.append)
+        >>> kept = InMemoryTree(torch.zeros(2), on_free=spare.append)
         >>> kept.size, spare
         (8, [])
         >>> del kept
@@ -46,7 +46,7 @@ class InMemoryTree:
         return self.tree
 
     def __del__(self) -> None:
-        freed = getattr(self, "_freed", None)
+        freed = getattr(self, "_on_free", None)
         if freed is not None:
             freed(self.tree)
 
@@ -61,8 +61,8 @@ class Store(NamedTuple):
 
     Example:
         >>> import torch
-        >>> first = Store().held(("version", 0), ParamState(torch.zeros(2)))
-        >>> both = first.held(("version", 0))
+        >>> first = Store().retain(("version", 0), InMemoryTree(torch.zeros(2)))
+        >>> both = first.retain(("version", 0))
         >>> ("version", 0) in both.release(("version", 0)), ("version", 0) in first.release(("version", 0))
         (True, False)
     """

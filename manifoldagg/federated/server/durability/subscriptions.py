@@ -1,4 +1,4 @@
-"""Who watches: those who are told of every event in the books, one at a time and in order, whoever brings them."""
+"""Who watches: those who are told of every event in the state, one at a time and in order, whoever brings them."""
 
 import logging
 import threading
@@ -15,7 +15,7 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class EventDispatcher:
-    """Tells of the events in the books.
+    """Tells of the events in the state.
 
     An event is entered with what it tells of, in the same instant, and leaves when everybody has heard of it: nothing
     is left out, and who is interrupted in between tells it again, to those who have not heard of it. Nobody waits:

@@ -59,7 +59,7 @@ def save(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
 
     Args:
         path: of the file, in a folder that exists. A link is followed.
-        kind: what the tree is; `read` asks for the same.
+        kind: what the tree is; `load` asks for the same.
         tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes and `None`.
             It is not written meanwhile. Tensors that share memory are written one by one.
         keep: how many files to keep: the last one under `path`, older ones under `path.1`, `path.2`, …
@@ -73,8 +73,8 @@ def save(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
     Example:
         >>> import math, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write(folder + "/one", "sums", {"ward-7": [torch.ones(2), math.inf], 7: (1, None)})
-        ...     read(folder + "/one", "sums")
+        ...     save(folder + "/one", "sums", {"ward-7": [torch.ones(2), math.inf], 7: (1, None)})
+        ...     load(folder + "/one", "sums")
         {'ward-7': [tensor([1., 1.]), inf], 7: (1, None)}
     """
     place = check_path(path)
@@ -88,7 +88,7 @@ def save(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
 
 
 def dumps(kind: str, tree: Tree) -> bytearray:
-    """The bytes of the file that `write` would write, for `load_from`.
+    """The bytes of the file that `save` would write, for `load_from`.
 
     Raises:
         CheckpointError: naming what of the tree is of another type.
@@ -102,14 +102,14 @@ def dumps(kind: str, tree: Tree) -> bytearray:
 
 
 def load(path: str | Path, kind: str) -> Tree:
-    """The tree that `write` wrote. Tensors come back on their devices where these are here, else on the CPU.
+    """The tree that `save` wrote. Tensors come back on their devices where these are here, else on the CPU.
 
     Args:
         path: of the file.
         kind: what it must hold.
 
     Raises:
-        CheckpointError: if there is no such file, or it is truncated, altered, not from `write`, from a newer version
+        CheckpointError: if there is no such file, or it is truncated, altered, not from `save`, from a newer version
             of this package, or holds another kind. An older file beside it is named, and not read.
     """
     if not isinstance(path, str | Path):
@@ -148,7 +148,7 @@ def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: boo
         allow_trailing: whether something else may follow.
 
     Raises:
-        CheckpointError: as `read`.
+        CheckpointError: as `load`.
     """
     start = file.read(8 + len(HEADER_PREFIX))
     if not HEADER_PREFIX.startswith(start[8:]):

@@ -51,7 +51,7 @@ def encode(
         tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes, `None`.
         tensor_ref: what stands for a tensor, by itself and the way to it.
         make_error: makes of a message what is raised.
-        is_bounded: refuse what `decoded` would not take from somebody else.
+        is_bounded: refuse what `decode` would not take from somebody else.
 
     Raises:
         Exception: of `make_error`, naming what of the tree is of another type.
@@ -222,7 +222,7 @@ def header_entries(listed: Iterable[tuple[str, torch.dtype, Sequence[int], int]]
     """The lines of a header: names, dtypes, shapes and bytes of what follows it, one after another.
 
     Example:
-        >>> print(entries([("w", torch.float32, [2], 8)]))
+        >>> print(header_entries([("w", torch.float32, [2], 8)]))
         "w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}
     """
     lines = []
@@ -251,7 +251,7 @@ def offsets(lines: Mapping[str, Any]) -> list[tuple[int, int, str]]:
         ValueError: if they do not follow one another from 0 on.
 
     Example:
-        >>> spans({"b": {"data_offsets": [8, 9]}, "a": {"data_offsets": [0, 8]}})
+        >>> offsets({"b": {"data_offsets": [8, 9]}, "a": {"data_offsets": [0, 8]}})
         [(0, 8, 'a'), (8, 9, 'b')]
     """
     found = sorted((*line["data_offsets"], name) for name, line in lines.items())

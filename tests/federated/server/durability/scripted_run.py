@@ -92,18 +92,18 @@ class Life:
 
 def content(server):
     """All that a server knows, as values that compare; tickets without their ids."""
-    books = server._books.value
+    state = server._state.value
     return {
-        "now": bits(books.now),
-        "weights": books.weights,
-        "kept": {key: (holders, bits(books.store.load(key))) for key, (_, holders) in books.store.places.items()},
-        "tickets": [(ticket.client, ticket.version, ticket.base) for ticket in books.tickets.values()],
-        "answered": [repr(answer) for answer in books.answered.values()],
+        "model_state": bits(state.model_state),
+        "weights": state.weights,
+        "kept": {key: (holders, bits(state.store.load(key))) for key, (_, holders) in state.store.entries.items()},
+        "tickets": [(ticket.client, ticket.version, ticket.base_key) for ticket in state.tickets.values()],
+        "closed_tickets": [repr(closed) for closed in state.closed_tickets.values()],
         "history": bits(server.history),
         "updates": server.updates,
-        "refused": server.refused,
+        "rejected": server.rejected,
         "averaged": bits(server.averaged()),
-        "limits": books.limits,
+        "limits": state.limits,
     }
 
 
@@ -122,10 +122,10 @@ def large(updates, **options):
 def script(server, until=None, told=lambda updates: None):
     """Clients that answer in the order in which they left; how far they are is told by the server's record."""
     for i in range(len(server.history), until or 10**9):
-        while len(server._books.value.tickets) < LAG:
-            issued = i + len(server._books.value.tickets)
+        while len(server._state.value.tickets) < LAG:
+            issued = i + len(server._state.value.tickets)
             server.dispatch(issued % 5)
-        oldest = next(iter(server._books.value.tickets))
+        oldest = next(iter(server._state.value.tickets))
         server.receive(oldest, Payload(draw(i, 2, LARGE, dtype=torch.float32), 1 + i % 3)).check()
         told(i + 1)
 

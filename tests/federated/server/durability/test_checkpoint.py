@@ -94,10 +94,10 @@ def test_exact_averages_go_on_too(tmp_path):
     [
         {"weights": "uniform"},
         {"weights": {"heavy": 5, 7: 3, "light": 1}},
-        {"checks": UpdateLimits(norm_factor=50.0, max_norm=90.0, samples_factor=3.0, clip_factor=1.2, min_cosine=-0.9)},
+        {"update_limits": UpdateLimits(norm_factor=50.0, max_norm=90.0, samples_factor=3.0, clip_factor=1.2, min_cosine=-0.9)},
         {"base_dtype": torch.bfloat16, "memory_limit": 60},
         {"base_dtype": torch.float16},
-        {"max_staleness": 2, "history": 3, "retries": 4},
+        {"max_staleness": 2, "history_size": 3, "receipt_cache_size": 4},
     ],
     ids=lambda options: ", ".join(options),
 )
@@ -120,7 +120,7 @@ def test_buffers_and_curved_leaves_go_on_too(tmp_path, rule, manifolds):
     net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     space = ParameterSpace.of(net, manifolds)
     policies = {"*running_mean": "average", "*running_var": "latest", "*tracked": "leave"}
-    server = Server(space, rule, space.point(net), carried=space.buffers(net), buffers=policies)
+    server = Server(space, rule, space.point(net), buffers=space.buffers(net), buffer_policy=policies)
 
     def answer(rule, ticket, seed):
         given = carrying(rule, ticket, seed)
@@ -136,7 +136,7 @@ def test_buffers_and_curved_leaves_go_on_too(tmp_path, rule, manifolds):
 
 def test_tickets_without_a_base_and_models_that_are_still_out_go_on(tmp_path):
     server = fresh()
-    bare = server.dispatch("a", keep=False)
+    bare = server.dispatch("a", retain_base=False)
     kept = server.dispatch("b")
     server.receive(server.dispatch("c"), Payload(torch.ones(1, SIZE), 1)).check()
     other = resumed(tmp_path, server)
@@ -192,7 +192,7 @@ def test_saved_options_are_the_defaults_and_given_ones_go_before(tmp_path):
     assert other._state.value.limits == server._state.value.limits._replace(max_in_flight=4, history_size=0)
     assert other.history == []
     assert other.receive(other.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).weight == 0.5
-    with pytest.raises(ArgumentError, match="history: expected"):
+    with pytest.raises(ArgumentError, match="history_size: expected"):
         resumed(tmp_path, server, history_size=-1)
     with pytest.raises(TypeError, match="hystory"):
         resumed(tmp_path, server, hystory=3)
@@ -408,7 +408,7 @@ def test_updates_do_not_wait_for_a_file_and_no_two_are_written_at_once(tmp_path,
         writing.clear()
         write(path, kind, tree, keep=keep)
 
-    monkeypatch.setattr(checkpoint.tensor_file, "write", slow)
+    monkeypatch.setattr(checkpoint.tensor_file, "save", slow)
     server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=1, keep=9))
     for i in range(5):
         server.receive(server.dispatch(i), Payload(torch.ones(1, SIZE), 1)).check()
@@ -431,7 +431,7 @@ def test_what_goes_wrong_beside_is_logged_and_raised_when_the_server_is_closed(t
     folder.mkdir()
     server = fresh(checkpoint=CheckpointPolicy(folder / FILE, every_updates=1))
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "manifoldagg"):
-        patch.setattr(checkpoint.tensor_file, "write", full)
+        patch.setattr(checkpoint.tensor_file, "save", full)
         assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).accepted
         with pytest.raises(CheckpointError, match="disk full"):
             server._checkpoint_writer.finish()
@@ -442,7 +442,7 @@ def test_what_goes_wrong_beside_is_logged_and_raised_when_the_server_is_closed(t
     server.close()
     server = fresh(checkpoint=CheckpointPolicy(folder / FILE, every_updates=1))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.tensor_file, "write", full)
+        patch.setattr(checkpoint.tensor_file, "save", full)
         server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
         server._checkpoint_writer._drain()
     server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()

@@ -38,22 +38,22 @@ def fresh(rule=None, **options):
 
 def state(server):
     """All that a server knows, with the ids of its tickets."""
-    books = server._books.value
-    return content(server) | {"ids": [[*books.tickets], [*books.answered]]}
+    now = server._state.value
+    return content(server) | {"ids": [[*now.tickets], [*now.closed_tickets]]}
 
 
 def known(states):
     """But for how many were refused, which is told with the next change."""
-    return [{name: what for name, what in one.items() if name != "refused"} for one in states]
+    return [{name: what for name, what in one.items() if name != "rejected"} for one in states]
 
 
 def crash(server):
     """What the system does for a process that was killed."""
-    close = server._journal._close
+    close = server._journal._close_segment
     if close.detach():
         with suppress(OSError):
-            os.close(server._journal._at.file)
-    hold = server._journal._hold
+            os.close(server._journal._position.descriptor)
+    hold = server._journal._journal_lock
     if hold.close.detach():
         os.close(hold.file)
 
@@ -87,9 +87,9 @@ SOME = {
     "narrow": (AsyncBezier(0.5), {"base_dtype": torch.bfloat16, "memory_limit": 60}),
     "Momentum": (
         Momentum(FedAsync(0.5)),
-        {"checks": UpdateLimits(clip_factor=1.2, samples_factor=3.0), "max_staleness": 2},
+        {"update_limits": UpdateLimits(clip_factor=1.2, samples_factor=3.0), "max_staleness": 2},
     ),
-    "bounded": (Gathers(2, patient=False), {"history": 3, "retries": 2, "weights": "uniform"}),
+    "bounded": (Gathers(2, patient=False), {"history_size": 3, "receipt_cache_size": 2, "weights": "uniform"}),
 }
 
 
@@ -157,7 +157,7 @@ class Script:
 
     def steps(self):
         yield lambda: self.out.append(self.server.dispatch("a"))
-        yield lambda: self.out.append(self.server.dispatch("b", keep=False))
+        yield lambda: self.out.append(self.server.dispatch("b", retain_base=False))
         yield lambda: self.server.receive(self.out[0], answer(1)).check()
         yield lambda: self.server.receive(self.out[1], Payload(torch.full((1, SIZE), torch.nan), 1))
         yield lambda: self.server.receive(self.out[1], answer(2, self.out[1].message.start)).check()
@@ -252,7 +252,7 @@ def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, as
         shutil.copytree(left, folder)
         # What is open stays so until the process is buried.
         with disked(monkeypatch, disk), monkeypatch.context() as patch:
-            patch.setattr(journal, "_to_domain", lambda file: None)
+            patch.setattr(journal, "_close_descriptor", lambda file: None)
             try:
                 back(folder, script.server)
             finally:
@@ -578,7 +578,7 @@ def test_other_options_hold_from_the_resume_on(tmp_path):
     life.go(12)
     crash(life.server)
     before = content(life.server)
-    options = {"checks": UpdateLimits(max_norm=1e-9), "history": 1, "weights": "uniform"}
+    options = {"update_limits": UpdateLimits(max_norm=1e-9), "history_size": 1, "weights": "uniform"}
     other = back(tmp_path, life.server, **options)
     assert torch.equal(other.model, life.server.model)
     assert other.history == life.server.history[-1:]

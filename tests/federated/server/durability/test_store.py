@@ -39,7 +39,7 @@ def forward(s, name="walker", by=1.0):
 class Forgetful(Adds):
     """Keeps nothing for its clients."""
 
-    def message(self, space, state, current, memory):
+    def message(self, space, state, current, client_state):
         return super().message(space, state, current, None)
 
     def step(self, space, state, update, *, out=None):
@@ -97,7 +97,7 @@ def test_a_client_starts_from_exactly_the_base_that_is_kept(dtype, seed):
 
     start = draw(seed, P, dtype=torch.float32)
     s = server(Watches(), start, base_dtype=dtype)
-    one, two, brings = s.dispatch("a"), s.dispatch("b"), s.dispatch("c", keep=False)
+    one, two, brings = s.dispatch("a"), s.dispatch("b"), s.dispatch("c", retain_base=False)
     assert torch.equal(one.message.start, start.to(dtype).float())
     assert torch.equal(brings.message.start, start)
     assert s.memory["versions"] == 2 * P
@@ -143,7 +143,7 @@ def test_a_memory_limit_changes_where_things_are_and_nothing_else(seed, script, 
     plain, tight, open_ = server(AsyncMemory(0.5)), server(AsyncMemory(0.5), memory_limit=limit), {}
     for i, (client, answers, keep) in enumerate(script):
         if client not in open_:
-            open_[client] = [s.dispatch(client, keep=keep) for s in (plain, tight)], keep
+            open_[client] = [s.dispatch(client, retain_base=retain_base) for s in (plain, tight)], keep
             continue
         tickets, kept = open_.pop(client)
         assert bits(tickets[0].message) == bits(tickets[1].message)

@@ -403,11 +403,11 @@ def test_who_sweeps_first_costs_a_new_name_and_no_file(tmp_path, monkeypatch):
     claim = tensor_file._flock
     made = []
 
-    def late(file, *, patient):
-        if patient and len(made) < 3:
+    def late(file, *, blocking):
+        if blocking and len(made) < 3:
             made.append(file)
             tensor_file._remove_stale(path)
-        return claim(file, blocking=patient)
+        return claim(file, blocking=blocking)
 
     monkeypatch.setattr(tensor_file, "_flock", late)
     save(path, "tree", OLD)

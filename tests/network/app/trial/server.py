@@ -68,7 +68,7 @@ def main(grid: Grid, context: Context) -> None:
         FedAsync(0.5),
         model=TASK.model,
         updates=config["updates"],
-        task_timeout=config["patience"],
+        task_timeout=config["task_timeout"],
         min_available_nodes=config["least"],
         fraction_evaluate=config["evaluate"],
         checkpoint=CheckpointPolicy(folder / "server.checkpoint", every_updates=1),

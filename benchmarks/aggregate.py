@@ -171,12 +171,12 @@ def ways(name: str, size: int, count: int, buffers: int, threads: int, floor: Fl
 
 
 def measure(
-    name: str, size: int, count: int, buffers: int, threads: int, floor: Floor, rounds: int
+    name: str, size: int, count: int, buffers: int, threads: int, floor: Floor, repetitions: int
 ) -> Iterator[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
     about = {"rule": name, "P": size, "tensors": count, "buffers": buffers, "threads": threads}
-    return beside_the_first(ways(name, size, count, buffers, threads, floor), rounds, about, 4 * size)
+    return beside_the_first(ways(name, size, count, buffers, threads, floor), repetitions, about, 4 * size)
 
 
 HEAD = f"{'rule':<12}{'P':>6}{'tensors':>8}{'buffers':>8}{'threads':>8}  {'way':<13}{TIMES}"
@@ -196,8 +196,8 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, nargs="+", default=[1, 42, 400])
     parser.add_argument("--buffers", type=int, nargs="*", default=[400], help="beside the first size")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--name", default="front_door")
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--name", default="aggregate")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     floor = Floor()
@@ -206,8 +206,8 @@ def main() -> None:
     sizes = [int(size) for size in options.sizes]
     cells = [*product(options.rules, sizes, options.tensors, [0], options.threads)]
     cells += product(options.rules, sizes[:1], options.tensors[:1], options.buffers, options.threads)
-    rows = (row for cell in cells for row in measure(*cell, floor, options.rounds))
-    tabled(options.out / options.name, head, rows, shown, options.rounds)
+    rows = (row for cell in cells for row in measure(*cell, floor, options.repetitions))
+    tabled(options.out / options.name, head, rows, shown, options.repetitions)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ of gradient descent, in virtual time. Liars are drawn by the seed, and train as 
 `clip` is `UpdateLimits(clip_factor=1.5)`, `gate` is `UpdateLimits(min_cosine=-0.2)`. The rate of each rule is the best
 of a few without liars, on seeds that are not used afterwards, and the same for all defences.
 
-Runs that are done are kept in `build/liars.jsonl`, and are not done again.
+Runs that are done are kept in `build/byzantine.jsonl`, and are not done again.
 """
 
 import argparse
@@ -128,19 +128,27 @@ def lied(kind: str, base: Tensor, points: Tensor, generator: torch.Generator) ->
 
 
 def run(
-    clients: Clients, rule: Any, checks: UpdateLimits | None, kind: str, liars: int, seed: int, rounds: int
+    clients: Clients, rule: Any, limits: UpdateLimits | None, kind: str, liars: int, seed: int, updates: int
 ) -> dict:
     """The accuracy after so many answers, and which part of the honest ones, and of the others, was refused."""
     draws = np.random.default_rng([seed, 7])
     means = draws.lognormal(0.0, 0.5, CLIENTS)
     lying = set(draws.permutation(CLIENTS)[:liars].tolist())
     generator = torch.Generator().manual_seed(seed)
-    server = Server(Flat(sum(SIZES)), rule, clients.start, weights="uniform", checks=checks, history=0, retries=0)
+    server = Server(
+        Flat(sum(SIZES)),
+        rule,
+        clients.start,
+        weights="uniform",
+        update_limits=limits,
+        history_size=0,
+        receipt_cache_size=0,
+    )
     out = [(draws.exponential(means[client]), client, server.dispatch(client)) for client in range(CLIENTS)]
     heapq.heapify(out)
     sent, refused = [0, 0], [0, 0]
     curve = isinstance(rule, rules.AsyncBezier)
-    for _ in range(rounds):
+    for _ in range(updates):
         now, client, ticket = heapq.heappop(out)
         base = ticket.message.start
         half, end = clients.train(base, client, generator)
@@ -181,10 +189,10 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rate-seeds", type=int, nargs="+", default=[100, 101])
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "liars.txt")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "byzantine.txt")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    kept = Kept(HERE.parent / "build" / "liars.jsonl")
+    kept = Kept(HERE.parent / "build" / "byzantine.jsonl")
     federations: dict[int, Clients] = {}
     lines: list[str] = []
     begun = time.process_time()
@@ -198,9 +206,9 @@ def main() -> None:
             if seed not in federations:
                 federations[seed] = Clients(seed)
             rule = RULES[name][0](rate)
-            return run(federations[seed], rule, DEFENCES[defence], kind, liars, seed, options.rounds)
+            return run(federations[seed], rule, DEFENCES[defence], kind, liars, seed, options.updates)
 
-        return kept(repr((options.rounds, name, rate, defence, kind, liars, seed)), make)
+        return kept(repr((options.updates, name, rate, defence, kind, liars, seed)), make)
 
     rates = {}
     for name, (_, candidates) in RULES.items():
@@ -209,7 +217,7 @@ def main() -> None:
             for rate in candidates
         }
         rates[name] = max(scores, key=scores.__getitem__)
-    tell(f"{CLIENTS} clients, {options.rounds} updates, buffers of {SIZE}; accuracy in %, mean and sd over seeds")
+    tell(f"{CLIENTS} clients, {options.updates} updates, buffers of {SIZE}; accuracy in %, mean and sd over seeds")
     tell(f"{options.seeds}. Rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
     rows = [(name, defence) for name in RULES for defence in (DEFENCES if name in CHECKED else [""])]
     for seed in options.seeds:

@@ -717,12 +717,12 @@ def main() -> None:
     lines += ["", f"{len(faults)} faults", *faults[:20]]
     print(*lines, sep="\n")
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "floods.txt").write_text("\n".join(lines) + "\n")
+    (options.out / "load.txt").write_text("\n".join(lines) + "\n")
     told = {"messages": look.count, "machine": platform.platform(), "grew": grew, "files": left}
-    (options.out / "floods.json").write_text(
+    (options.out / "load.json").write_text(
         json.dumps({"settings": told, "rows": rows, "faults": faults}, indent=1) + "\n"
     )
-    draw(look, warm[0], options.out / "floods.png")
+    draw(look, warm[0], options.out / "load.png")
     if faults:
         raise SystemExit(f"{len(faults)} faults, the first: {faults[0]}")
     if grew > BOUND:
